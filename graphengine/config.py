@@ -241,12 +241,12 @@ class EngineConfig:
         where that is less than their part of the pool; False, or with prefix_caching: they keep
         all, which forks, snapshots and far rewinds of sessions go on from""",
     )
-    lookahead: int | None = option(
-        None,
-        Bound("be 0 or 1, or None", lambda steps: steps in (0, 1)),
-        doc="""replays launched before the oldest one is collected, 0 or 1; None: 1 on a GPU, and 0
-        on a CPU, which computes a step where it is launched. It is 0 while a request with a grammar
-        holds a slot, and always with UserProvided and SaveHiddenStates, which set it to 0""",
+    lookahead: int = option(
+        1,
+        Bound("be 0 or 1", lambda steps: steps in (0, 1)),
+        doc="""replays launched before the oldest one is collected, 0 or 1; it is 0 while a request
+        with a grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it
+        to 0""",
         flag=Flag(),
     )
     memory_fraction: float = option(
@@ -305,7 +305,7 @@ class EngineConfig:
     row_family: RowFamily | None = option(
         None,
         doc="""the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot";
-        None: "fma" on a GPU where a step has a single lane and max_seq_len is at most 4,096, "dot"
+        None: "fma" where a step has a single lane and max_seq_len is at most 4,096, "dot"
         elsewhere""",
         flag=Flag(),
     )
@@ -459,13 +459,14 @@ class EngineConfig:
         """ValueError for what several ranks cannot do yet."""
         if self.tensor_parallel == 1:
             return
-        drafters = (MTP, NGram, UserProvided)
+        mode, drafters = self.mode, (MTP, NGram, UserProvided)
+        has_tree = isinstance(mode, MTP) and mode.tree is not None
         alone: dict[str, bool] = {
             "quantize": self.quantize is not None,
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "record_routing": self.record_routing,
-            "speculative": self.mode is not None and not isinstance(self.mode, drafters),
+            "speculative": mode is not None and (has_tree or not isinstance(mode, drafters)),
         }
         for name, is_asked in alone.items():
             if is_asked:
@@ -473,15 +474,6 @@ class EngineConfig:
                     f"{name}={getattr(self, name)!r} is for an engine of one rank, not for "
                     f"tensor_parallel={self.tensor_parallel}"
                 )
-
-    @property
-    def steps_ahead(self) -> int:
-        """`lookahead`, or what it is where it was not chosen."""
-        return int(self.on_gpu) if self.lookahead is None else self.lookahead
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.startswith("cuda")
 
     @property
     def mode(self) -> Mode | None:
@@ -521,18 +513,17 @@ class EngineConfig:
     @property
     def family(self) -> RowFamily:
         """The engine's row family: the one asked for, or the one that fits the lanes of a step."""
-        usual = row_family(self.lanes, self.max_seq_len or _USUAL_SEQ_LEN) if self.on_gpu else "dot"
-        return self.row_family or usual
+        return self.row_family or row_family(self.lanes, self.max_seq_len or _USUAL_SEQ_LEN)
 
     @property
     def staging_blocks(self) -> int:
         """Copies of host-owned fields that may be in flight to the device at the same time."""
-        return self.steps_ahead + 2
+        return self.lookahead + 2
 
     @property
     def mailbox_entries(self) -> int:
         """Replays whose records a mailbox holds."""
-        return 2 * (self.steps_ahead + 2)
+        return 2 * (self.lookahead + 2)
 
     def sequence_limit(self, max_positions: int) -> int:
         """Tokens of the longest request with a model of so many positions; ValueError if

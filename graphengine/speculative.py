@@ -24,11 +24,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from graphengine.checks import INT32_MAX, is_finite, is_int, is_number, keep_plain_numbers
+from graphengine.draft_trees import StaticTree
 from graphengine.kernels import MAX_DRAFTS, MAX_LANES
 
 log = logging.getLogger(__name__)
 
 MAX_NGRAM = 16
+_USUAL_DRAFTS = 3
 # Above so many live requests a step is better spent on them than on drafts.
 AUTO_MAX_LIVE = 32
 FORCE_ACCEPTED = "GRAPHENGINE_FORCE_ACCEPTED"
@@ -55,7 +57,7 @@ class Mode(ABC):
     @property
     @abstractmethod
     def k(self) -> int:
-        """Drafts a step, at most."""
+        """Drafts a step, at most: of trees, their nodes."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -96,7 +98,7 @@ class DraftVocabulary:
 class MTP(Mode):
     """The checkpoint's multi-token-prediction (MTP) modules draft.
 
-    k            drafts a step
+    k            drafts a step; with a tree as many as it has nodes, which need not be said
     style        "eagle": the first module, k times; "vanilla": k modules, each with its own KV
     own_graph    an eagle module in a separate graph after the step's, not inside it
     draft_vocab  the part of the vocabulary that is scored; None: all of it
@@ -104,16 +106,23 @@ class MTP(Mode):
                  "chained", that of the module before, as DeepSeek-V3 trains modules and
                  transformers runs them; "target", the target's, as TensorRT-LLM's vanilla MTP. The
                  wrong one for a checkpoint costs acceptance, never a token
+    tree         what an eagle module drafts in place of a chain: a list of paths, each a list of
+                 ranks, as `draft_trees.py` has them. [[0], [1], [0, 0], [0, 1]] are the two best
+                 tokens, and after the best one the two best again. A step then emits up to 1 + the
+                 depth of them, and still what plain decoding would
     """
 
-    k: int = 3
+    k: int = _USUAL_DRAFTS
     _: KW_ONLY
     style: Style = "eagle"
     own_graph: bool = False
     draft_vocab: DraftVocabulary | None = None
     feed: Feed = "chained"
+    tree: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
+        if self.tree is not None:
+            self._keep_tree(StaticTree.of(self.tree))
         check_drafts(self.k)
         if self.style not in ("eagle", "vanilla"):
             raise ValueError(f"style={self.style!r} must be 'eagle' or 'vanilla'")
@@ -129,8 +138,26 @@ class MTP(Mode):
             raise ValueError(f"draft_vocab={self.draft_vocab!r} must be a DraftVocabulary or None")
         keep_plain_numbers(self)
 
+    def _keep_tree(self, tree: StaticTree) -> None:
+        if self.k not in (_USUAL_DRAFTS, tree.nodes):
+            raise ValueError(f"k={self.k!r} drafts a step, and the tree has {tree.nodes} nodes")
+        if self.style != "eagle" or self.own_graph:
+            raise ValueError(
+                f"a tree goes with style='eagle' in the step's graph, not with "
+                f"style={self.style!r}, own_graph={self.own_graph}"
+            )
+        object.__setattr__(self, "k", tree.nodes)
+        object.__setattr__(self, "tree", tree.paths)
+
+    @property
+    def static_tree(self) -> StaticTree | None:
+        """The shape of `tree`."""
+        return None if self.tree is None else StaticTree.of(self.tree)
+
     def describe(self) -> str:
-        parts = [f"mtp {self.style}, k={self.k}"]
+        tree = self.static_tree
+        shape = f"k={self.k}" if tree is None else tree.describe()
+        parts = [f"mtp {self.style}, {shape}"]
         if self.feed == "target":
             parts.append("the target's hidden states")
         if self.own_graph:

@@ -17,6 +17,7 @@ from graphengine.kernels.core import stand_in
 _stood_in = stand_in.put_in_place()
 
 from graphengine.kernels.attention.decode import (
+    TREE_SPLIT,
     decode_attention,
     decode_attention_arrivals,
     decode_attention_workspace_bytes,
@@ -52,6 +53,7 @@ from graphengine.kernels.comm.sums import sum_parts, sum_parts_reference
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
+from graphengine.kernels.core.tree import TreeLanes, TreeTables
 from graphengine.kernels.draft.draft import (
     DraftTiles,
     FirstDraft,
@@ -84,6 +86,18 @@ from graphengine.kernels.draft.relaxed_acceptance import (
     relaxed_delta_prompt_reference,
     update_relaxed_delta,
     update_relaxed_delta_reference,
+)
+from graphengine.kernels.draft.top_drafts import (
+    MAX_CHILDREN,
+    TopDrafts,
+    top_drafts,
+    top_drafts_reference,
+)
+from graphengine.kernels.draft.tree import (
+    ParentRun,
+    TreeLevel,
+    grow_tree,
+    grow_tree_reference,
 )
 from graphengine.kernels.draft.vanilla import (
     DraftChain,
@@ -274,13 +288,14 @@ from graphengine.kernels.sample.sampling import (
     sample_tiles,
     sample_tiles_reference,
 )
-from graphengine.kernels.step.begin import gather_and_embed, gather_and_embed_reference
+from graphengine.kernels.step.begin import RowTrees, gather_and_embed, gather_and_embed_reference
 from graphengine.kernels.step.finish import (
     FinishedStep,
     verify_commit_publish,
     verify_commit_publish_reference,
 )
 from graphengine.kernels.step.handover import HandOver, hand_over, hand_over_reference
+from graphengine.kernels.step.move import move_path, move_path_reference
 from graphengine.kernels.step.noted import (
     note_prompt,
     note_prompt_reference,
@@ -309,6 +324,7 @@ from graphengine.kernels.step.stop_sequences import (
     match_stop_sequences_reference,
 )
 from graphengine.kernels.step.swap import copy_blocks, copy_blocks_reference
+from graphengine.kernels.step.walk import AcceptedPath
 
 stand_in.remove(_stood_in)
 
@@ -322,6 +338,7 @@ __all__ = [
     "INVALID",
     "LATENT_TILE",
     "LENGTH",
+    "MAX_CHILDREN",
     "MAX_DRAFTS",
     "MAX_EXPERTS",
     "MAX_LANES",
@@ -331,11 +348,13 @@ __all__ = [
     "PACKED_COLUMNS",
     "PREFILL_ARRIVALS",
     "STOP",
+    "TREE_SPLIT",
     "USES_BAD_WORDS",
     "USES_BIAS",
     "USES_COUNTS",
     "USES_MASK",
     "USES_REPETITION",
+    "AcceptedPath",
     "Activation",
     "ActivationKind",
     "AnyWeight",
@@ -368,6 +387,7 @@ __all__ = [
     "PackedExperts",
     "PackedForm",
     "PackedWeight",
+    "ParentRun",
     "PrefillLanes",
     "Product",
     "ProductTile",
@@ -381,12 +401,17 @@ __all__ = [
     "RouterScores",
     "Routes",
     "RowFamily",
+    "RowTrees",
     "SamplingTensors",
     "SlotState",
     "StopMatch",
     "StopSequences",
     "StopTensors",
     "TokenLogprobs",
+    "TopDrafts",
+    "TreeLanes",
+    "TreeLevel",
+    "TreeTables",
     "WeightFormat",
     "add_normed",
     "add_normed_reference",
@@ -446,6 +471,8 @@ __all__ = [
     "given_routes",
     "group_pairs",
     "groups_pairs",
+    "grow_tree",
+    "grow_tree_reference",
     "hand_over",
     "hand_over_reference",
     "head_product",
@@ -479,6 +506,8 @@ __all__ = [
     "mamba_state_selective_copy_reference",
     "match_stop_sequences",
     "match_stop_sequences_reference",
+    "move_path",
+    "move_path_reference",
     "new_draft_chain",
     "new_lane_codes",
     "new_residual",
@@ -546,6 +575,8 @@ __all__ = [
     "takes_fp8",
     "token_log_probabilities",
     "token_log_probabilities_reference",
+    "top_drafts",
+    "top_drafts_reference",
     "unpack_state",
     "update_relaxed_delta",
     "update_relaxed_delta_reference",

@@ -214,7 +214,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "block_size": memory.block_size,
         "kv_blocks": memory.kv_blocks,
         "rings": [[ring.window, ring.blocks] for ring in memory.rings],
-        "lookahead": config.steps_ahead,
+        "lookahead": config.lookahead,
         "wait": config.wait,
         "collect_while_waiting": config.collect_while_waiting,
         "pdl": config.pdl,

@@ -5,6 +5,8 @@ drafter's state and, after the last chunk, makes the first drafts. `propose` run
 graphs, after verification: it takes in what was emitted and makes the drafts of the next step.
 Both write `draft_tokens[slot]`, which the slot's next replay feeds and verifies; -1 is no draft.
 Drafts never change a token, only how many come at once: a drafter that fails costs only speed.
+Where they are trees, `draft_tokens[slot]` has the nodes but the root, and `trees` says how they
+hang together; each node with a token has a parent with one.
 
 Letters: S slots, R rows of a bucket, W lanes of a row, N = R * W lanes, T tokens of a prefill
 bucket, H hidden, K drafts, B blocks of the pool.
@@ -30,6 +32,7 @@ from graphengine.kernels import (
     Residual,
     RowFamily,
     SamplingTensors,
+    TreeTables,
 )
 
 if TYPE_CHECKING:
@@ -50,13 +53,16 @@ class Verified(NamedTuple):
     """What a decode replay knows once it has published its tokens."""
 
     lanes: DecodeLanes
-    """The N lanes that were fed; lane r * W + j is token j of row r."""
+    """The N lanes that were fed; lane r * W + j is token j of row r. Of trees only the accepted
+    paths, as if each had been fed as a chain."""
     hidden: Residual
     """The target's residual stream of the N lanes, scaled for its final norm."""
     step: FinishedStep
     """The target's token after each lane, and how many of them each row emitted."""
     drafts: int
-    """Drafts that this graph verified: W = drafts + 1."""
+    """Drafts of a row that this graph verified, of trees along one path: W = drafts + 1."""
+    source: Tensor | None = None
+    """int32 [N]: of trees, which lane of `hidden` each of the lanes is; None: `hidden` has N."""
 
 
 class Prefilled(NamedTuple):
@@ -145,6 +151,10 @@ class Drafter(ABC):
     Known once it is opened."""
     step_streams: Mapping[int, Tensor] = MappingProxyType({})
     """[N or more, H]: the same of a decode step."""
+
+    trees: TreeTables | None = None
+    """Of each slot's drafts, where `needs.depth` says that they are trees. Known once it is
+    opened; what a replay reads of it, that drafter wrote in the replay before, if at all."""
 
     @property
     def length(self) -> int:

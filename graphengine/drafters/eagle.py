@@ -45,7 +45,14 @@ class EagleDrafter(ModuleDrafter):
 
     def propose(self, verified: Verified) -> None:
         step = verified.step
-        self._take_in(step.token_N, step.count_R, verified.lanes, verified.hidden, verified.drafts)
+        self._take_in(
+            step.token_N,
+            step.count_R,
+            verified.lanes,
+            verified.hidden,
+            verified.drafts,
+            verified.source,
+        )
 
     def _take_in(
         self,
@@ -54,10 +61,11 @@ class EagleDrafter(ModuleDrafter):
         lanes: DecodeLanes,
         hidden: Hidden | None,
         drafts: int,
+        source: Tensor | None = None,
     ) -> None:
-        """`propose`; `hidden` is what `OpenModules.read` takes."""
+        """`propose`; `hidden` and `source` are what `OpenModules.take_in` takes."""
         opened = self._opened
-        first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts)
+        first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, source)
         if drafts:
             self._chain(first.rows, output, opened.launch, fed=first.lanes, source=first.source)
 

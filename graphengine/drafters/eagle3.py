@@ -138,7 +138,7 @@ class OpenEagle3(OpenModules):
             plan=plans[linear_name(HEAD, weight)],
             eps=config.output_eps,
         )
-        split = config.split_tokens(plans.family, fusion.embedding.dtype)
+        split = config.split_tokens(plans.family, fusion.embedding.dtype, setting.limit)
         launch = replace(setting.launch_with(plans), split_tokens=split)
         super().__init__(config, [fusion], head, launch, setting.model.config.norm_eps)
         self._weights, (self._kv,) = weights, cache

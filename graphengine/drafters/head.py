@@ -21,9 +21,12 @@ from graphengine.kernels import (
     LinearPlan,
     Residual,
     SamplingTensors,
+    TopDrafts,
     empty_packed,
+    linear,
     linear_sample,
     select_rows,
+    top_drafts,
 )
 from graphengine.models.contract import DecodeLaunch, RankGroup
 from graphengine.models.linears import WeightForms
@@ -79,15 +82,45 @@ class DraftHead:
         self._vocabulary = vocabulary_of(weight, group, token_ids)
         self._sampling, self._plan, self._eps = sampling, plan, eps
 
+    def top(
+        self,
+        hidden: Residual | Tensor,
+        lanes: DecodeLanes,
+        launch: DecodeLaunch,
+        *,
+        count: int,
+        ahead: int,
+    ) -> TopDrafts:
+        """The `count` best drafts `ahead` positions after each lane; `hidden` as of `tiles`."""
+        x, squares = _stream(hidden)
+        logits = linear(
+            x,
+            self._vocabulary.head,
+            lanes.slot,
+            squares_TN=squares,
+            eps=self._eps,
+            out_dtype=torch.float32,
+            plan=self._plan,
+            launch=launch,
+        )
+        return top_drafts(
+            logits,
+            lanes.slot,
+            lanes.position,
+            self._sampling,
+            count=count,
+            ahead=ahead,
+            token_ids=self._vocabulary.token_ids,
+            pdl=launch.pdl,
+        )
+
     def tiles(
         self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch, *, ahead: int
     ) -> DraftTiles:
         """The draft `ahead` positions after each lane, by tile. `hidden` is [N, H] after the
         final norm, or the stream scaled for it.
         """
-        x, squares = (
-            (hidden, None) if isinstance(hidden, Tensor) else (hidden.scaled, hidden.squares)
-        )
+        x, squares = _stream(hidden)
         best, health = linear_sample(
             x,
             self._vocabulary.head,
@@ -102,3 +135,10 @@ class DraftHead:
             launch=launch,
         )
         return DraftTiles(*self._vocabulary.candidates(best, health))
+
+
+def _stream(hidden: Residual | Tensor) -> tuple[Tensor, Tensor | None]:
+    """What lm_head multiplies, and the sums of squares that it divides by."""
+    if isinstance(hidden, Tensor):
+        return hidden, None
+    return hidden.scaled, hidden.squares

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphengine.config import EngineConfig
+from graphengine.draft_trees import StaticTree
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
@@ -21,6 +22,8 @@ from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.drafters.none import NoDrafter
 from graphengine.drafters.own_graph import OwnGraphEagle
+from graphengine.drafters.tree_eagle import TreeEagle
+from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
@@ -33,6 +36,7 @@ from graphengine.models.mtp_reading import read_mtp_config
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.ranks import modules_of_rank
+from graphengine.models.states import paged_states, recurrent_states
 from graphengine.models.stored import read_eos_ids, read_model
 from graphengine.paths import expand_user
 from graphengine.speculative import (
@@ -108,8 +112,14 @@ def _mtp(options: MTP, target: Target) -> Drafter:
     if options.style == "vanilla":
         modules = MtpModules(mtp.first(options.k), vocabulary)
         return VanillaDrafter(modules, options.k, options.feed)
+    modules, tree = MtpModules(mtp.first(1), vocabulary), options.static_tree
+    if tree is not None:
+        _check_trees(target)
+        size = target.model.vocab_size if vocabulary is None else vocabulary.numel()
+        _check_ranks(tree, size)
+        return TreeEagle(modules, StaticGrowth(tree, target.config.draft_rows))
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(MtpModules(mtp.first(1), vocabulary), options.k)
+    return eagle(modules, options.k)
 
 
 def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> MtpConfig:
@@ -121,6 +131,38 @@ def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> M
     if HEAD in model.forms:
         forms[HEAD] = model.forms[HEAD]
     return mtp.stored_as(WeightForms(forms))
+
+
+def _check_trees(target: Target) -> None:
+    """ValueError unless the target's layers and the engine's options go with trees of drafts."""
+    config, states = target.config, target.model.states
+    recurrent, paged = recurrent_states(states), paged_states(states)
+    reasons = {
+        f"{len(recurrent)} recurrent states, which follow a chain": bool(recurrent),
+        f"latent attention in {len(paged)} layers": any(not state.kv_heads for state in paged),
+        f"windows of {max((state.window for state in paged), default=0)} tokens": any(
+            state.window for state in paged
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(
+                f"trees of drafts are for layers with keys and values of every token: a "
+                f"{target.model.architecture} has {reason}"
+            )
+    if config.relaxed_acceptance is not None:
+        raise ValueError("relaxed_acceptance is for chains of drafts, not for trees")
+    if config.record_routing:
+        raise ValueError("record_routing=True is for chains of drafts, not for trees")
+
+
+def _check_ranks(tree: StaticTree, vocabulary: int) -> None:
+    """ValueError unless so many tokens have a token of every rank."""
+    most = max(generation.drawn for generation in tree.generations)
+    if most > vocabulary:
+        raise ValueError(
+            f"the tree has nodes of rank {most - 1}, and the draft vocabulary {vocabulary} tokens"
+        )
 
 
 def _check_vanilla(k: int, modules: int, rows: int) -> None:

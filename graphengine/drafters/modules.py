@@ -194,10 +194,13 @@ class OpenModules(ABC):
         lanes: DecodeLanes,
         hidden: Hidden | None,
         drafts: int,
+        source: Tensor | None = None,
     ) -> tuple[FirstDraft, ModuleOutput]:
         """The first module for what a step of so many drafts emitted.
 
-        hidden  as of `read`; the others as of `begin_module_draft`
+        hidden  as of `read`
+        source  int32 [N]: which of its lanes each lane is; None: it has N
+        the others as of `begin_module_draft`
         """
         launch, (rows, fresh) = self.launch, self.read(hidden, lanes)
         residual = self.new_stream(lanes.slot.numel())
@@ -207,6 +210,7 @@ class OpenModules(ABC):
             lanes,
             rows,
             self.fusions[0],
+            source_N=source,
             hidden_eps=self.target_eps,
             residual=residual,
             pdl=launch.pdl and not fresh,

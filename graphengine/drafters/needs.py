@@ -13,6 +13,11 @@ class DraftNeeds:
 
     length: int = 0
     """K: drafts a step, at most; with 0 it only observes."""
+    depth: int = 0
+    """Of the trees that its drafts are, whose nodes `length` counts; 0: they are chains."""
+    parents: tuple[int, ...] = ()
+    """Of trees that are the same in every step, the number of each node's parent, from node 1 on.
+    The root is node 0."""
     own_lanes: int = 0
     """Lanes of a row in its own widest launch, where they are more than the step's 1 + K."""
     states: tuple[LayerStates, ...] = ()
@@ -36,6 +41,11 @@ class DraftNeeds:
     """Whether a request ends after one sampled token, and is prefilled from its first on."""
     collects: bool = False
     """Whether `collect` is called once the host has read the replay of a prompt chunk."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a row emits in a step, at most."""
+        return 1 + (self.depth or self.length)
 
     @property
     def lockstep(self) -> bool:

@@ -2,10 +2,10 @@
 
 `allowed_bits` has W masks for each slot, one for each lane of its row. Masks of `allowed_token_ids`
 are written once, when the request is admitted; masks of a grammar before each of its decode steps,
-as they depend on its last tokens and the drafts after these. Where the device drafts, its table of
-drafts is copied to pinned memory after each step's replays while a request with a grammar is
-admitted, and the next step waits for that copy. Without such a request nothing is copied, and
-nothing waits.
+as they depend on its last tokens and the drafts after these, in trees on the path to each lane.
+Where the device drafts, its table of drafts is copied to pinned memory after each step's replays
+while a request with a grammar is admitted, and the next step waits for that copy. Without such a
+request nothing is copied, and nothing waits.
 
 Letters: S slots, W tokens of a row in the widest step, K = W - 1 drafts, V vocabulary.
 """
@@ -32,9 +32,13 @@ class MaskTable:
 
     buffers      the engine's buffers; held until it closes
     host_drafts  whether the host writes the drafts, so that none are copied from the device
+    parents      of each draft the lane after which it comes; None: the one before
     """
 
-    def __init__(self, buffers: StaticBuffers, *, host_drafts: bool) -> None:
+    def __init__(
+        self, buffers: StaticBuffers, *, host_drafts: bool, parents: Sequence[int] | None = None
+    ) -> None:
+        self._parents = parents
         field = buffers["allowed_bits"]
         self._table: NDArray[np.int32] = np.full(tuple(field.shape), -1, dtype=np.int32)
         # The request whose masks the table has, by slot: as a number, so that no request is kept
@@ -65,7 +69,7 @@ class MaskTable:
             guide = request.job.guide
             if guide is not None:
                 if plan.width > 1:
-                    guide.follow(self._drafts_of(request)[: plan.width - 1])
+                    guide.follow(self._drafts_of(request)[: plan.width - 1], self._parents)
                 slot = request.job.placed.slot
                 self._table[slot] = guide.masks
                 changed.append(slot)

@@ -35,6 +35,7 @@ from graphengine.kernels import (
     PrefillLanes,
     Residual,
     RowFamily,
+    TreeLanes,
 )
 from graphengine.models.linears import (
     LinearPlans,
@@ -251,15 +252,17 @@ class DecodeLaunch(Launch):
     """What the decode kernels of one engine share besides the model.
 
     `split_tokens` is attention's, but in layers with a window. Each `tokens_per_row` lanes are
-    tokens of one slot, at consecutive positions. `reduce` is where the ranks' parts of a product
-    meet before it is added to the residual stream; with None there is one rank, and product and sum
-    are one kernel. `activations` are those of prefill: in decode they stay as they are. `routes`
-    are of one step: those of a chunk have their own.
+    tokens of one slot, at consecutive positions, or the nodes of its tree: `tree` says which, and
+    `kernels/core/tree.py` what that means. Only grouped-query attention knows trees. `reduce` is
+    where the ranks' parts of a product meet before it is added to the residual stream; with None
+    there is one rank, and product and sum are one kernel. `activations` are those of prefill: in
+    decode they stay as they are. `routes` are of one step: those of a chunk have their own.
     """
 
     plans: LinearPlans
     split_tokens: int
     tokens_per_row: int = 1
+    tree: TreeLanes | None = None
     reduce: Reduce | None = None
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None

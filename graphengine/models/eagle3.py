@@ -164,9 +164,9 @@ class Eagle3Config:
         """Counters that attention uses, as of a model."""
         return self.attention.arrivals(lanes)
 
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype) -> int:
-        """Tokens that a program of decode attention reads."""
-        return self.attention.split_tokens(family, dtype)
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
+        """Tokens that a program of decode attention reads, of sequences of up to `tokens`."""
+        return self.attention.split_tokens(family, dtype, tokens)
 
     def tables(self, max_seq_len: int, device: torch.device) -> RopeTables:
         """The layer's cosines and sines, which are not the target's."""

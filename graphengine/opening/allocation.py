@@ -19,6 +19,7 @@ from graphengine.host.masks import MaskTable
 from graphengine.host.rings import WindowRing
 from graphengine.host.routes import RouteMailbox, RouteTable, Routing
 from graphengine.kernels import (
+    TREE_SPLIT,
     KernelCompilation,
     compile_kernels,
     copy_blocks,
@@ -95,9 +96,13 @@ def allocate(
     layers, *block = cache_shape(states, memory.block_size)
     in_rings = sum(len(ring.layers) for ring in memory.rings)
     caches = [_new_cache(memory, layers - in_rings, *block)]
+    split_tokens = model.config.split_tokens(plans.family, memory.dtype, memory.max_seq_len)
+    if drafter.needs.depth:
+        # In all graphs: what is sampled must not depend on whether a step has drafts.
+        split_tokens = min(split_tokens, TREE_SPLIT)
     launch = DecodeLaunch(
         plans=plans,
-        split_tokens=model.config.split_tokens(plans.family, memory.dtype, memory.max_seq_len),
+        split_tokens=split_tokens,
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
         reduce=None if group is None else group.reduce,
@@ -141,7 +146,11 @@ def allocate(
         buffers=buffers,
         mailbox=mailbox,
         logprobs=logprobs,
-        masks=MaskTable(buffers, host_drafts=drafter.needs.host_drafts),
+        masks=MaskTable(
+            buffers,
+            host_drafts=drafter.needs.host_drafts,
+            parents=drafter.needs.parents if drafter.needs.depth else None,
+        ),
         routing=routing,
         caches=tuple(caches),
         kept=KeptTensors(states, buffers, memory.state_places, [cache for cache, _ in caches]),

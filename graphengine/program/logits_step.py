@@ -17,6 +17,7 @@ from torch import Tensor
 from graphengine.buckets import StaticBuffers
 from graphengine.kernels import (
     MAX_LANES,
+    AcceptedPath,
     AnyWeight,
     DecodeLanes,
     LogitsTensors,
@@ -25,6 +26,7 @@ from graphengine.kernels import (
     RankedLogits,
     StopSequences,
     TokenLogprobs,
+    TreeLanes,
     linear,
     note_prompt,
     note_tokens,
@@ -92,15 +94,22 @@ class LogitsStep:
         note_prompt(chunk, self._tensors.counts, self.history)
 
     def process(
-        self, logits: Tensor, lanes: DecodeLanes, drafts: int = 0, *, pdl: bool = False
+        self,
+        logits: Tensor,
+        lanes: DecodeLanes,
+        drafts: int = 0,
+        *,
+        tree: TreeLanes | None = None,
+        pdl: bool = False,
     ) -> Processed:
-        """Change `logits` in place; its lanes are rows of 1 + `drafts`."""
+        """Change `logits` in place; its lanes are rows of 1 + `drafts`, or trees of as many."""
         raw = torch.empty_like(logits) if self._keep_raw else None
         process_logits(
             logits,
             lanes,
             self._tensors,
             num_speculative_tokens=drafts,
+            tree=tree,
             raw_NV=raw,
             wants=None if raw is None else self._wants,
             pdl=pdl,
@@ -108,16 +117,25 @@ class LogitsStep:
         return Processed(logits, raw, lanes)
 
     def report(
-        self, processed: Processed, token: Tensor, count: Tensor, *, pdl: bool = False
+        self,
+        processed: Processed,
+        token: Tensor,
+        count: Tensor,
+        *,
+        path: AcceptedPath | None = None,
+        pdl: bool = False,
     ) -> None:
         """Publish the log-probabilities of the step's tokens, int32 [N], `count` of each row, and
-        note the tokens. The step itself has already published.
+        note the tokens. The step itself has already published. Of trees N are the lanes of `path`.
         """
         logits, raw, lanes = processed
+        source = None
+        if path is not None:
+            lanes, source = path.lanes, path.source
         slot = lanes.slot
-        ranked = rank_logits(logits, slot, self._wants, raw_NV=raw, pdl=pdl)
+        ranked = rank_logits(logits, slot, self._wants, raw_NV=raw, source_N=source, pdl=pdl)
         tokens = token_log_probabilities(
-            logits, token, count, slot, self._wants, ranked, raw_NV=raw, pdl=pdl
+            logits, token, count, slot, self._wants, ranked, raw_NV=raw, source_N=source, pdl=pdl
         )
         publish_logprobs(
             self._mailbox,

@@ -8,8 +8,9 @@
 They end with the buffers holding what the next replay needs. Host-owned fields are only read, and
 device-owned ones only written here, so that a replay may be launched before the last one was read.
 An engine that speculates also verifies and drafts: a row then feeds its K drafts after its last
-token, W = K + 1 lanes in all, and emits 1 to W tokens. Other work on logits than sampling is done
-only in the graphs of the full sampler (`logits_step.py`).
+token, W = K + 1 lanes in all, and emits 1 to W tokens. Where drafts are trees, the accepted path's
+KV is moved together after verification, and what follows sees that path as a chain. Other work on
+logits than sampling is done only in the graphs of the full sampler (`logits_step.py`).
 
 Letters: R rows of the bucket, W lanes of a row, N = R * W lanes, T tokens of the prefill bucket,
 S slots.
@@ -30,17 +31,21 @@ from graphengine.drafters import Drafter, Prefilled, Verified
 from graphengine.kernels import (
     EMITTED,
     DecodeLanes,
+    FinishedStep,
     PrefillLanes,
     Residual,
+    RowTrees,
     SamplingTensors,
     SlotState,
     StopTensors,
+    TreeLanes,
     apply_commands,
     commit_prefill,
     gather_and_embed,
     gather_prefill,
     linear,
     linear_sample,
+    move_path,
     new_residual,
     paged_prefill_attention,
     publish,
@@ -118,6 +123,7 @@ class StepProgram:
             dtype=model.dtype,
             device=buffers.device,
         )
+        trees = self._trees(rows, drafts)
         lanes = gather_and_embed(
             self.state,
             buffers["command_epoch"],
@@ -128,16 +134,18 @@ class StepProgram:
             draft_SK=table,
             max_len_S=self.stopping.max_len,
             num_speculative_tokens=drafts,
+            trees=trees,
             embedding_scale=model.weights.embedding_scale,
             pdl=pdl,
         )
         routes = None
         if self.routing is not None:
             routes = self.routing.begin(lanes.slot, lanes.position, pdl=pdl)
-        launch = replace(self.launch, tokens_per_row=1 + drafts, routes=routes)
+        tree = None if trees is None else trees.lanes
+        launch = replace(self.launch, tokens_per_row=1 + drafts, tree=tree, routes=routes)
         streams = self.drafter.step_streams
         residual = model.decode(lanes, residual, self.states, launch, streams=streams)
-        processed, best, health = self._sample(lanes, residual, sampler, drafts)
+        processed, best, health = self._sample(lanes, residual, sampler, drafts, tree)
         relaxed = None
         if self.relaxation is not None and drafts:
             assert processed is not None, "relaxed acceptance reads logits: those of `full`"
@@ -158,19 +166,36 @@ class StepProgram:
             draft_SK=None if self.drafter.needs.host_drafts else table,
             sequences=None if processed is None else options.stops,
             history_SP=None if processed is None else options.history,
+            tree=tree,
         )
+        if step.path is not None:
+            cache, table = self.states.cache, self.states.block_table
+            move_path(cache, table, step.path, rows=rows, width=1 + drafts, pdl=pdl)
         if processed is not None:
-            options.report(processed, step.token_N, step.count_R, pdl=pdl)
+            options.report(processed, step.token_N, step.count_R, path=step.path, pdl=pdl)
         if self.routing is not None and routes is not None:
             self.routing.publish(routes, step.count_R, lanes.slot, pdl=pdl)
         if self.relaxation is not None:
             self.relaxation.follow(step, lanes, pdl)
-        self.drafter.propose(Verified(lanes, residual, step, drafts))
+        self.drafter.propose(_verified(lanes, residual, step, drafts))
         logits = None if processed is None else processed.logits
         return StepOutputs(logits, step.token_N, step.flags_R)
 
+    def _trees(self, rows: int, drafts: int) -> RowTrees | None:
+        """What says which nodes the lanes of a step are; None where they are chains."""
+        tables = self.drafter.trees
+        if tables is None or not drafts:
+            return None
+        lanes = TreeLanes.new(rows * (1 + drafts), self.drafter.needs.depth, self.buffers.device)
+        return RowTrees(tables, lanes, self.model.max_seq_len)
+
     def _sample(
-        self, lanes: DecodeLanes, residual: Residual, sampler: Sampler, drafts: int
+        self,
+        lanes: DecodeLanes,
+        residual: Residual,
+        sampler: Sampler,
+        drafts: int,
+        tree: TreeLanes | None,
     ) -> tuple[Processed | None, Tensor, Tensor]:
         """Logits, unless the fast sampler keeps them out of memory, and the best of their tiles."""
         launch, model, vocabulary = self.launch, self.model, self.vocabulary
@@ -199,7 +224,7 @@ class StepProgram:
             launch=launch,
         )
         logits = vocabulary.logits(logits)
-        processed = self.logits_step.process(logits, lanes, drafts, pdl=launch.pdl)
+        processed = self.logits_step.process(logits, lanes, drafts, tree=tree, pdl=launch.pdl)
         best, health = sample_tiles(
             logits, lanes.slot, lanes.position, self.sampling, pdl=launch.pdl
         )
@@ -299,3 +324,12 @@ class StepProgram:
             position_P=self.buffers["prefill_start"],
             launch=self.launch,
         )
+
+
+def _verified(lanes: DecodeLanes, hidden: Residual, step: FinishedStep, drafts: int) -> Verified:
+    """What a drafter is told of a step of these lanes; after a tree, of its accepted paths."""
+    if step.path is None:
+        return Verified(lanes, hidden, step, drafts)
+    path = step.path
+    along = path.source.numel() // step.count_R.numel() - 1
+    return Verified(path.lanes, hidden, step, along, path.source)

@@ -1,9 +1,9 @@
 """Grammars, through `llguidance` on the host: which tokens a request may sample next.
 
 A grammar is compiled when its request is submitted. A request has W masks, one for each lane of its
-row: mask 0 is for the next token, mask j for the token after drafts 1 .. j. After a draft that the
-grammar forbids, or that ends the output, masks allow nothing: those lanes emit no token, so that a
-step emits what plain decoding would.
+row: mask 0 is for the next token, mask j for the token after drafts 1 .. j, in a tree for the token
+after those on the path to node j. After a draft that the grammar forbids, or that ends the output,
+masks allow nothing: those lanes emit no token, so that a step emits what plain decoding would.
 
 A grammar alone decides where its output ends: where nothing more can follow, or where the output is
 complete and the model samples an end-of-sequence token. So options that end the output otherwise,
@@ -132,28 +132,53 @@ class Guide:
         self._said += tokens
         return len(tokens), self._fill(0) if more else None
 
-    def follow(self, drafts: Sequence[int]) -> None:
-        """Make masks 1 .. W - 1, after the drafts of the next step; a value below 0 is no draft."""
-        matcher, made = self.matcher, 0
+    def follow(self, drafts: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Make masks 1 .. W - 1, after the drafts of the next step; a value below 0 is no draft.
+
+        Draft i is that of lane i + 1, which comes after lane `parents[i]`; None: after lane i.
+        Without parents there are no masks for its drafts.
+        """
         self.masks[1:] = 0
-        for draft in drafts:
-            if not 0 <= draft < self._vocabulary or not self._allows(made, draft):
-                break
-            if not matcher.try_consume_tokens([draft]):
-                break
-            made += 1
-            if matcher.is_stopped():
-                break
-            if self._fill(made) is not None:
-                self.masks[made] = 0
-                break
-        if matcher.is_error():
+        children: dict[int, list[int]] = {}
+        lanes = range(len(drafts)) if parents is None else parents
+        for lane, parent in enumerate(lanes, start=1):
+            children.setdefault(parent, []).append(lane)
+        followed = self._follow_from(0, drafts, children)
+        if followed is not None:
             # Failed by a token that may never come; the matcher cannot recover from it.
-            log.warning("a grammar failed after %d drafts: %s", made, _first_lines(matcher))
+            log.warning(
+                "a grammar failed after %d drafts: %s", followed, _first_lines(self.matcher)
+            )
             self.matcher = self._compile()
             self.matcher.consume_tokens(self._said)
-        elif made:
-            matcher.rollback(made)
+
+    def _follow_from(
+        self, lane: int, drafts: Sequence[int], children: Mapping[int, list[int]]
+    ) -> int | None:
+        """Make the masks of the lanes after `lane`, to whose state the matcher comes back.
+
+        Unless the grammar fails: then how many drafts it had followed since.
+        """
+        matcher = self.matcher
+        for child in children.get(lane, ()):
+            draft = drafts[child - 1]
+            if not 0 <= draft < self._vocabulary or not self._allows(lane, draft):
+                continue
+            if matcher.try_consume_tokens([draft]):
+                followed = None
+                if not matcher.is_stopped():
+                    if self._fill(child) is None:
+                        followed = self._follow_from(child, drafts, children)
+                    else:
+                        self.masks[child] = 0
+                if followed is not None:
+                    return 1 + followed
+                if matcher.is_error():
+                    return 1
+                matcher.rollback(1)
+            elif matcher.is_error():
+                return 0
+        return None
 
     def _allows(self, index: int, token: int) -> bool:
         return bool(int(self.masks[index, token // 32]) >> token % 32 & 1)

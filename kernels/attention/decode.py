@@ -1,7 +1,8 @@
 """Decode attention over the paged cache: one token a lane, from its QKV product to its heads' sums.
 
 A row of speculative decoding is W lanes of one slot at consecutive positions, each of which attends
-those before it: results are bit-equal to decoding the row's tokens one by one.
+those before it: results are bit-equal to decoding the row's tokens one by one. So they are where
+the lanes are the nodes of a tree, each of which attends its ancestors (`core/tree.py`).
 
 One kernel rotates the token's query and key, appends key and value to the cache, and attends.
 FlashDecoding (Dao, Haziza, Massa, Sizov 2023): a lane's keys are cut into splits,
@@ -43,6 +44,7 @@ from graphengine.kernels.core.paged import (
     position_limit,
 )
 from graphengine.kernels.core.pdl import launch_options
+from graphengine.kernels.core.tree import TreeLanes, check_tree_lanes
 from graphengine.kernels.linear.plans import LONG_SPLIT_BYTES, dot_columns
 from graphengine.kernels.norm_rope.rope import (
     check_norm_weights,
@@ -52,6 +54,8 @@ from graphengine.kernels.norm_rope.rope import (
 SPLIT_TOKENS = 64
 SPLITS = (64, 128, 256, 512)
 """Values of `split_tokens`."""
+TREE_SPLIT = 128
+"""Tokens of a split, at most, for lanes of a tree: that of the Triton kernel, which knows trees."""
 MAX_HEAD_DIM = 256
 
 # `tl.dot` wants 16 rows: the query heads of one kv head, padded. 16 rows compile to mma.sync.
@@ -95,6 +99,7 @@ def decode_attention(
     softcap: float = 0.0,
     split_tokens: int = SPLIT_TOKENS,
     tokens_per_row: int = 1,
+    tree: TreeLanes | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append one token a lane to the cache and attend keys 0..position of the lane's slot.
@@ -123,13 +128,17 @@ def decode_attention(
         tokens_per_row: W, never part of the numerics. Lane r*W + j is of row r's slot and at the
             position of lane r*W plus j, or padded. A row's live lanes are contiguous; padded ones
             in front of them would stand below position 0.
+        tree: where the lanes are in trees (`core/tree.py`), which asks for splits of at most
+            TREE_SPLIT tokens. With rows of several tokens lane r*W + j is node j of row r's tree,
+            and the ancestors of a live lane are live; with W = 1 they are in the cache already,
+            and lanes may share a slot. Written as the positions are.
         out: [N, Q * D] in qkv's dtype; may not share memory with qkv or kv.
 
     Returns:
         [N, Q * D] in qkv's dtype. Rotation in float32, rounded once; softmax and sums in float32.
-        Of a padded lane nothing counts, for it nothing is written. A live lane whose position is
-        negative, max_seq_len or more, past the tables or past its block table is NaN and appends
-        nothing.
+        Of a padded lane nothing counts, for it nothing is written. A live lane whose position, or
+        entry, is negative, max_seq_len or more, past the tables or past its block table is NaN and
+        appends nothing.
     """
     head_dim = _check_arguments(
         qkv_NX,
@@ -152,6 +161,7 @@ def decode_attention(
         raise ValueError(
             f"tokens_per_row={tokens_per_row} must divide {lanes} lanes, 1..{_MAX_ROW_TOKENS}"
         )
+    depth = 0 if tree is None else _checked_tree(tree, lanes, tokens_per_row, split_tokens)
     arrivals = _checked_arrivals(launch, lanes, num_heads, num_kv_heads)
     out = checked_output(out, (lanes, num_heads * head_dim), like=qkv_NX)
     if not use_triton(qkv_NX):
@@ -174,6 +184,7 @@ def decode_attention(
             window=window,
             sinks=sinks,
             softcap=softcap,
+            tree=tree,
             out=out,
         )
     if decode_gluon.takes(qkv_NX, kv, split_tokens):
@@ -234,6 +245,7 @@ def decode_attention(
         max_NQC,
         sum_NQC,
         out,
+        *(tree or (None, None, None)),
         scale * math.log2(math.e),
         eps,
         qkv_NX.stride(0),
@@ -251,7 +263,7 @@ def decode_attention(
         SOFTCAP=float(softcap),
         LOOP_STAGES=_loop_stages(lanes, head_dim, split_tokens),
         **_tile_options(qkv_NX.dtype, num_heads // num_kv_heads, head_dim, split_tokens),
-        **_row_options(qkv_NX.dtype, tokens_per_row),
+        **_row_options(qkv_NX.dtype, tokens_per_row, depth),
         **launch_options(launch.pdl),
     )
     return out
@@ -304,14 +316,15 @@ def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
     return _LOOP_STAGES if lanes <= _LOOP_LANES and head_dim <= 64 and split > 64 else 1
 
 
-def _row_options(dtype: torch.dtype, tokens_per_row: int) -> dict[str, int]:
+def _row_options(dtype: torch.dtype, tokens_per_row: int, depth: int) -> dict[str, int]:
     """How rows of several tokens change a launch; nothing that changes a result's bits.
 
     The code for siblings would take registers at the cost of a program an SM; it fits without.
     """
+    options = {"ROW_LANES": tokens_per_row, "DEPTH": depth}
     if tokens_per_row == 1 or dtype.itemsize > 2:
-        return {"ROW_LANES": tokens_per_row}
-    return {"ROW_LANES": tokens_per_row, "maxnreg": _ROW_REGISTERS}
+        return options
+    return options | {"maxnreg": _ROW_REGISTERS}
 
 
 def _check_arguments(
@@ -334,6 +347,15 @@ def _check_arguments(
     if max_seq_len < 1:
         raise ValueError(f"max_seq_len={max_seq_len} must be at least 1")
     return head_dim
+
+
+def _checked_tree(tree: TreeLanes, lanes: int, tokens_per_row: int, split_tokens: int) -> int:
+    """The greatest depth; ValueError unless the kernels take this tree."""
+    if split_tokens > TREE_SPLIT:
+        raise ValueError(
+            f"split_tokens={split_tokens}: lanes of a tree want splits of at most {TREE_SPLIT}"
+        )
+    return check_tree_lanes(tree, lanes, None if tokens_per_row == 1 else tokens_per_row)
 
 
 def _checked_arrivals(

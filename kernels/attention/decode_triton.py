@@ -3,9 +3,10 @@
 Letters: N lanes of a launch, W lanes of a row, Q query heads, G kv heads, D head_dim, D' padded to
 what `tl.dot` wants. A head has a partial for the token itself and one for each split.
 
-A lane's siblings are the lanes of its row that come before it. Their tokens are keys of its splits,
-but appended by this very launch: what other programs write cannot be read here. So each program
-computes the few that its splits want, from the QKV product and by the code that appends them.
+A lane's siblings are the lanes of its row that come before it; in a tree, its ancestors. Their
+tokens are keys of its splits, but appended by this very launch: what other programs write cannot be
+read here. So each program computes the few that its splits want, from the QKV product and by the
+code that appends them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ def decode_attention_kernel(
     max_ptr,
     sum_ptr,
     out_ptr,
+    node_ptr,
+    depth_ptr,
+    ancestor_ptr,
     scale_log2,
     eps,
     qkv_stride,
@@ -59,6 +63,7 @@ def decode_attention_kernel(
     GROUP_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     ROW_LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
     LOOP_STAGES: tl.constexpr,
     COMBINE_ROWS: tl.constexpr,
     COMBINE_SPLITS: tl.constexpr,
@@ -69,12 +74,16 @@ def decode_attention_kernel(
     They are counted from the first one that the lane sees; where they begin does not depend on it.
     Program 0 has the lane's own token as well. Keys and values of a cache of e4m3 are multiplied as
     they are stored: their scales go into those of the scores and into the result.
+
+    A tree's siblings are the lane's ancestors, or none in a launch of one token a row: then the
+    entries of those are loaded as older ones, from where they are.
     """
     lane = tl.program_id(0).to(tl.int64)
     first_split = tl.program_id(2)
     programs = tl.num_programs(2)
     GROUP: tl.constexpr = Q // G
     HEAD_TILES: tl.constexpr = (GROUP + GROUP_ROWS - 1) // GROUP_ROWS
+    SIBLINGS: tl.constexpr = DEPTH if DEPTH > 0 else ROW_LANES - 1
     kv_head = tl.program_id(1) // HEAD_TILES
     first_row = (tl.program_id(1) % HEAD_TILES) * GROUP_ROWS
 
@@ -83,6 +92,16 @@ def decode_attention_kernel(
     position = tl.load(position_ptr + lane, cache_modifier=".cg")
     live = slot >= 0
     inside = live & (position >= 0) & (position < position_limit)
+    depth = 0
+    ancestor_row_ptr = None
+    if DEPTH > 0:
+        depth = tl.load(depth_ptr + lane, mask=live, other=0, cache_modifier=".cg")
+        node = tl.load(node_ptr + lane, mask=live, other=0, cache_modifier=".cg")
+        ancestor_row_ptr = ancestor_ptr + lane * DEPTH
+        own_token = position - depth + node
+        inside = inside & (own_token < position_limit)
+        depth = tl.where(inside, depth, 0)
+        own_token = tl.where(inside, own_token, 0)
     position = tl.where(inside, position, 0)
     used = (position + SPLIT - 1) // SPLIT
     first_seen = 0
@@ -95,10 +114,16 @@ def decode_attention_kernel(
     # Tokens below `cached` were appended by earlier launches, those from there on by siblings.
     siblings = 0
     cached = position
+    # The entries that are not at their positions, and are in the cache, begin here.
+    root = position
+    if DEPTH > 0 and ROW_LANES == 1:
+        root = position - depth
     # The split whose loads do not wait, as they are counted here; `early_split` is from position 0.
     early = first_split
     if ROW_LANES > 1:
         siblings = (lane % ROW_LANES).to(tl.int32)
+        if DEPTH > 0:
+            siblings = depth
         cached = position - siblings
         # Siblings are in the last two splits at most, which are the last of two programs.
         early += tl.maximum(used - 1 - first_split, 0) // programs * programs
@@ -123,6 +148,8 @@ def decode_attention_kernel(
         token,
         first_seen,
         cached,
+        root,
+        ancestor_row_ptr,
         kv_block_stride,
         dim,
         BLOCK_SIZE,
@@ -130,10 +157,12 @@ def decode_attention_kernel(
         D,
         dtype,
         WINDOW,
+        DEPTH if ROW_LANES == 1 else 0,
     )
     partner = tl.where(dim < D // 2, dim + D // 2, dim - D // 2)
     cos, sin = _load_angles(cos_ptr, sin_ptr, position, inside, dim, D)
-    own_entry = cache_offsets(table_row_ptr, position, inside, kv_block_stride, BLOCK_SIZE, G * D)
+    appended = position if DEPTH == 0 else own_token
+    own_entry = cache_offsets(table_row_ptr, appended, inside, kv_block_stride, BLOCK_SIZE, G * D)
 
     wait_for_inputs(PDL)
 
@@ -150,25 +179,28 @@ def decode_attention_kernel(
     qkv_row_ptr = qkv_ptr + lane * qkv_stride
     if ROW_LANES > 1:
         # All at once, before the first use of any: a trip to L2 each would be a long way.
-        sibling_ptr = qkv_row_ptr - siblings * qkv_stride + (Q + kv_head) * D
+        row_lane = siblings if DEPTH == 0 else (lane % ROW_LANES).to(tl.int32)
+        sibling_ptr = qkv_row_ptr - row_lane * qkv_stride + (Q + kv_head) * D
         raw_keys = _load_sibling_keys(
             sibling_ptr,
             qkv_stride,
             cos_ptr,
             sin_ptr,
             siblings,
+            ancestor_row_ptr,
             cached,
             early_split,
             dim,
             partner,
             D,
             SPLIT,
-            ROW_LANES,
+            SIBLINGS,
         )
         values = _insert_sibling_values(
             values,
             sibling_ptr + G * D,
             qkv_stride,
+            ancestor_row_ptr,
             token,
             first_seen,
             cached,
@@ -238,7 +270,7 @@ def decode_attention_kernel(
                 NORMED,
                 FP8,
                 SPLIT,
-                ROW_LANES,
+                SIBLINGS,
             )
         _attend_split(
             q,
@@ -265,6 +297,8 @@ def decode_attention_kernel(
             token,
             first_seen,
             cached,
+            root,
+            ancestor_row_ptr,
             kv_block_stride,
             dim,
             BLOCK_SIZE,
@@ -272,6 +306,7 @@ def decode_attention_kernel(
             D,
             dtype,
             WINDOW,
+            DEPTH if ROW_LANES == 1 else 0,
         )
         _attend_split(
             q,
@@ -326,6 +361,8 @@ def _load_older(
     token,
     first_seen,
     cached,
+    root,
+    ancestor_ptr,
     kv_block_stride,
     dim,
     BLOCK_SIZE: tl.constexpr,
@@ -333,11 +370,19 @@ def _load_older(
     D: tl.constexpr,
     dtype: tl.constexpr,
     WINDOW: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
-    """Keys and values [tokens, D'] of the tokens below `cached` that are seen; 0 for the others."""
+    """Keys and values [tokens, D'] of the tokens below `cached` that are seen; 0 for the others.
+
+    Those from `root` on are where the lane's ancestors are, if DEPTH is above 0.
+    """
     older = token < cached
     if WINDOW:
         older &= token >= first_seen
+    if DEPTH > 0:
+        in_tree = older & (token >= root)
+        node = tl.load(ancestor_ptr + (token - root), mask=in_tree, other=0)
+        token = tl.where(in_tree, root + node, token)
     entry = cache_offsets(table_row_ptr, token, older, kv_block_stride, BLOCK_SIZE, G * D)
     key_ptrs = key_ptr + entry[:, None] + dim[None, :]
     mask = older[:, None] & (dim < D)[None, :]
@@ -380,24 +425,28 @@ def _load_sibling_keys(
     cos_ptr,
     sin_ptr,
     siblings,
+    ancestor_ptr,
     cached,
     split,
     dim,
     partner,
     D: tl.constexpr,
     SPLIT: tl.constexpr,
-    ROW_LANES: tl.constexpr,
+    SIBLINGS: tl.constexpr,
 ):
-    """For each lane of a row but the last (x, other, cos, sin) for `_rotate`: x is [1, D'].
+    """For each sibling that a lane may have (x, other, cos, sin) for `_rotate`: x is [1, D'].
 
     `sibling_ptr` is the key of the row's first lane. Nothing is read of a lane that is no sibling
     of the split.
     """
     raw_keys = ()
-    for i in tl.static_range(ROW_LANES - 1):
+    for i in tl.static_range(SIBLINGS):
         wanted = _is_sibling_of_split(i, siblings, cached, split, SPLIT)
         mask = ((dim < D) & wanted)[None, :]
-        head_ptrs = sibling_ptr + i * qkv_stride + tl.zeros([1], tl.int32)[:, None]
+        row_lane = i
+        if ancestor_ptr is not None:
+            row_lane = tl.load(ancestor_ptr + i, mask=wanted, other=0).to(tl.int64)
+        head_ptrs = sibling_ptr + row_lane * qkv_stride + tl.zeros([1], tl.int32)[:, None]
         x = tl.load(head_ptrs + dim[None, :], mask=mask, other=0.0)
         other = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0)
         cos, sin = _load_angles(cos_ptr, sin_ptr, cached + i, wanted, dim, D)
@@ -421,13 +470,13 @@ def _insert_sibling_keys(
     NORMED: tl.constexpr,
     FP8: tl.constexpr,
     SPLIT: tl.constexpr,
-    ROW_LANES: tl.constexpr,
+    SIBLINGS: tl.constexpr,
 ):
     """`keys` [tokens, D'] of a split with those of the siblings in it, as they are appended.
 
     One by one: a norm of several rows at once would sum in another order than the own key's.
     """
-    for i in tl.static_range(ROW_LANES - 1):
+    for i in tl.static_range(SIBLINGS):
         if _is_sibling_of_split(i, siblings, cached, split, SPLIT):
             x, other, cos, sin = raw_keys[i]
             key = _rotate(x, other, dim, partner, cos, sin, k_norm_ptr, eps, D, NORMED)
@@ -446,6 +495,7 @@ def _insert_sibling_values(
     values,
     sibling_ptr,
     qkv_stride,
+    ancestor_ptr,
     token,
     first_seen,
     cached,
@@ -461,6 +511,10 @@ def _insert_sibling_values(
     mask = ((token >= cached) & (token < position))[:, None] & (dim < D)[None, :]
     if WINDOW:
         mask &= (token >= first_seen)[:, None]
+    if ancestor_ptr is not None:
+        is_sibling = (token >= cached) & (token < position)
+        row_lane = tl.load(ancestor_ptr + (token - cached), mask=is_sibling, other=0)
+        rows = row_lane.to(tl.int64) * qkv_stride
     ptrs = sibling_ptr + rows[:, None] + dim[None, :]
     if FP8:
         new = tl.load(ptrs, mask=mask, other=0.0)

@@ -14,9 +14,11 @@ from graphengine.kernels.attention.scores import (
 from graphengine.kernels.core.paged import (
     checked_output,
     gather_cache,
+    gather_entries,
     position_limit,
     token_capacity,
 )
+from graphengine.kernels.core.tree import TreeLanes, ancestors_of
 from graphengine.kernels.norm_rope.rope import rope_append_reference
 
 
@@ -40,6 +42,7 @@ def decode_attention_reference(
     window: int = 0,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    tree: TreeLanes | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others.
@@ -54,9 +57,13 @@ def decode_attention_reference(
     for lane, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         if slot < 0:
             continue
-        if not 0 <= position < limit:
+        path = [] if tree is None else _path_entries(tree, lane, position)
+        if not 0 <= position < limit or max(path, default=0) >= limit:
             out[lane] = math.nan
             continue
+        entries = torch.arange(first_key_of(position, window), position + 1, device=kv.device)
+        if path := path[-len(entries) :]:
+            entries[-len(path) :] = entries.new_tensor(path)
         q_1QD = rope_append_reference(
             qkv_NX[lane : lane + 1],
             cos,
@@ -71,15 +78,24 @@ def decode_attention_reference(
             k_norm_weight=k_norm_weight,
             eps=eps,
             kv_scales=kv_scales,
+            entry_N=entries[-1:],
         )
-        first = first_key_of(position, window)
-        keys, values = gather_cache(kv, block_table_SB, slot, position + 1, kv_scales, first=first)
+        keys, values = gather_entries(kv, block_table_SB, slot, entries, kv_scales)
         # [G, group, D] x [G, D, keys].
         q = q_1QD.float().view(num_kv_heads, -1, head_dim)
         scores = capped_reference(q @ keys.permute(1, 2, 0) * scale, softcap)
         weights = softmax_reference(scores, sinks_GH)
         out[lane] = (weights @ values.transpose(0, 1)).view(-1).to(out.dtype)
     return out
+
+
+def _path_entries(tree: TreeLanes, lane: int, position: int) -> list[int]:
+    """Where the keys of a lane's ancestors and its own are, which are those of its last positions.
+
+    They are gathered in the order of a chain's: `core/tree.py` says why.
+    """
+    root = position - int(tree.depth[lane])
+    return [root + node for node in (*ancestors_of(tree, lane), int(tree.node[lane]))]
 
 
 def paged_prefill_attention_reference(

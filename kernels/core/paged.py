@@ -83,10 +83,20 @@ def gather_cache(
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 copies of a slot's keys and values `first` .. `length` - 1, each [tokens, G, D]."""
-    block_size = kv.shape[2]
-    blocks = block_table_SB[slot, : -(-length // block_size)].long()
     token_of = torch.arange(first, length, device=kv.device)
-    block_of = blocks[token_of // block_size]
+    return gather_entries(kv, block_table_SB, slot, token_of, kv_scales)
+
+
+def gather_entries(
+    kv: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    slot: int,
+    token_of: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 copies of a slot's keys and values at `token_of` [n], each [n, G, D]."""
+    block_size = kv.shape[2]
+    block_of = block_table_SB[slot].long()[token_of // block_size]
     entry_of = token_of % block_size
     keys, values = kv[block_of, 0, entry_of].float(), kv[block_of, 1, entry_of].float()
     if kv_scales is not None:

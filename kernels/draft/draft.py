@@ -183,6 +183,7 @@ def begin_module_draft(
     hidden: Hidden,
     fusion: Fusion,
     *,
+    source_N: torch.Tensor | None = None,
     hidden_eps: float = 0.0,
     residual: Residual,
     pdl: bool = False,
@@ -196,19 +197,30 @@ def begin_module_draft(
     Args:
         token_N: int32, the target's token after each lane; read where the lane is live.
         count_R: int32, tokens that each row emitted, at most its live lanes; N is W * R.
-        lanes: what the target was fed.
-        hidden: the target's, N lanes. hidden_eps, residual: as of `combine_hidden`.
+        lanes: what the target was fed; after a tree those of the accepted path.
+        hidden: the target's, N lanes, or any number with `source_N`.
+        source_N: int32, the lane of `hidden` that each lane takes, as of `combine_hidden`; read
+            where the lane is live. It is as old as the lanes.
+        hidden_eps, residual: as of `combine_hidden`.
         pdl: as of `combine_hidden`; `count_R` too may be as new as the launch before.
 
     Returns:
         New tensors. ValueError for a shape or dtype that does not fit.
     """
     N = check_steps(token_N, count_R, lanes)
-    check_hidden(hidden, fusion, N)
+    check_lanes(N, **({} if source_N is None else {"source": source_N}))
+    check_hidden(hidden, fusion, N if source_N is None else None)
     check_stream(residual, N, fusion)
     if not use_triton(token_N):
         return begin_module_draft_reference(
-            token_N, count_R, lanes, hidden, fusion, hidden_eps=hidden_eps, residual=residual
+            token_N,
+            count_R,
+            lanes,
+            hidden,
+            fusion,
+            source_N=source_N,
+            hidden_eps=hidden_eps,
+            residual=residual,
         )
     args, options = fusion_args(hidden, fusion, hidden_eps, N, residual)
     draft = FirstDraft(
@@ -222,6 +234,7 @@ def begin_module_draft(
         count_R,
         lanes.slot,
         lanes.position,
+        source_N,
         *draft.lanes,
         *draft.rows,
         draft.source,
@@ -240,6 +253,7 @@ def begin_module_draft_reference(
     hidden: Hidden,
     fusion: Fusion,
     *,
+    source_N: torch.Tensor | None = None,
     hidden_eps: float = 0.0,
     residual: Residual,
 ) -> FirstDraft:
@@ -257,7 +271,7 @@ def begin_module_draft_reference(
     first_R = torch.arange(rows, dtype=torch.int32, device=token_N.device) * W
     source = (first_R + count_R - 1).where(fed_RW[:, 0], first_R)
     combined = combine_hidden_reference(
-        fed.token, fed.slot, hidden, None, fusion, hidden_eps=hidden_eps, residual=residual
+        fed.token, fed.slot, hidden, source_N, fusion, hidden_eps=hidden_eps, residual=residual
     )
     rows_of = DecodeLanes(*(field[source.long()] for field in fed))
     return FirstDraft(fed, rows_of, source, combined)

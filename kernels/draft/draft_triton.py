@@ -84,7 +84,7 @@ def combine_kernel(
     source = lane
     if source_ptr is not None:
         source = tl.load(source_ptr + lane, mask=live, other=0, cache_modifier=".cg")
-    hidden, start = _normed_hidden(fusion, source, live, H, GROUPS, START, BLOCK_H, BLOCK_T)
+    hidden, start = normed_hidden(fusion, source, live, H, GROUPS, START, BLOCK_H, BLOCK_T)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
@@ -98,6 +98,7 @@ def begin_kernel(
     count_ptr,
     fed_slot_ptr,
     fed_position_ptr,
+    hidden_source_ptr,
     token_ptr,
     slot_ptr,
     position_ptr,
@@ -124,7 +125,10 @@ def begin_kernel(
     slot = tl.load(fed_slot_ptr + lane, cache_modifier=".cg")
     fed = slot >= 0
     position = tl.load(fed_position_ptr + lane, mask=fed, other=0, cache_modifier=".cg")
-    hidden, start = _normed_hidden(fusion, lane, fed, H, GROUPS, START, BLOCK_H, BLOCK_T)
+    source = lane
+    if hidden_source_ptr is not None:
+        source = tl.load(hidden_source_ptr + lane, mask=fed, other=0, cache_modifier=".cg")
+    hidden, start = normed_hidden(fusion, source, fed, H, GROUPS, START, BLOCK_H, BLOCK_T)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
@@ -168,7 +172,7 @@ def advance_kernel(
     """One program a row. Of all that it reads only the tiles are as new as the launch before."""
     row = tl.program_id(0)
     slot, position, source = load_row(commit, row)
-    hidden, start = _normed_hidden(fusion, source, slot >= 0, H, GROUPS, START, BLOCK_H, BLOCK_T)
+    hidden, start = normed_hidden(fusion, source, slot >= 0, H, GROUPS, START, BLOCK_H, BLOCK_T)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
@@ -241,7 +245,7 @@ def load_weight(weight_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def _normed_hidden(
+def normed_hidden(
     fusion,
     lane,
     live,

@@ -32,7 +32,6 @@ from graphengine.kernels.core.lanes import check_lanes, check_rows, check_vector
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.experts.experts_triton import (
-    StreamArgs,
     combine_kernel,
     down_kernel,
     fma_down_kernel,
@@ -58,6 +57,7 @@ from graphengine.kernels.experts.reference import (
     expert_sum_reference,
 )
 from graphengine.kernels.experts.router import Routes
+from graphengine.kernels.linear.linear_triton import stream_args
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import (
     Residual,
@@ -233,9 +233,7 @@ def expert_residual(
         found = None if arrivals is None else f"{arrivals.numel()} of {arrivals.dtype}"
         raise ValueError(f"{lanes} lanes want {lanes * tiles} int32 arrivals, not {found}")
     y = residual.x.new_empty(len(a_PF), hidden)
-    kept, scale = (None, 1.0) if residual.kept is None else residual.kept
-    stride = 0 if kept is None else kept.stride(0)
-    stream = StreamArgs(residual.x, next_norm_H, residual.scaled, squares, kept, stride, scale)
+    stream = stream_args(residual, next_norm_H)
     if takes(weight_EHF, a_PF):
         launch_packed(
             a_PF,

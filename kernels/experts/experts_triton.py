@@ -12,27 +12,13 @@ of an expert's weight, B outputs of a program.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.experts.packed_triton import packed_chain
+from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS
 from graphengine.kernels.norm_rope.activation import gated
-
-
-class StreamArgs(NamedTuple):
-    """The residual stream that experts are added to, and what it becomes (`linear/residual.py`)."""
-
-    x: torch.Tensor
-    next_norm: torch.Tensor
-    scaled: torch.Tensor
-    squares: torch.Tensor
-    kept: torch.Tensor | None
-    kept_stride: int
-    kept_scale: float
 
 
 @triton.jit(do_not_specialize=["lanes", "eps"])
@@ -411,7 +397,7 @@ def _add_to_stream(
     tl.store(
         stream.scaled + at, (x * norm[None, :]).to(stream.scaled.dtype.element_ty), mask=stored
     )
-    if stream.kept is not None:
+    if len(stream) == KEEPING_FIELDS:
         kept = (x * stream.kept_scale).to(stream.kept.dtype.element_ty)
         kept_ptrs = stream.kept + lane.to(tl.int64)[:, None] * stream.kept_stride + output[None, :]
         tl.store(kept_ptrs, kept, mask=stored)

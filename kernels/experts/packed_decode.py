@@ -14,13 +14,13 @@ import triton
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
-from graphengine.kernels.experts.experts_triton import StreamArgs
 from graphengine.kernels.experts.grouping import Grouping
 from graphengine.kernels.experts.packed import PackedExperts
 from graphengine.kernels.experts.packed_gluon import packed_experts_kernel
 from graphengine.kernels.experts.plans import check_expert_plan
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.linear.linear_triton import StreamArgs
 from graphengine.kernels.linear.packed import block_columns
 from graphengine.kernels.linear.packed_gluon import PackedArgs
 from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS, streams

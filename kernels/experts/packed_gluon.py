@@ -26,6 +26,7 @@ from graphengine.kernels.linear.linear_gluon_epilogue import (
     row_layout,
     squares_layout,
 )
+from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS
 from graphengine.kernels.linear.packed_gluon_product import (
     ask_codes,
     ask_scales,
@@ -309,7 +310,7 @@ def _add_pairs(
     gl.store(stream.x + at, x, mask=stored)
     scaled = (x * norm[None, :]).to(stream.scaled.dtype.element_ty)
     gl.store(stream.scaled + at, scaled, mask=stored)
-    if stream.kept is not None:
+    if len(stream) == KEEPING_FIELDS:
         kept = (x * stream.kept_scale).to(stream.kept.dtype.element_ty)
         kept_ptrs = stream.kept + lane.to(gl.int64)[:, None] * stream.kept_stride + output[None, :]
         gl.store(kept_ptrs, kept, mask=stored)

@@ -81,12 +81,12 @@ def expert_plan(
 
 def _packed_plan(weight: WeightFormat, M: int, K: int, family: RowFamily) -> LinearPlan:
     """Of one pair the programs of a linear of one lane; in `dot`, where blocks have several pairs,
-    twice the rows, which share a block's inputs, of half the columns.
+    four times the rows, which share a block's inputs, of a quarter of the columns.
     """
     plan = packed_plan(weight, M, K, "fma")
     plan = plan._replace(family="dot", stages=min(plan.stages, _PACKED_STAGES))
     if family == "dot":
-        plan = plan._replace(block_m=2 * plan.block_m, block_k=plan.block_k // 2)
+        plan = plan._replace(block_m=4 * plan.block_m, block_k=plan.block_k // 4)
     return plan
 
 

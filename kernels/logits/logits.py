@@ -23,7 +23,8 @@ al., "CTRL", 2019), to the bit: vLLM multiplies by 1 / r. 4 is its SequenceBiasL
 single tokens, 3 its NoBadWordsLogitsProcessor. There the two differ: transformers looks for a bad
 word's beginning in prompt and output, vLLM in the output alone; `bad_words_start` says which.
 
-Under speculation the state at a row's lane j includes its drafts 1 .. j: as if they were output.
+Under speculation the state at a row's lane j includes its drafts 1 .. j: as if they were output. Of
+a tree it includes those on the path to node j.
 
 Letters: S slots, R rows, K drafts a row, W = K + 1 lanes a row, N = R * W lanes, V columns of the
 logits, P positions, M masks a slot, B biases, Q bad words of at most L tokens.
@@ -40,6 +41,7 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, check_vector, live_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
+from graphengine.kernels.core.tree import TreeLanes, ancestors_of, check_tree_lanes
 from graphengine.kernels.logits.logits_triton import (
     COUNT_MASK,
     USES_BAD_WORDS,
@@ -94,6 +96,7 @@ def process_logits(
     tensors: LogitsTensors,
     *,
     num_speculative_tokens: int = 0,
+    tree: TreeLanes | None = None,
     vocabulary: int | None = None,
     raw_NV: torch.Tensor | None = None,
     wants: LogprobTensors | None = None,
@@ -111,6 +114,8 @@ def process_logits(
         tensors: indexed by slot; only read. Counts include the row's first lane, history reaches
             up to it.
         num_speculative_tokens: K, 0..MAX_DRAFTS.
+        tree: where the rows are trees, of W nodes; the bitmask's masks go by nodes. Older than the
+            launch before.
         vocabulary: ids below it exist, 1..V; None for V. Past it all live lanes get -inf, with or
             without flags.
         raw_NV: float32, of `logits_NV`'s shape, dense rows: where a slot wants log-probabilities of
@@ -127,6 +132,7 @@ def process_logits(
     check_lanes(lane_count, **lanes._asdict())
     if lane_count % width:
         raise ValueError(f"{lane_count} lanes must be rows of {width}")
+    deepest = 0 if tree is None else check_tree_lanes(tree, lane_count, width)
     vocabulary = columns if vocabulary is None else vocabulary
     if not 1 <= vocabulary <= columns:
         raise ValueError(f"vocabulary={vocabulary} is outside 1 .. {columns}, the logits' columns")
@@ -142,6 +148,7 @@ def process_logits(
             lanes,
             tensors,
             num_speculative_tokens=num_speculative_tokens,
+            tree=tree,
             vocabulary=vocabulary,
             raw_NV=raw_NV,
             wants=wants,
@@ -157,6 +164,7 @@ def process_logits(
         raw_NV,
         *lanes,
         tensors,
+        *((None, None) if tree is None else tree[1:]),
         None if wants is None else wants.wanted,
         None if wants is None else wants.raw,
         logits_NV.stride(0),
@@ -169,6 +177,7 @@ def process_logits(
         masks,
         words,
         W=width,
+        DEPTH=deepest,
         B=B,
         Q=Q,
         L=L,
@@ -188,6 +197,7 @@ def process_logits_reference(
     tensors: LogitsTensors,
     *,
     num_speculative_tokens: int = 0,
+    tree: TreeLanes | None = None,
     vocabulary: int | None = None,
     raw_NV: torch.Tensor | None = None,
     wants: LogprobTensors | None = None,
@@ -203,12 +213,13 @@ def process_logits_reference(
         if raw_NV is not None and wants is not None and wants.wanted[slot] >= 0 and wants.raw[slot]:
             raw_NV[lane, :vocabulary] = logits_V
         flags = int(tensors.flags[slot])
-        fed = tokens[lane - j : lane + 1]
+        before = range(j) if tree is None else ancestors_of(tree, lane)
+        fed = [tokens[lane - j + node] for node in before] + [tokens[lane]]
         if flags & USES_MASK:
             _mask_reference(logits_V, tensors.bitmask[slot], j)
         if flags & USES_BAD_WORDS:
             start = int(tensors.bad_words_start[slot])
-            context = tokens_from(start, tensors.history[slot], positions[lane] - j, fed)
+            context = tokens_from(start, tensors.history[slot], positions[lane] - len(before), fed)
             _ban_reference(logits_V, tensors.bad_words[slot], context)
         if flags & USES_BIAS:
             ids, values = tensors.bias_ids[slot], tensors.bias_values[slot]

@@ -50,8 +50,10 @@ def _ban_words(
     bad_words_ptr,
     history_ptr,
     lane_token_ptr,
+    ancestor_ptr,
     position,
     j,
+    depth,
     start,
     positions,
     first,
@@ -62,7 +64,8 @@ def _ban_words(
 ):
     """-inf, in memory, for those of the ids first .. end - 1 that would complete a bad word.
 
-    `lane_token_ptr` is the lane's own; of what precedes it the row's lanes have the last j tokens.
+    `lane_token_ptr` is that of lane j of its row, itself; of what precedes it other lanes have the
+    last `depth` tokens: those before it, or its ancestors.
     """
     q = tl.arange(0, BLOCK_Q)
     bad_words_ptr += q * L
@@ -72,11 +75,15 @@ def _ban_words(
         for column in range(L - 1):
             back = L - 2 - column
             at = position - back
-            is_fed = back <= j
+            is_fed = back <= depth
             reaches = (at >= start) & (at >= 0)
             known = reaches & (is_fed == 0) & (at < positions)
             token = tl.load(history_ptr + at, mask=known, other=-2)
-            fed = tl.load(lane_token_ptr - back, mask=is_fed & reaches, other=-2)
+            lanes_back = back
+            if ancestor_ptr is not None:
+                is_ancestor = is_fed & (back > 0)
+                lanes_back = j - tl.load(ancestor_ptr + (depth - back), mask=is_ancestor, other=j)
+            fed = tl.load(lane_token_ptr - lanes_back, mask=is_fed & reaches, other=-2)
             token = tl.where(is_fed, fed, token)
             wanted = tl.load(bad_words_ptr + column, mask=matched, other=-1)
             matched = matched & ((wanted < 0) | (wanted == token))
@@ -93,17 +100,26 @@ def _penalise(
     flags,
     counts_ptr,
     draft_ptr,
+    ancestor_ptr,
     j,
+    depth,
     repetition_ptr,
     frequency_ptr,
     presence_ptr,
-    W: tl.constexpr,
+    DRAFTS: tl.constexpr,
 ):
-    """The tile's logits after repetition, frequency and presence; `draft_ptr`: the row's first."""
+    """The tile's logits after repetition, frequency and presence; `draft_ptr`: the row's first.
+
+    Lane j comes after `depth` of them, of DRAFTS at most: those before it, or its ancestors.
+    """
     counts = tl.load(counts_ptr + ids, mask=inside, other=0)
     count = counts & _COUNT_MASK
-    for k in tl.static_range(W - 1):
-        draft = tl.load(draft_ptr + k, mask=k < j, other=-1)
+    for k in tl.static_range(DRAFTS):
+        node = k
+        if ancestor_ptr is not None:
+            # Nodes are counted from the root, which is no draft.
+            node = tl.load(ancestor_ptr + k + 1, mask=k + 1 < depth, other=j) - 1
+        draft = tl.load(draft_ptr + node, mask=k < depth, other=-1)
         count += (ids == draft).to(tl.int32)
     if (flags & _REPETITION) != 0:
         penalty = tl.load(repetition_ptr)
@@ -123,6 +139,8 @@ def process_kernel(
     lane_slot_ptr,
     lane_position_ptr,
     tensors,
+    depth_ptr,
+    ancestor_ptr,
     wanted_ptr,
     wants_raw_ptr,
     logits_stride,
@@ -135,6 +153,7 @@ def process_kernel(
     masks,
     words,
     W: tl.constexpr,
+    DEPTH: tl.constexpr,
     B: tl.constexpr,
     Q: tl.constexpr,
     L: tl.constexpr,
@@ -163,6 +182,11 @@ def process_kernel(
     changes = (flags != 0) | (first + BLOCK > vocabulary)
     if live & (changes | copies):
         j = lane % W
+        depth = j
+        ancestor_row_ptr = None
+        if DEPTH > 0:
+            depth = tl.load(depth_ptr + lane)
+            ancestor_row_ptr = ancestor_ptr + lane * DEPTH
         logits_ptr += lane.to(tl.int64) * logits_stride
         ids = first + tl.arange(0, BLOCK)
         inside = ids < vocabulary
@@ -192,11 +216,13 @@ def process_kernel(
                 flags,
                 tensors.counts + slot * counts_stride,
                 lane_token_ptr + lane - j + 1,
+                ancestor_row_ptr,
                 j,
+                depth,
                 tensors.repetition_penalty + slot,
                 tensors.frequency_penalty + slot,
                 tensors.presence_penalty + slot,
-                W,
+                DEPTH if DEPTH > 0 else W - 1,
             )
         stored = (ids < columns) & ((flags != 0) | (ids >= vocabulary))
         tl.store(logits_ptr + ids, tl.where(inside, logits, float("-inf")), mask=stored)
@@ -208,8 +234,10 @@ def process_kernel(
                 tensors.bad_words + slot * (Q * L),
                 tensors.history + slot * history_stride,
                 lane_token_ptr + lane,
+                ancestor_row_ptr,
                 tl.load(lane_position_ptr + lane),
                 j,
+                depth,
                 tl.load(tensors.bad_words_start + slot),
                 positions,
                 first,

@@ -87,6 +87,7 @@ def rank_logits(
     *,
     vocabulary: int | None = None,
     raw_NV: torch.Tensor | None = None,
+    source_N: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> RankedLogits:
     """What every log-probability of a lane needs, and its most probable tokens; two launches.
@@ -98,14 +99,17 @@ def rank_logits(
         vocabulary: ids below it exist, 1..V; None for V.
         raw_NV: float32 [N, V], dense rows: what `process_logits` copied; read instead of
             `logits_NV` for the slots with `wants.raw`. None where nothing is processed.
+        source_N: int32, the row of the logits that each lane takes; None for its own.
         pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`. `slot_N` must
             be older than the launch before.
 
     ValueError for a shape, dtype or number that does not fit.
     """
-    lanes, vocabulary = _check(logits_NV, slot_N, wants, vocabulary, raw_NV)
+    lanes, vocabulary = _check(logits_NV, slot_N, wants, vocabulary, raw_NV, source_N)
     if not use_triton(logits_NV):
-        return rank_logits_reference(logits_NV, slot_N, wants, vocabulary=vocabulary, raw_NV=raw_NV)
+        return rank_logits_reference(
+            logits_NV, slot_N, wants, vocabulary=vocabulary, raw_NV=raw_NV, source_N=source_N
+        )
     ranked = _new_ranked(slot_N)
     if not lanes:
         return ranked
@@ -119,6 +123,7 @@ def rank_logits(
         logits_NV,
         raw_NV,
         slot_N,
+        source_N,
         *wants,
         largest_NC,
         total_NC,
@@ -135,6 +140,7 @@ def rank_logits(
         logits_NV,
         raw_NV,
         slot_N,
+        source_N,
         *wants,
         largest_NC,
         total_NC,
@@ -158,6 +164,7 @@ def rank_logits_reference(
     *,
     vocabulary: int | None = None,
     raw_NV: torch.Tensor | None = None,
+    source_N: torch.Tensor | None = None,
 ) -> RankedLogits:
     """Plain twin of `rank_logits`: one lane after the other."""
     vocabulary = logits_NV.shape[1] if vocabulary is None else vocabulary
@@ -167,7 +174,8 @@ def rank_logits_reference(
         wanted = min(int(wants.wanted[slot]), MAX_LOGPROBS)
         if wanted < 0:
             continue
-        logits_V = _source(logits_NV, raw_NV, lane, int(wants.raw[slot]))[:vocabulary]
+        row = lane if source_N is None else int(source_N[lane])
+        logits_V = _source(logits_NV, raw_NV, row, int(wants.raw[slot]))[:vocabulary]
         largest = logits_V.nan_to_num(-torch.inf, torch.inf, -torch.inf).max()
         base = largest.where(largest > -torch.inf, 0.0)
         ranked.largest[lane] = largest
@@ -192,6 +200,7 @@ def token_log_probabilities(
     *,
     vocabulary: int | None = None,
     raw_NV: torch.Tensor | None = None,
+    source_N: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> TokenLogprobs:
     """Log-probability and rank of each token that a row emitted: token j's from lane j's logits.
@@ -205,7 +214,7 @@ def token_log_probabilities(
 
     ValueError for a shape, dtype or number that does not fit.
     """
-    lanes, vocabulary = _check(logits_NV, slot_N, wants, vocabulary, raw_NV)
+    lanes, vocabulary = _check(logits_NV, slot_N, wants, vocabulary, raw_NV, source_N)
     width = check_emitted(token_N, count_R, lanes)
     check_ranked(ranked, lanes)
     if not use_triton(logits_NV):
@@ -218,6 +227,7 @@ def token_log_probabilities(
             ranked,
             vocabulary=vocabulary,
             raw_NV=raw_NV,
+            source_N=source_N,
         )
     tokens = TokenLogprobs(torch.empty_like(ranked.largest), torch.empty_like(token_N))
     if lanes:
@@ -227,6 +237,7 @@ def token_log_probabilities(
             token_N,
             count_R,
             slot_N,
+            source_N,
             *wants,
             ranked.largest,
             ranked.log_total,
@@ -252,6 +263,7 @@ def token_log_probabilities_reference(
     *,
     vocabulary: int | None = None,
     raw_NV: torch.Tensor | None = None,
+    source_N: torch.Tensor | None = None,
 ) -> TokenLogprobs:
     """Plain twin of `token_log_probabilities`: one lane after the other."""
     vocabulary = logits_NV.shape[1] if vocabulary is None else vocabulary
@@ -261,7 +273,8 @@ def token_log_probabilities_reference(
         slot, token = int(slot_N[lane]), int(token_N[lane])
         if int(wants.wanted[slot]) < 0 or lane % width >= int(count_R[lane // width]):
             continue
-        logits_V = _source(logits_NV, raw_NV, lane, int(wants.raw[slot]))[:vocabulary]
+        row = lane if source_N is None else int(source_N[lane])
+        logits_V = _source(logits_NV, raw_NV, row, int(wants.raw[slot]))[:vocabulary]
         logit = logits_V.new_tensor(-torch.inf)
         if 0 <= token < vocabulary:
             logit = logits_V[token]
@@ -348,9 +361,13 @@ def _check(
     wants: LogprobTensors,
     vocabulary: int | None,
     raw_NV: torch.Tensor | None,
+    source_N: torch.Tensor | None,
 ) -> tuple[int, int]:
     """(N, vocabulary); ValueError unless everything fits."""
     lanes, columns = check_logits(logits_NV)
+    if source_N is not None:
+        lanes = slot_N.numel()
+        check_lanes(lanes, source=source_N)
     check_lanes(lanes, slot=slot_N)
     check_wants(wants, wants.wanted.numel())
     if raw_NV is not None:

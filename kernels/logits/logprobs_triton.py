@@ -32,15 +32,24 @@ def _load_wants(slot, wanted_ptr, wants_raw_ptr, raw_ptr):
 
 
 @triton.jit
-def _load_logits(logits_ptr, raw_ptr, logits_stride, raw_stride, lane, is_raw, ids, mask):
-    """The lane's logits at `ids`, -inf where masked."""
-    lane = lane.to(tl.int64)
-    source = logits_ptr + lane * logits_stride + ids
+def _logits_row(source_ptr, lane, wants):
+    """The row of the logits that a lane's are in: its own, or that of its source."""
+    row = lane
+    if source_ptr is not None:
+        row = tl.load(source_ptr + lane, mask=wants, other=0)
+    return row
+
+
+@triton.jit
+def _load_logits(logits_ptr, raw_ptr, logits_stride, raw_stride, row, is_raw, ids, mask):
+    """The row's logits at `ids`, -inf where masked."""
+    row = row.to(tl.int64)
+    source = logits_ptr + row * logits_stride + ids
     if raw_ptr is None:
         logits = tl.load(source, mask=mask, other=float("-inf"))
     else:
         logits = tl.load(source, mask=mask & (is_raw == 0), other=float("-inf"))
-        raw = tl.load(raw_ptr + lane * raw_stride + ids, mask=mask & is_raw, other=float("-inf"))
+        raw = tl.load(raw_ptr + row * raw_stride + ids, mask=mask & is_raw, other=float("-inf"))
         logits = tl.where(is_raw, raw, logits)
     return logits
 
@@ -50,6 +59,7 @@ def rank_tile_kernel(
     logits_ptr,
     raw_ptr,
     slot_ptr,
+    source_ptr,
     wanted_ptr,
     wants_raw_ptr,
     largest_ptr,
@@ -68,10 +78,11 @@ def rank_tile_kernel(
     wait_for_inputs(PDL)
 
     if wanted >= 0:
+        row = _logits_row(source_ptr, lane, wanted >= 0)
         tile = tl.program_id(1)
         ids = tile * BLOCK + tl.arange(0, BLOCK)
         logits = _load_logits(
-            logits_ptr, raw_ptr, logits_stride, raw_stride, lane, is_raw, ids, ids < vocabulary
+            logits_ptr, raw_ptr, logits_stride, raw_stride, row, is_raw, ids, ids < vocabulary
         )
         # Neither a NaN nor -inf is greater.
         is_candidate = logits > float("-inf")
@@ -93,6 +104,7 @@ def rank_merge_kernel(
     logits_ptr,
     raw_ptr,
     slot_ptr,
+    source_ptr,
     wanted_ptr,
     wants_raw_ptr,
     tile_largest_ptr,
@@ -137,8 +149,9 @@ def rank_merge_kernel(
             found = tl.where(best == _NOTHING, -1, (best & LAST_ID).to(tl.int32) ^ LAST_ID)
             ids = tl.where(t == place, found, ids)
             packed = tl.where(packed == best, _NOTHING, packed)
+        row = _logits_row(source_ptr, lane, wanted >= 0)
         logits = _load_logits(
-            logits_ptr, raw_ptr, logits_stride, raw_stride, lane, is_raw, ids, ids >= 0
+            logits_ptr, raw_ptr, logits_stride, raw_stride, row, is_raw, ids, ids >= 0
         )
         value = tl.where(ids >= 0, (logits - largest) - log_total, float("-inf"))
         tl.store(top_id_ptr + lane * _TOP + t, ids, mask=t < _TOP)
@@ -152,6 +165,7 @@ def token_kernel(
     token_ptr,
     count_ptr,
     slot_ptr,
+    source_ptr,
     wanted_ptr,
     wants_raw_ptr,
     largest_ptr,
@@ -173,10 +187,11 @@ def token_kernel(
 
     count = tl.load(count_ptr + lane // W, mask=wanted >= 0, other=0)
     if lane % W < count:
+        row = _logits_row(source_ptr, lane, wanted >= 0)
         token = tl.load(token_ptr + lane)
         exists = (token >= 0) & (token < vocabulary)
         logit = _load_logits(
-            logits_ptr, raw_ptr, logits_stride, raw_stride, lane, is_raw, token, exists
+            logits_ptr, raw_ptr, logits_stride, raw_stride, row, is_raw, token, exists
         )
         value = (logit - tl.load(largest_ptr + lane)) - tl.load(log_total_ptr + lane)
         ranks = tl.zeros([BLOCK], tl.int32)
@@ -184,7 +199,7 @@ def token_kernel(
             ids = start + tl.arange(0, BLOCK)
             inside = ids < vocabulary
             logits = _load_logits(
-                logits_ptr, raw_ptr, logits_stride, raw_stride, lane, is_raw, ids, inside
+                logits_ptr, raw_ptr, logits_stride, raw_stride, row, is_raw, ids, inside
             )
             ranks += (inside & (logits >= logit)).to(tl.int32)
         tl.store(value_ptr + lane, value)

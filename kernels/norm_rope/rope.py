@@ -387,8 +387,12 @@ def rope_append_reference(
     eps: float = 0.0,
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    entry_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`rope_append` in plain PyTorch, in place on the cache as well."""
+    """`rope_append` in plain PyTorch, in place on the cache as well.
+
+    entry_N  where in the cache the keys and values go, if not to the positions; none are outside
+    """
     head_dim = kv.shape[4]
     out = checked_output(out, (qkv_NX.shape[0], num_heads, head_dim), like=qkv_NX)
     live = live_lanes(slot_N)
@@ -413,8 +417,9 @@ def rope_append_reference(
     k = _rotate_reference(k, cos_live, sin_live).to(qkv_NX.dtype)
 
     block_size = kv.shape[2]
-    block = block_table_SB[slot_N[live].long(), position // block_size].long()
-    entry = position % block_size
+    token = position if entry_N is None else entry_N[live].long()
+    block = block_table_SB[slot_N[live].long(), token // block_size].long()
+    entry = token % block_size
     if not all_inside:
         block, entry, k, v = (each[inside] for each in (block, entry, k, v))
     append_to_cache(kv, block, entry, k, v, kv_scales)

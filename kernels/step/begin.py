@@ -6,14 +6,22 @@ H hidden, T groups of columns.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from graphengine.kernels.core.dispatch import use_triton
-from graphengine.kernels.core.lanes import check_lanes
+from graphengine.kernels.core.lanes import check_lanes, live_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.tree import (
+    TreeLanes,
+    TreeTables,
+    check_tree_lanes,
+    check_tree_tables,
+)
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import (
     check_embedding,
@@ -34,6 +42,17 @@ from graphengine.kernels.step.state import (
 _BLOCK_S = 64
 
 
+class RowTrees(NamedTuple):
+    """What `gather_and_embed` needs of rows that are trees, and where it says how lanes hang
+    together."""
+
+    tables: TreeTables
+    lanes: TreeLanes
+    """N lanes, written."""
+    limit: int
+    """Entries that a slot has in the cache."""
+
+
 def gather_and_embed(
     state: SlotState,
     command_epoch_S: torch.Tensor,
@@ -45,6 +64,7 @@ def gather_and_embed(
     draft_SK: torch.Tensor | None = None,
     max_len_S: torch.Tensor | None = None,
     num_speculative_tokens: int = 0,
+    trees: RowTrees | None = None,
     embedding_scale: float = 1.0,
     pdl: bool = False,
 ) -> DecodeLanes:
@@ -60,6 +80,11 @@ def gather_and_embed(
     or where the sequence up to it, position + 1 tokens, reaches max_len: what it would sample lies
     past the request's end.
 
+    With `trees` lane j is node j of its slot's tree, at position kv_len + its depth, and has draft
+    j - 1 of the table. It is padded where that is absent, where its position is as above, or where
+    its entry in the cache, kv_len + j, reaches the limit. Whoever writes drafts sees to it that a
+    node's parent has one.
+
     Args:
         state: updated in place.
         command_epoch_S, slot_of_row_R: int32, host-owned.
@@ -72,6 +97,8 @@ def gather_and_embed(
             absent. Read as state is, so a kernel may write it.
         max_len_S: int32, host-owned. Both are wanted with drafts, and not read without.
         num_speculative_tokens: K, 0..MAX_DRAFTS.
+        trees: wanted where the drafts are those of trees of W nodes. The tables are read as drafts
+            are; `lanes` is written but for padded lanes.
         embedding_scale: of the embedding; the product is rounded to its dtype.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
@@ -91,6 +118,7 @@ def gather_and_embed(
     else:
         check_draft_table(draft_SK, slots, num_speculative_tokens)
         check_lanes(slots, max_len=max_len_S)
+    most = 0 if trees is None else _check_trees(trees, slots, width, rows)
     if not use_triton(slot_of_row_R):
         return gather_and_embed_reference(
             state,
@@ -102,6 +130,7 @@ def gather_and_embed(
             draft_SK=draft_SK,
             max_len_S=max_len_S,
             num_speculative_tokens=num_speculative_tokens,
+            trees=trees,
             embedding_scale=embedding_scale,
         )
     lanes = DecodeLanes(*(slot_of_row_R.new_empty(rows * width) for _ in DecodeLanes._fields))
@@ -120,6 +149,10 @@ def gather_and_embed(
         embedding_VH,
         norm_weight_H,
         residual,
+        *((None,) * 5 if trees is None else (*trees.tables, *trees.lanes)),
+        0 if trees is None else trees.limit,
+        0 if trees is None else trees.tables.depth.stride(0),
+        0 if trees is None else trees.tables.ancestor.stride(0),
         0 if draft_SK is None else draft_SK.stride(0),
         embedding_VH.stride(0),
         residual.x.stride(0),
@@ -128,8 +161,10 @@ def gather_and_embed(
         slots,
         V,
         W=width,
+        DEPTH=most,
         H=H,
         T=groups,
+        BLOCK_D=triton.next_power_of_2(max(most, 1)),
         BLOCK_H=block_h,
         BLOCK_T=triton.next_power_of_2(groups),
         BLOCK_R=triton.next_power_of_2(rows),
@@ -152,6 +187,7 @@ def gather_and_embed_reference(
     draft_SK: torch.Tensor | None = None,
     max_len_S: torch.Tensor | None = None,
     num_speculative_tokens: int = 0,
+    trees: RowTrees | None = None,
     embedding_scale: float = 1.0,
 ) -> DecodeLanes:
     """Plain twin of `gather_and_embed`."""
@@ -159,7 +195,11 @@ def gather_and_embed_reference(
     lanes = _gather_reference(state, slot_of_row_R)
     if num_speculative_tokens:
         assert draft_SK is not None and max_len_S is not None
-        lanes = _widen_reference(lanes, draft_SK[:, :num_speculative_tokens], max_len_S)
+        drafts = draft_SK[:, :num_speculative_tokens]
+        if trees is None:
+            lanes = _widen_reference(lanes, drafts, max_len_S)
+        else:
+            lanes = _grow_reference(lanes, drafts, max_len_S, trees)
     embed_residual_reference(
         lanes.token, embedding_VH, norm_weight_H, lanes.slot, residual, scale=embedding_scale
     )
@@ -198,6 +238,39 @@ def _widen_reference(
     )
 
 
+def _grow_reference(
+    query: DecodeLanes, draft_SK: torch.Tensor, max_len_S: torch.Tensor, trees: RowTrees
+) -> DecodeLanes:
+    """Each row's query with the other nodes of its slot's tree after it."""
+    slot = query.slot.clamp(min=0).long()
+    draft_RK, depth_RW = draft_SK[slot], trees.tables.depth[slot]
+    node_W = torch.arange(depth_RW.shape[1], dtype=torch.int32, device=draft_SK.device)
+    position_RW = query.position[:, None] + depth_RW
+    live_RW = position_RW + 1 < max_len_S[slot][:, None]
+    live_RW &= query.position[:, None] + node_W < trees.limit
+    live_RW[:, 1:] &= draft_RK >= 0
+    live_RW[:, 0] = True
+    slot_N = query.slot[:, None].where(live_RW, -1).flatten()
+    found = (node_W.expand_as(depth_RW), depth_RW, trees.tables.ancestor[slot])
+    live = live_lanes(slot_N)
+    for part, values in zip(trees.lanes, found, strict=True):
+        part[live] = values.flatten(0, 1)[live]
+    token_RW = torch.cat([query.token[:, None], draft_RK], dim=1)
+    return DecodeLanes(token_RW.flatten(), slot_N, position_RW.flatten())
+
+
+def _check_trees(trees: RowTrees, slots: int, width: int, rows: int) -> int:
+    """D; ValueError unless there are drafts and the trees are those of these slots and rows."""
+    if width == 1:
+        raise ValueError("trees are wanted for 0 drafts a row: a root alone is no tree")
+    most = check_tree_tables(trees.tables, slots, width)
+    if check_tree_lanes(trees.lanes, rows * width, width) != most:
+        raise ValueError(
+            f"the lanes' trees have a depth of {trees.lanes.ancestor.shape[1]}, the tables' {most}"
+        )
+    return most
+
+
 @triton.jit
 def _begin_decode_kernel(
     command_epoch_ptr,
@@ -214,6 +287,14 @@ def _begin_decode_kernel(
     embedding_ptr,
     norm_weight_ptr,
     residual,
+    tree_depth_ptr,
+    tree_ancestor_ptr,
+    lane_node_ptr,
+    lane_depth_ptr,
+    lane_ancestor_ptr,
+    limit,
+    tree_depth_stride,
+    tree_ancestor_stride,
     draft_stride,
     embedding_stride,
     x_stride,
@@ -222,8 +303,10 @@ def _begin_decode_kernel(
     slots,
     V,
     W: tl.constexpr,
+    DEPTH: tl.constexpr,
     H: tl.constexpr,
     T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -275,14 +358,28 @@ def _begin_decode_kernel(
         # All embeddings are on their way before the first of them is looked at.
         lives = ()
         xs = ()
+        row_lives = live
         for j in tl.static_range(W):
             token = tokens[j]
+            depth = j
+            if DEPTH > 0:
+                wide_slot = slot.to(tl.int64)
+                depth_of = tree_depth_ptr + wide_slot * tree_depth_stride + j
+                depth = tl.load(depth_of, mask=row_lives, other=0)
+                live = row_lives & (position + j < limit)
             if j > 0:
-                live = live & (token >= 0) & (position + j + 1 < max_len)
+                live = live & (token >= 0) & (position + depth + 1 < max_len)
             lane = row * W + j
+            if DEPTH > 0:
+                d = tl.arange(0, BLOCK_D)
+                ancestor_ptr = tree_ancestor_ptr + wide_slot * tree_ancestor_stride + j * DEPTH + d
+                ancestor = tl.load(ancestor_ptr, mask=live & (d < DEPTH), other=0)
+                tl.store(lane_ancestor_ptr + lane * DEPTH + d, ancestor, mask=live & (d < DEPTH))
+                tl.store(lane_node_ptr + lane, j, mask=live)
+                tl.store(lane_depth_ptr + lane, depth, mask=live)
             tl.store(slot_ptr + lane, tl.where(live, slot, -1))
             tl.store(token_ptr + lane, token, mask=live)
-            tl.store(position_ptr + lane, position + j, mask=live)
+            tl.store(position_ptr + lane, position + depth, mask=live)
             x = load_embedding(embedding_ptr, token, live, embedding_stride, V, H, BLOCK_H)
             xs += (x,)  # type: ignore[assignment]
             lives += (live,)  # type: ignore[assignment]

@@ -1,7 +1,8 @@
 """The last kernel of a decode step's target: tokens verified, committed and published.
 
 Letters: S slots, R rows, K drafts a row, W = K + 1 tokens a row, N lanes (R * W), C tiles of the
-vocabulary, E stop ids a slot, I items of a mailbox lane.
+vocabulary, E stop ids a slot, I items of a mailbox lane. Of a tree: D its depth, P = D + 1 tokens
+of a path.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32, check_lanes
 from graphengine.kernels.core.launching import Launch, launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.tree import TreeLanes, check_tree_lanes
 from graphengine.kernels.sample.sampling import (
     check_tiles,
     token_of_tiles_reference,
@@ -46,6 +48,12 @@ from graphengine.kernels.step.stop_sequences import (
     stop_sequence_of_tokens,
     stop_sequence_of_tokens_reference,
 )
+from graphengine.kernels.step.walk import (
+    AcceptedPath,
+    fed_depths_reference,
+    walk_reference,
+    walk_tree,
+)
 
 _EMITTED = tl.constexpr(EMITTED)
 _INVALID = tl.constexpr(INVALID)
@@ -60,11 +68,14 @@ class FinishedStep(NamedTuple):
     """What a decode step emitted, in new tensors; undefined in padded lanes."""
 
     token_N: torch.Tensor
-    """int32: the token after each lane, past the row's count too; -1 without valid logits."""
+    """int32: the token after each lane, past the row's count too; -1 without valid logits. Of trees
+    the lanes are those of `path`."""
     flags_R: torch.Tensor
     """int32: EMITTED | STOP | LENGTH or INVALID, 0 for a padded row."""
     count_R: torch.Tensor
     """int32: tokens emitted, those of the row's first lanes; 0 for a padded row."""
+    path: AcceptedPath | None = None
+    """Of trees: P lanes a row, those of what was emitted."""
 
 
 def verify_commit_publish(
@@ -82,6 +93,7 @@ def verify_commit_publish(
     draft_SK: torch.Tensor | None = None,
     sequences: StopSequences | None = None,
     history_SP: torch.Tensor | None = None,
+    tree: TreeLanes | None = None,
 ) -> FinishedStep:
     """Take each live row's tokens out of their tiles and into its slot's state; publish them.
 
@@ -96,6 +108,9 @@ def verify_commit_publish(
 
     Worked, W = 4: tokens t0 t1 t2 t3, drafts d1 = t0, d2 = t1, d3 != t2 (lanes 1..3) emit t0 t1 t2;
     kv_len + 3, next_token t2.
+
+    Where a row is a tree, its accepted drafts are those of the path that `walk.py` finds, and the
+    tokens that are walked are sampled along it. `move_path` then has to put their entries together.
 
     Then all items of the row's mailbox lane are written as by `publish`, for the lanes of the R
     rows only; state.sequence counts the replay once all rows have.
@@ -119,6 +134,7 @@ def verify_commit_publish(
         sequences: stop sequences by slot, host-owned; wanted together with `history_SP`.
         history_SP: int32, dense rows: the token at each position up to the row's first lane; only
             read, and older than the launch before.
+        tree: where the rows are trees of W nodes; older than the launch before. Not with relaxed_N.
 
     Returns:
         New tensors. ValueError for a shape or dtype that does not fit.
@@ -147,6 +163,9 @@ def verify_commit_publish(
         listed = check_stop_sequences(sequences, history_SP)
         if listed != slots:
             raise ValueError(f"stop sequences of {listed} slots do not fit {slots} slots")
+    deepest = 0 if tree is None else check_tree_lanes(tree, total, width)
+    if tree is not None and relaxed_N is not None:
+        raise ValueError("relaxed_N is for chains of drafts, not for trees")
     if not use_triton(best_NC):
         return verify_commit_publish_reference(
             best_NC,
@@ -161,10 +180,14 @@ def verify_commit_publish(
             draft_SK=draft_SK,
             sequences=sequences,
             history_SP=history_SP,
+            tree=tree,
         )
     Q, L = (0, 1) if sequences is None else sequences.tokens.shape[1:]
     flags_R = lanes.slot.new_empty(rows)
-    step = FinishedStep(torch.empty_like(lanes.slot), flags_R, torch.empty_like(flags_R))
+    length = width if tree is None else deepest + 1
+    path = None if tree is None else AcceptedPath.new(rows * length, flags_R)
+    token_N = lanes.slot.new_empty(rows * length)
+    step = FinishedStep(token_N, flags_R, torch.empty_like(flags_R), path)
     block_w = triton.next_power_of_2(width)
     most = _MAX_BLOCK_C if width == 1 else _MAX_BLOCK_WC // block_w
     block_c = min(triton.next_power_of_2(tiles), most)
@@ -184,9 +207,11 @@ def verify_commit_publish(
         draft_SK,
         mailbox_items,
         launch.arrivals,
-        *step,
+        *step[:3],
         history_SP,
         *(sequences or (None, None, None)),
+        *((None, None) if tree is None else tree[1:]),
+        *((None,) * 4 if path is None else (*path.lanes, path.source)),
         tiles,
         stop_ids,
         0 if draft_SK is None else draft_SK.stride(0),
@@ -195,6 +220,7 @@ def verify_commit_publish(
         entries,
         mailbox_lanes,
         W=width,
+        DEPTH=deepest,
         FORCED=forced,
         COLUMNS=columns,
         ITEMS=items,
@@ -227,19 +253,27 @@ def verify_commit_publish_reference(
     draft_SK: torch.Tensor | None = None,
     sequences: StopSequences | None = None,
     history_SP: torch.Tensor | None = None,
+    tree: TreeLanes | None = None,
 ) -> FinishedStep:
     """Plain twin of `verify_commit_publish`, which needs no arrivals."""
     width = num_speculative_tokens + 1
     token_RW = token_of_tiles_reference(best_NC, health_NC).view(-1, width)
     slot_RW, fed_RW = lanes.slot.view(-1, width), lanes.token.view(-1, width)
-    relaxed_RW = None if relaxed_N is None else relaxed_N.view(-1, width)
-    token_RW, accepted_R = _verify_reference(token_RW, fed_RW, slot_RW >= 0, relaxed_RW, forced)
+    path_RP = None
+    if tree is None:
+        relaxed_RW = None if relaxed_N is None else relaxed_N.view(-1, width)
+        token_RW, accepted_R = _verify_reference(token_RW, fed_RW, slot_RW >= 0, relaxed_RW, forced)
+        fed_R = (slot_RW >= 0).sum(dim=1)
+    else:
+        token_RW, path_RP = walk_reference(token_RW, lanes, tree, forced)
+        accepted_R = (path_RP > 0).sum(dim=1)
+        fed_R = fed_depths_reference(lanes, tree, width)
 
     slot_R = slot_RW[:, 0]
     live = slot_R >= 0
     slot = slot_R[live].long()
     token_LW, accepted_L = token_RW[live], accepted_R[live]
-    j = torch.arange(width, dtype=torch.int32, device=token_RW.device)
+    j = torch.arange(token_RW.shape[1], dtype=torch.int32, device=token_RW.device)
     flags_LW = commit_flags_reference(
         token_LW, state.kv_len[slot][:, None] + 1 + j, slot[:, None], limits
     )
@@ -260,11 +294,26 @@ def verify_commit_publish_reference(
     if draft_SK is not None:
         draft_SK[slot] = -1
     rows = slot_R.numel()
-    fed_R = (slot_RW >= 0).sum(dim=1)
     publish_tokens_reference(
         mailbox_items[:, :rows], state, token_RW, flags_R, count_R, fed_R, slot_R
     )
-    return FinishedStep(token_RW.flatten(), flags_R, count_R)
+    path = None if path_RP is None else _path_reference(path_RP, count_R, lanes, width)
+    return FinishedStep(token_RW.flatten(), flags_R, count_R, path)
+
+
+def _path_reference(
+    path_RP: torch.Tensor, count_R: torch.Tensor, lanes: DecodeLanes, width: int
+) -> AcceptedPath:
+    """The lanes of the nodes that emitted a token."""
+    rows, length = path_RP.shape
+    number_P = torch.arange(length, device=path_RP.device)
+    emitted = number_P < count_R[:, None]
+    first_R = torch.arange(rows, device=path_RP.device) * width
+    source = (first_R[:, None] + path_RP.where(emitted, 0)).flatten()
+    token, slot, position = (field[source] for field in lanes)
+    return AcceptedPath(
+        DecodeLanes(token, slot.where(emitted.flatten(), -1), position), source.to(torch.int32)
+    )
 
 
 def _verify_reference(
@@ -330,6 +379,12 @@ def _finish_decode_kernel(
     sequences_ptr,
     sequence_start_ptr,
     min_len_ptr,
+    depth_ptr,
+    ancestor_ptr,
+    path_token_ptr,
+    path_slot_ptr,
+    path_position_ptr,
+    path_source_ptr,
     tiles,
     stop_ids,
     draft_stride,
@@ -338,6 +393,7 @@ def _finish_decode_kernel(
     entries,
     mailbox_lanes,
     W: tl.constexpr,
+    DEPTH: tl.constexpr,
     FORCED: tl.constexpr,
     COLUMNS: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -354,7 +410,7 @@ def _finish_decode_kernel(
 ):
     """One program a row. Of what it reads only tiles and `relaxed` are as new as the launch before.
 
-    BLOCK_W lanes: those past W are as padded ones.
+    BLOCK_W lanes: those past W are as padded ones. After a tree's walk they are those of its path.
     """
     row = tl.program_id(0)
     j = tl.arange(0, BLOCK_W)
@@ -362,10 +418,16 @@ def _finish_decode_kernel(
     slot = tl.load(lane_slot_ptr + row * W, cache_modifier=".cg")
     live = slot >= 0
     live_W = tl.load(lane_slot_ptr + lane, mask=j < W, other=-1, cache_modifier=".cg") >= 0
-    # What the next lane was fed, if it is live: the draft that this lane's token decides on.
-    next_slot_ptr = lane_slot_ptr + lane + 1
-    fed_W = tl.load(next_slot_ptr, mask=j + 1 < W, other=-1, cache_modifier=".cg") >= 0
-    draft_W = tl.load(lane_token_ptr + lane + 1, mask=fed_W, other=-1, cache_modifier=".cg")
+    if DEPTH == 0:
+        # What the next lane was fed, if it is live: the draft that this lane's token decides on.
+        next_slot_ptr = lane_slot_ptr + lane + 1
+        fed_W = tl.load(next_slot_ptr, mask=j + 1 < W, other=-1, cache_modifier=".cg") >= 0
+        draft_W = tl.load(lane_token_ptr + lane + 1, mask=fed_W, other=-1, cache_modifier=".cg")
+    else:
+        draft_W = tl.load(lane_token_ptr + lane, mask=live_W, other=-1, cache_modifier=".cg")
+        depth_W = tl.load(depth_ptr + lane, mask=live_W, other=-1, cache_modifier=".cg")
+        parent_ptr = ancestor_ptr + (lane * DEPTH + depth_W - 1)
+        parent_W = tl.load(parent_ptr, mask=depth_W > 0, other=-1, cache_modifier=".cg")
     stop_ids_E, max_len = load_limits(stop_ids_ptr, max_len_ptr, slot, live, stop_ids, BLOCK_E)
     kv_len = tl.load(kv_len_ptr + slot, mask=live, other=0, cache_modifier=".cg")
     epoch = tl.load(epoch_ptr + slot, mask=live, other=0, cache_modifier=".cg")
@@ -373,7 +435,13 @@ def _finish_decode_kernel(
     wait_for_inputs(PDL)
 
     token_W = tokens_of_tiles(best_ptr, health_ptr, lane, tiles, live_W, BLOCK_W, BLOCK_C)
-    if FORCED is not None:
+    if DEPTH > 0:
+        token_W, path_W, accepted = walk_tree(
+            token_W, draft_W, parent_W, live_W, FORCED, DEPTH, BLOCK_W
+        )
+        fed = tl.max(depth_W, 0) + 1
+        live_W = live & (j <= accepted)
+    elif FORCED is not None:
         accepted = tl.minimum(tl.min(tl.where(fed_W, BLOCK_W, j), 0), FORCED)
     elif relaxed_ptr is None:
         accepted = tl.min(tl.where(fed_W & (token_W == draft_W), BLOCK_W, j), 0)
@@ -427,10 +495,23 @@ def _finish_decode_kernel(
     item_ptr = items_ptr + ((sequence % entries) * mailbox_lanes + row) * ITEMS
     tl.store(item_ptr + j, tag | tl.where(j < count, token_W, 0).to(tl.int64), mask=j < W)
     i = tl.arange(0, BLOCK_I)
-    fed = tl.sum(live_W.to(tl.int32), 0)
+    if DEPTH == 0:
+        fed = tl.sum(live_W.to(tl.int32), 0)
     payload = tl.where(i == ITEMS - 1, state_payload(epoch, fed, count, flags), 0)
     tl.store(item_ptr + i, tag | payload, mask=(i >= W) & (i < ITEMS))
-    tl.store(token_ptr + lane, token_W, mask=live_W)
+    if DEPTH == 0:
+        tl.store(token_ptr + lane, token_W, mask=live_W)
+    else:
+        emitted_W = j < count
+        source_W = row * W + tl.where(emitted_W, path_W, 0)
+        path_lane = row * (DEPTH + 1) + j
+        in_path = j <= DEPTH
+        fed_token_W = tl.load(lane_token_ptr + source_W, mask=emitted_W, other=-1)
+        tl.store(token_ptr + path_lane, token_W, mask=live_W)
+        tl.store(path_token_ptr + path_lane, fed_token_W, mask=emitted_W)
+        tl.store(path_slot_ptr + path_lane, tl.where(emitted_W, slot, -1), mask=in_path)
+        tl.store(path_position_ptr + path_lane, kv_len + j, mask=emitted_W)
+        tl.store(path_source_ptr + path_lane, source_W, mask=in_path)
     tl.store(flags_ptr + row, flags)
     tl.store(count_ptr + row, count)
 

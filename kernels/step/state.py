@@ -13,7 +13,8 @@ Lengths are counted one way: `kv_len` = tokens whose K and V are in the cache. `
 among them: it sits at position `kv_len` and is the next replay's query.
 
 With K drafts a step, a row has W = K + 1 lanes: lane r * W + j feeds row r's token at position
-kv_len + j, the slot's next token at j = 0 and draft j after it.
+kv_len + j, the slot's next token at j = 0 and draft j after it. Where drafts are a tree, lane j is
+its node j, and `core/tree.py` says where that is.
 
 Letters: S slots, R rows of a bucket, N lanes (R * W), T tokens of a prefill bucket, E stop ids a
 slot. Lanes with slot -1 are padded: nothing is read or written for them, their other fields hold
@@ -74,7 +75,8 @@ class StopTensors(NamedTuple):
 class DecodeLanes(NamedTuple):
     """What the rows of a decode launch feed to the model. Padded lanes: slot -1, rest undefined.
 
-    Of a row that is not padded as a whole, the padded lanes are its last ones.
+    Of a row that is not padded as a whole, the padded lanes are its last ones; in a tree, any but
+    its root.
     """
 
     token: torch.Tensor

@@ -121,10 +121,10 @@ def feed_prompt(engine: Engine, tokens: int) -> GraphKey:
 
     ValueError unless the engine is idle, with lookahead 0: otherwise they would hold the next step.
     """
-    if engine.busy or engine.config.steps_ahead:
+    if engine.busy or engine.config.lookahead:
         raise ValueError(
-            f"a prompt of {tokens} tokens on an engine of lookahead {engine.config.steps_ahead} "
-            f"that is {'busy' if engine.busy else 'idle'}"
+            f"a prompt of {tokens} tokens on an engine of lookahead {engine.config.lookahead} that "
+            f"is {'busy' if engine.busy else 'idle'}"
         )
     prompt = random_prompt(engine.model.config.vocab_size, tokens, seed=tokens)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fma": {"max_batch": 1, "row_family": "fma"},
     "eagle-0": {"speculative": MTP(k=3), "lookahead": 0},
     "eagle-1": {"speculative": MTP(k=3)},
+    "tree": {"speculative": MTP(tree=[[0], [1], [0, 0], [1, 0]])},
     "ngram": {"speculative": NGram(k=3)},
     "model": {"speculative": DraftModel("the model itself", k=2)},
     "vanilla": {"speculative": MTP(k=2, style="vanilla")},
@@ -109,7 +110,7 @@ def test_a_fresh_process_goes_on_where_another_stopped(small: Path, tmp_path: Pa
     assert first + json.loads(done.stdout) == whole
 
 
-@pytest.mark.parametrize("name", ["plain-1", "eagle-1", "model", "vanilla"])
+@pytest.mark.parametrize("name", ["plain-1", "eagle-1", "tree", "model", "vanilla"])
 def test_what_is_kept_is_what_a_prefill_would_write(name: str, small: Path) -> None:
     """Of the target and of its drafter, whatever the turn's end is to a block's."""
     options = options_of(name, small)

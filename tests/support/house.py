@@ -23,7 +23,7 @@ PACKAGES = {
 """The package that each folder is."""
 
 ROOMS = (
-    "checks", "options", "paths", "logits_params", "routing_record", "speculative",
+    "checks", "options", "paths", "logits_params", "routing_record", "draft_trees", "speculative",
     "speculative_text", "structured_outputs", "sampling_params", "prefill_cut", "config",
     "engine_options", "demo", "testing", "models", "text", "prompts", "requests", "host",
     "drafters", "program", "observe", "opening", "core", "parallel", "sessions", "engine", "",

@@ -391,6 +391,7 @@ class AttentionWeights:
             sinks=self.sinks,
             split_tokens=self._split_tokens(launch, qkv.dtype),
             tokens_per_row=launch.tokens_per_row,
+            tree=launch.tree,
         )
         self._gate(attended, qkv, row.slot, pdl=launch.pdl)
         return add_product(

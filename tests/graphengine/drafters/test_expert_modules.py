@@ -92,6 +92,20 @@ def test_other_forms_of_the_drafter(
         assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
 
 
+def test_trees_of_modules_with_experts(chains: dict[str, Chains], device: str) -> None:
+    """No token changes; what has latents, or is recorded, has no trees."""
+    with open_engine(chains["qwen3-moe"], device) as engine:
+        expected = tokens_of(engine.generate(prompts(), jobs()))
+    mode = MTP(tree=[[0], [1], [0, 0], [0, 1], [1, 0]])
+    with open_engine(chains["qwen3-moe"], device, speculative=mode) as engine:
+        assert tokens_of(engine.generate(prompts(), jobs())) == expected
+        assert engine.acceptance.accepted > 0.1 * engine.acceptance.proposed
+    with pytest.raises(ValueError, match=r"a DeepseekV3ForCausalLM has latent attention in \d"):
+        open_engine(chains["deepseek-v3"], device, speculative=mode)
+    with pytest.raises(ValueError, match="record_routing=True is for chains of drafts, not for t"):
+        open_engine(chains["qwen3-moe"], device, speculative=mode, record_routing=True)
+
+
 @pytest.mark.parametrize("style", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_record_has_the_targets_experts_alone(

@@ -23,6 +23,7 @@ from engines.small_engine import MAX_SEQ_LEN, OTHER, PROMPT, assert_idle, greedy
 from engines.speculation import (
     DEMO,
     SCRIPTS,
+    TREE,
     Job,
     Outcome,
     Tokens,
@@ -62,6 +63,7 @@ DEMO_DRAFTERS: dict[str, tuple[Callable[[Path], Speculative], Sequence[float]]] 
     "mtp-2": (lambda folder: MTP(k=2), (0.7, 0.53)),
     "mtp-3": (lambda folder: MTP(k=3), (0.7, 0.55, 0.45)),
     "mtp-5": (lambda folder: MTP(k=5), (0.67, 0.47, 0.4, 0.3, 0.24)),
+    "mtp-tree": (lambda folder: MTP(tree=TREE), (0.82, 0.7, 0.48, 0.31)),
     "mtp-vocabulary": (
         lambda folder: MTP(k=3, draft_vocab=DraftVocabulary(text=text_of(folder), size=512)),
         (0.5, 0.13, 0.06),
@@ -135,8 +137,9 @@ def assert_drafted(engine: Engine, least: float = 1.0, rates: Sequence[float] = 
 
 # Both lookaheads of each way to draft; what differs by a number alone is met once.
 LOOKAHEADS = {
-    "mtp-1": (0,), "mtp-2": (1,), "mtp-5": (0,), "mtp-vocabulary": (1,), "ngram-5": (0,),
-    "auto": (1,), "model-itself-1": (0,), "model-llama": (1,), "model-qwen3": (0,),
+    "mtp-1": (0,), "mtp-2": (1,), "mtp-5": (0,), "mtp-tree": (1,), "mtp-vocabulary": (1,),
+    "ngram-5": (0,), "auto": (1,), "model-itself-1": (0,), "model-llama": (1,),
+    "model-qwen3": (0,),
 }  # fmt: skip
 
 
@@ -556,7 +559,9 @@ def test_max_seq_len_ends_a_request_at_every_offset_of_a_step(
 
 
 @pytest.mark.parametrize("lookahead", extent([1], [0, 1]))
-@pytest.mark.parametrize("mode", [MTP(k=3), NGram(k=3), DraftModel(DEMO, k=3)], ids=str)
+@pytest.mark.parametrize(
+    "mode", [MTP(k=3), MTP(tree=TREE), NGram(k=3), DraftModel(DEMO, k=3)], ids=str
+)
 def test_a_drafter_at_the_end_of_the_table(
     device: str, plain: Plain, mode: Speculative, lookahead: int
 ) -> None:

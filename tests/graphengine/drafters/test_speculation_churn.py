@@ -20,7 +20,7 @@ from engines.churn import Owners, write_tokenizer
 from engines.device_cases import alternately, pairwise_here
 from engines.logit_options import random_options
 from engines.small_engine import open_engine
-from engines.speculation import DEMO, Script, outcome, step_with, write_draft_model
+from engines.speculation import DEMO, TREE, Script, outcome, step_with, write_draft_model
 from extent import extent
 from graphengine import Engine, Request, SamplingParams
 from graphengine.speculative import (
@@ -75,6 +75,7 @@ STRICT = GateOptions(window=3, off_below=2.9, on_above=2.9, probe_every=3)
 
 CHURNS = {
     "mtp": Churn(lambda folder: MTP(k=3)),
+    "mtp-tree": Churn(lambda folder: MTP(tree=TREE)),
     "mtp-own-graph": Churn(lambda folder: MTP(k=3, own_graph=True)),
     "ngram": Churn(lambda folder: NGram(k=3, max_n=2)),
     "model-itself": Churn(lambda folder: DraftModel(folder / "modules", k=3), None, (1,)),
@@ -84,7 +85,7 @@ CHURNS = {
     "model-gate": Churn(lambda folder: DraftModel(folder / "modules", k=3), STRICT, (0,)),
 }
 # Those whose drafts or gate come otherwise than another's.
-KINDS = extent(("mtp", "ngram", "model", "user", "model-gate"), tuple(CHURNS))
+KINDS = extent(("mtp", "mtp-tree", "ngram", "model", "user", "model-gate"), tuple(CHURNS))
 CASES = [
     case
     for case in pairwise_here(alternately({name: CHURNS[name].lookahead for name in KINDS}), (0, 1))
@@ -213,7 +214,9 @@ def test_each_request_says_what_it_says_alone_without_drafts(
     assert any(request.job.processing is not None for request in owners.requests)
 
 
-@pytest.mark.parametrize("mode", [MTP(k=3), NGram(k=3)], ids=["mtp", "ngram"])
+@pytest.mark.parametrize(
+    "mode", [MTP(k=3), MTP(tree=TREE), NGram(k=3)], ids=["mtp", "tree", "ngram"]
+)
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_pause_costs_no_accepted_draft(device: str, mode: Speculative, lookahead: int) -> None:
     """The drafter's KV and tables come back with the request: its steps are those it has alone."""

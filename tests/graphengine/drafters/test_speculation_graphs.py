@@ -29,8 +29,17 @@ Tensors = dict[str, torch.Tensor]
 HUGE = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
 K, BLOCK_SIZE, ROWS = 3, 8, 4
 
+# Of K nodes.
+SMALL_TREE = [[0], [1], [0, 0]]
+DEMO_MODES: dict[str, Speculative] = {
+    "mtp": MTP(k=K),
+    "tree": MTP(tree=SMALL_TREE),
+    "ngram": NGram(k=K),
+    "model": DraftModel(DEMO, k=K),
+}
 MODES: dict[str, Callable[[Path], Speculative]] = {
     "mtp": lambda folder: MTP(k=K),
+    "tree": lambda folder: MTP(tree=SMALL_TREE),
     "ngram": lambda folder: NGram(k=K),
     "model": lambda folder: DraftModel(
         write_draft_model(folder / "draft", "llama", VOCAB, None), k=K
@@ -293,10 +302,9 @@ def test_poison_around_a_prompt_chunk(device: str, tmp_path: Path, name: str, ch
 
 
 @pytest.mark.parametrize("pdl", [pytest.param(True, marks=pytest.mark.gpu), False])
-@pytest.mark.parametrize("name", ["mtp", "ngram", "model"])
+@pytest.mark.parametrize("name", DEMO_MODES)
 def test_eager_steps_give_the_tokens_of_the_graphs(device: str, name: str, pdl: bool) -> None:
-    modes = {"mtp": MTP(k=K), "ngram": NGram(k=K), "model": DraftModel(DEMO, k=K)}
-    with open_speculating(modes[name], device=device, pdl=pdl, max_batch=3) as engine:
+    with open_speculating(DEMO_MODES[name], device=device, pdl=pdl, max_batch=3) as engine:
         prompts = [engine.tokenizer.encode(text) for text in ("def f(", "import os\n" * 9, "x")]
         params = [
             SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
@@ -327,11 +335,10 @@ def allocations() -> dict[str, int]:
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("name", ["mtp", "ngram", "model"])
+@pytest.mark.parametrize("name", DEMO_MODES)
 def test_speculative_steps_allocate_and_synchronise_nothing(name: str, lookahead: int) -> None:
-    modes = {"mtp": MTP(k=K), "ngram": NGram(k=K), "model": DraftModel(DEMO, k=K)}
     sizes: dict[str, Any] = {"max_batch": 4, "max_seq_len": 1600, "block_size": 16}
-    with open_speculating(modes[name], device="cuda", lookahead=lookahead, **sizes) as engine:
+    with open_speculating(DEMO_MODES[name], device="cuda", lookahead=lookahead, **sizes) as engine:
         for seed in range(4):
             prompt = [100 + seed] * 20
             engine.submit(prompt, SamplingParams(seed=seed, max_tokens=1500, ignore_eos=True))
@@ -359,12 +366,11 @@ def test_speculative_steps_allocate_and_synchronise_nothing(name: str, lookahead
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [True, False])
-@pytest.mark.parametrize("name", ["mtp", "ngram", "model"])
+@pytest.mark.parametrize("name", DEMO_MODES)
 def test_a_speculative_graph_is_one_chain_of_kernels(name: str, pdl: bool) -> None:
     """With a programmatic edge between any two; and so are those at K = 0."""
     pytest.importorskip("cuda.bindings.driver")
-    modes = {"mtp": MTP(k=K), "ngram": NGram(k=K), "model": DraftModel(DEMO, k=K)}
-    with open_speculating(modes[name], device="cuda", pdl=pdl) as engine:
+    with open_speculating(DEMO_MODES[name], device="cuda", pdl=pdl) as engine:
         names = [name for name in graph_names(engine) if name.startswith("decode/")]
         assert sum("/k3/" in graph for graph in names) * 2 == len(names)
         for graph in names:

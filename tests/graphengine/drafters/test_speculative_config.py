@@ -73,6 +73,7 @@ def values(made: Any) -> dict[str, Any]:
                 "own_graph": False,
                 "draft_vocab": None,
                 "feed": "chained",
+                "tree": None,
             },
         ),
         (MTP(5, own_graph=True, draft_vocab=WORDS).k, 5),

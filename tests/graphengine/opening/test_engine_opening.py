@@ -120,8 +120,9 @@ def test_a_missing_or_wrong_tensor_is_named(edited: Callable[..., Path], source:
 
 
 def test_places_without_a_checkpoint_are_named(tmp_path: Path) -> None:
-    assert_refused(tmp_path, "config.json")
-    assert_refused(tmp_path / "absent", "absent")
+    for path, message in ((tmp_path, "config.json"), (tmp_path / "absent", "absent")):
+        with pytest.raises(FileNotFoundError, match=message):
+            open_engine(path, device="cpu")
     (tmp_path / "file").write_text("")
     assert_refused(tmp_path / "file", "is a file")
 

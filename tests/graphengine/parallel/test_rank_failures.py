@@ -24,7 +24,7 @@ from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
-from graphengine.speculative import DraftModel, Eagle3
+from graphengine.speculative import MTP, DraftModel, Eagle3
 
 PROMPT = "def fib(n):"
 
@@ -139,6 +139,10 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
         (
             {"speculative": Eagle3(path="none", k=1)},
             r"speculative=Eagle3\(.*\) is for an engine of one rank, not for tensor_parallel=2",
+        ),
+        (
+            {"speculative": MTP(tree=[[0], [1]])},
+            r"speculative=MTP\(.*\) is for an engine of one rank",
         ),
     ],
 )

@@ -250,9 +250,7 @@ def test_what_the_kernel_cannot_do_is_an_error(plan, size, message):
 
 
 def test_plans_and_blocks_of_packed_experts():
-    """Of several pairs twice the rows share their inputs; blocks are small while experts have few
-    pairs.
-    """
+    """Of several pairs four times the rows share inputs; blocks are small where pairs are few."""
     mxfp4, fp8 = WeightFormat("e2m1", 1, 32), WeightFormat("e4m3", 128, 128)
     plans = {
         (kind.code, family): expert_plan("swiglu", 5760, 2880, BF16, family, kind)
@@ -261,9 +259,9 @@ def test_plans_and_blocks_of_packed_experts():
     }
     assert plans == {
         ("e2m1", "fma"): LinearPlan("dot", block_m=16, block_k=1024, stages=3),
-        ("e2m1", "dot"): LinearPlan("dot", block_m=32, block_k=512, stages=3),
+        ("e2m1", "dot"): LinearPlan("dot", block_m=64, block_k=256, stages=3),
         ("e4m3", "fma"): LinearPlan("dot", block_m=16, block_k=512, stages=3),
-        ("e4m3", "dot"): LinearPlan("dot", block_m=32, block_k=256, stages=3),
+        ("e4m3", "dot"): LinearPlan("dot", block_m=64, block_k=128, stages=3),
     }
     short = expert_plan("residual", 40, 40, BF16, "dot", mxfp4)
     check_expert_plan(short, "residual", mxfp4)

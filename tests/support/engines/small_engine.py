@@ -20,8 +20,7 @@ LIMIT = 500
 
 def open_engine(path: Path | str | None = None, **options: Any) -> Engine:
     """A small engine, of a few of the demo's layers unless another checkpoint is named."""
-    # As on a GPU: steps in flight are what most tests are about.
-    sizes = {"max_batch": 3, "max_seq_len": MAX_SEQ_LEN, "block_size": 8, "lookahead": 1}
+    sizes = {"max_batch": 3, "max_seq_len": MAX_SEQ_LEN, "block_size": 8}
     options = sizes | {"prefill_buckets": (8, 32)} | options
     return Engine.from_pretrained(path or few_layers(), **options)
 

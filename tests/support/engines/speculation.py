@@ -26,6 +26,10 @@ DOT: dict[str, Any] = {"row_family": "dot"}
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 
+TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]
+"""Of drafts: three tokens, and what may follow the better ones."""
+
+
 def outcome(request: Request | Result) -> Outcome:
     return tuple(request.token_ids), request.text, request.finish_reason
 

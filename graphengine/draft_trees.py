@@ -1,0 +1,137 @@
+"""The shapes of trees of drafts: which nodes a step verifies, and which token each is to hold.
+
+A static tree is written as Medusa and EAGLE write theirs: a list of paths from the root, which is
+the last sampled token, each a list of ranks. `[0, 1]` is the second best token after the best one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
+
+from graphengine.checks import is_int, shown
+from graphengine.kernels import MAX_CHILDREN, MAX_DRAFTS
+
+Path = tuple[int, ...]
+
+
+class Generation(NamedTuple):
+    """The nodes of one depth, which are drafted together.
+
+    Each node is a child of one of the `parents` that have children, in their order.
+
+    parent  index of a child's parent among these
+    rank    0 for the best token after it
+    node    its number
+    inner   which of the children have children
+    """
+
+    parent: tuple[int, ...]
+    rank: tuple[int, ...]
+    node: tuple[int, ...]
+    inner: tuple[int, ...]
+
+    @property
+    def drawn(self) -> int:
+        """Drafts that are drawn after each parent."""
+        return 1 + max(self.rank)
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree whose nodes are the same in every step.
+
+    paths  to each node but the root, in the order of their numbers, 1 and up: by depth, then by
+           ranks
+    """
+
+    paths: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, paths: object) -> StaticTree:
+        """The tree of a list of paths in any order. ValueError unless they are one."""
+        if not isinstance(paths, Sequence) or isinstance(paths, str | bytes) or not paths:
+            raise ValueError(f"tree={shown(paths)} must be a list of paths, such as [[0], [0, 0]]")
+        if len(paths) > MAX_DRAFTS:
+            raise ValueError(f"the tree has {len(paths)} nodes, at most {MAX_DRAFTS} are verified")
+        found = [_path(path) for path in paths]
+        known = set(found)
+        for path in found:
+            if found.count(path) > 1:
+                raise ValueError(f"the tree has the path {list(path)} {found.count(path)} times")
+            if path[:-1] and path[:-1] not in known:
+                raise ValueError(
+                    f"the tree has the path {list(path)}, and not its parent {list(path[:-1])}"
+                )
+        tree = cls(tuple(sorted(known, key=lambda path: (len(path), path))))
+        if tree.depth == len(tree.paths):
+            raise ValueError(
+                f"tree={shown(paths)} is a chain of {tree.depth} drafts: k={tree.depth} is the "
+                f"same without a tree"
+            )
+        return tree
+
+    @property
+    def nodes(self) -> int:
+        """Without the root."""
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest node."""
+        return len(self.paths[-1])
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """The number of each node's parent; the root's is 0."""
+        number = {path: index for index, path in enumerate(((), *self.paths))}
+        return tuple(number[path[:-1]] for path in self.paths)
+
+    def ancestors(self, node: int) -> list[int]:
+        """Their numbers, the root first."""
+        path = self.paths[node - 1] if node else ()
+        number = {path: index for index, path in enumerate(((), *self.paths))}
+        return [number[path[:length]] for length in range(len(path))]
+
+    @cached_property
+    def generations(self) -> tuple[Generation, ...]:
+        """Those of depth 1, 2, ..."""
+        found, parents = [], [0]
+        numbered = enumerate(self.paths, start=1)
+        for _, members in groupby(numbered, key=lambda numbered: len(numbered[1])):
+            children = list(members)
+            inner = tuple(index for index, (node, _) in enumerate(children) if node in self.parents)
+            found.append(
+                Generation(
+                    parent=tuple(parents.index(self.parents[node - 1]) for node, _ in children),
+                    rank=tuple(path[-1] for _, path in children),
+                    node=tuple(node for node, _ in children),
+                    inner=inner,
+                )
+            )
+            parents = [children[index][0] for index in inner]
+        return tuple(found)
+
+    def describe(self) -> str:
+        """As in reports: "tree of 7 nodes, 3 deep"."""
+        return f"tree of {self.nodes} nodes, {self.depth} deep"
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, Sequence) or isinstance(path, str | bytes) or not path:
+        raise ValueError(f"the tree's path {shown(path)} must be a list of ranks, such as [0, 1]")
+    for rank in path:
+        if not is_int(rank) or not 0 <= rank < MAX_CHILDREN:
+            raise ValueError(
+                f"the tree's path {shown(path)} has the rank {rank!r}: ranks are integers in "
+                f"[0, {MAX_CHILDREN - 1}]"
+            )
+    if len(path) > MAX_DRAFTS:
+        raise ValueError(
+            f"the tree's path {shown(path)} has {len(path)} tokens, at most {MAX_DRAFTS} are "
+            f"verified"
+        )
+    return tuple(map(int, path))

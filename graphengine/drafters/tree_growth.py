@@ -1,0 +1,158 @@
+"""How a module's drafts become a tree of a fixed shape, whatever the module is.
+
+A tree grows from its root by generations: the best tokens after each node that has children are
+drafted, and the module runs once over those among them that have children themselves. Of the module
+nothing need be known but how its input is made, how it runs over lanes, and its head.
+
+Letters: S slots, R rows, W nodes with the root, D depth, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.draft_trees import StaticTree
+from graphengine.drafters.head import DraftHead
+from graphengine.drafters.modules import ModuleOutput
+from graphengine.kernels import (
+    DecodeLanes,
+    Fusion,
+    ParentRun,
+    Residual,
+    TreeLanes,
+    TreeLevel,
+    TreeTables,
+    grow_tree,
+)
+from graphengine.models.contract import DecodeLaunch
+
+RunModule = Callable[[Tensor, Residual, DecodeLanes, DecodeLaunch], ModuleOutput]
+"""From a module's combined input and a new stream for its lanes to its output. The lanes are in
+trees, whose older nodes are in the module's cache."""
+
+
+class GrowingModule(NamedTuple):
+    """What a tree needs of the module that proposes its nodes."""
+
+    run: RunModule
+    fusion: Fusion
+    head: DraftHead
+    output_eps: float
+    """Of the norm after it."""
+    new_stream: Callable[[int], Residual]
+    """For so many lanes."""
+
+
+class _Generation(NamedTuple):
+    """A generation on the device."""
+
+    level: TreeLevel
+    drawn: int
+    lanes: TreeLanes
+    """Of its inner nodes, of as many rows as there may be."""
+    inner: int
+
+    def lanes_of(self, rows: int) -> TreeLanes:
+        """Those of the first rows."""
+        return TreeLanes(*(part[: rows * self.inner] for part in self.lanes))
+
+
+class StaticGrowth:
+    """The growth of trees of one shape.
+
+    tree  their shape
+    rows  that are drafted for at once, at most
+    """
+
+    def __init__(self, tree: StaticTree, rows: int) -> None:
+        self.tree = tree
+        self._rows = rows
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables that `open` makes."""
+        tree, inner = self.tree, sum(len(each.inner) for each in self.tree.generations)
+        of_levels = 3 * tree.nodes + inner + self._rows * inner * (2 + tree.depth)
+        return 4 * (of_levels + (1 + tree.nodes) * (1 + tree.depth))
+
+    def open(self, device: torch.device, slots: int) -> TreeTables:
+        """Make the tables; returns those of the slots, which share one tree."""
+        nodes = range(1 + self.tree.nodes)
+        of_nodes = self._lanes([*nodes], 1, device)
+        self._generations = [
+            _Generation(
+                TreeLevel(*(_ints(each, device) for each in generation)),
+                generation.drawn,
+                self._lanes([generation.node[i] for i in generation.inner], self._rows, device),
+                len(generation.inner),
+            )
+            for generation in self.tree.generations
+        ]
+        return TreeTables(
+            of_nodes.depth[None].expand(slots, -1), of_nodes.ancestor[None].expand(slots, -1, -1)
+        )
+
+    def _lanes(self, nodes: list[int], rows: int, device: torch.device) -> TreeLanes:
+        """Of these nodes in each row; past a node's ancestors are zeros."""
+        found = [self.tree.ancestors(node) for node in nodes]
+        ancestor = torch.zeros(len(nodes), self.tree.depth, dtype=torch.int32, device=device)
+        for lane, ancestors in enumerate(found):
+            ancestor[lane, : len(ancestors)] = _ints(ancestors, device)
+        depth = _ints([len(ancestors) for ancestors in found], device)
+        return TreeLanes(
+            _ints(nodes, device).repeat(rows), depth.repeat(rows), ancestor.repeat(rows, 1)
+        )
+
+    def grow(
+        self,
+        module: GrowingModule,
+        rows: DecodeLanes,
+        output: ModuleOutput,
+        draft_tokens: Tensor,
+        launch: DecodeLaunch,
+        *,
+        limit: int,
+        fed: DecodeLanes | None = None,
+        source: Tensor | None = None,
+    ) -> None:
+        """Draft all nodes after a run of the module with this output.
+
+        rows          the lanes that are roots, one a row
+        draft_tokens  int32 [S, W - 1], written
+        limit         positions of the module's cache
+        fed           the lanes of that run, where they are more than `rows`
+        source        int32 [R]: which of these lanes is each row's
+        """
+        count = rows.slot.numel()
+        lanes, parents = fed or rows, rows
+        for generation in self._generations:
+            # A lane has the position of its hidden state, one before the token it is fed.
+            top = module.head.top(output.normed, lanes, launch, count=generation.drawn, ahead=2)
+            inner = count * generation.inner
+            residual = module.new_stream(inner) if inner else None
+            following = grow_tree(
+                ParentRun(top.token, output.recycled, module.output_eps, source),
+                parents,
+                rows,
+                generation.level,
+                draft_tokens,
+                module.fusion,
+                limit=limit,
+                residual=residual,
+                pdl=launch.pdl,
+            )
+            if following is None or residual is None:
+                return
+            lanes = parents = following.lanes
+            source = None
+            in_trees = replace(launch, tree=generation.lanes_of(count))
+            output = module.run(following.combined, residual, lanes, in_trees)
+
+
+def _ints(values: tuple[int, ...] | list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
