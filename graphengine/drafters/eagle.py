@@ -35,10 +35,11 @@ class EagleDrafter(ModuleDrafter):
 
     def prepare(self, prefilled: Prefilled) -> None:
         opened = self._opened
-        output = opened.take_in_chunk(prefilled)
+        following = prefilled.following
+        output = opened.take_in_chunk(prefilled, following)
         # No PDL for what is written for decode: torch's own kernels run in between.
         self._chain(
-            prefilled.last_lane(prefilled.following),
+            prefilled.last_lane(following),
             output.at(prefilled.chunk.last),
             replace(opened.launch, pdl=False),
         )

@@ -174,13 +174,13 @@ class OpenEagle3(OpenModules):
         )
         return ModuleOutput(output, output if self.config.normed_output else output.x)
 
-    def take_in_chunk(self, prefilled: Prefilled) -> ModuleOutput:
+    def take_in_chunk(self, prefilled: Prefilled, following: Tensor) -> ModuleOutput:
         chunk, weights = prefilled.chunk, self._weights
         lanes, launch = chunk.slot.numel(), self.launch.prefill
         g = fuse_chunk(weights, self._rows[:lanes], launch)
         residual = self.new_stream(lanes)
         combined = combine_hidden(
-            prefilled.following, chunk.slot, g, None, self.fusions[0], residual=residual
+            following, chunk.slot, g, None, self.fusions[0], residual=residual
         )
         normed = eagle3_prefill(
             weights,

@@ -83,7 +83,10 @@ class ModuleOutput(NamedTuple):
         """Of plain rows, one lane's."""
         normed, recycled = self
         assert isinstance(normed, Tensor) and isinstance(recycled, Tensor), "plain rows"
-        return ModuleOutput(normed.index_select(0, lane_1), recycled.index_select(0, lane_1))
+        of_normed = normed.index_select(0, lane_1)
+        if recycled is normed:
+            return ModuleOutput(of_normed, of_normed)
+        return ModuleOutput(of_normed, recycled.index_select(0, lane_1))
 
 
 class TargetHidden(NamedTuple):
@@ -184,8 +187,8 @@ class OpenModules(ABC):
         """Module `index` for decode lanes."""
 
     @abstractmethod
-    def take_in_chunk(self, prefilled: Prefilled) -> ModuleOutput:
-        """The first module for a chunk's lanes, with the tokens that follow them; plain rows."""
+    def take_in_chunk(self, prefilled: Prefilled, following: Tensor) -> ModuleOutput:
+        """The first module for a chunk's lanes and the tokens [T] that follow them; plain rows."""
 
     def take_in(
         self,

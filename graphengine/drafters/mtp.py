@@ -119,12 +119,10 @@ class OpenMtp(OpenModules):
         )
         return ModuleOutput(output, output)
 
-    def take_in_chunk(self, prefilled: Prefilled) -> ModuleOutput:
+    def take_in_chunk(self, prefilled: Prefilled, following: Tensor) -> ModuleOutput:
         chunk = prefilled.chunk
         assert prefilled.hidden is not None, "a module reads hidden states"
-        combined = combine_hidden(
-            prefilled.following, chunk.slot, prefilled.hidden, None, self.fusions[0]
-        )
+        combined = combine_hidden(following, chunk.slot, prefilled.hidden, None, self.fusions[0])
         output = self.run_chunk(0, combined, chunk, prefilled.attention)
         return ModuleOutput(output, output)
 
