@@ -590,7 +590,7 @@ def test_a_forbidden_draft_is_never_accepted_and_penalties_are_seen(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculative": "mtp"}, r"speculative='mtp' must be one of MTP, NGram, .*or None"),
+        ({"speculative": 3}, r"speculative=3 must be one of MTP, NGram, .*or None"),
         ({"speculative": MTP}, r"speculative=<class.*must be one of"),
         ({"speculative": MTP(k=3), "max_batch": 17},
          r"17 rows with k=3 drafts feed 68 tokens a step, and at most 64 fit: max_batch=16 does "),
