@@ -265,6 +265,7 @@ def test_engine_defaults() -> None:
     config = EngineConfig(device="cpu")
     assert dataclasses.asdict(config) == {
         "device": "cpu",
+        "tensor_parallel": 1,
         "dtype": None,
         "quantize": None,
         "quantize_lm_head": False,

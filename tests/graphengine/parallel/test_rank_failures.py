@@ -196,6 +196,8 @@ def start(tmp_path: Path, guard: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Ignored by the tests' own process, as in a shell's background, it would be ignored here.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
