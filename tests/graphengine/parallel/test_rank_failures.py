@@ -212,7 +212,11 @@ def test_ranks_end_with_their_driver(tmp_path: Path, sent: signal.Signals) -> No
         os.killpg(program.pid, sent)
     else:
         program.kill()
-    _, errors = program.communicate(timeout=30)
+    try:
+        _, errors = program.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(program.pid, signal.SIGKILL)
+        raise
     assert program.returncode in (-sent, 130)
     if sent is signal.SIGINT:
         assert errors.rstrip().endswith("KeyboardInterrupt")
