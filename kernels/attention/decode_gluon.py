@@ -7,8 +7,9 @@ the way before the launch waits for its inputs, so memory is busy while the laun
 Scores and sums of a tile are products on `mma.sync`, whose 16 rows know nothing of each other: the
 query heads of one kv head, of all lanes of a row.
 
-It serves splits of 256 and 512 tokens: those of `dot` engines. In `fma` engines it is slower than
-the Triton kernel: what they hold in registers leaves its programs no room to start early in.
+It serves splits of 256 and 512 tokens: those of `dot` engines, and of `fma` engines for long
+requests. For short ones it is slower there than the Triton kernel: what `fma` holds in registers
+leaves its programs no room to start early in.
 
 Letters as in `decode.py`, and: M rows of a product, T tokens of a tile, D' head_dim padded.
 """
