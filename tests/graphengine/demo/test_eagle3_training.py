@@ -1,4 +1,4 @@
-"""Training of the demo model's EAGLE3 head, short, on the CPU; what it writes drafts in an engine."""
+"""Training of the demo model's EAGLE3 head on the CPU, short: it drafts in an engine."""
 
 from __future__ import annotations
 
