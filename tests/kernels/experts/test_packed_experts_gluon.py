@@ -285,15 +285,14 @@ def test_a_gpu_matches_the_reference_at_the_shape_of_gpt_oss(assert_products_clo
 
 
 @gpu
-@pytest.mark.parametrize("plan", [THIN, WIDE, TALL], ids=str)
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype, plan", [(BF16, THIN), (FP16, WIDE), (BF16, TALL)], ids=str)
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_a_gpu_matches_the_reference_in_every_format(assert_products_close, name, dtype, plan):
     """Of shapes that fill no block, no tile and no ring, with more pairs of an expert than a block
     has.
     """
     case = Case(name, dtype, lanes=24, hidden=328, ffn=200, top_k=3, used=5, E=7, device="cuda")
-    check(case, plan, (0, 8, 16, 32), assert_products_close)
+    check(case, plan, (0, 8, 32), assert_products_close)
 
 
 @gpu
