@@ -64,7 +64,9 @@ class LeadingRuntime(Runtime):
     ) -> None:
         self.ranks = ranks
         share = Share(0, config.tensor_parallel)
-        self._meeting = Meeting(ranks.meeting, share, memory.device)
+        self._meeting = Meeting(
+            ranks.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
+        )
         super().__init__(model, memory, config, drafter, group=self._meeting)
         ranks.wait_for(Stage.FOLLOWING)
         ranks.forget_meeting()
@@ -98,14 +100,18 @@ class LeadingRuntime(Runtime):
     def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
         """The first `lanes` lanes published by replay `sequence`."""
         with self.ranks.explained():
-            return super().wait_tokens(sequence, lanes, timeout)
+            found = super().wait_tokens(sequence, lanes, timeout)
+            self._meeting.check()
+            return found
 
     def wait_logprobs(
         self, replay: Replay, record: Payloads, timeout: float | None
     ) -> list[tuple[TokenLogprobs, ...] | None] | None:
         """The log-probabilities of each lane of a replay that published `record`."""
         with self.ranks.explained():
-            return super().wait_logprobs(replay, record, timeout)
+            found = super().wait_logprobs(replay, record, timeout)
+            self._meeting.check()
+            return found
 
     def digests(self) -> list[str]:
         """SHA-256 of the device-owned state of each rank, after all that was queued.
@@ -121,12 +127,11 @@ class LeadingRuntime(Runtime):
         if self.ranks.broken:
             # A replay may wait for ranks that are gone.
             self.ranks.close()
-            self._meeting.close(broken=True)
-            super().close()
-            return
+            self._meeting.abandon()
         super().close()
+        self._meeting.leave()
         self.ranks.close()
-        self._meeting.close(broken=False)
+        self._meeting.close()
 
 
 class _Watched:

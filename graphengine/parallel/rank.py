@@ -19,7 +19,7 @@ from graphengine.core.runtime import Runtime
 from graphengine.models.contract import Share
 from graphengine.opening.loading import load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
-from graphengine.parallel.link import Kind, LinkMemory, RankEnd, Stage
+from graphengine.parallel.link import Command, Kind, LinkMemory, RankEnd, Stage
 from graphengine.parallel.meeting import Meeting
 
 # A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
@@ -95,19 +95,27 @@ class _Rank:
         opened = load_checkpoint(read_checkpoint(self._start.path, config, share), memory, config)
         self._end.reach(Stage.LOADED)
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
-        meeting = Meeting(self._start.meeting, share, memory.device)
+        meeting = Meeting(
+            self._start.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
+        )
         runtime = Runtime(opened.model, memory, config, opened.drafter, group=meeting)
         meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
-        self._follow(runtime)
+        self._follow(runtime, meeting)
         runtime.close()
-        meeting.close(broken=False)
+        # The process takes its own memory along, which others may still have.
+        meeting.leave()
 
-    def _follow(self, runtime: Runtime) -> None:
+    def _follow(self, runtime: Runtime, meeting: Meeting) -> None:
         """Do what the driver does, command by command, until it closes."""
+
+        def due() -> Command | None:
+            meeting.check()
+            return self._end.take()
+
         graphs = self._start.memory.graphs
         while True:
-            kind, numbers, data = self._wait(self._end.take)
+            kind, numbers, data = self._wait(due)
             if kind is Kind.CLOSE:
                 return
             if kind is Kind.LOAD:

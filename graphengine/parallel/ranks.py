@@ -35,16 +35,26 @@ _PAUSE_S = 1e-3
 _ABOUT_RANKS = (MeetingFailed, MailboxBroken, TimeoutError)
 
 
+ONE_DEVICE = "GRAPHENGINE_RANKS_ON_ONE_DEVICE"
+"""For tests: where this is in the environment all ranks are on the driver's GPU, which gives each
+of them its time in turn. That shows that they decode, and is slow."""
+
+
 class RankFailed(RuntimeError):
     """A rank has ended, raised or stopped; the message has what it said itself."""
 
 
 def rank_devices(config: EngineConfig) -> list[str]:
-    """The device of each rank, the driver's first. ValueError where there are too few."""
+    """The device of each rank, the driver's first. ValueError where there are too few.
+
+    All have one where the environment has `ONE_DEVICE`.
+    """
     ranks, device = config.tensor_parallel, torch.device(config.device)
     if device.type == "cpu":
         return ["cpu"] * ranks
     first = torch.cuda.current_device() if device.index is None else device.index
+    if ONE_DEVICE in os.environ:
+        return [f"cuda:{first}"] * ranks
     found = torch.cuda.device_count()
     if first + ranks > found:
         raise ValueError(
