@@ -67,8 +67,13 @@ class LeadingRuntime(Runtime):
         self._meeting = Meeting(
             ranks.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
-        super().__init__(model, memory, config, drafter, group=self._meeting)
-        ranks.wait_for(Stage.FOLLOWING)
+        try:
+            super().__init__(model, memory, config, drafter, group=self._meeting)
+            ranks.wait_for(Stage.FOLLOWING)
+        except BaseException:
+            self._meeting.abandon()
+            self._meeting.close()
+            raise
         ranks.forget_meeting()
         self._meeting.limit_s = config.wait_limit_s
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}

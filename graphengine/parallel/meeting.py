@@ -135,7 +135,7 @@ class Meeting:
             self._group.abort()
 
     def leave(self) -> None:
-        """Let the others' memory go; nothing is under way."""
+        """Let the others' memory go, once nothing is under way."""
         if self._memory is not None:
             self._memory.leave()
 

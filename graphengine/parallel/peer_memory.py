@@ -27,6 +27,7 @@ class PeerMemory:
 
     def __init__(self, store: Any, share: Share, device: torch.device, units: int) -> None:
         self.peers: Peers | None = None
+        self._device = device
         self._own: ExportedMemory | None = None
         self._mapped: list[MappedMemory] = []
         outcome, addresses = _MAPPED, [0] * share.ranks
@@ -56,8 +57,10 @@ class PeerMemory:
         self.peers = Peers(share.rank, PeerItems.over_items(self._own.tensor, addresses))
 
     def leave(self) -> None:
-        """Unmap the others' memory; no kernel uses it any more."""
+        """Wait for what is queued, then unmap the others' memory: no kernel may use it again."""
         self.peers = None
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
         for each in self._mapped:
             # A broken device has let it go.
             with contextlib.suppress(RuntimeError):
