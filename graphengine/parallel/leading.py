@@ -21,6 +21,7 @@ from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.rank import state_digest
 from graphengine.parallel.ranks import Ranks, rank_devices
+from graphengine.parallel.torchrun import follow, launched_share
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.result import TokenLogprobs
 
@@ -30,12 +31,16 @@ def open_with_ranks(
 ) -> tuple[Opened, LeadingRuntime]:
     """What `open_checkpoint` opens, of rank 0 of `config.tensor_parallel`, and all ranks' runtime.
 
+    In a process of another rank that torchrun has started it does not return, but ends the process.
     ValueError, before a process is started, for what cannot be split; RankFailed if a rank fails.
     """
-    devices = rank_devices(config)
+    devices, share = rank_devices(config), launched_share(config)
+    if share is not None and share.rank:
+        follow(path, config, share, devices)
     found = read_checkpoint(path, config, Share(0, config.tensor_parallel))
     memory = plan_checkpoint(found, config)
-    ranks = Ranks(found.checkpoint.path, config, memory, devices)
+    launched = share is not None
+    ranks = Ranks(found.checkpoint.path, config, memory, devices, launched=launched)
     try:
         with ranks.explained():
             opened = load_checkpoint(found, memory, config, progress)

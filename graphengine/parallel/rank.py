@@ -9,7 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from graphengine.opening.loading import load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
 from graphengine.parallel.link import Command, Kind, LinkMemory, RankEnd, Stage
 from graphengine.parallel.meeting import Meeting
+from graphengine.parallel.processes import is_running
 
 # A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
 # On a CPU the other ranks compute meanwhile.
@@ -39,6 +40,7 @@ class RankStart(NamedTuple):
     meeting  the file through which ranks find each other
     driver   the driver's process
     threads  of torch, as many as the driver has: sums on a CPU may depend on it
+    spawned  whether the driver has started this process
     """
 
     share: Share
@@ -49,13 +51,17 @@ class RankStart(NamedTuple):
     meeting: str
     driver: int
     threads: int
+    spawned: bool = True
+
+    def driver_is_there(self) -> bool:
+        return os.getppid() == self.driver if self.spawned else is_running(self.driver)
 
 
 class DriverGone(RuntimeError):
     """The driver's process has ended."""
 
 
-def run_rank(start: RankStart) -> None:
+def run_rank(start: RankStart) -> NoReturn:
     """The whole life of the process; what it raises is left for the driver to read."""
     # Ctrl-C reaches all processes of a terminal: the driver alone says what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -149,7 +155,7 @@ class _Rank:
             idle = time.perf_counter() - started
             if idle < self._spin:
                 continue
-            if os.getppid() != self._start.driver:
+            if not self._start.driver_is_there():
                 raise DriverGone(f"the driver, process {self._start.driver}, has ended")
             time.sleep(_PAUSE_S if idle < _IDLE_AFTER_S else _LONG_PAUSE_S)
 
