@@ -1,4 +1,5 @@
-"""The CUDA runtime library that torch has loaded, called directly where a step has no time to lose.
+"""The CUDA runtime library that torch has loaded, called directly where a step has no time to lose,
+and for what torch has no function.
 
 Its functions return a status, 0 for success. These are functions of the runtime, not of the driver,
 because torch's profiler shows the runtime's calls. The "last error" is cleared after a failure, so

@@ -49,6 +49,10 @@ from graphengine.kernels.attention.reference import (
     decode_attention_reference,
     paged_prefill_attention_reference,
 )
+from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
+from graphengine.kernels.comm.items import PeerItems, Peers, item_bytes
+from graphengine.kernels.comm.push import push_gather, push_sum
+from graphengine.kernels.comm.push_residual import push_to_residual, push_units
 from graphengine.kernels.comm.sums import sum_parts, sum_parts_reference
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
@@ -347,6 +351,7 @@ __all__ = [
     "MAX_ROTATED",
     "PACKED_COLUMNS",
     "PREFILL_ARRIVALS",
+    "PUSH_UNIT",
     "STOP",
     "TREE_SPLIT",
     "USES_BAD_WORDS",
@@ -388,6 +393,8 @@ __all__ = [
     "PackedForm",
     "PackedWeight",
     "ParentRun",
+    "PeerItems",
+    "Peers",
     "PrefillLanes",
     "Product",
     "ProductTile",
@@ -479,6 +486,7 @@ __all__ = [
     "head_product_reference",
     "heuristic_plan",
     "in_order",
+    "item_bytes",
     "latent_append",
     "latent_append_reference",
     "latent_attention",
@@ -536,6 +544,10 @@ __all__ = [
     "publish_logprobs",
     "publish_logprobs_reference",
     "publish_routes",
+    "push_gather",
+    "push_sum",
+    "push_to_residual",
+    "push_units",
     "quantise_lanes",
     "quantise_lanes_reference",
     "rank_logits",

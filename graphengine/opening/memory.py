@@ -27,6 +27,8 @@ from graphengine.kernels import (
     PACKED_COLUMNS,
     ActivationKind,
     code_bytes,
+    item_bytes,
+    push_units,
     takes_fp8,
 )
 from graphengine.models.contract import ModelConfig, RoutedExperts, most_arrival_counters
@@ -84,6 +86,8 @@ class MemoryPlan:
     routed         the model's experts, where they are recorded
     state_places   points at which states of recurrent layers are kept; `state_bytes` of each
     load_bytes     of the largest copy of what the host owns
+    push_units     of memory in which ranks on GPUs get each other's parts: those of a decode step,
+                   in float32. 0 where there are none
     """
 
     device: torch.device
@@ -107,6 +111,7 @@ class MemoryPlan:
     state_places: int = 0
     state_bytes: int = 0
     load_bytes: int = 0
+    push_units: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -288,12 +293,15 @@ def _plan(
         widest_step = max(lanes, chunks.sizes[-1])
         workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
     ranks = config.tensor_parallel
+    units = 0
     if ranks > 1:
         # The parts of all ranks: of a product in float32, or in `dtype` of a chunk; and their sum.
         widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
         workspace += (ranks + 1) * widest_step * model.hidden_size
         if on_gpu:
             budget.add("NCCL (estimate)", _NCCL_BYTES, where)
+            units = push_units(MAX_LANES, model.hidden_size, torch.float32)
+            budget.add("parts of all ranks", item_bytes(ranks, units), where)
         link = LinkShape.of_loads(ranks - 1, load_bytes)
         budget.add(f"link to {ranks - 1} other rank{'s' * (ranks > 2)}", 8 * link.words, "host")
     if config.activations is not None:
@@ -370,6 +378,7 @@ def _plan(
         state_places=state_places,
         state_bytes=state_bytes if state_places else 0,
         load_bytes=load_bytes,
+        push_units=units,
         ring_bytes=sum(ring.blocks * len(ring.layers) for ring in rings) * layer_bytes,
     )
 

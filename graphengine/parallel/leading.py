@@ -21,6 +21,7 @@ from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.rank import state_digest
 from graphengine.parallel.ranks import Ranks, rank_devices
+from graphengine.parallel.torchrun import follow, launched_share
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.result import TokenLogprobs
 
@@ -30,12 +31,16 @@ def open_with_ranks(
 ) -> tuple[Opened, LeadingRuntime]:
     """What `open_checkpoint` opens, of rank 0 of `config.tensor_parallel`, and all ranks' runtime.
 
+    In a process of another rank that torchrun has started it does not return, but ends the process.
     ValueError, before a process is started, for what cannot be split; RankFailed if a rank fails.
     """
-    devices = rank_devices(config)
+    devices, share = rank_devices(config), launched_share(config)
+    if share is not None and share.rank:
+        follow(path, config, share, devices)
     found = read_checkpoint(path, config, Share(0, config.tensor_parallel))
     memory = plan_checkpoint(found, config)
-    ranks = Ranks(found.checkpoint.path, config, memory, devices)
+    launched = share is not None
+    ranks = Ranks(found.checkpoint.path, config, memory, devices, launched=launched)
     try:
         with ranks.explained():
             opened = load_checkpoint(found, memory, config, progress)
@@ -64,9 +69,16 @@ class LeadingRuntime(Runtime):
     ) -> None:
         self.ranks = ranks
         share = Share(0, config.tensor_parallel)
-        self._meeting = Meeting(ranks.meeting, share, memory.device)
-        super().__init__(model, memory, config, drafter, group=self._meeting)
-        ranks.wait_for(Stage.FOLLOWING)
+        self._meeting = Meeting(
+            ranks.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
+        )
+        try:
+            super().__init__(model, memory, config, drafter, group=self._meeting)
+            ranks.wait_for(Stage.FOLLOWING)
+        except BaseException:
+            self._meeting.abandon()
+            self._meeting.close()
+            raise
         ranks.forget_meeting()
         self._meeting.limit_s = config.wait_limit_s
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
@@ -98,14 +110,18 @@ class LeadingRuntime(Runtime):
     def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
         """The first `lanes` lanes published by replay `sequence`."""
         with self.ranks.explained():
-            return super().wait_tokens(sequence, lanes, timeout)
+            found = super().wait_tokens(sequence, lanes, timeout)
+            self._meeting.check()
+            return found
 
     def wait_logprobs(
         self, replay: Replay, record: Payloads, timeout: float | None
     ) -> list[tuple[TokenLogprobs, ...] | None] | None:
         """The log-probabilities of each lane of a replay that published `record`."""
         with self.ranks.explained():
-            return super().wait_logprobs(replay, record, timeout)
+            found = super().wait_logprobs(replay, record, timeout)
+            self._meeting.check()
+            return found
 
     def digests(self) -> list[str]:
         """SHA-256 of the device-owned state of each rank, after all that was queued.
@@ -121,12 +137,11 @@ class LeadingRuntime(Runtime):
         if self.ranks.broken:
             # A replay may wait for ranks that are gone.
             self.ranks.close()
-            self._meeting.close(broken=True)
-            super().close()
-            return
+            self._meeting.abandon()
         super().close()
+        self._meeting.leave()
         self.ranks.close()
-        self._meeting.close(broken=False)
+        self._meeting.close()
 
 
 class _Watched:

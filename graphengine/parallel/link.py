@@ -5,7 +5,7 @@ that of its contents, so that nothing follows from the order in which stores arr
 waits while the slowest rank has a whole ring of commands before it. Beside the ring each rank has
 its stage, the number of the last command that it has done, and room for a text.
 
-It is anonymous memory, which goes with the last process that has it.
+It is anonymous memory where the driver spawns ranks, else a file that all of them map.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import ctypes
 import zlib
 from collections.abc import Sequence
 from enum import IntEnum
+from mmap import mmap
 from multiprocessing.context import SpawnContext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +67,7 @@ class Command(NamedTuple):
 
 
 class LinkMemory(NamedTuple):
-    """What is handed to a rank's process as it is spawned: stages, texts and the ring."""
+    """What a driver and its ranks share: stages, texts and the ring."""
 
     words: Any
     shape: LinkShape
@@ -74,6 +76,13 @@ class LinkMemory(NamedTuple):
     def allocate(cls, context: SpawnContext, shape: LinkShape) -> LinkMemory:
         """Zeroed memory."""
         return cls(context.RawArray(ctypes.c_int64, shape.words), shape)
+
+    @classmethod
+    def of_file(cls, path: Path, shape: LinkShape) -> LinkMemory:
+        """The memory of this file, which is made, with zeros, where there is none."""
+        with path.open("ab+") as file:
+            file.truncate(8 * shape.words)
+            return cls(mmap(file.fileno(), 8 * shape.words), shape)
 
 
 class _Views:

@@ -2,20 +2,27 @@
 
 All parts go to all ranks, and each rank adds them up in the order of the ranks: the sum depends on
 neither the library's algorithm nor the number of rows. On a CPU gloo carries the parts, over
-sockets of the loopback interface; on GPUs it is NCCL, whose kernels are captured into the graphs.
+sockets of the loopback interface. On GPUs kernels push what is small, such as the parts of a decode
+step, into memory that all ranks map, and NCCL carries the rest; where memory cannot be mapped it
+carries all. Both are captured into the graphs. NCCL refuses ranks that share a GPU: there
+everything is pushed, in pieces.
 A rank's group is its own: torch.distributed's default group stays the host program's.
 """
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphengine.kernels import sum_parts
+from graphengine.kernels import PUSH_UNIT, Peers, push_gather, push_sum, sum_parts
 from graphengine.models.contract import Share
+from graphengine.parallel.peer_memory import PeerMemory, devices_of
+
+log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 
@@ -31,33 +38,67 @@ OPENING_LIMIT_S = 120.0
 class Meeting:
     """Joins the other ranks, through a file that all of them name.
 
-    limit_s  for which a rank waits for the others' parts on a CPU; on a GPU the mailbox's wait ends
-             a replay that does not come to its end
+    units  of memory for pushes, on GPUs; pdl: their launches may overlap the ones before
+
+    MeetingFailed where ranks share a GPU and cannot map each other's memory.
     """
 
     def __init__(
-        self, file: str, share: Share, device: torch.device, limit_s: float = OPENING_LIMIT_S
+        self,
+        file: str,
+        share: Share,
+        device: torch.device,
+        limit_s: float = OPENING_LIMIT_S,
+        *,
+        units: int = 1,
+        pdl: bool = False,
     ) -> None:
-        self.limit_s = limit_s
         self.share = share
         limit = timedelta(seconds=limit_s)
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu, self._pdl = device.type == "cuda", pdl
         store = torch.distributed.FileStore(file, share.ranks)  # type: ignore[attr-defined]
         store.set_timeout(limit)
+        self._memory: PeerMemory | None = None
         if self._on_gpu:
-            self._group = _nccl_group(store, share)
+            self._memory = PeerMemory(store, share, device, units)
+            self._group = _nccl_group(store, share, device, self._memory.problem)
         else:
             self._group = _gloo_group(store, share, limit)
+        self.limit_s = limit_s
+
+    @property
+    def limit_s(self) -> float:
+        """For which a rank waits for the others' parts.
+
+        On GPUs it holds for pushes, from the next one that is waited for; NCCL waits until somebody
+        ends it.
+        """
+        return self._limit_s
+
+    @limit_s.setter
+    def limit_s(self, seconds: float) -> None:
+        self._limit_s = seconds
+        if self._peers is not None:
+            self._peers.tensors.watch[1] = int(seconds * 1e9)
+
+    @property
+    def _peers(self) -> Peers | None:
+        return None if self._memory is None else self._memory.peers
 
     def reduce(self, part_NH: Tensor) -> Tensor:
         """A new tensor, the sum of all ranks' parts; see `Reduce`. MeetingFailed on a CPU."""
+        peers = self._pushes(part_NH)
+        if peers is not None:
+            return push_sum(peers, part_NH.contiguous(), pdl=self._pdl)
         return sum_parts(self.gather(part_NH))
 
     def gather(self, part_NC: Tensor) -> Tensor:
         """New `[ranks, N, C]`, the parts of all ranks in their order. MeetingFailed on a CPU."""
-        lanes, columns = part_NC.shape
         part_NC = part_NC.contiguous()
-        gathered = part_NC.new_empty((self.share.ranks, lanes, columns))
+        peers = self._pushes(part_NC)
+        if peers is not None:
+            return push_gather(peers, part_NC, pdl=self._pdl)
+        gathered = part_NC.new_empty((self.share.ranks, *part_NC.shape))
         if self._on_gpu:
             _nccl_gather(self._group, gathered.flatten(0, 1), part_NC).wait()
             return gathered
@@ -70,11 +111,39 @@ class Meeting:
             raise MeetingFailed(str(error).partition("\n")[0]) from error
         return gathered
 
-    def close(self, *, broken: bool) -> None:
-        """Leave the others. With `broken` nobody waits for what is under way."""
-        if broken and self._on_gpu:
+    def _pushes(self, part: Tensor) -> Peers | None:
+        """With what a part is pushed; None: it is not."""
+        peers = self._peers
+        if peers is None or self._group is None:
+            return peers
+        return peers if part.nbytes <= 4 * PUSH_UNIT * peers.units else None
+
+    def check(self) -> None:
+        """MeetingFailed once this rank has waited in vain: what it computes since is nothing."""
+        peers = self._peers
+        if peers is not None and peers.tensors.watch[0]:
+            raise MeetingFailed(
+                f"rank {self.share.rank} of {self.share.ranks} waited {self.limit_s:g} s for the "
+                f"others' parts"
+            )
+
+    def abandon(self) -> None:
+        """End what is under way, which others may never answer."""
+        if self._peers is not None:
+            self._peers.tensors.watch[0] = 1
+        if self._on_gpu and self._group is not None:
             self._group.abort()
+
+    def leave(self) -> None:
+        """Let the others' memory go, once nothing is under way."""
+        if self._memory is not None:
+            self._memory.leave()
+
+    def close(self) -> None:
+        """Free what others no longer have."""
         self._group = None
+        if self._memory is not None:
+            self._memory.close()
 
 
 def _gloo_group(store: Any, share: Share, limit: timedelta) -> Any:
@@ -86,7 +155,21 @@ def _gloo_group(store: Any, share: Share, limit: timedelta) -> Any:
     return torch.distributed.ProcessGroupGloo(store, share.rank, share.ranks, options)
 
 
-def _nccl_group(store: Any, share: Share) -> Any:
+def _nccl_group(store: Any, share: Share, device: torch.device, problem: str) -> Any:
+    """The group of ranks that have a GPU each; None where some share one.
+
+    problem  why nothing can be pushed; "": it can
+    """
+    devices = devices_of(store, share, device)
+    if len(set(devices)) < share.ranks:
+        if problem:
+            raise MeetingFailed(
+                f"{share.ranks} ranks on {len(set(devices))} GPUs meet by mapped memory alone: "
+                f"{problem}"
+            )
+        return None
+    if problem:
+        log.warning("NCCL carries the sums of all steps: %s", problem)
     options = torch.distributed.ProcessGroupNCCL.Options()
     return torch.distributed.ProcessGroupNCCL(store, share.rank, share.ranks, options)
 

@@ -9,7 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -19,8 +19,9 @@ from graphengine.core.runtime import Runtime
 from graphengine.models.contract import Share
 from graphengine.opening.loading import load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
-from graphengine.parallel.link import Kind, LinkMemory, RankEnd, Stage
+from graphengine.parallel.link import Command, Kind, LinkMemory, RankEnd, Stage
 from graphengine.parallel.meeting import Meeting
+from graphengine.parallel.processes import is_running
 
 # A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
 # On a CPU the other ranks compute meanwhile.
@@ -39,6 +40,7 @@ class RankStart(NamedTuple):
     meeting  the file through which ranks find each other
     driver   the driver's process
     threads  of torch, as many as the driver has: sums on a CPU may depend on it
+    spawned  whether the driver has started this process
     """
 
     share: Share
@@ -49,13 +51,17 @@ class RankStart(NamedTuple):
     meeting: str
     driver: int
     threads: int
+    spawned: bool = True
+
+    def driver_is_there(self) -> bool:
+        return os.getppid() == self.driver if self.spawned else is_running(self.driver)
 
 
 class DriverGone(RuntimeError):
     """The driver's process has ended."""
 
 
-def run_rank(start: RankStart) -> None:
+def run_rank(start: RankStart) -> NoReturn:
     """The whole life of the process; what it raises is left for the driver to read."""
     # Ctrl-C reaches all processes of a terminal: the driver alone says what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -95,19 +101,27 @@ class _Rank:
         opened = load_checkpoint(read_checkpoint(self._start.path, config, share), memory, config)
         self._end.reach(Stage.LOADED)
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
-        meeting = Meeting(self._start.meeting, share, memory.device)
+        meeting = Meeting(
+            self._start.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
+        )
         runtime = Runtime(opened.model, memory, config, opened.drafter, group=meeting)
         meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
-        self._follow(runtime)
+        self._follow(runtime, meeting)
         runtime.close()
-        meeting.close(broken=False)
+        # The process takes its own memory along, which others may still have.
+        meeting.leave()
 
-    def _follow(self, runtime: Runtime) -> None:
+    def _follow(self, runtime: Runtime, meeting: Meeting) -> None:
         """Do what the driver does, command by command, until it closes."""
+
+        def due() -> Command | None:
+            meeting.check()
+            return self._end.take()
+
         graphs = self._start.memory.graphs
         while True:
-            kind, numbers, data = self._wait(self._end.take)
+            kind, numbers, data = self._wait(due)
             if kind is Kind.CLOSE:
                 return
             if kind is Kind.LOAD:
@@ -141,7 +155,7 @@ class _Rank:
             idle = time.perf_counter() - started
             if idle < self._spin:
                 continue
-            if os.getppid() != self._start.driver:
+            if not self._start.driver_is_there():
                 raise DriverGone(f"the driver, process {self._start.driver}, has ended")
             time.sleep(_PAUSE_S if idle < _IDLE_AFTER_S else _LONG_PAUSE_S)
 

@@ -6,13 +6,11 @@ import atexit
 import multiprocessing
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import torch
@@ -24,7 +22,9 @@ from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.link import DriverEnd, Kind, LinkMemory, Stage
 from graphengine.parallel.meeting import MeetingFailed
+from graphengine.parallel.processes import RankProcess, SpawnedRank
 from graphengine.parallel.rank import RankStart, run_rank
+from graphengine.parallel.torchrun import lead
 
 # For a rank that has loaded later than the driver, and for one that captures longer.
 _LOAD_LIMIT_S = 600.0
@@ -35,16 +35,26 @@ _PAUSE_S = 1e-3
 _ABOUT_RANKS = (MeetingFailed, MailboxBroken, TimeoutError)
 
 
+ONE_DEVICE = "GRAPHENGINE_RANKS_ON_ONE_DEVICE"
+"""For tests: where this is in the environment all ranks are on the driver's GPU, which gives each
+of them its time in turn. That shows that they decode, and is slow."""
+
+
 class RankFailed(RuntimeError):
     """A rank has ended, raised or stopped; the message has what it said itself."""
 
 
 def rank_devices(config: EngineConfig) -> list[str]:
-    """The device of each rank, the driver's first. ValueError where there are too few."""
+    """The device of each rank, the driver's first. ValueError where there are too few.
+
+    All have one where the environment has `ONE_DEVICE`.
+    """
     ranks, device = config.tensor_parallel, torch.device(config.device)
     if device.type == "cpu":
         return ["cpu"] * ranks
     first = torch.cuda.current_device() if device.index is None else device.index
+    if ONE_DEVICE in os.environ:
+        return [f"cuda:{first}"] * ranks
     found = torch.cuda.device_count()
     if first + ranks > found:
         raise ValueError(
@@ -55,52 +65,68 @@ def rank_devices(config: EngineConfig) -> list[str]:
 
 
 class Ranks:
-    """Starts a process for each rank but the driver's, rank 0.
+    """The other ranks, once there is a process for each but the driver's, rank 0.
 
-    broken  whether driver and ranks may disagree: they are ended without being asked
+    path      of the checkpoint
+    launched  whether torchrun has started them; else they are spawned
+    broken    whether driver and ranks may disagree: they are ended without being asked
     """
 
     def __init__(
-        self, path: Path, config: EngineConfig, memory: MemoryPlan, devices: Sequence[str]
+        self,
+        path: Path,
+        config: EngineConfig,
+        memory: MemoryPlan,
+        devices: Sequence[str],
+        *,
+        launched: bool = False,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
-        others = len(devices) - 1
         self.broken = False
         self._limit = config.wait_limit_s
-        self._folder = tempfile.mkdtemp(prefix="graphengine-ranks-")
-        self.meeting = str(Path(self._folder, "meeting"))
-        link = LinkMemory.allocate(context, LinkShape.of_loads(others, memory.load_bytes))
-        self._end = DriverEnd(link)
+        self._folder = Path(tempfile.mkdtemp(prefix="graphengine-ranks-"))
+        self.meeting = str(self._folder / "meeting")
         self._devices = list(devices)
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[RankProcess] = []
         # Before multiprocessing waits for them at the end of the program.
         atexit.register(self._kill)
         try:
-            for rank in range(1, 1 + others):
-                device = torch.device(devices[rank])
-                start = RankStart(
-                    share=Share(rank, len(devices)),
-                    path=os.fspath(path),
-                    config=replace(config, device=devices[rank]),
-                    memory=replace(memory, device=device),
-                    link=link,
-                    meeting=self.meeting,
-                    driver=os.getpid(),
-                    threads=torch.get_num_threads(),
-                )
-                name = f"graphengine rank {rank}"
-                process = context.Process(target=run_rank, args=(start,), name=name, daemon=True)
-                process.start()
-                self._processes.append(process)
+            if launched:
+                link, joined = lead(self._folder, memory, len(devices))
+                self._processes += joined
+            else:
+                link = self._spawn(path, config, memory)
         except BaseException:
             self.broken = True
             self.close()
             raise
+        self._end = DriverEnd(link)
+
+    def _spawn(self, path: Path, config: EngineConfig, memory: MemoryPlan) -> LinkMemory:
+        """Start a process for each other rank."""
+        context = multiprocessing.get_context("spawn")
+        ranks = len(self._devices)
+        link = LinkMemory.allocate(context, LinkShape.of_loads(ranks - 1, memory.load_bytes))
+        for rank, device in enumerate(self._devices[1:], start=1):
+            start = RankStart(
+                share=Share(rank, ranks),
+                path=os.fspath(path),
+                config=replace(config, device=device),
+                memory=replace(memory, device=torch.device(device)),
+                link=link,
+                meeting=self.meeting,
+                driver=os.getpid(),
+                threads=torch.get_num_threads(),
+            )
+            name = f"graphengine rank {rank}"
+            process = context.Process(target=run_rank, args=(start,), name=name, daemon=True)
+            process.start()
+            self._processes.append(SpawnedRank(process))
+        return link
 
     @property
     def pids(self) -> list[int]:
         """The processes, of rank 1 first."""
-        return [process.pid for process in self._processes if process.pid is not None]
+        return [process.pid for process in self._processes]
 
     # What ranks are told.
 
@@ -186,8 +212,8 @@ class Ranks:
                 follows = text.startswith(MeetingFailed.__name__)
                 what = f"{self._named(rank)} failed: {text}"
                 reasons.append((follows, self._end.failed_at(rank), what))
-            elif process.exitcode is not None:
-                what = f"{self._named(rank)} {_ended(process.exitcode)}"
+            elif (ending := process.ending()) is not None:
+                what = f"{self._named(rank)} {ending}"
                 reasons.append((False, 0, what + self._unguarded(rank)))
         follows, _, reason = min(reasons, default=(True, 0, None))
         return None if follows and not consequences else reason
@@ -248,9 +274,3 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while each is not None:
         yield each
         each = each.__cause__
-
-
-def _ended(code: int) -> str:
-    if code < 0:
-        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
-    return f"ended with exit code {code}"

@@ -24,7 +24,7 @@ def on_all_ranks(
     def rank_of(rank: int) -> Result:
         meeting = Meeting(str(folder / "meeting"), Share(rank, ranks), CPU, limit_s)
         result = work(rank, meeting)
-        meeting.close(broken=False)
+        meeting.close()
         return result
 
     with ThreadPoolExecutor(ranks) as pool:

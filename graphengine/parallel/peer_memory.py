@@ -1,0 +1,88 @@
+"""The memory of all ranks of one host, mapped by each of them, so that kernels push into it.
+
+Ranks send each other handles through the store of their meeting, and agree whether it worked: one
+that cannot map another's memory makes all of them do without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from graphengine.buckets.shared_memory import ExportedMemory, MappedMemory
+from graphengine.kernels import PUSH_UNIT, PeerItems, Peers
+from graphengine.models.contract import Share
+
+_MAPPED = b"mapped"
+
+
+class PeerMemory:
+    """Exchanges memory for `units` units with all other ranks, which do the same.
+
+    peers    what kernels push with; None where it did not work for all, or after `leave()`
+    problem  why not, as the first rank has it that it did not work for; "" where it did
+    """
+
+    def __init__(self, store: Any, share: Share, device: torch.device, units: int) -> None:
+        self.peers: Peers | None = None
+        self._device = device
+        self._own: ExportedMemory | None = None
+        self._mapped: list[MappedMemory] = []
+        outcome, addresses = _MAPPED, [0] * share.ranks
+        try:
+            self._own = ExportedMemory((2, share.ranks, units, PUSH_UNIT), device)
+            addresses[share.rank] = self._own.address
+        except RuntimeError as error:
+            outcome = f"rank {share.rank} ({device}) exports no memory: {error}".encode()
+        handle = b"none" if self._own is None else self._own.handle
+        for other, found in enumerate(_exchange(store, share, "memory", handle)):
+            if other == share.rank or outcome != _MAPPED:
+                continue
+            try:
+                self._mapped.append(MappedMemory(found, device))
+                addresses[other] = self._mapped[-1].address
+            except RuntimeError as error:
+                outcome = (
+                    f"rank {share.rank} ({device}) cannot map the memory of rank {other}: {error}"
+                ).encode()
+        # All have mapped all before anybody pushes.
+        outcomes = _exchange(store, share, "mapped", outcome)
+        self.problem = next((each.decode() for each in outcomes if each != _MAPPED), "")
+        if self.problem:
+            self.close()
+            return
+        assert self._own is not None, f"{outcomes=}"
+        self.peers = Peers(share.rank, PeerItems.over_items(self._own.tensor, addresses))
+
+    def leave(self) -> None:
+        """Wait for what is queued, then unmap the others' memory: no kernel may use it again."""
+        self.peers = None
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
+        for each in self._mapped:
+            # A broken device has let it go.
+            with contextlib.suppress(RuntimeError):
+                each.close()
+        self._mapped.clear()
+
+    def close(self) -> None:
+        """Unmap, and free this rank's own memory: the others have left, or are gone."""
+        self.leave()
+        if self._own is not None:
+            with contextlib.suppress(RuntimeError):
+                self._own.close()
+        self._own = None
+
+
+def devices_of(store: Any, share: Share, device: torch.device) -> list[str]:
+    """The identity of each rank's GPU."""
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    return [each.decode() for each in _exchange(store, share, "device", own.encode())]
+
+
+def _exchange(store: Any, share: Share, name: str, own: bytes) -> list[bytes]:
+    """What each rank has under this name, this one `own`; waits for all."""
+    store.set(f"{name}/{share.rank}", own)
+    return [bytes(store.get(f"{name}/{rank}")) for rank in range(share.ranks)]

@@ -1,0 +1,94 @@
+"""Processes of other ranks: those that the driver spawns, and those that something else started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from multiprocessing.context import SpawnProcess
+from typing import Protocol
+
+_PAUSE_S = 1e-2
+# For a process that was killed to be reaped by whoever started it.
+_REAPED_S = 10.0
+
+
+class RankProcess(Protocol):
+    """A process, as a driver has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def ending(self) -> str | None:
+        """How it has ended, for a message; None while it has not."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once, if it has not ended."""
+        ...
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended."""
+        ...
+
+    def close(self) -> None:
+        """Forget it, once it has ended."""
+        ...
+
+
+class SpawnedRank:
+    """A child of this process."""
+
+    def __init__(self, process: SpawnProcess) -> None:
+        self._process = process
+        assert process.pid is not None, "not started"
+        self.pid = process.pid
+
+    def ending(self) -> str | None:
+        code = self._process.exitcode
+        if code is None:
+            return None
+        if code < 0:
+            return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+        return f"ended with exit code {code}"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        self._process.join(timeout_s)
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class JoinedRank:
+    """A process of this host that is no child of this one; how it ended only its parent knows."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def ending(self) -> str | None:
+        return None if is_running(self.pid) else "has ended"
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        deadline = time.perf_counter() + (_REAPED_S if timeout_s is None else timeout_s)
+        while is_running(self.pid) and time.perf_counter() < deadline:
+            time.sleep(_PAUSE_S)
+
+    def close(self) -> None:
+        pass
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process of this user; one that nobody has reaped yet is."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,141 @@
+"""Ranks that `torchrun` has started: the same program, once for each of them.
+
+The process of rank 0 is the driver. The others never return from `from_pretrained`: they follow the
+driver until it closes the engine, and end. They learn from torchrun's store where the driver's
+folder is and how many blocks it has; the rest each of them plans like the driver, of the same
+checkpoint and the same options, and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.rendezvous import rendezvous
+
+from graphengine.config import EngineConfig
+from graphengine.models.contract import Share
+from graphengine.opening.inventory import LinkShape
+from graphengine.opening.loading import plan_checkpoint, read_checkpoint
+from graphengine.opening.memory import MemoryPlan
+from graphengine.parallel.link import LinkMemory
+from graphengine.parallel.processes import JoinedRank
+from graphengine.parallel.rank import RankStart, run_rank
+
+_STARTED = "TORCHELASTIC_RUN_ID"
+# For programs that do other things first.
+_LIMIT = timedelta(seconds=600)
+_LINK, _MEETING = "link", "meeting"
+
+
+def launched_share(config: EngineConfig) -> Share | None:
+    """What this process is among the ranks that torchrun has started; None: it has not.
+
+    ValueError where these are not the ranks of `config`, or not all on one host.
+    """
+    if _STARTED not in os.environ:
+        return None
+    rank, ranks, here = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    )
+    if ranks != config.tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel={config.tensor_parallel}, but torchrun has started {ranks} processes"
+        )
+    if here != ranks:
+        raise ValueError(
+            f"tensor_parallel={ranks} takes ranks of one host: torchrun has started {here} here"
+        )
+    return Share(rank, ranks)
+
+
+def lead(folder: Path, memory: MemoryPlan, ranks: int) -> tuple[LinkMemory, list[JoinedRank]]:
+    """The driver's part: call the other ranks to `folder`, and wait until they are there."""
+    store = _store(Share(0, ranks))
+    shape = LinkShape.of_loads(ranks - 1, memory.load_bytes)
+    link = LinkMemory.of_file(folder / _LINK, shape)
+    call = {
+        "driver": os.getpid(),
+        "folder": os.fspath(folder),
+        "kv_blocks": memory.kv_blocks,
+        "swap_blocks": memory.swap_blocks,
+        "load_bytes": memory.load_bytes,
+        "plan": _described(memory),
+    }
+    store.set("call", json.dumps(call))
+    pids = [int(store.get(f"process/{rank}")) for rank in range(1, ranks)]
+    return link, [JoinedRank(pid) for pid in pids]
+
+
+def follow(
+    path: str | Path, config: EngineConfig, share: Share, devices: Sequence[str]
+) -> NoReturn:
+    """The life of another rank, from the driver's call until its engine is closed.
+
+    ValueError where its plan is not the driver's.
+    """
+    store = _store(share)
+    call = json.loads(store.get("call"))
+    config = replace(
+        config,
+        device=devices[share.rank],
+        kv_blocks=call["kv_blocks"],
+        swap_blocks=call["swap_blocks"],
+    )
+    found = read_checkpoint(path, config, share)
+    memory = replace(plan_checkpoint(found, config), load_bytes=call["load_bytes"])
+    _check_plan(_described(memory), call["plan"], share)
+    folder = Path(call["folder"])
+    shape = LinkShape.of_loads(share.ranks - 1, memory.load_bytes)
+    start = RankStart(
+        share=share,
+        path=os.fspath(found.checkpoint.path),
+        config=config,
+        memory=memory,
+        link=LinkMemory.of_file(folder / _LINK, shape),
+        meeting=os.fspath(folder / _MEETING),
+        driver=call["driver"],
+        threads=torch.get_num_threads(),
+        spawned=False,
+    )
+    store.set(f"process/{share.rank}", str(os.getpid()))
+    # The process ends in there, and would take along what is still to be written.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    run_rank(start)
+
+
+def _store(share: Share) -> Any:
+    """Torchrun's store, with names of this engine's own for each time that ranks are started."""
+    store, _, _ = next(iter(rendezvous("env://", share.rank, share.ranks)))
+    store.set_timeout(_LIMIT)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return torch.distributed.PrefixStore(  # type: ignore[attr-defined]
+        f"graphengine/{attempt}", store
+    )
+
+
+def _described(memory: MemoryPlan) -> dict[str, str]:
+    """The plan, but for where it is and what it leaves free."""
+    names = {field.name for field in fields(memory)} - {"device", "budget"}
+    return {name: repr(getattr(memory, name)) for name in sorted(names)}
+
+
+def _check_plan(own: dict[str, str], drivers: dict[str, str], share: Share) -> None:
+    differences = [
+        f"{name}={value} and not {drivers.get(name)}"
+        for name, value in own.items()
+        if value != drivers.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"rank {share.rank} of {share.ranks} has other options or another checkpoint than the "
+            f"driver: {', '.join(differences)}"
+        )

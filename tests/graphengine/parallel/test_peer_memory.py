@@ -1,0 +1,178 @@
+"""How ranks on GPUs meet, with stand-ins for what a GPU does: all map all, or all do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from graphengine.config import EngineConfig
+from graphengine.kernels import PUSH_UNIT
+from graphengine.models.contract import Share
+from graphengine.parallel import meeting as meetings
+from graphengine.parallel import peer_memory
+from graphengine.parallel.meeting import Meeting, MeetingFailed
+from graphengine.parallel.ranks import ONE_DEVICE, rank_devices
+
+Result = TypeVar("Result")
+UNITS = 3
+
+
+class Exported:
+    """Memory of this process, by its address."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.tensor = torch.zeros(shape, dtype=torch.int64)
+        self.address = self.tensor.data_ptr()
+        self.handle = self.address.to_bytes(8, "little")
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Mapped:
+    def __init__(self, handle: bytes, device: torch.device) -> None:
+        if handle == b"none":
+            raise RuntimeError("a handle of nothing")
+        self.address = int.from_bytes(handle, "little")
+
+    def close(self) -> None:
+        raise RuntimeError("the device is broken")
+
+
+class NoMemory:
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        raise RuntimeError("cudaMalloc: cudaErrorMemoryAllocation")
+
+
+class Group:
+    """In place of NCCL's."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """The GPU of each rank."""
+    named = {0: "GPU-a", 1: "GPU-b"}
+
+    def devices_of(store: Any, share: Share, device: torch.device) -> list[str]:
+        return [named[rank] for rank in range(share.ranks)]
+
+    monkeypatch.setattr(peer_memory, "ExportedMemory", Exported)
+    monkeypatch.setattr(peer_memory, "MappedMemory", Mapped)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(meetings, "devices_of", devices_of)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclStandIn, raising=False)
+    return named
+
+
+class NcclStandIn:
+    Options = dict
+
+    def __new__(cls, *args: Any) -> Any:
+        return Group()
+
+
+def on_two_ranks(folder: Path, work: Callable[[Meeting], Result]) -> list[Result]:
+    def rank_of(rank: int) -> Result:
+        place = torch.device("cuda", rank)
+        return work(Meeting(str(folder / "meeting"), Share(rank, 2), place, 20.0, units=UNITS))
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(rank_of, range(2)))
+
+
+def test_all_map_all_and_push_what_is_small(
+    devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("push_sum", "push_gather", "_nccl_gather"):
+        monkeypatch.setattr(meetings, name, lambda *args, name=name, **options: Done(name))
+    monkeypatch.setattr(meetings, "sum_parts", lambda parts: "summed")
+    small, large = torch.zeros(UNITS, PUSH_UNIT), torch.zeros(UNITS, PUSH_UNIT + 1)
+
+    def work(meeting: Meeting) -> tuple[Any, ...]:
+        peers = meeting._peers
+        assert peers is not None and peers.rank == meeting.share.rank
+        assert peers.tensors.addresses[peers.rank] == peers.tensors.items.data_ptr()
+        assert peers.tensors.watch.tolist() == [0, 20 * 10**9]
+        meeting.limit_s = 0.5
+        assert peers.tensors.watch[1] == 5 * 10**8
+        assert meeting.reduce(small) == Done("push_sum")
+        assert meeting.gather(small) == Done("push_gather")
+        assert meeting.reduce(large) == "summed"
+        assert meeting.gather(large).shape == (2, *large.shape)
+        return peers.tensors.addresses.tolist(), meeting
+
+    (first, meeting), (second, _) = on_two_ranks(tmp_path, work)
+    assert first == second and first[0] != first[1]
+    meeting.check()
+    meeting.abandon()
+    with pytest.raises(MeetingFailed, match=r"rank 0 of 2 waited 0\.5 s for the others' parts"):
+        meeting.check()
+    assert meeting._group.aborted
+    meeting.leave()
+    meeting.check()
+    assert meeting._memory._own is not None and not meeting._memory._own.closed
+    meeting.close()
+    assert meeting._memory._own is None
+
+
+class Done(str):
+    """A name, and a work of NCCL's that is done."""
+
+    def wait(self) -> None:
+        pass
+
+
+def test_ranks_that_share_a_gpu_push_all(
+    devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices[1] = devices[0]
+    monkeypatch.setattr(meetings, "push_sum", lambda *args, **options: "pushed")
+    large = torch.zeros(9, UNITS * PUSH_UNIT)
+    assert on_two_ranks(tmp_path, lambda meeting: meeting.reduce(large)) == ["pushed"] * 2
+
+
+def test_what_one_cannot_map_nobody_uses(
+    devices: dict[int, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made: list[Exported] = []
+
+    def export(shape: tuple[int, ...], device: torch.device) -> Exported:
+        if device.index == 1:
+            NoMemory(shape, device)
+        made.append(Exported(shape, device))
+        return made[-1]
+
+    monkeypatch.setattr(peer_memory, "ExportedMemory", export)
+    reason = "rank 0 (cuda:0) cannot map the memory of rank 1: a handle of nothing"
+    for meeting in on_two_ranks(tmp_path, lambda meeting: meeting):
+        assert meeting._peers is None and meeting._memory.problem == reason
+        meeting.limit_s = 1.0
+        meeting.check()
+    assert [each.closed for each in made] == [True]
+    assert caplog.messages == [f"NCCL carries the sums of all steps: {reason}"] * 2
+    devices[1] = devices[0]
+    message = r"2 ranks on 1 GPUs meet by mapped memory alone: rank 0 \(cuda:0\) cannot map"
+    with pytest.raises(MeetingFailed, match=message):
+        on_two_ranks(tmp_path / "..", lambda meeting: meeting)
+
+
+def test_ranks_may_be_put_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ONE_DEVICE, "1")
+    for name, value in (("is_available", True), ("device_count", 4)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert rank_devices(EngineConfig(device="cuda:2", tensor_parallel=2)) == ["cuda:2"] * 2

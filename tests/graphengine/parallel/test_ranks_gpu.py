@@ -1,0 +1,129 @@
+"""Two ranks that share a GPU, which gives each its time in turn: slow, and the same tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engines.small_engine import LONG, OTHER, PROMPT, greedy, open_engine, sampled
+from graphengine import Engine
+from graphengine.buckets import CapturedGraph
+from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.ranks import ONE_DEVICE, RankFailed
+from graphengine.program.graph_key import GraphKey
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [PROMPT, OTHER, LONG]
+
+
+def open_ranks(**options: object) -> Engine:
+    small = {"device": "cuda", "dtype": "float32", "max_batch": 2, "wait_limit_s": 60.0}
+    return open_engine(tensor_parallel=2, **small | options)
+
+
+@pytest.fixture(autouse=True)
+def on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ONE_DEVICE, "1")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ONE_DEVICE, "1")
+        with open_ranks() as engine:
+            yield engine
+
+
+def runtime_of(engine: Engine) -> LeadingRuntime:
+    assert isinstance(engine.runtime, LeadingRuntime)
+    return engine.runtime
+
+
+def assert_equal_ranks(engine: Engine) -> None:
+    digests = runtime_of(engine).digests()
+    assert len(digests) == 2 and len(set(digests)) == 1
+
+
+def tokens(engine: Engine) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in engine.generate(PROMPTS, greedy(16))]
+
+
+class Eager:
+    """The step of a graph, launched kernel by kernel."""
+
+    def __init__(self, key: GraphKey, graph: CapturedGraph) -> None:
+        self._graph = graph
+
+    def replay(self) -> None:
+        with torch.cuda.stream(self._graph.stream):
+            self._graph.step()
+
+
+def test_ranks_say_what_one_says(engine: Engine) -> None:
+    with open_engine(device="cpu", max_batch=2) as alone:
+        expected = tokens(alone)
+    assert tokens(engine) == expected
+    assert_equal_ranks(engine)
+
+
+def test_replays_are_what_eager_steps_are(engine: Engine) -> None:
+    """The driver's steps are eager, those of the other rank are replays."""
+    params = sampled(12, seed=3, top_k=20)
+    expected = [result.token_ids for result in engine.generate(PROMPTS, params)]
+    with runtime_of(engine).replaced(Eager):
+        assert [result.token_ids for result in engine.generate(PROMPTS, params)] == expected
+        assert_equal_ranks(engine)
+    assert [result.token_ids for result in engine.generate(PROMPTS, params)] == expected
+
+
+def test_a_rank_that_is_late_is_waited_for(engine: Engine) -> None:
+    expected = engine.generate(PROMPT, greedy()).token_ids
+    request = engine.submit(PROMPT, greedy())
+    engine.step()
+    (pid,) = runtime_of(engine).ranks.pids
+    os.kill(pid, signal.SIGSTOP)
+    subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -CONT {pid}"])
+    while engine.busy:
+        engine.step()
+    assert tuple(request.token_ids) == expected
+    assert_equal_ranks(engine)
+
+
+def test_a_cancelled_request_leaves_ranks_in_step(engine: Engine) -> None:
+    expected = tokens(engine)
+    for _ in range(3):
+        request = engine.submit(LONG, greedy(40))
+        engine.step()
+        engine.step()
+        engine.cancel(request)
+    assert tokens(engine) == expected
+    assert_equal_ranks(engine)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_ends_the_engine(fault: signal.Signals) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    with open_ranks(wait_limit_s=5.0) as engine:
+        engine.submit(PROMPT, greedy(60, ignore_eos=True))
+        engine.step()
+        (pid,) = runtime_of(engine).ranks.pids
+        os.kill(pid, fault)
+        started = time.monotonic()
+        with pytest.raises(RankFailed):
+            while engine.busy:
+                engine.step()
+        assert time.monotonic() - started < 20
+        started = time.monotonic()
+    assert time.monotonic() - started < 10
+    # The device is as it was.
+    assert torch.ones(4, device="cuda").sum().item() == 4
+    with open_engine(device="cuda", dtype="float32", max_batch=2) as alone:
+        assert len(tokens(alone)) == len(PROMPTS)
+    assert torch.cuda.mem_get_info()[0] > free - 2**30

@@ -1,0 +1,304 @@
+"""Pushes: sums and gathers of all ranks to the bit, in whatever order ranks come.
+
+In one process the ranks are several buffers, and run one after the other: those that have not run
+yet have stored their items by the plain twin. In several processes they wait for each other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extent import extent
+from graphengine.kernels.comm.items import (
+    UNIT,
+    PeerItems,
+    Peers,
+    item_bytes,
+    push_words_reference,
+)
+from graphengine.kernels.comm.push import push_gather, push_sum
+from graphengine.kernels.comm.push_residual import push_to_residual, push_units
+from graphengine.kernels.comm.sums import sum_parts_reference
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.linear.residual import (
+    Kept,
+    Residual,
+    add_to_residual_reference,
+    new_residual,
+)
+
+interpreted = pytest.mark.skipif(
+    not INTERPRETED, reason="ranks of one process need TRITON_INTERPRET=1"
+)
+Launch = Callable[[Peers, torch.Tensor], Any]
+
+
+class World:
+    """Ranks in one process, after as many launches as `tag` says, with garbage in all items."""
+
+    def __init__(self, ranks: int, units: int, tag: int = 0) -> None:
+        garbage = torch.randint(0, 2**32, (ranks, 2, ranks, units, UNIT))
+        for half in range(2):
+            # Each has the last of its own tags.
+            last = tag if tag % 2 == half else tag - 1
+            garbage[:, half] |= last << 32
+        self.items = list(garbage)
+        addresses = [items.data_ptr() for items in self.items]
+        self.peers = [
+            Peers(rank, PeerItems.over_items(self.items[rank], addresses)) for rank in range(ranks)
+        ]
+        for peers in self.peers:
+            peers.tensors.tags.fill_(tag)
+            peers.tensors.watch[1] = 2**40
+
+    def store(self, rank: int, part: torch.Tensor, row: int, *, ahead: int = 0) -> None:
+        """What a rank stores of this part, whose every `row` words begin a unit."""
+        rows = part.contiguous().view(torch.int32).reshape(-1, row)
+        units = -(-row // UNIT)
+        words = torch.nn.functional.pad(rows, (0, units * UNIT - row)).reshape(-1, UNIT)
+        push_words_reference(self.items, rank, words, self.peers[rank].tensors.tags + ahead)
+
+    def run(
+        self, launch: Launch, parts: list[torch.Tensor], row: int, order: list[int]
+    ) -> list[Any]:
+        """What each rank gets, when they come in this order."""
+        found: dict[int, Any] = {}
+        for done, rank in enumerate(order):
+            for other in order[done + 1 :]:
+                self.store(other, parts[other], row)
+            # So that it must store what it takes from itself.
+            self.items[rank][:, rank] = -1 << 40
+            found[rank] = launch(self.peers[rank], parts[rank])
+        return [found[rank] for rank in range(len(parts))]
+
+
+def random_parts(ranks: int, lanes: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    parts = torch.randn(ranks, lanes, columns) * 3 ** torch.arange(ranks)[:, None, None]
+    return list(parts.to(dtype))
+
+
+TAGS = st.sampled_from([0, 1, 2**31 - 2, 2**31 - 1, -3, -2, -1])
+
+
+@interpreted
+@settings(deadline=None, max_examples=extent(12, 60))
+@given(
+    ranks=st.integers(1, 4),
+    lanes=st.integers(1, 4),
+    columns=st.sampled_from([2, 6, 130, 256, 514]),
+    units=st.integers(1, 6),
+    half=st.booleans(),
+    tag=TAGS,
+    seed=st.integers(0, 99),
+)
+def test_all_have_the_sum_and_the_parts(ranks, lanes, columns, units, half, tag, seed):
+    torch.manual_seed(seed)
+    dice = random.Random(seed)
+    world = World(ranks, units, tag)
+    dtype = torch.float16 if half else torch.float32
+    for _ in range(3):
+        parts = random_parts(ranks, lanes, columns, dtype)
+        words = parts[0].nbytes // 4
+        launch = dice.choice([push_sum, push_gather])
+        if words > units * UNIT:
+            # The plain twin stores one launch.
+            continue
+        order = dice.sample(range(ranks), ranks)
+        found = world.run(launch, parts, words, order)
+        stacked = torch.stack(parts)
+        expected = stacked if launch is push_gather else sum_parts_reference(stacked)
+        assert all(torch.equal(each, expected) for each in found)
+        tags = [peers.tensors.tags for peers in world.peers]
+        assert all(torch.equal(each, tags[0]) for each in tags)
+    assert not any(peers.tensors.over.item() for peers in world.peers)
+
+
+@interpreted
+@pytest.mark.parametrize("launch", [push_sum, push_gather])
+def test_large_parts_take_several_launches(launch: Launch):
+    world = World(1, 2)
+    part = torch.randn(3, 500)
+    assert torch.equal(launch(world.peers[0], part).view(3, 500), part)
+    assert world.peers[0].tensors.tags.tolist() == [3, 3]
+
+
+@interpreted
+def test_gathers_take_any_dtype():
+    world = World(2, 1)
+    parts = [torch.randint(-(2**62), 2**62, (3, 5)) for _ in range(2)]
+    for found in world.run(push_gather, parts, 30, [1, 0]):
+        assert torch.equal(found, torch.stack(parts))
+
+
+@interpreted
+def test_a_rank_may_be_a_launch_behind():
+    """Its peer's next items do not touch those that it has not taken yet."""
+    world = World(2, 1, tag=-1)
+    parts, later = (random_parts(2, 1, 40, torch.float32) for _ in range(2))
+    world.store(0, parts[0], 40)
+    assert torch.equal(push_sum(world.peers[1], parts[1]), parts[0] + parts[1])
+    world.store(1, later[1], 40)
+    assert torch.equal(push_sum(world.peers[0], parts[0]), parts[0] + parts[1])
+    for found in world.run(push_sum, later, 40, [0, 1]):
+        assert torch.equal(found, later[0] + later[1])
+
+
+@interpreted
+@pytest.mark.parametrize("by", ["limit", "host"])
+def test_a_wait_ends_and_its_rank_gives_nothing_any_more(by: str):
+    world = World(2, 3)
+    first, second = world.peers
+    before = world.items[1].clone()
+    if by == "limit":
+        first.tensors.watch[1] = 300
+    else:
+        first.tensors.watch[0] = 1
+    part = torch.randn(1, 600)
+    assert torch.equal(push_gather(first, part), torch.stack([part, part]))
+    assert first.tensors.watch[0] == 1 and first.tensors.over.item() == 1
+    # What it had stored before the wait is right; after it there is nothing.
+    pushed = world.items[1].clone()
+    assert not torch.equal(pushed, before)
+    assert torch.equal(push_gather(first, part * 2), torch.stack([part, part]) * 2)
+    assert torch.equal(world.items[1], pushed)
+    assert not second.tensors.over.item()
+
+
+def random_residual(lanes: int, H: int, kept: bool) -> Residual:
+    residual = new_residual(lanes, H, 1, dtype=torch.float16, device="cpu")
+    residual.x.normal_()
+    residual.scaled.fill_(7.0)
+    rows = torch.full((lanes, H + 2), 7.0, dtype=torch.float16)[:, :H]
+    return residual._replace(kept=Kept(rows, 0.5) if kept else None)
+
+
+def copy_of(residual: Residual) -> Residual:
+    kept = residual.kept and Kept(residual.kept.rows.clone(), residual.kept.scale)
+    return Residual(residual.x.clone(), residual.scaled.clone(), residual.squares, kept)
+
+
+@interpreted
+@settings(deadline=None, max_examples=extent(10, 40))
+@given(
+    ranks=st.integers(1, 3),
+    lanes=st.integers(1, 5),
+    H=st.sampled_from([32, 256, 300, 516]),
+    half=st.booleans(),
+    bias=st.booleans(),
+    kept=st.booleans(),
+    tag=TAGS,
+    seed=st.integers(0, 99),
+)
+def test_the_stream_is_what_the_sum_makes_of_it(ranks, lanes, H, half, bias, kept, tag, seed):
+    torch.manual_seed(seed)
+    dice = random.Random(seed)
+    dtype = torch.float16 if half else torch.float32
+    units = push_units(lanes, H, dtype)
+    world = World(ranks, units, tag)
+    slot = torch.arange(lanes, dtype=torch.int32)
+    padded = dice.randrange(lanes + 1)
+    slot[padded:] = -1
+    parts = random_parts(ranks, lanes, H, dtype)
+    for part in parts:
+        part[padded:] = float("nan")
+    norm, bias_H = torch.randn(H).half(), torch.randn(H).half() if bias else None
+    start = random_residual(lanes, H, kept)
+
+    def launch(peers: Peers, part: torch.Tensor) -> Residual:
+        return push_to_residual(peers, part, slot, copy_of(start), norm, bias_H=bias_H)
+
+    order = dice.sample(range(ranks), ranks)
+    found = world.run(launch, parts, H * dtype.itemsize // 4, order)
+    y = sum_parts_reference(torch.stack([part.float() for part in parts]))
+    expected = copy_of(start)._replace(squares=torch.zeros(units // lanes, lanes))
+    add_to_residual_reference(y if bias_H is None else y + bias_H.float(), slot, expected, norm)
+    for each in found:
+        assert torch.equal(each.x, expected.x) and torch.equal(each.scaled, expected.scaled)
+        sums = each.squares[:, :padded].sum(0)
+        torch.testing.assert_close(sums, expected.x[:padded].square().sum(1))
+        assert torch.equal(each.squares[:, :padded], found[0].squares[:, :padded])
+        if kept:
+            assert torch.equal(each.kept.rows, expected.kept.rows)
+
+
+def wait_for_each_other(rank: int, tensors: list[PeerItems], found: Any) -> None:
+    peers = Peers(rank, tensors[rank])
+    dice, generator = random.Random(rank), torch.Generator().manual_seed(9)
+    sizes = random.Random(5)
+    for _ in range(12):
+        parts = torch.randn(2, sizes.randrange(1, 4), 100, generator=generator)
+        if dice.random() < 0.5:
+            time.sleep(dice.random() * 0.02)
+        assert torch.equal(push_sum(peers, parts[rank]), parts[0] + parts[1])
+    found.put(rank)
+
+
+@interpreted
+def test_ranks_that_are_processes_wait_for_each_other():
+    items = [torch.zeros(2, 2, 2, UNIT, dtype=torch.int64).share_memory_() for _ in range(2)]
+    # At the same addresses in both processes.
+    tensors = [PeerItems.over_items(each, [item.data_ptr() for item in items]) for each in items]
+    for each in tensors:
+        each.watch[1] = 2**40
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    ranks = [
+        context.Process(target=wait_for_each_other, args=(rank, tensors, found))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+        assert process.exitcode == 0
+
+
+FLOAT = torch.zeros(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("launch", "part", "message"),
+    [
+        (push_sum, torch.zeros(3, 4, dtype=torch.int32), "parts are torch.int32, not one of"),
+        (
+            push_sum,
+            FLOAT.mT,
+            r"a part must be a dense \[N, C\] of a multiple of 4 bytes",
+        ),
+        (push_gather, FLOAT[0], r"a part must be a dense .* not torch.float32 \[4\] of 16 bytes"),
+        (push_sum, torch.zeros(1, 3, dtype=torch.float16), r"float16 \[1, 3\] of 6 bytes"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(launch: Launch, part: torch.Tensor, message: str):
+    with pytest.raises(ValueError, match=message):
+        launch(World(1, 1).peers[0], part)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (torch.zeros(2, 600), r"takes 6 units of 256 words: there are 5"),
+        (torch.zeros(2, 8, dtype=torch.int32), r"dense float \[2, 8\], not torch.int32 \[2, 8\]"),
+        (torch.zeros(2, 7, dtype=torch.float16), "7 values in torch.float16 is no multiple of 4"),
+    ],
+)
+def test_what_no_stream_takes_is_an_error(part: torch.Tensor, message: str):
+    lanes, H = part.shape
+    residual = new_residual(lanes, H, 1, dtype=torch.float16, device="cpu")
+    slot = torch.zeros(lanes, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        push_to_residual(World(1, 5).peers[0], part, slot, residual, torch.ones(H))
+
+
+def test_bytes_are_those_of_the_items():
+    assert World(3, 4).items[0].nbytes == item_bytes(3, 4)

@@ -1,0 +1,114 @@
+"""Ranks that push on one GPU, each a process, as a native test starts them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from pathlib import Path
+
+import torch
+
+from graphengine.kernels import push_gather, push_sum, push_to_residual, push_units
+from graphengine.kernels.comm.sums import sum_parts_reference
+from graphengine.kernels.linear.residual import new_residual
+from graphengine.models.contract import Share
+from graphengine.parallel.peer_memory import PeerMemory
+
+HIDDEN = 1536
+DEVICE = torch.device("cuda:0")
+
+
+def run_ranks(folder: Path, ranks: int, replays: dict[tuple[int, torch.dtype], int]) -> list[int]:
+    """Exit codes of ranks that replay a graph of pushes so often, for each number of lanes."""
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_run, args=(str(folder / "meeting"), Share(rank, ranks), replays))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+        process.kill()
+        process.join()
+    return [process.exitcode or 0 for process in processes]
+
+
+def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -> None:
+    torch.cuda.set_device(DEVICE)
+    store = torch.distributed.FileStore(file, share.ranks)
+    memory = PeerMemory(store, share, DEVICE, push_units(64, HIDDEN, torch.float32))
+    assert memory.peers is not None, memory.problem
+    memory.peers.tensors.watch[1] = 60 * 10**9
+    for (lanes, dtype), count in replays.items():
+        _replay(memory, share, lanes, dtype, count)
+    assert not memory.peers.tensors.watch[0]
+    memory.leave()
+    # The others may still have this memory.
+    store.set(f"left/{share.rank}", b"yes")
+    store.wait([f"left/{rank}" for rank in range(share.ranks)])
+    memory.close()
+
+
+class _Step:
+    """One of each kind of push, of parts that change with each step, held against the plain twins.
+
+    wrong  int64 [4]: values that differ, of all steps
+    """
+
+    def __init__(self, memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype) -> None:
+        assert memory.peers is not None
+        self.peers, self.rank = memory.peers, share.rank
+        generator = torch.Generator().manual_seed(lanes)
+        base = torch.randn(share.ranks, lanes, HIDDEN, generator=generator)
+        self.base = base.to(DEVICE)
+        self.dtype = dtype
+        self.step = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        self.wrong = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+        self.slot = torch.arange(lanes, dtype=torch.int32, device=DEVICE)
+        self.norm = torch.randn(HIDDEN, generator=generator).to(DEVICE, dtype)
+
+    def __call__(self) -> None:
+        self.step += 1
+        parts = (self.base * (1 + self.step % 97)).to(self.dtype)
+        own = parts[self.rank].contiguous()
+        lanes, total = len(self.slot), sum_parts_reference(parts)
+        self.wrong[0] += (push_sum(self.peers, own) != total).sum()
+        self.wrong[1] += (push_gather(self.peers, own) != parts).sum()
+        found = new_residual(lanes, HIDDEN, 1, dtype=self.dtype, device=DEVICE)
+        found.x.copy_(self.base[0])
+        tiles = push_units(1, HIDDEN, self.dtype)
+        expected = new_residual(lanes, HIDDEN, tiles, dtype=self.dtype, device=DEVICE)
+        expected.x.copy_(self.base[0])
+        push_to_residual(self.peers, own, self.slot, found, self.norm)
+        y = parts[0].float()
+        for part in parts[1:]:
+            y = y + part.float()
+        # Of all lanes, without the index that the plain twin takes, which waits for the device.
+        expected.x.add_(y)
+        expected.scaled.copy_(expected.x * self.norm.float())
+        self.wrong[2] += (found.x != expected.x).sum()
+        self.wrong[3] += (found.scaled != expected.scaled).sum()
+
+
+def _replay(memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype, count: int) -> None:
+    step, dice = _Step(memory, share, lanes, dtype), random.Random(share.rank)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        step()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        for _ in range(count):
+            if dice.random() < 0.01:
+                # One rank after the other is late by milliseconds, with nothing queued.
+                stream.synchronize()
+                time.sleep(dice.random() * 0.01)
+            graph.replay()
+        stream.synchronize()
+    assert int(step.step) == count + 2
+    assert not step.wrong.any(), f"{share=}, {lanes=}, {dtype=}: {step.wrong.tolist()}"
