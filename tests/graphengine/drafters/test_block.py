@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from checkpoints.block_drafters import (
@@ -19,11 +21,14 @@ from checkpoints.block_drafters import (
 )
 from checkpoints.eagle3_heads import Tensors, streams_of, write_head
 from checkpoints.mtp_chains import SIZES, VOCAB
-from engines.small_engine import assert_idle, greedy, sampled
-from engines.speculation import ENDLESS, open_plain, open_speculating
-from graphengine import DFlash, Engine, Request
+from engines.small_engine import assert_idle, greedy, open_engine, run, sampled
+from engines.speculation import ENDLESS, open_plain, open_speculating, outcomes, random_jobs
+from graphengine import DFlash, Engine, Request, SamplingParams
+from graphengine.drafters import FieldSizes, block
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_reference
+from graphengine.speculative import GateOptions, describe
+from launches.compilation import graph_kernels
 
 K, LAYERS = 4, 8
 SMALL: dict[str, Any] = {
@@ -231,3 +236,235 @@ def test_drafts_are_those_of_a_plain_forward(
         assert {1, 1 + accepted} <= {count for each in followers for count in each.counts}
         assert [request.token_ids for request in requests] == known
         assert_idle(engine)
+
+
+def test_up_to_the_last_position(pairs: dict[str, Pair]) -> None:
+    """A block that would reach past the cache is shorter, and sees nothing that is not there."""
+    for name in ("dflash", "dspark", "dflash-windows"):
+        pair, options = pairs[name], SMALL | {"device": "cpu", "lookahead": 0}
+        with open_speculating(pair.mode(), pair.path, **options) as engine:
+            prompt = prompts_of(SMALL["max_seq_len"] - 7)[0]
+            (follower,) = follow(pair, engine, [engine.submit(prompt, greedy(7, **ENDLESS))])
+            assert len(follower.request.token_ids) == 7 and len(follower.counts) > 2
+
+
+def test_after_pauses(pairs: dict[str, Pair]) -> None:
+    """Rows that gave their KV away, the drafter's too, go on with the drafts they had."""
+    pair, options = pairs["dspark"], SMALL | {"kv_blocks": 16, "swap_blocks": 40}
+    with open_speculating(pair.mode(), pair.path, **options, device="cpu", lookahead=0) as engine:
+        requests = [engine.submit(prompt, greedy(34, **ENDLESS)) for prompt in prompts_of(21, 9, 6)]
+        follow(pair, engine, requests)
+        assert engine.counters["pauses"] > 0 and engine.counters["resumes"] > 0
+
+
+def test_a_gate_leaves_the_drafter_warm(pairs: dict[str, Pair]) -> None:
+    """While nothing is drafted, it takes in what was emitted; later drafts are right."""
+    pair = pairs["dflash-windows"]
+    gate = GateOptions(window=6, off_below=4.0, on_above=4.0, probe_every=5)
+    options = SMALL | {"gate": gate, "lookahead": 0, "device": "cpu"}
+    with open_speculating(pair.mode(), pair.path, **options) as engine:
+        requests = [engine.submit(prompt, greedy(24, **ENDLESS)) for prompt in prompts_of(21, 6)]
+        follow(pair, engine, requests)
+        assert without_drafts(engine) > 4 and engine.counters["gate/probes"] > 1
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_turns_rewinds_and_snapshots(pairs: dict[str, Pair], tmp_path: Path, kv_dtype: str) -> None:
+    """Blocks of earlier turns are used again, the drafter's among them, in another process too."""
+    pair, (first, second, third) = pairs["dspark-agrees"], prompts_of(19, 5, 7)
+    options = SMALL | {"device": "cpu", "lookahead": 0, "kv_dtype": kv_dtype}
+
+    def turn(session: Any, engine: Engine, appended: list[int]) -> Request:
+        session.append(appended)
+        request = session.submit(greedy(14, **ENDLESS))
+        if kv_dtype == "auto":
+            follow(pair, engine, [request])
+        else:
+            run(engine)
+        return request
+
+    with (
+        open_speculating(pair.mode(), pair.path, **options) as engine,
+        engine.session() as session,
+    ):
+        turn(session, engine, first)
+        assert turn(session, engine, second).cached_tokens > 24
+        session.rewind(13)
+        session.snapshot(tmp_path / "session")
+        expected = turn(session, engine, third)
+        assert expected.cached_tokens >= 32
+        assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
+    moved = pair._replace(drafter_path=shutil.copytree(pair.drafter_path, tmp_path / "moved"))
+    with open_speculating(moved.mode(), pair.path, **options) as engine:
+        session = engine.restore_session(tmp_path / "session")
+        with session:
+            again = turn(session, engine, third)
+            assert again.token_ids == expected.token_ids
+            assert again.cached_tokens == expected.cached_tokens
+    with (
+        open_speculating(pairs["dspark"].mode(), pair.path, **options) as engine,
+        pytest.raises(ValueError, match=r"(caches|drafter|dtype)=.*, the engine of "),
+    ):
+        engine.restore_session(tmp_path / "session")
+
+
+def test_a_prefix_of_another_prompt(pairs: dict[str, Pair]) -> None:
+    """Its drafter's blocks are those of the same tokens: not one token after them counts."""
+    pair, (shared, *tails) = pairs["dflash"], prompts_of(24, 6, 9)
+    options = SMALL | {"device": "cpu", "lookahead": 0, "prefix_caching": True}
+    with open_speculating(pair.mode(), pair.path, **options) as engine:
+        for index, tail in enumerate(tails):
+            request = engine.submit(shared + tail, greedy(6, **ENDLESS))
+            follow(pair, engine, [request])
+            assert request.cached_tokens == 24 * bool(index)
+
+
+# A fault that no token shows.
+
+
+def spoiled_draft(original: Any) -> Any:
+    def commit(tiles: Any, lanes: Any, drafts: Any, **options: Any) -> Any:
+        written = original(tiles, lanes, drafts, **options)
+        if options.get("index", 1):
+            drafts[:, 1:] = 7
+        return written
+
+    return commit
+
+
+def stale_context(original: Any) -> Any:
+    def keep(weights: Any, context: Any, slot: Any, *rest: Any) -> None:
+        original(weights, context, torch.full_like(slot, -1), *rest)
+
+    return keep
+
+
+def one_position_off(original: Any) -> Any:
+    def begin(*operands: Any, **options: Any) -> Any:
+        begun = original(*operands, **options)
+        begun.lanes.position.add_(1)
+        return begun
+
+    return begin
+
+
+def of_half_the_block(original: Any) -> Any:
+    def begin(*operands: Any, **options: Any) -> Any:
+        begun = original(*operands, **options)
+        begun.seen.sub_(2)
+        return begun
+
+    return begin
+
+
+FAULTS = {
+    "drafts": ("dflash", "commit_block_draft", spoiled_draft),
+    "drafts one by one": ("dspark", "commit_draft", spoiled_draft),
+    "no context": ("dflash", "keep_context", stale_context),
+    "positions": ("dflash", "begin_block_draft", one_position_off),
+    "half of a block": ("dspark", "begin_block_draft", of_half_the_block),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_no_plain_forward_s(
+    monkeypatch: pytest.MonkeyPatch, pairs: dict[str, Pair], known: list[list[int]], fault: str
+) -> None:
+    name, function, spoil = FAULTS[fault]
+    monkeypatch.setattr(block, function, spoil(getattr(block, function)))
+    with pytest.raises(AssertionError, match=r"draft \d of \[|layer=\d error="):
+        test_drafts_are_those_of_a_plain_forward(pairs, known, name, 2)
+
+
+# Tokens.
+
+
+@pytest.mark.parametrize("name", AGREEING)
+def test_tokens_are_those_without(device: str, pairs: dict[str, Pair], name: str) -> None:
+    """Greedy ones and sampled ones, of more requests than slots, that end inside drafts."""
+    pair, jobs = pairs[f"{name}-agrees"], random_jobs(VOCAB - 1)
+    options = SMALL | {"device": device}
+    with open_plain(pair.path, **options) as engine:
+        expected = outcomes(engine, jobs)
+    with open_speculating(pair.mode(), pair.path, **options) as engine:
+        assert outcomes(engine, jobs) == expected
+        rate = engine.acceptance.accepted / engine.acceptance.proposed
+        assert (0.08 if name == "dflash" else 0.25) < rate < 1, f"{rate=}"
+
+
+def test_a_stop_inside_drafts(pairs: dict[str, Pair], known: list[list[int]]) -> None:
+    pair, prompt = pairs["dspark-agrees"], prompts_of(21, 1, 6)[0]
+    with open_speculating(pair.mode(), pair.path, **SMALL, device="cpu") as engine:
+        for index, token in enumerate(known[0]):
+            if token in known[0][:index]:
+                continue
+            params = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[token])
+            (result,) = engine.generate([prompt], [params])
+            assert list(result.token_ids) == known[0][: index + 1]
+        assert engine.acceptance.accepted > 0
+
+
+def test_one_row_of_few_lanes(pairs: dict[str, Pair]) -> None:
+    """Of the family `fma`, which a row with a draft is."""
+    pair, options = pairs["dspark-agrees"], SMALL | {"max_batch": 1, "device": "cpu"}
+    tokens = []
+    for mode in (None, pair.mode(1)):
+        with open_engine(pair.path, **options, row_family="fma", speculative=mode) as engine:
+            results = engine.generate(prompts_of(21, 4), [greedy(20), sampled(20, seed=3)])
+            tokens.append([result.token_ids for result in results])
+    assert tokens[0] == tokens[1] and engine.acceptance.accepted > 0
+
+
+# What it holds and launches.
+
+
+def test_what_it_holds_is_in_the_budget(pairs: dict[str, Pair]) -> None:
+    for name in SHAPES:
+        pair = pairs[name]
+        with open_speculating(pair.mode(), pair.path, **SMALL, device="cpu") as engine:
+            lines = {line.name: line.bytes for line in engine.memory.budget.lines}
+            stored = load_file(pair.drafter_path / "model.safetensors")
+            read = [tensor for key, tensor in stored.items() if "confidence" not in key]
+            assert lines["drafter's weights"] == sum(tensor.nbytes for tensor in read)
+            drafter = engine.core.drafter
+            (streams,) = fields = drafter.fields(FieldSizes(3, 96, 16, torch.float32))
+            assert streams.shape == (16, len(pair.shape.layers) * SIZES["hidden_size"])
+            assert lines["drafter's state"] == sum(field.nbytes for field in fields)
+            assert engine.core.description["speculative"] == describe(pair.mode())
+            assert engine.runtime.caches[1][0].shape[0] == len(pair.shape.windows)
+            assert drafter.needs.reserve == pair.shape.width(K)
+        # A step's lanes may be more than a chunk's.
+        assert drafter.fields(FieldSizes(9, 96, 16, torch.float32))[0].shape[0] == 9 * (1 + K)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_step_launches_no_kernel_that_copies(pairs: dict[str, Pair], name: str) -> None:
+    """The target's five kernels a layer, and the block's in the same graph."""
+    pair, options = pairs[name], SMALL | {"dtype": "bfloat16", "device": "cpu"}
+    with open_speculating(pair.mode(), pair.path, **options) as engine:
+        graphs = graph_kernels(engine)
+    names = [kernel.name.lstrip("_") for kernel in graphs[f"decode/3/k{K}/fast"]]
+    target, finish = 1 + 5 * LAYERS, 2
+    context = ["dot_kernel", "rms_norm_kernel", *["dot_kernel", "rope_append_kernel"] * 2]
+    layer = ["dot_kernel", "rope_append_kernel", "prefill_attention_kernel", *["dot_kernel"] * 3]
+    ends = ["dot_kernel", "commit_block_kernel"]
+    if name == "dspark":
+        ends = ["dot_kernel", *["markov_kernel", "commit_kernel"] * K]
+    assert names[target + finish :] == ["begin_block_kernel", *context, *layer * 2, *ends]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("name", AGREEING)
+def test_on_a_gpu_graphs_hold_kernels_alone(pairs: dict[str, Pair], name: str, pdl: bool) -> None:
+    pair, jobs = pairs[f"{name}-agrees"], random_jobs(VOCAB - 1)
+    options = SMALL | {"device": "cuda", "dtype": "bfloat16", "pdl": pdl}
+    with open_plain(pair.path, **options) as engine:
+        expected = outcomes(engine, jobs)
+    with open_speculating(pair.mode(), pair.path, **options) as engine:
+        assert outcomes(engine, jobs) == expected
+        assert engine.acceptance.accepted > 0
+        for key, graph in engine.runtime.graphs.items():
+            if key.kind != "prefill":
+                assert graph.report.node_kinds is not None
+                assert graph.report.node_kinds["kernel"] == graph.report.nodes, key
