@@ -50,6 +50,7 @@ from graphengine.models.dflash import (
 )
 from graphengine.models.linears import Linears, in_formats, linear_name
 from graphengine.models.quantised.schemes import HEAD
+from graphengine.models.states import all_lanes_reach
 from graphengine.models.tuning import choose_plans
 
 _STREAMS = "block_streams"
@@ -74,7 +75,11 @@ class BlockDrafter(Drafter):
         self._width = config.block_of(length)
         # A block begins one position after the last verified one.
         self.needs = DraftNeeds(
-            length=length, states=config.states, reserve=self._width, reads_streams=True
+            length=length,
+            states=config.states,
+            reserve=self._width,
+            wants_hidden=not all_lanes_reach(target.states, max(config.layers)),
+            reads_streams=True,
         )
 
     @property

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
+from checkpoints import hybrids
 from checkpoints.block_drafters import (
     BlockShape,
     PlainDrafter,
@@ -20,7 +26,7 @@ from checkpoints.block_drafters import (
     block_tensors,
 )
 from checkpoints.eagle3_heads import Tensors, streams_of, write_head
-from checkpoints.mtp_chains import SIZES, VOCAB
+from checkpoints.mtp_chains import SIZES, VOCAB, random_target
 from engines.small_engine import assert_idle, greedy, open_engine, run, sampled
 from engines.speculation import ENDLESS, open_plain, open_speculating, outcomes, random_jobs
 from graphengine import DFlash, Engine, Request, SamplingParams
@@ -87,7 +93,8 @@ def pair_of(folder: Path, target: Any, path: Path, shape: BlockShape, agrees: bo
     embedding = target.get_input_embeddings().weight.detach()
     make = agreeing_tensors if agrees else block_tensors
     tensors = make(shape, embedding, target.lm_head.weight.detach())
-    written = write_head(folder, block_config(shape, embedding, LAYERS), tensors)
+    layers = target.config.num_hidden_layers
+    written = write_head(folder, block_config(shape, embedding, layers), tensors)
     return Pair(target, path, shape, tensors, written)
 
 
@@ -451,6 +458,51 @@ def test_a_step_launches_no_kernel_that_copies(pairs: dict[str, Pair], name: str
     if name == "dspark":
         ends = ["dot_kernel", *["markov_kernel", "commit_kernel"] * K]
     assert names[target + finish :] == ["begin_block_kernel", *context, *layer * 2, *ends]
+
+
+# Targets of other kinds.
+
+
+def granite() -> Any:
+    torch.manual_seed(2)
+    return hybrids.MODELS["granite"]().eval()
+
+
+def nemotron() -> Any:
+    torch.manual_seed(2)
+    return hybrids.MODELS["nemotron"]().eval()
+
+
+def gemma3() -> Any:
+    sizes = SIZES | {"sliding_window": 5, "sliding_window_pattern": 2, "pad_token_id": 0}
+    torch.manual_seed(2)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).eval()
+
+
+TARGETS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "qwen3-windows": (lambda: random_target("qwen3-windows"), (0,)),
+    "qwen3.5": (lambda: random_target("qwen3.5"), (0,)),
+    "deepseek-v3": (lambda: random_target("deepseek-v3"), (0,)),
+    # Its embedding is scaled, and the drafter's is not.
+    "gemma3": (gemma3, (0,)),
+    # Its stream stands for a part of what it is.
+    "granite": (granite, (0, 2)),
+    # The last of its layers keep nothing.
+    "nemotron": (nemotron, (4, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_targets_of_other_kinds(tmp_path: Path, kind: str) -> None:
+    """What their streams leave, in prefill and in decode, and after drafts were refused."""
+    make, layers = TARGETS[kind]
+    target, path = make(), tmp_path / "target"
+    target.save_pretrained(path)
+    shape = BlockShape(layers=layers, windows=(0,), dspark=True, rank=8)
+    pair = pair_of(tmp_path / "block", target, path, shape)
+    with open_speculating(pair.mode(), pair.path, **SMALL, device="cpu", lookahead=0) as engine:
+        requests = [engine.submit(prompt, greedy(9, **ENDLESS)) for prompt in prompts_of(21, 2)]
+        follow(pair, engine, requests)
 
 
 @pytest.mark.gpu
