@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttentio
 from graphengine.models.blocks.streams import chunk_product
 from graphengine.models.contract import (
     DecodeLaunch,
+    ModelConfig,
     PrefillLaunch,
     StoredLinear,
     StoredWeights,
@@ -43,8 +45,22 @@ from graphengine.models.contract import (
 )
 from graphengine.models.decoder import DecoderConfig, allocate_layer, layer_prefix
 from graphengine.models.decoder_layer import LayerWeights, decode_feed_forward
+from graphengine.models.hybrid import HybridConfig
 from graphengine.models.linears import Linear, Linears
 from graphengine.models.states import LayerStates
+
+USUAL_LAYERS = 5
+"""Of a published drafter, and of its target that it reads."""
+
+
+def usual_layers(target: ModelConfig) -> tuple[int, ...]:
+    """Those that z-lab's and DeepSpec's drafters read, evenly from 1 to n - 3 of n layers; of few
+    layers those that come nearest, without the last.
+    """
+    count = target.num_layers
+    spread = (count - 4) / (USUAL_LAYERS - 1)
+    numbers = (round(1 + spread * index) for index in range(USUAL_LAYERS))
+    return tuple(sorted({min(max(number, 0), count - 2) for number in numbers}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +89,41 @@ class DFlashConfig:
     rank: int = 0
     embedding_rows: int = 0
     own_head: bool = False
+
+    @classmethod
+    def of_target(cls, target: ModelConfig, block: int, *, rank: int = 0) -> Self:
+        """A drafter as those of Qwen3-8B are published: layers of the target's sizes, which read as
+        many of its layers; with a rank it is DSpark's. It shares the target's embedding and head.
+
+        ValueError for a target whose layers have no drafter of their own.
+        """
+        attending = target.attending_decoder() if isinstance(target, HybridConfig) else target
+        if not isinstance(attending, DecoderConfig) or attending.latent is not None:
+            raise ValueError(f"no block drafter has the sizes of a {target.architecture}")
+        decoder = DecoderConfig(
+            architecture="DFlash",
+            vocab_size=target.vocab_size,
+            hidden_size=attending.hidden_size,
+            ffn_size=attending.ffn_size,
+            num_layers=USUAL_LAYERS,
+            num_heads=attending.num_heads,
+            num_kv_heads=attending.num_kv_heads,
+            head_dim=attending.head_dim,
+            norm_eps=attending.norm_eps,
+            max_positions=attending.max_positions,
+            rope=attending.rope,
+            qk_norm=True,
+        )
+        return cls(
+            decoder=decoder,
+            causal=(False,) * USUAL_LAYERS,
+            layers=usual_layers(target),
+            target_width=target.hidden_size,
+            mask_token=target.vocab_size - 1,
+            trained_block=block,
+            from_newest=rank > 0,
+            rank=rank,
+        )
 
     @property
     def hidden_size(self) -> int:
