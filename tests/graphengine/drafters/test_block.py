@@ -227,8 +227,12 @@ def known(pairs: dict[str, Pair]) -> list[list[int]]:
         return [list(result.token_ids) for result in engine.generate(prompts_of(21, 1, 6), PARAMS)]
 
 
-@pytest.mark.parametrize("accepted", range(K + 1))
-@pytest.mark.parametrize("name", SHAPES)
+# Each number of drafts for the two that are published, and some for their kin.
+COUNTS = [(name, count) for name in ("dflash", "dspark") for count in range(K + 1)]
+COUNTS += [(name, count) for name in SHAPES for count in (0, 3) if (name, count) not in COUNTS]
+
+
+@pytest.mark.parametrize(("name", "accepted"), COUNTS)
 def test_drafts_are_those_of_a_plain_forward(
     pairs: dict[str, Pair], known: list[list[int]], name: str, accepted: int
 ) -> None:
@@ -284,22 +288,27 @@ def test_turns_rewinds_and_snapshots(pairs: dict[str, Pair], tmp_path: Path, kv_
     def turn(session: Any, engine: Engine, appended: list[int]) -> Request:
         session.append(appended)
         request = session.submit(greedy(14, **ENDLESS))
-        if kv_dtype == "auto":
+        if kv_dtype == "auto" and engine.config.speculative is not None:
             follow(pair, engine, [request])
         else:
             run(engine)
         return request
 
+    with open_plain(pair.path, **options) as engine, engine.session() as session:
+        plain = [turn(session, engine, each).token_ids for each in (first, second)]
+        session.rewind(13)
+        plain.append(turn(session, engine, third).token_ids)
     with (
         open_speculating(pair.mode(), pair.path, **options) as engine,
         engine.session() as session,
     ):
-        turn(session, engine, first)
-        assert turn(session, engine, second).cached_tokens > 24
+        turns = [turn(session, engine, each) for each in (first, second)]
+        assert turns[1].cached_tokens > 24
         session.rewind(13)
         session.snapshot(tmp_path / "session")
         expected = turn(session, engine, third)
         assert expected.cached_tokens >= 32
+        assert [each.token_ids for each in (*turns, expected)] == plain
         assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
     moved = pair._replace(drafter_path=shutil.copytree(pair.drafter_path, tmp_path / "moved"))
     with open_speculating(moved.mode(), pair.path, **options) as engine:
