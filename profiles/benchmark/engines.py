@@ -30,6 +30,7 @@ from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids
 from graphengine.opening.memory import plan_memory
 from graphengine.profiles.benchmark.shapes import (
+    SEED,
     Subject,
     fill_random,
     random_head,
@@ -124,9 +125,10 @@ def _random_engine(
     )
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
-        destinations = weights.named()
-        destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
-        fill_random(destinations, weights.linears() + drafter.linears())
+        fill_random(weights.named(), weights.linears())
+        # Apart, as a drafter may have names of the target's for tensors of its own.
+        drafts = drafter.allocate(memory.device, memory.dtype, config.family)
+        fill_random(drafts, drafter.linears(), seed=SEED + 1)
         if memory.device.type == "cuda":
             torch.cuda.synchronize(memory.device)
     progress(0, 0)

@@ -312,8 +312,9 @@ class ExpertsWeights:
         # The family `fma` takes pairs one by one, and is part of the bits.
         in_dot = gate_up_plan.family == down_plan.family == "dot"
         grouping = None
-        if in_dot and groups_pairs(len(slot), block.router.top_k, block.experts):
-            size = decode_block(len(slot), block.router.top_k, block.experts, _format(self.gate_up))
+        pairs = (len(slot), block.router.top_k, block.experts)
+        if in_dot and groups_pairs(*pairs, launch.tokens_per_row):
+            size = decode_block(*pairs, _format(self.gate_up))
             grouping = group_pairs(
                 routes.expert, slot, experts=block.experts, size=size, pdl=launch.pdl
             )

@@ -511,6 +511,7 @@ def test_plans_follow_from_the_weight_and_tiles_from_the_chunk():
     ]
     assert sizes == [16, 16, 16, 32, 64, 128]
     assert [groups_pairs(lanes, 8, 128) for lanes in (1, 4, 8, 64)] == [False, False, True, True]
+    assert groups_pairs(4, 8, 128, tokens_per_row=4) and not groups_pairs(2, 8, 128, 2)
     assert not groups_pairs(1, 4, 4)
 
 
