@@ -117,11 +117,9 @@ class BlockDrafter(Drafter):
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         self.weights = allocate_dflash_weights(self.config, device=str(device), dtype=dtype)
         self.plans, self.plan_sources = choose_plans(self._linears, dtype, family, device)
-        named = self.weights.named()
         if self.own_checkpoint is None:
-            # The target's layers have the same names.
-            return {f"block.{name}": tensor for name, tensor in named.items()}
-        self.own_checkpoint.load(named)
+            return self.weights.named()
+        self.own_checkpoint.load(self.weights.named())
         return {}
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
