@@ -74,7 +74,12 @@ from graphengine.kernels.draft.draft import (
     commit_draft,
     commit_draft_reference,
 )
-from graphengine.kernels.draft.markov import MarkovHead, markov_draft, markov_draft_reference
+from graphengine.kernels.draft.markov import (
+    MAX_RANK,
+    MarkovHead,
+    markov_draft,
+    markov_draft_reference,
+)
 from graphengine.kernels.draft.model_draft import (
     ModelDraft,
     advance_model_draft,
@@ -352,6 +357,7 @@ __all__ = [
     "MAX_LANES",
     "MAX_LATENT",
     "MAX_LOGPROBS",
+    "MAX_RANK",
     "MAX_ROTATED",
     "PACKED_COLUMNS",
     "PREFILL_ARRIVALS",

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from graphengine.checks import INT32_MAX
+from graphengine.kernels import MAX_RANK
 from graphengine.models import hf_config
 from graphengine.models.checkpoint import Checkpoint, some
 from graphengine.models.config_schema import Key, read_keys, unsupported
@@ -56,7 +57,7 @@ _KEYS = (
     Key("dflash_config", "object", default=None, null=True),
     Key("num_target_layers", "integer", (1, 1024), default=None, null=True),
     Key("is_causal", "flag", default=None, null=True),
-    Key("markov_rank", "integer", (0, 2**14), default=0, null=True),
+    Key("markov_rank", "integer", (0, MAX_RANK), default=0, null=True),
     Key("markov_head_type", "text", default="vanilla", null=True),
     Key("draft_vocab_size", "integer", (1, INT32_MAX), default=None, null=True),
 )

@@ -25,9 +25,11 @@ from graphengine.kernels.sample.candidates import SamplingTensors, check_paramet
 from graphengine.kernels.sample.sampling import best_of_tile, sample_tiles_reference
 from graphengine.kernels.step.state import DecodeLanes
 
-# Elements of w2 that a program holds, and the fewest and most logits that it makes.
+MAX_RANK = 1024
+
+# Elements of w2 that a program holds, and the most logits that it makes.
 _ELEMENTS = 16384
-_FEWEST, _MOST = 16, 128
+_MOST = 128
 
 
 class MarkovHead(NamedTuple):
@@ -75,7 +77,7 @@ def markov_draft(
         raise ValueError(f"lane {index} of {rows} blocks is not among the logits of {M} lanes")
     width = M // rows
     padded = triton.next_power_of_2(rank)
-    block = max(_FEWEST, min(_MOST, _ELEMENTS // padded))
+    block = min(_MOST, _ELEMENTS // padded)
     if not use_triton(logits_MV):
         tiles = markov_draft_reference(logits_MV, head, lanes, params, index=index, tile=block)
         return DraftTiles(*tiles)
@@ -143,6 +145,8 @@ def _check_head(head: MarkovHead, vocabulary: int) -> int:
             f"a head of w1 {w1.dtype} {list(w1.shape)} and w2 {w2.dtype} {list(w2.shape)} is none "
             f"of one rank for {vocabulary} tokens"
         )
+    if w1.shape[1] > MAX_RANK:
+        raise ValueError(f"a head of rank {w1.shape[1]}: at most {MAX_RANK}")
     return w1.shape[1]
 
 

@@ -221,6 +221,7 @@ WRONG: dict[str, tuple[BlockShape, Change, str]] = {
     ),
     "a draft vocabulary": (DSPARK, saying(draft_vocab_size=50), r"and draft_vocab_size=50, the"),
     "a block of one": (DFLASH, saying(block_size=1), r"block_size=1: a block of the newest token"),
+    "a rank beyond": (DSPARK, saying(markov_rank=1025), r"markov_rank=1025"),
     "another kind of head": (
         DSPARK, saying(markov_head_type="gated"), r"markov_head_type='gated'.*'vanilla'"
     ),

@@ -183,6 +183,9 @@ def test_what_does_not_fit_is_refused() -> None:
         match=r"w1 torch.float32 \[40, 4\] and w2 torch.float32 \[40, 5\] is none of one",
     ):
         markov_draft(torch.zeros(2, V), head, lanes, params, index=0)
+    head = MarkovHead(torch.zeros(V, 1025), torch.zeros(V, 1025))
+    with pytest.raises(ValueError, match="a head of rank 1025: at most 1024"):
+        markov_draft(torch.zeros(2, V), head, lanes, params, index=0)
     head = MarkovHead(torch.zeros(V, 4), torch.zeros(V, 4))
     with pytest.raises(ValueError, match="lane 1 of 2 blocks is not among the logits of 2 lanes"):
         markov_draft(torch.zeros(2, V), head, lanes, params, index=1)
