@@ -6,14 +6,17 @@ z-lab/dflash's and deepseek-ai/DeepSpec's definitions.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoints.eagle3_heads import Tensors, rms
+from checkpoints.eagle3_heads import Tensors, rms, write_head
 
 HEAD_DIM, EPS, THETA, FFN, HEADS, KV_HEADS = 64, 1e-6, 50000.0, 44, 4, 2
 
@@ -147,6 +150,24 @@ def block_config(shape: BlockShape, embedding: Tensor, layers: int) -> dict[str,
         }  # fmt: skip
         return config | ({"markov_head_type": "vanilla"} if shape.rank else {})
     return config | {"block_size": shape.block, "dflash_config": of_block}
+
+
+def write_echo(folder: Path, target: Path) -> Path:
+    """A DSpark drafter of random weights for the checkpoint in `target`, which reads all of its
+    layers but the last. Its sequential head has each token follow itself, so that some of its
+    drafts are right.
+    """
+    tensors = load_file(target / "model.safetensors")
+    layers = json.loads((target / "config.json").read_text())["num_hidden_layers"]
+    embedding = tensors["model.embed_tokens.weight"].float()
+    lm_head = tensors.get("lm_head.weight", embedding).float()
+    shape = BlockShape(
+        layers=tuple(range(layers - 1)), windows=(0,), dspark=True, rank=64, mask=len(embedding) - 1
+    )
+    drafter = block_tensors(shape, embedding, lm_head)
+    drafter["lm_head.weight"] *= 0.1
+    drafter["markov_head.markov_w2.weight"] = drafter["markov_head.markov_w1.weight"]
+    return write_head(folder, block_config(shape, embedding, layers), drafter)
 
 
 @dataclass

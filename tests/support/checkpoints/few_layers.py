@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from checkpoints.block_drafters import BlockShape, block_config, block_tensors
+from checkpoints.block_drafters import write_echo
 from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
 from graphengine.demo import checkpoint_path
 
@@ -20,8 +20,6 @@ LAYERS = (0, 1, 6)
 """Of the demo. With the last one its text repeats itself less than with the first three alone."""
 HEAD_LAYERS = (0, 2)
 """Of these, those whose streams the head of `eagle3_head` reads."""
-BLOCK_LAYERS = (0, 1)
-"""And those that `block_drafter` reads."""
 
 
 @functools.cache
@@ -67,17 +65,7 @@ def eagle3_head() -> Path:
 
 @functools.cache
 def block_drafter() -> Path:
-    """The folder of a DSpark drafter for it, of random weights, which reads `BLOCK_LAYERS`. Its
-    sequential head has each token follow itself, so that some drafts are right.
-    """
+    """The folder of a block drafter for it: `write_echo`'s."""
     holder = tempfile.TemporaryDirectory(prefix="block-drafter-")
     _holders.append(holder)
-    tensors = load_file(few_layers() / "model.safetensors")
-    embedding = tensors["model.embed_tokens.weight"].float()
-    shape = BlockShape(
-        layers=BLOCK_LAYERS, windows=(0,), dspark=True, rank=64, mask=len(embedding) - 1
-    )
-    drafter = block_tensors(shape, embedding, embedding)
-    drafter["lm_head.weight"] *= 0.1
-    drafter["markov_head.markov_w2.weight"] = drafter["markov_head.markov_w1.weight"]
-    return write_head(Path(holder.name), block_config(shape, embedding, len(LAYERS)), drafter)
+    return write_echo(Path(holder.name), few_layers())
