@@ -13,6 +13,7 @@ from torch import Tensor
 from graphengine.config import EngineConfig
 from graphengine.draft_trees import StaticTree
 from graphengine.drafters.base import Drafter
+from graphengine.drafters.block import BlockDrafter
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
@@ -29,6 +30,7 @@ from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig
+from graphengine.models.dflash_reading import read_dflash
 from graphengine.models.eagle3_reading import read_eagle3
 from graphengine.models.linears import WeightForms
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
@@ -41,6 +43,7 @@ from graphengine.models.stored import read_eos_ids, read_model
 from graphengine.paths import expand_user
 from graphengine.speculative import (
     MTP,
+    DFlash,
     DraftModel,
     DraftVocabulary,
     Eagle3,
@@ -219,6 +222,17 @@ def _eagle3(options: Eagle3, target: Target) -> Drafter:
     return eagle(Eagle3Module(read, checkpoint, target.model), options.k)
 
 
+def _dflash(options: DFlash, target: Target) -> Drafter:
+    checkpoint = Checkpoint.open(options.path)
+    read = read_dflash(checkpoint, target.model, options.layers)
+    if options.k > read.most_drafts:
+        raise ValueError(
+            f"k={options.k} drafts a step, and {checkpoint.path} is trained for blocks of "
+            f"{read.trained_block} tokens, which draft {read.most_drafts}"
+        )
+    return BlockDrafter(read, checkpoint, target.model, options.k)
+
+
 def _token_ids(checkpoint: Checkpoint) -> object:
     """The tokens of `tokenizer.json` with their ids; None where there is none."""
     if not checkpoint.has_tokenizer:
@@ -254,6 +268,7 @@ MAKERS: dict[type[Mode], Maker] = {
     NGram: _ngram,
     DraftModel: _draft_model,
     Eagle3: _eagle3,
+    DFlash: _dflash,
     UserProvided: _user,
     SaveHiddenStates: _hidden_states,
 }

@@ -24,7 +24,7 @@ from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
-from graphengine.speculative import MTP, DraftModel, Eagle3
+from graphengine.speculative import MTP, DFlash, DraftModel, Eagle3
 
 PROMPT = "def fib(n):"
 
@@ -135,6 +135,10 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
         (
             {"speculative": DraftModel(path="none", k=1)},
             r"speculative=DraftModel\(.*\) is for an engine of one rank",
+        ),
+        (
+            {"speculative": DFlash(path="none", k=1)},
+            r"speculative=DFlash\(.*\) is for an engine of one rank, not for tensor_parallel=2",
         ),
         (
             {"speculative": Eagle3(path="none", k=1)},
