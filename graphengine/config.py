@@ -465,7 +465,6 @@ class EngineConfig:
             "quantize": self.quantize is not None,
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
-            "record_routing": self.record_routing,
             "speculative": mode is not None and (has_tree or not isinstance(mode, drafters)),
         }
         for name, is_asked in alone.items():

@@ -39,6 +39,7 @@ from graphengine.opening.allocation import (
 from graphengine.opening.memory import MemoryPlan
 from graphengine.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
+from graphengine.requests.request import Request
 from graphengine.requests.result import TokenLogprobs
 
 
@@ -173,6 +174,10 @@ class Runtime:
     def load(self, updates: Mapping[str, Any]) -> list[Copied]:
         """Copy host-owned fields that changed to the device: one staging block, one copy."""
         return self.buffers.load(updates, sequence=self.launched + 1, stream=self.stream)
+
+    def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
+        """Keep the experts that the slots' requests replay; the fields to load that say so."""
+        return {} if self.routing is None else self.routing.table.updates(slots)
 
     def swap(self, out: int, back: int) -> None:
         """Queue the copy of the first `out` of `swap_pairs` to the swap area, or `back` from it."""

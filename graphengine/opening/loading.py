@@ -104,7 +104,7 @@ def load_checkpoint(
         linears = weights.linears() + drafter.linears()
         if share != WHOLE:
             drafted = {} if drafter.weights is None else drafter.weights.stored()
-            checkpoint = cut_to(checkpoint, weights.stored() | drafted, share)
+            checkpoint = cut_to(checkpoint, weights.stored() | drafted, linears, share)
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
             read_kv_scales(checkpoint, weights, drafter)

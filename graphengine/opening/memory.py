@@ -289,9 +289,11 @@ def _plan(
         workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
     ranks = config.tensor_parallel
     if ranks > 1:
-        # The parts of all ranks: of a product in float32, or in `dtype` of a chunk; and their sum.
+        # The parts of all ranks, and their sum: of a product in float32, or in `dtype` of a chunk.
         widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
-        workspace += (ranks + 1) * widest_step * model.hidden_size
+        # Experts have shared ones' part beside their own.
+        held = 1 if weights.routed is None else 2
+        workspace += (ranks + held) * widest_step * model.hidden_size
         if on_gpu:
             budget.add("NCCL (estimate)", _NCCL_BYTES, where)
         link = LinkShape.of_loads(ranks - 1, load_bytes)

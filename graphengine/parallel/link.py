@@ -43,6 +43,7 @@ class Kind(IntEnum):
     """What a rank is to do, and the command's numbers.
 
     LOAD    (group, start, stop, sequence, acknowledged): `StaticBuffers.repeat`; data are the bytes
+    ROUTES  (slot, start): `RouteTable.put`; data are the ids
     SWAP    (out, back): `Runtime.swap`
     REPLAY  (index): that graph of the plan's
     TELL    (): put what is equal on all ranks into the text
@@ -54,6 +55,7 @@ class Kind(IntEnum):
     REPLAY = 3
     TELL = 4
     CLOSE = 5
+    ROUTES = 6
 
 
 class Command(NamedTuple):

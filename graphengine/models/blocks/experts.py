@@ -1,7 +1,9 @@
 """A mixture of experts: each token's feed-forward is the weighted sum of a few of many SwiGLUs.
 
 Decode runs the router with its product, and two kernels over the chosen experts, and one between
-them where pairs of lane and expert are grouped; a chunk of a prompt always groups them.
+them where pairs of lane and expert are grouped; a chunk of a prompt always groups them. With
+several ranks each has a part of every expert's width, and the router, by which all choose alike:
+so one sum of ranks has the chosen experts and the shared ones.
 
 Letters: N lanes, H hidden, F ffn width of an expert, E experts, k of a lane, P = N * k pairs.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +21,20 @@ from graphengine.kernels import (
     AnyWeight,
     ClampedSwiglu,
     DecodeLanes,
+    Grouping,
     PackedExperts,
     PackedForm,
     ProductTile,
     Residual,
     Router,
+    Routes,
     WeightFormat,
     add_rms_norm,
+    add_to_residual,
     chunk_tile,
     decode_block,
     empty_experts,
+    expert_part,
     expert_residual,
     expert_sum,
     expert_swiglu,
@@ -38,7 +45,7 @@ from graphengine.kernels import (
 )
 from graphengine.models.blocks.streams import PrefillScratch, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
-from graphengine.models.contract import DecodeLaunch, Reduce, Stack, StoredLinear, Weight
+from graphengine.models.contract import DecodeLaunch, Reduce, Share, Stack, StoredLinear, Weight
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.routing import layer_ids, tell_routes
 
@@ -76,11 +83,14 @@ class Experts:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step, without the router; all experts have one shape, and one plan."""
+        """In the order of a step, without the router; all experts have one shape, and one plan.
+
+        Ranks split the width of each expert, and that of the shared ones; each has all routers.
+        """
         hidden, ffn, count = self.hidden_size, self.ffn_size, self.experts
         of_experts = {
-            "expert_gate_up": Linear("swiglu", 2 * ffn, hidden, experts=count),
-            "expert_down": Linear("residual", hidden, ffn, experts=count),
+            "expert_gate_up": Linear("swiglu", 2 * ffn, hidden, shard="rows", experts=count),
+            "expert_down": Linear("residual", hidden, ffn, shard="columns", experts=count),
         }
         if self.shared is None:
             return of_experts
@@ -165,6 +175,14 @@ class Experts:
         )
 
 
+class Chosen(NamedTuple):
+    """What the lanes' chosen experts have made of the stream, which down multiplies: `[P, F]`."""
+
+    gated: Tensor
+    routes: Routes
+    grouping: Grouping | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsWeights:
     """The block's weights: the router's `[E, H]`, and `[gate F | up F]` and down of each expert.
@@ -205,11 +223,14 @@ class ExpertsWeights:
                     up_weight,
                     ((gate_up, 2 * ffn),),
                     swiglu=True,
+                    axis=0,
                     order=order,
                     expert=True,
                     stack=stack,
                 ),
-                StoredLinear(down_weight, ((down, block.hidden_size),), expert=True, stack=stack),
+                StoredLinear(
+                    down_weight, ((down, block.hidden_size),), axis=1, expert=True, stack=stack
+                ),
             ]
         return found
 
@@ -249,15 +270,15 @@ class ExpertsWeights:
         if isinstance(self.gate_up, Tensor):
             pairs = self.gate_up.view(experts, 2, -1, self.block.hidden_size)
             # As the tensors of a checkpoint: [E, H, F, 2] is its [E, H, 2F].
-            names[gate_up] = Weight(pairs.permute(0, 3, 2, 1))
+            names[gate_up] = Weight(pairs.permute(0, 3, 2, 1), 2)
         if isinstance(self.down, Tensor):
-            names[down] = Weight(self.down.transpose(1, 2))
+            names[down] = Weight(self.down.transpose(1, 2), 1)
         if self.gate_bias is not None:
             assert self.gate_up_bias is not None and self.down_bias is not None
             names |= {
                 "router.bias": Weight(self.gate_bias),
                 "experts.gate_up_proj_bias": Weight(
-                    self.gate_up_bias.view(experts, 2, -1).transpose(1, 2)
+                    self.gate_up_bias.view(experts, 2, -1).transpose(1, 2), 1
                 ),
                 "experts.down_proj_bias": Weight(self.down_bias),
             }
@@ -287,7 +308,6 @@ class ExpertsWeights:
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares.
         """
-        _check_one_rank(launch.reduce)
         block, slot = self.block, row.slot
         # The sum of the chosen experts overwrites what all of these read.
         shared = None if self.shared is None else self.shared.gate(row, residual, launch)
@@ -330,22 +350,62 @@ class ExpertsWeights:
             grouping=grouping,
             pdl=launch.pdl,
         )
+        chosen = Chosen(gated, routes, grouping)
+        if launch.reduce is None:
+            return self._add(chosen, shared, row, residual, next_norm, launch)
+        whole = launch.reduce(self._part(chosen, shared, row, launch))
+        return add_to_residual(whole, slot, residual, next_norm, pdl=launch.pdl)
+
+    def _add(
+        self,
+        chosen: Chosen,
+        shared: Tensor | None,
+        row: DecodeLanes,
+        residual: Residual,
+        next_norm: Tensor,
+        launch: DecodeLaunch,
+    ) -> Residual:
+        """`residual` plus what down makes of the chosen experts, and of the `shared` ones."""
         residual = expert_residual(
-            gated,
+            chosen.gated,
             self.down,
-            slot,
-            routes,
+            row.slot,
+            chosen.routes,
             residual,
             next_norm,
-            plan=down_plan,
+            plan=launch.plan("expert_down", self.down),
             arrivals=launch.arrivals,
             bias_EH=self.down_bias,
-            grouping=grouping,
+            grouping=chosen.grouping,
             pdl=launch.pdl,
         )
         if self.shared is None or shared is None:
             return residual
         return self.shared.add(shared, row, residual, next_norm, launch)
+
+    def _part(
+        self, chosen: Chosen, shared: Tensor | None, row: DecodeLanes, launch: DecodeLaunch
+    ) -> Tensor:
+        """Float32 `[N, H]`: what this rank has of all that is added to the stream."""
+        part = expert_part(
+            chosen.gated,
+            self.down,
+            row.slot,
+            chosen.routes,
+            plan=launch.plan("expert_down", self.down),
+            arrivals=launch.arrivals,
+            bias_EH=self._own_bias(launch.share),
+            grouping=chosen.grouping,
+            pdl=launch.pdl,
+        )
+        if self.shared is not None and shared is not None:
+            # One sum of ranks for both.
+            part += self.shared.part(shared, row, launch)
+        return part
+
+    def _own_bias(self, share: Share) -> Tensor | None:
+        """Of down: the first rank adds those of the chosen experts, weighted, for all."""
+        return self.down_bias if share.rank == 0 else None
 
     def prefill(
         self, stream: Tensor, next_norm: Tensor, slot: Tensor, scratch: PrefillScratch
@@ -354,7 +414,6 @@ class ExpertsWeights:
 
         `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`.
         """
-        _check_one_rank(scratch.launch.reduce)
         block, h, pdl = self.block, scratch.h, scratch.launch.pdl
         experts, top_k, ffn = block.experts, block.router.top_k, block.ffn_size
         lanes, hidden = h.shape
@@ -395,13 +454,13 @@ class ExpertsWeights:
             routes,
             tile=down_tile,
             grouping=grouping,
-            bias_EH=self.down_bias,
+            bias_EH=self._own_bias(scratch.launch.share),
             products=scratch.take(top_k * hidden, after=top_k * ffn).view(-1, hidden),
             out=h,
             pdl=pdl,
         )
         eps = block.norm_eps
-        for y in (summed,) if shared is None else (summed, shared):
+        for y in _summands(summed, shared, scratch.launch.reduce):
             add_rms_norm(stream, y, next_norm, slot, eps=eps, out_dtype=h.dtype, out=h, pdl=pdl)
 
     def _chunk_tiles(self, lanes: int, dtype: torch.dtype) -> tuple[ProductTile, ProductTile]:
@@ -463,6 +522,8 @@ def _router_logits(h_NH: Tensor, gate_EH: Tensor) -> Tensor:
     return torch.mm(h_NH.float(), gate_EH.float().t())
 
 
-def _check_one_rank(reduce: Reduce | None) -> None:
-    if reduce is not None:
-        raise ValueError("the experts of a layer are not split among ranks")
+def _summands(routed: Tensor, shared: Tensor | None, reduce: Reduce | None) -> tuple[Tensor, ...]:
+    """What is added to the stream of a chunk; with several ranks, the sum of all of theirs."""
+    if reduce is None:
+        return (routed,) if shared is None else (routed, shared)
+    return (reduce(routed if shared is None else routed.add_(shared)),)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from checkpoints.toy_family import CONFIG as TOY
 from checkpoints.toy_family import read_config
-from graphengine.kernels import RopeConfig
+from graphengine.kernels import RopeConfig, Router
+from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, ModelWeights, Share
 from graphengine.models.decoder import DecoderConfig
@@ -20,6 +22,7 @@ from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.ranks import cut_to, of_rank
 
+EXPERTS = Experts(hidden_size=6, ffn_size=4, experts=3, router=Router(top_k=2), norm_eps=1e-5)
 CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=10,
@@ -70,7 +73,9 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
     parts: list[dict[str, Tensor]] = []
     for rank in range(ranks):
         weights = config.allocate(device="cpu", dtype=torch.float32)
-        assert not cut_to(checkpoint, weights.stored(), Share(rank, ranks)).load(weights.named())
+        assert not cut_to(checkpoint, weights.stored(), [], Share(rank, ranks)).load(
+            weights.named()
+        )
         parts.append(weights.named())
         assert ranks == 1 or weights.nbytes < meta(CONFIG).nbytes
     for name, whole in tensors.items():
@@ -102,8 +107,24 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
         (
             read_config(TOY, "Toy"),
             2,
-            "tensor_parallel=2 is for models whose layers all have grouped-query attention and "
-            "one dense feed-forward, which this Toy has not",
+            "tensor_parallel=2 is for models whose layers all have attention and a feed-forward, "
+            "which this Toy has not",
+        ),
+        (
+            replace(CONFIG, experts=replace(EXPERTS, ffn_size=10), expert_layers=(1,)),
+            4,
+            "tensor_parallel=4 does not divide the 10 ffn columns of an expert",
+        ),
+        (
+            replace(
+                CONFIG,
+                experts=replace(
+                    EXPERTS, shared=Swiglu(hidden_size=6, ffn_size=6, norm_eps=1e-5, role="s")
+                ),
+                expert_layers=(1,),
+            ),
+            4,
+            "tensor_parallel=4 does not divide the 6 ffn columns of the shared experts",
         ),
         (
             packed(CONFIG),
@@ -112,7 +133,7 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
             r"packed, model\.layers\.0\.self_attn\.q_proj in int8-1x0",
         ),
     ],
-    ids=["heads", "ffn", "kv heads", "family", "packed"],
+    ids=["heads", "ffn", "kv heads", "family", "experts", "shared experts", "packed"],
 )
 def test_models_that_ranks_cannot_split(config: ModelConfig, ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

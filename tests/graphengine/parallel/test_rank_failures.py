@@ -131,7 +131,6 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
         ({"quantize": "int8"}, "quantize='int8' is for an engine of one rank, not for tensor_para"),
         ({"kv_dtype": "fp8"}, "kv_dtype='fp8' is for an engine of one rank"),
         ({"max_prefill_ms_per_step": 5.0}, "max_prefill_ms_per_step=5.0 is for an engine of one"),
-        ({"record_routing": True}, "record_routing=True is for an engine of one rank"),
         (
             {"speculative": DraftModel(path="none", k=1)},
             r"speculative=DraftModel\(.*\) is for an engine of one rank",
