@@ -107,9 +107,7 @@ class Runtime:
         except BaseException:
             self.close()
             raise
-        self.numerics_id = _numerics_id(
-            model, memory, held, self.prefill_cut, config.tensor_parallel
-        )
+        self.numerics_id = _numerics_id(model, memory, held, self.prefill_cut, config)
 
     def _capture(self, memory: MemoryPlan) -> None:
         """Compile, warm up and capture every graph, largest first, with padded rows only."""
@@ -327,10 +325,14 @@ def _bits(cache: Tensor) -> Tensor:
 
 
 def _numerics_id(
-    model: Model, memory: MemoryPlan, held: Allocation, prefill_cut: PrefillCut, ranks: int
+    model: Model,
+    memory: MemoryPlan,
+    held: Allocation,
+    prefill_cut: PrefillCut,
+    config: EngineConfig,
 ) -> str:
     """Hash of everything that the bits of an engine depend on."""
-    prefill = memory.prefill_ladder.sizes
+    prefill, ranks = memory.prefill_ladder.sizes, config.tensor_parallel
     # The usual cut follows from the buckets.
     usual = prefill_cut.steps == ((0, prefill[-1]),)
     fp8: dict[str, str] = {}
@@ -348,6 +350,7 @@ def _numerics_id(
             **({} if memory.activations is None else {"activations": memory.activations}),
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
             **({} if ranks == 1 else {"tensor_parallel": ranks}),
+            **({"expert_parallel": True} if config.expert_parallel else {}),
             **model.numerics(prefill),
         },
     )

@@ -1,10 +1,10 @@
 """Tensor parallelism: the part of a model that one of several ranks has.
 
-Ranks split heads and the width of feed-forwards, of each expert as well. A rank has all rows of its
-heads' queries, keys and values and of its gates and ups, and the columns of the products after
-them: a part of every sum, which `Reduce` completes. Embedding, norms, routers, latents and lm_head
-are on every rank. With fewer KV heads than ranks a KV head is on all ranks whose query heads share
-it.
+Ranks split heads and the width of feed-forwards: that of each expert, or they have whole experts. A
+rank has all rows of its heads' queries, keys and values and of its gates and ups, and the columns
+of the products after them: a part of every sum, which `Reduce` completes. Embedding, norms,
+routers, latents and lm_head are on every rank. With fewer KV heads than ranks a KV head is on all
+ranks whose query heads share it.
 The scheme is Megatron-LM's (Shoeybi et al., 2019).
 """
 
@@ -26,11 +26,14 @@ from graphengine.models.mtp import MtpConfig
 from graphengine.models.quantised.filling import STACKED_ENDS
 
 
-def of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
-    """The model with as many heads, and as wide feed-forwards, as each of `ranks` has.
+def of_rank(config: ModelConfig, share: Share, *, expert_parallel: bool = False) -> ModelConfig:
+    """The model with as many heads, and as wide feed-forwards, as one of the ranks has.
+
+    expert_parallel  whether ranks have whole experts in place of a part of each
 
     ValueError, with the numbers, for a model that these ranks cannot split.
     """
+    ranks = share.ranks
     if ranks == 1:
         return config
     if not isinstance(config, DecoderConfig):
@@ -38,25 +41,37 @@ def of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
             f"tensor_parallel={ranks} is for models whose layers all have attention and a "
             f"feed-forward, which this {config.architecture} has not"
         )
-    return _decoder(config, config.num_layers, ranks)
+    if expert_parallel and not config.expert_layers:
+        raise ValueError(
+            f"expert_parallel=True, but no layer of this {config.architecture} has experts"
+        )
+    return _decoder(config, config.num_layers, share, expert_parallel)
 
 
-def modules_of_rank(modules: MtpConfig, ranks: int) -> MtpConfig:
+def modules_of_rank(
+    modules: MtpConfig, share: Share, *, expert_parallel: bool = False
+) -> MtpConfig:
     """The draft modules whose layers are split as the model's; each rank has whole projections.
 
     ValueError as of `of_rank`.
     """
-    if ranks == 1:
+    if share.ranks == 1:
         return modules
-    return replace(modules, layer=_decoder(modules.layer, modules.modules, ranks))
+    layer = _decoder(modules.layer, modules.modules, share, expert_parallel)
+    return replace(modules, layer=layer)
 
 
-def _decoder(config: DecoderConfig, layers: int, ranks: int) -> DecoderConfig:
+def _decoder(
+    config: DecoderConfig, layers: int, share: Share, expert_parallel: bool
+) -> DecoderConfig:
     """A decoder, or draft modules with so many of its layers."""
-    split = replace(
-        config, **_attention(config, ranks), **_feed_forwards(config, range(layers), ranks)
-    )
-    _check_forms(split, ranks)
+    split = replace(config, **_attention(config, share.ranks))
+    if any(layer not in config.expert_layers for layer in range(layers)):
+        ffn = _share_of(config.ffn_size, "ffn columns", share.ranks)
+        split = replace(split, ffn_size=ffn)
+    if config.experts is not None and config.expert_layers:
+        split = replace(split, experts=_experts(config.experts, share, expert_parallel))
+    _check_forms(split, share.ranks)
     return split
 
 
@@ -77,23 +92,18 @@ def _latent(latent: LatentAttention, ranks: int) -> LatentAttention:
     return replace(latent, num_heads=_share_of(latent.num_heads, "attention heads", ranks))
 
 
-def _feed_forwards(config: DecoderConfig, layers: Sequence[int], ranks: int) -> dict[str, Any]:
-    """Of the kinds that some layer has."""
-    split: dict[str, Any] = {}
-    if any(layer not in config.expert_layers for layer in layers):
-        split["ffn_size"] = _share_of(config.ffn_size, "ffn columns", ranks)
-    if config.experts is not None and config.expert_layers:
-        split["experts"] = _experts(config.experts, ranks)
-    return split
-
-
-def _experts(experts: Experts, ranks: int) -> Experts:
-    ffn = _share_of(experts.ffn_size, "ffn columns of an expert", ranks)
+def _experts(experts: Experts, share: Share, expert_parallel: bool) -> Experts:
+    """A part of each, or some of them; of the shared ones a part."""
+    rank, ranks = share
     shared = experts.shared
     if shared is not None:
         width = _share_of(shared.ffn_size, "ffn columns of the shared experts", ranks)
         shared = replace(shared, ffn_size=width)
-    return replace(experts, ffn_size=ffn, shared=shared)
+    if expert_parallel:
+        count = _share_of(experts.experts, "experts of a layer", ranks)
+        return replace(experts, shared=shared, held=range(rank * count, (rank + 1) * count))
+    ffn = _share_of(experts.ffn_size, "ffn columns of an expert", ranks)
+    return replace(experts, shared=shared, ffn_size=ffn)
 
 
 def _share_of(count: int, what: str, ranks: int) -> int:
@@ -152,13 +162,15 @@ def cut_to(
 def _stacked_cuts(
     checkpoint: Checkpoint, linears: Sequence[StoredLinear], share: Share
 ) -> dict[str, Cut]:
-    """Of tensors `[experts, rows, groups of columns, ...]` with the codes and scales of all."""
+    """Of tensors `[experts, rows, groups of columns, ...]` with the codes and scales of all.
+
+    A rank has whole experts where what each of them has is not split.
+    """
     cuts: dict[str, Cut] = {}
     for linear in linears:
         if linear.stack is None or not isinstance(linear.weight, PackedWeight):
             continue
-        assert linear.axis is not None, f"{linear.parts=} of every rank"
-        (name, _), axis = linear.parts[0], 1 + linear.axis
+        (name, _), axis = linear.parts[0], 0 if linear.axis is None else 1 + linear.axis
         for end in STACKED_ENDS:
             whole = checkpoint.tensors[name + end].shape[axis]
             length = whole // share.ranks

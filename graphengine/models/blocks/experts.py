@@ -2,8 +2,8 @@
 
 Decode runs the router with its product, and two kernels over the chosen experts, and one between
 them where pairs of lane and expert are grouped; a chunk of a prompt always groups them. With
-several ranks each has a part of every expert's width, and the router, by which all choose alike:
-so one sum of ranks has the chosen experts and the shared ones.
+several ranks each has a part of every expert's width, or some experts, and the router, by which all
+choose alike: so one sum of ranks has the chosen experts and the shared ones.
 
 Letters: N lanes, H hidden, F ffn width of an expert, E experts, k of a lane, P = N * k pairs.
 """
@@ -62,6 +62,7 @@ class Experts:
 
     ffn_size   of each expert
     shared     a SwiGLU of every token, whose output is added after that of the chosen experts
+    held       those that this rank has as a whole; None: the width of all
     corrected  whether experts are chosen by scores with a correction
     bias       whether the router's product and those of the experts have biases
     clamped    the experts' in place of silu(gate) * up
@@ -76,6 +77,7 @@ class Experts:
     router: Router
     norm_eps: float
     shared: Swiglu | None = None
+    held: range | None = None
     corrected: bool = False
     bias: bool = False
     clamped: ClampedSwiglu | None = None
@@ -85,17 +87,36 @@ class Experts:
     def linears(self) -> Linears:
         """In the order of a step, without the router; all experts have one shape, and one plan.
 
-        Ranks split the width of each expert, and that of the shared ones; each has all routers.
+        Ranks split the width of each expert, or have whole ones; of the shared ones they split the
+        width. Each has all routers.
         """
-        hidden, ffn, count = self.hidden_size, self.ffn_size, self.experts
-        of_experts = {
-            "expert_gate_up": Linear("swiglu", 2 * ffn, hidden, shard="rows", experts=count),
-            "expert_down": Linear("residual", hidden, ffn, shard="columns", experts=count),
-        }
+        hidden, ffn, count = self.hidden_size, self.ffn_size, len(self.own)
+        gate_up = Linear("swiglu", 2 * ffn, hidden, experts=count)
+        down = Linear("residual", hidden, ffn, experts=count)
+        if self.held is None:
+            gate_up, down = gate_up._replace(shard="rows"), down._replace(shard="columns")
+        of_experts = {"expert_gate_up": gate_up, "expert_down": down}
         if self.shared is None:
             return of_experts
         (first, gate_up), (last, down) = self.shared.linears.items()
         return {first: gate_up, **of_experts, last: down}
+
+    @property
+    def own(self) -> range:
+        """The experts that weights are of."""
+        return range(self.experts) if self.held is None else self.held
+
+    def axis(self, split: int) -> int | None:
+        """The dimension along which ranks split a tensor of one expert; None: they do not."""
+        return split if self.held is None else None
+
+    def own_routes(self, routes: Routes) -> Routes:
+        """By the places of the weights; an expert that another rank has is past the last one."""
+        if self.held is None:
+            return routes
+        place = routes.expert - self.held.start
+        there = (place >= 0) & (place < len(self.held))
+        return routes._replace(expert=torch.where(there, place, len(self.held)))
 
     @property
     def first_linears(self) -> Mapping[str, str]:
@@ -104,7 +125,7 @@ class Experts:
         """
         shared = {} if self.shared is None else self.shared.first_linears
         names = {name: SHARED + first for name, first in shared.items()}
-        names["expert_gate_up"], names["expert_down"] = self.expert_names(0)
+        names["expert_gate_up"], names["expert_down"] = self.expert_names(self.own[0])
         return names
 
     def expert_names(self, index: int) -> tuple[str, str]:
@@ -146,13 +167,13 @@ class Experts:
 
         def of_all(names: Sequence[str], rows: int, columns: int, *, swiglu: bool) -> ExpertWeight:
             form = _same_form([prefix + name for name in names], forms)
-            shape = (self.experts, rows, columns)
+            shape = (len(self.own), rows, columns)
             if form is None:
                 return new(*shape)
             return empty_experts(form, shape, swiglu=swiglu, device=device)
 
         hidden, ffn = self.hidden_size, self.ffn_size
-        gates, downs = zip(*map(self.expert_names, range(self.experts)), strict=True)
+        gates, downs = zip(*map(self.expert_names, self.own), strict=True)
         return ExpertsWeights(
             block=self,
             prefix=prefix,
@@ -170,8 +191,8 @@ class Experts:
             gate_up=of_all(gates, 2 * ffn, hidden, swiglu=True),
             down=of_all(downs, hidden, ffn, swiglu=False),
             gate_bias=new(self.experts) if self.bias else None,
-            gate_up_bias=new(self.experts, 2 * ffn) if self.bias else None,
-            down_bias=new(self.experts, hidden) if self.bias else None,
+            gate_up_bias=new(len(self.own), 2 * ffn) if self.bias else None,
+            down_bias=new(len(self.own), hidden) if self.bias else None,
         )
 
 
@@ -215,37 +236,45 @@ class ExpertsWeights:
         # Rows of gates and ups alternate.
         order = torch.arange(2 * ffn).view(-1, 2).t().flatten()
         found = []
-        for index in range(block.experts):
-            stack = Stack(index, block.experts)
+        for index in range(len(block.own)):
+            stack = Stack(index, len(block.own))
             up_weight, down_weight = (_of_expert(w, index) for w in (self.gate_up, self.down))
             found += [
                 StoredLinear(
                     up_weight,
                     ((gate_up, 2 * ffn),),
                     swiglu=True,
-                    axis=0,
+                    axis=block.axis(0),
                     order=order,
                     expert=True,
                     stack=stack,
                 ),
                 StoredLinear(
-                    down_weight, ((down, block.hidden_size),), axis=1, expert=True, stack=stack
+                    down_weight,
+                    ((down, block.hidden_size),),
+                    axis=block.axis(1),
+                    expert=True,
+                    stack=stack,
                 ),
             ]
         return found
 
     def _expert_linears(self) -> list[StoredLinear]:
-        ffn, hidden = self.block.ffn_size, self.block.hidden_size
+        block, ffn, hidden = self.block, self.block.ffn_size, self.block.hidden_size
         found = []
-        for index in range(self.block.experts):
-            prefix = self.prefix + expert_prefix(index)
+        for index, expert in enumerate(block.own):
+            prefix = self.prefix + expert_prefix(expert)
             gate_up = ((f"{prefix}gate_proj", ffn), (f"{prefix}up_proj", ffn))
             down = ((f"{prefix}down_proj", hidden),)
             found += [
                 StoredLinear(
-                    _of_expert(self.gate_up, index), gate_up, swiglu=True, axis=0, expert=True
+                    _of_expert(self.gate_up, index),
+                    gate_up,
+                    swiglu=True,
+                    axis=block.axis(0),
+                    expert=True,
                 ),
-                StoredLinear(_of_expert(self.down, index), down, axis=1, expert=True),
+                StoredLinear(_of_expert(self.down, index), down, axis=block.axis(1), expert=True),
             ]
         return found
 
@@ -266,21 +295,24 @@ class ExpertsWeights:
         assert self.correction is None and self.shared is None
         names = {"router.weight": Weight(self.gate)}
         gate_up, down = self.block.expert_names(0)
-        experts = self.block.experts
+        experts = len(self.block.own)
+        # Ranks split the columns of a gate or of down, or the experts.
+        axes = (0, 0, 0, 0) if self.block.held is not None else (2, 1, 1, None)
+        gates, downs, gate_biases, down_biases = axes
         if isinstance(self.gate_up, Tensor):
             pairs = self.gate_up.view(experts, 2, -1, self.block.hidden_size)
             # As the tensors of a checkpoint: [E, H, F, 2] is its [E, H, 2F].
-            names[gate_up] = Weight(pairs.permute(0, 3, 2, 1), 2)
+            names[gate_up] = Weight(pairs.permute(0, 3, 2, 1), gates)
         if isinstance(self.down, Tensor):
-            names[down] = Weight(self.down.transpose(1, 2), 1)
+            names[down] = Weight(self.down.transpose(1, 2), downs)
         if self.gate_bias is not None:
             assert self.gate_up_bias is not None and self.down_bias is not None
             names |= {
                 "router.bias": Weight(self.gate_bias),
                 "experts.gate_up_proj_bias": Weight(
-                    self.gate_up_bias.view(experts, 2, -1).transpose(1, 2), 1
+                    self.gate_up_bias.view(experts, 2, -1).transpose(1, 2), gate_biases
                 ),
-                "experts.down_proj_bias": Weight(self.down_bias),
+                "experts.down_proj_bias": Weight(self.down_bias, down_biases),
             }
         return {self.prefix + name: weight for name, weight in names.items()}
 
@@ -327,16 +359,15 @@ class ExpertsWeights:
             pdl=launch.pdl,
         )
         tell_routes(routes, slot)
+        routes, experts = block.own_routes(routes), len(block.own)
         gate_up_plan = launch.plan("expert_gate_up", self.gate_up)
         down_plan = launch.plan("expert_down", self.down)
         # The family `fma` takes pairs one by one, and is part of the bits.
         in_dot = gate_up_plan.family == down_plan.family == "dot"
         grouping = None
-        if in_dot and groups_pairs(len(slot), block.router.top_k, block.experts):
-            size = decode_block(len(slot), block.router.top_k, block.experts, _format(self.gate_up))
-            grouping = group_pairs(
-                routes.expert, slot, experts=block.experts, size=size, pdl=launch.pdl
-            )
+        if in_dot and groups_pairs(len(slot), block.router.top_k, experts):
+            size = decode_block(len(slot), block.router.top_k, experts, _format(self.gate_up))
+            grouping = group_pairs(routes.expert, slot, experts=experts, size=size, pdl=launch.pdl)
         gated = expert_swiglu(
             residual.scaled,
             self.gate_up,
@@ -404,8 +435,10 @@ class ExpertsWeights:
         return part
 
     def _own_bias(self, share: Share) -> Tensor | None:
-        """Of down: the first rank adds those of the chosen experts, weighted, for all."""
-        return self.down_bias if share.rank == 0 else None
+        """Of down: the first rank adds those of the chosen experts, weighted, for all that have a
+        part of their width.
+        """
+        return self.down_bias if share.rank == 0 or self.block.held is not None else None
 
     def prefill(
         self, stream: Tensor, next_norm: Tensor, slot: Tensor, scratch: PrefillScratch
@@ -415,7 +448,7 @@ class ExpertsWeights:
         `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`.
         """
         block, h, pdl = self.block, scratch.h, scratch.launch.pdl
-        experts, top_k, ffn = block.experts, block.router.top_k, block.ffn_size
+        experts, top_k, ffn = len(block.own), block.router.top_k, block.ffn_size
         lanes, hidden = h.shape
         up_tile, down_tile = self._chunk_tiles(lanes, h.dtype)
         logits = _router_logits(h, self.gate)
@@ -431,6 +464,7 @@ class ExpertsWeights:
             expert_Nk=kept,
             pdl=pdl,
         )
+        routes = block.own_routes(routes)
         shared = None
         if self.shared is not None:
             shared = self._shared_chunk(slot, scratch)
@@ -467,7 +501,7 @@ class ExpertsWeights:
         """Of gates and ups, and of down; both take the pairs of one grouping."""
         block = self.block
         tiles = [
-            chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
+            chunk_tile(lanes, block.router.top_k, len(block.own), columns, dtype, _format(weight))
             for weight, columns in ((self.gate_up, block.hidden_size), (self.down, block.ffn_size))
         ]
         least = min(tile.lanes for tile in tiles)

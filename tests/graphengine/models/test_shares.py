@@ -69,7 +69,7 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
     """Each its own rows of queries, gates and ups and columns after them, and KV heads together."""
     tensors = rows_of(CONFIG)
     checkpoint = opened(tmp_path, tensors)
-    config, stored = of_rank(CONFIG, ranks), meta(CONFIG).stored()
+    config, stored = of_rank(CONFIG, Share(0, ranks)), meta(CONFIG).stored()
     parts: list[dict[str, Tensor]] = []
     for rank in range(ranks):
         weights = config.allocate(device="cpu", dtype=torch.float32)
@@ -137,4 +137,42 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
 )
 def test_models_that_ranks_cannot_split(config: ModelConfig, ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        of_rank(config, ranks)
+        of_rank(config, Share(0, ranks))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CONFIG, "expert_parallel=True, but no layer of this LlamaForCausalLM has experts"),
+        (
+            replace(CONFIG, experts=EXPERTS, expert_layers=(1,)),
+            "tensor_parallel=2 does not divide the 3 experts of a layer",
+        ),
+    ],
+)
+def test_experts_that_ranks_cannot_share(config: DecoderConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of_rank(config, Share(0, 2), expert_parallel=True)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_ranks_have_whole_experts(tmp_path: Path, stacked: bool) -> None:
+    experts = replace(EXPERTS, experts=4, stacked=stacked, bias=stacked)
+    config = replace(CONFIG, experts=experts, expert_layers=(0, 1))
+    tensors = rows_of(config)
+    checkpoint = opened(tmp_path, tensors)
+    whole = config.allocate(device="cpu", dtype=torch.float32)
+    assert not checkpoint.load(whole.named())
+    for rank in range(2):
+        share = Share(rank, 2)
+        weights = of_rank(config, share, expert_parallel=True).allocate(
+            device="cpu", dtype=torch.float32
+        )
+        cut = cut_to(checkpoint, weights.stored(), weights.linears(), share)
+        others = cut.load(weights.named())
+        assert len(others) == (0 if stacked else 2 * 2 * 3)
+        for layer, of_all in zip(weights.layers, whole.layers, strict=True):
+            for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+                part, every = getattr(layer.mlp, name), getattr(of_all.mlp, name)
+                assert (part is None) == (every is None)
+                assert part is None or torch.equal(part, every[2 * rank :][:2]), name

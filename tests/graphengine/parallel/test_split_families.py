@@ -45,7 +45,7 @@ def _deepseek_v2() -> PreTrainedModel:
 
 def _gpt_oss(**sizes: int) -> PreTrainedModel:
     config = GptOssConfig(
-        **SIZES, head_dim=64, num_attention_heads=4, num_key_value_heads=2, num_local_experts=5,
+        **SIZES, head_dim=64, num_attention_heads=4, num_key_value_heads=2, num_local_experts=6,
         num_experts_per_tok=3, sliding_window=11, **sizes,
     )  # fmt: skip
     return GptOssForCausalLM._from_config(config, experts_implementation="eager")
@@ -56,11 +56,11 @@ WRITTEN: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt-oss": lambda: _gpt_oss(hidden_size=72, intermediate_size=40),
 }
 FAMILIES = [
-    ("expert_checkpoints", "moe-some-layers", 2),
-    ("", "gpt-oss", 2),
-    ("", "deepseek-v2", 2),
-    ("latent_checkpoints", "latent-corrected", 4),
-    ("glm_checkpoints", "glm-norms-biases", 2),
+    ("expert_checkpoints", "moe-some-layers", 2, False),
+    ("", "gpt-oss", 2, True),
+    ("", "deepseek-v2", 2, False),
+    ("latent_checkpoints", "latent-corrected", 4, False),
+    ("glm_checkpoints", "glm-norms-biases", 2, True),
 ]
 
 
@@ -107,7 +107,7 @@ def assert_budget(engine: Engine, path: Path) -> None:
     assert planned == [weights.nbytes] == [sum(parts)]
 
 
-@pytest.mark.parametrize(("fixture", "name", "ranks"), FAMILIES)
+@pytest.mark.parametrize(("fixture", "name", "ranks", "expert_parallel"), FAMILIES)
 def test_families_are_those_of_transformers(
     request: pytest.FixtureRequest,
     write_model: Callable[..., Any],
@@ -116,39 +116,45 @@ def test_families_are_those_of_transformers(
     fixture: str,
     name: str,
     ranks: int,
+    expert_parallel: bool,
 ) -> None:
     if fixture:
         oracle = request.getfixturevalue(fixture)[name]
     else:
         oracle = write_model(WRITTEN[name], tmp_path, len(name))
-    prompts = oracle.prompts((3, 40))
-    with open_engine(oracle.path, ranks) as engine:
+    with open_engine(oracle.path, ranks, expert_parallel=expert_parallel) as engine:
         assert_budget(engine, oracle.path)
-        results = run_together(engine, prompts)
-        for result in results:
-            oracle.assert_greedy(result)
-        # The other ranks replay the sampler that has logits beside the driver's steps.
-        seen = eager(engine)
-        again = engine.generate(prompts[1], greedy(logprobs=0))
-        assert again.token_ids == results[1].token_ids
-        oracle.assert_logits(again, seen)
-        assert_equal_ranks(engine)
+        assert_replies(engine, oracle, oracle.prompts((3, 40)), eager)
+
+
+def assert_replies(
+    engine: Engine, oracle: Any, prompts: Sequence[list[int]], eager: Callable[[Engine], Any]
+) -> None:
+    """Tokens together, and logits alone, are those of transformers."""
+    results = run_together(engine, prompts)
+    for result in results:
+        oracle.assert_greedy(result)
+    # The other ranks replay the sampler that has logits beside the driver's steps.
+    seen = eager(engine)
+    again = engine.generate(prompts[1], greedy(logprobs=0))
+    assert again.token_ids == results[1].token_ids
+    oracle.assert_logits(again, seen)
+    assert_equal_ranks(engine)
 
 
 def test_pauses_and_rewinds_change_no_token(
-    write_model: Callable[..., Any], tmp_path: Path
+    write_model: Callable[..., Any],
+    tmp_path: Path,
+    eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
 ) -> None:
-    """Of windows, sinks and experts with biases."""
+    """Of windows, sinks and experts with biases, whose widths are split."""
     oracle = write_model(WRITTEN["gpt-oss"], tmp_path, 7)
-    prompts = oracle.prompts((3, 40, 17))
     pool = {"kv_blocks": 21, "swap_blocks": 80, "window_rings": False}
     with open_engine(oracle.path, 2, **pool) as engine:
-        alone = engine.generate(prompts[1], greedy())
-        together = run_together(engine, prompts)
-        assert engine.counters["pauses"] and engine.counters["resumes"]
-        assert together[1].token_ids == alone.token_ids
+        assert_budget(engine, oracle.path)
         assert_rewinds(engine, oracle)
-        assert_equal_ranks(engine)
+        assert_replies(engine, oracle, oracle.prompts((3, 40, 17)), eager)
+        assert engine.counters["pauses"] and engine.counters["resumes"]
 
 
 def packed_checkpoint(source: Path, target: Path) -> None:
@@ -216,7 +222,9 @@ def test_modules_with_experts_change_no_token(
     with open_engine(path, **other) as engine:
         expected = tokens_of(engine.generate(prompts, params))
         accepted = engine.acceptance.accepted
-    with open_engine(path, 2, speculative=mode) as engine:
+    # Modules of GLM, and its layers, have whole experts on each rank.
+    options = {"expert_parallel": kind == "glm4-moe"}
+    with open_engine(path, 2, speculative=mode, **options) as engine:
         assert tokens_of(engine.generate(prompts, params)) == expected
         assert engine.acceptance.accepted > 0
         assert accepted in (0, engine.acceptance.accepted)
