@@ -129,6 +129,7 @@ from graphengine.kernels.draft.vanilla import (
     new_draft_chain,
 )
 from graphengine.kernels.experts.experts import (
+    expert_part,
     expert_residual,
     expert_sum,
     expert_swiglu,
@@ -482,6 +483,7 @@ __all__ = [
     "embed_reference",
     "empty_experts",
     "empty_packed",
+    "expert_part",
     "expert_plan",
     "expert_residual",
     "expert_sum",

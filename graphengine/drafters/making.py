@@ -29,7 +29,7 @@ from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig
+from graphengine.models.contract import WHOLE, ModelConfig, Share
 from graphengine.models.dflash_reading import read_dflash
 from graphengine.models.eagle3_reading import read_eagle3
 from graphengine.models.linears import WeightForms
@@ -64,13 +64,18 @@ class Target(NamedTuple):
     config: EngineConfig
     checkpoint: Checkpoint
     model: ModelConfig
+    share: Share = WHOLE
 
 
 Maker = Callable[[Any, Target], Drafter]
 
 
-def make_drafter(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> Drafter:
+def make_drafter(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, share: Share = WHOLE
+) -> Drafter:
     """The drafter of `config.speculative` for the target in `checkpoint`, nothing allocated yet.
+
+    share  of the target, which `model` has the sizes of
 
     `NoDrafter` where the engine does not speculate. ValueError says why a mode does not fit.
     """
@@ -80,7 +85,7 @@ def make_drafter(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfi
     maker = MAKERS.get(type(mode))
     if maker is None:
         raise ValueError(f"speculative={mode!r}: no drafter is made of a {type(mode).__name__}")
-    drafter = maker(mode, Target(config, checkpoint, model))
+    drafter = maker(mode, Target(config, checkpoint, model, share))
     _check_agreement(mode, drafter.needs)
     return drafter
 
@@ -105,7 +110,11 @@ def _hidden_states(options: SaveHiddenStates, target: Target) -> Drafter:
 
 
 def _mtp(options: MTP, target: Target) -> Drafter:
-    mtp = modules_of_rank(read_mtp_config(target.checkpoint), target.config.tensor_parallel)
+    mtp = modules_of_rank(
+        read_mtp_config(target.checkpoint),
+        target.share,
+        expert_parallel=target.config.expert_parallel,
+    )
     mtp = beside_target(mtp, target.config, target.model)
     if options.style == "vanilla":
         _check_vanilla(options.k, mtp.modules, target.config.draft_rows)
@@ -187,7 +196,7 @@ def _check_vanilla(k: int, modules: int, rows: int) -> None:
 
 
 def _draft_model(options: DraftModel, target: Target) -> Drafter:
-    config, target_checkpoint, model = target
+    config, target_checkpoint, model, _ = target
     checkpoint = Checkpoint.open(options.path)
     draft = read_model(checkpoint)
     if draft.vocab_size != model.vocab_size:
