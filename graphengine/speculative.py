@@ -30,6 +30,7 @@ from graphengine.kernels import MAX_DRAFTS, MAX_LANES
 log = logging.getLogger(__name__)
 
 MAX_NGRAM = 16
+MAX_MATCH = 64
 _USUAL_DRAFTS = 3
 # Above so many live requests a step is better spent on them than on drafts.
 AUTO_MAX_LIVE = 32
@@ -190,6 +191,48 @@ class NGram(Mode):
 
 
 @dataclass(frozen=True, slots=True)
+class Suffix(Mode):
+    """Drafts are what followed the longest match of the request's last tokens, as many as it
+    supports: in the request's own text, which begins with the session's earlier turns, or a corpus.
+
+    Without a match nothing is drafted.
+
+    k          drafts a step, at most
+    factor     a match of n tokens supports factor * n drafts, rounded down, as in SuffixDecoding
+    max_match  tokens that are compared at most
+    corpus     a file that is searched, too, for all requests: a text in UTF-8, or the token ids
+               themselves, integers [C] as `numpy.save` writes them, where its name ends in `.npy`
+    """
+
+    k: int = 7
+    _: KW_ONLY
+    factor: float = 1.0
+    max_match: int = 32
+    corpus: PathName | None = None
+
+    def __post_init__(self) -> None:
+        check_drafts(self.k)
+        if not is_number(self.factor) or not (self.factor > 0 and is_finite(self.factor)):
+            raise ValueError(f"factor={self.factor!r} must be a finite number above 0")
+        if not is_int(self.max_match) or not 1 <= self.max_match <= MAX_MATCH:
+            raise ValueError(f"max_match={self.max_match!r} must be an integer in [1, {MAX_MATCH}]")
+        if self.factor * self.max_match < 1:
+            raise ValueError(
+                f"factor={self.factor} supports no draft of a match of max_match={self.max_match} "
+                f"tokens"
+            )
+        if self.corpus is not None:
+            _check_path("corpus", self.corpus)
+        keep_plain_numbers(self)
+
+    def describe(self) -> str:
+        parts = [f"suffix, k={self.k}, factor={self.factor:g}, max_match={self.max_match}"]
+        if self.corpus is not None:
+            parts.append(f"corpus {os.fspath(self.corpus)}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
 class DraftModel(Mode):
     """A smaller model with the same tokenizer drafts, with its own KV and in the same graph.
 
@@ -330,7 +373,15 @@ class Auto:
 
 Speculative = Mode | Auto
 
-MODES: tuple[type[Mode], ...] = (MTP, NGram, DraftModel, Eagle3, UserProvided, SaveHiddenStates)
+MODES: tuple[type[Mode], ...] = (
+    MTP,
+    NGram,
+    Suffix,
+    DraftModel,
+    Eagle3,
+    UserProvided,
+    SaveHiddenStates,
+)
 """All there are; `graphengine.drafters` makes a drafter of each."""
 
 

@@ -12,11 +12,12 @@ from graphengine.speculative import (
     Eagle3,
     NGram,
     Speculative,
+    Suffix,
 )
 
 GRAMMAR = (
-    "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], model:PATH[:K] or "
-    "eagle3:PATH[:K]"
+    "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], suffix[:K], "
+    "model:PATH[:K] or eagle3:PATH[:K]"
 )
 VOCABULARY_GRAMMAR = "TEXT:SIZE, a UTF-8 file and how many of its most frequent tokens to keep"
 
@@ -42,6 +43,8 @@ def parse_speculative(text: str) -> Speculative | None:
             numbers = [_number(value, text) for value in values]
             ngram = NGram(*numbers[:1])
             return replace(ngram, max_n=numbers[1]) if numbers[1:] else ngram
+        case "suffix", [] | [_]:
+            return Suffix(*(_number(value, text) for value in values))
         case "model" | "eagle3", [_, *_] if any(values):
             mode = DraftModel if name == "model" else Eagle3
             *path, last = values

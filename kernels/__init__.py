@@ -87,6 +87,11 @@ from graphengine.kernels.draft.relaxed_acceptance import (
     update_relaxed_delta,
     update_relaxed_delta_reference,
 )
+from graphengine.kernels.draft.suffix import (
+    MAX_CORPUS,
+    suffix_propose,
+    suffix_propose_reference,
+)
 from graphengine.kernels.draft.top_drafts import (
     MAX_CHILDREN,
     TopDrafts,
@@ -339,6 +344,7 @@ __all__ = [
     "LATENT_TILE",
     "LENGTH",
     "MAX_CHILDREN",
+    "MAX_CORPUS",
     "MAX_DRAFTS",
     "MAX_EXPERTS",
     "MAX_LANES",
@@ -567,6 +573,8 @@ __all__ = [
     "short_conv_prefill",
     "squared_relu",
     "squared_relu_reference",
+    "suffix_propose",
+    "suffix_propose_reference",
     "sum_parts",
     "sum_parts_reference",
     "sums_of_squares",

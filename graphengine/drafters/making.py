@@ -13,6 +13,7 @@ from torch import Tensor
 from graphengine.config import EngineConfig
 from graphengine.draft_trees import StaticTree
 from graphengine.drafters.base import Drafter
+from graphengine.drafters.corpus import read_corpus
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
@@ -22,6 +23,7 @@ from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.drafters.none import NoDrafter
 from graphengine.drafters.own_graph import OwnGraphEagle
+from graphengine.drafters.suffix import SuffixDrafter, supported_drafts
 from graphengine.drafters.tree_eagle import TreeEagle
 from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.drafters.user import UserDrafter
@@ -47,6 +49,7 @@ from graphengine.speculative import (
     Mode,
     NGram,
     SaveHiddenStates,
+    Suffix,
     UserProvided,
     frequent_tokens,
     read_offsets,
@@ -91,6 +94,14 @@ def _check_agreement(mode: Mode, needs: DraftNeeds) -> None:
 
 def _ngram(options: NGram, target: Target) -> Drafter:
     return NGramDrafter(options.k, options.max_n)
+
+
+def _suffix(options: Suffix, target: Target) -> Drafter:
+    corpus = None
+    if options.corpus is not None:
+        corpus = read_corpus(options.corpus, target.checkpoint, target.model.vocab_size)
+    supported = supported_drafts(options.k, options.factor, options.max_match)
+    return SuffixDrafter(options.k, supported, corpus)
 
 
 def _user(options: UserProvided, target: Target) -> Drafter:
@@ -252,6 +263,7 @@ def draft_vocabulary(
 MAKERS: dict[type[Mode], Maker] = {
     MTP: _mtp,
     NGram: _ngram,
+    Suffix: _suffix,
     DraftModel: _draft_model,
     Eagle3: _eagle3,
     UserProvided: _user,

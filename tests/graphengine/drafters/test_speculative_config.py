@@ -30,6 +30,7 @@ from graphengine.speculative import (
     NGram,
     RelaxedAcceptance,
     SaveHiddenStates,
+    Suffix,
     UserProvided,
     check_rows,
     check_speculative,
@@ -47,6 +48,7 @@ MARKS: dict[str, Any] = {"begin_token_ids": [7], "end_token_ids": [9]}
 MADE = [
     MTP(),
     NGram(),
+    Suffix(),
     DraftModel("small"),
     Eagle3("head"),
     UserProvided(),
@@ -79,6 +81,8 @@ def values(made: Any) -> dict[str, Any]:
         (MTP(5, own_graph=True, draft_vocab=WORDS).k, 5),
         (NGram(), {"k": 3, "max_n": 5}),
         (NGram(31, max_n=16), {"k": 31, "max_n": 16}),
+        (Suffix(), {"k": 7, "factor": 1.0, "max_match": 32, "corpus": None}),
+        (Suffix(1, factor=0.5, max_match=2, corpus="c").factor, 0.5),
         (DraftModel("small"), {"path": "small", "k": 3}),
         (DraftModel(Path("small"), 1), {"path": Path("small"), "k": 1}),
         (Eagle3("head"), {"path": "head", "k": 3, "own_graph": False, "layers": None}),
@@ -143,6 +147,16 @@ K_ERROR = "drafts a step must be an integer in [1, 31]"
         (NGram, {"max_n": 0}, "max_n=0 must be an integer in [1, 16]"),
         (NGram, {"max_n": 17}, "max_n=17 must be an integer in [1, 16]"),
         (NGram, {"max_n": "3"}, "max_n='3' must be an integer in [1, 16]"),
+        (Suffix, {"k": 0}, f"k=0 {K_ERROR}"),
+        (Suffix, {"factor": 0}, "factor=0 must be a finite number above 0"),
+        (Suffix, {"factor": math.inf}, "factor=inf must be a finite number above 0"),
+        (Suffix, {"max_match": 65}, "max_match=65 must be an integer in [1, 64]"),
+        (
+            Suffix,
+            {"factor": 0.3, "max_match": 3},
+            "factor=0.3 supports no draft of a match of max_match=3 tokens",
+        ),
+        (Suffix, {"corpus": ""}, "corpus='' must be a path"),
         (DraftModel, {"path": ""}, "path='' must be a path"),
         (DraftModel, {"path": None}, "path=None must be a path"),
         (Eagle3, {"path": 5}, "path=5 must be a path"),
@@ -361,6 +375,11 @@ def test_a_layer_that_the_model_lacks_is_refused() -> None:
             "mtp eagle, k=3, draft vocabulary d2t",
         ),
         (NGram(5, max_n=3), "n-gram, k=5, max_n=3"),
+        (Suffix(5), "suffix, k=5, factor=1, max_match=32"),
+        (
+            Suffix(factor=1.5, corpus=Path("a.txt")),
+            "suffix, k=7, factor=1.5, max_match=32, corpus a.txt",
+        ),
         (DraftModel(Path("models/small"), 2), "draft model models/small, k=2"),
         (Eagle3(Path("models/head"), 5), "eagle3 models/head, k=5"),
         (
@@ -383,7 +402,7 @@ def test_what_is_no_mode_is_refused(wrong: Any) -> None:
         check_speculative(wrong)
     assert str(refused.value) == (
         f"speculative={wrong!r} must be one of "
-        "MTP, NGram, DraftModel, Eagle3, UserProvided, SaveHiddenStates, Auto, or None"
+        "MTP, NGram, Suffix, DraftModel, Eagle3, UserProvided, SaveHiddenStates, Auto, or None"
     )
 
 
