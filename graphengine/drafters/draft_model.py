@@ -135,8 +135,8 @@ class DraftModelDrafter(Drafter):
         self._draft(prefilled.token, emitted, last, self.length, launch)
 
     def propose(self, verified: Verified) -> None:
-        step, length = verified.step, self.length if verified.drafts else 0
-        self._draft(step.token_N, step.count_R, verified.lanes, length, self._launch)
+        step = verified.step
+        self._draft(step.token_N, step.count_R, verified.lanes, verified.drafts, self._launch)
 
     def _draft(
         self,

@@ -42,6 +42,7 @@ class EagleDrafter(ModuleDrafter):
             prefilled.last_lane(following),
             output.at(prefilled.chunk.last),
             replace(opened.launch, pdl=False),
+            length=self.length,
         )
 
     def propose(self, verified: Verified) -> None:
@@ -68,7 +69,14 @@ class EagleDrafter(ModuleDrafter):
         opened = self._opened
         first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, source)
         if drafts:
-            self._chain(first.rows, output, opened.launch, fed=first.lanes, source=first.source)
+            self._chain(
+                first.rows,
+                output,
+                opened.launch,
+                length=drafts,
+                fed=first.lanes,
+                source=first.source,
+            )
 
     def _chain(
         self,
@@ -76,20 +84,21 @@ class EagleDrafter(ModuleDrafter):
         output: ModuleOutput,
         launch: DecodeLaunch,
         *,
+        length: int,
         fed: DecodeLanes | None = None,
         source: Tensor | None = None,
     ) -> None:
-        """Draft from a run with this output, and K - 1 times from what was drafted.
+        """Draft from a run with this output, and `length` - 1 times from what was drafted.
 
         rows    the lanes that the drafts follow, one a row
         fed     the lanes of that run, where they are more than `rows`
         source  int32 [R]: which of these lanes is each row's
         """
         lanes, opened = fed or rows, self._opened
-        for index in range(self.length):
+        for index in range(length):
             # A lane has the position of its hidden state, one before the token it is fed.
             tiles = opened.head.tiles(output.normed, lanes, launch, ahead=2)
-            if index + 1 == self.length:
+            if index + 1 == length:
                 commit_draft(
                     tiles,
                     rows,
