@@ -476,13 +476,15 @@ class EngineConfig:
         if self.tensor_parallel == 1:
             return
         mode, drafters = self.mode, (MTP, NGram, UserProvided)
-        has_tree = isinstance(mode, MTP) and mode.tree is not None
+        wants_one_rank = isinstance(mode, MTP) and (
+            mode.tree is not None or mode.min_confidence is not None
+        )
         alone: dict[str, bool] = {
             "quantize": self.quantize is not None,
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "record_routing": self.record_routing,
-            "speculative": mode is not None and (has_tree or not isinstance(mode, drafters)),
+            "speculative": mode is not None and (wants_one_rank or not isinstance(mode, drafters)),
         }
         for name, is_asked in alone.items():
             if is_asked:

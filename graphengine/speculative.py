@@ -111,6 +111,9 @@ class MTP(Mode):
                  ranks, as `draft_trees.py` has them. [[0], [1], [0, 0], [0, 1]] are the two best
                  tokens, and after the best one the two best again. A step then emits up to 1 + the
                  depth of them, and still what plain decoding would
+    min_confidence  drafts of which the drafter is less sure are not verified, nor those after them,
+                 as `kernels/draft/confidence.py` has it; None: all are. For style="eagle" without a
+                 tree
     """
 
     k: int = _USUAL_DRAFTS
@@ -120,6 +123,7 @@ class MTP(Mode):
     draft_vocab: DraftVocabulary | None = None
     feed: Feed = "chained"
     tree: Sequence[Sequence[int]] | None = None
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
         if self.tree is not None:
@@ -137,6 +141,12 @@ class MTP(Mode):
             raise ValueError(f"feed='target' goes with style='vanilla', not {self.style!r}")
         if not isinstance(self.draft_vocab, DraftVocabulary | None):
             raise ValueError(f"draft_vocab={self.draft_vocab!r} must be a DraftVocabulary or None")
+        _check_confidence(self.min_confidence)
+        if self.min_confidence is not None and (self.style != "eagle" or self.tree is not None):
+            raise ValueError(
+                f"min_confidence={self.min_confidence} goes with style='eagle' and without a tree, "
+                f"not with style={self.style!r}, tree={self.tree!r}"
+            )
         keep_plain_numbers(self)
 
     def _keep_tree(self, tree: StaticTree) -> None:
@@ -165,6 +175,7 @@ class MTP(Mode):
             parts.append("own graph")
         if self.draft_vocab is not None:
             parts.append(_describe_vocabulary(self.draft_vocab))
+        parts += _describe_confidence(self.min_confidence)
         return ", ".join(parts)
 
 
@@ -238,18 +249,23 @@ class DraftModel(Mode):
 
     path  its checkpoint: a directory or a hub id
     k     drafts a step
+    min_confidence  as of `MTP`
     """
 
     path: PathName
     k: int = 3
+    _: KW_ONLY
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
         _check_path("path", self.path)
         check_drafts(self.k)
+        _check_confidence(self.min_confidence)
         keep_plain_numbers(self)
 
     def describe(self) -> str:
-        return f"draft model {os.fspath(self.path)}, k={self.k}"
+        parts = [f"draft model {os.fspath(self.path)}, k={self.k}"]
+        return ", ".join(parts + _describe_confidence(self.min_confidence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +279,7 @@ class Eagle3(Mode):
     layers     of the target, after which its stream is read, in the order of fc's columns; None:
                those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n. Wrong
                ones cost acceptance, never a token
+    min_confidence  as of `MTP`
     """
 
     path: PathName
@@ -270,9 +287,11 @@ class Eagle3(Mode):
     _: KW_ONLY
     own_graph: bool = False
     layers: Sequence[int] | None = None
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
         _check_path("path", self.path)
+        _check_confidence(self.min_confidence)
         check_drafts(self.k)
         if not isinstance(self.own_graph, bool):
             raise ValueError(f"own_graph={self.own_graph!r} must be True or False")
@@ -286,6 +305,7 @@ class Eagle3(Mode):
             parts.append(f"after layers {', '.join(map(str, self.layers))}")
         if self.own_graph:
             parts.append("own graph")
+        parts += _describe_confidence(self.min_confidence)
         return ", ".join(parts)
 
 
@@ -628,6 +648,15 @@ def read_offsets(file: str | os.PathLike[str], name: str, vocab_size: int) -> to
         raise ValueError(f"{os.fspath(file)} cannot be read: {error}") from error
     target_ids(d2t, vocab_size, f"{os.fspath(file)}: {name}")
     return d2t
+
+
+def _describe_confidence(least: float | None) -> list[str]:
+    return [] if least is None else [f"confidence from {least:g}"]
+
+
+def _check_confidence(least: object) -> None:
+    if least is not None and (not is_number(least) or not 0 < least <= 1):
+        raise ValueError(f"min_confidence={least!r} must be a number in (0, 1], or None")
 
 
 def _check_path(name: str, value: object) -> None:

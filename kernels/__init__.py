@@ -54,6 +54,12 @@ from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
 from graphengine.kernels.core.tree import TreeLanes, TreeTables
+from graphengine.kernels.draft.confidence import (
+    follow_acceptance,
+    follow_acceptance_reference,
+    withhold_drafts,
+    withhold_drafts_reference,
+)
 from graphengine.kernels.draft.draft import (
     DraftTiles,
     FirstDraft,
@@ -466,6 +472,8 @@ __all__ = [
     "expert_sum",
     "expert_swiglu",
     "first_rows",
+    "follow_acceptance",
+    "follow_acceptance_reference",
     "fuses_swiglu",
     "gate_heads",
     "gate_heads_reference",
@@ -592,4 +600,6 @@ __all__ = [
     "verify_commit_publish_reference",
     "verify_speculative_tokens",
     "verify_speculative_tokens_reference",
+    "withhold_drafts",
+    "withhold_drafts_reference",
 ]

@@ -100,7 +100,13 @@ class EngineCore:
             stream=runtime.stream,
         )
         forced = config.forced_acceptance is not None
-        self.delivery = Delivery(self.scheduler, self.gate, self.recorder, forced=forced)
+        self.delivery = Delivery(
+            self.scheduler,
+            self.gate,
+            self.recorder,
+            forced=forced,
+            withholds=drafter.needs.withholds,
+        )
         self.intake = Intake(
             config,
             memory,

@@ -13,6 +13,7 @@ from torch import Tensor
 from graphengine.config import EngineConfig
 from graphengine.draft_trees import StaticTree
 from graphengine.drafters.base import Drafter
+from graphengine.drafters.confidence import drafts_from
 from graphengine.drafters.corpus import read_corpus
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
@@ -130,7 +131,7 @@ def _mtp(options: MTP, target: Target) -> Drafter:
         _check_ranks(tree, size)
         return TreeEagle(modules, StaticGrowth(tree, target.config.draft_rows))
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(modules, options.k)
+    return eagle(modules, options.k, drafts_from(options.min_confidence))
 
 
 def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> MtpConfig:
@@ -220,14 +221,15 @@ def _draft_model(options: DraftModel, target: Target) -> Drafter:
             f"a draft model reads two tokens of each row, {lanes} of max_batch={config.max_batch}, "
             f"and at most {MAX_LANES} fit, whatever the gate: max_batch={MAX_LANES // 2} does"
         )
-    return DraftModelDrafter(draft, options.k, checkpoint)
+    return DraftModelDrafter(draft, options.k, checkpoint, drafts_from(options.min_confidence))
 
 
 def _eagle3(options: Eagle3, target: Target) -> Drafter:
     checkpoint = Checkpoint.open(options.path)
     read = read_eagle3(checkpoint, target.model, options.layers)
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(Eagle3Module(read, checkpoint, target.model), options.k)
+    module = Eagle3Module(read, checkpoint, target.model)
+    return eagle(module, options.k, drafts_from(options.min_confidence))
 
 
 def _token_ids(checkpoint: Checkpoint) -> object:

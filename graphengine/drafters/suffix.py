@@ -28,7 +28,7 @@ class SuffixDrafter(Drafter):
     """
 
     def __init__(self, length: int, supported: Tensor, corpus: Tensor | None) -> None:
-        self.needs = DraftNeeds(length=length, notes=True)
+        self.needs = DraftNeeds(length=length, notes=True, withholds=True)
         self._supported, self._corpus = supported, corpus
 
     def table_bytes(self, max_seq_len: int) -> int:

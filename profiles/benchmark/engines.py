@@ -16,6 +16,7 @@ import torch
 
 from graphengine import Engine, EngineConfig
 from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter, OwnGraphEagle
+from graphengine.drafters.confidence import drafts_from
 from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.making import beside_target
 from graphengine.drafters.mtp import MtpModules
@@ -170,7 +171,7 @@ def random_drafter(
     match config.mode:
         case None:
             return NoDrafter()
-        case MTP(k=k, style="eagle", own_graph=own_graph, draft_vocab=None):
+        case MTP(k=k, style="eagle", own_graph=own_graph, draft_vocab=None) as options:
             vocabulary = (
                 None if vocab_size is None else random_tokens(subject.model.vocab_size, vocab_size)
             )
@@ -178,11 +179,14 @@ def random_drafter(
             module = beside_target(
                 random_module(subject.model), config, rounded_model(subject.model, config)
             )
-            return eagle(MtpModules(module.first(1), vocabulary), k)
-        case Eagle3(path="random", k=k, own_graph=own_graph, layers=None):
+            modules = MtpModules(module.first(1), vocabulary)
+            return eagle(modules, k, drafts_from(options.min_confidence))
+        case Eagle3(path="random", k=k, own_graph=own_graph, layers=None) as options:
             eagle = OwnGraphEagle if own_graph else EagleDrafter
             head = random_head(subject.model, vocab_size)
-            return eagle(Eagle3Module(head, None, subject.model), k)
+            return eagle(
+                Eagle3Module(head, None, subject.model), k, drafts_from(options.min_confidence)
+            )
         case NGram(k=k, max_n=max_n):
             return NGramDrafter(k, max_n)
         case other:
