@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         NGram,
         RelaxedAcceptance,
         SaveHiddenStates,
+        Suffix,
         UserProvided,
     )
     from graphengine.structured_outputs import StructuredOutputsParams
@@ -67,6 +68,7 @@ __all__ = [
     "SessionSnapshot",
     "StepReport",
     "StructuredOutputsParams",
+    "Suffix",
     "Timings",
     "UserProvided",
 ]
@@ -97,6 +99,7 @@ _HOMES = {
     "SessionSnapshot": "graphengine.core.snapshots",
     "StepReport": "graphengine.core.report",
     "StructuredOutputsParams": "graphengine.structured_outputs",
+    "Suffix": "graphengine.speculative",
     "Timings": "graphengine.requests.result",
     "UserProvided": "graphengine.speculative",
 }

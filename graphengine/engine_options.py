@@ -206,6 +206,12 @@ class EngineOptions(TypedDict, total=False):
     gate: GateOptions | None
     """when to stop speculating and when to try again; None: always speculate"""
 
+    draft_len_schedule: dict[int, int] | tuple[tuple[int, int], ...] | None
+    """drafts a row by live requests: {1: 5, 4: 3} drafts 5 for one request, 3 for up to four, and
+    none for more; the first are the drafter's k; None: k for any number. With a gate a step has
+    the smaller number of both
+    """
+
     relaxed_acceptance: RelaxedAcceptance | None
     """drafts that a thinking, greedy request accepts besides its best token; None: tokens are
     those of plain decoding

@@ -30,6 +30,7 @@ from graphengine.kernels import MAX_DRAFTS, MAX_LANES
 log = logging.getLogger(__name__)
 
 MAX_NGRAM = 16
+MAX_MATCH = 64
 _USUAL_DRAFTS = 3
 # Above so many live requests a step is better spent on them than on drafts.
 AUTO_MAX_LIVE = 32
@@ -110,6 +111,9 @@ class MTP(Mode):
                  ranks, as `draft_trees.py` has them. [[0], [1], [0, 0], [0, 1]] are the two best
                  tokens, and after the best one the two best again. A step then emits up to 1 + the
                  depth of them, and still what plain decoding would
+    min_confidence  drafts of which the drafter is less sure are not verified, nor those after them,
+                 as `kernels/draft/confidence.py` has it; None: all are. For style="eagle" without a
+                 tree
     """
 
     k: int = _USUAL_DRAFTS
@@ -119,6 +123,7 @@ class MTP(Mode):
     draft_vocab: DraftVocabulary | None = None
     feed: Feed = "chained"
     tree: Sequence[Sequence[int]] | None = None
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
         if self.tree is not None:
@@ -136,6 +141,12 @@ class MTP(Mode):
             raise ValueError(f"feed='target' goes with style='vanilla', not {self.style!r}")
         if not isinstance(self.draft_vocab, DraftVocabulary | None):
             raise ValueError(f"draft_vocab={self.draft_vocab!r} must be a DraftVocabulary or None")
+        _check_confidence(self.min_confidence)
+        if self.min_confidence is not None and (self.style != "eagle" or self.tree is not None):
+            raise ValueError(
+                f"min_confidence={self.min_confidence} goes with style='eagle' and without a tree, "
+                f"not with style={self.style!r}, tree={self.tree!r}"
+            )
         keep_plain_numbers(self)
 
     def _keep_tree(self, tree: StaticTree) -> None:
@@ -164,6 +175,7 @@ class MTP(Mode):
             parts.append("own graph")
         if self.draft_vocab is not None:
             parts.append(_describe_vocabulary(self.draft_vocab))
+        parts += _describe_confidence(self.min_confidence)
         return ", ".join(parts)
 
 
@@ -190,23 +202,70 @@ class NGram(Mode):
 
 
 @dataclass(frozen=True, slots=True)
+class Suffix(Mode):
+    """Drafts are what followed the longest match of the request's last tokens, as many as it
+    supports: in the request's own text, which begins with the session's earlier turns, or a corpus.
+
+    Without a match nothing is drafted.
+
+    k          drafts a step, at most
+    factor     a match of n tokens supports factor * n drafts, rounded down, as in SuffixDecoding
+    max_match  tokens that are compared at most
+    corpus     a file that is searched, too, for all requests: a text in UTF-8, or the token ids
+               themselves, integers [C] as `numpy.save` writes them, where its name ends in `.npy`
+    """
+
+    k: int = 7
+    _: KW_ONLY
+    factor: float = 1.0
+    max_match: int = 32
+    corpus: PathName | None = None
+
+    def __post_init__(self) -> None:
+        check_drafts(self.k)
+        if not is_number(self.factor) or not (self.factor > 0 and is_finite(self.factor)):
+            raise ValueError(f"factor={self.factor!r} must be a finite number above 0")
+        if not is_int(self.max_match) or not 1 <= self.max_match <= MAX_MATCH:
+            raise ValueError(f"max_match={self.max_match!r} must be an integer in [1, {MAX_MATCH}]")
+        if self.factor * self.max_match < 1:
+            raise ValueError(
+                f"factor={self.factor} supports no draft of a match of max_match={self.max_match} "
+                f"tokens"
+            )
+        if self.corpus is not None:
+            _check_path("corpus", self.corpus)
+        keep_plain_numbers(self)
+
+    def describe(self) -> str:
+        parts = [f"suffix, k={self.k}, factor={self.factor:g}, max_match={self.max_match}"]
+        if self.corpus is not None:
+            parts.append(f"corpus {os.fspath(self.corpus)}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
 class DraftModel(Mode):
     """A smaller model with the same tokenizer drafts, with its own KV and in the same graph.
 
     path  its checkpoint: a directory or a hub id
     k     drafts a step
+    min_confidence  as of `MTP`
     """
 
     path: PathName
     k: int = 3
+    _: KW_ONLY
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
         _check_path("path", self.path)
         check_drafts(self.k)
+        _check_confidence(self.min_confidence)
         keep_plain_numbers(self)
 
     def describe(self) -> str:
-        return f"draft model {os.fspath(self.path)}, k={self.k}"
+        parts = [f"draft model {os.fspath(self.path)}, k={self.k}"]
+        return ", ".join(parts + _describe_confidence(self.min_confidence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +279,7 @@ class Eagle3(Mode):
     layers     of the target, after which its stream is read, in the order of fc's columns; None:
                those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n. Wrong
                ones cost acceptance, never a token
+    min_confidence  as of `MTP`
     """
 
     path: PathName
@@ -227,9 +287,11 @@ class Eagle3(Mode):
     _: KW_ONLY
     own_graph: bool = False
     layers: Sequence[int] | None = None
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
         _check_path("path", self.path)
+        _check_confidence(self.min_confidence)
         check_drafts(self.k)
         if not isinstance(self.own_graph, bool):
             raise ValueError(f"own_graph={self.own_graph!r} must be True or False")
@@ -243,6 +305,7 @@ class Eagle3(Mode):
             parts.append(f"after layers {', '.join(map(str, self.layers))}")
         if self.own_graph:
             parts.append("own graph")
+        parts += _describe_confidence(self.min_confidence)
         return ", ".join(parts)
 
 
@@ -364,6 +427,7 @@ Speculative = Mode | Auto
 MODES: tuple[type[Mode], ...] = (
     MTP,
     NGram,
+    Suffix,
     DraftModel,
     Eagle3,
     DFlash,
@@ -616,6 +680,15 @@ def read_offsets(file: str | os.PathLike[str], name: str, vocab_size: int) -> to
         raise ValueError(f"{os.fspath(file)} cannot be read: {error}") from error
     target_ids(d2t, vocab_size, f"{os.fspath(file)}: {name}")
     return d2t
+
+
+def _describe_confidence(least: float | None) -> list[str]:
+    return [] if least is None else [f"confidence from {least:g}"]
+
+
+def _check_confidence(least: object) -> None:
+    if least is not None and (not is_number(least) or not 0 < least <= 1):
+        raise ValueError(f"min_confidence={least!r} must be a number in (0, 1], or None")
 
 
 def _check_path(name: str, value: object) -> None:

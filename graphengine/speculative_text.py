@@ -13,11 +13,12 @@ from graphengine.speculative import (
     Eagle3,
     NGram,
     Speculative,
+    Suffix,
 )
 
 GRAMMAR = (
-    "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], model:PATH[:K], "
-    "eagle3:PATH[:K] or dflash:PATH[:K]"
+    "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], suffix[:K], "
+    "model:PATH[:K], eagle3:PATH[:K] or dflash:PATH[:K]"
 )
 _OF_PATHS: dict[str, type[DraftModel | Eagle3 | DFlash]] = {
     "model": DraftModel,
@@ -48,6 +49,8 @@ def parse_speculative(text: str) -> Speculative | None:
             numbers = [_number(value, text) for value in values]
             ngram = NGram(*numbers[:1])
             return replace(ngram, max_n=numbers[1]) if numbers[1:] else ngram
+        case "suffix", [] | [_]:
+            return Suffix(*(_number(value, text) for value in values))
         case "model" | "eagle3" | "dflash", [_, *_] if any(values):
             mode = _OF_PATHS[name]
             *path, last = values

@@ -65,6 +65,12 @@ from graphengine.kernels.draft.block import (
     commit_block_draft,
     commit_block_draft_reference,
 )
+from graphengine.kernels.draft.confidence import (
+    follow_acceptance,
+    follow_acceptance_reference,
+    withhold_drafts,
+    withhold_drafts_reference,
+)
 from graphengine.kernels.draft.draft import (
     DraftTiles,
     FirstDraft,
@@ -103,6 +109,11 @@ from graphengine.kernels.draft.relaxed_acceptance import (
     relaxed_delta_prompt_reference,
     update_relaxed_delta,
     update_relaxed_delta_reference,
+)
+from graphengine.kernels.draft.suffix import (
+    MAX_CORPUS,
+    suffix_propose,
+    suffix_propose_reference,
 )
 from graphengine.kernels.draft.top_drafts import (
     MAX_CHILDREN,
@@ -357,6 +368,7 @@ __all__ = [
     "LATENT_TILE",
     "LENGTH",
     "MAX_CHILDREN",
+    "MAX_CORPUS",
     "MAX_DRAFTS",
     "MAX_EXPERTS",
     "MAX_LANES",
@@ -489,6 +501,8 @@ __all__ = [
     "expert_sum",
     "expert_swiglu",
     "first_rows",
+    "follow_acceptance",
+    "follow_acceptance_reference",
     "fuses_swiglu",
     "gate_heads",
     "gate_heads_reference",
@@ -603,6 +617,8 @@ __all__ = [
     "short_conv_prefill",
     "squared_relu",
     "squared_relu_reference",
+    "suffix_propose",
+    "suffix_propose_reference",
     "sum_parts",
     "sum_parts_reference",
     "sums_of_squares",
@@ -620,4 +636,6 @@ __all__ = [
     "verify_commit_publish_reference",
     "verify_speculative_tokens",
     "verify_speculative_tokens_reference",
+    "withhold_drafts",
+    "withhold_drafts_reference",
 ]

@@ -81,10 +81,12 @@ class EngineCore:
         self.drafter, self.needs = drafter, drafter.needs
         self.scheduler = new_scheduler(memory, config, drafter.needs, runtime)
         self.counters = self.scheduler.counters
+        self._schedule = config.schedule
         self.gate: Gate | None = None
         if config.gate_options is not None:
             self.gate = Gate(
                 lengths=memory.draft_lengths,
+                schedule=None if self._schedule is None else self._schedule.drafts,
                 counters=self.counters,
                 **asdict(config.gate_options),
             )
@@ -98,7 +100,13 @@ class EngineCore:
             stream=runtime.stream,
         )
         forced = config.forced_acceptance is not None
-        self.delivery = Delivery(self.scheduler, self.gate, self.recorder, forced=forced)
+        self.delivery = Delivery(
+            self.scheduler,
+            self.gate,
+            self.recorder,
+            forced=forced,
+            withholds=drafter.needs.withholds,
+        )
         self.intake = Intake(
             config,
             memory,
@@ -215,16 +223,17 @@ class EngineCore:
 
     @ranged("step/plan", lambda core: (0, len(core.scheduler.active)))
     def plan(self) -> Plan | None:
-        """The scheduler's next plan, at the width that the gate chooses."""
+        """The scheduler's next plan, at the width that the gate and the schedule choose."""
         if self.recorder.recording:
             self.recorder.planning()
-        if self.gate is None:
-            return self.scheduler.plan()
-        live_rows = len(self.scheduler.active)
-        self.scheduler.width = 1 + self.gate.next_drafts(live_rows)
+        gate, live_rows = self.gate, len(self.scheduler.active)
+        if gate is not None:
+            self.scheduler.width = 1 + gate.next_drafts(live_rows)
+        elif self._schedule is not None:
+            self.scheduler.width = 1 + self._schedule.drafts(live_rows)
         plan = self.scheduler.plan()
-        if plan is not None and plan.rows:
-            self.gate.launched(live_rows)
+        if gate is not None and plan is not None and plan.rows:
+            gate.launched(live_rows)
         return plan
 
     @ranged("step/load", _counts)

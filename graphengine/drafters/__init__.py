@@ -22,6 +22,7 @@ from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.drafters.none import NoDrafter
 from graphengine.drafters.own_graph import OwnGraphEagle
+from graphengine.drafters.suffix import SuffixDrafter
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter
 
@@ -37,6 +38,7 @@ __all__ = [
     "NoDrafter",
     "OwnGraphEagle",
     "Prefilled",
+    "SuffixDrafter",
     "UserDrafter",
     "VanillaDrafter",
     "Verified",

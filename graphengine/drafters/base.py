@@ -220,7 +220,9 @@ class Drafter(ABC):
     def propose(self, verified: Verified) -> None:
         """Take in what a step emitted, and write the drafts of the next one.
 
-        After a graph that verified no drafts (K = 0), only the drafter's state advances.
+        After a graph that verified no drafts (K = 0), only the drafter's state advances. After one
+        that verified fewer than it can make, so many are enough: the next step most often has the
+        same number.
         """
 
     def draft(self, rows: int, drafts: int) -> None:

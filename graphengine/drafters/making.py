@@ -14,6 +14,8 @@ from graphengine.config import EngineConfig
 from graphengine.draft_trees import StaticTree
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.block import BlockDrafter
+from graphengine.drafters.confidence import drafts_from
+from graphengine.drafters.corpus import read_corpus
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
@@ -23,6 +25,7 @@ from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.drafters.none import NoDrafter
 from graphengine.drafters.own_graph import OwnGraphEagle
+from graphengine.drafters.suffix import SuffixDrafter, supported_drafts
 from graphengine.drafters.tree_eagle import TreeEagle
 from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.drafters.user import UserDrafter
@@ -50,6 +53,7 @@ from graphengine.speculative import (
     Mode,
     NGram,
     SaveHiddenStates,
+    Suffix,
     UserProvided,
     frequent_tokens,
     read_offsets,
@@ -101,6 +105,14 @@ def _ngram(options: NGram, target: Target) -> Drafter:
     return NGramDrafter(options.k, options.max_n)
 
 
+def _suffix(options: Suffix, target: Target) -> Drafter:
+    corpus = None
+    if options.corpus is not None:
+        corpus = read_corpus(options.corpus, target.checkpoint, target.model.vocab_size)
+    supported = supported_drafts(options.k, options.factor, options.max_match)
+    return SuffixDrafter(options.k, supported, corpus)
+
+
 def _user(options: UserProvided, target: Target) -> Drafter:
     return UserDrafter(options.k)
 
@@ -131,7 +143,7 @@ def _mtp(options: MTP, target: Target) -> Drafter:
         _check_ranks(tree, size)
         return TreeEagle(modules, StaticGrowth(tree, target.config.draft_rows))
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(modules, options.k)
+    return eagle(modules, options.k, drafts_from(options.min_confidence))
 
 
 def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> MtpConfig:
@@ -221,14 +233,15 @@ def _draft_model(options: DraftModel, target: Target) -> Drafter:
             f"a draft model reads two tokens of each row, {lanes} of max_batch={config.max_batch}, "
             f"and at most {MAX_LANES} fit, whatever the gate: max_batch={MAX_LANES // 2} does"
         )
-    return DraftModelDrafter(draft, options.k, checkpoint)
+    return DraftModelDrafter(draft, options.k, checkpoint, drafts_from(options.min_confidence))
 
 
 def _eagle3(options: Eagle3, target: Target) -> Drafter:
     checkpoint = Checkpoint.open(options.path)
     read = read_eagle3(checkpoint, target.model, options.layers)
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(Eagle3Module(read, checkpoint, target.model), options.k)
+    module = Eagle3Module(read, checkpoint, target.model)
+    return eagle(module, options.k, drafts_from(options.min_confidence))
 
 
 def _dflash(options: DFlash, target: Target) -> Drafter:
@@ -275,6 +288,7 @@ def draft_vocabulary(
 MAKERS: dict[type[Mode], Maker] = {
     MTP: _mtp,
     NGram: _ngram,
+    Suffix: _suffix,
     DraftModel: _draft_model,
     Eagle3: _eagle3,
     DFlash: _dflash,

@@ -35,6 +35,9 @@ class DraftNeeds:
     """Whether it reads the target's residual stream after some layers, of every token."""
     host_drafts: bool = False
     """Whether the host writes `draft_tokens`, after the tokens of the step before."""
+    withholds: bool = False
+    """Whether it leaves out drafts that are not worth verifying: a step of a row without any then
+    counts for a gate."""
     own_graph: bool = False
     """Whether `draft` is captured as a graph and replayed after each decode step."""
     prompts_only: bool = False

@@ -63,6 +63,7 @@ class TreeEagle(EagleDrafter):
         output: ModuleOutput,
         launch: DecodeLaunch,
         *,
+        length: int,
         fed: DecodeLanes | None = None,
         source: Tensor | None = None,
     ) -> None:

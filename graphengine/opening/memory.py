@@ -255,7 +255,7 @@ def _plan(
     needs = drafter.needs
     drafter_block = math.prod(needs.kv_block_shape(config.block_size)) * kv_dtype.itemsize
     block_bytes = own_block_bytes + drafter_block
-    draft_lengths = tuple(sorted({0, needs.length}))
+    draft_lengths = config.draft_lengths
 
     on_gpu = device.type == "cuda"
     where: Where = "device" if on_gpu else "host"

@@ -212,7 +212,8 @@ def draft_updates(
 
     Drafts of other requests wait for a step with these requests. A step of one token a row takes
     none.
-    Drafts whose tokens came before a step could feed them are counted as `drafts/stale`.
+    Drafts whose tokens came before a step could feed them, and those past as many as the step
+    verifies, are counted as `drafts/stale`.
     """
     fed: dict[Request, tuple[int, ...]] = {}
     for request in plan.rows:
@@ -220,7 +221,9 @@ def draft_updates(
         left = job.drafts.after(said)
         counters["drafts/stale"] += len(job.drafts.token_ids) - len(left)
         if plan.width > 1:
-            fed[request], left = left, ()
+            most = plan.width - 1
+            counters["drafts/stale"] += len(left[most:])
+            fed[request], left = left[:most], ()
         job.drafts = CallerDrafts(left, len(said)) if left else NO_DRAFTS
     return {"draft_tokens": [request and fed.get(request, ()) for request in slots]}
 

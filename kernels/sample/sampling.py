@@ -236,6 +236,14 @@ def token_of_tiles_reference(best_RC: torch.Tensor, health_RC: torch.Tensor) -> 
     return token_R.where(valid_R, -1).to(torch.int32)
 
 
+def tile_of_token_reference(
+    token_R: torch.Tensor, valid_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain twin of `tile_of_token`, for all rows: new int64 [R] and int32 [R]."""
+    health_R = torch.where(valid_R, _FINITE.value, _NOTHING_FINITE.value)
+    return (token_R ^ LAST_ID.value).to(torch.int64), health_R.to(torch.int32)
+
+
 class _Value(NamedTuple):
     """What of the candidates the largest is sampled: scaled logit and noise, or the logit alone."""
 
@@ -472,6 +480,12 @@ def best_of_tile(
     else:
         best = tl.max(tl.where(kept, _pack_tile(sortable_key(logits), ids), _NOTHING), 1)
     return best, health
+
+
+@triton.jit
+def tile_of_token(token, valid):
+    """Best and health of a tile that is all there is: `token_of_tiles` of it is that, or -1."""
+    return (token ^ LAST_ID).to(tl.int64), tl.where(valid, _FINITE, _NOTHING_FINITE)
 
 
 @triton.jit

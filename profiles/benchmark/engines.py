@@ -17,6 +17,7 @@ import torch
 from graphengine import Engine, EngineConfig
 from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter, OwnGraphEagle
 from graphengine.drafters.block import BlockDrafter
+from graphengine.drafters.confidence import drafts_from
 from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.making import beside_target
 from graphengine.drafters.mtp import MtpModules
@@ -178,7 +179,7 @@ def random_drafter(
     match config.mode:
         case None:
             return NoDrafter()
-        case MTP(k=k, style="eagle", own_graph=own_graph, draft_vocab=None):
+        case MTP(k=k, style="eagle", own_graph=own_graph, draft_vocab=None) as options:
             vocabulary = (
                 None if vocab_size is None else random_tokens(subject.model.vocab_size, vocab_size)
             )
@@ -186,11 +187,14 @@ def random_drafter(
             module = beside_target(
                 random_module(subject.model), config, rounded_model(subject.model, config)
             )
-            return eagle(MtpModules(module.first(1), vocabulary), k)
-        case Eagle3(path="random", k=k, own_graph=own_graph, layers=None):
+            modules = MtpModules(module.first(1), vocabulary)
+            return eagle(modules, k, drafts_from(options.min_confidence))
+        case Eagle3(path="random", k=k, own_graph=own_graph, layers=None) as options:
             eagle = OwnGraphEagle if own_graph else EagleDrafter
             head = random_head(subject.model, vocab_size)
-            return eagle(Eagle3Module(head, None, subject.model), k)
+            return eagle(
+                Eagle3Module(head, None, subject.model), k, drafts_from(options.min_confidence)
+            )
         case DFlash(path="random" | "random-dspark" as kind, k=k, layers=None):
             rank = DSPARK_RANK if kind == "random-dspark" else 0
             block = DFlashConfig.of_target(subject.model, k + (0 if rank else 1), rank=rank)

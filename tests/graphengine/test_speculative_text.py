@@ -13,6 +13,7 @@ from graphengine.speculative import (
     Eagle3,
     NGram,
     Speculative,
+    Suffix,
 )
 from graphengine.speculative_text import (
     GRAMMAR,
@@ -36,6 +37,8 @@ from graphengine.speculative_text import (
         ("ngram", NGram()),
         ("ngram:5", NGram(k=5)),
         ("ngram:5:3", NGram(k=5, max_n=3)),
+        ("suffix", Suffix()),
+        ("suffix:4", Suffix(k=4)),
         ("model:a/b", DraftModel("a/b")),
         ("model:a/b:2", DraftModel("a/b", 2)),
         ("model:c:/d:2", DraftModel("c:/d", 2)),
@@ -55,7 +58,8 @@ def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
     "text",
     [
         "", "none", "off:1", "auto:3", "mtp:", "mtp:x", "mtp:-1", "mtp:3:other", "mtp:3:vanilla:1",
-        "ngram:3:", "ngram:٣", "ngram:1:2:3", "model", "model:", "model::", "MTP", "eagle3",
+        "ngram:3:", "ngram:٣", "ngram:1:2:3", "suffix:", "suffix:3:1",
+        "model", "model:", "model::", "MTP", "eagle3",
         "eagle3:", "dflash", "dflash::",
     ],
 )  # fmt: skip

@@ -31,6 +31,7 @@ from graphengine.speculative import (
     GateOptions,
     NGram,
     Speculative,
+    Suffix,
     UserProvided,
 )
 
@@ -222,7 +223,9 @@ def test_each_request_says_what_it_says_alone_without_drafts(
 
 
 @pytest.mark.parametrize(
-    "mode", [MTP(k=3), MTP(tree=TREE), NGram(k=3)], ids=["mtp", "tree", "ngram"]
+    "mode",
+    [MTP(k=3), MTP(tree=TREE), NGram(k=3), Suffix(k=3)],
+    ids=["mtp", "tree", "ngram", "suffix"],
 )
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_pause_costs_no_accepted_draft(device: str, mode: Speculative, lookahead: int) -> None:
