@@ -110,7 +110,7 @@ class DraftModelDrafter(Drafter):
         self._head = DraftHead(
             self.weights.lm_head,
             None,
-            setting.sampling,
+            setting,
             plan=self.plans[linear_name("lm_head", self.weights.lm_head)],
             eps=self.config.norm_eps,
         )
@@ -132,11 +132,18 @@ class DraftModelDrafter(Drafter):
         emitted = (prefilled.final != 0).to(torch.int32)
         launch = replace(self._launch, pdl=False)
         last = prefilled.last_lane(chunk.token)
-        self._draft(prefilled.token, emitted, last, self.length, launch)
+        self._draft(prefilled.token, emitted, last, self.length, launch, filtered=True)
 
     def propose(self, verified: Verified) -> None:
         step, length = verified.step, self.length if verified.drafts else 0
-        self._draft(step.token_N, step.count_R, verified.lanes, length, self._launch)
+        self._draft(
+            step.token_N,
+            step.count_R,
+            verified.lanes,
+            length,
+            self._launch,
+            filtered=verified.filtered,
+        )
 
     def _draft(
         self,
@@ -145,6 +152,8 @@ class DraftModelDrafter(Drafter):
         lanes: DecodeLanes,
         length: int,
         launch: DecodeLaunch,
+        *,
+        filtered: bool,
     ) -> None:
         """Feed each row's last two tokens, then draft `length` times."""
         model, limit, pdl = self._model, self._limit, launch.pdl
@@ -167,7 +176,7 @@ class DraftModelDrafter(Drafter):
         two = replace(launch, tokens_per_row=2)
         hidden = model.decode(fed, residual, self._states, two)
         for index in range(length):
-            tiles = self._head.tiles(hidden, fed, launch, ahead=1)
+            tiles = self._head.tiles(hidden, fed, launch, ahead=1, filtered=filtered)
             if index + 1 == length:
                 commit_draft(
                     tiles,

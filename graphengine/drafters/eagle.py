@@ -42,6 +42,7 @@ class EagleDrafter(ModuleDrafter):
             prefilled.last_lane(following),
             output.at(prefilled.chunk.last),
             replace(opened.launch, pdl=False),
+            filtered=True,
         )
 
     def propose(self, verified: Verified) -> None:
@@ -53,6 +54,7 @@ class EagleDrafter(ModuleDrafter):
             verified.hidden,
             verified.drafts,
             verified.source,
+            filtered=verified.filtered,
         )
 
     def _take_in(
@@ -63,12 +65,21 @@ class EagleDrafter(ModuleDrafter):
         hidden: Hidden | None,
         drafts: int,
         source: Tensor | None = None,
+        *,
+        filtered: bool,
     ) -> None:
         """`propose`; `hidden` and `source` are what `OpenModules.take_in` takes."""
         opened = self._opened
         first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, source)
         if drafts:
-            self._chain(first.rows, output, opened.launch, fed=first.lanes, source=first.source)
+            self._chain(
+                first.rows,
+                output,
+                opened.launch,
+                fed=first.lanes,
+                source=first.source,
+                filtered=filtered,
+            )
 
     def _chain(
         self,
@@ -78,6 +89,7 @@ class EagleDrafter(ModuleDrafter):
         *,
         fed: DecodeLanes | None = None,
         source: Tensor | None = None,
+        filtered: bool,
     ) -> None:
         """Draft from a run with this output, and K - 1 times from what was drafted.
 
@@ -88,7 +100,7 @@ class EagleDrafter(ModuleDrafter):
         lanes, opened = fed or rows, self._opened
         for index in range(self.length):
             # A lane has the position of its hidden state, one before the token it is fed.
-            tiles = opened.head.tiles(output.normed, lanes, launch, ahead=2)
+            tiles = opened.head.tiles(output.normed, lanes, launch, ahead=2, filtered=filtered)
             if index + 1 == self.length:
                 commit_draft(
                     tiles,
