@@ -96,11 +96,7 @@ class DraftHead:
         self._vocabulary = vocabulary_of(weight, group, token_ids)
         self._sampling, self._options = setting.sampling, setting.options
         self._plan, self._eps = plan, eps
-        rows, tokens = weight.shape[0], self._options.counts.shape[1]
-        # Of each token of the target its row; None where they are the same.
-        self._column: Tensor | None = None
-        if token_ids is not None or rows != tokens:
-            self._column = _columns(token_ids, rows, tokens).to(self._options.counts.device)
+        self._token_ids, self._tokens = token_ids, self._options.counts.shape[1]
 
     def top(
         self,
@@ -174,21 +170,15 @@ class DraftHead:
     ) -> DraftTiles:
         """As the target's full sampler does it, over the target's vocabulary."""
         logits = self._vocabulary.logits(self.logits(hidden, lanes, launch))
-        if self._column is not None:
-            logits = spread_logits(logits, self._column, lanes.slot, pdl=launch.pdl)
+        if self._token_ids is not None or logits.shape[1] != self._tokens:
+            logits = spread_logits(
+                logits, self._token_ids, lanes.slot, vocabulary=self._tokens, pdl=launch.pdl
+            )
         process_logits(logits, lanes, self._options, steps=_STEPS, pdl=launch.pdl)
         drawn = sample_tiles(
             logits, lanes.slot, lanes.position, self._sampling, ahead=ahead, pdl=launch.pdl
         )
         return DraftTiles(*drawn)
-
-
-def _columns(token_ids: Tensor | None, rows: int, tokens: int) -> Tensor:
-    """int32 [V]: the row of each token, or -1."""
-    ids = torch.arange(min(rows, tokens)) if token_ids is None else token_ids.cpu().long()
-    columns = torch.full((tokens,), -1, dtype=torch.int32)
-    columns[ids] = torch.arange(len(ids), dtype=torch.int32)
-    return columns
 
 
 def _stream(hidden: Residual | Tensor) -> tuple[Tensor, Tensor | None]:

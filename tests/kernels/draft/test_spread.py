@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,45 +37,44 @@ def test_tokens_without_a_column_get_no_logit(twin: Any, drafted: int, tokens: i
     spread, _, device = twin
     draw = torch.Generator().manual_seed(drafted)
     ids = torch.randperm(tokens, generator=draw)[:drafted].sort().values
-    column = torch.full((tokens,), -1, dtype=torch.int32)
-    column[ids] = torch.arange(drafted, dtype=torch.int32)
     # Dense rows of a wider tensor; a padded lane's are poisoned.
     logits = torch.randn(4, drafted + 3, generator=draw)[:, :drafted]
     logits[2] = NAN
+    logits[1, 3] = NAN
     slot = torch.tensor([0, 1, -1, 0], dtype=torch.int32)
-    found = spread(logits.to(device), column.to(device), slot.to(device)).cpu()
+    arguments = (tensor.to(device) for tensor in (logits, ids.int(), slot))
+    found = spread(*arguments, vocabulary=tokens).cpu()
     assert found.shape == (4, tokens) and found.dtype == torch.float32
-    live = slot >= 0
-    assert torch.equal(found[live][:, ids], logits[live])
-    others = torch.ones(tokens, dtype=torch.bool)
+    live, others = slot >= 0, torch.ones(tokens, dtype=torch.bool)
+    torch.testing.assert_close(found[live][:, ids], logits[live], rtol=0, atol=0, equal_nan=True)
     others[ids] = False
     assert (found[live][:, others] == -torch.inf).all()
 
 
-def test_a_nan_stays_to_be_seen(twin: Any) -> None:
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_vocabularies_of_other_sizes_agree_on_what_both_have(twin: Any, tokens: int) -> None:
     spread, _, device = twin
-    logits, column = torch.tensor([[1.0, NAN]]), torch.tensor([-1, 1, 0], dtype=torch.int32)
-    slot = torch.zeros(1, dtype=torch.int32)
-    found = spread(logits.to(device), column.to(device), slot.to(device)).cpu()
-    assert found[0, 0] == -torch.inf and found[0, 1].isnan() and found[0, 2] == 1.0
+    logits, slot = torch.arange(6.0)[None], torch.zeros(1, dtype=torch.int32)
+    found = spread(logits.to(device), None, slot.to(device), vocabulary=tokens).cpu()
+    assert found[0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, -torch.inf, -torch.inf][:tokens]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changed", "message"),
     [
-        (lambda logits, column, slot: (logits.half(), column, slot), "float32"),
-        (lambda logits, column, slot: (logits, column.long(), slot), "column must be"),
-        (lambda logits, column, slot: (logits, column, slot[:1]), "slot must be"),
+        ({"logits": torch.zeros(2, 3).half()}, "float32"),
+        ({"ids": torch.zeros(3, dtype=torch.int64)}, "token_ids must be"),
+        ({"ids": torch.zeros(4, dtype=torch.int32)}, "token_ids must be"),
+        ({"slot": torch.zeros(1, dtype=torch.int32)}, "slot must be"),
+        ({"vocabulary": 0}, "vocabulary=0 must be at least 1"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(
-    change: Callable[..., Any], message: str, device: str
-) -> None:
-    logits, column = torch.zeros(2, 3), torch.zeros(4, dtype=torch.int32)
-    slot = torch.zeros(2, dtype=torch.int32)
-    changed = change(logits, column, slot)
+def test_arguments_that_do_not_fit_are_refused(changed: dict[str, Any], message: str) -> None:
+    logits, slot = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)
+    ids = torch.zeros(3, dtype=torch.int32)
+    given = {"logits": logits, "ids": ids, "slot": slot, "vocabulary": 4} | changed
     with pytest.raises(ValueError, match=message):
-        spread_logits(*(tensor.to(device) for tensor in changed))
+        spread_logits(given["logits"], given["ids"], given["slot"], vocabulary=given["vocabulary"])
 
 
 def test_only_the_steps_that_are_named_are_done(twin: Any) -> None:
