@@ -33,6 +33,7 @@ from graphengine.speculative import (
     FORCE_ACCEPTED,
     MTP,
     DraftModel,
+    DraftVocabulary,
     NGram,
     UserProvided,
 )
@@ -274,6 +275,24 @@ def test_drafts_are_drawn_through_filters_and_biases(device: str) -> None:
             for result, wanted in zip(results, expected, strict=True):
                 assert result.token_ids == wanted.token_ids, f"{filters=}"
                 assert result.acceptance.rate >= least, f"{filters=} {result.acceptance}"
+
+
+def test_a_trimmed_vocabulary_is_filtered_as_a_whole_one(device: str, tmp_path: Path) -> None:
+    """One that leaves nothing out drafts the same; in its own graph, too."""
+    text = tmp_path / "text"
+    text.write_text("def f(x):\n    return x\n")
+    named = DraftVocabulary(text=text, size=4096)
+    asked = [
+        SamplingParams(temperature=1.0, max_tokens=24, seed=seed, ignore_eos=True, **FILTERS[index])
+        for seed, index in enumerate((1, 5))
+    ]
+    counted = []
+    for mode in (MTP(3), MTP(3, draft_vocab=named), MTP(3, own_graph=True)):
+        with open_speculating(mode, device=device, dtype="float32", max_batch=2) as engine:
+            results = engine.generate([PROMPT] * 2, asked)
+            counted.append([(result.token_ids, result.acceptance) for result in results])
+    assert counted[0] == counted[1] == counted[2]
+    assert all(acceptance.rate > 0.2 for _, acceptance in counted[0])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
