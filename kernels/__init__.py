@@ -110,6 +110,7 @@ from graphengine.kernels.draft.relaxed_acceptance import (
     update_relaxed_delta,
     update_relaxed_delta_reference,
 )
+from graphengine.kernels.draft.spread import spread_logits, spread_logits_reference
 from graphengine.kernels.draft.suffix import (
     MAX_CORPUS,
     suffix_propose,
@@ -615,6 +616,8 @@ __all__ = [
     "select_rows",
     "short_conv_decode",
     "short_conv_prefill",
+    "spread_logits",
+    "spread_logits_reference",
     "squared_relu",
     "squared_relu_reference",
     "suffix_propose",

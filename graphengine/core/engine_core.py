@@ -276,11 +276,12 @@ class EngineCore:
             self.runtime.copy_kept(states.after)
         if plan.rows:
             rows, drafts, full = plan.bucket, plan.width - 1, plan.full
-            key = decode_key(rows, drafts, self.runtime.program.samplers[-1 if full else 0])
+            sampler = self.runtime.program.samplers[-1 if full else 0]
+            key = decode_key(rows, drafts, sampler)
             replays.append(self._launch(key, plan.rows, plan.epochs, plan.width, rows, None, full))
             if self.needs.own_graph:
                 # It publishes nothing, so nothing waits for it.
-                self._run(draft_key(rows, drafts), replays[-1])
+                self._run(draft_key(rows, drafts, sampler), replays[-1])
         if plan.masks_changed and self.scheduler.guided:
             self.counters["guided/steps"] += 1
             self.runtime.fetch_drafts()

@@ -28,12 +28,14 @@ from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
     FinishedStep,
+    LogitsTensors,
     PrefillLanes,
     Residual,
     RowFamily,
     SamplingTensors,
     TreeTables,
 )
+from graphengine.requests.processing import logits_tensors
 
 if TYPE_CHECKING:
     from graphengine.host.plan import PrefillChunk
@@ -63,6 +65,8 @@ class Verified(NamedTuple):
     """Drafts of a row that this graph verified, of trees along one path: W = drafts + 1."""
     source: Tensor | None = None
     """int32 [N]: of trees, which lane of `hidden` each of the lanes is; None: `hidden` has N."""
+    filtered: bool = False
+    """Whether the graph is one of the full sampler, which draws through the requests' filters."""
 
 
 class Prefilled(NamedTuple):
@@ -132,6 +136,11 @@ class DraftSetting(NamedTuple):
     def sampling(self) -> SamplingTensors:
         """The target's parameters, by slot."""
         return SamplingTensors(*(self.buffers[name] for name in SamplingTensors._fields))
+
+    @property
+    def options(self) -> LogitsTensors:
+        """What is done to the target's logits, by slot."""
+        return logits_tensors(self.buffers)
 
 
 class Drafter(ABC):
@@ -225,8 +234,11 @@ class Drafter(ABC):
         same number.
         """
 
-    def draft(self, rows: int, drafts: int) -> None:
-        """What `propose` left to a separate graph, after a step of that many rows and drafts."""
+    def draft(self, rows: int, drafts: int, *, filtered: bool) -> None:
+        """What `propose` left to a separate graph, after a step of that many rows and drafts.
+
+        filtered  as of `Verified`
+        """
         raise NotImplementedError(f"{type(self).__name__} drafts in the step's graph")
 
     # On the host.

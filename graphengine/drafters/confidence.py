@@ -52,19 +52,23 @@ class EveryDraft:
         source: Tensor | None,
         index: int,
         chain: Tensor | None,
+        filtered: bool,
     ) -> DraftTiles:
         """The drafts of a run, as `commit_draft` takes them.
 
-        hidden, lanes, ahead  as of `DraftHead.tiles`
+        hidden, lanes, ahead, filtered
+                              as of `DraftHead.tiles`
         rows, source          the lanes that the drafts follow, one a row, and which of `lanes` they
                               are
         index                 of the draft in the chain
         """
-        return self._head.tiles(hidden, lanes, launch, ahead=ahead)
+        return self._head.tiles(hidden, lanes, launch, ahead=ahead, filtered=filtered)
 
 
 class SureDrafts(EveryDraft):
     """Those are verified of which `withhold_drafts` is sure enough.
+
+    Their odds are those of the plain temperature, so they are not drawn through filters.
 
     least  in (0, 1]
     """
@@ -111,6 +115,7 @@ class SureDrafts(EveryDraft):
         source: Tensor | None,
         index: int,
         chain: Tensor | None,
+        filtered: bool,
     ) -> DraftTiles:
         assert chain is not None, "a chain of new_chain"
         return withhold_drafts(

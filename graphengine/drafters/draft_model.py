@@ -120,7 +120,7 @@ class DraftModelDrafter(Drafter):
         head = DraftHead(
             self.weights.lm_head,
             None,
-            setting.sampling,
+            setting,
             plan=self.plans[linear_name("lm_head", self.weights.lm_head)],
             eps=self.config.norm_eps,
         )
@@ -144,13 +144,20 @@ class DraftModelDrafter(Drafter):
         launch = replace(self._launch, pdl=False)
         last = prefilled.last_lane(chunk.token)
         self._choice.begin(last)
-        self._draft(prefilled.token, emitted, last, self.length, launch)
+        self._draft(prefilled.token, emitted, last, self.length, launch, filtered=True)
 
     def propose(self, verified: Verified) -> None:
         step = verified.step
         if verified.drafts:
             self._choice.follow(step.count_R, verified.lanes, self._launch)
-        self._draft(step.token_N, step.count_R, verified.lanes, verified.drafts, self._launch)
+        self._draft(
+            step.token_N,
+            step.count_R,
+            verified.lanes,
+            verified.drafts,
+            self._launch,
+            filtered=verified.filtered,
+        )
 
     def _draft(
         self,
@@ -159,6 +166,8 @@ class DraftModelDrafter(Drafter):
         lanes: DecodeLanes,
         length: int,
         launch: DecodeLaunch,
+        *,
+        filtered: bool,
     ) -> None:
         """Feed each row's last two tokens, then draft `length` times."""
         model, limit, pdl = self._model, self._limit, launch.pdl
@@ -191,6 +200,7 @@ class DraftModelDrafter(Drafter):
                 source=source,
                 index=index,
                 chain=chain,
+                filtered=filtered,
             )
             if index + 1 == length:
                 commit_draft(

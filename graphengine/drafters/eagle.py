@@ -59,6 +59,7 @@ class EagleDrafter(ModuleDrafter):
             output.at(prefilled.chunk.last),
             replace(opened.launch, pdl=False),
             length=self.length,
+            filtered=True,
         )
 
     def propose(self, verified: Verified) -> None:
@@ -70,6 +71,7 @@ class EagleDrafter(ModuleDrafter):
             verified.hidden,
             verified.drafts,
             verified.source,
+            filtered=verified.filtered,
         )
 
     def _take_in(
@@ -80,6 +82,8 @@ class EagleDrafter(ModuleDrafter):
         hidden: Hidden | None,
         drafts: int,
         source: Tensor | None = None,
+        *,
+        filtered: bool,
     ) -> None:
         """`propose`; `hidden` and `source` are what `OpenModules.take_in` takes."""
         opened = self._opened
@@ -93,6 +97,7 @@ class EagleDrafter(ModuleDrafter):
                 length=drafts,
                 fed=first.lanes,
                 source=first.source,
+                filtered=filtered,
             )
 
     def _chain(
@@ -104,6 +109,7 @@ class EagleDrafter(ModuleDrafter):
         length: int,
         fed: DecodeLanes | None = None,
         source: Tensor | None = None,
+        filtered: bool,
     ) -> None:
         """Draft from a run with this output, and `length` - 1 times from what was drafted.
 
@@ -124,6 +130,7 @@ class EagleDrafter(ModuleDrafter):
                 source=source,
                 index=index,
                 chain=chain,
+                filtered=filtered,
             )
             if index + 1 == length:
                 commit_draft(

@@ -133,7 +133,7 @@ class OpenEagle3(OpenModules):
         head = DraftHead(
             weight,
             None if ids is None else ids.to(device, torch.int32),
-            setting.sampling,
+            setting,
             plan=plans[linear_name(HEAD, weight)],
             eps=config.output_eps,
         )

@@ -88,7 +88,7 @@ class OpenMtp(OpenModules):
         ]
         head = DraftHead(
             *trimmed(target.lm_head, modules.vocabulary, target.embedding.device),
-            setting.sampling,
+            setting,
             plan=plans[linear_name("lm_head", target.lm_head)],
             eps=config.output_eps,
             group=setting.group,

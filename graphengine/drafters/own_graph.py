@@ -80,6 +80,6 @@ class OwnGraphEagle(EagleDrafter):
             pdl=opened.launch.pdl,
         )
 
-    def draft(self, rows: int, drafts: int) -> None:
+    def draft(self, rows: int, drafts: int, *, filtered: bool) -> None:
         step = self._handed_over.first(rows, 1 + drafts)
-        self._take_in(step.target, step.emitted, step.lanes, step.hidden, drafts)
+        self._take_in(step.target, step.emitted, step.lanes, step.hidden, drafts, filtered=filtered)

@@ -66,7 +66,9 @@ class TreeEagle(EagleDrafter):
         length: int,
         fed: DecodeLanes | None = None,
         source: Tensor | None = None,
+        filtered: bool,
     ) -> None:
+        # A tree's children are drawn without filters: what one token fails another may pass.
         self._growth.grow(
             self._module,
             rows,

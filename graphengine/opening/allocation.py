@@ -268,7 +268,7 @@ def _run(program: StepProgram, key: GraphKey) -> None:
         assert key.variant in program.samplers, f"{key=}"
         program.decode(key.size, key.variant, key.drafts)
     elif key.kind == "draft":
-        program.drafter.draft(key.size, key.drafts)
+        program.drafter.draft(key.size, key.drafts, filtered=key.variant == "full")
     elif key.variant == "note":
         program.note(key.size)
     else:

@@ -54,7 +54,7 @@ def graph_keys(
         *(prefill_key(tokens, kind) for tokens in reversed(prefill_ladder.sizes) for kind in kinds),
         note_key(prefill_ladder.sizes[-1]),
         *(decode_key(*shape, sampler) for shape in shapes for sampler in decode),
-        *(draft_key(*shape) for shape in shapes if own_graph),
+        *(draft_key(*shape, sampler) for shape in shapes for sampler in decode if own_graph),
     )
 
 

@@ -287,6 +287,7 @@ def _plan(
         dtype,
         max_seq_len,
         modules=needs.wants_hidden or needs.reads_streams or routed is not None,
+        drafts=bool(needs.states),
     )
     if routed is not None:
         # What a step takes and what it is given, as 32-bit ids.
@@ -605,12 +606,14 @@ def _workspace_bytes(
     max_seq_len: int,
     *,
     modules: bool = False,
+    drafts: bool = False,
 ) -> int:
     """Intermediates of the largest bucket: a layer's activations, attention partials, what the
     kernels of a recurrent layer leave to each other, logits.
 
     `rows` are the lanes of the largest decode graph. With draft `modules` the target's hidden
     states of a chunk are kept, and those with the embeddings beside them, while a module computes.
+    `drafts`: by a head, not by n-grams or the caller.
 
     And the float32 [splits, N, M] of one product at a time that splits K. Plans are chosen later,
     so it counts as the most that a table may ask for: 15 MB at 8 rows of an 8B model.
@@ -623,7 +626,8 @@ def _workspace_bytes(
     widest = max(linear.rows for linear in model.linears.values() if linear.kind != "sample")
     parts = 4 * MAX_SPLITS * rows * widest
     # Float32 logits, as they were and as they are processed, and the sampler's keys: of one size.
-    sampling = 3 * 4 * rows * model.vocab_size
+    # So are the logits of drafts, as those of the target's tokens, while the target's are kept.
+    sampling = (5 if drafts else 3) * 4 * rows * model.vocab_size
     scan = model.scan_bytes(prefill.sizes[-1])
     return lanes * (4 * model.hidden_size + activations) + partials + parts + scan + sampling
 

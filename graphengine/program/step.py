@@ -177,7 +177,8 @@ class StepProgram:
             self.routing.publish(routes, step.count_R, lanes.slot, pdl=pdl)
         if self.relaxation is not None:
             self.relaxation.follow(step, lanes, pdl)
-        self.drafter.propose(_verified(lanes, residual, step, drafts))
+        verified = _verified(lanes, residual, step, drafts)
+        self.drafter.propose(verified._replace(filtered=sampler == "full"))
         logits = None if processed is None else processed.logits
         return StepOutputs(logits, step.token_N, step.flags_R)
 
