@@ -301,6 +301,11 @@ class EngineConfig:
         may replay such a record with its own `routing`: for a model with experts. Of prompts the
         last layer is then computed for all tokens""",
     )
+    prompt_embeds: bool = option(
+        False,
+        doc="""whether prompts may have embeddings, tensors [n, hidden], alone or between tokens
+        (`PromptParts`); takes room for those of a chunk""",
+    )
     pdl: bool = option(True, doc="programmatic dependent launch between the kernels of a GPU")
     row_family: RowFamily | None = option(
         None,
@@ -466,6 +471,7 @@ class EngineConfig:
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "record_routing": self.record_routing,
+            "prompt_embeds": self.prompt_embeds,
             "speculative": mode is not None and (has_tree or not isinstance(mode, drafters)),
         }
         for name, is_asked in alone.items():

@@ -186,6 +186,11 @@ def _check_vanilla(k: int, modules: int, rows: int) -> None:
 def _draft_model(options: DraftModel, target: Target) -> Drafter:
     config, target_checkpoint, model = target
     checkpoint = Checkpoint.open(options.path)
+    if config.prompt_embeds:
+        raise ValueError(
+            f"prompt_embeds=True, but the draft model {checkpoint.path} has embeddings of its own, "
+            f"and nothing for those of a prompt: other drafters take them"
+        )
     draft = read_model(checkpoint)
     if draft.vocab_size != model.vocab_size:
         raise ValueError(

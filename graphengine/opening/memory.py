@@ -543,6 +543,7 @@ def _add_state(
         sizes,
         states=model.states,
         vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
         table_blocks=table_blocks,
         rings=of_windows,
         swap_pairs=swap_pairs,
