@@ -116,6 +116,13 @@ def test_every_cut_of_a_chunk(device: str) -> None:
         assert engine.generate(several, greedy(6)).token_ids == wanted
 
 
+def draft_kv(engine: Engine) -> Tensor:
+    """What the draft modules keep of the last prompt, in slot 0."""
+    runtime = engine.core.runtime
+    blocks = runtime.buffers["block_table"][0, : len(IDS) // 8].long()
+    return runtime.caches[-1][0][:, blocks].clone()
+
+
 MODES: dict[str, Speculative] = {
     "ngram": NGram(k=3),
     "eagle": MTP(k=3),
@@ -138,11 +145,13 @@ def test_drafts_change_no_token(small: Path, device: str, name: str) -> None:
     with open_engine(small, speculative=MODES[name], **options) as engine:
         assert engine.generate(foreign, greedy(24, ignore_eos=True)).token_ids == wanted
         plain = engine.generate(IDS, greedy(24, ignore_eos=True))
+        kept = draft_kv(engine)
         for first, stop in ((0, 7), (3, 9), (5, 24), (11, 13)):
             result = engine.generate(as_rows(engine, first, stop), greedy(24, ignore_eos=True))
             assert result.token_ids == plain.token_ids
             if name != "ngram":
                 assert result.acceptance == plain.acceptance
+                assert torch.equal(draft_kv(engine), kept) and bool(kept.any())
         if name == "ngram":
             history = engine.core.runtime.buffers["token_history"]
             assert history[0, :12].tolist() == [*IDS[:11], -2 - 11]
