@@ -28,7 +28,6 @@ class EmbedsSpec(NamedTuple):
 
     hidden_size: int
     dtype: torch.dtype
-    device: torch.device
 
 
 class Run(NamedTuple):
@@ -104,10 +103,11 @@ class PromptTokens(NamedTuple):
 
 
 def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:
-    """A caller's tensor [n, H] as the embeddings from `position` on, copied.
+    """A caller's tensor [n, H], on any device, as the embeddings from `position` on.
 
-    One of the engine's device is waited for, on the current stream. ValueError, with the value and
-    what is wanted, for a tensor that does not fit, and where `spec` is None: nothing takes any.
+    It is copied to the host and rounded to the model's dtype; a GPU's is waited for, on the current
+    stream. ValueError, with the value and what is wanted, for a tensor that does not fit, and where
+    `spec` is None: no engine takes any then.
     """
     if spec is None:
         raise ValueError(
@@ -124,11 +124,8 @@ def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:
             f"embeddings of {tensor.dtype} in a prompt: they are of floating point, such as "
             f"{spec.dtype}"
         )
-    if tensor.device.type != "cpu" and tensor.device != spec.device:
-        raise ValueError(
-            f"embeddings on {tensor.device} in a prompt: the engine takes them from the CPU or "
-            f"from {spec.device}"
-        )
+    if tensor.is_meta:
+        raise ValueError(f"embeddings of shape {list(tensor.shape)} on meta have no values")
     if not len(tensor):
         return NO_EMBEDS
     rows = tensor.detach().to("cpu", spec.dtype, copy=True).contiguous()

@@ -59,10 +59,11 @@ class PromptParts:
 
         PromptParts("Describe the picture: ", image, [13, 198])
 
-    A part is text, token ids, a `Chat`, or a tensor [n, H] of floating point, on the CPU or on the
-    engine's device, whose rows take the place of what `embed_tokens` would give: what transformers
-    calls `inputs_embeds`. A text is tokenised by itself; it gets special tokens, or what `add_bos`
-    says, only as the first part. A `Chat` can only be first. A tensor alone is a prompt, too.
+    A part is text, token ids, a `Chat`, or a tensor [n, H] of floating point, on the CPU or a GPU,
+    whose rows take the place of what `embed_tokens` would give: what transformers calls
+    `inputs_embeds`. A text is tokenised by itself; it gets special tokens, or what `add_bos`
+    says, only as the first part. A `Chat` can only be first. Parts may be empty, but not all of
+    them. A tensor alone is a prompt, too.
 
     Parts are checked only when the prompt is used; then every error is a ValueError.
     """
@@ -106,16 +107,22 @@ def read_prompt(
         return PromptTokens(ids_of(prompt, add_bos=add_bos, known=known))
     ids: tuple[int, ...] = ()
     held = NO_EMBEDS
-    for index, part in enumerate(prompt.parts):
+    for part in prompt.parts:
         at = known + len(ids)
+        if isinstance(part, Sized) and not len(part):
+            continue
         if _is_embeddings(part):
             rows = cast(Tensor, part)
+            if add_bos is not None and not ids:
+                raise ValueError(
+                    f"add_bos={add_bos} is for a prompt of text: this one begins with embeddings"
+                )
             held = held.then(embeds_at(rows, at, embeds))
             ids += (EMBEDDED,) * len(rows)
             if len(ids) > max_seq_len - known - 1:
                 raise ValueError(_too_long(len(ids), known, max_seq_len))
         else:
-            bos = None if index else add_bos
+            bos = None if ids else add_bos
             ids += ids_of(cast(Prompt, part), add_bos=bos, known=at)
     if not ids:
         raise ValueError("the prompt is empty: it holds no token")

@@ -411,7 +411,7 @@ def _embeds_spec(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> 
     """What embeddings in prompts must be; None for an engine that takes none."""
     if not config.prompt_embeds:
         return None
-    return EmbedsSpec(runtime.model.config.hidden_size, memory.dtype, memory.device)
+    return EmbedsSpec(runtime.model.config.hidden_size, memory.dtype)
 
 
 def prefill_kind(request: Request) -> PrefillKind:

@@ -220,6 +220,12 @@ def _draft_model(options: DraftModel, target: Target) -> Drafter:
 def _eagle3(options: Eagle3, target: Target) -> Drafter:
     checkpoint = Checkpoint.open(options.path)
     read = read_eagle3(checkpoint, target.model, options.layers)
+    width, wanted = read.config.hidden_size, target.model.hidden_size
+    if target.config.prompt_embeds and width != wanted:
+        raise ValueError(
+            f"prompt_embeds=True, but the embeddings of {checkpoint.path} have {width} values, and "
+            f"those of a prompt {wanted}, as the model's: other drafters take them"
+        )
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
     return eagle(Eagle3Module(read, checkpoint, target.model), options.k)
 

@@ -34,7 +34,7 @@ from graphengine.observe.tracing import span
 from graphengine.opening.inventory import Rings, mailboxes
 from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.opening.memory import MemoryPlan
-from graphengine.program.fields import engine_fields
+from graphengine.program.fields import EMBEDS_FIELD, engine_fields
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
@@ -163,7 +163,7 @@ def allocate(
 
 def _given_rows(model: Model, buffers: StaticBuffers) -> GivenRows:
     """The embeddings of a chunk's positions that have no token."""
-    rows = buffers["prefill_embeds"].view(model.dtype)
+    rows = buffers[EMBEDS_FIELD].view(model.dtype)
     return GivenRows(rows, buffers["prefill_start"], model.weights.given_scale)
 
 

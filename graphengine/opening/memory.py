@@ -49,7 +49,7 @@ from graphengine.opening.inventory import (
     window_rings,
 )
 from graphengine.prefill_cut import PrefillCut
-from graphengine.program.fields import engine_fields
+from graphengine.program.fields import EMBEDS_FIELD, engine_fields
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.processing import processing_fields
 
@@ -556,6 +556,10 @@ def _add_state(
     apart = {"request options": sum(field.nbytes for field in options)}
     if config.mode is not None:
         apart["drafter's state"] = sum(field.nbytes for field in drafter.fields(sizes))
+    if config.prompt_embeds:
+        apart["prompt embeddings"] = next(
+            field.nbytes for field in fields if field.name == EMBEDS_FIELD
+        )
     budget.add("state and tables", on_device - sum(apart.values()) + tables, where)
     for name, size in apart.items():
         budget.add(name, size, where)

@@ -27,6 +27,8 @@ from graphengine.requests.processing import processing_fields, processing_update
 from graphengine.requests.request import Request
 from graphengine.sampling_params import SAMPLER_FIELDS
 
+EMBEDS_FIELD = "prefill_embeds"
+
 
 def field_table(
     *,
@@ -167,7 +169,7 @@ def _embeds_field(sizes: FieldSizes, hidden_size: int) -> Field:
     The host writes bits, as NumPy does not know every dtype.
     """
     return Field(
-        name="prefill_embeds",
+        name=EMBEDS_FIELD,
         shape=(sizes.prefill_tokens + 1, hidden_size),
         dtype=BITS[sizes.dtype.itemsize],
         owner="host",
@@ -233,7 +235,7 @@ def _embeds_update(embeds: Embeds, first: int, stop: int) -> dict[str, Any]:
         for run in found:
             rows[run.start - start : run.stop - start] = run.rows
     bits = rows.view(BITS[rows.element_size()]).numpy()
-    return {"prefill_embeds": Part(start - first, bits)}
+    return {EMBEDS_FIELD: Part(start - first, bits)}
 
 
 def ring_updates(

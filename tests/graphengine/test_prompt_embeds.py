@@ -79,8 +79,8 @@ def test_tokens_are_those_of_inputs_embeds(
             given = torch.randn(count, table.shape[1], generator=dice) * table.std()
             ids = [int(id) for id in torch.randint(200, (before + after,), generator=dice)]
             whole = torch.cat([rows_of(model, ids[:before]), given, rows_of(model, ids[before:])])
-            parts = [part for part in (ids[:before], given, ids[before:]) if len(part)]
-            result = engine.generate(PromptParts(*parts), greedy(8, ignore_eos=True))
+            prompt = PromptParts(ids[:before], given, ids[before:])
+            result = engine.generate(prompt, greedy(8, ignore_eos=True))
             assert list(result.token_ids) == said_by_transformers(model, whole, 8)
             assert result.prompt_token_ids == (*ids[:before], *[-1] * count, *ids[before:])
         assert_idle(engine)
@@ -99,7 +99,7 @@ def table_of(engine: Engine) -> Tensor:
 def as_rows(engine: Engine, first: int, stop: int, ids: Sequence[int] = IDS) -> PromptParts:
     """The prompt of these ids, those of first .. stop - 1 as embeddings."""
     rows = table_of(engine)[torch.tensor(ids[first:stop], device=table_of(engine).device)]
-    return PromptParts(*(part for part in (ids[:first], rows, ids[stop:]) if len(part)))
+    return PromptParts(ids[:first], rows, ids[stop:])
 
 
 def test_every_cut_of_a_chunk(device: str) -> None:
@@ -264,9 +264,10 @@ def test_wrong_embeddings(device: str) -> None:
             (torch.zeros(3, H + 1), rf"embeddings of shape \[3, {H + 1}\] .* takes \[n, {H}\]"),
             (torch.zeros(H), rf"embeddings of shape \[{H}\] in a prompt: the model takes"),
             (torch.zeros(3, H, dtype=torch.int32), "embeddings of torch.int32 in a prompt"),
-            (torch.zeros(3, H, device="meta"), "embeddings on meta in a prompt: the engine takes"),
+            (torch.zeros(3, H, device="meta"), r"embeddings of shape \[3, .* on meta have no"),
             (torch.zeros(128, H), "prompt of 128 tokens leaves no room .* max_seq_len=128"),
             (torch.zeros(0, H), "the prompt is empty"),
+            (PromptParts("", [], torch.zeros(0, H)), "the prompt is empty"),
             (PromptParts(), "the prompt is empty"),
             (PromptParts([1], torch.zeros(127, H)), "prompt of 128 tokens leaves no room"),
             (PromptParts(torch.zeros(1, H), [-1]), "token id -1 is outside the vocabulary"),
@@ -274,6 +275,9 @@ def test_wrong_embeddings(device: str) -> None:
         for prompt, message in cases:
             with pytest.raises(ValueError, match=message):
                 engine.submit(prompt)
+        late = greedy(2, add_bos=True)
+        with pytest.raises(ValueError, match=r"add_bos=True .* this one begins with embeddings"):
+            engine.submit(PromptParts(torch.zeros(1, H), "a"), late)
         for each in engine.generate([torch.zeros(2, H), PromptParts("a", torch.ones(1, H))]):
             assert each.token_ids
         assert repr(PromptParts("a", torch.ones(1, 2))) == "PromptParts('a', tensor[1, 2])"

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extent import extent
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.norm_rope import embedding
 from graphengine.kernels.norm_rope.embedding import GIVEN, GivenRows, embed, embed_reference
+from launches.compilation import compile_launch, record_launch
 
 SENTINEL = 77.0
 HUGE = [2**31 - 1, -(2**31), -1, 10**9]
@@ -117,6 +120,20 @@ def test_table_beyond_int32_offsets(device):
     x = embed(token, table, torch.zeros(3, dtype=torch.int32, device=device))
     assert torch.equal(x[[0, 2]], table[[V - 1, 0]].float())
     assert x[1].isnan().all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+def test_a_kernel_without_given_rows_reads_none():
+    """Compiled for sm_90."""
+    on = GivenRows(torch.zeros(3, 64, dtype=torch.bfloat16), ONE, 1.0)
+    tensors = torch.zeros(4).int(), torch.zeros(9, 64, dtype=torch.bfloat16), torch.zeros(4).int()
+    plain, held = (
+        compile_launch(record_launch(embedding, lambda rows=rows: embed(*tensors, given=rows)))
+        for rows in (None, on)
+    )
+    assert plain[1] == ["token_ptr", "table_ptr", "slot_ptr", "out_ptr", "", "", ""]
+    assert {*held[1]} == {*plain[1], "given_ptr", "first_ptr"}
+    assert held[0].count("ld.global") > plain[0].count("ld.global")
 
 
 ONE = torch.zeros(1).int()
