@@ -303,8 +303,9 @@ class EngineConfig:
     )
     prompt_embeds: bool = option(
         False,
-        doc="""whether prompts may have embeddings, tensors [n, hidden], alone or between tokens
-        (`PromptParts`); takes room for those of a chunk""",
+        doc="""whether prompts may have embeddings, tensors [n, hidden_size], alone or between
+        tokens (`PromptParts`); this takes room for those of a chunk""",
+        flag=Flag(),
     )
     pdl: bool = option(True, doc="programmatic dependent launch between the kernels of a GPU")
     row_family: RowFamily | None = option(

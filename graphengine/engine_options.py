@@ -186,8 +186,8 @@ class EngineOptions(TypedDict, total=False):
     """
 
     prompt_embeds: bool
-    """whether prompts may have embeddings, tensors [n, hidden], alone or between tokens
-    (`PromptParts`); takes room for those of a chunk
+    """whether prompts may have embeddings, tensors [n, hidden_size], alone or between tokens
+    (`PromptParts`); this takes room for those of a chunk
     """
 
     pdl: bool

@@ -81,8 +81,8 @@ class Embeds:
     def identity(self, ids: Sequence[int]) -> array[int]:
         """`ids`, of the positions from 0 on, with a digest below 0 for each embedding.
 
-        Two sequences whose identities are the same up to a position have the same KV there. A
-        digest has 62 bits: half of a million rows would collide with odds of 1 to 10 million.
+        Two sequences with the same identities up to a position have the same KV there. A digest has
+        62 bits: of a million rows two are alike by chance once in nine million times.
         """
         made = array("q", ids)
         for run in self.within(0, len(made)).runs:

@@ -283,6 +283,9 @@ def _plan(
         max_seq_len,
         modules=needs.wants_hidden or needs.reads_streams or routed is not None,
     )
+    if config.prompt_embeds and config.mode is not None:
+        # The embeddings of a chunk's tokens as modules read them, in float32 before.
+        workspace += chunks.sizes[-1] * (4 + dtype.itemsize) * model.hidden_size
     if routed is not None:
         # What a step takes and what it is given, as 32-bit ids.
         widest_step = max(lanes, chunks.sizes[-1])

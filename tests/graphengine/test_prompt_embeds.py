@@ -93,7 +93,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def table_of(engine: Engine) -> Tensor:
-    return engine.core.runtime.model.weights.embedding
+    return engine.runtime.model.weights.embedding
 
 
 def as_rows(engine: Engine, first: int, stop: int, ids: Sequence[int] = IDS) -> PromptParts:
@@ -105,11 +105,14 @@ def as_rows(engine: Engine, first: int, stop: int, ids: Sequence[int] = IDS) -> 
 def test_every_cut_of_a_chunk(device: str) -> None:
     """Rows of the table are as good as their ids, wherever chunks end."""
     with open_engine(device=device, prefill_buckets=(2, 6), **SIZES) as engine:
+        # NaN, wherever no row is copied to.
+        engine.runtime.buffers["prefill_embeds"].fill_(-1)
         expected = engine.generate(IDS, greedy(6)).token_ids
         for first in range(13):
             for count in (1, 7):
                 prompt = as_rows(engine, first, first + count)
                 assert engine.generate(prompt, greedy(6)).token_ids == expected, (first, count)
+                engine.runtime.buffers["prefill_embeds"].fill_(-1)
         several = PromptParts(IDS[:2], rows := table_of(engine)[IDS[2:3]], IDS[3:5], rows, IDS[5:])
         same = [*IDS[:5], IDS[2], *IDS[5:]]
         wanted = engine.generate(same, greedy(6)).token_ids
@@ -118,7 +121,7 @@ def test_every_cut_of_a_chunk(device: str) -> None:
 
 def draft_kv(engine: Engine) -> Tensor:
     """What the draft modules keep of the last prompt, in slot 0."""
-    runtime = engine.core.runtime
+    runtime = engine.runtime
     blocks = runtime.buffers["block_table"][0, : len(IDS) // 8].long()
     return runtime.caches[-1][0][:, blocks].clone()
 
@@ -153,7 +156,7 @@ def test_drafts_change_no_token(small: Path, device: str, name: str) -> None:
                 assert result.acceptance == plain.acceptance
                 assert torch.equal(draft_kv(engine), kept) and bool(kept.any())
         if name == "ngram":
-            history = engine.core.runtime.buffers["token_history"]
+            history = engine.runtime.buffers["token_history"]
             assert history[0, :12].tolist() == [*IDS[:11], -2 - 11]
 
 
@@ -168,7 +171,7 @@ def test_pauses_and_neighbours(device: str) -> None:
         made = [engine.submit(prompt, greedy(40, ignore_eos=True)) for prompt in prompts]
         run(engine)
         assert [tuple(each.token_ids) for each in made] == [each.token_ids for each in alone]
-        assert engine.core.counters["pauses"] > 0
+        assert engine.counters["pauses"] > 0
         assert_idle(engine)
 
 
@@ -188,6 +191,23 @@ def test_equal_embeddings_share_blocks_and_others_do_not(device: str) -> None:
         first.zero_()
         run(engine)
         assert tuple(request.token_ids) == fresh.token_ids
+
+
+def test_kept_states_are_found_by_equal_embeddings_alone(
+    families: dict[str, Any], device: str
+) -> None:
+    """Of recurrent layers, at the end of a prompt that others begin with."""
+    options = {"device": device, "prefix_caching": True, "session_states": 4, **SIZES}
+    with open_engine(families["granite"].path, **options) as engine:
+        rows = torch.randn(24, table_of(engine).shape[1])
+        other = rows.clone()
+        other[3] *= -1
+        params = greedy(4, ignore_eos=True)
+        for given, cached in ((rows, False), (rows, True), (other, False)):
+            result = engine.generate(PromptParts(given, IDS), params)
+            assert (result.cached_tokens > 0) == cached
+            fresh = engine.generate(PromptParts(given, IDS), greedy(4, ignore_eos=True))
+            assert result.token_ids == fresh.token_ids
 
 
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
@@ -250,7 +270,7 @@ def test_log_probabilities_and_penalties_are_of_tokens(device: str) -> None:
         assert result.prompt_logprobs[13:] == plain.prompt_logprobs[13:]
         assert result.logprobs == plain.logprobs
         engine.generate(as_rows(engine, 0, len(IDS)), greedy(1, repetition_penalty=1.3))
-        counts = engine.core.runtime.buffers["counts"]
+        counts = engine.runtime.buffers["counts"]
         assert int((counts[0] != 0).sum()) == 1
 
 
@@ -285,7 +305,7 @@ def test_wrong_embeddings(device: str) -> None:
         message = rf"embeddings of shape \[2, {H}\] .* opened with prompt_embeds=True"
         with pytest.raises(ValueError, match=message):
             engine.submit(PromptParts([1], torch.zeros(2, H)))
-        assert "prefill_embeds" not in engine.core.runtime.buffers.addresses()
+        assert "prefill_embeds" not in engine.runtime.buffers.addresses()
 
 
 def test_engines_that_take_none(small: Path) -> None:
