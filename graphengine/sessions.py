@@ -67,7 +67,11 @@ class Session:
     """
 
     def __init__(
-        self, core: EngineCore, tokens: list[int], embeds: Embeds, context: Context
+        self,
+        core: EngineCore,
+        tokens: list[int],
+        context: Context,
+        embeds: Embeds = NO_EMBEDS,
     ) -> None:
         self._core = core
         self._tokens = tokens
@@ -178,7 +182,7 @@ class Session:
         elif self._context.blocks:
             reuse.give(context, self._context.blocks)
         reuse.states.share(self._context, context)
-        return Session(self._core, list(self._tokens), self._embeds, context)
+        return Session(self._core, list(self._tokens), context, self._embeds)
 
     # Turns.
 
@@ -300,7 +304,7 @@ class Session:
 def open_session(core: EngineCore) -> Session:
     """What `Engine.session` says."""
     _check_sessions(core)
-    return Session(core, [], NO_EMBEDS, Context())
+    return Session(core, [], Context())
 
 
 def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLike[str]) -> Session:
@@ -377,7 +381,7 @@ def session_of(
                 reuse.give(context, blocks)
         finally:
             pool.give_back(blocks)
-    return Session(core, list(token_ids), embeds, context)
+    return Session(core, list(token_ids), context, embeds)
 
 
 def _check_sessions(core: EngineCore) -> None:
