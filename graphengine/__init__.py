@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from graphengine.core.snapshots import SessionSnapshot
     from graphengine.engine import Engine
     from graphengine.parallel.ranks import RankFailed
-    from graphengine.prompts import Chat
+    from graphengine.prompts import Chat, PromptParts
     from graphengine.requests.request import Event, QueueFull, Request
     from graphengine.requests.result import Logprob, Result, Segment, Timings
     from graphengine.sampling_params import SamplingParams
@@ -56,6 +56,7 @@ __all__ = [
     "GateOptions",
     "Logprob",
     "NGram",
+    "PromptParts",
     "QueueFull",
     "RankFailed",
     "RelaxedAcceptance",
@@ -87,6 +88,7 @@ _HOMES = {
     "GateOptions": "graphengine.speculative",
     "Logprob": "graphengine.requests.result",
     "NGram": "graphengine.speculative",
+    "PromptParts": "graphengine.prompts",
     "QueueFull": "graphengine.requests.request",
     "RankFailed": "graphengine.parallel.ranks",
     "RelaxedAcceptance": "graphengine.speculative",

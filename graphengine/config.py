@@ -308,6 +308,12 @@ class EngineConfig:
         may replay such a record with its own `routing`: for a model with experts. Of prompts the
         last layer is then computed for all tokens""",
     )
+    prompt_embeds: bool = option(
+        False,
+        doc="""whether prompts may have embeddings, tensors [n, hidden_size], alone or between
+        tokens (`PromptParts`); this takes room for those of a chunk""",
+        flag=Flag(),
+    )
     pdl: bool = option(True, doc="programmatic dependent launch between the kernels of a GPU")
     row_family: RowFamily | None = option(
         None,
@@ -496,6 +502,7 @@ class EngineConfig:
             "quantize": self.quantize is not None,
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
+            "prompt_embeds": self.prompt_embeds,
             "speculative": mode is not None and (wants_one_rank or not isinstance(mode, drafters)),
         }
         for name, is_asked in alone.items():

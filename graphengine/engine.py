@@ -180,7 +180,8 @@ class Engine:
     ) -> Request:
         """Queue a request; it starts at a `step()` that finds a slot and KV blocks for it.
 
-        prompt      text, token ids, chat messages (`{"role": ..., "content": ...}`) or a `Chat`
+        prompt      text, token ids, chat messages (`{"role": ..., "content": ...}`) or a `Chat`;
+                    with `prompt_embeds` also `PromptParts`, or a tensor [n, H] of embeddings
         on_event    called during `step()` with each of the request's events; it may submit and
                     cancel
         priority    of the waiting requests the lowest number starts first, as in vLLM, and of equal

@@ -190,6 +190,11 @@ class EngineOptions(TypedDict, total=False):
     layer is then computed for all tokens
     """
 
+    prompt_embeds: bool
+    """whether prompts may have embeddings, tensors [n, hidden_size], alone or between tokens
+    (`PromptParts`); this takes room for those of a chunk
+    """
+
     pdl: bool
     """programmatic dependent launch between the kernels of a GPU"""
 

@@ -275,7 +275,7 @@ from graphengine.kernels.norm_rope.activation import (
     swiglu,
     swiglu_reference,
 )
-from graphengine.kernels.norm_rope.embedding import embed, embed_reference
+from graphengine.kernels.norm_rope.embedding import GIVEN, GivenRows, embed, embed_reference
 from graphengine.kernels.norm_rope.norm import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -365,6 +365,7 @@ __all__ = [
     "FMA_LANES",
     "FP8_KV",
     "FP8_MAX",
+    "GIVEN",
     "INVALID",
     "LATENT_TILE",
     "LENGTH",
@@ -402,6 +403,7 @@ __all__ = [
     "Fusion",
     "GatedDeltaParams",
     "GatedDeltaSizes",
+    "GivenRows",
     "Grouping",
     "HandOver",
     "Kept",

@@ -40,6 +40,7 @@ from graphengine.program.graph_key import (
     note_key,
     prefill_key,
 )
+from graphengine.prompt_embeds import EmbedsSpec
 from graphengine.prompts import Prompt
 from graphengine.requests.request import Event, Request
 from graphengine.sampling_params import SamplingParams
@@ -116,6 +117,7 @@ class EngineCore:
             eos_ids=eos_ids,
             prompts_only=drafter.needs.prompts_only,
             routed=runtime.model.weights.routed,
+            embeds=_embeds_spec(config, memory, runtime),
             cancelled=self.delivery.cancelled,
         )
         self.in_flight: deque[tuple[Replay, ...]] = deque()
@@ -167,8 +169,8 @@ class EngineCore:
         submitted = time.perf_counter()
         self.scheduler.check_queue()
         params = self.intake.usual_params if params is None else params
-        ids = self.intake.prompt_ids(prompt, params)
-        request = self.intake.request(ids, params, on_event, submitted=submitted, **options)
+        read = self.intake.prompt(prompt, params)
+        request = self.intake.request(read, params, on_event, submitted=submitted, **options)
         self.queue(request)
         return request
 
@@ -413,6 +415,13 @@ def new_scheduler(
         rings=memory.rings,
         state_places=memory.state_places,
     )
+
+
+def _embeds_spec(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> EmbedsSpec | None:
+    """What embeddings in prompts must be; None for an engine that takes none."""
+    if not config.prompt_embeds:
+        return None
+    return EmbedsSpec(runtime.model.config.hidden_size, memory.dtype)
 
 
 def prefill_kind(request: Request) -> PrefillKind:

@@ -28,12 +28,15 @@ from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
     FinishedStep,
+    Fusion,
+    GivenRows,
     LogitsTensors,
     PrefillLanes,
     Residual,
     RowFamily,
     SamplingTensors,
     TreeTables,
+    embed,
 )
 from graphengine.requests.processing import logits_tensors
 
@@ -84,6 +87,8 @@ class Prefilled(NamedTuple):
     """int32 [1]: not 0 for the last chunk."""
     attention: Callable[..., Tensor]
     """`paged_prefill_attention` of the chunk, as `ChunkAttention`; its segment can be replaced."""
+    given: GivenRows | None = None
+    """Embeddings of positions that have no token; None where each has one."""
 
     @property
     def following(self) -> Tensor:
@@ -93,6 +98,18 @@ class Prefilled(NamedTuple):
         following = torch.where(self.final != 0, self.token, self.next_prompt_token)
         lane = torch.arange(token.shape[0], dtype=last.dtype, device=token.device)
         return torch.where(lane == last, following, token.roll(-1))
+
+    def embedded(self, token_T: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
+        """What `combine_hidden` takes for these tokens, of which some may be given embeddings: then
+        the embeddings of the chunk's lanes are its table.
+        """
+        if self.given is None:
+            return token_T, fusion
+        # A module multiplies no embedding.
+        rows = self.given._replace(scale=1.0)
+        table = embed(token_T, fusion.embedding, self.chunk.slot, given=rows)
+        lane = torch.arange(len(token_T), dtype=torch.int32, device=token_T.device)
+        return lane, fusion._replace(embedding=table.to(fusion.embedding.dtype))
 
     def last_lane(self, token_T: Tensor) -> DecodeLanes:
         """The chunk's last lane with its token of `token_T`; padded unless the chunk is final."""

@@ -178,9 +178,8 @@ class OpenEagle3(OpenModules):
         lanes, launch = chunk.slot.numel(), self.launch.prefill
         g = fuse_chunk(weights, self._rows[:lanes], launch)
         residual = self.new_stream(lanes)
-        combined = combine_hidden(
-            following, chunk.slot, g, None, self.fusions[0], residual=residual
-        )
+        token, fusion = prefilled.embedded(following, self.fusions[0])
+        combined = combine_hidden(token, chunk.slot, g, None, fusion, residual=residual)
         normed = eagle3_prefill(
             weights,
             combined,

@@ -210,6 +210,11 @@ def _check_vanilla(k: int, modules: int, rows: int) -> None:
 def _draft_model(options: DraftModel, target: Target) -> Drafter:
     config, target_checkpoint, model, _ = target
     checkpoint = Checkpoint.open(options.path)
+    if config.prompt_embeds:
+        raise ValueError(
+            f"prompt_embeds=True, but the draft model {checkpoint.path} has embeddings of its own, "
+            f"and nothing for those of a prompt: other drafters take them"
+        )
     draft = read_model(checkpoint)
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
@@ -239,6 +244,12 @@ def _draft_model(options: DraftModel, target: Target) -> Drafter:
 def _eagle3(options: Eagle3, target: Target) -> Drafter:
     checkpoint = Checkpoint.open(options.path)
     read = read_eagle3(checkpoint, target.model, options.layers)
+    width, wanted = read.config.hidden_size, target.model.hidden_size
+    if target.config.prompt_embeds and width != wanted:
+        raise ValueError(
+            f"prompt_embeds=True, but the embeddings of {checkpoint.path} have {width} values, and "
+            f"those of a prompt {wanted}, as the model's: other drafters take them"
+        )
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
     module = Eagle3Module(read, checkpoint, target.model)
     return eagle(module, options.k, drafts_from(options.min_confidence))

@@ -169,7 +169,8 @@ class VanillaDrafter(ModuleDrafter):
         """Module `index` for a chunk: its output [T, H]; none of a position below `lowest` [1]."""
         chunk, start = _shifted(prefilled.chunk, index, lowest)
         attention = partial(prefilled.attention, query_start_P1=chunk.query_start, position_P=start)
-        combined = combine_hidden(following, chunk.slot, hidden, None, self._opened.fusions[index])
+        token, fusion = prefilled.embedded(following, self._opened.fusions[index])
+        combined = combine_hidden(token, chunk.slot, hidden, None, fusion)
         return self._opened.run_chunk(index, combined, chunk, attention)
 
     def _take_in(self, emitted: Emitted, hidden: Hidden, launch: DecodeLaunch) -> None:

@@ -28,6 +28,7 @@ from graphengine.kernels import (
     ActivationKind,
     AnyWeight,
     DecodeLanes,
+    GivenRows,
     Launch,
     LinearPlan,
     PackedExperts,
@@ -243,12 +244,14 @@ class PrefillLaunch(Launch):
     share        of the model, that this rank has
     activations  what inputs of linears are rounded to that take it; None: nothing
     routes       what keeps, and may give, the experts of each lane; None: nothing does
+    given        embeddings of lanes that have no token; None: every lane has one
     """
 
     reduce: Reduce | None = None
     share: Share = WHOLE
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None
+    given: GivenRows | None = None
 
 
 ONE_RANK = PrefillLaunch()
@@ -430,6 +433,11 @@ class ModelWeights(StoredWeights):
     def embedding_scale(self) -> float:
         """What a token's embedding is multiplied by, the product being rounded to its dtype."""
         return 1.0
+
+    @property
+    def given_scale(self) -> float:
+        """The same of embeddings that are given: what transformers does to `inputs_embeds`."""
+        return self.embedding_scale
 
     @abstractmethod
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> Model:

@@ -20,6 +20,7 @@ from graphengine.host.rings import WindowRing
 from graphengine.host.routes import RouteMailbox, RouteTable, Routing
 from graphengine.kernels import (
     TREE_SPLIT,
+    GivenRows,
     KernelCompilation,
     compile_kernels,
     copy_blocks,
@@ -33,7 +34,7 @@ from graphengine.observe.tracing import span
 from graphengine.opening.inventory import Rings, mailboxes
 from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.opening.memory import MemoryPlan
-from graphengine.program.fields import engine_fields
+from graphengine.program.fields import EMBEDS_FIELD, engine_fields
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
@@ -136,6 +137,7 @@ def allocate(
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
         routing=_routing_step(buffers, routing),
+        given=_given_rows(model, buffers) if config.prompt_embeds else None,
         forced_acceptance=config.forced_acceptance,
     )
     stream = torch.cuda.Stream(memory.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -160,6 +162,12 @@ def allocate(
     )
 
 
+def _given_rows(model: Model, buffers: StaticBuffers) -> GivenRows:
+    """The embeddings of a chunk's positions that have no token."""
+    rows = buffers[EMBEDS_FIELD].view(model.dtype)
+    return GivenRows(rows, buffers["prefill_start"], model.weights.given_scale)
+
+
 def _new_buffers(
     model: Model,
     memory: MemoryPlan,
@@ -176,6 +184,7 @@ def _new_buffers(
         FieldSizes(config.max_batch, memory.max_seq_len, prefill_tokens, memory.dtype),
         states=model.config.states,
         vocab_size=model.config.vocab_size,
+        hidden_size=model.config.hidden_size,
         table_blocks=memory.table_blocks,
         rings=memory.rings,
         # Requests that share blocks copy each its own, so these may be more than the pool has.

@@ -51,7 +51,7 @@ from graphengine.opening.inventory import (
     window_rings,
 )
 from graphengine.prefill_cut import PrefillCut
-from graphengine.program.fields import engine_fields
+from graphengine.program.fields import EMBEDS_FIELD, engine_fields
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.processing import processing_fields
 
@@ -289,6 +289,9 @@ def _plan(
         modules=needs.wants_hidden or needs.reads_streams or routed is not None,
         drafts=bool(needs.states),
     )
+    if config.prompt_embeds and config.mode is not None:
+        # The embeddings of a chunk's tokens as modules read them, in float32 before.
+        workspace += chunks.sizes[-1] * (4 + dtype.itemsize) * model.hidden_size
     if routed is not None:
         # What a step takes and what it is given, as 32-bit ids.
         widest_step = max(lanes, chunks.sizes[-1])
@@ -555,6 +558,7 @@ def _add_state(
         sizes,
         states=model.states,
         vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
         table_blocks=table_blocks,
         rings=of_windows,
         swap_pairs=swap_pairs,
@@ -567,6 +571,10 @@ def _add_state(
     apart = {"request options": sum(field.nbytes for field in options)}
     if config.mode is not None:
         apart["drafter's state"] = sum(field.nbytes for field in drafter.fields(sizes))
+    if config.prompt_embeds:
+        apart["prompt embeddings"] = next(
+            field.nbytes for field in fields if field.name == EMBEDS_FIELD
+        )
     budget.add("state and tables", on_device - sum(apart.values()) + tables, where)
     for name, size in apart.items():
         budget.add(name, size, where)

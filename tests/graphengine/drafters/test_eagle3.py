@@ -26,7 +26,7 @@ from checkpoints.eagle3_heads import (
 from checkpoints.mtp_chains import SIZES, VOCAB, random_target
 from engines.small_engine import assert_idle, greedy, open_engine, run, sampled
 from engines.speculation import ENDLESS, open_plain, open_speculating, outcomes, random_jobs
-from graphengine import Engine, Request
+from graphengine import Engine, PromptParts, Request
 from graphengine.drafters import FieldSizes, eagle
 from graphengine.speculative import Eagle3, GateOptions, describe
 from launches.compilation import graph_kernels
@@ -192,6 +192,25 @@ def test_drafts_are_those_of_a_plain_forward(
         counts = set().union(*(follower.counts for follower in followers))
         assert 1 in counts and max(counts) >= K, f"steps that accept none, and many: {counts}"
         assert_idle(engine)
+
+
+def test_embeddings_of_a_prompt_are_read_as_tokens(pairs: dict[str, Pair]) -> None:
+    """Drafts after rows of the table are those after the tokens of the rows, chunk by chunk."""
+    pair, options = pairs["published"], SMALL | {"prompt_embeds": True, "device": "cpu"}
+    table = pair.target.get_input_embeddings().weight.detach()
+    (ids,) = prompts_of(21)
+    with open_speculating(pair.mode(), pair.path, **options) as engine:
+        expected = engine.generate(ids, greedy(26, **ENDLESS))
+        assert expected.acceptance.accepted > 0
+        for first, stop in ((0, 21), (3, 9), (15, 17)):
+            prompt = PromptParts(ids[:first], table[ids[first:stop]], ids[stop:])
+            result = engine.generate(prompt, greedy(26, **ENDLESS))
+            assert result.token_ids == expected.token_ids
+            assert result.acceptance == expected.acceptance
+    pair = pairs["speculators"]
+    message = "prompt_embeds=True, but the embeddings of .* have 50 values, and those of a prompt"
+    with pytest.raises(ValueError, match=message):
+        open_speculating(pair.mode(), pair.path, **options)
 
 
 def test_after_pauses(pairs: dict[str, Pair]) -> None:
