@@ -460,7 +460,7 @@ class EngineConfig:
         if self.tensor_parallel == 1:
             return
         mode, drafters = self.mode, (MTP, NGram, UserProvided)
-        has_tree = isinstance(mode, MTP) and mode.tree is not None
+        has_tree = isinstance(mode, MTP) and mode.shape is not None
         alone: dict[str, bool] = {
             "quantize": self.quantize is not None,
             "kv_dtype": self.kv_dtype != "auto",

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from graphengine.drafters.base import Prefilled, Verified
+from graphengine.drafters.base import OfTree, Prefilled, Verified
 from graphengine.drafters.modules import DraftModules, Hidden, ModuleDrafter, ModuleOutput
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import DecodeLanes, advance_module_draft, commit_draft
@@ -52,7 +52,7 @@ class EagleDrafter(ModuleDrafter):
             verified.lanes,
             verified.hidden,
             verified.drafts,
-            verified.source,
+            verified.of_tree,
         )
 
     def _take_in(
@@ -62,11 +62,11 @@ class EagleDrafter(ModuleDrafter):
         lanes: DecodeLanes,
         hidden: Hidden | None,
         drafts: int,
-        source: Tensor | None = None,
+        of_tree: OfTree | None = None,
     ) -> None:
-        """`propose`; `hidden` and `source` are what `OpenModules.take_in` takes."""
+        """`propose`; `hidden` and `of_tree` are what `OpenModules.take_in` takes."""
         opened = self._opened
-        first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, source)
+        first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, of_tree)
         if drafts:
             self._chain(first.rows, output, opened.launch, fed=first.lanes, source=first.source)
 

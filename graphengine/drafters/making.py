@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from graphengine.config import EngineConfig
-from graphengine.draft_trees import StaticTree
+from graphengine.draft_trees import DynamicTree, Tree
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.draft_model import DraftModelDrafter
+from graphengine.drafters.dynamic_growth import DynamicGrowth
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
+from graphengine.drafters.modules import DraftModules
 from graphengine.drafters.mtp import MtpModules
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
@@ -112,12 +114,22 @@ def _mtp(options: MTP, target: Target) -> Drafter:
     if options.style == "vanilla":
         modules = MtpModules(mtp.first(options.k), vocabulary)
         return VanillaDrafter(modules, options.k, options.feed)
-    modules, tree = MtpModules(mtp.first(1), vocabulary), options.static_tree
+    size = target.model.vocab_size if vocabulary is None else vocabulary.numel()
+    return _eagle(MtpModules(mtp.first(1), vocabulary), options, target, size)
+
+
+def _eagle(
+    modules: DraftModules, options: MTP | Eagle3, target: Target, vocabulary: int
+) -> Drafter:
+    """The drafter of one module, which scores so many tokens."""
+    tree = options.shape
     if tree is not None:
         _check_trees(target)
-        size = target.model.vocab_size if vocabulary is None else vocabulary.numel()
-        _check_ranks(tree, size)
-        return TreeEagle(modules, StaticGrowth(tree, target.config.draft_rows))
+        _check_ranks(tree, vocabulary)
+        rows = target.config.draft_rows
+        if isinstance(tree, DynamicTree):
+            return TreeEagle(modules, DynamicGrowth(tree, rows))
+        return TreeEagle(modules, StaticGrowth(tree, rows))
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
     return eagle(modules, options.k)
 
@@ -156,12 +168,12 @@ def _check_trees(target: Target) -> None:
         raise ValueError("record_routing=True is for chains of drafts, not for trees")
 
 
-def _check_ranks(tree: StaticTree, vocabulary: int) -> None:
+def _check_ranks(tree: Tree, vocabulary: int) -> None:
     """ValueError unless so many tokens have a token of every rank."""
-    most = max(generation.drawn for generation in tree.generations)
-    if most > vocabulary:
+    if tree.drawn > vocabulary:
         raise ValueError(
-            f"the tree has nodes of rank {most - 1}, and the draft vocabulary {vocabulary} tokens"
+            f"the tree has nodes of rank {tree.drawn - 1}, and the draft vocabulary {vocabulary} "
+            f"tokens"
         )
 
 
@@ -215,8 +227,8 @@ def _draft_model(options: DraftModel, target: Target) -> Drafter:
 def _eagle3(options: Eagle3, target: Target) -> Drafter:
     checkpoint = Checkpoint.open(options.path)
     read = read_eagle3(checkpoint, target.model, options.layers)
-    eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(Eagle3Module(read, checkpoint, target.model), options.k)
+    module = Eagle3Module(read, checkpoint, target.model)
+    return _eagle(module, options, target, read.config.draft_vocabulary)
 
 
 def _token_ids(checkpoint: Checkpoint) -> object:

@@ -109,7 +109,7 @@ def test_what_is_no_tree_is_refused(paths: Any, message: str) -> None:
 
 def test_options() -> None:
     mode = MTP(tree=TREE)
-    assert (mode.k, mode.static_tree) == (9, SHAPE)
+    assert (mode.k, mode.shape) == (9, SHAPE)
     assert mode == MTP(9, tree=TREE[::-1]) and hash(mode) == hash(MTP(tree=TREE))
     assert mode.describe() == "mtp eagle, tree of 9 nodes, 4 deep"
     with pytest.raises(ValueError, match="k=4 drafts a step, and the tree has 9 nodes"):
@@ -427,7 +427,8 @@ def test_nodes_decide_what_is_reserved(device: str) -> None:
 
 def test_its_tables_are_in_the_budget() -> None:
     growth = StaticGrowth(SHAPE, rows=3)
-    tables = growth.open(torch.device("cpu"), slots=5)
+    growth.open({"draft_tokens": torch.zeros(5, SHAPE.nodes, dtype=torch.int32)})
+    tables = growth.trees
     held = [tables.depth[0], tables.ancestor[0]]
     for generation in growth._generations:
         held += [*generation.level, *generation.lanes]
