@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphengine.config import EngineConfig
     from graphengine.core.report import StepReport
     from graphengine.core.snapshots import SessionSnapshot
+    from graphengine.draft_trees import DynamicTree
     from graphengine.engine import Engine
     from graphengine.parallel.ranks import RankFailed
     from graphengine.prompts import Chat

@@ -175,7 +175,8 @@ class DynamicTree:
 
     def describe(self) -> str:
         """As in reports: "tree of the best 16 nodes, up to 5 deep, 4 after a node"."""
-        return f"tree of the best {self.nodes} nodes, up to {self.depth} deep, {self.top_k} after a node"
+        size = f"tree of the best {self.nodes} nodes"
+        return f"{size}, up to {self.depth} deep, {self.top_k} after a node"
 
 
 Tree = StaticTree | DynamicTree

@@ -9,7 +9,6 @@ Letters: S slots, R rows, W nodes with the root, K = W - 1, D depth, T `top_k`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -19,7 +18,7 @@ from graphengine.buckets import Field
 from graphengine.draft_trees import DynamicTree
 from graphengine.drafters.base import FieldSizes
 from graphengine.drafters.modules import ModuleOutput
-from graphengine.drafters.tree_growth import GrowingModule, TreeGrowth
+from graphengine.drafters.tree_growth import GrowingModule, Tensors, TreeGrowth
 from graphengine.kernels import (
     Candidates,
     Children,
@@ -75,7 +74,7 @@ class DynamicGrowth(TreeGrowth):
             field(_ANCESTOR, 1 + nodes, most, meaning="each node's ancestors, the root first"),
         ]
 
-    def open(self, buffers: Mapping[str, Tensor]) -> None:
+    def open(self, buffers: Tensors) -> None:
         self.parents = buffers[_PARENT]
         self.trees = TreeTables(buffers[_DEPTH], buffers[_ANCESTOR])
         self._drafted = DraftedTrees(buffers["draft_tokens"], self.parents, self.trees)

@@ -10,9 +10,9 @@ Letters: S slots, R rows, W nodes with the root, D depth, H hidden.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,12 @@ class GrowingModule(NamedTuple):
     """For so many lanes."""
 
 
+class Tensors(Protocol):
+    """Tensors by name, such as an engine's buffers."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+
 class TreeGrowth(ABC):
     """The growth of the trees of one drafter."""
 
@@ -75,7 +81,7 @@ class TreeGrowth(ABC):
         return []
 
     @abstractmethod
-    def open(self, buffers: Mapping[str, Tensor]) -> None:
+    def open(self, buffers: Tensors) -> None:
         """Make the tables. `buffers` are the engine's, with the drafts and its own fields."""
 
     @abstractmethod
@@ -139,7 +145,7 @@ class StaticGrowth(TreeGrowth):
         of_levels = 3 * tree.nodes + inner + self._rows * inner * (2 + tree.depth)
         return 4 * (of_levels + (1 + tree.nodes) * (1 + tree.depth))
 
-    def open(self, buffers: Mapping[str, Tensor]) -> None:
+    def open(self, buffers: Tensors) -> None:
         self._draft_tokens = buffers["draft_tokens"]
         slots, device = self._draft_tokens.shape[0], self._draft_tokens.device
         nodes = range(1 + self.tree.nodes)

@@ -32,8 +32,8 @@ class MaskTable:
 
     buffers      the engine's buffers; held until it closes
     host_drafts  whether the host writes the drafts, so that none are copied from the device
-    parents      of each draft the lane after which it comes, in every step the same, or int32 [S, K]
-                 on the device, which follow as the drafts do; None: the one before
+    parents      of each draft the lane after which it comes: in every step the same, or int32
+                 [S, K] on the device, which change with the drafts; None: the one before
     """
 
     def __init__(
