@@ -144,7 +144,7 @@ class MTP(Mode):
         return read_tree(self.tree)
 
     def describe(self) -> str:
-        parts = [f"mtp {self.style}, {_describe_drafts(self)}"]
+        parts = [f"mtp {self.style}, {describe_drafts(self)}"]
         if self.feed == "target":
             parts.append("the target's hidden states")
         if self.own_graph:
@@ -204,10 +204,10 @@ class Eagle3(Mode):
     path       its checkpoint: a directory or a hub id
     k          drafts a step
     own_graph  in a separate graph after the step's, not inside it
-    tree       what it drafts in place of a chain, as of `MTP`
     layers     of the target, after which its stream is read, in the order of fc's columns; None:
                those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n. Wrong
                ones cost acceptance, never a token
+    tree       what it drafts in place of a chain, as of `MTP`
     """
 
     path: PathName
@@ -233,7 +233,7 @@ class Eagle3(Mode):
         return read_tree(self.tree)
 
     def describe(self) -> str:
-        parts = [f"eagle3 {os.fspath(self.path)}, {_describe_drafts(self)}"]
+        parts = [f"eagle3 {os.fspath(self.path)}, {describe_drafts(self)}"]
         if self.layers is not None:
             parts.append(f"after layers {', '.join(map(str, self.layers))}")
         if self.own_graph:
@@ -490,7 +490,8 @@ def _keep_tree(mode: MTP | Eagle3, style: Style = "eagle") -> None:
         object.__setattr__(mode, "tree", tree.paths)
 
 
-def _describe_drafts(mode: MTP | Eagle3) -> str:
+def describe_drafts(mode: MTP | Eagle3) -> str:
+    """How many, or the shape of their trees: "k=3"."""
     tree = mode.shape
     return f"k={mode.k}" if tree is None else tree.describe()
 

@@ -30,7 +30,7 @@ from graphengine.models.contract import StoredWeights
 from graphengine.models.kv_scales import scales_id
 from graphengine.models.tensor_files import save_whole
 from graphengine.requests.context import KeptState
-from graphengine.speculative import DraftModel, Eagle3, Speculative, describe
+from graphengine.speculative import DraftModel, Eagle3, Speculative, describe, describe_drafts
 
 # Schema 3 is the first with digests.
 _SCHEMA = 3
@@ -358,7 +358,7 @@ def _without_path(mode: Speculative | None) -> str:
     if isinstance(mode, DraftModel):
         return f"draft model, k={mode.k}"
     if isinstance(mode, Eagle3):
-        return f"eagle3, k={mode.k}"
+        return f"eagle3, {describe_drafts(mode)}"
     return describe(mode)
 
 

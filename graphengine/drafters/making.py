@@ -115,23 +115,30 @@ def _mtp(options: MTP, target: Target) -> Drafter:
         modules = MtpModules(mtp.first(options.k), vocabulary)
         return VanillaDrafter(modules, options.k, options.feed)
     size = target.model.vocab_size if vocabulary is None else vocabulary.numel()
-    return _eagle(MtpModules(mtp.first(1), vocabulary), options, target, size)
+    modules = MtpModules(mtp.first(1), vocabulary)
+    return module_drafter(modules, options, target.config, target.model, size)
 
 
-def _eagle(
-    modules: DraftModules, options: MTP | Eagle3, target: Target, vocabulary: int
+def module_drafter(
+    modules: DraftModules,
+    options: MTP | Eagle3,
+    config: EngineConfig,
+    model: ModelConfig,
+    vocabulary: int,
 ) -> Drafter:
-    """The drafter of one module, which scores so many tokens."""
+    """The drafter of one module, which scores so many tokens, by the options of its chain or tree.
+
+    ValueError where the target's layers, the engine's options or the tokens do not go with trees.
+    """
     tree = options.shape
-    if tree is not None:
-        _check_trees(target)
-        _check_ranks(tree, vocabulary)
-        rows = target.config.draft_rows
-        if isinstance(tree, DynamicTree):
-            return TreeEagle(modules, DynamicGrowth(tree, rows))
-        return TreeEagle(modules, StaticGrowth(tree, rows))
-    eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(modules, options.k)
+    if tree is None:
+        eagle = OwnGraphEagle if options.own_graph else EagleDrafter
+        return eagle(modules, options.k)
+    _check_trees(config, model)
+    _check_ranks(tree, vocabulary)
+    if isinstance(tree, DynamicTree):
+        return TreeEagle(modules, DynamicGrowth(tree, config.draft_rows))
+    return TreeEagle(modules, StaticGrowth(tree, config.draft_rows))
 
 
 def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> MtpConfig:
@@ -145,9 +152,9 @@ def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> M
     return mtp.stored_as(WeightForms(forms))
 
 
-def _check_trees(target: Target) -> None:
+def _check_trees(config: EngineConfig, model: ModelConfig) -> None:
     """ValueError unless the target's layers and the engine's options go with trees of drafts."""
-    config, states = target.config, target.model.states
+    states = model.states
     recurrent, paged = recurrent_states(states), paged_states(states)
     reasons = {
         f"{len(recurrent)} recurrent states, which follow a chain": bool(recurrent),
@@ -160,7 +167,7 @@ def _check_trees(target: Target) -> None:
         if applies:
             raise ValueError(
                 f"trees of drafts are for layers with keys and values of every token: a "
-                f"{target.model.architecture} has {reason}"
+                f"{model.architecture} has {reason}"
             )
     if config.relaxed_acceptance is not None:
         raise ValueError("relaxed_acceptance is for chains of drafts, not for trees")
@@ -228,7 +235,8 @@ def _eagle3(options: Eagle3, target: Target) -> Drafter:
     checkpoint = Checkpoint.open(options.path)
     read = read_eagle3(checkpoint, target.model, options.layers)
     module = Eagle3Module(read, checkpoint, target.model)
-    return _eagle(module, options, target, read.config.draft_vocabulary)
+    size = read.config.draft_vocabulary
+    return module_drafter(module, options, target.config, target.model, size)
 
 
 def _token_ids(checkpoint: Checkpoint) -> object:

@@ -65,7 +65,7 @@ DEMO_DRAFTERS: dict[str, tuple[Callable[[Path], Speculative], Sequence[float]]] 
     "mtp-3": (lambda folder: MTP(k=3), (0.7, 0.55, 0.45)),
     "mtp-5": (lambda folder: MTP(k=5), (0.67, 0.47, 0.4, 0.3, 0.24)),
     "mtp-tree": (lambda folder: MTP(tree=TREE), (0.82, 0.7, 0.48, 0.31)),
-    "mtp-dynamic": (lambda folder: MTP(tree=BEST), (0.5, 0.3, 0.2, 0.1)),
+    "mtp-dynamic": (lambda folder: MTP(tree=BEST), (0.82, 0.67, 0.51, 0.56)),
     "mtp-vocabulary": (
         lambda folder: MTP(k=3, draft_vocab=DraftVocabulary(text=text_of(folder), size=512)),
         (0.5, 0.13, 0.06),

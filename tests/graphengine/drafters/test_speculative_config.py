@@ -81,10 +81,13 @@ def values(made: Any) -> dict[str, Any]:
         (NGram(31, max_n=16), {"k": 31, "max_n": 16}),
         (DraftModel("small"), {"path": "small", "k": 3}),
         (DraftModel(Path("small"), 1), {"path": Path("small"), "k": 1}),
-        (Eagle3("head"), {"path": "head", "k": 3, "own_graph": False, "layers": None}),
+        (
+            Eagle3("head"),
+            {"path": "head", "k": 3, "own_graph": False, "layers": None, "tree": None},
+        ),
         (
             Eagle3(Path("head"), 1, own_graph=True, layers=[4, 2]),
-            {"path": Path("head"), "k": 1, "own_graph": True, "layers": (4, 2)},
+            {"path": Path("head"), "k": 1, "own_graph": True, "layers": (4, 2), "tree": None},
         ),
         (UserProvided(k=2), {"k": 2}),
         (Auto(), {}),

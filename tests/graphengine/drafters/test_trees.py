@@ -39,7 +39,7 @@ from engines.speculation import (
 from graphengine import Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
 from graphengine.draft_trees import StaticTree
 from graphengine.drafters import tree_growth
-from graphengine.drafters.making import Target, _check_trees
+from graphengine.drafters.making import _check_trees
 from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.models.states import Paged, Recurrent
 from graphengine.speculative import (
@@ -456,13 +456,10 @@ KV = Paged(2, (2, 64))
     ],
 )
 def test_layers_without_trees(states: list[Any], reason: str) -> None:
-    target = Target(
-        EngineConfig(speculative=MTP(tree=TREE), max_batch=4),
-        checkpoint=cast(Any, None),
-        model=cast(Any, SimpleNamespace(architecture="Some", states=states)),
-    )
+    config = EngineConfig(speculative=MTP(tree=TREE), max_batch=4)
+    model = cast(Any, SimpleNamespace(architecture="Some", states=states))
     with pytest.raises(ValueError, match=f"trees of drafts are for layers .* a Some has {reason}"):
-        _check_trees(target)
+        _check_trees(config, model)
 
 
 def test_relaxed_acceptance_has_no_trees() -> None:
