@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphengine.config import EngineConfig
     from graphengine.core.report import StepReport
     from graphengine.core.snapshots import SessionSnapshot
+    from graphengine.draft_trees import DynamicTree
     from graphengine.engine import Engine
     from graphengine.parallel.ranks import RankFailed
     from graphengine.prompts import Chat, PromptParts
@@ -49,6 +50,7 @@ __all__ = [
     "DFlash",
     "DraftModel",
     "DraftVocabulary",
+    "DynamicTree",
     "Eagle3",
     "Engine",
     "EngineConfig",
@@ -81,6 +83,7 @@ _HOMES = {
     "DraftModel": "graphengine.speculative",
     "DraftVocabulary": "graphengine.speculative",
     "DFlash": "graphengine.speculative",
+    "DynamicTree": "graphengine.draft_trees",
     "Eagle3": "graphengine.speculative",
     "Engine": "graphengine.engine",
     "EngineConfig": "graphengine.config",

@@ -496,7 +496,7 @@ class EngineConfig:
             return
         mode, drafters = self.mode, (MTP, NGram, UserProvided)
         wants_one_rank = isinstance(mode, MTP) and (
-            mode.tree is not None or mode.min_confidence is not None
+            mode.shape is not None or mode.min_confidence is not None
         )
         alone: dict[str, bool] = {
             "quantize": self.quantize is not None,

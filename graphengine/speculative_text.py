@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from graphengine.draft_trees import DynamicTree
 from graphengine.speculative import (
     MTP,
     Auto,
@@ -18,7 +19,8 @@ from graphengine.speculative import (
 
 GRAMMAR = (
     "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], suffix[:K], "
-    "model:PATH[:K], eagle3:PATH[:K] or dflash:PATH[:K]"
+    "model:PATH[:K], eagle3:PATH[:K], dflash:PATH[:K], mtp:tree:NODES:TOP_K:DEPTH or "
+    "eagle3:PATH:tree:NODES:TOP_K:DEPTH"
 )
 _OF_PATHS: dict[str, type[DraftModel | Eagle3 | DFlash]] = {
     "model": DraftModel,
@@ -33,9 +35,18 @@ def parse_speculative(text: str) -> Speculative | None:
 
     `mtp:K:own` is eagle in a separate graph; `mtp:K:target` is vanilla with modules that all read
     the target's hidden states. The last part of `model:PATH:K`, `eagle3:PATH:K` and `dflash:PATH:K`
-    is K where it is a number, so that a path may hold colons. ValueError shows the text and the
-    grammar, or says which value is invalid.
+    is K where it is a number, so that a path may hold colons. With `:tree:` and three numbers it is
+    a `DynamicTree` of these. ValueError shows the text and the grammar, or says which value is
+    invalid.
     """
+    front, mark, sizes = text.rpartition(":tree:")
+    if mark:
+        chain = parse_speculative(front)
+        numbers = [_number(value, text) for value in sizes.split(":")]
+        if not isinstance(chain, MTP | Eagle3) or len(numbers) != 3:
+            raise _wrong(text)
+        nodes, top_k, depth = numbers
+        return replace(chain, tree=DynamicTree(nodes=nodes, top_k=top_k, depth=depth))
     name, *values = text.split(":")
     match name, values:
         case "off", []:

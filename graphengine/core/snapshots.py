@@ -32,7 +32,14 @@ from graphengine.models.kv_scales import scales_id
 from graphengine.models.tensor_files import save_whole
 from graphengine.prompt_embeds import EMBEDDED
 from graphengine.requests.context import KeptState
-from graphengine.speculative import DFlash, DraftModel, Eagle3, Speculative, describe
+from graphengine.speculative import (
+    DFlash,
+    DraftModel,
+    Eagle3,
+    Speculative,
+    describe,
+    describe_drafts,
+)
 
 # Schema 3 is the first with digests.
 _SCHEMA = 3
@@ -401,7 +408,7 @@ def _without_path(mode: Speculative | None) -> str:
     if isinstance(mode, DraftModel):
         return f"draft model, k={mode.k}"
     if isinstance(mode, Eagle3):
-        return f"eagle3, k={mode.k}"
+        return f"eagle3, {describe_drafts(mode)}"
     if isinstance(mode, DFlash):
         return f"dflash, k={mode.k}"
     return describe(mode)

@@ -13,7 +13,14 @@ A new one takes three things, and nothing else changes:
 
 from __future__ import annotations
 
-from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.drafters.base import (
+    Drafter,
+    DraftSetting,
+    FieldSizes,
+    OfTree,
+    Prefilled,
+    Verified,
+)
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
@@ -36,6 +43,7 @@ __all__ = [
     "HiddenStatesDrafter",
     "NGramDrafter",
     "NoDrafter",
+    "OfTree",
     "OwnGraphEagle",
     "Prefilled",
     "SuffixDrafter",

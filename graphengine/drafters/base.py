@@ -54,6 +54,15 @@ if TYPE_CHECKING:
     from graphengine.models.linears import LinearPlans
 
 
+class OfTree(NamedTuple):
+    """Where the lanes along the accepted paths of trees are among all of a step's."""
+
+    fed: DecodeLanes
+    """All that the target was fed, whose hidden states there are."""
+    source: Tensor
+    """int32 [N]: which of them each of the N lanes is."""
+
+
 class Verified(NamedTuple):
     """What a decode replay knows once it has published its tokens."""
 
@@ -61,13 +70,13 @@ class Verified(NamedTuple):
     """The N lanes that were fed; lane r * W + j is token j of row r. Of trees only the accepted
     paths, as if each had been fed as a chain."""
     hidden: Residual
-    """The target's residual stream of the N lanes, scaled for its final norm."""
+    """The target's residual stream of the lanes it was fed, scaled for its final norm."""
     step: FinishedStep
     """The target's token after each lane, and how many of them each row emitted."""
     drafts: int
     """Drafts of a row that this graph verified, of trees along one path: W = drafts + 1."""
-    source: Tensor | None = None
-    """int32 [N]: of trees, which lane of `hidden` each of the lanes is; None: `hidden` has N."""
+    of_tree: OfTree | None = None
+    """None: the target was fed the N lanes, as chains."""
     filtered: bool = False
     """Whether the graph is one of the full sampler, which draws through the requests' filters."""
 
@@ -139,6 +148,8 @@ class DraftSetting(NamedTuple):
     launch: DecodeLaunch
     group: RankGroup | None = None
     """Of the target's ranks; None: it has one."""
+    most_split: int | None = None
+    """Tokens of a split of decode attention, at most; None: any number."""
 
     @property
     def limit(self) -> int:
@@ -181,6 +192,9 @@ class Drafter(ABC):
     trees: TreeTables | None = None
     """Of each slot's drafts, where `needs.depth` says that they are trees. Known once it is
     opened; what a replay reads of it, that drafter wrote in the replay before, if at all."""
+    parents: Tensor | tuple[int, ...] = ()
+    """Of trees, the number of each draft's parent, from node 1 on, where the root is node 0: in
+    every step the same, or int32 [S, K], written as `trees` are. Known once it is opened."""
 
     @property
     def length(self) -> int:

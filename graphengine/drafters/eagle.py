@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from graphengine.buckets import Field
-from graphengine.drafters.base import DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.drafters.base import DraftSetting, FieldSizes, OfTree, Prefilled, Verified
 from graphengine.drafters.confidence import EveryDraft
 from graphengine.drafters.modules import DraftModules, Hidden, ModuleDrafter, ModuleOutput
 from graphengine.drafters.needs import DraftNeeds
@@ -70,7 +70,7 @@ class EagleDrafter(ModuleDrafter):
             verified.lanes,
             verified.hidden,
             verified.drafts,
-            verified.source,
+            verified.of_tree,
             filtered=verified.filtered,
         )
 
@@ -81,13 +81,13 @@ class EagleDrafter(ModuleDrafter):
         lanes: DecodeLanes,
         hidden: Hidden | None,
         drafts: int,
-        source: Tensor | None = None,
+        of_tree: OfTree | None = None,
         *,
         filtered: bool,
     ) -> None:
-        """`propose`; `hidden` and `source` are what `OpenModules.take_in` takes."""
+        """`propose`; `hidden` and `of_tree` are what `OpenModules.take_in` takes."""
         opened = self._opened
-        first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, source)
+        first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, of_tree)
         if drafts:
             self._choice.follow(count_R, lanes, opened.launch)
             self._chain(

@@ -138,6 +138,8 @@ class OpenEagle3(OpenModules):
             eps=config.output_eps,
         )
         split = config.split_tokens(plans.family, fusion.embedding.dtype, setting.limit)
+        if setting.most_split is not None:
+            split = min(split, setting.most_split)
         launch = replace(setting.launch_with(plans), split_tokens=split)
         super().__init__(config, [fusion], head, launch, setting.model.config.norm_eps)
         self._weights, (self._kv,) = weights, cache

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from graphengine.config import EngineConfig
-from graphengine.draft_trees import StaticTree
+from graphengine.draft_trees import DynamicTree, Tree
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.block import BlockDrafter
 from graphengine.drafters.confidence import drafts_from
 from graphengine.drafters.corpus import read_corpus
 from graphengine.drafters.draft_model import DraftModelDrafter
+from graphengine.drafters.dynamic_growth import DynamicGrowth
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
+from graphengine.drafters.modules import DraftModules
 from graphengine.drafters.mtp import MtpModules
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
@@ -136,14 +138,31 @@ def _mtp(options: MTP, target: Target) -> Drafter:
     if options.style == "vanilla":
         modules = MtpModules(mtp.first(options.k), vocabulary)
         return VanillaDrafter(modules, options.k, options.feed)
-    modules, tree = MtpModules(mtp.first(1), vocabulary), options.static_tree
-    if tree is not None:
-        _check_trees(target)
-        size = target.model.vocab_size if vocabulary is None else vocabulary.numel()
-        _check_ranks(tree, size)
-        return TreeEagle(modules, StaticGrowth(tree, target.config.draft_rows))
-    eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(modules, options.k, drafts_from(options.min_confidence))
+    size = target.model.vocab_size if vocabulary is None else vocabulary.numel()
+    modules = MtpModules(mtp.first(1), vocabulary)
+    return module_drafter(modules, options, target.config, target.model, size)
+
+
+def module_drafter(
+    modules: DraftModules,
+    options: MTP | Eagle3,
+    config: EngineConfig,
+    model: ModelConfig,
+    vocabulary: int,
+) -> Drafter:
+    """The drafter of one module, which scores so many tokens, by the options of its chain or tree.
+
+    ValueError where the target's layers, the engine's options or the tokens do not go with trees.
+    """
+    tree = options.shape
+    if tree is None:
+        eagle = OwnGraphEagle if options.own_graph else EagleDrafter
+        return eagle(modules, options.k, drafts_from(options.min_confidence))
+    _check_trees(config, model)
+    _check_ranks(tree, vocabulary)
+    if isinstance(tree, DynamicTree):
+        return TreeEagle(modules, DynamicGrowth(tree, config.draft_rows))
+    return TreeEagle(modules, StaticGrowth(tree, config.draft_rows))
 
 
 def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> MtpConfig:
@@ -157,9 +176,9 @@ def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> M
     return mtp.stored_as(WeightForms(forms))
 
 
-def _check_trees(target: Target) -> None:
+def _check_trees(config: EngineConfig, model: ModelConfig) -> None:
     """ValueError unless the target's layers and the engine's options go with trees of drafts."""
-    config, states = target.config, target.model.states
+    states = model.states
     recurrent, paged = recurrent_states(states), paged_states(states)
     reasons = {
         f"{len(recurrent)} recurrent states, which follow a chain": bool(recurrent),
@@ -172,7 +191,7 @@ def _check_trees(target: Target) -> None:
         if applies:
             raise ValueError(
                 f"trees of drafts are for layers with keys and values of every token: a "
-                f"{target.model.architecture} has {reason}"
+                f"{model.architecture} has {reason}"
             )
     if config.relaxed_acceptance is not None:
         raise ValueError("relaxed_acceptance is for chains of drafts, not for trees")
@@ -180,12 +199,12 @@ def _check_trees(target: Target) -> None:
         raise ValueError("record_routing=True is for chains of drafts, not for trees")
 
 
-def _check_ranks(tree: StaticTree, vocabulary: int) -> None:
+def _check_ranks(tree: Tree, vocabulary: int) -> None:
     """ValueError unless so many tokens have a token of every rank."""
-    most = max(generation.drawn for generation in tree.generations)
-    if most > vocabulary:
+    if tree.drawn > vocabulary:
         raise ValueError(
-            f"the tree has nodes of rank {most - 1}, and the draft vocabulary {vocabulary} tokens"
+            f"the tree has nodes of rank {tree.drawn - 1}, and the draft vocabulary {vocabulary} "
+            f"tokens"
         )
 
 
@@ -250,9 +269,9 @@ def _eagle3(options: Eagle3, target: Target) -> Drafter:
             f"prompt_embeds=True, but the embeddings of {checkpoint.path} have {width} values, and "
             f"those of a prompt {wanted}, as the model's: other drafters take them"
         )
-    eagle = OwnGraphEagle if options.own_graph else EagleDrafter
     module = Eagle3Module(read, checkpoint, target.model)
-    return eagle(module, options.k, drafts_from(options.min_confidence))
+    size = read.config.draft_vocabulary
+    return module_drafter(module, options, target.config, target.model, size)
 
 
 def _dflash(options: DFlash, target: Target) -> Drafter:

@@ -98,9 +98,10 @@ def allocate(
     in_rings = sum(len(ring.layers) for ring in memory.rings)
     caches = [_new_cache(memory, layers - in_rings, *block)]
     split_tokens = model.config.split_tokens(plans.family, memory.dtype, memory.max_seq_len)
-    if drafter.needs.depth:
+    most_split = TREE_SPLIT if drafter.needs.depth else None
+    if most_split is not None:
         # In all graphs: what is sampled must not depend on whether a step has drafts.
-        split_tokens = min(split_tokens, TREE_SPLIT)
+        split_tokens = min(split_tokens, most_split)
     launch = DecodeLaunch(
         plans=plans,
         split_tokens=split_tokens,
@@ -113,7 +114,7 @@ def allocate(
     own_cache, own_area = _new_cache(memory, *drafter.needs.kv_block_shape(memory.block_size))
     if own_cache.shape[0]:
         caches.append((own_cache, own_area))
-    drafter.open(DraftSetting(model, buffers, launch, group), own_cache)
+    drafter.open(DraftSetting(model, buffers, launch, group, most_split), own_cache)
     relaxed = config.relaxed_acceptance
     program = StepProgram(
         model,
@@ -152,7 +153,7 @@ def allocate(
         masks=MaskTable(
             buffers,
             host_drafts=drafter.needs.host_drafts,
-            parents=drafter.needs.parents if drafter.needs.depth else None,
+            parents=drafter.parents if drafter.needs.depth else None,
         ),
         routing=routing,
         caches=tuple(caches),

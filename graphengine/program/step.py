@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Mailbox, StaticBuffers
-from graphengine.drafters import Drafter, Prefilled, Verified
+from graphengine.drafters import Drafter, OfTree, Prefilled, Verified
 from graphengine.kernels import (
     EMITTED,
     DecodeLanes,
@@ -342,4 +342,4 @@ def _verified(lanes: DecodeLanes, hidden: Residual, step: FinishedStep, drafts: 
         return Verified(lanes, hidden, step, drafts)
     path = step.path
     along = path.source.numel() // step.count_R.numel() - 1
-    return Verified(path.lanes, hidden, step, along, path.source)
+    return Verified(path.lanes, hidden, step, along, OfTree(lanes, path.source))

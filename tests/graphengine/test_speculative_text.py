@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from graphengine.draft_trees import DynamicTree
 from graphengine.speculative import (
     MTP,
     Auto,
@@ -48,6 +49,8 @@ from graphengine.speculative_text import (
         ("eagle3:c:/d:5", Eagle3("c:/d", 5)),
         ("dflash:a/b", DFlash("a/b")),
         ("dflash:c:/d:15", DFlash("c:/d", 15)),
+        ("mtp:tree:9:3:4", MTP(tree=DynamicTree(nodes=9, top_k=3, depth=4))),
+        ("eagle3:a:tree:9:3:4", Eagle3("a", tree=DynamicTree(nodes=9, top_k=3, depth=4))),
     ],
 )
 def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
@@ -60,7 +63,8 @@ def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
         "", "none", "off:1", "auto:3", "mtp:", "mtp:x", "mtp:-1", "mtp:3:other", "mtp:3:vanilla:1",
         "ngram:3:", "ngram:٣", "ngram:1:2:3", "suffix:", "suffix:3:1",
         "model", "model:", "model::", "MTP", "eagle3",
-        "eagle3:", "dflash", "dflash::",
+        "eagle3:", "dflash", "dflash::", "ngram:tree:9:3:4", "off:tree:9:3:4", "mtp:tree:9:3",
+        "mtp:tree:9:3:x",
     ],
 )  # fmt: skip
 def test_any_other_text_shows_the_grammar(text: str) -> None:
@@ -72,7 +76,8 @@ def test_any_other_text_shows_the_grammar(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [("mtp:0", "k=0 drafts"), ("mtp:32", "k=32 drafts"), ("ngram:3:0", "max_n=0"),
-     ("model:a:99", "k=99 drafts")],
+     ("model:a:99", "k=99 drafts"), ("mtp:tree:9:3:99", "a tree's depth=99 must be"),
+     ("mtp:4:tree:9:3:4", "k=4 drafts a step, and the tree has 9 nodes")],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_told(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
