@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from graphengine.speculative import (
         MTP,
         Auto,
+        DFlash,
         DraftModel,
         DraftVocabulary,
         Eagle3,
@@ -44,6 +45,7 @@ __all__ = [
     "MTP",
     "Auto",
     "Chat",
+    "DFlash",
     "DraftModel",
     "DraftVocabulary",
     "Eagle3",
@@ -75,6 +77,7 @@ _HOMES = {
     "Chat": "graphengine.prompts",
     "DraftModel": "graphengine.speculative",
     "DraftVocabulary": "graphengine.speculative",
+    "DFlash": "graphengine.speculative",
     "Eagle3": "graphengine.speculative",
     "Engine": "graphengine.engine",
     "EngineConfig": "graphengine.config",

@@ -106,6 +106,12 @@ class EngineConfig:
         (on a CPU all have it): the engine starts a process for each but the first""",
         flag=Flag(),
     )
+    expert_parallel: bool = option(
+        False,
+        doc="""whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in
+        place of a part of each; on a CPU alone, as no kernel leaves other ranks' experts out""",
+        flag=Flag(),
+    )
     quantize: RoundedKind | None = option(
         None,
         doc="""what the linears' weights of 16 or 32 bits are rounded to on the device while they
@@ -456,7 +462,14 @@ class EngineConfig:
             object.__setattr__(self, "lookahead", 0)
 
     def _check_ranks(self) -> None:
-        """ValueError for what several ranks cannot do yet."""
+        """ValueError for what several ranks cannot do yet, and for what takes several."""
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError("expert_parallel=True is for several ranks, not tensor_parallel=1")
+        if self.expert_parallel and torch.device(self.device).type != "cpu":
+            raise ValueError(
+                f"expert_parallel=True is for ranks on a CPU, not for device={self.device!r}: no "
+                f"kernel leaves the experts of other ranks out"
+            )
         if self.tensor_parallel == 1:
             return
         mode, drafters = self.mode, (MTP, NGram, UserProvided)
@@ -465,7 +478,6 @@ class EngineConfig:
             "quantize": self.quantize is not None,
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
-            "record_routing": self.record_routing,
             "speculative": mode is not None and (has_tree or not isinstance(mode, drafters)),
         }
         for name, is_asked in alone.items():

@@ -33,6 +33,11 @@ class EngineOptions(TypedDict, total=False):
     CPU all have it): the engine starts a process for each but the first
     """
 
+    expert_parallel: bool
+    """whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in place of
+    a part of each; on a CPU alone, as no kernel leaves other ranks' experts out
+    """
+
     quantize: RoundedKind | None
     """what the linears' weights of 16 or 32 bits are rounded to on the device while they are
     loaded, to the nearest: "fp8" (e4m3) and "int8" with a scale a row, "int4" with one for 128

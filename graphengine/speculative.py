@@ -247,6 +247,37 @@ class Eagle3(Mode):
 
 
 @dataclass(frozen=True, slots=True)
+class DFlash(Mode):
+    """A DFlash or DSpark checkpoint drafts: a few layers that read the target's residual stream
+    after some of its layers, and make a block of drafts in one run.
+
+    path    its checkpoint: a directory or a hub id
+    k       drafts a step, at most those of the block that it is trained for: block_size - 1 of a
+            DFlash of z-lab, block_size of DeepSpec's checkpoints
+    layers  of the target, after which its stream is read, in the order of fc's columns; None: those
+            that the checkpoint's config names. Wrong ones cost acceptance, never a token
+    """
+
+    path: PathName
+    k: int = 7
+    _: KW_ONLY
+    layers: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        _check_path("path", self.path)
+        check_drafts(self.k)
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _ids("layers", self.layers, "layer numbers"))
+        keep_plain_numbers(self)
+
+    def describe(self) -> str:
+        parts = [f"dflash {os.fspath(self.path)}, k={self.k}"]
+        if self.layers is not None:
+            parts.append(f"after layers {', '.join(map(str, self.layers))}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
 class UserProvided(Mode):
     """The caller writes up to k drafts a request; nothing is launched ahead (`lookahead` is 0).
 
@@ -330,7 +361,15 @@ class Auto:
 
 Speculative = Mode | Auto
 
-MODES: tuple[type[Mode], ...] = (MTP, NGram, DraftModel, Eagle3, UserProvided, SaveHiddenStates)
+MODES: tuple[type[Mode], ...] = (
+    MTP,
+    NGram,
+    DraftModel,
+    Eagle3,
+    DFlash,
+    UserProvided,
+    SaveHiddenStates,
+)
 """All there are; `graphengine.drafters` makes a drafter of each."""
 
 

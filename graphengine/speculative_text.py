@@ -7,6 +7,7 @@ from dataclasses import replace
 from graphengine.speculative import (
     MTP,
     Auto,
+    DFlash,
     DraftModel,
     DraftVocabulary,
     Eagle3,
@@ -15,9 +16,14 @@ from graphengine.speculative import (
 )
 
 GRAMMAR = (
-    "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], model:PATH[:K] or "
-    "eagle3:PATH[:K]"
+    "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], model:PATH[:K], "
+    "eagle3:PATH[:K] or dflash:PATH[:K]"
 )
+_OF_PATHS: dict[str, type[DraftModel | Eagle3 | DFlash]] = {
+    "model": DraftModel,
+    "eagle3": Eagle3,
+    "dflash": DFlash,
+}
 VOCABULARY_GRAMMAR = "TEXT:SIZE, a UTF-8 file and how many of its most frequent tokens to keep"
 
 
@@ -25,9 +31,9 @@ def parse_speculative(text: str) -> Speculative | None:
     """The options that a `GRAMMAR` text names, with defaults for what it omits; None for "off".
 
     `mtp:K:own` is eagle in a separate graph; `mtp:K:target` is vanilla with modules that all read
-    the target's hidden states. The last part of `model:PATH:K` and `eagle3:PATH:K` is K where it is
-    a number, so that a path may hold colons. ValueError shows the text and the grammar, or says
-    which value is invalid.
+    the target's hidden states. The last part of `model:PATH:K`, `eagle3:PATH:K` and `dflash:PATH:K`
+    is K where it is a number, so that a path may hold colons. ValueError shows the text and the
+    grammar, or says which value is invalid.
     """
     name, *values = text.split(":")
     match name, values:
@@ -42,8 +48,8 @@ def parse_speculative(text: str) -> Speculative | None:
             numbers = [_number(value, text) for value in values]
             ngram = NGram(*numbers[:1])
             return replace(ngram, max_n=numbers[1]) if numbers[1:] else ngram
-        case "model" | "eagle3", [_, *_] if any(values):
-            mode = DraftModel if name == "model" else Eagle3
+        case "model" | "eagle3" | "dflash", [_, *_] if any(values):
+            mode = _OF_PATHS[name]
             *path, last = values
             if path and last.isdecimal():
                 return mode(":".join(path), _number(last, text))

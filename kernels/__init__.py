@@ -58,6 +58,13 @@ from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
 from graphengine.kernels.core.tree import TreeLanes, TreeTables
+from graphengine.kernels.draft.block import (
+    BlockDraft,
+    begin_block_draft,
+    begin_block_draft_reference,
+    commit_block_draft,
+    commit_block_draft_reference,
+)
 from graphengine.kernels.draft.draft import (
     DraftTiles,
     FirstDraft,
@@ -70,6 +77,12 @@ from graphengine.kernels.draft.draft import (
     combine_hidden_reference,
     commit_draft,
     commit_draft_reference,
+)
+from graphengine.kernels.draft.markov import (
+    MAX_RANK,
+    MarkovHead,
+    markov_draft,
+    markov_draft_reference,
 )
 from graphengine.kernels.draft.model_draft import (
     ModelDraft,
@@ -116,6 +129,7 @@ from graphengine.kernels.draft.vanilla import (
     new_draft_chain,
 )
 from graphengine.kernels.experts.experts import (
+    expert_part,
     expert_residual,
     expert_sum,
     expert_swiglu,
@@ -348,6 +362,7 @@ __all__ = [
     "MAX_LANES",
     "MAX_LATENT",
     "MAX_LOGPROBS",
+    "MAX_RANK",
     "MAX_ROTATED",
     "PACKED_COLUMNS",
     "PREFILL_ARRIVALS",
@@ -363,6 +378,7 @@ __all__ = [
     "Activation",
     "ActivationKind",
     "AnyWeight",
+    "BlockDraft",
     "ClampedSwiglu",
     "DecodeLanes",
     "DraftChain",
@@ -385,6 +401,7 @@ __all__ = [
     "LogprobTensors",
     "Mamba2Params",
     "Mamba2Sizes",
+    "MarkovHead",
     "ModelDraft",
     "ModuleInput",
     "ModuleRun",
@@ -435,6 +452,8 @@ __all__ = [
     "apply_commands",
     "arrivals_needed",
     "attention_split",
+    "begin_block_draft",
+    "begin_block_draft_reference",
     "begin_model_draft",
     "begin_model_draft_reference",
     "begin_module_draft",
@@ -447,6 +466,8 @@ __all__ = [
     "code_bytes",
     "combine_hidden",
     "combine_hidden_reference",
+    "commit_block_draft",
+    "commit_block_draft_reference",
     "commit_draft",
     "commit_draft_reference",
     "commit_prefill",
@@ -462,6 +483,7 @@ __all__ = [
     "embed_reference",
     "empty_experts",
     "empty_packed",
+    "expert_part",
     "expert_plan",
     "expert_residual",
     "expert_sum",
@@ -512,6 +534,8 @@ __all__ = [
     "mamba2_prefill_reference",
     "mamba_state_selective_copy",
     "mamba_state_selective_copy_reference",
+    "markov_draft",
+    "markov_draft_reference",
     "match_stop_sequences",
     "match_stop_sequences_reference",
     "move_path",

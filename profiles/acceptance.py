@@ -1,8 +1,9 @@
-"""`graphengine acceptance`: how many tokens a step different drafters give on a text.
+"""`graphengine acceptance`: tokens a step, and the time of one, by different drafters on a text.
 
-Prompts are cut from the text and continued, by each drafter at each temperature. A drafter's tokens
-must be those of plain decoding in its row family before its figures are reported. With them comes
-the share of 4-grams that a continuation repeats: a model that loops is easy to draft for.
+Prompts are cut from the text and continued, by each drafter at each temperature and batch size. A
+drafter's tokens must be those of plain decoding in its row family before its figures are reported.
+With them comes the share of 4-grams that a continuation repeats: a model that loops is easy to
+draft for.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
 from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.cli.option_flags import add_flags
 from graphengine.config import DTYPES
-from graphengine.demo import checkpoint_path, heldout_text
+from graphengine.demo import checkpoint_path, eagle3_path, heldout_text
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels import RowFamily
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.observe.environment import environment
-from graphengine.profiles.arguments import check_out
+from graphengine.profiles.arguments import check_out, integers
 from graphengine.profiles.benchmark.eager import require_equal
 from graphengine.profiles.benchmark.engines import engine_options, freed
 from graphengine.profiles.percentiles import rounded
@@ -34,9 +36,11 @@ from graphengine.speculative import FORCE_ACCEPTED, Speculative, describe
 from graphengine.speculative_text import GRAMMAR, parse_speculative
 from graphengine.text.tokenizer import Tokenizer
 
-SCHEMA = 1
+SCHEMA = 2
 MODES = ("mtp:3", "mtp:1:vanilla", "ngram:3", "ngram:5:3")
+DEMO_HEAD = "eagle3:demo"
 TEMPERATURES = "0,1"
+FILTERS = ("top_k", "top_p", "min_p")
 GRAM = 4
 CPU_PROMPTS = 4
 """Default number of prompts on a CPU; a GPU takes the whole text."""
@@ -46,8 +50,10 @@ CPU_PROMPTS = 4
 class Study:
     """One invocation.
 
-    options    of every engine
+    options    of every engine, but for the batch
+    batches    continuations at a time, of one engine after the other
     modes      by the text that named them
+    filters    what every request samples with, beside its temperature
     prompts    token ids, one list for each continuation
     following  the tokens that follow each prompt in the text, as many as in a continuation
     """
@@ -56,8 +62,10 @@ class Study:
     checkpoint: Path
     text: str
     options: dict[str, Any]
+    batches: tuple[int, ...]
     modes: Mapping[str, Speculative]
     temperatures: tuple[float, ...]
+    filters: dict[str, Any]
     prompts: list[list[int]]
     following: list[list[int]]
     new_tokens: int
@@ -65,7 +73,9 @@ class Study:
     def params(self, temperature: float) -> list[SamplingParams]:
         """Parameters for each prompt: its own seed, the same for every engine."""
         return [
-            SamplingParams(temperature=temperature, seed=index, max_tokens=self.new_tokens)
+            SamplingParams(
+                temperature=temperature, seed=index, max_tokens=self.new_tokens, **self.filters
+            )
             for index in range(len(self.prompts))
         ]
 
@@ -76,13 +86,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", default="demo", help="directory or hub id; 'demo' is the packaged model")
     add("--text", type=Path, help="UTF-8 file (default: what the demo model was not trained on)")
     add("--speculative", action="append", metavar="MODE",
-        help=f"may be repeated (default: {', '.join(MODES)}): {GRAMMAR}")  # fmt: skip
+        help=f"may be repeated (default: {', '.join(MODES)}); {DEMO_HEAD} is the packaged head of "
+        f"the demo model: {GRAMMAR}")  # fmt: skip
     add("--temperature", default=TEMPERATURES, help=f"one or several (default: {TEMPERATURES})")
     add("--stride", type=int, default=512, help="tokens from one prompt's begin to the next one's")
     add("--prompt-tokens", type=int, default=128)
     add("--new-tokens", type=int, default=128, help="of each continuation, at most")
     add("--prompts", type=int, help=f"spread over the text (default: all; {CPU_PROMPTS} on a CPU)")
-    add("--max-batch", type=int, default=1, help="continuations at a time")
+    add("--top-k", type=int, default=0, help="of every request; 0: no limit")
+    add("--top-p", type=float, default=1.0, help="of every request; 1: no limit")
+    add("--min-p", type=float, default=0.0, help="of every request; 0: no limit")
+    add("--max-batch", default="1", help="continuations at a time: one or several, as 1,8")
     add_flags(parser, EngineConfig, only=("device", "row_family"))
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's, float32 on a CPU")
     add("--out", type=Path, help="JSON file to write")
@@ -112,17 +126,19 @@ def _read_options(options: argparse.Namespace) -> Study:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    names = ("device", "dtype", "max_batch", "row_family")
+    names = ("device", "dtype", "row_family")
     engine = engine_options({name: getattr(options, name) for name in names})
     engine["max_seq_len"] = options.prompt_tokens + options.new_tokens
     modes = _modes(options.speculative or MODES)
-    for mode in modes.values():
-        config = EngineConfig(**engine | {"speculative": mode})
+    batches = tuple(dict.fromkeys(integers(options.max_batch, "max_batch")))
+    for batch, mode in product(batches, modes.values()):
+        config = EngineConfig(**engine | {"max_batch": batch, "speculative": mode})
         if config.forced_acceptance is not None:
             raise ValueError(f"{FORCE_ACCEPTED} is set: then acceptance is what it says")
     temperatures = tuple(dict.fromkeys(_numbers(options.temperature)))
+    filters = {name: getattr(options, name) for name in FILTERS}
     for temperature in temperatures:
-        SamplingParams(temperature=temperature)
+        SamplingParams(temperature=temperature, **filters)
 
     demo = options.checkpoint == "demo"
     checkpoint = Checkpoint.open(checkpoint_path() if demo else options.checkpoint)
@@ -140,8 +156,10 @@ def _read_options(options: argparse.Namespace) -> Study:
         checkpoint=checkpoint.path,
         text="the demo's held-out text" if options.text is None else options.text.name,
         options=engine,
+        batches=batches,
         modes=modes,
         temperatures=temperatures,
+        filters=filters,
         prompts=[ids[start:end] for start, end in zip(starts, ends, strict=True)],
         following=[ids[end : end + options.new_tokens] for end in ends],
         new_tokens=options.new_tokens,
@@ -149,7 +167,10 @@ def _read_options(options: argparse.Namespace) -> Study:
 
 
 def _modes(texts: Sequence[str]) -> dict[str, Speculative]:
-    found = {text: parse_speculative(text) for text in dict.fromkeys(texts)}
+    head = f"eagle3:{eagle3_path()}"
+    found = {
+        text: parse_speculative(text.replace(DEMO_HEAD, head, 1)) for text in dict.fromkeys(texts)
+    }
     modes = {text: mode for text, mode in found.items() if mode is not None}
     if len(modes) < len(found):
         raise ValueError("--speculative off accepts nothing: plain decoding is measured anyway")
@@ -196,17 +217,19 @@ def measure(study: Study, say: Callable[[Row, bool], None]) -> dict[str, Any]:
     """The JSON document; `say` is called with each row as it comes, and whether it is the first."""
     config = EngineConfig(**study.options)
     rows: list[dict[str, Any]] = []
-    plain: dict[RowFamily, dict[float, _Run]] = {}
-    for name, mode in study.modes.items():
-        options = study.options | {"speculative": mode}
+    plain: dict[tuple[int, RowFamily], dict[float, _Run]] = {}
+    for batch, (name, mode) in product(study.batches, study.modes.items()):
+        base = study.options | {"max_batch": batch}
+        options = base | {"speculative": mode}
         family = EngineConfig(**options).family
-        if family not in plain:
-            with _open(study, study.options | {"row_family": family}) as engine:
-                plain[family] = {heat: _run(engine, study, heat) for heat in study.temperatures}
+        if (batch, family) not in plain:
+            with _open(study, base | {"row_family": family}) as engine:
+                runs = {heat: _run(engine, study, heat) for heat in study.temperatures}
+            plain[batch, family] = runs
         with _open(study, options) as engine:
             for temperature in study.temperatures:
-                row = _row(engine, study, temperature, plain[family][temperature])
-                rows.append(rounded({"speculative": name, **row}))
+                row = _row(engine, study, temperature, plain[batch, family][temperature])
+                rows.append(rounded({"speculative": name, "max_batch": batch, **row}))
                 say(rows[-1], len(rows) == 1)
     return {
         "schema": SCHEMA,
@@ -216,7 +239,7 @@ def measure(study: Study, say: Callable[[Row, bool], None]) -> dict[str, Any]:
         "prompts": len(study.prompts),
         "prompt_tokens": len(study.prompts[0]),
         "new_tokens": study.new_tokens,
-        "max_batch": config.max_batch,
+        "filters": study.filters,
         "text_repeated_4grams": rounded(repeated_grams(study.following)),
         "rows": rows,
     }
@@ -234,6 +257,14 @@ class _Run:
     def tokens_per_s(self) -> float:
         return sum(len(result.token_ids) for result in self.results) / self.seconds
 
+    @property
+    def ms_per_token(self) -> float | None:
+        """Of one request, from its first token to its last; None where all have one token."""
+        times = [result.timings.tokens for result in self.results if result.timings.tokens]
+        later = sum(len(each) - 1 for each in times)
+        took = sum(each[-1] - each[0] for each in times)
+        return 1e3 * took / later if later else None
+
 
 def _run(engine: Engine, study: Study, temperature: float) -> _Run:
     params = study.params(temperature)
@@ -249,9 +280,12 @@ def _run(engine: Engine, study: Study, temperature: float) -> _Run:
 def _row(engine: Engine, study: Study, temperature: float, plain: _Run) -> dict[str, Any]:
     """One drafter at one temperature; RuntimeError unless its tokens are those of plain decoding.
 
-    `tokens_per_s` of all continuations, their prompts' prefill included.
+    `tokens_per_s` of all continuations, their prompts' prefill included; `ms_per_token` of one
+    request, without its own.
     """
-    run, mode = _run(engine, study, temperature), describe(engine.config.mode)
+    run = _run(engine, study, temperature)
+    # Where the package lies is nobody's business.
+    mode = describe(engine.config.mode).replace(str(eagle3_path()), "demo")
     if run.numerics_id != plain.numerics_id:
         raise RuntimeError(
             f"{mode} has numerics {run.numerics_id}, plain decoding {plain.numerics_id}: their "
@@ -267,6 +301,8 @@ def _row(engine: Engine, study: Study, temperature: float, plain: _Run) -> dict[
         "equal_tokens": sum(len(result.token_ids) for result in run.results),
         "tokens_per_s": run.tokens_per_s,
         "plain_tokens_per_s": plain.tokens_per_s,
+        "ms_per_token": run.ms_per_token,
+        "plain_ms_per_token": plain.ms_per_token,
         "row_family": engine.row_family,
         "numerics_id": run.numerics_id,
     }
@@ -291,6 +327,7 @@ def _shares(rates: Sequence[float]) -> str:
 
 
 COLUMNS = (
+    Column("batch", lambda row: str(row["max_batch"])),
     Column("temperature", lambda row: f"{row['temperature']:g}"),
     Column("tok/step", lambda row: number(row["acceptance"]["mean_length"], 2)),
     Column("accepted %", lambda row: number(100 * (row["acceptance"]["rate"] or 0), 1)),
@@ -298,6 +335,8 @@ COLUMNS = (
     Column("looping %", lambda row: number(100 * (row["repeated_4grams"] or 0), 1)),
     Column("tok/s", lambda row: number(row["tokens_per_s"], 1)),
     Column("plain", lambda row: number(row["plain_tokens_per_s"], 1)),
+    Column("ms/tok", lambda row: number(row["ms_per_token"], 4)),
+    Column("plain", lambda row: number(row["plain_ms_per_token"], 4)),
     Column("family", lambda row: row["row_family"]),
     Column("speculative mode", lambda row: row["speculative"]),
 )
@@ -306,11 +345,13 @@ COLUMNS = (
 def describe_document(document: Mapping[str, Any]) -> str:
     """All of a document's figures, for a terminal."""
     looping = 100 * (document["text_repeated_4grams"] or 0)
+    filters = ", ".join(f"{name} {value:g}" for name, value in document["filters"].items())
     heading = (
         f"{document['checkpoint']} on {document['environment']['device']}: "
         f"{document['prompts']} prompts of {document['prompt_tokens']} tokens from "
-        f"{document['text']}, {document['new_tokens']} new tokens each, {document['max_batch']} at "
-        f"a time. Tokens checked against plain decoding of the same row family.\n"
-        f"looping: share of repeated {GRAM}-grams, in the text itself {looping:.1f} %"
+        f"{document['text']}, {document['new_tokens']} new tokens each; {filters}. Tokens checked "
+        f"against plain decoding of the same row family.\n"
+        f"ms/tok: of one request, after its first token. looping: share of repeated {GRAM}-grams, "
+        f"in the text itself {looping:.1f} %"
     )
     return f"{heading}\n\n{text_table(COLUMNS, document['rows'])}"

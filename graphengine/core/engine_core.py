@@ -237,8 +237,8 @@ class EngineCore:
         if plan.slots_changed and self.memory.rings:
             slots, blocks = self.scheduler.slots, self.memory.table_blocks
             updates |= ring_updates(slots, self.memory.rings, blocks)
-        if plan.slots_changed and self.runtime.routing is not None:
-            updates |= self.runtime.routing.table.updates(self.scheduler.slots)
+        if plan.slots_changed:
+            updates |= self.runtime.load_routes(self.scheduler.slots)
         if plan.masks_changed:
             # Before the host's drafts are used up.
             updates |= self.runtime.masks.updates(plan, self.scheduler.slots)

@@ -30,7 +30,7 @@ from graphengine.models.contract import StoredWeights
 from graphengine.models.kv_scales import scales_id
 from graphengine.models.tensor_files import save_whole
 from graphengine.requests.context import KeptState
-from graphengine.speculative import DraftModel, Eagle3, Speculative, describe
+from graphengine.speculative import DFlash, DraftModel, Eagle3, Speculative, describe
 
 # Schema 3 is the first with digests.
 _SCHEMA = 3
@@ -47,7 +47,7 @@ class Origin:
     dtype        of the model, and what KV is kept in where that is another: fp8 and its scales
     model        fingerprint of the configuration and of samples of the weights
     caches       shape of a block of each cache, layers first
-    speculative  the drafter, as in reports, but without the path of a draft model or of EAGLE3's;
+    speculative  the drafter, as in reports, but without the path of a checkpoint of its own;
                  "off" also where it keeps nothing of its own
     drafter      fingerprint of the drafter's configuration and weights, like the model's; "" if it
                  has none
@@ -359,6 +359,8 @@ def _without_path(mode: Speculative | None) -> str:
         return f"draft model, k={mode.k}"
     if isinstance(mode, Eagle3):
         return f"eagle3, k={mode.k}"
+    if isinstance(mode, DFlash):
+        return f"dflash, k={mode.k}"
     return describe(mode)
 
 

@@ -4,7 +4,7 @@ Parameter names are those of the exported checkpoint. Shapes: B windows of a bat
 window, H hidden, Q query heads, G key/value heads, D head_dim, V vocabulary, M anchors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,7 +91,7 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 class ChainAttention:
-    """Attention of the MTP module's later steps, with the cache of inference.
+    """Attention of a draft module's later steps, with the cache of inference.
 
     The query of an anchor p sees the first step's rows 0..p, made from the target's hidden states,
     then one row of each step since, including its own. Calling it appends that row.
@@ -123,16 +123,18 @@ class ChainAttention:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: DemoConfig) -> None:
+    """Qwen3's; a Llama's without `head_norms`. It is fed `inputs` columns, H where that is 0."""
+
+    def __init__(self, config: DemoConfig, *, inputs: int = 0, head_norms: bool = True) -> None:
         super().__init__()
-        hidden, size = config.hidden_size, config.head_dim
+        inputs, size = inputs or config.hidden_size, config.head_dim
         self.size = size
-        self.q_proj = Linear(hidden, config.heads * size)
-        self.k_proj = Linear(hidden, config.kv_heads * size)
-        self.v_proj = Linear(hidden, config.kv_heads * size)
-        self.o_proj = Linear(config.heads * size, hidden)
-        self.q_norm = RMSNorm(size, config.eps)
-        self.k_norm = RMSNorm(size, config.eps)
+        self.q_proj = Linear(inputs, config.heads * size)
+        self.k_proj = Linear(inputs, config.kv_heads * size)
+        self.v_proj = Linear(inputs, config.kv_heads * size)
+        self.o_proj = Linear(config.heads * size, config.hidden_size)
+        self.q_norm = RMSNorm(size, config.eps) if head_norms else nn.Identity()
+        self.k_norm = RMSNorm(size, config.eps) if head_norms else nn.Identity()
 
     def forward(
         self, x: torch.Tensor, rope: Rope, attend: Attend
@@ -223,12 +225,20 @@ class DemoModel(nn.Module):
 
     def hidden(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """[B,T,H] after the final norm: the input of lm_head and the MTP module."""
+        return self.hidden_and_streams(tokens_BT, ())[0]
+
+    def hidden_and_streams(
+        self, tokens_BT: torch.Tensor, layers: Collection[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """`hidden`, and the [B,T,H] that each of these layers leaves, before any norm."""
         x = self.embed(tokens_BT)
         rope = Rope.of(self.config, torch.arange(x.shape[1], device=x.device))
-        for layer in self.model.layers:
+        streams = []
+        for index, layer in enumerate(self.model.layers):
             x, _, _ = layer(x, rope)
-        hidden: torch.Tensor = self.model.norm(x)
-        return hidden
+            if index in layers:
+                streams.append(x)
+        return self.model.norm(x), streams
 
     def drafts(
         self, hidden_BTH: torch.Tensor, next_BT: torch.Tensor, anchors_M: torch.Tensor

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
 from graphengine.demo import corpus as corpora
 from graphengine.demo.checkpoint import load_model, save_card, save_model
@@ -29,7 +30,8 @@ VALIDATION_TOKENS = 1 << 18
 # Seconds of --limit kept for the last validation, the held-out metrics and the export.
 RESERVE = 45.0
 
-Losses = Callable[[DemoModel, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# The loss to minimise and its parts, of a model that is trained and what that is fed.
+Losses = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,19 +92,21 @@ def random_windows(tokens: torch.Tensor, *, batch: int, length: int) -> torch.Te
     return tokens[starts + window].long()
 
 
-def random_anchors(count: int, *, length: int, device: torch.device) -> torch.Tensor:
-    """Distinct sorted positions of a window that leave room for the MTP module's steps."""
-    return torch.randperm(length - DEPTH, device=device)[:count].sort().values
+def random_anchors(
+    count: int, *, length: int, device: torch.device, depth: int = DEPTH
+) -> torch.Tensor:
+    """Distinct sorted positions of a window that leave room for a draft module's steps."""
+    return torch.randperm(length - depth, device=device)[:count].sort().values
 
 
-def compiled_losses(model: DemoModel, windows: torch.Tensor, anchors: torch.Tensor) -> Losses:
+def compiled_losses(plain: Losses, model: nn.Module, *fed: object) -> Losses:
     """The compiled loss, tried by one run forward and backward, or the plain one if that fails."""
-    compiled: Losses = torch.compile(training_losses, dynamic=False)
+    compiled: Losses = torch.compile(plain, dynamic=False)
     try:
-        compiled(model, windows, anchors)[0].backward()  # type: ignore[no-untyped-call]
+        compiled(model, *fed)[0].backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # any failure of the compiler; the plain step still works
         log(f"torch.compile failed, going on without: {type(error).__name__}: {str(error)[:500]}")
-        return training_losses
+        return plain
     finally:
         model.zero_grad(set_to_none=True)
     log("compiled")
@@ -177,7 +181,7 @@ class Trainer:
         self.model.train()
         losses_of: Losses = training_losses
         if self.settings.compiled:
-            losses_of = compiled_losses(self.model, *self.batch())
+            losses_of = compiled_losses(training_losses, self.model, *self.batch())
         began, steps = time.monotonic(), self.settings.steps
         if steps is None and deadline <= began:
             raise ValueError(f"no time left to train: {deadline - began:.1f} s after compiling")

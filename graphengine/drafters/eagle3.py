@@ -45,6 +45,7 @@ from graphengine.models.eagle3 import (
 from graphengine.models.eagle3_reading import Eagle3Checkpoint
 from graphengine.models.linears import LinearPlans, Linears, in_formats, linear_name
 from graphengine.models.quantised.schemes import HEAD
+from graphengine.models.states import all_lanes_reach
 
 _STREAMS = "eagle3_streams"
 
@@ -69,9 +70,7 @@ class Eagle3Module(DraftModules):
         self.config, self.token_ids, self._order = read
         self.own_checkpoint = checkpoint
         self._head_form = target.forms.format_of(HEAD) if HEAD in target.forms else None
-        keeping = [layer for layer, states in enumerate(target.states) if states]
-        # What a layer does after it has kept its states is done for the last lane alone.
-        self.wants_hidden = max(self.config.layers) >= keeping[-1]
+        self.wants_hidden = not all_lanes_reach(target.states, max(self.config.layers))
 
     @property
     def linears(self) -> Linears:

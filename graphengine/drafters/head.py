@@ -92,8 +92,21 @@ class DraftHead:
         ahead: int,
     ) -> TopDrafts:
         """The `count` best drafts `ahead` positions after each lane; `hidden` as of `tiles`."""
+        return top_drafts(
+            self.logits(hidden, lanes, launch),
+            lanes.slot,
+            lanes.position,
+            self._sampling,
+            count=count,
+            ahead=ahead,
+            token_ids=self._vocabulary.token_ids,
+            pdl=launch.pdl,
+        )
+
+    def logits(self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
+        """Float32 [N, D]; `hidden` as of `tiles`. Padded lanes hold anything."""
         x, squares = _stream(hidden)
-        logits = linear(
+        return linear(
             x,
             self._vocabulary.head,
             lanes.slot,
@@ -102,16 +115,6 @@ class DraftHead:
             out_dtype=torch.float32,
             plan=self._plan,
             launch=launch,
-        )
-        return top_drafts(
-            logits,
-            lanes.slot,
-            lanes.position,
-            self._sampling,
-            count=count,
-            ahead=ahead,
-            token_ids=self._vocabulary.token_ids,
-            pdl=launch.pdl,
         )
 
     def tiles(

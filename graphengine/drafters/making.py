@@ -13,6 +13,7 @@ from torch import Tensor
 from graphengine.config import EngineConfig
 from graphengine.draft_trees import StaticTree
 from graphengine.drafters.base import Drafter
+from graphengine.drafters.block import BlockDrafter
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
@@ -28,7 +29,8 @@ from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig
+from graphengine.models.contract import WHOLE, ModelConfig, Share
+from graphengine.models.dflash_reading import read_dflash
 from graphengine.models.eagle3_reading import read_eagle3
 from graphengine.models.linears import WeightForms
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
@@ -41,6 +43,7 @@ from graphengine.models.stored import read_eos_ids, read_model
 from graphengine.paths import expand_user
 from graphengine.speculative import (
     MTP,
+    DFlash,
     DraftModel,
     DraftVocabulary,
     Eagle3,
@@ -61,13 +64,18 @@ class Target(NamedTuple):
     config: EngineConfig
     checkpoint: Checkpoint
     model: ModelConfig
+    share: Share = WHOLE
 
 
 Maker = Callable[[Any, Target], Drafter]
 
 
-def make_drafter(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> Drafter:
+def make_drafter(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, share: Share = WHOLE
+) -> Drafter:
     """The drafter of `config.speculative` for the target in `checkpoint`, nothing allocated yet.
+
+    share  of the target, which `model` has the sizes of
 
     `NoDrafter` where the engine does not speculate. ValueError says why a mode does not fit.
     """
@@ -77,7 +85,7 @@ def make_drafter(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfi
     maker = MAKERS.get(type(mode))
     if maker is None:
         raise ValueError(f"speculative={mode!r}: no drafter is made of a {type(mode).__name__}")
-    drafter = maker(mode, Target(config, checkpoint, model))
+    drafter = maker(mode, Target(config, checkpoint, model, share))
     _check_agreement(mode, drafter.needs)
     return drafter
 
@@ -102,7 +110,11 @@ def _hidden_states(options: SaveHiddenStates, target: Target) -> Drafter:
 
 
 def _mtp(options: MTP, target: Target) -> Drafter:
-    mtp = modules_of_rank(read_mtp_config(target.checkpoint), target.config.tensor_parallel)
+    mtp = modules_of_rank(
+        read_mtp_config(target.checkpoint),
+        target.share,
+        expert_parallel=target.config.expert_parallel,
+    )
     mtp = beside_target(mtp, target.config, target.model)
     if options.style == "vanilla":
         _check_vanilla(options.k, mtp.modules, target.config.draft_rows)
@@ -184,7 +196,7 @@ def _check_vanilla(k: int, modules: int, rows: int) -> None:
 
 
 def _draft_model(options: DraftModel, target: Target) -> Drafter:
-    config, target_checkpoint, model = target
+    config, target_checkpoint, model, _ = target
     checkpoint = Checkpoint.open(options.path)
     draft = read_model(checkpoint)
     if draft.vocab_size != model.vocab_size:
@@ -217,6 +229,17 @@ def _eagle3(options: Eagle3, target: Target) -> Drafter:
     read = read_eagle3(checkpoint, target.model, options.layers)
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
     return eagle(Eagle3Module(read, checkpoint, target.model), options.k)
+
+
+def _dflash(options: DFlash, target: Target) -> Drafter:
+    checkpoint = Checkpoint.open(options.path)
+    read = read_dflash(checkpoint, target.model, options.layers)
+    if options.k > read.most_drafts:
+        raise ValueError(
+            f"k={options.k} drafts a step, and {checkpoint.path} is trained for blocks of "
+            f"{read.trained_block} tokens, which draft {read.most_drafts}"
+        )
+    return BlockDrafter(read, checkpoint, target.model, options.k)
 
 
 def _token_ids(checkpoint: Checkpoint) -> object:
@@ -254,6 +277,7 @@ MAKERS: dict[type[Mode], Maker] = {
     NGram: _ngram,
     DraftModel: _draft_model,
     Eagle3: _eagle3,
+    DFlash: _dflash,
     UserProvided: _user,
     SaveHiddenStates: _hidden_states,
 }

@@ -77,6 +77,7 @@ class StoredLinear(NamedTuple):
     parts   names without ".weight", and rows, of the linears whose rows it has one after the other
     swiglu  whether these are gates and ups
     axis    the dimension along which ranks split each part; None: each has all of it
+    shared  names of parts of which each rank has all, whatever the axis
     order   int64 `[rows]`: row i is row `order[i]` of the parts; None: they are in their order.
             A weight in the model's dtype has views that say the same
     expert  whether it is one of several, of which a lane takes some
@@ -94,6 +95,7 @@ class StoredLinear(NamedTuple):
     expert: bool = False
     stack: Stack | None = None
     plain: bool = False
+    shared: frozenset[str] = frozenset()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,7 +109,11 @@ class StoredLinear(NamedTuple):
             return {}
         rows = torch.split(self.weight, [count for _, count in self.parts])
         named = zip(self.parts, rows, strict=True)
-        return {f"{name}.weight": Weight(part, self.axis) for (name, _), part in named}
+        return {f"{name}.weight": Weight(part, self.axis_of(name)) for (name, _), part in named}
+
+    def axis_of(self, part: str) -> int | None:
+        """The dimension along which ranks split the part of this name."""
+        return None if part in self.shared else self.axis
 
 
 class RoutedExperts(NamedTuple):
@@ -234,11 +240,13 @@ class PrefillLaunch(Launch):
     """How the kernels of a chunk are launched.
 
     reduce       where its ranks meet; None: there is one
+    share        of the model, that this rank has
     activations  what inputs of linears are rounded to that take it; None: nothing
     routes       what keeps, and may give, the experts of each lane; None: nothing does
     """
 
     reduce: Reduce | None = None
+    share: Share = WHOLE
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None
 
@@ -255,8 +263,9 @@ class DecodeLaunch(Launch):
     tokens of one slot, at consecutive positions, or the nodes of its tree: `tree` says which, and
     `kernels/core/tree.py` what that means. Only grouped-query attention knows trees. `reduce` is
     where the ranks' parts of a product meet before it is added to the residual stream; with None
-    there is one rank, and product and sum are one kernel. `activations` are those of prefill: in
-    decode they stay as they are. `routes` are of one step: those of a chunk have their own.
+    there is one rank, and product and sum are one kernel. `share` is this rank's part of the model.
+    `activations` are those of prefill: in decode they stay as they are. `routes` are of one step:
+    those of a chunk have their own.
     """
 
     plans: LinearPlans
@@ -264,6 +273,7 @@ class DecodeLaunch(Launch):
     tokens_per_row: int = 1
     tree: TreeLanes | None = None
     reduce: Reduce | None = None
+    share: Share = WHOLE
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None
 
@@ -274,7 +284,9 @@ class DecodeLaunch(Launch):
     @property
     def prefill(self) -> PrefillLaunch:
         """The same for the kernels of a chunk."""
-        return PrefillLaunch(pdl=self.pdl, reduce=self.reduce, activations=self.activations)
+        return PrefillLaunch(
+            pdl=self.pdl, reduce=self.reduce, share=self.share, activations=self.activations
+        )
 
 
 class ChunkAttention(Protocol):

@@ -73,6 +73,13 @@ LayerStates = tuple[Paged | Recurrent, ...]
 """Of one layer; empty for a layer without any."""
 
 
+def all_lanes_reach(layers: Sequence[LayerStates], last: int) -> bool:
+    """Whether prefill runs every lane through layer `last` and past it anyway: some layer after it
+    keeps something of each. Else the last lane alone goes all the way, unless all are asked for.
+    """
+    return any(layers[last + 1 :])
+
+
 def kv_scale_bytes(layers: Sequence[LayerStates]) -> int:
     """Bytes of the layers' `kv_scales`: a float32 for each part of each kv head."""
     return sum(4 * state.parts * state.kv_heads for state in paged_states(layers))

@@ -24,7 +24,7 @@ from graphengine.kernels import (
     compile_kernels,
     copy_blocks,
 )
-from graphengine.models.contract import DecodeLaunch, Model, RankGroup, arrival_counters
+from graphengine.models.contract import WHOLE, DecodeLaunch, Model, RankGroup, arrival_counters
 from graphengine.models.linears import LinearPlans
 from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
 from graphengine.models.tuning import PlanOrigins, choose_plans
@@ -106,6 +106,7 @@ def allocate(
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
         reduce=None if group is None else group.reduce,
+        share=WHOLE if group is None else group.share,
         activations=memory.activations,
     )
     own_cache, own_area = _new_cache(memory, *drafter.needs.kv_block_shape(memory.block_size))

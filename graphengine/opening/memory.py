@@ -295,9 +295,11 @@ def _plan(
     ranks = config.tensor_parallel
     units = 0
     if ranks > 1:
-        # The parts of all ranks: of a product in float32, or in `dtype` of a chunk; and their sum.
+        # The parts of all ranks, and their sum: of a product in float32, or in `dtype` of a chunk.
         widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
-        workspace += (ranks + 1) * widest_step * model.hidden_size
+        # Experts have shared ones' part beside their own.
+        held = 1 if weights.routed is None else 2
+        workspace += (ranks + held) * widest_step * model.hidden_size
         if on_gpu:
             budget.add("NCCL (estimate)", _NCCL_BYTES, where)
             units = push_units(MAX_LANES, model.hidden_size, torch.float32)

@@ -1,10 +1,12 @@
-"""Prefill attention over the paged cache: the query tokens of prompt chunks, causal.
+"""Attention over the paged cache of query tokens in a row: prompt chunks, and blocks of drafts.
 
 FlashAttention-2 (Dao 2023) on a paged cache, as vLLM's and FlashInfer's prefill kernels do. The
 rows of a tile are tokens x the query heads of one kv head (GQA), so that short chunks fill a tile
 and keys are read once for the whole group. Key tiles start at position 0 and have a size fixed by
 dtype and head_dim: a token's bits are a function of its position and its keys, not of how its
 prompt was cut into chunks, nor of the other segments.
+
+The mask of a segment is causal, or there is none: the tokens of a drafter's block see each other.
 
 On Hopper chunks with many tiles of rows take another kernel, `prefill_gluon.py`, with the
 same bits.
@@ -94,6 +96,7 @@ def paged_prefill_attention(
     slot_P: torch.Tensor,
     position_P: torch.Tensor,
     scale: float,
+    seen_P: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
     window: int = 0,
     sinks: torch.Tensor | None = None,
@@ -101,7 +104,7 @@ def paged_prefill_attention(
     out: torch.Tensor | None = None,
     launch: Launch = ALONE,
 ) -> torch.Tensor:
-    """Each token of each segment attends its slot's keys 0..its own position.
+    """Each token of each segment attends its slot's keys 0..its own position, or all that are seen.
 
     Segment p is lanes query_start[p] .. query_start[p + 1] - 1, consecutive tokens of slot_P[p],
     the first of them at position_P[p]. Keys and values of the segment itself were appended before.
@@ -112,6 +115,9 @@ def paged_prefill_attention(
         query_start_P1: int32 [P + 1], each at most N. slot_P: int32 [P], -1 = padded segment, whose
             other numbers do not count. position_P: int32 [P]. All on the device.
         scale: factor on the scores, above 0, 1/sqrt(D) as a rule.
+        seen_P: int32 [P], on the device: the tokens of a segment all see the keys below this
+            number, before and after their own, but none from before their window. None: those up
+            to their own. A launch with it is `prefill_triton.py`'s.
         kv_scales: float32 [2, G], all positive, of a cache of FP8_KV. Products are in q's dtype,
             which has e4m3 exactly; the scales come after them, in float32.
         window, sinks, softcap: as `scores.py` has them. Tiles of keys before a window are not read.
@@ -130,6 +136,8 @@ def paged_prefill_attention(
     check_scores(window=window, sinks=sinks, softcap=softcap, heads=heads, device=q_NQD.device)
     segments = slot_P.shape[0]
     check_lanes(segments, slot_P=slot_P, position_P=position_P)
+    if seen_P is not None:
+        check_lanes(segments, seen_P=seen_P)
     check_lanes(segments + 1, query_start_P1=query_start_P1)
     arrivals = launch.arrivals
     if arrivals is not None:
@@ -144,6 +152,7 @@ def paged_prefill_attention(
             slot_P=slot_P,
             position_P=position_P,
             scale=scale,
+            seen_P=seen_P,
             kv_scales=kv_scales,
             window=window,
             sinks=sinks,
@@ -158,11 +167,11 @@ def paged_prefill_attention(
     if arrivals is not None:
         shares = _pick_shares(kv_heads * row_tiles * segments)
         reach = token_capacity(kv, block_table_SB)
-        if window:
+        if window and seen_P is None:
             # As the kernel counts the keys of a tile of rows.
             reach = min(reach, window + rows // (heads // kv_heads) + 1 + tiles.keys)
         splits = min(shares, -(-reach // LEAST_SPLIT))
-    plain = not window and sinks is None and not softcap
+    plain = not window and sinks is None and not softcap and seen_P is None
     if plain and splits == 1 and block_table_SB.numel() and takes_wgmma(q_NQD, kv, segments):
         attend(
             q_NQD,
@@ -190,6 +199,7 @@ def paged_prefill_attention(
         query_start_P1,
         slot_P,
         position_P,
+        seen_P,
         kv_scales,
         sinks,
         out,

@@ -24,6 +24,7 @@ def prefill_attention_kernel(
     query_start_ptr,
     slot_ptr,
     position_ptr,
+    seen_ptr,
     kv_scales_ptr,
     sinks_ptr,
     out_ptr,
@@ -98,8 +99,13 @@ def prefill_attention_kernel(
     # No row of this tile attends to keys after the tile's last token.
     last_token = tl.minimum(tokens - 1, (first_row + ROWS - 1) // GROUP)
     end = tl.minimum(first_position + last_token + 1, position_limit)
-    # Keys before this are seen by all rows.
+    # Keys before this are seen by all rows, and each row sees none after its last one.
     common_end = tl.minimum(first_position + first_row // GROUP + 1, end)
+    row_last = row_position
+    if seen_ptr is not None:
+        end = tl.minimum(tl.load(seen_ptr + segment), position_limit)
+        common_end = end
+        row_last = tl.zeros([ROWS], tl.int32) + (end - 1)
     key_ptr = kv_ptr + kv_head * D
     first_key = 0
     end_key = end
@@ -114,7 +120,9 @@ def prefill_attention_kernel(
     if SPLITS > 1:
         # The same for all tiles of the segment, however many of its lanes are live.
         reach = first_position + tl.num_programs(1) * ROWS // GROUP
-        if WINDOW:
+        if seen_ptr is not None:
+            reach = end
+        elif WINDOW:
             # The most keys from the first tile's first one to the last row's token.
             reach = tl.minimum(reach, WINDOW + ROWS // GROUP + 1 + TILE)
         split_keys = tl.maximum(tl.cdiv(tl.cdiv(reach, SHARES), TILE) * TILE, LEAST_SPLIT)
@@ -139,11 +147,11 @@ def prefill_attention_kernel(
             scores = tanh(scores * inner_scale)
         if WINDOW:
             if (start + TILE > common_end) | (start < last_seen):
-                seen = token_mask[None, :] & (token[None, :] <= row_position[:, None])
+                seen = token_mask[None, :] & (token[None, :] <= row_last[:, None])
                 seen &= token[None, :] > row_position[:, None] - WINDOW
                 scores = tl.where(seen, scores, float("-inf"))
         elif start + TILE > common_end:
-            seen = token_mask[None, :] & (token[None, :] <= row_position[:, None])
+            seen = token_mask[None, :] & (token[None, :] <= row_last[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         # The maximum stays in the scores' own units: scaled and subtracted in one operation.
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))

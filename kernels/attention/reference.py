@@ -107,6 +107,7 @@ def paged_prefill_attention_reference(
     slot_P: torch.Tensor,
     position_P: torch.Tensor,
     scale: float,
+    seen_P: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
     window: int = 0,
     sinks: torch.Tensor | None = None,
@@ -117,6 +118,7 @@ def paged_prefill_attention_reference(
     lanes, heads, head_dim = q_NQD.shape
     out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
     starts = query_start_P1.tolist()
+    seen = [None] * len(starts) if seen_P is None else seen_P.tolist()
     for segment, (slot, first_position) in enumerate(
         zip(slot_P.tolist(), position_P.tolist(), strict=True)
     ):
@@ -130,6 +132,7 @@ def paged_prefill_attention_reference(
             slot,
             first_position,
             scale=scale,
+            seen=seen[segment],
             kv_scales=kv_scales,
             window=window,
             sinks=sinks,
@@ -146,6 +149,7 @@ def _segment_reference(
     first_position: int,
     *,
     scale: float,
+    seen: int | None,
     kv_scales: torch.Tensor | None,
     window: int,
     sinks: torch.Tensor | None,
@@ -155,7 +159,7 @@ def _segment_reference(
     tokens, heads, head_dim = q_TQD.shape
     capacity = token_capacity(kv, block_table_SB)
     position_T = first_position + torch.arange(tokens, device=q_TQD.device)
-    length = min(first_position + tokens, capacity)
+    length = min(first_position + tokens if seen is None else seen, capacity)
     # No token sees keys before those of the first one.
     first_key = min(first_key_of(first_position, window), max(length, 0))
     keys, values = gather_cache(
@@ -164,6 +168,8 @@ def _segment_reference(
     group = heads // keys.shape[1]
     key_position = first_key + torch.arange(len(keys), device=q_TQD.device)
     hidden = key_position[None, :] > position_T[:, None]
+    if seen is not None:
+        hidden = torch.zeros_like(hidden)
     if window:
         hidden |= key_position[None, :] <= position_T[:, None] - window
 

@@ -177,10 +177,11 @@ def decode_block(lanes: int, top_k: int, experts: int, weight: WeightFormat | No
     return PACKED_BLOCK if weight is not None and few else DECODE_BLOCK
 
 
-def groups_pairs(lanes: int, top_k: int, experts: int) -> bool:
+def groups_pairs(lanes: int, top_k: int, experts: int, tokens_per_row: int = 1) -> bool:
     """Whether a decode step of so many lanes groups its pairs, for speed alone.
 
-    Grouping costs two launches. With half as many pairs as experts about a fifth of the pairs share
-    an expert with another one.
+    Grouping costs a launch. With half as many pairs as experts about a fifth of the pairs share an
+    expert with another one; with a quarter a tenth, and more where lanes are tokens of one text.
     """
-    return 2 * lanes * top_k >= experts and lanes > 1
+    share = 2 if tokens_per_row == 1 else 4
+    return share * lanes * top_k >= experts and lanes > 1

@@ -58,7 +58,7 @@ from graphengine.kernels.linear.reference import (
 )
 from graphengine.kernels.linear.residual import Product, Residual, check_kept, new_product
 from graphengine.kernels.norm_rope.activation import Activation, gate_code
-from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters
+from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters, unfiltered
 from graphengine.kernels.sample.sampling import sample_tiles_reference
 
 MAX_LANES = 64
@@ -281,16 +281,11 @@ def linear_sample(
             eps=eps,
             out_dtype=torch.float32,
         )
-        unfiltered = params._replace(
-            top_k=torch.zeros_like(params.top_k),
-            top_p=torch.ones_like(params.top_p),
-            min_p=torch.zeros_like(params.min_p),
-        )
         return sample_tiles_reference(
             logits,
             slot_N,
             position_N,
-            unfiltered,
+            unfiltered(params),
             tile=plan.block_m,
             ahead=ahead,
             token_ids=token_ids,

@@ -46,7 +46,7 @@ from graphengine.kernels.linear.reference import (
 )
 from graphengine.kernels.linear.residual import Product, Residual, check_kept, new_product
 from graphengine.kernels.norm_rope.activation import Activation, gate_code
-from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters
+from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters, unfiltered
 from graphengine.kernels.sample.sampling import sample_tiles_reference
 
 PACKED_COLUMNS = linear_gluon.ALIGNMENT
@@ -237,16 +237,11 @@ def packed_linear_sample(
     if not _is_launched(x_NK):
         logits = x_NK.new_empty((lanes, V), dtype=torch.float32)
         packed_linear_reference(x_NK, weight, slot_N, squares_TN=squares_TN, eps=eps, out=logits)
-        unfiltered = params._replace(
-            top_k=torch.zeros_like(params.top_k),
-            top_p=torch.ones_like(params.top_p),
-            min_p=torch.zeros_like(params.min_p),
-        )
         return sample_tiles_reference(
             logits,
             slot_N,
             position_N,
-            unfiltered,
+            unfiltered(params),
             tile=plan.block_m,
             ahead=ahead,
             token_ids=token_ids,

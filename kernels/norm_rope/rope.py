@@ -191,6 +191,7 @@ def rope_append(
 
     Args:
         qkv_NX: [N, (Q + 2G) * D], a lane is [queries | keys | values]; rows dense, any row stride.
+            Q may be 0, where keys and values are all that is wanted.
         cos, sin: float32 [P, D/2] from `rope_tables`.
         kv: one layer's cache, in qkv's dtype or in FP8_KV. Written in place.
         block_table_SB: int32. slot_N: int32, -1 = padded lane. position_N: int32, absolute.

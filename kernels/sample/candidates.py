@@ -87,6 +87,16 @@ def check_parameters(params: SamplingTensors) -> int:
     return check_stop_ids(params.stop_ids, slots)
 
 
+def unfiltered(params: SamplingTensors) -> SamplingTensors:
+    """The same without top-k, top-p, min-p and top-n-sigma: what the fast sampler looks at."""
+    return params._replace(
+        top_k=torch.zeros_like(params.top_k),
+        top_p=torch.ones_like(params.top_p),
+        min_p=torch.zeros_like(params.min_p),
+        top_n_sigma=torch.zeros_like(params.top_n_sigma),
+    )
+
+
 @triton.jit
 def sortable_key(value):
     """int32 in the order of the float32 `value`, which is no NaN; -0 and +0 share a key."""

@@ -16,25 +16,31 @@ import torch
 
 from graphengine import Engine, EngineConfig
 from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter, OwnGraphEagle
+from graphengine.drafters.block import BlockDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.making import beside_target
 from graphengine.drafters.mtp import MtpModules
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels import PackedWeight
 from graphengine.models.contract import ModelConfig
+from graphengine.models.dflash import DFlashConfig
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.stored import with_state_dtype
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids
 from graphengine.opening.memory import plan_memory
 from graphengine.profiles.benchmark.shapes import (
+    SEED,
     Subject,
     fill_random,
     random_head,
     random_module,
     random_tokens,
 )
-from graphengine.speculative import MTP, Eagle3, NGram, describe
+from graphengine.speculative import MTP, DFlash, Eagle3, NGram, describe
+
+DSPARK_RANK = 256
+"""Of the sequential head of DeepSpec's drafters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,9 +125,10 @@ def _random_engine(
     )
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
-        destinations = weights.named()
-        destinations |= drafter.allocate(memory.device, memory.dtype, config.family)
-        fill_random(destinations, weights.linears() + drafter.linears())
+        fill_random(weights.named(), weights.linears())
+        # Apart, as a drafter may have names of the target's for tensors of its own.
+        drafts = drafter.allocate(memory.device, memory.dtype, config.family)
+        fill_random(drafts, drafter.linears(), seed=SEED + 1)
         if memory.device.type == "cuda":
             torch.cuda.synchronize(memory.device)
     progress(0, 0)
@@ -163,7 +170,8 @@ def random_drafter(
     subject: Subject, config: EngineConfig, vocab_size: int | None = None
 ) -> Drafter:
     """The drafter of `config` for a shape: an MTP module like the shape's layers, an EAGLE3 head
-    (`Eagle3("random")`), n-grams, or none.
+    (`Eagle3("random")`), a block drafter (`DFlash("random")` or `DFlash("random-dspark")`),
+    n-grams, or none.
 
     ValueError for a mode that needs a checkpoint.
     """
@@ -183,6 +191,10 @@ def random_drafter(
             eagle = OwnGraphEagle if own_graph else EagleDrafter
             head = random_head(subject.model, vocab_size)
             return eagle(Eagle3Module(head, None, subject.model), k)
+        case DFlash(path="random" | "random-dspark" as kind, k=k, layers=None):
+            rank = DSPARK_RANK if kind == "random-dspark" else 0
+            block = DFlashConfig.of_target(subject.model, k + (0 if rank else 1), rank=rank)
+            return BlockDrafter(block, None, subject.model, k)
         case NGram(k=k, max_n=max_n):
             return NGramDrafter(k, max_n)
         case other:

@@ -34,6 +34,7 @@ from graphengine.speculative import (
     FORCE_ACCEPTED,
     MTP,
     Auto,
+    DFlash,
     DraftModel,
     Eagle3,
     NGram,
@@ -69,10 +70,10 @@ class Sweep:
     forced: tuple[int, ...] | None
     random_vocab: int | None
 
-    def modes(self, max_batch: int) -> list[MTP | NGram | DraftModel | Eagle3 | None]:
+    def modes(self, max_batch: int) -> list[MTP | NGram | DraftModel | Eagle3 | DFlash | None]:
         """The mode for a draft length; None for 0."""
         mode = resolve_auto(max_batch) if isinstance(self.mode, Auto) else self.mode
-        modes = MTP | NGram | DraftModel | Eagle3
+        modes = MTP | NGram | DraftModel | Eagle3 | DFlash
         assert isinstance(mode, modes), f"{mode=} has no length to choose"
         if self.lengths is None:
             return [mode]

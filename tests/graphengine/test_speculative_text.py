@@ -7,6 +7,7 @@ import pytest
 from graphengine.speculative import (
     MTP,
     Auto,
+    DFlash,
     DraftModel,
     DraftVocabulary,
     Eagle3,
@@ -42,6 +43,8 @@ from graphengine.speculative_text import (
         ("model:7", DraftModel("7")),
         ("eagle3:a/b", Eagle3("a/b")),
         ("eagle3:c:/d:5", Eagle3("c:/d", 5)),
+        ("dflash:a/b", DFlash("a/b")),
+        ("dflash:c:/d:15", DFlash("c:/d", 15)),
     ],
 )
 def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
@@ -53,7 +56,7 @@ def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
     [
         "", "none", "off:1", "auto:3", "mtp:", "mtp:x", "mtp:-1", "mtp:3:other", "mtp:3:vanilla:1",
         "ngram:3:", "ngram:٣", "ngram:1:2:3", "model", "model:", "model::", "MTP", "eagle3",
-        "eagle3:",
+        "eagle3:", "dflash", "dflash::",
     ],
 )  # fmt: skip
 def test_any_other_text_shows_the_grammar(text: str) -> None:

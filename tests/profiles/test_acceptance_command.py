@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graphengine import Engine
 from graphengine.cli import main as cli
-from graphengine.demo import heldout_text
+from graphengine.demo import eagle3_path, heldout_text
 from graphengine.profiles import acceptance
 from graphengine.profiles.acceptance import prompt_starts, repeated_grams
 from graphengine.speculative import FORCE_ACCEPTED
@@ -73,30 +73,52 @@ def test_repeated_grams_are_counted_within_a_text() -> None:
 def test_each_drafter_is_measured_at_each_temperature(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "acceptance.json"
     modes = ("--speculative", "mtp:2", "--speculative", "ngram:2:3", "--speculative", "mtp:2")
-    status, printed, progress = run(*modes, "--max-batch", "2", "--out", str(out))
+    filters = ("--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
+    status, printed, progress = run(*modes, *filters, "--max-batch", "2,1", "--out", str(out))
     assert status == 0
     document = json.loads(out.read_text(), parse_constant=pytest.fail)
     assert (document["schema"], document["checkpoint"]) == (acceptance.SCHEMA, "demo")
     assert document["environment"]["torch"] and document["prompts"] == 2
     assert 0 <= document["text_repeated_4grams"] < 0.5
+    assert document["filters"] == {"top_k": 40, "top_p": 0.95, "min_p": 0.01}
     rows = document["rows"]
-    assert [(row["speculative"], row["temperature"]) for row in rows] == [
-        ("mtp:2", 0), ("mtp:2", 1), ("ngram:2:3", 0), ("ngram:2:3", 1)
-    ]  # fmt: skip
+    assert [(row["max_batch"], row["speculative"], row["temperature"]) for row in rows] == [
+        (batch, mode, heat)
+        for batch in (2, 1)
+        for mode in ("mtp:2", "ngram:2:3")
+        for heat in (0, 1)
+    ]
     for row in rows:
         found = row["acceptance"]
         assert 1 <= found["mean_length"] <= 3 and len(found["rates"]) == 2
         # The first token of each comes with its prompt.
         assert found["tokens"] == row["equal_tokens"] - 2
         assert row["tokens_per_s"] > 0 and row["plain_tokens_per_s"] > 0
+        assert 0 < row["ms_per_token"] < 1e3 and row["plain_ms_per_token"] > 0
         assert row["row_family"] == "dot"
-    # The tokens follow from the temperature, not from the drafter.
-    assert rows[0]["repeated_4grams"] == rows[2]["repeated_4grams"]
+    # The tokens follow from the temperature, not from the drafter, nor from the batch.
+    for heat in (0, 1):
+        assert len({row["repeated_4grams"] for row in rows[heat::2]}) == 1
     assert len({row["numerics_id"] for row in rows}) == 1
     assert "2 prompts of 12 tokens from the demo's held-out text" in printed
     for row in rows:
         assert f"{row['acceptance']['mean_length']:.2f}" in progress
-    assert printed.count("ngram:2:3") == progress.count("ngram:2:3") == 2
+    assert printed.count("ngram:2:3") == progress.count("ngram:2:3") == 4
+    assert "top_k 40, top_p 0.95, min_p 0.01" in printed
+
+
+def test_the_demo_s_own_head_has_a_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    studies: list[Any] = []
+
+    def keep(study: Any, say: Any) -> Any:
+        studies.append(study)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(acceptance, "measure", keep)
+    assert cli.main(["acceptance", *SMALL, "--speculative", "eagle3:demo:5"]) == 2
+    (mode,) = studies[0].modes.values()
+    assert list(studies[0].modes) == ["eagle3:demo:5"]
+    assert (Path(mode.path), mode.k) == (eagle3_path(), 5)
 
 
 def test_json_alone_is_printed_when_asked_for(run: Run, tmp_path: Path) -> None:
@@ -154,7 +176,9 @@ def test_tokens_that_differ_stop_the_measurement(run: Run, monkeypatch: pytest.M
         (("--text", "no/such/file"), "--text no/such/file"),
         (("--out", "no/such/folder/x.json"), "no such folder"),
         (("--checkpoint", "no/such/checkpoint"), "no/such/checkpoint"),
-        (("--max-batch", "32"), "feed 128 tokens a step"),
+        (("--max-batch", "1,32"), "feed 128 tokens a step"),
+        (("--max-batch", "0,8"), "max_batch='0,8' must be positive integers"),
+        (("--top-p", "0"), "top_p=0"),
         (("--row-family", "fma"), "row_family='fma' serves up to 2 rows"),
     ],
 )

@@ -16,6 +16,7 @@ from graphengine.kernels import (
     FP8_KV,
     PREFILL_ARRIVALS,
     AnyWeight,
+    BlockDraft,
     DecodeLanes,
     PrefillLanes,
     Residual,
@@ -27,6 +28,7 @@ from graphengine.kernels import (
     decode_attention_workspace_bytes,
     gate_heads,
     linear,
+    paged_prefill_attention,
     prefill_attention_workspace_bytes,
     rope_append,
     rope_tables,
@@ -36,10 +38,17 @@ from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
     add_product,
+    chunk_product,
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import ChunkAttention, DecodeLaunch, StoredLinear, Weight
+from graphengine.models.contract import (
+    ChunkAttention,
+    DecodeLaunch,
+    PrefillLaunch,
+    StoredLinear,
+    Weight,
+)
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import Paged
 
@@ -144,6 +153,11 @@ class GroupedQueryAttention:
             "qkv": Linear("store", self.projected_size, self.fed_columns, shard="rows"),
             "output": Linear("residual", self.hidden_size, self.q_size, shard="columns"),
         }
+
+    @property
+    def context_linear(self) -> Linear:
+        """Of keys and values alone, whose rows are some of `qkv`'s."""
+        return Linear("store", 2 * self.kv_size, self.fed_columns)
 
     @property
     def first_linears(self) -> Mapping[str, str]:
@@ -405,6 +419,130 @@ class AttentionWeights:
             launch=launch,
         )
 
+    def keep(
+        self,
+        fed: Tensor,
+        slot: Tensor,
+        position: Tensor,
+        kv: Tensor,
+        block_table: Tensor,
+        tables: RopeTables,
+        launch: DecodeLaunch | PrefillLaunch,
+    ) -> None:
+        """Keys and values alone of the lanes of `fed` `[N, fed_columns]`, into `kv` at their
+        positions.
+
+        launch  of decode lanes, with a plan of the linear `context`, or of a chunk's
+        """
+        block, weight, bias = self.block, self._rows_of_kv(self.qkv), self.qkv_bias
+        bias = None if bias is None else self._rows_of_kv(bias)
+        if isinstance(launch, DecodeLaunch):
+            plan = launch.plan("context", weight)
+            made = linear(fed, weight, slot, bias=bias, plan=plan, launch=launch)
+        else:
+            out = fed.new_empty(len(fed), 2 * block.kv_size)
+            made = chunk_product(fed, weight, bias, out=out, pdl=launch.pdl)
+        self._append(made, 0, slot, position, kv, block_table, tables, pdl=launch.pdl)
+
+    def _rows_of_kv(self, qkv: AnyWeight) -> Tensor:
+        block = self.block
+        assert isinstance(qkv, Tensor) and not block.gated, "rows in the checkpoint's order"
+        return qkv[block.q_size :]
+
+    def _append(
+        self,
+        qkv: Tensor,
+        heads: int,
+        slot: Tensor,
+        position: Tensor,
+        kv: Tensor,
+        block_table: Tensor,
+        tables: RopeTables,
+        *,
+        out: Tensor | None = None,
+        pdl: bool,
+    ) -> Tensor:
+        """The rotated queries of a product with so many heads of them; `kv` gets the rest of it."""
+        block = self.block
+        return rope_append(
+            qkv,
+            tables.cos,
+            tables.sin,
+            kv,
+            block_table,
+            slot,
+            position,
+            num_heads=heads,
+            num_kv_heads=block.num_kv_heads,
+            q_norm_weight=self.q_norm,
+            k_norm_weight=self.k_norm,
+            eps=block.norm_eps,
+            kv_scales=self._scales_of(kv),
+            out=out,
+            pdl=pdl,
+        )
+
+    def decode_block(
+        self,
+        begun: BlockDraft,
+        residual: Residual,
+        next_norm: NextNorm,
+        kv: Tensor,
+        block_table: Tensor,
+        tables: RopeTables,
+        launch: DecodeLaunch,
+        *,
+        causal: bool,
+    ) -> Residual:
+        """`decode` for the lanes of blocks, all of which see each other unless it is `causal`.
+
+        A row's lanes also see what `kv` has of its slot before them. Four kernels.
+        """
+        block, lanes = self.block, begun.lanes
+        qkv = linear(
+            residual.scaled,
+            self.qkv,
+            lanes.slot,
+            squares_TN=residual.squares,
+            eps=block.norm_eps,
+            bias=self.qkv_bias,
+            plan=launch.plan("qkv", self.qkv),
+            launch=launch,
+        )
+        heads = self._append(
+            qkv,
+            block.num_heads,
+            lanes.slot,
+            lanes.position,
+            kv,
+            block_table,
+            tables,
+            pdl=launch.pdl,
+        )
+        attended = paged_prefill_attention(
+            heads,
+            kv,
+            block_table,
+            query_start_P1=begun.start,
+            slot_P=begun.rows.slot,
+            position_P=begun.rows.position,
+            seen_P=None if causal else begun.seen,
+            scale=block.scale,
+            kv_scales=self._scales_of(kv),
+            window=block.window,
+            launch=launch,
+        )
+        return add_product(
+            attended,
+            self.output,
+            lanes.slot,
+            residual,
+            next_norm,
+            bias=self.output_bias,
+            plan=launch.plan("output", self.output),
+            launch=launch,
+        )
+
     def _split_tokens(self, launch: DecodeLaunch, dtype: torch.dtype) -> int:
         """Those of `launch`, but in a window, which is short whatever the longest sequence is."""
         block = self.block
@@ -434,25 +572,18 @@ class AttentionWeights:
         q = scratch.take(block.q_size, after=block.projected_size)
         x = scratch.h if fed is None else fed
         scratch.product(x, self.qkv, self.qkv_bias, out=qkv)
-        rope_append(
+        heads = self._append(
             qkv[:, : block.qkv_size],
-            tables.cos,
-            tables.sin,
-            kv,
-            block_table,
+            block.num_heads,
             lanes.slot,
             lanes.position,
-            num_heads=block.num_heads,
-            num_kv_heads=block.num_kv_heads,
-            q_norm_weight=self.q_norm,
-            k_norm_weight=self.k_norm,
-            eps=block.norm_eps,
-            kv_scales=self._scales_of(kv),
+            kv,
+            block_table,
+            tables,
             out=q.view(-1, block.num_heads, block.head_dim),
             pdl=scratch.launch.pdl,
         )
         attended = scratch.take(block.q_size, after=block.attended_after)
-        heads = q.view(-1, block.num_heads, block.head_dim)
         attended = attention(
             heads,
             kv,

@@ -126,16 +126,15 @@ def _reduced(
     launch: DecodeLaunch,
 ) -> Tensor:
     """The product of all ranks in float32, without a bias."""
+    return reduce(part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch))
+
+
+def part_product(
+    x_NK: Tensor, weight_HK: AnyWeight, slot_N: Tensor, *, plan: LinearPlan, launch: DecodeLaunch
+) -> Tensor:
+    """Float32 `[N, H]`: what this rank has of a product, without a bias."""
     _check_split(weight_HK)
-    part = linear(
-        x_NK,
-        weight_HK,
-        slot_N,
-        out_dtype=torch.float32,
-        plan=plan,
-        launch=launch,
-    )
-    return reduce(part)
+    return linear(x_NK, weight_HK, slot_N, out_dtype=torch.float32, plan=plan, launch=launch)
 
 
 def _whole_product(

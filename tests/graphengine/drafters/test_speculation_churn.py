@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from checkpoints.block_drafters import write_echo
 from checkpoints.mtp_modules import VOCAB, write_random
 from engines.churn import Owners, write_tokenizer
 from engines.device_cases import alternately, pairwise_here
@@ -25,6 +26,7 @@ from extent import extent
 from graphengine import Engine, Request, SamplingParams
 from graphengine.speculative import (
     MTP,
+    DFlash,
     DraftModel,
     GateOptions,
     NGram,
@@ -68,6 +70,10 @@ def draft(folder: Path) -> Path:
     return write_draft_model(folder / "draft", "qwen3", target["vocab_size"], folder / "modules")
 
 
+def echo(folder: Path) -> Path:
+    return write_echo(folder / "block", folder / "modules")
+
+
 # So short a window that the drafts go off and come back at once.
 RESTLESS = GateOptions(window=3, off_below=0.6, on_above=0.6, probe_every=3)
 # The same for drafts that are nearly always right.
@@ -80,12 +86,13 @@ CHURNS = {
     "ngram": Churn(lambda folder: NGram(k=3, max_n=2)),
     "model-itself": Churn(lambda folder: DraftModel(folder / "modules", k=3), None, (1,)),
     "model": Churn(lambda folder: DraftModel(draft(folder), k=2), None, (0,)),
+    "dflash": Churn(lambda folder: DFlash(echo(folder), k=3), None, (1,)),
     "user": Churn(lambda folder: UserProvided(3), None, (0,)),
     "mtp-gate": Churn(lambda folder: MTP(k=3), RESTLESS, (1,)),
     "model-gate": Churn(lambda folder: DraftModel(folder / "modules", k=3), STRICT, (0,)),
 }
 # Those whose drafts or gate come otherwise than another's.
-KINDS = extent(("mtp", "mtp-tree", "ngram", "model", "user", "model-gate"), tuple(CHURNS))
+KINDS = extent(("mtp", "mtp-tree", "ngram", "model", "dflash", "user", "model-gate"), tuple(CHURNS))
 CASES = [
     case
     for case in pairwise_here(alternately({name: CHURNS[name].lookahead for name in KINDS}), (0, 1))

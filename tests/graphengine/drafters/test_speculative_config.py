@@ -23,6 +23,7 @@ from graphengine.speculative import (
     MAX_DRAFTS,
     MTP,
     Auto,
+    DFlash,
     DraftModel,
     DraftVocabulary,
     Eagle3,
@@ -49,6 +50,7 @@ MADE = [
     NGram(),
     DraftModel("small"),
     Eagle3("head"),
+    DFlash("block"),
     UserProvided(),
     SaveHiddenStates("states"),
     Auto(),
@@ -86,6 +88,8 @@ def values(made: Any) -> dict[str, Any]:
             Eagle3(Path("head"), 1, own_graph=True, layers=[4, 2]),
             {"path": Path("head"), "k": 1, "own_graph": True, "layers": (4, 2)},
         ),
+        (DFlash("block"), {"path": "block", "k": 7, "layers": None}),
+        (DFlash(Path("b"), 15, layers=[4, 2]), {"path": Path("b"), "k": 15, "layers": (4, 2)}),
         (UserProvided(k=2), {"k": 2}),
         (Auto(), {}),
         (
@@ -145,6 +149,13 @@ K_ERROR = "drafts a step must be an integer in [1, 31]"
         (NGram, {"max_n": "3"}, "max_n='3' must be an integer in [1, 16]"),
         (DraftModel, {"path": ""}, "path='' must be a path"),
         (DraftModel, {"path": None}, "path=None must be a path"),
+        (DFlash, {"path": ""}, "path='' must be a path"),
+        (DFlash, {"path": "block", "k": 0}, f"k=0 {K_ERROR}"),
+        (
+            DFlash,
+            {"path": "block", "layers": [-1]},
+            "layers holds -1, which is none of layer numbers",
+        ),
         (Eagle3, {"path": 5}, "path=5 must be a path"),
         (Eagle3, {"path": "head", "k": 32}, f"k=32 {K_ERROR}"),
         (Eagle3, {"path": "head", "own_graph": 0}, "own_graph=0 must be True or False"),
@@ -367,6 +378,8 @@ def test_a_layer_that_the_model_lacks_is_refused() -> None:
             Eagle3("head", own_graph=True, layers=(1, 5)),
             "eagle3 head, k=3, after layers 1, 5, own graph",
         ),
+        (DFlash(Path("models/block"), 5), "dflash models/block, k=5"),
+        (DFlash("block", layers=(1, 5)), "dflash block, k=7, after layers 1, 5"),
         (UserProvided(4), "user-provided, k=4"),
         (SaveHiddenStates("out"), "hidden states to out"),
         (Auto(), "auto"),
@@ -383,7 +396,7 @@ def test_what_is_no_mode_is_refused(wrong: Any) -> None:
         check_speculative(wrong)
     assert str(refused.value) == (
         f"speculative={wrong!r} must be one of "
-        "MTP, NGram, DraftModel, Eagle3, UserProvided, SaveHiddenStates, Auto, or None"
+        "MTP, NGram, DraftModel, Eagle3, DFlash, UserProvided, SaveHiddenStates, Auto, or None"
     )
 
 

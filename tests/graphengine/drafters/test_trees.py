@@ -189,6 +189,8 @@ def test_the_first_path_is_a_chain(device: str, params: SamplingParams) -> None:
             drafts = []
             while engine.busy:
                 engine.step()
+                # The tokens of a step are there before its drafts.
+                engine.runtime.synchronize()
                 table = engine.runtime.buffers["draft_tokens"]
                 drafts += [table[r.job.placed.slot].tolist() for r in requests if r.job.placement]
         first = [node - 1 for node in (1, 4, 7, 9)]

@@ -414,6 +414,36 @@ def test_values_pass_unrotated(op: Op) -> None:
     assert bool((kv[1, 1, 5] == torch.inf).all())
 
 
+def test_keys_and_values_alone(op: Op) -> None:
+    """Of lanes without queries: the bits are those of lanes with some."""
+    function, device = op
+    cos, sin = rope_tables(RopeConfig(), head_dim=64, max_positions=16, device=device)
+    draw = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, 8 * 64, generator=draw).to(device)
+    norms = (1 + 0.1 * torch.randn(2, 64, generator=draw)).to(device)
+    caches = []
+    for heads in (4, 0):
+        kv = torch.zeros(3, 2, 8, 2, 64, device=device)
+        function(
+            qkv[:, (4 - heads) * 64 :],
+            cos,
+            sin,
+            kv,
+            torch.tensor([[1, 2]], dtype=torch.int32, device=device),
+            torch.tensor([0, -1, 0], dtype=torch.int32, device=device),
+            torch.tensor([5, 6, 9], dtype=torch.int32, device=device),
+            num_heads=heads,
+            num_kv_heads=2,
+            q_norm_weight=norms[0],
+            k_norm_weight=norms[1],
+            eps=1e-6,
+        )
+        caches.append(kv)
+    assert (
+        torch.equal(*caches) and bool(caches[0][1, :, 5].any()) and bool(caches[0][2, :, 1].any())
+    )
+
+
 def test_strided_lanes_and_several_tokens_of_a_slot(op: Op) -> None:
     """Prefill: the lanes are consecutive tokens of one slot, and qkv a view of a wider tensor."""
     function, device = op

@@ -224,6 +224,7 @@ def test_a_step_goes_on_from_what_megatron_copies(device, reference):
     """Its steps keep each token's state and window apart, and copy those of the accepted token;
     here the position alone says which they are. From both the next step has the same bits.
     """
+    device = "cpu" if reference else device
     sizes, tokens, accepted = SIZES["odd"], 4, [0, 1, 2, 3]
     depth, rows = sizes.width - 1, len(accepted)
     case = Case(sizes, [0, 1, 7, 30], tokens, device)

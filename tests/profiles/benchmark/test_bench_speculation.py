@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 
 from graphengine import Engine, EngineConfig, SamplingParams
 from graphengine.drafters import EagleDrafter, OwnGraphEagle
+from graphengine.drafters.block import BlockDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.mtp import MtpModules
+from graphengine.models.dflash import usual_layers
 from graphengine.models.mtp import allocate_mtp_weights
 from graphengine.profiles import bench
 from graphengine.profiles.benchmark import measure
@@ -22,7 +25,7 @@ from graphengine.profiles.benchmark.engines import build_engine, random_drafter
 from graphengine.profiles.benchmark.measure import Work
 from graphengine.profiles.benchmark.shapes import Subject, random_module, random_tokens, step_bytes
 from graphengine.profiles.benchmark.speculation import Sweep, measure_sweep, read_sweep
-from graphengine.speculative import FORCE_ACCEPTED, MTP, Auto, DraftModel, Eagle3, NGram
+from graphengine.speculative import FORCE_ACCEPTED, MTP, Auto, DFlash, DraftModel, Eagle3, NGram
 from timelines.fake_clock import result
 from timelines.small_bench import Bench, bench_command, tiny_work
 
@@ -129,10 +132,33 @@ def test_a_shape_may_have_an_eagle3_head(shape: str) -> None:
         assert len(result.token_ids) == 9 and engine.acceptance.proposed > 0
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-delta", "tiny-moe"])
+@pytest.mark.parametrize("kind", ["random", "random-dspark"])
+def test_a_shape_may_have_a_block_drafter(shape: str, kind: str) -> None:
+    """Of the shape's sizes, with layers and a head as they are published."""
+    options = CPU | {"speculative": DFlash(kind, 3)}
+    engine, _ = build_engine(Subject.of_shape(shape), options)
+    with engine:
+        drafter = engine.core.drafter
+        assert isinstance(drafter, BlockDrafter)
+        assert drafter.config.rank == (256 if kind == "random-dspark" else 0)
+        assert drafter.config.decoder.num_layers == 5
+        assert all(tensor.isfinite().all() for tensor in drafter.weights.tensors())
+        (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
+        assert len(result.token_ids) == 9 and engine.acceptance.proposed > 0
+
+
+def test_a_published_drafter_s_layers() -> None:
+    """Those of z-lab/Qwen3-8B-DFlash-b16 and of deepseek-ai/dspark_qwen3_8b_block7."""
+    model = Subject.of_shape("llama-8b").model
+    assert usual_layers(replace(model, num_layers=36)) == (1, 9, 17, 25, 33)
+    assert usual_layers(replace(model, num_layers=2)) == (0,)
+
+
 @pytest.mark.parametrize(
     "mode",
-    [DraftModel("x"), Eagle3("x", 1), MTP(k=1, style="vanilla")],
-    ids=["model", "eagle3", "vanilla"],
+    [DraftModel("x"), Eagle3("x", 1), DFlash("x", 1), MTP(k=1, style="vanilla")],
+    ids=["model", "eagle3", "dflash", "vanilla"],
 )
 def test_what_needs_a_checkpoint_says_so(mode: Any) -> None:
     config = EngineConfig(device="cpu", max_batch=1, speculative=mode)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from checkpoints.block_drafters import write_echo
 from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
 from graphengine.demo import checkpoint_path
 
@@ -60,3 +61,11 @@ def eagle3_head() -> Path:
     shape = Shape(layers=HEAD_LAYERS, drafted=0)
     head = head_tensors(shape, embedding, tensors.get("lm_head.weight", embedding).float())
     return write_head(Path(holder.name), head_config(shape, embedding), head)
+
+
+@functools.cache
+def block_drafter() -> Path:
+    """The folder of a block drafter for it: `write_echo`'s."""
+    holder = tempfile.TemporaryDirectory(prefix="block-drafter-")
+    _holders.append(holder)
+    return write_echo(Path(holder.name), few_layers())

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoints.few_layers import HEAD_LAYERS, eagle3_head, few_layers
+from checkpoints.few_layers import HEAD_LAYERS, block_drafter, eagle3_head, few_layers
 from checkpoints.mtp_modules import HIDDEN, LAYOUTS, SIZES, random_tensors, rms, write_checkpoint
 from engines.small_engine import LIMIT, LONG, OTHER, PROMPT, assert_idle, open_engine
 from graphengine import Engine, Event, Request, Result, SamplingParams
-from graphengine.speculative import MTP, DraftModel, Eagle3, NGram, Speculative
+from graphengine.speculative import MTP, DFlash, DraftModel, Eagle3, NGram, Speculative
 
 Tokens = tuple[int, ...]
 Outcome = tuple[Tokens, str, str | None]
@@ -232,5 +232,6 @@ DRAFTING = {
     "ngram": NGram(k=3),
     "model": DraftModel(DEMO, k=3),
     "eagle3": Eagle3(eagle3_head(), k=3, layers=HEAD_LAYERS),
+    "dflash": DFlash(block_drafter(), k=3),
 }
 """One of each way to draft on the device, by the demo model."""

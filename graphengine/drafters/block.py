@@ -1,0 +1,218 @@
+"""Drafts of a block at once: DFlash and DSpark beside a target.
+
+The target leaves its residual stream after the chosen layers in one static field, side by side, as
+fc reads it. What a step verified goes into the drafter's KV, and then one run over a block of the
+newest token and masks makes all drafts. All of it is in the step's graph.
+
+Letters: N lanes, R rows, B lanes of a block, K drafts, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Field
+from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.drafters.head import DraftHead
+from graphengine.drafters.needs import DraftNeeds
+from graphengine.kernels import (
+    AnyWeight,
+    BlockDraft,
+    DecodeLanes,
+    Residual,
+    RowFamily,
+    begin_block_draft,
+    commit_block_draft,
+    commit_draft,
+    markov_draft,
+    new_residual,
+)
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.contract import (
+    DecodeLaunch,
+    Destinations,
+    ModelConfig,
+    PrefillLaunch,
+    arrival_counters,
+    most_arrival_counters,
+)
+from graphengine.models.dflash import (
+    DFlashConfig,
+    DFlashWeights,
+    allocate_dflash_weights,
+    dflash_chunk_context,
+    dflash_context,
+    keep_context,
+    run_block,
+)
+from graphengine.models.linears import Linears, in_formats, linear_name
+from graphengine.models.quantised.schemes import HEAD
+from graphengine.models.states import all_lanes_reach
+from graphengine.models.tuning import choose_plans
+
+_STREAMS = "block_streams"
+
+
+class BlockDrafter(Drafter):
+    """`DFlash(path, k)`.
+
+    config      what was read of the checkpoint
+    checkpoint  where its weights are; None: whoever allocates it fills them
+    target      beside which it is
+    length      K
+    """
+
+    weights: DFlashWeights
+
+    def __init__(
+        self, config: DFlashConfig, checkpoint: Checkpoint | None, target: ModelConfig, length: int
+    ) -> None:
+        self.config, self.own_checkpoint = config, checkpoint
+        self._head_form = target.forms.format_of(HEAD) if HEAD in target.forms else None
+        self._width = config.block_of(length)
+        # A block begins one position after the last verified one.
+        self.needs = DraftNeeds(
+            length=length,
+            states=config.states,
+            reserve=self._width,
+            wants_hidden=not all_lanes_reach(target.states, max(config.layers)),
+            reads_streams=True,
+        )
+
+    @property
+    def _linears(self) -> Linears:
+        linears = self.config.linears()
+        shared = not self.config.own_head
+        formats = {name: [None] for name in linears} | {HEAD: [self._head_form if shared else None]}
+        return in_formats(linears, formats)
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return allocate_dflash_weights(self.config, device="meta", dtype=dtype).nbytes
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        return self.config.table_bytes(max_seq_len)
+
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        lanes = max(sizes.prefill_tokens, sizes.slots * (1 + self.length))
+        layers = ", ".join(map(str, self.config.layers))
+        return [
+            Field(
+                name=_STREAMS,
+                shape=(lanes, self.config.streams_width),
+                dtype=sizes.dtype,
+                owner="device",
+                meaning=f"the target's stream after layers {layers}",
+            )
+        ]
+
+    def arrivals(self, rows: int, lanes: int) -> int:
+        return arrival_counters(self.config, self._linears, self.plans, lanes)
+
+    def arrivals_at_most(self, lanes: int) -> int:
+        return most_arrival_counters(self.config, self._linears, lanes)
+
+    def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
+        self.weights = allocate_dflash_weights(self.config, device=str(device), dtype=dtype)
+        self.plans, self.plan_sources = choose_plans(self._linears, dtype, family, device)
+        if self.own_checkpoint is None:
+            return self.weights.named()
+        self.own_checkpoint.load(self.weights.named())
+        return {}
+
+    def open(self, setting: DraftSetting, cache: Tensor) -> None:
+        config, weights, target = self.config, self.weights, setting.model.weights
+        own = weights.embedding
+        self._embedding = target.embedding if own is None else own
+        device = self._embedding.device
+        head: AnyWeight = target.lm_head if weights.lm_head is None else weights.lm_head
+        plans = self.plans
+        self._head = DraftHead(
+            head,
+            None,
+            setting.sampling,
+            plan=plans[linear_name(HEAD, head)],
+            eps=config.output_eps,
+        )
+        self._sampling, self._limit = setting.sampling, setting.limit
+        self._launch = setting.launch_with(plans)
+        self._cache = list(cache)
+        self._tables = config.tables(setting.limit, device)
+        self._block_table = setting.buffers["block_table"]
+        self._draft_tokens = setting.buffers["draft_tokens"]
+        self._rows = setting.buffers[_STREAMS]
+        parts = torch.split(self._rows, config.target_width, dim=1)
+        self.streams = self.step_streams = dict(zip(config.layers, parts, strict=True))
+
+    def prepare(self, prefilled: Prefilled) -> None:
+        chunk, launch = prefilled.chunk, self._launch.prefill
+        streams = self._rows[: chunk.slot.numel()]
+        context = dflash_chunk_context(self.weights, streams, chunk.slot, launch)
+        self._keep(context, chunk.slot, chunk.position, launch)
+        # As after a step that fed the prompt's last token. No PDL: torch kernels run in between.
+        last, alone = prefilled.last_lane(chunk.token), replace(self._launch, pdl=False)
+        count = (prefilled.final != 0).to(torch.int32)
+        self._draft(*self._begin(prefilled.token, count, last, alone), alone)
+
+    def propose(self, verified: Verified) -> None:
+        step, lanes, launch = verified.step, verified.lanes, self._launch
+        begun = None
+        if verified.drafts:
+            begun, residual = self._begin(step.token_N, step.count_R, lanes, launch)
+        streams = self._rows[: lanes.slot.numel()]
+        context = dflash_context(self.weights, streams, lanes.slot, launch)
+        slot = lanes.slot if begun is None else begun.context_slot
+        self._keep(context, slot, lanes.position, launch)
+        if begun is not None:
+            self._draft(begun, residual, launch)
+
+    def _keep(
+        self, context: Tensor, slot: Tensor, position: Tensor, launch: DecodeLaunch | PrefillLaunch
+    ) -> None:
+        cache, table = self._cache, self._block_table
+        keep_context(self.weights, context, slot, position, cache, table, self._tables, launch)
+
+    def _begin(
+        self, token_N: Tensor, count_R: Tensor, lanes: DecodeLanes, launch: DecodeLaunch
+    ) -> tuple[BlockDraft, Residual]:
+        """The blocks after what each row emitted, as `begin_block_draft` has them."""
+        table, rows = self._embedding, count_R.numel()
+        residual = new_residual(
+            rows * self._width, table.shape[1], 1, dtype=table.dtype, device=table.device
+        )
+        begun = begin_block_draft(
+            token_N,
+            count_R,
+            lanes,
+            table,
+            self.weights.layers[0].input_norm,
+            residual,
+            width=self._width,
+            mask_token=self.config.mask_token,
+            limit=self._limit,
+            pdl=launch.pdl,
+        )
+        return begun, residual
+
+    def _draft(self, begun: BlockDraft, residual: Residual, launch: DecodeLaunch) -> None:
+        """Run the blocks, and write their drafts."""
+        weights, lanes = self.weights, begun.lanes
+        output = run_block(
+            weights, begun, residual, self._cache, self._block_table, self._tables, launch
+        )
+        if weights.markov is None:
+            tiles = self._head.tiles(output, lanes, launch, ahead=int(self.config.from_newest))
+            rows = begun.rows.slot.numel()
+            commit_block_draft(tiles, lanes, self._draft_tokens, rows=rows, pdl=launch.pdl)
+            return
+        logits = self._head.logits(output, lanes, launch)
+        newest = begun.rows
+        for index in range(self.length):
+            tiles = markov_draft(
+                logits, weights.markov, newest, self._sampling, index=index, pdl=launch.pdl
+            )
+            newest = commit_draft(
+                tiles, newest, self._draft_tokens, index=index, limit=self._limit, pdl=launch.pdl
+            )

@@ -1,0 +1,375 @@
+"""DFlash and DSpark: a few layers beside a target that draft a block of tokens in one run.
+
+J. Chen, Y. Liang, Z. Liu, "DFlash: Block Diffusion for Flash Speculative Decoding",
+arXiv:2602.06036, with z-lab/dflash; DSpark: deepseek-ai/DeepSpec and the paper in it. With the
+residual stream h_a, h_b, .. that the target's layers a, b, .. leave at each verified position,
+
+    c = norm_h(fc [h_a; h_b; ..])
+    keys, values of each layer at that position = those of c, which no layer changes
+    x = [E(newest token), E(mask), .., E(mask)] at the positions after them
+    x = x + attention(norm(x)), x + mlp(norm(x)), layer by layer
+    logits = lm_head(norm_out(x))
+
+The layers are Qwen3's. A block's lanes attend every verified position, and all of the block; in a
+layer that is causal, what is not after them. Each layer has KV of its own: what a block leaves
+there is overwritten by what is verified, or by the next block.
+
+A DFlash block of K + 1 drafts K tokens: the logits at a mask's position are those of its token.
+DSpark's block of K has those of the token after each lane, and drafts one token after the other:
+that after token t by the lane's logits and w2 w1[t], which its checkpoint calls a Markov head.
+E is the target's where the checkpoint has none, and so is lm_head.
+
+Letters: N lanes, T tokens of a chunk, R rows, B lanes of a block, H hidden, V vocabulary, A layers
+that are read, r rank of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import BlockDraft, MarkovHead, Residual, RowFamily, linear, rms_norm
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.streams import chunk_product
+from graphengine.models.contract import (
+    DecodeLaunch,
+    ModelConfig,
+    PrefillLaunch,
+    StoredLinear,
+    StoredWeights,
+    Weight,
+)
+from graphengine.models.decoder import DecoderConfig, allocate_layer, layer_prefix
+from graphengine.models.decoder_layer import LayerWeights, decode_feed_forward
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.linears import Linear, Linears
+from graphengine.models.states import LayerStates
+
+USUAL_LAYERS = 5
+"""Of a published drafter, and of its target that it reads."""
+
+
+def usual_layers(target: ModelConfig) -> tuple[int, ...]:
+    """Those that z-lab's and DeepSpec's drafters read, evenly from 1 to n - 3 of n layers; of few
+    layers those that come nearest, without the last.
+    """
+    count = target.num_layers
+    spread = (count - 4) / (USUAL_LAYERS - 1)
+    numbers = (round(1 + spread * index) for index in range(USUAL_LAYERS))
+    return tuple(sorted({min(max(number, 0), count - 2) for number in numbers}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DFlashConfig:
+    """Sizes and switches.
+
+    decoder          the layers', with the windows that they have
+    causal           of each layer, whether a lane does not see those after it
+    layers           of the target: the stream after each is read, in the order of fc's columns
+    target_width     columns of that stream
+    mask_token       the token that stands for one that is not known
+    trained_block    lanes of a block that the layers were trained for
+    from_newest      whether the newest token's lane makes a draft, as DSpark's does
+    rank             of the sequential head; 0: there is none
+    embedding_rows   of the checkpoint's embedding; 0: there is none
+    own_head         whether the checkpoint has an lm_head
+    """
+
+    decoder: DecoderConfig
+    causal: tuple[bool, ...]
+    layers: tuple[int, ...]
+    target_width: int
+    mask_token: int
+    trained_block: int
+    from_newest: bool = False
+    rank: int = 0
+    embedding_rows: int = 0
+    own_head: bool = False
+
+    @classmethod
+    def of_target(cls, target: ModelConfig, block: int, *, rank: int = 0) -> Self:
+        """A drafter as those of Qwen3-8B are published: layers of the target's sizes, which read as
+        many of its layers; with a rank it is DSpark's. It shares the target's embedding and head.
+
+        ValueError for a target whose layers have no drafter of their own.
+        """
+        attending = target.attending_decoder() if isinstance(target, HybridConfig) else target
+        if not isinstance(attending, DecoderConfig) or attending.latent is not None:
+            raise ValueError(f"no block drafter has the sizes of a {target.architecture}")
+        decoder = DecoderConfig(
+            architecture="DFlash",
+            vocab_size=target.vocab_size,
+            hidden_size=attending.hidden_size,
+            ffn_size=attending.ffn_size,
+            num_layers=USUAL_LAYERS,
+            num_heads=attending.num_heads,
+            num_kv_heads=attending.num_kv_heads,
+            head_dim=attending.head_dim,
+            norm_eps=attending.norm_eps,
+            max_positions=attending.max_positions,
+            rope=attending.rope,
+            qk_norm=True,
+        )
+        return cls(
+            decoder=decoder,
+            causal=(False,) * USUAL_LAYERS,
+            layers=usual_layers(target),
+            target_width=target.hidden_size,
+            mask_token=target.vocab_size - 1,
+            trained_block=block,
+            from_newest=rank > 0,
+            rank=rank,
+        )
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder.hidden_size
+
+    @property
+    def output_eps(self) -> float:
+        """The epsilon of every norm."""
+        return self.decoder.norm_eps
+
+    @property
+    def streams_width(self) -> int:
+        """Columns of what fc reads."""
+        return len(self.layers) * self.target_width
+
+    @property
+    def most_drafts(self) -> int:
+        """Of the trained block."""
+        return self.trained_block - (0 if self.from_newest else 1)
+
+    def block_of(self, drafts: int) -> int:
+        """B of a run that makes so many."""
+        return drafts + (0 if self.from_newest else 1)
+
+    @property
+    def attention(self) -> GroupedQueryAttention:
+        """Of every layer, but for its window."""
+        attention = self.decoder.attention
+        assert isinstance(attention, GroupedQueryAttention), f"{attention=}"
+        return attention
+
+    @property
+    def states(self) -> tuple[LayerStates, ...]:
+        """Keys and values of each layer."""
+        return self.decoder.states
+
+    def arrivals(self, lanes: int) -> int:
+        """Counters that attention uses, as of a model."""
+        return self.attention.arrivals(lanes)
+
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
+        """As of a model."""
+        return self.attention.split_tokens(family, dtype, tokens)
+
+    def tables(self, max_seq_len: int, device: torch.device) -> RopeTables:
+        """The layers' cosines and sines, which are not the target's."""
+        return RopeTables.of(
+            self.decoder.rope,
+            head_dim=self.attention.table_dim,
+            max_seq_len=max_seq_len,
+            device=device,
+        )
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        """Bytes of the cosines and sines of this many positions."""
+        return RopeTables.nbytes(self.attention.table_dim, max_seq_len)
+
+    def linears(self) -> Linears:
+        """Of a run, in its order."""
+        return {
+            "fc": Linear("store", self.hidden_size, self.streams_width),
+            "context": self.attention.context_linear,
+            **self.attention.linears,
+            **self.decoder.mlp.linears,
+            "lm_head": Linear("sample", self.decoder.vocab_size, self.hidden_size),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DFlashWeights(StoredWeights):
+    """All weights, in the model's dtype. They are named as `Checkpoint` names those of a base model
+    that was saved alone: "model.layers.0." for "layers.0.".
+
+    fc         `[H, A * target width]`
+    markov     `[V, r]` each; None: drafts do not follow from each other
+    lm_head    `[V, H]`; None: it is the target's
+    embedding  `[V, H]`; None: it is the target's
+    """
+
+    config: DFlashConfig
+    fc: Tensor
+    hidden_norm: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    markov: MarkovHead | None
+    lm_head: Tensor | None
+    embedding: Tensor | None
+
+    def linears(self) -> list[StoredLinear]:
+        """Every product's weight."""
+        linears = [StoredLinear(self.fc, (("fc", len(self.fc)),))]
+        linears += [each for layer in self.layers for each in layer.linears()]
+        if self.lm_head is not None:
+            linears.append(StoredLinear(self.lm_head, (("lm_head", len(self.lm_head)),)))
+        return linears
+
+    def _own(self) -> dict[str, Tensor]:
+        """What is of no layer."""
+        own: dict[str, Tensor | None] = {
+            "fc.weight": self.fc,
+            "hidden_norm.weight": self.hidden_norm,
+            "model.norm.weight": self.final_norm,
+            "lm_head.weight": self.lm_head,
+            "model.embed_tokens.weight": self.embedding,
+        }
+        if self.markov is not None:
+            own["markov_head.markov_w1.weight"] = self.markov.w1
+            own["markov_head.markov_w2.weight"] = self.markov.w2
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+    def stored(self) -> dict[str, Weight]:
+        """Every tensor by its name."""
+        named = {name: Weight(tensor) for name, tensor in self._own().items()}
+        for layer in self.layers:
+            named |= layer.stored()
+        return named
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        of_layers = [tensor for layer in self.layers for tensor in layer.tensors()]
+        return [*self._own().values(), *of_layers]
+
+    def kv_scales(self) -> dict[str, Tensor]:
+        """Of each layer's keys and values, by the prefix of its attention."""
+        return {each.prefix: each.kv_scales for each in map(attention_of, self.layers)}
+
+
+def attention_of(layer: LayerWeights) -> AttentionWeights:
+    """A layer's attention, which is no other."""
+    assert isinstance(layer.attention, AttentionWeights), f"{layer.attention=}"
+    return layer.attention
+
+
+def allocate_dflash_weights(
+    config: DFlashConfig, *, device: str, dtype: torch.dtype
+) -> DFlashWeights:
+    """Uninitialised weights of the right shapes; `device="meta"` allocates nothing."""
+    hidden, decoder = config.hidden_size, config.decoder
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    layers = tuple(
+        allocate_layer(
+            decoder,
+            layer_prefix(index),
+            index,
+            window=decoder.window_of(index),
+            device=device,
+            dtype=dtype,
+        )
+        for index in range(decoder.num_layers)
+    )
+    factor = (decoder.vocab_size, config.rank)
+    return DFlashWeights(
+        config=config,
+        fc=new(hidden, config.streams_width),
+        hidden_norm=new(hidden),
+        layers=layers,
+        final_norm=new(hidden),
+        markov=MarkovHead(new(*factor), new(*factor)) if config.rank else None,
+        lm_head=new(decoder.vocab_size, hidden) if config.own_head else None,
+        embedding=new(config.embedding_rows, hidden) if config.embedding_rows else None,
+    )
+
+
+def dflash_context(
+    weights: DFlashWeights, streams_NS: Tensor, slot_N: Tensor, launch: DecodeLaunch
+) -> Tensor:
+    """c of decode lanes, `[N, H]` in the model's dtype, from the streams that the target's layers
+    left, side by side. Padded lanes hold anything.
+    """
+    product = linear(
+        streams_NS,
+        weights.fc,
+        slot_N,
+        out_dtype=torch.float32,
+        plan=launch.plan("fc", weights.fc),
+        launch=launch,
+    )
+    return _normed(weights, product, slot_N, streams_NS.dtype, pdl=launch.pdl)
+
+
+def dflash_chunk_context(
+    weights: DFlashWeights, streams_TS: Tensor, slot_T: Tensor, launch: PrefillLaunch
+) -> Tensor:
+    """The same of a chunk's lanes."""
+    product = streams_TS.new_empty(len(streams_TS), weights.config.hidden_size)
+    chunk_product(streams_TS, weights.fc, None, out=product, pdl=launch.pdl)
+    return _normed(weights, product, slot_T, streams_TS.dtype, pdl=launch.pdl)
+
+
+def _normed(
+    weights: DFlashWeights, product: Tensor, slot: Tensor, dtype: torch.dtype, *, pdl: bool
+) -> Tensor:
+    eps = weights.config.output_eps
+    return rms_norm(product, weights.hidden_norm, slot, eps=eps, out_dtype=dtype, pdl=pdl)
+
+
+def keep_context(
+    weights: DFlashWeights,
+    context_NH: Tensor,
+    slot_N: Tensor,
+    position_N: Tensor,
+    cache: Sequence[Tensor],
+    block_table: Tensor,
+    tables: RopeTables,
+    launch: DecodeLaunch | PrefillLaunch,
+) -> None:
+    """Keys and values of c, into the cache of each layer, at the lanes' positions.
+
+    slot_N  -1 of lanes that are not to be kept: of drafts that were refused
+    launch  of decode lanes, with plans of `DFlashConfig.linears`, or of a chunk's
+    """
+    for layer, kv in zip(weights.layers, cache, strict=True):
+        attention_of(layer).keep(context_NH, slot_N, position_N, kv, block_table, tables, launch)
+
+
+def run_block(
+    weights: DFlashWeights,
+    begun: BlockDraft,
+    residual: Residual,
+    cache: Sequence[Tensor],
+    block_table: Tensor,
+    tables: RopeTables,
+    launch: DecodeLaunch,
+) -> Residual:
+    """The layers for blocks that begin so: their stream, scaled for the final norm.
+
+    residual  R * B lanes, scaled for the first layer; updated in place
+    cache     of each layer: it has the context, and gets the block's keys and values after it
+    """
+    layers = weights.layers
+    following = [*(layer.input_norm for layer in layers[1:]), weights.final_norm]
+    for layer, kv, causal, next_norm in zip(
+        layers, cache, weights.config.causal, following, strict=True
+    ):
+        residual = attention_of(layer).decode_block(
+            begun,
+            residual,
+            layer.after_attention,
+            kv,
+            block_table,
+            tables,
+            launch,
+            causal=causal,
+        )
+        residual = decode_feed_forward(layer, next_norm, begun.lanes, residual, launch)
+    return residual

@@ -1,0 +1,215 @@
+"""DSpark's sequential head: a bias on a block's logits that follows from the token before.
+
+A block's lanes know nothing of what the others draft. So its drafts are drawn from left to right,
+each from the logits of its lane plus a product of low rank, w2 w1[token before], which says what
+follows that token. Source: deepseek-ai/DeepSpec, whose checkpoints call it a vanilla Markov head.
+
+Letters: R rows, B lanes of a block, V vocabulary, r the rank, C tiles of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_lanes, check_rows
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.draft.draft import DraftTiles
+from graphengine.kernels.logits.logprobs import check_logits
+from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters, unfiltered
+from graphengine.kernels.sample.sampling import best_of_tile, sample_tiles_reference
+from graphengine.kernels.step.state import DecodeLanes
+
+MAX_RANK = 1024
+
+# Elements of w2 that a program holds, and the most logits that it makes.
+_ELEMENTS = 16384
+_MOST = 128
+
+
+class MarkovHead(NamedTuple):
+    """The factors of the bias, of one dtype."""
+
+    w1: torch.Tensor
+    """[V, r], dense rows: of the token before."""
+    w2: torch.Tensor
+    """[V, r], dense rows: of the token that is drafted."""
+
+
+def markov_draft(
+    logits_MV: torch.Tensor,
+    head: MarkovHead,
+    lanes: DecodeLanes,
+    params: SamplingTensors,
+    *,
+    index: int,
+    pdl: bool = False,
+) -> DraftTiles:
+    """The draft after each live lane, by tile; one launch.
+
+    Drawn as `linear_sample` draws: greedily or by temperature, with the noise of its position.
+
+    Args:
+        logits_MV: float32 [R * B, V], of the lanes of R blocks: those of lane r * B + index are
+            added to for row r.
+        lanes: R, the token before each draft and its position. A token of which w1 has no row makes
+            all logits NaN.
+        params: by slot; the filters among them are checked, but not looked at.
+        index: which of a block's lanes, 0 <= index < B.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Logits and lanes
+            may be as new as that one.
+
+    Returns:
+        New tiles of R lanes; those of padded lanes are not written. ValueError for a shape, dtype
+        or number that does not fit.
+    """
+    M, vocabulary = check_logits(logits_MV)
+    rows = lanes.slot.numel()
+    check_lanes(rows, **lanes._asdict())
+    rank = _check_head(head, vocabulary)
+    stop_ids = check_parameters(params)
+    if rows < 1 or M % rows or not 0 <= index < M // rows:
+        raise ValueError(f"lane {index} of {rows} blocks is not among the logits of {M} lanes")
+    width = M // rows
+    padded = triton.next_power_of_2(rank)
+    block = min(_MOST, _ELEMENTS // padded)
+    if not use_triton(logits_MV):
+        tiles = markov_draft_reference(logits_MV, head, lanes, params, index=index, tile=block)
+        return DraftTiles(*tiles)
+    count = triton.cdiv(vocabulary, block)
+    best = torch.empty((rows, count), dtype=torch.int64, device=logits_MV.device)
+    health = lanes.slot.new_empty(rows, count)
+    launcher(_markov_kernel, (rows, count))(
+        logits_MV,
+        head,
+        lanes,
+        params.temperature,
+        params.seed,
+        params.stop_ids,
+        params.min_len,
+        best,
+        health,
+        logits_MV.stride(0),
+        head.w1.stride(0),
+        head.w2.stride(0),
+        head.w1.shape[0],
+        vocabulary,
+        stop_ids,
+        index,
+        B=width,
+        RANK=rank,
+        BLOCK_R=padded,
+        BLOCK_V=block,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+    return DraftTiles(best, health)
+
+
+def markov_draft_reference(
+    logits_MV: torch.Tensor,
+    head: MarkovHead,
+    lanes: DecodeLanes,
+    params: SamplingTensors,
+    *,
+    index: int,
+    tile: int = _MOST,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`markov_draft` in plain PyTorch."""
+    rows = lanes.slot.numel()
+    token = lanes.token.where(lanes.slot >= 0, 0)
+    unknown = (token < 0) | (token >= head.w1.shape[0])
+    before = head.w1[token.masked_fill(unknown, 0).long()].float()
+    bias = torch.stack([(head.w2.float() * row).sum(dim=1) for row in before])
+    logits = logits_MV.view(rows, -1, logits_MV.shape[1])[:, index] + bias
+    return sample_tiles_reference(
+        logits.masked_fill(unknown[:, None], torch.nan),
+        lanes.slot,
+        lanes.position,
+        unfiltered(params),
+        tile=tile,
+    )
+
+
+def _check_head(head: MarkovHead, vocabulary: int) -> int:
+    """r; ValueError unless the factors fit each other and the vocabulary."""
+    w1, w2 = head
+    check_rows(w1=w1, w2=w2)
+    if w1.shape[1] != w2.shape[1] or w2.shape[0] != vocabulary or w1.dtype != w2.dtype:
+        raise ValueError(
+            f"a head of w1 {w1.dtype} {list(w1.shape)} and w2 {w2.dtype} {list(w2.shape)} is none "
+            f"of one rank for {vocabulary} tokens"
+        )
+    if w1.shape[1] > MAX_RANK:
+        raise ValueError(f"a head of rank {w1.shape[1]}: at most {MAX_RANK}")
+    return w1.shape[1]
+
+
+@triton.jit(do_not_specialize=["index"])
+def _markov_kernel(
+    logits_ptr,
+    head,
+    lanes,
+    temperature_ptr,
+    seed_ptr,
+    stop_ids_ptr,
+    min_len_ptr,
+    best_ptr,
+    health_ptr,
+    logits_stride,
+    w1_stride,
+    w2_stride,
+    known_tokens,
+    vocabulary,
+    stop_ids,
+    index,
+    B: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row and tile. Rows count fastest: they share what is read of w2."""
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
+    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    r = tl.arange(0, BLOCK_R)
+    inside = v < vocabulary
+    source = head.w2 + v[:, None].to(tl.int64) * w2_stride + r[None, :]
+    w2 = tl.load(source, mask=inside[:, None] & (r < RANK)[None, :], other=0.0)
+    wait_for_inputs(PDL)
+
+    slot = tl.load(lanes.slot + row)
+    if slot < 0:
+        return
+    token = tl.load(lanes.token + row)
+    position = tl.load(lanes.position + row) + 1
+    known = (token >= 0) & (token < known_tokens)
+    source = head.w1 + token.to(tl.int64) * w1_stride + r
+    before = tl.load(source, mask=known & (r < RANK), other=0.0)
+    bias = tl.sum(w2.to(tl.float32) * before.to(tl.float32)[None, :], 1)
+    lane = (row * B + index).to(tl.int64)
+    logits = tl.load(logits_ptr + lane * logits_stride + v, mask=inside, other=float("-inf"))
+    logits = tl.where(known, logits + bias, float("nan"))
+    ones = tl.zeros([1, 1], tl.int32)
+    best, health = best_of_tile(
+        logits[None, :],
+        v[None, :],
+        inside[None, :],
+        ones + slot,
+        ones + position,
+        ones == 0,
+        temperature_ptr,
+        seed_ptr,
+        stop_ids_ptr,
+        min_len_ptr,
+        stop_ids,
+    )
+    at = row * tl.num_programs(1) + tile + tl.arange(0, 1)
+    tl.store(best_ptr + at, best)
+    tl.store(health_ptr + at, health)
