@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphengine.kernels import PUSH_UNIT, Peers, push_gather, push_sum, sum_parts
-from graphengine.models.contract import Share
+from graphengine.kernels import PUSH_UNIT, Peers, push_gather, push_sum, push_to_residual, sum_parts
+from graphengine.models.contract import AddParts, Share
 from graphengine.parallel.peer_memory import PeerMemory, devices_of
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,12 @@ class Meeting:
         if peers is not None:
             return push_sum(peers, part_NH.contiguous(), pdl=self._pdl)
         return sum_parts(self.gather(part_NH))
+
+    @property
+    def add_parts(self) -> AddParts | None:
+        """What pushes the parts of a decode step and adds their sum; None where nothing does."""
+        peers = self._peers
+        return None if peers is None else partial(push_to_residual, peers)
 
     def gather(self, part_NC: Tensor) -> Tensor:
         """New `[ranks, N, C]`, the parts of all ranks in their order. MeetingFailed on a CPU."""
