@@ -107,7 +107,8 @@ class Engine:
 
         With `tensor_parallel` above 1, processes are spawned, which import the program's main
         module: it does this under `if __name__ == "__main__":`. RankFailed, a RuntimeError, if one
-        of them fails, here and in later calls.
+        of them fails, here and in later calls. Where torchrun has started the ranks it spawns none,
+        and returns in the process of rank 0 alone: the others end with its engine.
 
         FileNotFoundError where there is no such directory, or no `config.json` in it; ValueError
         for anything else that is wrong with checkpoint or options.

@@ -210,6 +210,23 @@ Reduce = Callable[[Tensor], Tensor]
 ranks, so that all have the same bits. It may return another tensor or change the one it gets."""
 
 
+class AddParts(Protocol):
+    """Where the sum of all ranks' parts of a product is added to the residual stream at once."""
+
+    def __call__(
+        self,
+        part_NH: Tensor,
+        slot_N: Tensor,
+        residual: Residual,
+        next_norm_H: Tensor,
+        *,
+        bias_H: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Residual:
+        """As `add_to_residual` of what `Reduce` makes of the part, but for groups of squares."""
+        ...
+
+
 class Share(NamedTuple):
     """The part of a model that rank `rank` of `ranks` has."""
 
@@ -229,6 +246,11 @@ class RankGroup(Protocol):
 
     def reduce(self, part_NH: Tensor, /) -> Tensor:
         """As `Reduce` says."""
+        ...
+
+    @property
+    def add_parts(self) -> AddParts | None:
+        """A kernel for both; None where there is none."""
         ...
 
     def gather(self, part_NC: Tensor, /) -> Tensor:
@@ -266,7 +288,8 @@ class DecodeLaunch(Launch):
     tokens of one slot, at consecutive positions, or the nodes of its tree: `tree` says which, and
     `kernels/core/tree.py` what that means. Only grouped-query attention knows trees. `reduce` is
     where the ranks' parts of a product meet before it is added to the residual stream; with None
-    there is one rank, and product and sum are one kernel. `share` is this rank's part of the model.
+    there is one rank, and product and sum are one kernel. With `add_parts` meeting and sum are one.
+    `share` is this rank's part of the model.
     `activations` are those of prefill: in decode they stay as they are. `routes` are of one step:
     those of a chunk have their own.
     """
@@ -276,6 +299,7 @@ class DecodeLaunch(Launch):
     tokens_per_row: int = 1
     tree: TreeLanes | None = None
     reduce: Reduce | None = None
+    add_parts: AddParts | None = None
     share: Share = WHOLE
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None

@@ -108,6 +108,7 @@ def allocate(
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
         reduce=None if group is None else group.reduce,
+        add_parts=None if group is None else group.add_parts,
         share=WHOLE if group is None else group.share,
         activations=memory.activations,
     )

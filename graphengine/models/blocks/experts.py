@@ -30,7 +30,6 @@ from graphengine.kernels import (
     Routes,
     WeightFormat,
     add_rms_norm,
-    add_to_residual,
     chunk_tile,
     decode_block,
     empty_experts,
@@ -43,7 +42,7 @@ from graphengine.kernels import (
     route,
     route_product,
 )
-from graphengine.models.blocks.streams import PrefillScratch, tensors_of
+from graphengine.models.blocks.streams import PrefillScratch, add_part, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.contract import DecodeLaunch, Reduce, Share, Stack, StoredLinear, Weight
 from graphengine.models.linears import Linear, Linears, WeightForms
@@ -385,8 +384,8 @@ class ExpertsWeights:
         chosen = Chosen(gated, routes, grouping)
         if launch.reduce is None:
             return self._add(chosen, shared, row, residual, next_norm, launch)
-        whole = launch.reduce(self._part(chosen, shared, row, launch))
-        return add_to_residual(whole, slot, residual, next_norm, pdl=launch.pdl)
+        part = self._part(chosen, shared, row, launch)
+        return add_part(part, slot, residual, next_norm, launch=launch)
 
     def _add(
         self,

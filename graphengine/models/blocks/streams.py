@@ -41,7 +41,7 @@ from graphengine.kernels import (
     takes_fp8,
 )
 from graphengine.models.blocks.norms import NextNorm, Sandwich
-from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, Reduce
+from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch
 from graphengine.models.linears import WeightForms
 
 
@@ -112,21 +112,25 @@ def add_product(
             plan=plan,
             launch=launch,
         )
-    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, plan=plan, launch=launch)
-    return add_to_residual(whole, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl)
+    part = part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch)
+    return add_part(part, slot_N, residual, next_norm_H, bias=bias, launch=launch)
 
 
-def _reduced(
-    x_NK: Tensor,
-    weight_HK: AnyWeight,
+def add_part(
+    part_NH: Tensor,
     slot_N: Tensor,
-    reduce: Reduce,
+    residual: Residual,
+    next_norm_H: Tensor,
     *,
-    plan: LinearPlan,
+    bias: Tensor | None = None,
     launch: DecodeLaunch,
-) -> Tensor:
-    """The product of all ranks in float32, without a bias."""
-    return reduce(part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch))
+) -> Residual:
+    """`residual` plus the sum of all ranks' parts, of which this rank has a float32 one."""
+    if launch.add_parts is not None:
+        return launch.add_parts(part_NH, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl)
+    assert launch.reduce is not None, "one rank has no parts"
+    whole = launch.reduce(part_NH)
+    return add_to_residual(whole, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl)
 
 
 def part_product(
@@ -149,7 +153,7 @@ def _whole_product(
     """The product of all ranks, and the sums of its squares."""
     if launch.reduce is None:
         return linear_squares(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
-    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, plan=plan, launch=launch)
+    whole = launch.reduce(part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch))
     whole = whole if bias is None else whole + bias.float()
     return Product(whole, sums_of_squares(whole, 1).contiguous())
 

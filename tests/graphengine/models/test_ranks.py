@@ -24,6 +24,7 @@ from graphengine.kernels import (
     Router,
     Routes,
     WeightFormat,
+    add_to_residual,
     gather_prefill,
     linear,
     new_residual,
@@ -346,12 +347,16 @@ def test_one_rank_that_reduces_computes_what_the_fused_kernel_does() -> None:
     )  # fmt: skip
     slot, found = int32(2, -1, 0), []
     plans = heuristic_plans(CONFIG.linears, torch.float32, "dot")
-    for reduce in (None, torch.clone):
+    for reduce, add_parts in ((None, None), (torch.clone, None), (torch.clone, add_to_residual)):
         residual = new_residual(3, 48, 1, dtype=torch.float32, device="cpu")
         residual.x.copy_(stream)
         residual.scaled.zero_()
         launch = DecodeLaunch(
-            plans=plans, split_tokens=64, arrivals=int32(*[0] * 1024), reduce=reduce
+            plans=plans,
+            split_tokens=64,
+            arrivals=int32(*[0] * 1024),
+            reduce=reduce,
+            add_parts=add_parts,
         )
         out = add_product(
             x, weight, slot, residual, norm, bias=bias, plan=plans["down"], launch=launch
@@ -362,8 +367,9 @@ def test_one_rank_that_reduces_computes_what_the_fused_kernel_does() -> None:
         found.append([squares if part is out.squares else part for part in out[:3]])
     product = linear(x, weight, slot, out_dtype=torch.float32)
     torch.testing.assert_close(found[0][0][0], stream[0] + product[0] + bias)
-    for fused, apart in zip(*found, strict=True):
+    for fused, apart, at_once in zip(*found, strict=True):
         torch.testing.assert_close(fused, apart, rtol=1e-6, atol=1e-6)
+        assert torch.equal(apart, at_once)
 
 
 def test_packed_weights_are_of_one_rank() -> None:
