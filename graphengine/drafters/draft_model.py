@@ -124,7 +124,7 @@ class DraftModelDrafter(Drafter):
             plan=self.plans[linear_name("lm_head", self.weights.lm_head)],
             eps=self.config.norm_eps,
         )
-        self._choice.open(head, buffers)
+        self._drafts = self._choice.opened(head, buffers)
         self._launch = replace(
             setting.launch,
             plans=self.plans,
@@ -143,13 +143,13 @@ class DraftModelDrafter(Drafter):
         emitted = (prefilled.final != 0).to(torch.int32)
         launch = replace(self._launch, pdl=False)
         last = prefilled.last_lane(chunk.token)
-        self._choice.begin(last)
+        self._drafts.begin(last)
         self._draft(prefilled.token, emitted, last, self.length, launch)
 
     def propose(self, verified: Verified) -> None:
         step = verified.step
         if verified.drafts:
-            self._choice.follow(step.count_R, verified.lanes, self._launch)
+            self._drafts.follow(step.count_R, verified.lanes, self._launch)
         self._draft(step.token_N, step.count_R, verified.lanes, verified.drafts, self._launch)
 
     def _draft(
@@ -180,9 +180,9 @@ class DraftModelDrafter(Drafter):
         source: Tensor | None = first.source
         two = replace(launch, tokens_per_row=2)
         hidden = model.decode(fed, residual, self._states, two)
-        chain = self._choice.new_chain(count_R.numel())
+        chain = self._drafts.new_chain(count_R.numel())
         for index in range(length):
-            tiles = self._choice.tiles(
+            tiles = self._drafts.tiles(
                 hidden,
                 fed,
                 launch,
