@@ -7,6 +7,9 @@ Letters: S slots, R rows, M lanes of a run.
 
 from __future__ import annotations
 
+from copy import copy
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -22,14 +25,17 @@ class EveryDraft:
     """All drafts of a chain are verified."""
 
     withholds = False
+    _head: DraftHead
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
         """The static fields that it needs."""
         return []
 
-    def open(self, head: DraftHead, buffers: StaticBuffers) -> None:
-        """Take the head that drafts, and the static fields."""
-        self._head = head
+    def opened(self, head: DraftHead, buffers: StaticBuffers) -> Self:
+        """The same with the head that drafts and the static fields, in captured steps."""
+        opened = copy(self)
+        opened._head = head
+        return opened
 
     def begin(self, lane_1: DecodeLanes) -> None:
         """A prompt's last chunk was fed: its slot's request is new. Padded if it was another."""
@@ -74,6 +80,7 @@ class SureDrafts(EveryDraft):
     """
 
     withholds = True
+    _recent: Tensor
 
     def __init__(self, least: float) -> None:
         self.least = least
@@ -89,9 +96,10 @@ class SureDrafts(EveryDraft):
             )
         ]
 
-    def open(self, head: DraftHead, buffers: StaticBuffers) -> None:
-        super().open(head, buffers)
-        self._recent = buffers["recent_acceptance"]
+    def opened(self, head: DraftHead, buffers: StaticBuffers) -> Self:
+        opened = super().opened(head, buffers)
+        opened._recent = buffers["recent_acceptance"]
+        return opened
 
     def begin(self, lane_1: DecodeLanes) -> None:
         slot = lane_1.slot.clamp(min=0).long()

@@ -75,7 +75,7 @@ class DraftModelDrafter(Drafter):
             reserve=length,
             # After a prompt its last token is fed again, by the decode kernels.
             tokens_after=1,
-            withholds=self._choice.withholds,
+            withholds=self._drafts.withholds,
         )
         self.own_checkpoint = checkpoint
 
@@ -107,7 +107,7 @@ class DraftModelDrafter(Drafter):
     def fields(self, sizes: FieldSizes) -> list[Field]:
         width = 1 + self.length
         states = recurrent_fields(self.config.states, sizes.slots, width, sizes.dtype, _WHOSE)
-        return states + self._choice.fields(sizes)
+        return states + self._drafts.fields(sizes)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         self._model = self.weights.open(max_seq_len=setting.limit)
@@ -124,7 +124,7 @@ class DraftModelDrafter(Drafter):
             plan=self.plans[linear_name("lm_head", self.weights.lm_head)],
             eps=self.config.norm_eps,
         )
-        self._choice.open(head, buffers)
+        self._drafts = self._drafts.opened(head, buffers)
         self._launch = replace(
             setting.launch,
             plans=self.plans,
@@ -143,13 +143,13 @@ class DraftModelDrafter(Drafter):
         emitted = (prefilled.final != 0).to(torch.int32)
         launch = replace(self._launch, pdl=False)
         last = prefilled.last_lane(chunk.token)
-        self._choice.begin(last)
+        self._drafts.begin(last)
         self._draft(prefilled.token, emitted, last, self.length, launch, filtered=True)
 
     def propose(self, verified: Verified) -> None:
         step = verified.step
         if verified.drafts:
-            self._choice.follow(step.count_R, verified.lanes, self._launch)
+            self._drafts.follow(step.count_R, verified.lanes, self._launch)
         self._draft(
             step.token_N,
             step.count_R,
@@ -189,9 +189,9 @@ class DraftModelDrafter(Drafter):
         source: Tensor | None = first.source
         two = replace(launch, tokens_per_row=2)
         hidden = model.decode(fed, residual, self._states, two)
-        chain = self._choice.new_chain(count_R.numel())
+        chain = self._drafts.new_chain(count_R.numel())
         for index in range(length):
-            tiles = self._choice.tiles(
+            tiles = self._drafts.tiles(
                 hidden,
                 fed,
                 launch,

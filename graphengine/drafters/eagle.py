@@ -45,14 +45,14 @@ class EagleDrafter(ModuleDrafter):
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         super().open(setting, cache)
-        self._choice.open(self._opened.head, setting.buffers)
+        self._drafts = self._choice.opened(self._opened.head, setting.buffers)
 
     def prepare(self, prefilled: Prefilled) -> None:
         opened = self._opened
         following = prefilled.following
         output = opened.take_in_chunk(prefilled, following)
         last = prefilled.last_lane(following)
-        self._choice.begin(last)
+        self._drafts.begin(last)
         # No PDL for what is written for decode: torch's own kernels run in between.
         self._chain(
             last,
@@ -89,7 +89,7 @@ class EagleDrafter(ModuleDrafter):
         opened = self._opened
         first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, of_tree)
         if drafts:
-            self._choice.follow(count_R, lanes, opened.launch)
+            self._drafts.follow(count_R, lanes, opened.launch)
             self._chain(
                 first.rows,
                 output,
@@ -118,10 +118,10 @@ class EagleDrafter(ModuleDrafter):
         source  int32 [R]: which of these lanes is each row's
         """
         lanes, opened = fed or rows, self._opened
-        chain = self._choice.new_chain(rows.slot.numel())
+        chain = self._drafts.new_chain(rows.slot.numel())
         for index in range(length):
             # A lane has the position of its hidden state, one before the token it is fed.
-            tiles = self._choice.tiles(
+            tiles = self._drafts.tiles(
                 output.normed,
                 lanes,
                 launch,

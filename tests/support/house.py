@@ -24,10 +24,11 @@ PACKAGES = {
 
 ROOMS = (
     "checks", "options", "paths", "logits_params", "routing_record", "draft_trees", "speculative",
-    "speculative_text", "structured_outputs", "sampling_params", "prefill_cut", "config",
-    "engine_options", "demo", "testing", "models", "text", "prompt_embeds", "prompts", "requests",
-    "host", "drafters", "program", "observe", "opening", "core", "parallel", "sessions", "engine",
-    "", "cli", "__main__",
+    "speculative_text", "structured_outputs", "sampling_params", "prefill_cut", "draft_schedule",
+    "config", "engine_options", "demo", "testing", "models", "text", "prompt_embeds", "prompts", "requests",
+    "host",
+    "drafters", "program", "observe", "opening", "core", "parallel", "sessions", "engine", "",
+    "cli", "__main__",
 )  # fmt: skip
 """The rooms and the flat modules of `graphengine/`, from the ground up; "" is the package itself.
 
