@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from checkpoints.mtp_modules import write_random
 from engines.small_engine import assert_idle, greedy, open_engine, run
-from graphengine import MTP, DraftModel, Engine, NGram, PromptParts, SessionSnapshot
+from graphengine import MTP, DraftModel, Engine, NGram, PromptParts
 from graphengine.prompt_embeds import Embeds, Run, embeds_of
 from graphengine.speculative import Speculative
 
@@ -102,17 +103,22 @@ def as_rows(engine: Engine, first: int, stop: int, ids: Sequence[int] = IDS) -> 
     return PromptParts(ids[:first], rows, ids[stop:])
 
 
+def poison_embeds(engine: Engine) -> None:
+    """NaN, wherever no row is copied to."""
+    with engine.runtime.on_stream():
+        engine.runtime.buffers["prefill_embeds"].fill_(-1)
+
+
 def test_every_cut_of_a_chunk(device: str) -> None:
     """Rows of the table are as good as their ids, wherever chunks end."""
     with open_engine(device=device, prefill_buckets=(2, 6), **SIZES) as engine:
-        # NaN, wherever no row is copied to.
-        engine.runtime.buffers["prefill_embeds"].fill_(-1)
+        poison_embeds(engine)
         expected = engine.generate(IDS, greedy(6)).token_ids
         for first in range(13):
             for count in (1, 7):
                 prompt = as_rows(engine, first, first + count)
                 assert engine.generate(prompt, greedy(6)).token_ids == expected, (first, count)
-                engine.runtime.buffers["prefill_embeds"].fill_(-1)
+                poison_embeds(engine)
         several = PromptParts(IDS[:2], rows := table_of(engine)[IDS[2:3]], IDS[3:5], rows, IDS[5:])
         same = [*IDS[:5], IDS[2], *IDS[5:]]
         wanted = engine.generate(same, greedy(6)).token_ids
@@ -172,6 +178,7 @@ def test_pauses_and_neighbours(device: str) -> None:
         run(engine)
         assert [tuple(each.token_ids) for each in made] == [each.token_ids for each in alone]
         assert engine.counters["pauses"] > 0
+        assert not any(each.job.embeds for each in made)
         assert_idle(engine)
 
 
@@ -250,12 +257,31 @@ def test_sessions(families: dict[str, Any], device: str, tmp_path: Path, name: s
             assert session.token_ids == held
             session.append([7])
             check(session, IDS[:9], rows[:6], [4], held[-5:], [7])
-    snapshot = SessionSnapshot.load(path)
-    with open_engine(families["llama"].path, **options | {"prompt_embeds": False}) as engine:
-        if name == "dense":
-            message = r"the session has embeds of shape \[6, 72\]: the engine must be opened with"
+
+
+def test_a_snapshot_with_embeddings_wants_an_engine_that_takes_them(
+    families: dict[str, Any], device: str
+) -> None:
+    path = families["llama"].path
+    with open_engine(path, device=device, **SIZES) as engine, engine.session() as session:
+        session.append(PromptParts([1, 2], torch.ones(3, 72), [4]))
+        kept = session.snapshot()
+        assert kept.token_ids == (1, 2, -1, -1, -1, 4) and kept.embeds is not None
+        cases = [
+            (replace(kept, embeds=kept.embeds[:2]), r"torch.float32 \[2, 72\]: .* be .* \[3, 72\]"),
+            (replace(kept, embeds=kept.embeds.half()), r"torch.float16 \[3, 72\]: they must be"),
+            (replace(kept, embeds=kept.embeds + 1), "embeds of the session is not what was kept"),
+            (replace(kept, embeds="a"), "embeds='a' must be a tensor on the CPU"),
+        ]
+        for wrong, message in cases:
             with pytest.raises(ValueError, match=message):
-                engine.restore_session(snapshot)
+                engine.restore_session(wrong)
+        with pytest.raises(ValueError, match="token id -1 is outside the vocabulary of 331"):
+            engine.restore_session(replace(kept, embeds=None))
+    with open_engine(path, device=device, dtype="float32") as engine:
+        message = r"the session has embeds of shape \[3, 72\]: the engine must be opened with"
+        with pytest.raises(ValueError, match=message):
+            engine.restore_session(kept)
 
 
 def test_log_probabilities_and_penalties_are_of_tokens(device: str) -> None:
