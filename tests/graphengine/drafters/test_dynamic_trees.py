@@ -147,17 +147,31 @@ def test_trees_are_those_of_a_plain_construction(agreeing: Path, length: int) ->
     assert len(shapes) > 4, f"{shapes}"
 
 
+@pytest.mark.parametrize("table", ["parent", "ancestor", "both"])
 def test_a_parent_that_is_off_by_one_is_found(
-    monkeypatch: pytest.MonkeyPatch, agreeing: Path
+    monkeypatch: pytest.MonkeyPatch, agreeing: Path, table: str
 ) -> None:
+    """As the host reads it, as the device does, and as both do, in a tree that is one."""
     keep = dynamic_growth.keep_best
 
     def spoil(children: Any, rows: Any, found: Any, trees: Any, **options: Any) -> None:
         keep(children, rows, found, trees, **options)
-        trees.parent[:, -1] = (trees.parent[:, -1] - 1).clamp(min=0)
+        depth, ancestor = trees.tables
+        for slot in rows.slot[rows.slot >= 0].tolist():
+            node = int(depth[slot].argmax())
+            wrong = int(trees.parent[slot, node - 1]) - 1
+            if table != "ancestor":
+                trees.parent[slot, node - 1] = wrong
+            if table == "ancestor":
+                ancestor[slot, node, depth[slot, node] - 1] = wrong
+            elif table == "both":
+                depth[slot, node] = 1 + depth[slot, wrong]
+                ancestor[slot, node] = ancestor[slot, wrong]
+                ancestor[slot, node, depth[slot, wrong]] = wrong
 
     monkeypatch.setattr(dynamic_growth, "keep_best", spoil)
-    with pytest.raises(AssertionError, match="ancestors of node 9"):
+    found = r"Node\(" if table == "both" else "ancestors of node"
+    with pytest.raises(AssertionError, match=found):
         test_trees_are_those_of_a_plain_construction(agreeing, 21)
 
 
@@ -182,7 +196,7 @@ def test_a_sibling_that_is_seen_is_found(monkeypatch: pytest.MonkeyPatch, agreei
 
 def test_tokens_are_those_without(device: str, agreeing: Path) -> None:
     """Greedy ones and sampled ones, of more requests than slots, that end inside drafts."""
-    jobs = random_jobs(SIZES["vocab_size"])
+    jobs = random_jobs(SIZES["vocab_size"], count=5)
     with open_plain(agreeing, **SMALL, device=device) as engine:
         expected = outcomes(engine, jobs)
     with open_speculating(MTP(tree=BEST), agreeing, **SMALL, device=device) as engine:
@@ -198,18 +212,6 @@ def test_every_depth_of_who_cannot_be_wrong_is_accepted(device: str, tmp_path: P
             engine.submit(prompt, greedy(21, **ENDLESS))
         run_with(engine)
         assert engine.acceptance.rates == [1.0] * BEST.depth, f"{engine.acceptance}"
-
-
-def test_they_are_accepted_more_than_static_trees(device: str, agreeing: Path) -> None:
-    """Of as many nodes, as deep."""
-    lengths = []
-    for tree in (speculation.TREE, BEST):
-        with open_speculating(MTP(tree=tree), agreeing, **SMALL, device=device) as engine:
-            for seed in range(3):
-                engine.submit([1, 2, 3], sampled(30, seed=seed))
-            run_with(engine)
-            lengths.append(engine.acceptance.mean_length)
-    assert lengths[1] > lengths[0], lengths
 
 
 def test_turns_and_rewinds(device: str, agreeing: Path) -> None:
@@ -263,9 +265,8 @@ def test_stops_and_lengths_inside_drafts(device: str, tmp_path: Path) -> None:
     path = write_successors(tmp_path, "hidden")
     prompt = (3, *continuation(3, 5))
     known = continuation(prompt[-1], 12)
-    ends: list[dict[str, Any]] = [{"max_tokens": count} for count in range(1, 8)]
-    ends += [{"max_tokens": 30, "stop_token_ids": [token], "min_tokens": 6} for token in known[:5]]
-    ends += [{"max_tokens": None}]
+    ends: list[dict[str, Any]] = [{"max_tokens": count} for count in range(2, 7)]
+    ends += [{"max_tokens": 30, "stop_token_ids": [token], "min_tokens": 6} for token in known[:3]]
     jobs = [Job(prompt, SamplingParams(temperature=0.0, **ENDLESS, **end)) for end in ends]
     near_the_end = tuple(index % 64 for index in range(96 - 4))
     jobs.append(Job(near_the_end, greedy(None, **ENDLESS)))
@@ -301,14 +302,13 @@ def test_a_gate_changes_no_token(device: str, agreeing: Path) -> None:
         assert engine.counters["gate/off"]
 
 
-@pytest.mark.parametrize("forced", [0, 2])
-def test_forced_acceptance_takes_the_first_path(device: str, agreeing: Path, forced: int) -> None:
-    options: dict[str, Any] = {"device": device, "forced_acceptance": forced}
+def test_forced_acceptance_takes_the_first_path(device: str, agreeing: Path) -> None:
+    options: dict[str, Any] = {"device": device, "forced_acceptance": 2}
     with open_speculating(MTP(tree=BEST), agreeing, **SMALL, **options) as engine:
         request = engine.submit([1, 2, 3], greedy(25, **ENDLESS))
         run_with(engine)
         assert len(request.token_ids) == 25
-        assert 1 <= request.acceptance.mean_length <= 1 + forced
+        assert 1 < request.acceptance.mean_length <= 3
 
 
 # Room.
