@@ -27,6 +27,8 @@ lint:
 types:
 	$(BIN)/mypy -p graphengine -p graphengine.kernels -p graphengine.buckets \
 		-p graphengine.profiles
+	$(BIN)/python tests/support/pages.py build/pages
+	$(BIN)/mypy --strict build/pages examples
 
 ENGINE_TESTS := tests/graphengine
 
