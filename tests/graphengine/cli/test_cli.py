@@ -311,9 +311,9 @@ def test_max_live_leaves_larger_buckets_without_drafts(cli: Cli) -> None:
 # chat
 
 
-def test_chat_needs_a_template(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, "hello\n")
-    assert_error(cli("chat"), "demo has no chat template")
+def test_chat_needs_a_template(cli: Cli, edited: Callable[..., Path]) -> None:
+    path = str(edited(checkpoint_path(), tokenizer_config={"chat_template": None}))
+    assert_error(cli("chat", "--checkpoint", path), f"{path} has no chat template")
 
 
 def test_chat_needs_a_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
