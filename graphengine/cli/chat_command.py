@@ -109,7 +109,7 @@ class ChatOutput:
             return
         print(flush=True)
         print_logprobs(result)
-        if result.finish_reason not in ("stop", "length"):
+        if result.finish_reason != "stop":
             print(f"({result.finish_reason})")
 
     def notice(self, text: str) -> None:

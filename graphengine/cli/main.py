@@ -248,6 +248,8 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
     if options.draft_vocab is not None:
         vocabulary = parse_draft_vocabulary(options.draft_vocab)
         given["speculative"] = with_draft_vocabulary(given.get("speculative"), vocabulary)
+    if getattr(options, f"{_SAMPLING}prompt_logprobs", None) is not None:
+        given["prompt_logprobs"] = True
     if options.max_live is not None:
         given["gate"] = GateOptions(max_live=options.max_live)
     return cast(EngineOptions, given)
@@ -293,8 +295,8 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
             _add_sampling_options(sub)
         if command is chat:
             sub.add_argument("--system", help="system message")
-            # The chat template decides how a prompt begins.
-            _add_sampling_options(sub, but=("add_bos",))
+            # The chat template decides how a prompt begins, and a prompt is all turns so far.
+            _add_sampling_options(sub, but=("add_bos", "prompt_logprobs"))
     _add_graph_commands(commands)
     writer = commands.add_parser("quantize", help=quantize.__doc__, description=quantize.__doc__)
     writer.set_defaults(command=quantize, verbose=False)
@@ -333,26 +335,30 @@ def _add_graph_commands(commands: Any) -> None:
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", default="demo", help="directory or hub id; 'demo' is the packaged model"
+        "--checkpoint",
+        default="demo",
+        help="directory or hub id; 'demo' is the packaged model (default: %(default)s)",
     )
-    add_flags(parser, EngineConfig)
-    parser.add_argument("--speculative", metavar="MODE", help=GRAMMAR)
-    parser.add_argument(
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--verbose", action="store_true", help="log budget and captures")
+    group = parser.add_argument_group("the engine")
+    add_flags(group, EngineConfig)
+    group.add_argument("--speculative", metavar="MODE", help=f"{GRAMMAR} (default: off)")
+    group.add_argument(
         "--max-live",
         type=int,
         metavar="N",
         help="drafts for up to N live requests, and only while enough are accepted",
     )
-    parser.add_argument("--draft-vocab", metavar="TEXT:SIZE", help=f"mtp: {VOCABULARY_GRAMMAR}")
-    parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--verbose", action="store_true", help="log budget and captures")
+    group.add_argument("--draft-vocab", metavar="TEXT:SIZE", help=f"mtp: {VOCABULARY_GRAMMAR}")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser, but: Sequence[str] = ()) -> None:
-    add_flags(parser, SamplingParams, but=but, prefix=_SAMPLING)
-    add = parser.add_argument
+    group = parser.add_argument_group("each request")
+    add_flags(group, SamplingParams, but=but, prefix=_SAMPLING)
+    add = group.add_argument
     add("--deadline", type=float, metavar="S", help="seconds after which the text ends as it is")
-    guided = parser.add_mutually_exclusive_group()
+    guided = group.add_mutually_exclusive_group()
     guided.add_argument("--json-schema", type=Path, metavar="FILE", help="the text is such JSON")
     guided.add_argument("--regex", help="the text matches it as a whole")
     guided.add_argument("--choice", metavar="A,B,...", help="the text is one of these")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from graphengine.engine import Engine
-from graphengine.requests.result import Result
+from graphengine.requests.result import Result, TokenLogprobs
 
 
 def summarise(engine: Engine, result: Result, counters: Counter[str]) -> dict[str, Any]:
@@ -62,9 +62,17 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 
 def print_logprobs(result: Result) -> None:
-    """A line for each token: its text, log-probability and rank, then the most probable ids."""
-    texts = (segment.text for segment in result.segments) if result.segments else repeat("")
+    """A line for each token of the prompt, and for each new one, of which they were asked for."""
+    for token, logprobs in zip(result.prompt_token_ids, result.prompt_logprobs or (), strict=False):
+        # No token precedes the first one.
+        print(f"{token:>7}" if logprobs is None else _logprobs_line(token, "", logprobs))
+    texts = (repr(each.text) for each in result.segments) if result.segments else repeat("''")
     for token, text, logprobs in zip(result.token_ids, texts, result.logprobs or (), strict=False):
-        own, *others = logprobs.items()
-        best = ", ".join(f"{other} {found.logprob:.3f}" for other, found in others)
-        print(f"{token:>7} {text!r:<16} {own[1].logprob:8.3f} rank {own[1].rank}  {best}".rstrip())
+        print(_logprobs_line(token, text, logprobs))
+
+
+def _logprobs_line(token: int, text: str, logprobs: TokenLogprobs) -> str:
+    """The token, its text, log-probability and rank, then the most probable ids."""
+    own, *others = logprobs.items()
+    best = ", ".join(f"{other} {found.logprob:.3f}" for other, found in others)
+    return f"{token:>7} {text:<16} {own[1].logprob:8.3f} rank {own[1].rank}  {best}".rstrip()

@@ -136,7 +136,7 @@ def test_an_interrupt_ends_the_reply_alone(
     assert out.count("(cancelled)") == 1
     first, second = conversation.messages[1], conversation.messages[3]
     assert first["content"].startswith(interrupted[0]) and second["content"]
-    assert out == f"{first['content']}\n(cancelled)\n{second['content']}\n"
+    assert out == f"{first['content']}\n(cancelled)\n{second['content']}\n(length)\n"
 
 
 def test_a_second_interrupt_ends_the_program() -> None:
