@@ -51,7 +51,11 @@ from graphengine.speculative import (
     forced_acceptance,
     resolve_auto,
 )
-from graphengine.speculative_text import parse_speculative
+from graphengine.speculative_text import (
+    RELAXED_GRAMMAR,
+    parse_relaxed_acceptance,
+    parse_speculative,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -146,14 +150,16 @@ class EngineConfig:
         flag=Flag(),
     )
     buckets: tuple[int, ...] | None = option(
-        None, doc="row buckets to capture; None: 1, 2, 4, 8, then steps of 8"
+        None,
+        doc="row buckets to capture; None: 1, 2, 4, 8, then steps of 8",
+        flag=Flag(parse=read_integers, metavar="N,..."),
     )
     prefill_buckets: tuple[int, ...] = option(
         (16, 64, 128, 256, 512, 1024),
         doc="""token buckets; a prompt is cut at multiples of the largest. 2,048 and 4,096 besides
         feed long prompts faster, for memory (`graphengine info` shows it) and longer gaps of
         others""",
-        flag=Flag(parse=read_integers),
+        flag=Flag(parse=read_integers, metavar="N,..."),
     )
     max_prefill_tokens_per_step: int | None = option(
         None,
@@ -193,6 +199,7 @@ class EngineConfig:
         at_least(1),
         doc="""blocks of the pool, the dummy block 0 not counted; None: enough for every slot at
         max_seq_len, or what memory_fraction leaves""",
+        flag=Flag(),
     )
     swap_blocks: int | None = option(
         None,
@@ -200,6 +207,7 @@ class EngineConfig:
         NOT_NEGATIVE,
         doc="""pinned host blocks for paused requests; None: what a short pool can need, within half
         of what the host, or a limit of the container, leaves""",
+        flag=Flag(),
     )
     kv_dtype: KvDtype = option(
         "auto",
@@ -219,6 +227,7 @@ class EngineConfig:
         False,
         doc="""whether the blocks of a prompt's KV are kept, and found again by prompts that begin
         with the same tokens""",
+        flag=Flag(),
     )
     session_blocks: int | None = option(
         None,
@@ -226,6 +235,7 @@ class EngineConfig:
         NOT_NEGATIVE,
         doc="""most blocks of the pool that idle sessions and cached prefixes may hold; a longer
         session keeps its first; None: all that no request needs""",
+        flag=Flag(),
     )
     state_dtype: StateDtype = option(
         "auto",
@@ -241,12 +251,16 @@ class EngineConfig:
         doc="""points of sessions and cached prefixes at which the states of a model's recurrent
         layers are kept, of all of them together: without one a turn prefills everything; no other
         model keeps any""",
+        flag=Flag(),
     )
     window_rings: bool = option(
         True,
         doc="""whether layers with a window keep the newest tokens alone, in a ring for each slot,
         where that is less than their part of the pool; False, or with prefix_caching: they keep
         all, which forks, snapshots and far rewinds of sessions go on from""",
+        flag=Flag(
+            name="no-window-rings", inverse=True, help="layers with a window keep all tokens, too"
+        ),
     )
     lookahead: int = option(
         1,
@@ -301,12 +315,19 @@ class EngineConfig:
         doc="""the logits used for log-probabilities: "raw_logprobs", the model's, or
         "processed_logprobs", those after penalties, bias and bans (but, unlike vLLM's, before
         min_tokens, temperature and filters)""",
+        flag=Flag(),
     )
     record_routing: bool = option(
         False,
         doc="""whether each `Result` has `routing`, the experts that every token took, and a request
         may replay such a record with its own `routing`: for a model with experts. Of prompts the
         last layer is then computed for all tokens""",
+        flag=Flag(),
+    )
+    pdl: bool = option(
+        True,
+        doc="programmatic dependent launch between the kernels of a GPU",
+        flag=Flag(name="no-pdl", inverse=True, help="no programmatic dependent launch"),
     )
     prompt_embeds: bool = option(
         False,
@@ -314,7 +335,6 @@ class EngineConfig:
         tokens (`PromptParts`); this takes room for those of a chunk""",
         flag=Flag(),
     )
-    pdl: bool = option(True, doc="programmatic dependent launch between the kernels of a GPU")
     row_family: RowFamily | None = option(
         None,
         doc="""the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot";
@@ -340,6 +360,12 @@ class EngineConfig:
         None,
         doc="""drafts that a thinking, greedy request accepts besides its best token; None: tokens
         are those of plain decoding""",
+        flag=Flag(
+            metavar="IDS:IDS",
+            parse=parse_relaxed_acceptance,
+            help=f"drafts that a thinking, greedy request accepts besides its best token: "
+            f"{RELAXED_GRAMMAR}",
+        ),
     )
     forced_acceptance: int | None = option(
         None,

@@ -190,13 +190,13 @@ class EngineOptions(TypedDict, total=False):
     layer is then computed for all tokens
     """
 
+    pdl: bool
+    """programmatic dependent launch between the kernels of a GPU"""
+
     prompt_embeds: bool
     """whether prompts may have embeddings, tensors [n, hidden_size], alone or between tokens
     (`PromptParts`); this takes room for those of a chunk
     """
-
-    pdl: bool
-    """programmatic dependent launch between the kernels of a GPU"""
 
     row_family: RowFamily | None
     """the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot"; None:

@@ -35,6 +35,7 @@ from graphengine.options import (
     check_options,
     documented,
     option,
+    read_integers,
     rows,
     within,
 )
@@ -139,6 +140,7 @@ class SamplingParams:
         None,
         doc="""token ids that end the request, besides the checkpoint's end-of-sequence ids; None:
         no others""",
+        flag=Flag(parse=read_integers, metavar="ID,..."),
     )
     ignore_eos: bool = option(
         False, doc="the checkpoint's end-of-sequence ids do not end the request", flag=Flag()
@@ -167,7 +169,9 @@ class SamplingParams:
         flag=Flag(),
     )
     allowed_token_ids: Sequence[int] | None = option(
-        None, doc="the only ids that may be sampled; None: all"
+        None,
+        doc="the only ids that may be sampled; None: all",
+        flag=Flag(parse=read_integers, metavar="ID,..."),
     )
     bad_words: Sequence[BadWord] | None = option(
         None,
@@ -218,12 +222,17 @@ class SamplingParams:
         _LOGPROBS,
         doc="""the same for the prompt's tokens, from unprocessed logits, in an engine opened with
         `prompt_logprobs`; None (Megatron's `skip_prompt_log_probs`): none""",
+        flag=Flag(
+            help="log-probabilities of the prompt's tokens, from unprocessed logits, and of this "
+            "many of the most probable ones besides, up to 20"
+        ),
     )
     stop_token_sequences: Sequence[Sequence[int]] = option(
         (),
         doc="""sequences of token ids that end the request where the output holds one of them as a
         whole, but not before `min_tokens`; they stay in the text, as the beginning of one may have
         been delivered""",
+        flag=Flag(name="stop-token-sequence", parse=read_integers, metavar="ID,...", many=True),
     )
     structured_outputs: StructuredOutputsParams | None = option(
         None,

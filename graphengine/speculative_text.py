@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from graphengine.draft_trees import DynamicTree
+from graphengine.options import read_integers
 from graphengine.speculative import (
     MTP,
     Auto,
@@ -13,20 +15,26 @@ from graphengine.speculative import (
     DraftVocabulary,
     Eagle3,
     NGram,
+    RelaxedAcceptance,
+    SaveHiddenStates,
     Speculative,
     Suffix,
 )
 
 GRAMMAR = (
     "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], suffix[:K], "
-    "model:PATH[:K], eagle3:PATH[:K], dflash:PATH[:K], mtp:tree:NODES:TOP_K:DEPTH or "
-    "eagle3:PATH:tree:NODES:TOP_K:DEPTH"
+    "model:PATH[:K], eagle3:PATH[:K], dflash:PATH[:K], mtp:tree:NODES:TOP_K:DEPTH, "
+    "eagle3:PATH:tree:NODES:TOP_K:DEPTH or save-hidden:FOLDER"
 )
 _OF_PATHS: dict[str, type[DraftModel | Eagle3 | DFlash]] = {
     "model": DraftModel,
     "eagle3": Eagle3,
     "dflash": DFlash,
 }
+RELAXED_GRAMMAR = (
+    "BEGIN:END[:TOPK[:DELTA]], the token ids (with commas) that begin and end a thinking phase, "
+    "how many of the most probable tokens count, and how much less probable they may be"
+)
 VOCABULARY_GRAMMAR = "TEXT:SIZE, a UTF-8 file and how many of its most frequent tokens to keep"
 
 
@@ -62,6 +70,8 @@ def parse_speculative(text: str) -> Speculative | None:
             return replace(ngram, max_n=numbers[1]) if numbers[1:] else ngram
         case "suffix", [] | [_]:
             return Suffix(*(_number(value, text) for value in values))
+        case "save-hidden", [_, *_] if any(values):
+            return SaveHiddenStates(":".join(values))
         case "model" | "eagle3" | "dflash", [_, *_] if any(values):
             mode = _OF_PATHS[name]
             *path, last = values
@@ -69,6 +79,25 @@ def parse_speculative(text: str) -> Speculative | None:
                 return mode(":".join(path), _number(last, text))
             return mode(":".join(values))
     raise _wrong(text)
+
+
+def parse_relaxed_acceptance(text: str) -> RelaxedAcceptance:
+    """What a `RELAXED_GRAMMAR` text names, with defaults for what it omits.
+
+    ValueError shows the text and the grammar, or says which value is invalid.
+    """
+    begin, *parts = text.split(":")
+    kinds = (("topk", int), ("delta", float))
+    try:
+        end, *numbers = parts
+        options: dict[str, Any] = {
+            name: kind(number)
+            for (name, kind), number in zip(kinds[: len(numbers)], numbers, strict=True)
+        }
+        options |= {"begin_token_ids": read_integers(begin), "end_token_ids": read_integers(end)}
+    except ValueError:
+        raise ValueError(f"relaxed_acceptance={text!r} must be {RELAXED_GRAMMAR}") from None
+    return RelaxedAcceptance(**options)
 
 
 def parse_draft_vocabulary(text: str) -> DraftVocabulary:

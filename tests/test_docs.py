@@ -12,16 +12,8 @@ import pytest
 
 from graphengine import Engine, SamplingParams
 from graphengine.testing import poison_padding
+from pages import PAGES, READER, ROOT, code_of, module_of, name_of, write_modules
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = (
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    ROOT / "graphengine" / "testing" / "README.md",
-    ROOT / "plugin" / "README.md",
-    ROOT / "examples" / "README.md",
-    ROOT / "CONTRIBUTING.md",
-)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -55,7 +47,7 @@ def broken(page: Path, text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_link_leads_somewhere(page: Path) -> None:
     assert broken(page, page.read_text("utf-8")) == []
 
@@ -78,11 +70,10 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
 
 # Code.
 
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CODE = {
-    page.relative_to(ROOT).as_posix(): blocks
+    name_of(page): blocks
     for page in PAGES
-    if page.parent.name != "testing" and (blocks := BLOCK.findall(page.read_text("utf-8")))
+    if page.parent.name != "testing" and (blocks := code_of(page.read_text("utf-8")))
 }
 """The Python blocks of each page; the plugin's page has tests of its own."""
 NEEDS = {"docs/grammars.md": "llguidance", "docs/experts.md": "transformers"}
@@ -115,11 +106,13 @@ def test_the_code_of_a_page_runs(
         pytest.importorskip(NEEDS[page])
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {
-        "Engine": Engine, "SamplingParams": SamplingParams, "engine": engine,
-        "prompt": "def f(", "params": SamplingParams(max_tokens=4),
+        "engine": engine, "path": "demo", "prompt": "def f(",
+        "params": SamplingParams(max_tokens=4),
         "schema": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]},
         "serve_for_a_while": lambda engine: engine.generate("x", SamplingParams(max_tokens=2)),
     }  # fmt: skip
+    assert names.keys() == READER.keys(), "what is run and what is type-checked differ"
+    names |= {"Engine": Engine, "SamplingParams": SamplingParams}
     if page == "docs/experts.md":
         names |= {"path": moe_checkpoint(tmp_path), "prompt": [1, 2, 3]}
     for block in CODE[page]:
@@ -135,3 +128,15 @@ def test_the_code_of_a_page_runs(
 
 def test_most_pages_have_code() -> None:
     assert {"README.md", "docs/sessions.md", "docs/requests.md", "docs/profiling.md"} < {*CODE}
+
+
+def test_pages_become_modules_with_the_lines_of_the_page(tmp_path: Path) -> None:
+    page = "# Title\n\n```python\na = prompt\n```\ntext\n```python\nb = a\n\nc = b\n```\n"
+    first, *lines = module_of(page).splitlines()
+    assert "; prompt: str; " in first and "from graphengine import Engine" in first
+    assert lines == ["", "", "a = prompt", "", "", "", "b = a", "", "c = b"]
+    (tmp_path / "gone.py").touch()
+    written = write_modules(tmp_path)
+    assert {*tmp_path.iterdir()} == {*written} and tmp_path / "docs_sessions.py" in written
+    for module in written:
+        compile(module.read_text("utf-8"), module.name, "exec")

@@ -29,7 +29,7 @@ LIBRARIES = THIRD_PARTY | {
 ALLOWED = {
     "kernels": THIRD_PARTY | {"graphengine.kernels"},
     "buckets": {"torch", "numpy", "cuda", "graphengine.kernels", "graphengine.buckets"},
-    "graphengine": LIBRARIES - {"cuda"} | {"graphengine"},
+    "graphengine": LIBRARIES - {"cuda"} | {"graphengine", "prompt_toolkit"},
     # The pytest plugin and its checks are for programs that have nothing to do with the engine.
     "graphengine/testing": {
         "pytest",

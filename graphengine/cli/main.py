@@ -10,16 +10,14 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import import_module
-from itertools import repeat
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
 from graphengine import __version__
+from graphengine.cli.chat_command import ChatOutput, Conversation, converse
 from graphengine.cli.graph_command import (
     DRAWINGS,
     diff_dumps,
@@ -29,8 +27,10 @@ from graphengine.cli.graph_command import (
     write_dump,
 )
 from graphengine.cli.option_flags import add_flags, given_options
+from graphengine.cli.output import print_logprobs, print_summary, summarise
 from graphengine.cli.quantize_command import add_arguments as add_quantize_arguments
 from graphengine.cli.quantize_command import quantize
+from graphengine.cli.typed_lines import typed_lines
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import longest_prompt
 from graphengine.engine import Engine
@@ -40,8 +40,6 @@ from graphengine.models.contract import ModelWeights, Share
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan
 from graphengine.prefill_cut import PrefillCut
-from graphengine.requests.request import Event
-from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams
 from graphengine.speculative import GateOptions, describe
 from graphengine.speculative_text import (
@@ -103,41 +101,37 @@ def generate(options: argparse.Namespace) -> None:
     params = _sampling(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with _engine(options) as engine:
-        events = engine.stream(prompt, params, deadline_s=options.deadline)
-        result, summary = _run(engine, events, options)
+        before, request = Counter(engine.counters), None
+        for event in engine.stream(prompt, params, deadline_s=options.deadline):
+            request = event.request
+            if not options.json:
+                print(event.text, end="", flush=True)
+        assert request is not None, "a stream ends with an event"
+        result = request.result()
+        summary = summarise(engine, result, engine.counters - before)
     if options.json:
         print(json.dumps(summary | result.to_dict()))
     else:
-        _print_logprobs(result)
-        _print_summary(summary)
+        print(flush=True)
+        print_logprobs(result)
+        print_summary(summary)
         if summary["acceptance"] is not None:
             print(f"speculation: {result.acceptance}")
 
 
-def chat(options: argparse.Namespace) -> None:
+def chat(options: argparse.Namespace) -> int:
     """A conversation through the checkpoint's chat template; one line of input is one turn.
 
-    A turn prefills what the template has changed or added since the one before.
+    Ctrl-C ends a reply, /help lists commands. Status 2 after a turn that could not be served.
     """
     params = _sampling(options)
     with _engine(options) as engine, engine.session() as session:
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             raise ValueError(f"{options.checkpoint} has no chat template: use `generate`")
-        messages: list[dict[str, str]] = []
-        if options.system:
-            messages.append({"role": "system", "content": options.system})
-        while (line := _read_line(options.json)) is not None:
-            messages.append({"role": "user", "content": line})
-            session.update(messages)
-            events = session.stream(params, deadline_s=options.deadline)
-            result, summary = _run(engine, events, options)
-            messages.append({"role": "assistant", "content": result.text})
-            if options.json:
-                print(json.dumps(summary | result.to_dict()), flush=True)
-            else:
-                _print_logprobs(result)
-                if result.finish_reason not in ("stop", "length"):
-                    print(f"({result.finish_reason})")
+        conversation = Conversation(
+            engine, session, params, system=options.system, deadline_s=options.deadline
+        )
+        return converse(conversation, typed_lines(options.json), ChatOutput(options.json))
 
 
 def info(options: argparse.Namespace) -> None:
@@ -228,71 +222,6 @@ def graph_diff(options: argparse.Namespace) -> int:
     return int(found.differs)
 
 
-def _run(
-    engine: Engine, events: Iterator[Event], options: argparse.Namespace
-) -> tuple[Result, dict[str, Any]]:
-    """Run the request of this stream, writing its text as it comes unless JSON is asked for."""
-    before, request = Counter(engine.counters), None
-    for event in events:
-        request = event.request
-        if not options.json:
-            print(event.text, end="", flush=True)
-    if not options.json:
-        print(flush=True)
-    assert request is not None, "a stream ends with an event"
-    result = request.result()
-    return result, _summary(engine, result, engine.counters - before)
-
-
-def _summary(engine: Engine, result: Result, counters: Counter[str]) -> dict[str, Any]:
-    """Latencies in milliseconds, the request's buckets, and the results of its drafts.
-
-    Gaps are between steps: the tokens of one step arrive together.
-    """
-    moments = list(dict.fromkeys(result.timings.tokens))
-    first, gaps = result.timings.time_to_first_token, np.diff(moments).tolist()
-    p50, p99 = np.percentile(gaps, [50, 99]).tolist() if gaps else (None, None)
-    replays = {
-        name.removeprefix("replays/"): count
-        for name, count in counters.items()
-        if name.startswith("replays/")
-    }
-    return {
-        "prompt_tokens": len(result.prompt_token_ids),
-        "cached_tokens": result.cached_tokens,
-        "new_tokens": len(result.token_ids),
-        "finish_reason": result.finish_reason,
-        "stop_reason": result.stop_reason,
-        "seed": result.seed,
-        "ttft_ms": _milliseconds(first),
-        "itl_p50_ms": _milliseconds(p50),
-        "itl_p99_ms": _milliseconds(p99),
-        "replays": replays,
-        "acceptance": result.acceptance.as_dict() if engine.config.drafts else None,
-        "device": str(engine.memory.device),
-    }
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 3)
-
-
-def _print_summary(summary: dict[str, Any]) -> None:
-    buckets = ", ".join(f"{name} x{count}" for name, count in summary["replays"].items())
-    stopped = "" if summary["stop_reason"] is None else f" ({summary['stop_reason']!r})"
-    latencies = [f"time to first token {summary['ttft_ms']} ms"]
-    if summary["itl_p50_ms"] is not None:
-        latencies.append(f"inter-token p50 {summary['itl_p50_ms']} ms")
-        latencies.append(f"p99 {summary['itl_p99_ms']} ms")
-    print(
-        f"\n{summary['prompt_tokens']} prompt + {summary['new_tokens']} new tokens on "
-        f"{summary['device']}, finished by {summary['finish_reason']}{stopped}, "
-        f"seed {summary['seed']}\n"
-        f"{', '.join(latencies)}\n"
-        f"buckets: {buckets}"
-    )
-
-
 def _engine(options: argparse.Namespace) -> Engine:
     progress = None if options.json or not sys.stderr.isatty() else _progress_bar
     return Engine.from_pretrained(options.checkpoint, progress=progress, **_engine_options(options))
@@ -311,13 +240,6 @@ def _progress_bar(done: int, total: int) -> None:
     )
 
 
-def _read_line(quiet: bool) -> str | None:
-    try:
-        return input("" if quiet else "> ")
-    except EOFError:
-        return None
-
-
 def _engine_options(options: argparse.Namespace) -> EngineOptions:
     """The engine options that were given; the others keep `EngineConfig`'s defaults."""
     given = given_options(options, EngineConfig)
@@ -326,6 +248,8 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
     if options.draft_vocab is not None:
         vocabulary = parse_draft_vocabulary(options.draft_vocab)
         given["speculative"] = with_draft_vocabulary(given.get("speculative"), vocabulary)
+    if getattr(options, f"{_SAMPLING}prompt_logprobs", None) is not None:
+        given["prompt_logprobs"] = True
     if options.max_live is not None:
         given["gate"] = GateOptions(max_live=options.max_live)
     return cast(EngineOptions, given)
@@ -355,15 +279,6 @@ def _structured_outputs(options: argparse.Namespace) -> StructuredOutputsParams 
     return None
 
 
-def _print_logprobs(result: Result) -> None:
-    """A line for each token: its text, log-probability and rank, then the most probable ids."""
-    texts = (segment.text for segment in result.segments) if result.segments else repeat("")
-    for token, text, logprobs in zip(result.token_ids, texts, result.logprobs or (), strict=False):
-        own, *others = logprobs.items()
-        best = ", ".join(f"{other} {found.logprob:.3f}" for other, found in others)
-        print(f"{token:>7} {text!r:<16} {own[1].logprob:8.3f} rank {own[1].rank}  {best}".rstrip())
-
-
 def _parser(asked: str | None) -> argparse.ArgumentParser:
     """All commands; of `COMMANDS_ABOVE` only the one `asked` for gets its options."""
     parser = argparse.ArgumentParser(prog="graphengine", description=__doc__)
@@ -380,8 +295,8 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
             _add_sampling_options(sub)
         if command is chat:
             sub.add_argument("--system", help="system message")
-            # The chat template decides how a prompt begins.
-            _add_sampling_options(sub, but=("add_bos",))
+            # The chat template decides how a prompt begins, and a prompt is all turns so far.
+            _add_sampling_options(sub, but=("add_bos", "prompt_logprobs"))
     _add_graph_commands(commands)
     writer = commands.add_parser("quantize", help=quantize.__doc__, description=quantize.__doc__)
     writer.set_defaults(command=quantize, verbose=False)
@@ -420,26 +335,30 @@ def _add_graph_commands(commands: Any) -> None:
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", default="demo", help="directory or hub id; 'demo' is the packaged model"
+        "--checkpoint",
+        default="demo",
+        help="directory or hub id; 'demo' is the packaged model (default: %(default)s)",
     )
-    add_flags(parser, EngineConfig)
-    parser.add_argument("--speculative", metavar="MODE", help=GRAMMAR)
-    parser.add_argument(
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--verbose", action="store_true", help="log budget and captures")
+    group = parser.add_argument_group("the engine")
+    add_flags(group, EngineConfig)
+    group.add_argument("--speculative", metavar="MODE", help=f"{GRAMMAR} (default: off)")
+    group.add_argument(
         "--max-live",
         type=int,
         metavar="N",
         help="drafts for up to N live requests, and only while enough are accepted",
     )
-    parser.add_argument("--draft-vocab", metavar="TEXT:SIZE", help=f"mtp: {VOCABULARY_GRAMMAR}")
-    parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--verbose", action="store_true", help="log budget and captures")
+    group.add_argument("--draft-vocab", metavar="TEXT:SIZE", help=f"mtp: {VOCABULARY_GRAMMAR}")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser, but: Sequence[str] = ()) -> None:
-    add_flags(parser, SamplingParams, but=but, prefix=_SAMPLING)
-    add = parser.add_argument
+    group = parser.add_argument_group("each request")
+    add_flags(group, SamplingParams, but=but, prefix=_SAMPLING)
+    add = group.add_argument
     add("--deadline", type=float, metavar="S", help="seconds after which the text ends as it is")
-    guided = parser.add_mutually_exclusive_group()
+    guided = group.add_mutually_exclusive_group()
     guided.add_argument("--json-schema", type=Path, metavar="FILE", help="the text is such JSON")
     guided.add_argument("--regex", help="the text matches it as a whole")
     guided.add_argument("--choice", metavar="A,B,...", help="the text is one of these")

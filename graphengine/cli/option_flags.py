@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 from graphengine.options import Flag, Row, rows
 
 
+class TakesFlags(Protocol):
+    """A parser, or one of its groups."""
+
+    def add_argument(self, *names: str, **options: Any) -> Any: ...
+
+
 def add_flags(
-    parser: argparse.ArgumentParser,
+    parser: TakesFlags,
     table: type,
     *,
     only: Collection[str] | None = None,
@@ -41,7 +47,7 @@ def given_options(parsed: argparse.Namespace, table: type, *, prefix: str = "") 
     return given
 
 
-def _add(parser: argparse.ArgumentParser, row: Row, flag: Flag, dest: str) -> None:
+def _add(parser: TakesFlags, row: Row, flag: Flag, dest: str) -> None:
     shown: dict[str, Any] = {"dest": dest, "default": flag.default}
     # A command line has no way to give None.
     text, name = flag.help or row.doc.replace("None: ", "left out: "), row.flag_name
@@ -63,9 +69,14 @@ def _add(parser: argparse.ArgumentParser, row: Row, flag: Flag, dest: str) -> No
             shown["action"] = "append"
             text += "; may be repeated"
         default = row.default if flag.default is None else flag.default
-        if default not in (None, dataclasses.MISSING):
-            text += f" (default: {default})"
+        if default not in (None, (), dataclasses.MISSING):
+            text += f" (default: {_shown(default)})"
     parser.add_argument(f"--{name}", help=text.replace("%", "%%"), **shown)
+
+
+def _shown(default: Any) -> str:
+    """A default as it is given on a command line."""
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:

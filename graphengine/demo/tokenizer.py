@@ -22,6 +22,10 @@ PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# A toy, so that chats can be tried: the model was trained on source code and knows no roles, so a
+# conversation is the text of its messages, and a reply is what may follow.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+
 
 def train_tokenizer(documents: Sequence[Document], *, vocab_size: int) -> Tokenizer:
     """Byte-level BPE of exactly `vocab_size` ids if the text has that many merges."""
@@ -58,6 +62,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_positions: int) ->
         "add_bos_token": False,
         "add_prefix_space": False,
         "bos_token": None,
+        "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
         "eos_token": END_OF_TEXT,
         "model_max_length": max_positions,

@@ -75,7 +75,7 @@ class DraftModelDrafter(Drafter):
             reserve=length,
             # After a prompt its last token is fed again, by the decode kernels.
             tokens_after=1,
-            withholds=self._drafts.withholds,
+            withholds=self._choice.withholds,
         )
         self.own_checkpoint = checkpoint
 
@@ -107,7 +107,7 @@ class DraftModelDrafter(Drafter):
     def fields(self, sizes: FieldSizes) -> list[Field]:
         width = 1 + self.length
         states = recurrent_fields(self.config.states, sizes.slots, width, sizes.dtype, _WHOSE)
-        return states + self._drafts.fields(sizes)
+        return states + self._choice.fields(sizes)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         self._model = self.weights.open(max_seq_len=setting.limit)
@@ -124,7 +124,7 @@ class DraftModelDrafter(Drafter):
             plan=self.plans[linear_name("lm_head", self.weights.lm_head)],
             eps=self.config.norm_eps,
         )
-        self._drafts = self._drafts.opened(head, buffers)
+        self._drafts = self._choice.opened(head, buffers)
         self._launch = replace(
             setting.launch,
             plans=self.plans,

@@ -364,7 +364,7 @@ def edited(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def chat_checkpoint(edited: Callable[..., Path]) -> Path:
-    """The demo model with a chat template, which it was not trained for."""
+    """The demo model with another chat template, which names the roles."""
     return edited(checkpoint_path(), tokenizer_config={"chat_template": CHAT_TEMPLATE})
 
 

@@ -315,7 +315,6 @@ BAD_INPUT: dict[str, tuple[Callable[[Engine], object], str]] = {
     "id that is text": (lambda e: e.submit([1, "a"]), "'a' .*vocabulary of 4096"),
     "a message that is no list": (lambda e: e.submit({"role": "user"}), "'role'"),
     "lone surrogate": (lambda e: e.submit("a\ud800"), "surrogate"),
-    "no chat template": (lambda e: e.submit([{"role": "user", "content": "a"}]), "chat template"),
     "NaN temperature": (lambda e: e.submit(PROMPT, SamplingParams(temperature=NAN)), "nan"),
     "temperature": (lambda e: e.submit(PROMPT, SamplingParams(temperature=-0.1)), "-0.1 .*0"),
     "infinite temperature": (

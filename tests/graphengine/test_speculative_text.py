@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from graphengine.draft_trees import DynamicTree
@@ -13,12 +15,16 @@ from graphengine.speculative import (
     DraftVocabulary,
     Eagle3,
     NGram,
+    RelaxedAcceptance,
+    SaveHiddenStates,
     Speculative,
     Suffix,
 )
 from graphengine.speculative_text import (
     GRAMMAR,
+    RELAXED_GRAMMAR,
     parse_draft_vocabulary,
+    parse_relaxed_acceptance,
     parse_speculative,
     with_draft_vocabulary,
 )
@@ -51,6 +57,7 @@ from graphengine.speculative_text import (
         ("dflash:c:/d:15", DFlash("c:/d", 15)),
         ("mtp:tree:9:3:4", MTP(tree=DynamicTree(nodes=9, top_k=3, depth=4))),
         ("eagle3:a:tree:9:3:4", Eagle3("a", tree=DynamicTree(nodes=9, top_k=3, depth=4))),
+        ("save-hidden:c:/states", SaveHiddenStates("c:/states")),
     ],
 )
 def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
@@ -64,7 +71,7 @@ def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
         "ngram:3:", "ngram:٣", "ngram:1:2:3", "suffix:", "suffix:3:1",
         "model", "model:", "model::", "MTP", "eagle3",
         "eagle3:", "dflash", "dflash::", "ngram:tree:9:3:4", "off:tree:9:3:4", "mtp:tree:9:3",
-        "mtp:tree:9:3:x",
+        "mtp:tree:9:3:x", "save-hidden", "save-hidden:",
     ],
 )  # fmt: skip
 def test_any_other_text_shows_the_grammar(text: str) -> None:
@@ -96,3 +103,20 @@ def test_a_draft_vocabulary_is_a_text_and_a_size() -> None:
     for mode in (None, NGram(), Auto()):
         with pytest.raises(ValueError, match="a draft vocabulary is for mtp"):
             with_draft_vocabulary(mode, vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("", {}), (":3", {"topk": 3}), (":3:0.25", {"topk": 3, "delta": 0.25})]
+)
+def test_relaxed_acceptance_is_ids_and_numbers(text: str, numbers: dict[str, Any]) -> None:
+    expected = RelaxedAcceptance(begin_token_ids=(7,), end_token_ids=(8, 9), **numbers)
+    assert parse_relaxed_acceptance(f"7:8,9{text}") == expected
+
+
+@pytest.mark.parametrize("text", ["", "7", "7:", "a:8", "7:8:x", "7:8:3:x", "7:8:3:0.5:1"])
+def test_any_other_relaxed_acceptance_shows_the_grammar(text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_relaxed_acceptance(text)
+    assert f"relaxed_acceptance={text!r} must be {RELAXED_GRAMMAR}" == str(caught.value)
+    with pytest.raises(ValueError, match="topk=0"):
+        parse_relaxed_acceptance("7:8:0")

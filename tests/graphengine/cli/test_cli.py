@@ -17,8 +17,10 @@ import pytest
 
 from graphengine import Engine, SamplingParams
 from graphengine.cli.main import main
+from graphengine.cli.option_files import PAGE_TABLES
 from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoint import Checkpoint
+from graphengine.options import rows
 from graphengine.text.tokenizer import Tokenizer
 
 PROMPT = "def fib(n):"
@@ -219,6 +221,41 @@ def test_what_is_asked_of_logits_reaches_the_engine(cli: Cli) -> None:
     assert status == 0 and [int(line.split()[0]) for line in lines] == said[:3]
 
 
+def test_prompts_are_scored_and_ids_end_the_text(cli: Cli) -> None:
+    generate = ("generate", "--prompt", PROMPT, "--max-tokens", "12")
+    said = json.loads(cli(*generate, "--json")[1])["token_ids"]
+    two = next(i for i in range(len(said)) if said.index(said[i]) == i and i > 1)
+    ids = f"{said[two - 1]},{said[two]}"
+    options = ("--stop-token-sequence", "1,2,3", "--stop-token-sequence", ids)
+    found = json.loads(cli(*generate, *options, "--prompt-logprobs", "1", "--json")[1])
+    assert found["token_ids"] == said[: two + 1]
+    assert found["stop_reason"] == said[two - 1 : two + 1]
+    first, *scored = found["prompt_logprobs"]
+    assert first is None and len(scored) == prompt_len() - 1
+    assert found["prompt_token_ids"][1:] == [entries[0]["token_id"] for entries in scored]
+    status, out, _ = cli(*generate, "--stop-token-ids", ids, "--prompt-logprobs", "0")
+    assert status == 0 and "finished by stop" in out
+    lines = out[out.index(f"\n{found['prompt_token_ids'][0]:>7}\n") + 1 :].splitlines()
+    assert [int(line.split()[0]) for line in lines[: prompt_len()]] == found["prompt_token_ids"]
+
+
+def test_hidden_states_are_saved(cli: Cli, tmp_path: Path) -> None:
+    options = ("--prompt", PROMPT, "--max-tokens", "1", "--speculative", f"save-hidden:{tmp_path}")
+    assert cli("generate", *options)[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001.safetensors"]
+
+
+def test_options_that_no_command_line_has_are_few() -> None:
+    """Each is set by another flag, is for several requests at a time, or sizes a table."""
+    missing = {row.name for table in PAGE_TABLES.values() for row in rows(table) if not row.flag}
+    assert missing == {
+        "structured_outputs", "routing", "speculative", "gate", "prompt_logprobs", "seed",
+        "max_waiting", "max_stop_ids", "max_logit_bias", "max_bad_words", "max_bad_word_tokens",
+        "max_stop_sequences", "max_stop_sequence_tokens", "max_logprobs", "forced_acceptance",
+        "wait_limit_s", "collect_while_waiting",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("wrong", ["5", "x=1", "5=", "=1", "5=y"])
 def test_a_bias_is_an_id_and_a_number(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
     with pytest.raises(SystemExit):
@@ -311,9 +348,9 @@ def test_max_live_leaves_larger_buckets_without_drafts(cli: Cli) -> None:
 # chat
 
 
-def test_chat_needs_a_template(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, "hello\n")
-    assert_error(cli("chat"), "demo has no chat template")
+def test_chat_needs_a_template(cli: Cli, edited: Callable[..., Path]) -> None:
+    path = str(edited(checkpoint_path(), tokenizer_config={"chat_template": None}))
+    assert_error(cli("chat", "--checkpoint", path), f"{path} has no chat template")
 
 
 def test_chat_needs_a_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
@@ -549,6 +586,7 @@ def test_errors_are_one_message(
         (("--prompt", PROMPT, "--presence-penalty", "3"), r"presence_penalty=3.0 .*\[-2, 2\]"),
         (("--prompt", PROMPT, "--logit-bias", "9999=1"), "9999 is outside the vocabulary"),
         (("--prompt", PROMPT, "--bad-word", ""), "bad_words="),
+        (("--prompt", PROMPT, "--relaxed-acceptance", "1:2"), "relaxed_acceptance is for an eng"),
     ],
 )
 def test_requests_that_cannot_be_served_are_errors(

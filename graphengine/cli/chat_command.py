@@ -1,0 +1,180 @@
+"""`graphengine chat`: a conversation, and the commands that a line of input may be."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from graphengine.cli.output import print_logprobs, summarise
+from graphengine.engine import Engine
+from graphengine.requests.result import Result
+from graphengine.sampling_params import SamplingParams
+from graphengine.sessions import Session
+
+HELP = """\
+/help        this list
+/rewind [N]  forget the last N turns, each a line and its reply (default: 1)
+/save FILE   write the messages as JSON, a list that `Engine.submit` takes as a prompt
+/quit        end the conversation, as the end of the input does
+//...        a line that begins with one /
+Ctrl-C ends a reply; what has been said of it stays in the conversation."""
+
+
+class Conversation:
+    """Messages, and a session that keeps their KV.
+
+    A turn prefills what the chat template has changed or added since the one before.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        session: Session,
+        params: SamplingParams,
+        *,
+        system: str | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
+        """`deadline_s` is that of each turn."""
+        self._engine = engine
+        self._session = session
+        self._params = params
+        self._deadline_s = deadline_s
+        self.messages: list[dict[str, str]] = []
+        if system:
+            self.messages.append({"role": "system", "content": system})
+        self._before_turns = len(self.messages)
+
+    @property
+    def turns(self) -> int:
+        return (len(self.messages) - self._before_turns) // 2
+
+    def reply(self, line: str, say: Callable[[str], None]) -> tuple[Result, dict[str, Any]]:
+        """The reply to a line, and its summary; `say` gets its text as it comes.
+
+        Ctrl-C cancels it, and it stays as far as it has come. ValueError for a turn that cannot be
+        served, which leaves the conversation as it was.
+        """
+        engine, before = self._engine, Counter(self._engine.counters)
+        asked = [*self.messages, {"role": "user", "content": line}]
+        self._session.update(asked)
+        request = self._session.submit(
+            self._params, on_event=lambda event: say(event.text), deadline_s=self._deadline_s
+        )
+        with interrupts() as interrupted:
+            while not request.finished:
+                if interrupted.is_set():
+                    request.cancel()
+                engine.step()
+        result = request.result()
+        self.messages = [*asked, {"role": "assistant", "content": result.text}]
+        return result, summarise(engine, result, engine.counters - before)
+
+    def rewind(self, turns: int) -> None:
+        """Forget the last turns. ValueError, with both numbers, unless there are so many."""
+        if not 1 <= turns <= self.turns:
+            raise ValueError(f"/rewind {turns}: turns that can be forgotten: {self.turns}")
+        del self.messages[-2 * turns :]
+
+    def save(self, path: Path) -> None:
+        """Write the messages as JSON. ValueError if the file cannot be written."""
+        text = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
+        try:
+            path.write_bytes(text.encode())
+        except OSError as cause:
+            raise ValueError(f"/save {path}: {cause.strerror}") from cause
+
+
+class ChatOutput:
+    """What a user sees, or, with `json`, an object for each line of input."""
+
+    def __init__(self, json: bool) -> None:
+        self._json = json
+
+    def say(self, text: str) -> None:
+        """A piece of a reply."""
+        if not self._json:
+            print(text, end="", flush=True)
+
+    def end_turn(self, result: Result, summary: dict[str, Any]) -> None:
+        if self._json:
+            print(json.dumps(summary | result.to_dict()), flush=True)
+            return
+        print(flush=True)
+        print_logprobs(result)
+        if result.finish_reason != "stop":
+            print(f"({result.finish_reason})")
+
+    def notice(self, text: str) -> None:
+        """What a command has done."""
+        print(json.dumps({"notice": text}) if self._json else text, flush=True)
+
+    def error(self, error: ValueError) -> None:
+        if self._json:
+            print(json.dumps({"error": str(error)}), flush=True)
+        else:
+            print(f"graphengine: error: {error}", file=sys.stderr)
+
+
+def converse(conversation: Conversation, lines: Iterable[str], output: ChatOutput) -> int:
+    """Answer each line or run its command; an error ends neither. Status 2 if there was one."""
+    status = 0
+    for line in lines:
+        if line.strip() == "/quit":
+            break
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                output.notice(_command(conversation, line))
+            elif line.strip():
+                text = line.removeprefix("/") if line.startswith("//") else line
+                output.end_turn(*conversation.reply(text, output.say))
+        except ValueError as error:
+            output.error(error)
+            status = 2
+    return status
+
+
+def _command(conversation: Conversation, line: str) -> str:
+    """Run a command; what it has done. ValueError if it is none, or could not be run."""
+    name, _, argument = line.strip().partition(" ")
+    argument = argument.strip()
+    if name == "/help":
+        return HELP
+    if name == "/rewind":
+        if argument and not argument.isdecimal():
+            raise ValueError(f"/rewind {argument}: must be a number of turns")
+        conversation.rewind(int(argument or 1))
+        return f"(turns left: {conversation.turns})"
+    if name == "/save":
+        if not argument:
+            raise ValueError("/save FILE: name a file")
+        conversation.save(Path(argument).expanduser())
+        return f"(messages in {argument}: {len(conversation.messages)})"
+    raise ValueError(f"{name} is no command: /help lists them, and // begins a line with one /")
+
+
+@contextmanager
+def interrupts() -> Iterator[threading.Event]:
+    """Set by the first Ctrl-C in the block; the second one is a KeyboardInterrupt.
+
+    An interrupt that is raised inside a launch would break the engine. For the main thread.
+    """
+    interrupted = threading.Event()
+
+    def note(*_: object) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        interrupted.set()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
