@@ -54,7 +54,7 @@ GRAPHS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 # Drafts are drawn through filters since an H200 recorded these: three launches a draft more.
-_FILTERED = {"decode/2/k3/full", "prefill/16", "prefill/16/full", "prefill/64", "prefill/64/full"}
+_FILTERED = {"decode/2/k3/full", *PREFILL}
 OLDER_FILES: dict[str, set[str]] = {"mtp": _FILTERED, "tiny-delta": _FILTERED}
 """Graphs whose files are to be recorded again."""
 
