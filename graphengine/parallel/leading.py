@@ -58,6 +58,8 @@ class LeadingRuntime(Runtime):
     """A runtime that tells `ranks` each load, swap and replay, before or while it does the same.
 
     The waits watch them, too: what ends a rank raises RankFailed.
+
+    record_piece  ids of a record that go with one command, at most
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class LeadingRuntime(Runtime):
             raise
         ranks.forget_meeting()
         self._meeting.limit_s = config.wait_limit_s
-        self._piece = memory.load_bytes // 2
+        # As many bytes as a load has at most.
+        self.record_piece = memory.load_bytes // 2
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
             self._watched = _Watched(self.stream, ranks)
@@ -107,11 +110,11 @@ class LeadingRuntime(Runtime):
         return updates
 
     def _send_record(self, slot: int, length: int) -> None:
-        """In pieces of as many bytes as a load has at most."""
+        """What a slot's request replays, to all ranks."""
         assert self.routing is not None, f"{slot=}"
         ids = self.routing.table.record(slot, length)
-        for start in range(0, len(ids), self._piece):
-            piece = ids[start : start + self._piece]
+        for start in range(0, len(ids), self.record_piece):
+            piece = ids[start : start + self.record_piece]
             self.ranks.send(Kind.ROUTES, (slot, start), piece.tobytes())
 
     def swap(self, out: int, back: int) -> None:
