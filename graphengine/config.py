@@ -39,6 +39,7 @@ from graphengine.speculative import (
     AUTO_MAX_LIVE,
     MTP,
     Auto,
+    Eagle3,
     GateOptions,
     Mode,
     NGram,
@@ -459,10 +460,9 @@ class EngineConfig:
         """ValueError for what several ranks cannot do yet."""
         if self.tensor_parallel == 1:
             return
-        mode, drafters = self.mode, (MTP, NGram, UserProvided)
+        mode, drafters = self.mode, (MTP, Eagle3, NGram, UserProvided)
         has_tree = isinstance(mode, MTP) and mode.tree is not None
         alone: dict[str, bool] = {
-            "quantize": self.quantize is not None,
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "record_routing": self.record_routing,

@@ -195,6 +195,10 @@ class Drafter(ABC):
         """
         return {}
 
+    def cut(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The target's checkpoint, with what this rank has of the tensors that `allocate` named."""
+        return checkpoint
+
     def linears(self) -> list[StoredLinear]:
         """Its weights of linears that are read from the target's checkpoint, once allocated."""
         return []

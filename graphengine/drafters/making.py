@@ -28,14 +28,13 @@ from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig
+from graphengine.models.contract import WHOLE, ModelConfig, Share
 from graphengine.models.eagle3_reading import read_eagle3
 from graphengine.models.linears import WeightForms
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
 from graphengine.models.mtp_reading import read_mtp_config
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.ranks import modules_of_rank
 from graphengine.models.states import paged_states, recurrent_states
 from graphengine.models.stored import read_eos_ids, read_model
 from graphengine.paths import expand_user
@@ -56,18 +55,26 @@ from graphengine.text.tokenizer import Tokenizer
 
 
 class Target(NamedTuple):
-    """What a drafter is made for."""
+    """What a drafter is made for.
+
+    share  that this rank has of the model, which `model` has the sizes of
+    """
 
     config: EngineConfig
     checkpoint: Checkpoint
     model: ModelConfig
+    share: Share = WHOLE
 
 
 Maker = Callable[[Any, Target], Drafter]
 
 
-def make_drafter(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> Drafter:
+def make_drafter(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, share: Share = WHOLE
+) -> Drafter:
     """The drafter of `config.speculative` for the target in `checkpoint`, nothing allocated yet.
+
+    share  that this rank has of the target, which `model` has the sizes of
 
     `NoDrafter` where the engine does not speculate. ValueError says why a mode does not fit.
     """
@@ -77,7 +84,7 @@ def make_drafter(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfi
     maker = MAKERS.get(type(mode))
     if maker is None:
         raise ValueError(f"speculative={mode!r}: no drafter is made of a {type(mode).__name__}")
-    drafter = maker(mode, Target(config, checkpoint, model))
+    drafter = maker(mode, Target(config, checkpoint, model, share))
     _check_agreement(mode, drafter.needs)
     return drafter
 
@@ -102,17 +109,17 @@ def _hidden_states(options: SaveHiddenStates, target: Target) -> Drafter:
 
 
 def _mtp(options: MTP, target: Target) -> Drafter:
-    mtp = modules_of_rank(read_mtp_config(target.checkpoint), target.config.tensor_parallel)
-    mtp = beside_target(mtp, target.config, target.model)
+    mtp = beside_target(read_mtp_config(target.checkpoint), target.config, target.model)
     if options.style == "vanilla":
         _check_vanilla(options.k, mtp.modules, target.config.draft_rows)
     wanted, vocabulary = options.draft_vocab, None
     if wanted is not None:
         vocabulary = draft_vocabulary(wanted, target.checkpoint, target.model)
     if options.style == "vanilla":
-        modules = MtpModules(mtp.first(options.k), vocabulary)
+        modules = MtpModules(mtp.first(options.k), vocabulary, target.share)
         return VanillaDrafter(modules, options.k, options.feed)
-    modules, tree = MtpModules(mtp.first(1), vocabulary), options.static_tree
+    modules = MtpModules(mtp.first(1), vocabulary, target.share)
+    tree = options.static_tree
     if tree is not None:
         _check_trees(target)
         size = target.model.vocab_size if vocabulary is None else vocabulary.numel()
@@ -184,7 +191,7 @@ def _check_vanilla(k: int, modules: int, rows: int) -> None:
 
 
 def _draft_model(options: DraftModel, target: Target) -> Drafter:
-    config, target_checkpoint, model = target
+    config, target_checkpoint, model, _ = target
     checkpoint = Checkpoint.open(options.path)
     draft = read_model(checkpoint)
     if draft.vocab_size != model.vocab_size:
@@ -216,7 +223,8 @@ def _eagle3(options: Eagle3, target: Target) -> Drafter:
     checkpoint = Checkpoint.open(options.path)
     read = read_eagle3(checkpoint, target.model, options.layers)
     eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(Eagle3Module(read, checkpoint, target.model), options.k)
+    module = Eagle3Module(read, checkpoint, target.model, target.share)
+    return eagle(module, options.k)
 
 
 def _token_ids(checkpoint: Checkpoint) -> object:

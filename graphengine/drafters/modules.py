@@ -134,6 +134,10 @@ class DraftModules(ABC):
     @abstractmethod
     def allocate(self, device: torch.device, dtype: torch.dtype) -> Destinations: ...
 
+    def cut(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The target's checkpoint, with what this rank has of the tensors that `allocate` named."""
+        return checkpoint
+
     def stored_linears(self) -> list[StoredLinear]:
         """Its weights of linears that are read from the target's checkpoint, once allocated."""
         return []
@@ -252,6 +256,9 @@ class ModuleDrafter(Drafter):
         self.weights = self.modules.weights
         self.plans, self.plan_sources = choose_plans(self.modules.linears, dtype, family, device)
         return wanted
+
+    def cut(self, checkpoint: Checkpoint) -> Checkpoint:
+        return self.modules.cut(checkpoint)
 
     def linears(self) -> list[StoredLinear]:
         return self.modules.stored_linears()

@@ -12,10 +12,13 @@ from graphengine.drafters.base import DraftSetting, Prefilled
 from graphengine.drafters.head import DraftHead, head_bytes, trimmed
 from graphengine.drafters.modules import DraftModules, ModuleOutput, OpenModules
 from graphengine.kernels import DecodeLanes, Fusion, PrefillLanes, Residual, combine_hidden
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import (
+    WHOLE,
     ChunkAttention,
     DecodeLaunch,
     Destinations,
+    Share,
     StoredLinear,
 )
 from graphengine.models.linears import LinearPlans, Linears, linear_name
@@ -27,20 +30,25 @@ from graphengine.models.mtp import (
     mtp_prefill,
     rope_of,
 )
+from graphengine.models.ranks import cut_linears, cut_to, modules_of_rank
 
 
 class MtpModules(DraftModules):
     """The modules of `config`, each with a layer of KV.
 
-    config      of the modules that are run
+    whole       of the modules that are run; `config` has the sizes of this rank's
     vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
+    share       that this rank has of them
     """
 
     config: MtpConfig
     weights: MtpWeights
 
-    def __init__(self, config: MtpConfig, vocabulary: Tensor | None = None) -> None:
-        self.config, self.vocabulary = config, vocabulary
+    def __init__(
+        self, whole: MtpConfig, vocabulary: Tensor | None = None, share: Share = WHOLE
+    ) -> None:
+        self.whole, self.vocabulary, self.share = whole, vocabulary, share
+        self.config = modules_of_rank(whole, share.ranks)
 
     @property
     def linears(self) -> Linears:
@@ -59,8 +67,17 @@ class MtpModules(DraftModules):
         self.weights = allocate_mtp_weights(self.config, device=str(device), dtype=dtype)
         return self.weights.named()
 
+    def cut(self, checkpoint: Checkpoint) -> Checkpoint:
+        return cut_to(checkpoint, self._of_all(), self.weights, self.share)
+
     def stored_linears(self) -> list[StoredLinear]:
-        return self.weights.linears()
+        if self.share == WHOLE:
+            return self.weights.linears()
+        return cut_linears(self._of_all(), self.weights, self.share)
+
+    def _of_all(self) -> MtpWeights:
+        """The weights of all ranks, which nobody has."""
+        return allocate_mtp_weights(self.whole, device="meta", dtype=torch.float32)
 
     def open(self, setting: DraftSetting, cache: Tensor, plans: LinearPlans) -> OpenMtp:
         return OpenMtp(self, setting, cache, plans)

@@ -37,6 +37,7 @@ from graphengine.kernels import (
     RowFamily,
     TreeLanes,
 )
+from graphengine.models.checkpoint import Cut
 from graphengine.models.linears import (
     LinearPlans,
     Linears,
@@ -58,10 +59,12 @@ class Weight(NamedTuple):
 
     tensor  the view that is to hold it
     axis    the dimension along which ranks split it; None: each has all of it
+    pieces  lengths along `axis` that ranks split one by one; empty: it is one piece
     """
 
     tensor: Tensor
     axis: int | None = None
+    pieces: tuple[int, ...] = ()
 
 
 class Stack(NamedTuple):
@@ -77,6 +80,8 @@ class StoredLinear(NamedTuple):
     parts   names without ".weight", and rows, of the linears whose rows it has one after the other
     swiglu  whether these are gates and ups
     axis    the dimension along which ranks split each part; None: each has all of it
+    pieces  of parts that are several, by name: rows that ranks split one by one
+    cuts    of each part, what of the checkpoint's linear this is; empty: all
     order   int64 `[rows]`: row i is row `order[i]` of the parts; None: they are in their order.
             A weight in the model's dtype has views that say the same
     expert  whether it is one of several, of which a lane takes some
@@ -94,6 +99,8 @@ class StoredLinear(NamedTuple):
     expert: bool = False
     stack: Stack | None = None
     plain: bool = False
+    pieces: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,7 +114,10 @@ class StoredLinear(NamedTuple):
             return {}
         rows = torch.split(self.weight, [count for _, count in self.parts])
         named = zip(self.parts, rows, strict=True)
-        return {f"{name}.weight": Weight(part, self.axis) for (name, _), part in named}
+        return {
+            f"{name}.weight": Weight(part, self.axis, self.pieces.get(name, ()))
+            for (name, _), part in named
+        }
 
 
 class RoutedExperts(NamedTuple):

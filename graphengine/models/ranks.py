@@ -3,20 +3,25 @@
 Ranks split heads and the width of feed-forwards. A rank has all rows of its heads' queries, keys
 and values and of its gates and ups, and the columns of the products after them: a part of every
 sum, which `Reduce` completes. Embedding, norms and lm_head are on every rank. With fewer KV heads
-than ranks a KV head is on all ranks whose query heads share it.
+than ranks a KV head is on all ranks whose query heads share it. The codes of packed weights are
+split like any others, and scales with them.
 The scheme is Megatron-LM's (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from graphengine.models.checkpoint import Checkpoint, Cut
-from graphengine.models.contract import ModelConfig, Share, Weight
+from graphengine.models.contract import ModelConfig, Share, StoredLinear, StoredWeights, Weight
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.mtp import MtpConfig
+from graphengine.models.eagle3 import Eagle3Config
+from graphengine.models.linears import WeightForms
+from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
+from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_rows
 
 
 def of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
@@ -26,32 +31,8 @@ def of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
     """
     if ranks == 1:
         return config
-    if not isinstance(config, DecoderConfig) or config.latent or config.expert_layers:
-        raise ValueError(
-            f"tensor_parallel={ranks} is for models whose layers all have grouped-query attention "
-            f"and one dense feed-forward, which this {config.architecture} has not"
-        )
-    if config.forms:
-        first = next(iter(config.forms))
-        raise ValueError(
-            f"tensor_parallel={ranks} is for weights of 16 or 32 bits: {len(config.forms)} of this "
-            f"{config.architecture} are packed, {first} in {config.forms[first].format.label}"
-        )
-    kv_heads = config.num_kv_heads
-    for name, count in (("attention heads", config.num_heads), ("ffn columns", config.ffn_size)):
-        if count % ranks:
-            raise ValueError(f"tensor_parallel={ranks} does not divide the {count} {name}")
-    if kv_heads % ranks and ranks % kv_heads:
-        raise ValueError(
-            f"tensor_parallel={ranks} neither divides the {kv_heads} KV heads nor is a multiple of "
-            f"them"
-        )
-    return replace(
-        config,
-        num_heads=config.num_heads // ranks,
-        num_kv_heads=max(1, kv_heads // ranks),
-        ffn_size=config.ffn_size // ranks,
-    )
+    part = _layers_of_rank(config, ranks)
+    return part.stored_as(_forms_of_rank(part.forms, _meta(config), _meta(part), ranks))
 
 
 def modules_of_rank(modules: MtpConfig, ranks: int) -> MtpConfig:
@@ -59,26 +40,154 @@ def modules_of_rank(modules: MtpConfig, ranks: int) -> MtpConfig:
 
     ValueError as of `of_rank`.
     """
-    layer = of_rank(modules.layer, ranks)
+    if ranks == 1:
+        return modules
+    layer = _layers_of_rank(modules.layer, ranks)
     assert isinstance(layer, DecoderConfig), f"{layer=}"
-    return replace(modules, layer=layer)
+    part = replace(modules, layer=layer)
+    whole, own = (
+        allocate_mtp_weights(each, device="meta", dtype=torch.float32) for each in (modules, part)
+    )
+    return part.stored_as(_forms_of_rank(part.forms, whole, own, ranks))
 
 
-def cut_to(checkpoint: Checkpoint, stored: Mapping[str, Weight], share: Share) -> Checkpoint:
-    """The checkpoint with what one rank has of each tensor that goes into one of `stored`."""
+def eagle3_of_rank(config: Eagle3Config, ranks: int) -> Eagle3Config:
+    """EAGLE3's layer, split as the model's are; each rank has all of fc and lm_head.
+
+    ValueError as of `of_rank`.
+    """
+    if ranks == 1:
+        return config
+    layer = _layers_of_rank(config.layer, ranks)
+    assert isinstance(layer, DecoderConfig), f"{layer=}"
+    return replace(config, layer=layer)
+
+
+def _layers_of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
+    """The model with the sizes of each rank's layers; weights are stored as they were."""
+    if isinstance(config, DecoderConfig) and not config.latent and not config.expert_layers:
+        return _decoder_of_rank(config, ranks)
+    raise ValueError(
+        f"tensor_parallel={ranks} is for models whose layers all have grouped-query attention "
+        f"and one dense feed-forward, which this {config.architecture} has not"
+    )
+
+
+def _decoder_of_rank(config: DecoderConfig, ranks: int) -> DecoderConfig:
+    return replace(
+        config,
+        num_heads=divided(config.num_heads, ranks, "attention heads"),
+        num_kv_heads=shared(config.num_kv_heads, ranks, "KV heads"),
+        ffn_size=divided(config.ffn_size, ranks, "ffn columns"),
+    )
+
+
+def divided(count: int, ranks: int, name: str) -> int:
+    """What each of the ranks has of so many. ValueError where they do not divide them."""
+    if count % ranks:
+        raise ValueError(f"tensor_parallel={ranks} does not divide the {count} {name}")
+    return count // ranks
+
+
+def shared(count: int, ranks: int, name: str) -> int:
+    """The same where ranks beside each other have the same one if there are fewer than ranks."""
+    if count % ranks and ranks % count:
+        raise ValueError(
+            f"tensor_parallel={ranks} neither divides the {count} {name} nor is a multiple of them"
+        )
+    return max(1, count // ranks)
+
+
+def _meta(config: ModelConfig) -> StoredWeights:
+    """The model's weights, of which only names, shapes and kinds are asked."""
+    return config.allocate(device="meta", dtype=torch.float32)
+
+
+def _forms_of_rank(
+    forms: WeightForms, whole: StoredWeights, part: StoredWeights, ranks: int
+) -> WeightForms:
+    """How each rank stores its parts of packed weights.
+
+    Where rows that share a scale are on two ranks, each row gets a scale of its own. ValueError
+    for columns that do.
+    """
+    changes = {}
+    for rank in range(ranks if forms else 0):
+        for linear in cut_linears(whole, part, Share(rank, ranks)):
+            first = linear.parts[0][0]
+            form = forms.get(first)
+            if form is None:
+                continue
+            for cut in linear.cuts:
+                try:
+                    check_columns(form.format, cut, ordered=form.ordered)
+                except ValueError as error:
+                    raise ValueError(f"tensor_parallel={ranks}: {first}: {error}") from error
+                if not keeps_groups_of_rows(form.format, cut):
+                    changes[first] = form._replace(format=form.format._replace(rows=1))
+    return forms.replace(changes)
+
+
+# What a rank reads.
+
+
+def cut_to(
+    checkpoint: Checkpoint, whole: StoredWeights, part: StoredWeights, share: Share
+) -> Checkpoint:
+    """The checkpoint with what one rank has of each tensor that goes into its `part`.
+
+    whole  the weights of all ranks, of which shapes are asked
+    """
+    wholes = whole.stored()
     return checkpoint.cut(
         {
-            name: _cut(checkpoint.tensors[name].shape, weight.tensor.numel(), weight.axis, share)
-            for name, weight in stored.items()
+            name: _cut(checkpoint.tensors[name].shape, wholes[name], weight, share)
+            for name, weight in part.stored().items()
             if weight.axis is not None
         }
     )
 
 
-def _cut(shape: tuple[int, ...], values: int, axis: int, share: Share) -> Cut:
-    """The part, of so many values, of a tensor that a rank has; ranks beside each other may have
-    the same one.
+def _cut(shape: tuple[int, ...], whole: Weight, part: Weight, share: Share) -> Cut:
+    """The part of a tensor of this shape that a rank has."""
+    axis = part.axis
+    assert axis is not None, f"{part=}"
+    if not part.pieces:
+        # The views may have the tensor's values in other dimensions.
+        length = part.tensor.numel() * shape[axis] // whole.tensor.numel()
+        return Cut(axis, _spans([shape[axis]], [length], share), shape[axis])
+    return Cut(axis, _spans(whole.pieces, part.pieces, share), shape[axis])
+
+
+def cut_linears(whole: StoredWeights, part: StoredWeights, share: Share) -> list[StoredLinear]:
+    """The linears of a rank's part, which say what of the checkpoint's linears they are."""
+    return [
+        linear if linear.axis is None else linear._replace(cuts=_cuts(one, linear, share))
+        for one, linear in zip(whole.linears(), part.linears(), strict=True)
+    ]
+
+
+def _cuts(whole: StoredLinear, part: StoredLinear, share: Share) -> tuple[Cut, ...]:
+    if part.axis == 1:
+        columns = whole.shape[1]
+        spans = _spans([columns], [part.shape[1]], share)
+        return tuple(Cut(1, spans, columns) for _ in part.parts)
+    return tuple(
+        Cut(
+            0,
+            _spans(whole.pieces.get(name, (rows,)), part.pieces.get(name, (own,)), share),
+            rows,
+        )
+        for (name, rows), (_, own) in zip(whole.parts, part.parts, strict=True)
+    )
+
+
+def _spans(whole: Sequence[int], part: Sequence[int], share: Share) -> tuple[tuple[int, int], ...]:
+    """Of pieces that follow each other, what a rank has of each; ranks beside each other may have
+    the same.
     """
-    whole = shape[axis]
-    length = values * whole // math.prod(shape)
-    return Cut(axis, share.rank * (whole // length) // share.ranks * length, length, whole)
+    spans, start = [], 0
+    for length, own in zip(whole, part, strict=True):
+        spans.append((start + share.rank * (length // own) // share.ranks * own, own))
+        start += length
+    return tuple(spans)

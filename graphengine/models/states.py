@@ -127,6 +127,8 @@ def recurrent_fields(
             dtype=state.dtype or dtype,
             owner="device",
             meaning=f"{name} state of layer {layer}, that of a position in entry position % E",
+            # Ranks have each their own heads, or channels.
+            replicated=False,
         )
         for (layer, name), state in recurrent_states(states).items()
     ]

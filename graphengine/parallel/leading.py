@@ -108,7 +108,7 @@ class LeadingRuntime(Runtime):
             return super().wait_logprobs(replay, record, timeout)
 
     def digests(self) -> list[str]:
-        """SHA-256 of the device-owned state of each rank, after all that was queued.
+        """SHA-256 of the device-owned state that all ranks have, of each, after all that was queued.
 
         They are equal, or something is wrong.
         """

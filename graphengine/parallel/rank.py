@@ -147,10 +147,12 @@ class _Rank:
 
 
 def state_digest(buffers: StaticBuffers) -> str:
-    """SHA-256 of every device-owned field, in hexadecimal digits; waits for the current stream."""
+    """SHA-256 of every device-owned field that all ranks have, in hexadecimal digits; waits for the
+    current stream.
+    """
     digest = hashlib.sha256()
     for field in buffers.fields:
-        if field.owner == "device":
+        if field.owner == "device" and field.replicated:
             values = buffers[field.name].cpu().contiguous().view(torch.uint8)
             digest.update(field.name.encode() + values.numpy().tobytes())
     return digest.hexdigest()

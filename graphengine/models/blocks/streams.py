@@ -126,7 +126,6 @@ def _reduced(
     launch: DecodeLaunch,
 ) -> Tensor:
     """The product of all ranks in float32, without a bias."""
-    _check_split(weight_HK)
     part = linear(
         x_NK,
         weight_HK,
@@ -153,14 +152,6 @@ def _whole_product(
     whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, plan=plan, launch=launch)
     whole = whole if bias is None else whole + bias.float()
     return Product(whole, sums_of_squares(whole, 1).contiguous())
-
-
-def _check_split(weight: AnyWeight) -> None:
-    if not isinstance(weight, Tensor):
-        raise ValueError(
-            f"a weight {list(weight.shape)} in {weight.format.label} is packed, and ranks split "
-            f"weights of 16 or 32 bits alone"
-        )
 
 
 class PrefillScratch:
@@ -300,8 +291,7 @@ def add_chunk_product(
     if launch.reduce is None:
         whole = scratch.product(x_NK, weight_HK, bias, out=out)
     else:
-        _check_split(weight_HK)
-        whole = launch.reduce(chunk_product(x_NK, weight_HK, None, out=out))
+        whole = launch.reduce(scratch.product(x_NK, weight_HK, None, out=out))
         whole = whole if bias is None else whole + bias
     h = scratch.h
     if isinstance(next_norm_H, Sandwich):

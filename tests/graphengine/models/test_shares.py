@@ -16,8 +16,6 @@ from graphengine.kernels import RopeConfig
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, ModelWeights, Share
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.linears import WeightForms
-from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.ranks import cut_to, of_rank
 
 CONFIG = DecoderConfig(
@@ -49,12 +47,6 @@ def rows_of(config: ModelConfig) -> dict[str, Tensor]:
     return {name: torch.randn(each.shape, generator=generator) for name, each in named.items()}
 
 
-def packed(config: DecoderConfig) -> DecoderConfig:
-    """The same with weights in int8."""
-    wide = replace(config, hidden_size=128, ffn_size=128)
-    return config.stored_as(WeightForms(rounded_forms(meta(wide).linears(), "int8", head=False)))
-
-
 def opened(path: Path, tensors: dict[str, Tensor]) -> Checkpoint:
     (path / "config.json").write_text("{}")
     save_file(tensors, path / "model.safetensors")
@@ -70,7 +62,8 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
     parts: list[dict[str, Tensor]] = []
     for rank in range(ranks):
         weights = config.allocate(device="cpu", dtype=torch.float32)
-        assert not cut_to(checkpoint, weights.stored(), Share(rank, ranks)).load(weights.named())
+        part = cut_to(checkpoint, meta(CONFIG), weights, Share(rank, ranks))
+        assert not part.load(weights.named())
         parts.append(weights.named())
         assert ranks == 1 or weights.nbytes < meta(CONFIG).nbytes
     for name, whole in tensors.items():
@@ -105,14 +98,8 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
             "tensor_parallel=2 is for models whose layers all have grouped-query attention and "
             "one dense feed-forward, which this Toy has not",
         ),
-        (
-            packed(CONFIG),
-            2,
-            r"tensor_parallel=2 is for weights of 16 or 32 bits: 8 of this LlamaForCausalLM are "
-            r"packed, model\.layers\.0\.self_attn\.q_proj in int8-1x0",
-        ),
     ],
-    ids=["heads", "ffn", "kv heads", "family", "packed"],
+    ids=["heads", "ffn", "kv heads", "family"],
 )
 def test_models_that_ranks_cannot_split(config: ModelConfig, ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -24,7 +24,7 @@ from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
-from graphengine.speculative import MTP, DraftModel, Eagle3
+from graphengine.speculative import MTP, DraftModel
 
 PROMPT = "def fib(n):"
 
@@ -128,17 +128,12 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
     [
         ({"tensor_parallel": 3}, "tensor_parallel=3 does not divide the"),
         ({"tensor_parallel": 0}, "tensor_parallel=0 must be"),
-        ({"quantize": "int8"}, "quantize='int8' is for an engine of one rank, not for tensor_para"),
         ({"kv_dtype": "fp8"}, "kv_dtype='fp8' is for an engine of one rank"),
         ({"max_prefill_ms_per_step": 5.0}, "max_prefill_ms_per_step=5.0 is for an engine of one"),
         ({"record_routing": True}, "record_routing=True is for an engine of one rank"),
         (
             {"speculative": DraftModel(path="none", k=1)},
             r"speculative=DraftModel\(.*\) is for an engine of one rank",
-        ),
-        (
-            {"speculative": Eagle3(path="none", k=1)},
-            r"speculative=Eagle3\(.*\) is for an engine of one rank, not for tensor_parallel=2",
         ),
         (
             {"speculative": MTP(tree=[[0], [1]])},
