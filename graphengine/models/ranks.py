@@ -1,6 +1,7 @@
 """Tensor parallelism: the part of a model that one of several ranks has.
 
-Ranks split heads and the width of feed-forwards. A rank has all rows of its heads' queries, keys
+Ranks split heads and the width of feed-forwards, and of recurrent layers heads or channels with all
+that they keep. A rank has all rows of its heads' queries, keys
 and values and of its gates and ups, and the columns of the products after them: a part of every
 sum, which `Reduce` completes. Embedding, norms and lm_head are on every rank. With fewer KV heads
 than ranks a KV head is on all ranks whose query heads share it. The codes of packed weights are
@@ -15,10 +16,17 @@ from dataclasses import replace
 
 import torch
 
+from graphengine.models.blocks.gated_delta import GatedDelta
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.mamba2 import Mamba2
+from graphengine.models.blocks.short_conv import ShortConv
+from graphengine.models.blocks.squared_relu import SquaredRelu
+from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.checkpoint import Checkpoint, Cut
 from graphengine.models.contract import ModelConfig, Share, StoredLinear, StoredWeights, Weight
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.eagle3 import Eagle3Config
+from graphengine.models.hybrid import Block, HybridConfig
 from graphengine.models.linears import WeightForms
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
 from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_rows
@@ -67,9 +75,11 @@ def _layers_of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
     """The model with the sizes of each rank's layers; weights are stored as they were."""
     if isinstance(config, DecoderConfig) and not config.latent and not config.expert_layers:
         return _decoder_of_rank(config, ranks)
+    if isinstance(config, HybridConfig):
+        return _hybrid_of_rank(config, ranks)
     raise ValueError(
-        f"tensor_parallel={ranks} is for models whose layers all have grouped-query attention "
-        f"and one dense feed-forward, which this {config.architecture} has not"
+        f"tensor_parallel={ranks} is for models whose layers have grouped-query attention or "
+        f"recurrent heads, and dense feed-forwards, which this {config.architecture} has not"
     )
 
 
@@ -80,6 +90,55 @@ def _decoder_of_rank(config: DecoderConfig, ranks: int) -> DecoderConfig:
         num_kv_heads=shared(config.num_kv_heads, ranks, "KV heads"),
         ffn_size=divided(config.ffn_size, ranks, "ffn columns"),
     )
+
+
+def _hybrid_of_rank(config: HybridConfig, ranks: int) -> HybridConfig:
+    layers = tuple(
+        tuple(part._replace(block=_block_of_rank(part.block, ranks)) for part in layer)
+        for layer in config.layers
+    )
+    return replace(config, layers=layers, attention=_attention_of_rank(config.attention, ranks))
+
+
+def _block_of_rank(block: Block, ranks: int) -> Block:
+    match block:
+        case GroupedQueryAttention():
+            return _attention_of_rank(block, ranks)
+        case Mamba2():
+            return _mamba_of_rank(block, ranks)
+        case GatedDelta():
+            return _delta_of_rank(block, ranks)
+        case ShortConv():
+            return replace(block, channels=divided(block.channels, ranks, "channels"))
+        case Swiglu() | SquaredRelu():
+            return replace(block, ffn_size=divided(block.ffn_size, ranks, "ffn columns"))
+
+
+def _attention_of_rank(block: GroupedQueryAttention, ranks: int) -> GroupedQueryAttention:
+    return replace(
+        block,
+        num_heads=divided(block.num_heads, ranks, "attention heads"),
+        num_kv_heads=shared(block.num_kv_heads, ranks, "KV heads"),
+    )
+
+
+def _mamba_of_rank(block: Mamba2, ranks: int) -> Mamba2:
+    """One group of heads is on all ranks, and so is the norm of them; of several each is whole."""
+    sizes = block.sizes
+    heads, groups = divided(sizes.heads, ranks, "Mamba2 heads"), 1
+    if sizes.groups > 1:
+        groups = divided(sizes.groups, ranks, "groups of Mamba2 heads")
+    sizes_of_rank = replace(sizes, heads=heads, groups=groups)
+    return replace(block, sizes=sizes_of_rank, norm_ranks=ranks if sizes.groups == 1 else 1)
+
+
+def _delta_of_rank(block: GatedDelta, ranks: int) -> GatedDelta:
+    sizes = replace(
+        block.sizes,
+        key_heads=shared(block.sizes.key_heads, ranks, "heads of keys"),
+        value_heads=divided(block.sizes.value_heads, ranks, "heads of values"),
+    )
+    return replace(block, sizes=sizes)
 
 
 def divided(count: int, ranks: int, name: str) -> int:

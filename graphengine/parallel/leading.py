@@ -13,6 +13,7 @@ from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.drafters import Drafter
+from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
 from graphengine.models.contract import Model, Share
 from graphengine.opening.loading import Opened, load_checkpoint, plan_checkpoint, read_checkpoint
@@ -89,6 +90,14 @@ class LeadingRuntime(Runtime):
             self.ranks.send(Kind.SWAP, (out, back))
             super().swap(out, back)
 
+    def copy_kept(self, copies: list[Copy]) -> None:
+        """Queue the copies of `Runtime.copy_kept` on all ranks."""
+        with self.ranks.explained():
+            for each in copies:
+                kind = Kind.COPY_STATE if isinstance(each, StateCopy) else Kind.COPY_BLOCK
+                self.ranks.send(kind, tuple(map(int, each)))
+            super().copy_kept(copies)
+
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on all ranks; on a CPU they run it together."""
         with self.ranks.explained():
@@ -108,7 +117,7 @@ class LeadingRuntime(Runtime):
             return super().wait_logprobs(replay, record, timeout)
 
     def digests(self) -> list[str]:
-        """SHA-256 of the device-owned state that all ranks have, of each, after all that was queued.
+        """SHA-256 of each rank's device-owned state, but its own parts, after all that was queued.
 
         They are equal, or something is wrong.
         """

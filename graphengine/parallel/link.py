@@ -42,11 +42,14 @@ class Stage(IntEnum):
 class Kind(IntEnum):
     """What a rank is to do, and the command's numbers.
 
-    LOAD    (group, start, stop, sequence, acknowledged): `StaticBuffers.repeat`; data are the bytes
-    SWAP    (out, back): `Runtime.swap`
-    REPLAY  (index): that graph of the plan's
-    TELL    (): put what is equal on all ranks into the text
-    CLOSE   ()
+    LOAD        (group, start, stop, sequence, acknowledged): `StaticBuffers.repeat`; data are the
+                bytes
+    SWAP        (out, back): `Runtime.swap`
+    REPLAY      (index): that graph of the plan's
+    TELL        (): put what is equal on all ranks into the text
+    CLOSE       ()
+    COPY_STATE  the numbers of a `StateCopy`, for `Runtime.copy_kept`
+    COPY_BLOCK  those of a `BlockCopy`
     """
 
     LOAD = 1
@@ -54,6 +57,8 @@ class Kind(IntEnum):
     REPLAY = 3
     TELL = 4
     CLOSE = 5
+    COPY_STATE = 6
+    COPY_BLOCK = 7
 
 
 class Command(NamedTuple):

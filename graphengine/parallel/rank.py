@@ -16,6 +16,7 @@ import torch
 from graphengine.buckets import Copied, StaticBuffers
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
+from graphengine.host.kept_states import BlockCopy, StateCopy
 from graphengine.models.contract import Share
 from graphengine.opening.loading import load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
@@ -114,6 +115,11 @@ class _Rank:
                 self._load(runtime, numbers, data)
             elif kind is Kind.SWAP:
                 runtime.swap(numbers[0], numbers[1])
+            elif kind is Kind.COPY_STATE:
+                place, slot, position, back = numbers[:4]
+                runtime.copy_kept([StateCopy(place, slot, position, bool(back))])
+            elif kind is Kind.COPY_BLOCK:
+                runtime.copy_kept([BlockCopy(numbers[0], numbers[1])])
             elif kind is Kind.REPLAY:
                 runtime.replay(graphs[numbers[0]])
             elif kind is Kind.TELL:

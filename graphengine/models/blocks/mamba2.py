@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from graphengine.kernels import (
     AnyWeight,
@@ -36,7 +37,7 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import DecodeLaunch, Reduce, StoredLinear, Weight
+from graphengine.models.contract import DecodeLaunch, PrefillLaunch, Reduce, StoredLinear, Weight
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates, Recurrent
 
@@ -53,6 +54,7 @@ class Mamba2:
     bias         whether the products have biases
     conv_bias    whether the convolution has one
     state_dtype  what a head's state is rounded to after each token
+    norm_ranks   ranks that have heads of one group, whose norm is of all of them
     """
 
     hidden_size: int
@@ -62,13 +64,14 @@ class Mamba2:
     bias: bool = False
     conv_bias: bool = True
     state_dtype: torch.dtype = torch.float32
+    norm_ranks: int = 1
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step. Ranks have no part of them: each has all."""
+        """In the order of a step. Ranks split heads, and groups with them; one group is on all."""
         return {
-            "mamba_in": Linear("store", self.sizes.projected, self.hidden_size),
-            "mamba_out": Linear("residual", self.hidden_size, self.sizes.inner),
+            "mamba_in": Linear("store", self.sizes.projected, self.hidden_size, shard="rows"),
+            "mamba_out": Linear("residual", self.hidden_size, self.sizes.inner, shard="columns"),
         }
 
     @property
@@ -146,24 +149,39 @@ class Mamba2Weights:
         block, prefix = self.block, self.prefix
         projection = ((f"{prefix}in_proj", block.sizes.projected),)
         output = ((f"{prefix}out_proj", block.hidden_size),)
-        return [StoredLinear(self.projection, projection), StoredLinear(self.output, output)]
+        pieces = {f"{prefix}in_proj": self._projected()}
+        return [
+            StoredLinear(self.projection, projection, axis=0, pieces=pieces),
+            StoredLinear(self.output, output, axis=1),
+        ]
+
+    def _channels(self) -> tuple[int, int, int]:
+        """Of x, B and C."""
+        sizes = self.block.sizes
+        of_groups = sizes.groups * sizes.state_size
+        return sizes.inner, of_groups, of_groups
+
+    def _projected(self) -> tuple[int, ...]:
+        """Of z, x, B, C and dt."""
+        sizes = self.block.sizes
+        return sizes.inner, *self._channels(), sizes.heads
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
         prefix, params = self.prefix, self.params
         names = {name: view for each in self.linears() for name, view in each.views().items()}
-        for name, tensor in (
-            ("in_proj.bias", self.projection_bias),
-            ("conv1d.weight", params.conv_weight[:, None]),
-            ("conv1d.bias", params.conv_bias),
-            ("dt_bias", params.dt_bias),
-            ("A_log", params.a_log),
-            ("D", params.skip),
-            ("norm.weight", self.gate_norm),
-            ("out_proj.bias", self.output_bias),
+        for name, tensor, axis, pieces in (
+            ("in_proj.bias", self.projection_bias, 0, self._projected()),
+            ("conv1d.weight", params.conv_weight[:, None], 0, self._channels()),
+            ("conv1d.bias", params.conv_bias, 0, self._channels()),
+            ("dt_bias", params.dt_bias, 0, ()),
+            ("A_log", params.a_log, 0, ()),
+            ("D", params.skip, 0, ()),
+            ("norm.weight", self.gate_norm, 0, ()),
+            ("out_proj.bias", self.output_bias, None, ()),
         ):
             if tensor is not None:
-                names[prefix + name] = Weight(tensor)
+                names[prefix + name] = Weight(tensor, axis, pieces)
         return names
 
     def tensors(self) -> list[Tensor]:
@@ -184,7 +202,6 @@ class Mamba2Weights:
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares. `states` are the layer's, by name: each token leaves an entry.
         """
-        _check_ranks(launch.reduce)
         block, sizes = self.block, self.block.sizes
         projected = linear(
             residual.scaled,
@@ -210,6 +227,7 @@ class Mamba2Weights:
                 tokens_per_row=tokens,
                 pdl=pdl,
             )
+            squares = self._squares_of_all(squares, launch.reduce)
         else:
             inputs = mamba2_norm(
                 mamba2_decode(
@@ -249,7 +267,6 @@ class Mamba2Weights:
         `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`. Of
         `states`, the newest entries are those of the chunk's last tokens.
         """
-        _check_ranks(scratch.launch.reduce)
         block, sizes, pdl = self.block, self.block.sizes, scratch.launch.pdl
         projected = scratch.take(sizes.projected)
         scratch.product(scratch.h, self.projection, self.projection_bias, out=projected)
@@ -277,19 +294,8 @@ class Mamba2Weights:
             out=scratch.take(sizes.inner, after=sizes.projected + sizes.channels),
             pdl=pdl,
         )
-        normed = mamba2_norm(
-            scanned,
-            z,
-            self.gate_norm,
-            lanes.slot,
-            groups=sizes.groups,
-            eps=block.gate_eps,
-            out_dtype=scanned.dtype,
-            out=scanned,
-            pdl=pdl,
-        )
         add_chunk_product(
-            normed,
+            self._norm_chunk(scanned, z, lanes.slot, scratch.launch),
             self.output,
             self.output_bias,
             stream,
@@ -300,7 +306,34 @@ class Mamba2Weights:
             out=scratch.h,
         )
 
+    def _norm_chunk(
+        self, scanned: Tensor, z: Tensor, slot: Tensor, launch: PrefillLaunch
+    ) -> Tensor:
+        """The gated norm of a chunk's lanes, in place."""
+        block = self.block
+        if block.norm_ranks == 1:
+            return mamba2_norm(
+                scanned,
+                z,
+                self.gate_norm,
+                slot,
+                groups=block.sizes.groups,
+                eps=block.gate_eps,
+                out_dtype=scanned.dtype,
+                out=scanned,
+                pdl=launch.pdl,
+            )
+        gated = scanned.float() * silu(z.float())
+        squares = self._squares_of_all(gated.square().sum(1)[None], launch.reduce)
+        factor = torch.rsqrt(squares[0] / block.sizes.inner + block.gate_eps)
+        return scanned.copy_(gated * factor[:, None] * self.gate_norm.float())
 
-def _check_ranks(reduce: Reduce | None) -> None:
-    if reduce is not None:
-        raise ValueError("ranks cannot split a Mamba2 layer: each head's state is on one rank")
+    def _squares_of_all(self, squares_TN: Tensor, reduce: Reduce | None) -> Tensor:
+        """Sums of squares of as many values as this rank has, `[1, N]`, whose mean is that of the
+        values of all ranks of the one group; `squares_TN` where one rank has all.
+        """
+        ranks = self.block.norm_ranks
+        if ranks == 1:
+            return squares_TN
+        assert reduce is not None, f"{ranks=} and nowhere to meet"
+        return (reduce(squares_TN.sum(0)[:, None]) / ranks).view(1, -1)

@@ -95,8 +95,8 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
         (
             read_config(TOY, "Toy"),
             2,
-            "tensor_parallel=2 is for models whose layers all have grouped-query attention and "
-            "one dense feed-forward, which this Toy has not",
+            "tensor_parallel=2 is for models whose layers have grouped-query attention or "
+            "recurrent heads, and dense feed-forwards, which this Toy has not",
         ),
     ],
     ids=["heads", "ffn", "kv heads", "family"],
