@@ -75,6 +75,7 @@ class Runtime:
                   nothing was measured
     numerics_id   `Engine.numerics_id`
     stream        the stream of all replays and copies; None on a CPU
+    device        of all this
     launched      publishing replays so far: the sequence number of the last one
     """
 
@@ -97,7 +98,7 @@ class Runtime:
         # What the waits query.
         self._watched: Queryable | None = held.stream
         self.launched = 0
-        self._device = memory.device
+        self.device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
         self.graphs: dict[GraphKey, Graph] = {}
         self._capture(memory)
@@ -256,10 +257,20 @@ class Runtime:
         if self.stream is not None:
             self.stream.synchronize()
 
+    @property
+    def block_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of a block of each cache in `read_blocks`, layers first."""
+        return tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in self.caches)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of what `read_states` returns."""
+        return self.kept.shapes
+
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
         """Copies of KV blocks on the host, [layers, blocks, ...] for each cache; waits for them."""
         with self.on_stream():
-            index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+            index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
             # A layer at a time, as the gathered blocks take device memory outside the budget.
             return tuple(_read_cache(cache, index) for cache, _ in self.caches)
 
@@ -276,10 +287,10 @@ class Runtime:
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
         """Copy what `read_blocks` returned into these blocks, after everything that was queued."""
         with self.on_stream():
-            index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+            index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
             for (cache, _), parts in zip(self.caches, kept, strict=True):
                 for layer, part in zip(_bits(cache), _bits(parts), strict=True):
-                    layer.index_copy_(0, index, part.to(self._device))
+                    layer.index_copy_(0, index, part.to(self.device))
 
     @contextmanager
     def replaced(

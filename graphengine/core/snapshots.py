@@ -196,7 +196,7 @@ class SessionSnapshot:
             raise ValueError(f"the session has {found!r} caches, the engine {len(ours.caches)}")
         self._check_states(core)
         most, blocks = core.scheduler.reuse.whole_blocks(len(ids)), None
-        if core.runtime.kept.shapes:
+        if core.runtime.state_shapes:
             most = -(-self.position // core.memory.block_size)
             blocks = most or None
         for index, (cache, shape) in enumerate(zip(self.caches, ours.caches, strict=True)):
@@ -224,22 +224,22 @@ class SessionSnapshot:
 
         They do not depend on its drafts: their entries are laid out anew, by position.
         """
-        kept, found = core.runtime.kept, self.states
+        wanted, dtypes, found = core.runtime.state_shapes, core.runtime.kept.dtypes, self.states
         if not isinstance(found, tuple | list) or not is_int(self.position):
             raise ValueError(f"the session's states={found!r:.99} at position={self.position!r}")
         if not found and not self.position:
             return
-        if not kept.shapes:
+        if not wanted:
             raise ValueError(
                 f"the session has {len(found)} states of recurrent layers: the engine keeps none "
                 f"(session_states={core.config.session_states})"
             )
         fits = all(isinstance(part, Tensor) and part.device.type == "cpu" for part in found)
         shapes = tuple(tuple(part.shape) for part in found) if fits else ()
-        if shapes != kept.shapes or tuple(part.dtype for part in found) != kept.dtypes:
+        if shapes != wanted or tuple(part.dtype for part in found) != dtypes:
             raise ValueError(
                 f"the session's states are {shapes or found!r:.99}, those of the engine "
-                f"{kept.shapes} of {kept.dtypes}"
+                f"{wanted} of {dtypes}"
             )
         most = len(self.token_ids) - core.needs.tokens_after
         if not 1 <= self.position <= most:
@@ -323,7 +323,7 @@ def origin_of(core: EngineCore) -> Origin:
         dtype=_dtypes(core),
         block_size=core.memory.block_size,
         model=_fingerprint(core.runtime.model.weights),
-        caches=tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in core.runtime.caches),
+        caches=core.runtime.block_shapes,
         speculative=_without_path(core.config.mode) if core.needs.states else describe(None),
         drafter="" if core.drafter.weights is None else _fingerprint(core.drafter.weights),
         numerics_id=core.runtime.numerics_id,

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         StoredWeights,
     )
     from graphengine.models.linears import LinearPlans
+    from graphengine.models.states import LayerStates
 
 
 class Verified(NamedTuple):
@@ -160,6 +161,11 @@ class Drafter(ABC):
     def length(self) -> int:
         """K: drafts a step, at most."""
         return self.needs.length
+
+    @property
+    def whole_states(self) -> tuple[LayerStates, ...]:
+        """What its layers keep on all ranks together; `needs.states` is of this one."""
+        return self.needs.states
 
     # What it takes. The engine asks before anything is allocated, except where it is said.
 

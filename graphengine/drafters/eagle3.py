@@ -72,13 +72,13 @@ class Eagle3Module(DraftModules):
         target: ModelConfig,
         share: Share = WHOLE,
     ) -> None:
-        whole, self.token_ids, self._order = read
-        self.config = eagle3_of_rank(whole, share.ranks)
+        self.whole, self.token_ids, self._order = read
+        self.config = eagle3_of_rank(self.whole, share.ranks)
         self.own_checkpoint = checkpoint
         if checkpoint is not None and share != WHOLE:
             of_all, own = (
                 allocate_eagle3_weights(each, device="meta", dtype=torch.float32)
-                for each in (whole, self.config)
+                for each in (self.whole, self.config)
             )
             self.own_checkpoint = cut_to(checkpoint, of_all, own, share)
         self._head_form = target.forms.format_of(HEAD) if HEAD in target.forms else None

@@ -106,6 +106,8 @@ class DraftModules(ABC):
     """
 
     config: ModulesConfig
+    whole: ModulesConfig
+    """Of all ranks; `config` is of this one."""
     weights: StoredWeights
     own_checkpoint: Checkpoint | None = None
     """Where they are read from; None: from the target's."""
@@ -250,6 +252,10 @@ class ModuleDrafter(Drafter):
             wants_hidden=modules.wants_hidden,
             reads_streams=modules.reads_streams,
         )
+
+    @property
+    def whole_states(self) -> tuple[LayerStates, ...]:
+        return self.modules.whole.states
 
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         wanted = self.modules.allocate(device, dtype)

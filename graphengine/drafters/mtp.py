@@ -42,6 +42,7 @@ class MtpModules(DraftModules):
     """
 
     config: MtpConfig
+    whole: MtpConfig
     weights: MtpWeights
 
     def __init__(

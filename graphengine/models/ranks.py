@@ -214,8 +214,8 @@ def _cut(shape: tuple[int, ...], whole: Weight, part: Weight, share: Share) -> C
     if not part.pieces:
         # The views may have the tensor's values in other dimensions.
         length = part.tensor.numel() * shape[axis] // whole.tensor.numel()
-        return Cut(axis, _spans([shape[axis]], [length], share), shape[axis])
-    return Cut(axis, _spans(whole.pieces, part.pieces, share), shape[axis])
+        return Cut(axis, spans_of([shape[axis]], [length], *share), shape[axis])
+    return Cut(axis, spans_of(whole.pieces, part.pieces, *share), shape[axis])
 
 
 def cut_linears(whole: StoredWeights, part: StoredWeights, share: Share) -> list[StoredLinear]:
@@ -229,24 +229,26 @@ def cut_linears(whole: StoredWeights, part: StoredWeights, share: Share) -> list
 def _cuts(whole: StoredLinear, part: StoredLinear, share: Share) -> tuple[Cut, ...]:
     if part.axis == 1:
         columns = whole.shape[1]
-        spans = _spans([columns], [part.shape[1]], share)
+        spans = spans_of([columns], [part.shape[1]], *share)
         return tuple(Cut(1, spans, columns) for _ in part.parts)
     return tuple(
         Cut(
             0,
-            _spans(whole.pieces.get(name, (rows,)), part.pieces.get(name, (own,)), share),
+            spans_of(whole.pieces.get(name, (rows,)), part.pieces.get(name, (own,)), *share),
             rows,
         )
         for (name, rows), (_, own) in zip(whole.parts, part.parts, strict=True)
     )
 
 
-def _spans(whole: Sequence[int], part: Sequence[int], share: Share) -> tuple[tuple[int, int], ...]:
-    """Of pieces that follow each other, what a rank has of each; ranks beside each other may have
-    the same.
+def spans_of(
+    whole: Sequence[int], part: Sequence[int], rank: int, ranks: int
+) -> tuple[tuple[int, int], ...]:
+    """Of pieces that follow each other, (start, length) of what a rank has of each; ranks beside
+    each other may have the same.
     """
     spans, start = [], 0
     for length, own in zip(whole, part, strict=True):
-        spans.append((start + share.rank * (length // own) // share.ranks * own, own))
+        spans.append((start + rank * (length // own) // ranks * own, own))
         start += length
     return tuple(spans)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from graphengine.buckets import Copied
 from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
-from graphengine.drafters import Drafter
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
-from graphengine.models.contract import Model, Share
-from graphengine.opening.loading import Opened, load_checkpoint, plan_checkpoint, read_checkpoint
+from graphengine.models.contract import Share
+from graphengine.opening.loading import (
+    Found,
+    Opened,
+    load_checkpoint,
+    plan_checkpoint,
+    read_checkpoint,
+)
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.meeting import Meeting
-from graphengine.parallel.rank import state_digest
+from graphengine.parallel.rank import kept_parts, state_digest
 from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.result import TokenLogprobs
@@ -42,7 +49,7 @@ def open_with_ranks(
             opened = load_checkpoint(found, memory, config, progress)
             ranks.wait_for(Stage.LOADED)
             ranks.let(Stage.LOADED)
-            return opened, LeadingRuntime(opened.model, memory, config, opened.drafter, ranks)
+            return opened, LeadingRuntime(opened, memory, config, ranks, found)
     except BaseException:
         ranks.broken = True
         ranks.close()
@@ -57,19 +64,20 @@ class LeadingRuntime(Runtime):
 
     def __init__(
         self,
-        model: Model,
+        opened: Opened,
         memory: MemoryPlan,
         config: EngineConfig,
-        drafter: Drafter,
         ranks: Ranks,
+        found: Found,
     ) -> None:
         self.ranks = ranks
         share = Share(0, config.tensor_parallel)
         self._meeting = Meeting(ranks.meeting, share, memory.device)
-        super().__init__(model, memory, config, drafter, group=self._meeting)
+        super().__init__(opened.model, memory, config, opened.drafter, group=self._meeting)
         ranks.wait_for(Stage.FOLLOWING)
         ranks.forget_meeting()
         self._meeting.limit_s = config.wait_limit_s
+        self._parts = kept_parts(self, self._meeting, found)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
             self._watched = _Watched(self.stream, ranks)
@@ -97,6 +105,40 @@ class LeadingRuntime(Runtime):
                 kind = Kind.COPY_STATE if isinstance(each, StateCopy) else Kind.COPY_BLOCK
                 self.ranks.send(kind, tuple(map(int, each)))
             super().copy_kept(copies)
+
+    @property
+    def block_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of a block of each cache in `read_blocks`, layers first."""
+        return self._parts.block_shapes
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of what `read_states` returns."""
+        return self._parts.state_shapes
+
+    def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
+        """Copies of KV blocks on the host, as one model has them; waits for all ranks."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.READ_BLOCKS, data=_packed(blocks))
+            return self._parts.read_blocks(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
+        """Copy what `read_blocks` returned into these blocks, of which each rank takes its part."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.WRITE_BLOCKS, data=_packed(blocks))
+            self._parts.write_blocks(blocks, kept)
+
+    def read_states(self, place: int) -> tuple[Tensor, ...]:
+        """Copies of the states kept there on the host, as one model has them."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.READ_STATES, (place,))
+            return self._parts.read_states(place)
+
+    def write_states(self, place: int, parts: Sequence[Tensor]) -> None:
+        """Copy what `read_states` returned to this place, of which each rank takes its part."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.WRITE_STATES, (place,))
+            self._parts.write_states(place, parts)
 
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on all ranks; on a CPU they run it together."""
@@ -136,6 +178,11 @@ class LeadingRuntime(Runtime):
         super().close()
         self.ranks.close()
         self._meeting.close(broken=False)
+
+
+def _packed(blocks: Sequence[int]) -> bytes:
+    """Data for ranks; no longer than the largest load, which has the tables of all slots."""
+    return np.asarray(blocks, dtype=np.int32).tobytes()
 
 
 class _Watched:

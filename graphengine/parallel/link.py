@@ -50,6 +50,8 @@ class Kind(IntEnum):
     CLOSE       ()
     COPY_STATE  the numbers of a `StateCopy`, for `Runtime.copy_kept`
     COPY_BLOCK  those of a `BlockCopy`
+    READ_BLOCKS, WRITE_BLOCKS  (): of `KeptParts`; data are the blocks, int32
+    READ_STATES, WRITE_STATES  (place): of `KeptParts`
     """
 
     LOAD = 1
@@ -59,6 +61,10 @@ class Kind(IntEnum):
     CLOSE = 5
     COPY_STATE = 6
     COPY_BLOCK = 7
+    READ_BLOCKS = 8
+    WRITE_BLOCKS = 9
+    READ_STATES = 10
+    WRITE_STATES = 11
 
 
 class Command(NamedTuple):

@@ -68,10 +68,23 @@ class GatedDelta:
         return {"delta_in": "in_proj_qkv", "delta_out": "out_proj"}
 
     @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Channels of queries, keys and values."""
+        keys = self.sizes.key_heads * self.sizes.key_dim
+        return keys, keys, self.sizes.inner
+
+    @property
     def states(self) -> LayerStates:
         """The convolution's newest inputs, and a state for each head."""
         sizes = self.sizes
-        ring = Recurrent(RING, (sizes.channels,), None, depth=sizes.taps - 1, apart=True)
+        ring = Recurrent(
+            RING,
+            (sizes.channels,),
+            None,
+            depth=sizes.taps - 1,
+            apart=True,
+            pieces=self.convolved,
+        )
         return ring, Recurrent(STATE, sizes.state_shape, self.state_dtype)
 
     @property
@@ -136,24 +149,18 @@ class GatedDeltaWeights:
         }
         projection = tuple((self.prefix + name, count) for name, count in rows.items())
         output = ((f"{self.prefix}out_proj", block.hidden_size),)
-        pieces = {f"{self.prefix}in_proj_qkv": self._channels()}
+        pieces = {f"{self.prefix}in_proj_qkv": block.convolved}
         return [
             StoredLinear(self.projection, projection, axis=0, pieces=pieces),
             StoredLinear(self.output, output, axis=1),
         ]
-
-    def _channels(self) -> tuple[int, int, int]:
-        """Of queries, keys and values."""
-        sizes = self.block.sizes
-        keys = sizes.key_heads * sizes.key_dim
-        return keys, keys, sizes.inner
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
         prefix, params = self.prefix, self.params
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         return names | {
-            f"{prefix}conv1d.weight": Weight(params.conv_weight[:, None], 0, self._channels()),
+            f"{prefix}conv1d.weight": Weight(params.conv_weight[:, None], 0, self.block.convolved),
             f"{prefix}A_log": Weight(params.a_log, 0),
             f"{prefix}dt_bias": Weight(params.dt_bias, 0),
             f"{prefix}norm.weight": Weight(params.norm),

@@ -80,10 +80,28 @@ class Mamba2:
         return {"mamba_in": "in_proj", "mamba_out": "out_proj"}
 
     @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Channels of x, B and C."""
+        of_groups = self.sizes.groups * self.sizes.state_size
+        return self.sizes.inner, of_groups, of_groups
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Values of z, x, B, C and dt."""
+        return self.sizes.inner, *self.convolved, self.sizes.heads
+
+    @property
     def states(self) -> LayerStates:
         """The convolution's newest inputs, and a state for each head."""
         sizes = self.sizes
-        ring = Recurrent(RING, (sizes.channels,), None, depth=sizes.width - 1, apart=True)
+        ring = Recurrent(
+            RING,
+            (sizes.channels,),
+            None,
+            depth=sizes.width - 1,
+            apart=True,
+            pieces=self.convolved,
+        )
         return ring, Recurrent(STATE, sizes.state_shape, self.state_dtype)
 
     @property
@@ -149,31 +167,20 @@ class Mamba2Weights:
         block, prefix = self.block, self.prefix
         projection = ((f"{prefix}in_proj", block.sizes.projected),)
         output = ((f"{prefix}out_proj", block.hidden_size),)
-        pieces = {f"{prefix}in_proj": self._projected()}
+        pieces = {f"{prefix}in_proj": block.projected}
         return [
             StoredLinear(self.projection, projection, axis=0, pieces=pieces),
             StoredLinear(self.output, output, axis=1),
         ]
-
-    def _channels(self) -> tuple[int, int, int]:
-        """Of x, B and C."""
-        sizes = self.block.sizes
-        of_groups = sizes.groups * sizes.state_size
-        return sizes.inner, of_groups, of_groups
-
-    def _projected(self) -> tuple[int, ...]:
-        """Of z, x, B, C and dt."""
-        sizes = self.block.sizes
-        return sizes.inner, *self._channels(), sizes.heads
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
         prefix, params = self.prefix, self.params
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         for name, tensor, axis, pieces in (
-            ("in_proj.bias", self.projection_bias, 0, self._projected()),
-            ("conv1d.weight", params.conv_weight[:, None], 0, self._channels()),
-            ("conv1d.bias", params.conv_bias, 0, self._channels()),
+            ("in_proj.bias", self.projection_bias, 0, self.block.projected),
+            ("conv1d.weight", params.conv_weight[:, None], 0, self.block.convolved),
+            ("conv1d.bias", params.conv_bias, 0, self.block.convolved),
             ("dt_bias", params.dt_bias, 0, ()),
             ("A_log", params.a_log, 0, ()),
             ("D", params.skip, 0, ()),

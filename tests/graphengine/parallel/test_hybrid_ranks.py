@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoints.mtp_chains import HAS_CHAINS, Chains
 from engines.family_checks import assert_rewinds
@@ -73,6 +74,26 @@ def test_drafts_sessions_and_prefixes(hybrids: dict[str, Any]) -> None:
         assert again.cached_tokens > 0 and engine.counters["states/kept"] > 2
         assert engine.acceptance.accepted > 0
         assert_equal_ranks(engine)
+        assert_restores(engine, prompt)
+
+
+def assert_restores(engine: Engine, prompt: list[int]) -> None:
+    """A snapshot has the states of all heads; the session that is restored goes on from them."""
+    with engine.session() as session:
+        session.append(prompt)
+        session.generate(GREEDY)
+        kept = session.snapshot()
+        session.append(prompt[:5])
+        expected = session.generate(GREEDY)
+    # 6 heads, and a convolution of x, B and C.
+    assert [tuple(state.shape) for state in kept.states[:2]] == [(3, 432), (1, 6, 64, 24)]
+    with engine.restore_session(kept) as restored:
+        again = restored.snapshot()
+        pairs = zip(again.states + again.caches, kept.states + kept.caches, strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+        restored.append(prompt[:5])
+        assert restored.generate(GREEDY).token_ids == expected.token_ids
+    assert_equal_ranks(engine)
 
 
 @pytest.mark.skipif(not HAS_CHAINS, reason="needs transformers with chains of modules")
