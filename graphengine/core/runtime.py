@@ -21,6 +21,7 @@ from graphengine.buckets import CapturedGraph, CaptureReport, Copied, capture_al
 from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
+from graphengine.core.fingerprints import fingerprint
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.host.replay import Replay
@@ -256,6 +257,11 @@ class Runtime:
         """Wait for everything that was queued."""
         if self.stream is not None:
             self.stream.synchronize()
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Of the weights of the model, and of those of its drafter: "" of one without."""
+        drafted = self.program.drafter.weights
+        return fingerprint(self.model.weights), "" if drafted is None else fingerprint(drafted)
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:

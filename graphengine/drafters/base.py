@@ -162,6 +162,12 @@ class Drafter(ABC):
         """K: drafts a step, at most."""
         return self.needs.length
 
+    def whole_weights(self, dtype: torch.dtype) -> StoredWeights | None:
+        """Those of all ranks together, on the device "meta", where ranks split those that the
+        target's checkpoint has; None: this one's are all.
+        """
+        return None
+
     @property
     def whole_states(self) -> tuple[LayerStates, ...]:
         """What its layers keep on all ranks together; `needs.states` is of this one."""

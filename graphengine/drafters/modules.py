@@ -136,6 +136,10 @@ class DraftModules(ABC):
     @abstractmethod
     def allocate(self, device: torch.device, dtype: torch.dtype) -> Destinations: ...
 
+    def whole_weights(self, dtype: torch.dtype) -> StoredWeights | None:
+        """As of a `Drafter`."""
+        return None
+
     def cut(self, checkpoint: Checkpoint) -> Checkpoint:
         """The target's checkpoint, with what this rank has of the tensors that `allocate` named."""
         return checkpoint
@@ -252,6 +256,9 @@ class ModuleDrafter(Drafter):
             wants_hidden=modules.wants_hidden,
             reads_streams=modules.reads_streams,
         )
+
+    def whole_weights(self, dtype: torch.dtype) -> StoredWeights | None:
+        return self.modules.whole_weights(dtype)
 
     @property
     def whole_states(self) -> tuple[LayerStates, ...]:

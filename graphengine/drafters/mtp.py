@@ -69,16 +69,16 @@ class MtpModules(DraftModules):
         return self.weights.named()
 
     def cut(self, checkpoint: Checkpoint) -> Checkpoint:
-        return cut_to(checkpoint, self._of_all(), self.weights, self.share)
+        whole = self.whole_weights(torch.float32)
+        return cut_to(checkpoint, whole, self.weights, self.share)
 
     def stored_linears(self) -> list[StoredLinear]:
         if self.share == WHOLE:
             return self.weights.linears()
-        return cut_linears(self._of_all(), self.weights, self.share)
+        return cut_linears(self.whole_weights(torch.float32), self.weights, self.share)
 
-    def _of_all(self) -> MtpWeights:
-        """The weights of all ranks, which nobody has."""
-        return allocate_mtp_weights(self.whole, device="meta", dtype=torch.float32)
+    def whole_weights(self, dtype: torch.dtype) -> MtpWeights:
+        return allocate_mtp_weights(self.whole, device="meta", dtype=dtype)
 
     def open(self, setting: DraftSetting, cache: Tensor, plans: LinearPlans) -> OpenMtp:
         return OpenMtp(self, setting, cache, plans)

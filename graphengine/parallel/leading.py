@@ -29,6 +29,7 @@ from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.rank import kept_parts, state_digest
 from graphengine.parallel.ranks import Ranks, rank_devices
+from graphengine.parallel.whole_weights import whole_fingerprint
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.result import TokenLogprobs
 
@@ -77,6 +78,8 @@ class LeadingRuntime(Runtime):
         ranks.wait_for(Stage.FOLLOWING)
         ranks.forget_meeting()
         self._meeting.limit_s = config.wait_limit_s
+        self._found, self._dtype = found, memory.dtype
+        self._fingerprints: tuple[str, str] | None = None
         self._parts = kept_parts(self, self._meeting, found)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
@@ -105,6 +108,24 @@ class LeadingRuntime(Runtime):
                 kind = Kind.COPY_STATE if isinstance(each, StateCopy) else Kind.COPY_BLOCK
                 self.ranks.send(kind, tuple(map(int, each)))
             super().copy_kept(copies)
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Those of one rank with all weights, which are read again when they are first asked for.
+
+        EAGLE3's is of this rank's part. ValueError where the checkpoint has changed.
+        """
+        if self._fingerprints is None:
+            found = self._found
+            model = found.whole.allocate(device="meta", dtype=self._dtype)
+            drafted, name = found.drafter.whole_weights(self._dtype), found.whole.embedding_name
+            _, own = super().fingerprints()
+            self._fingerprints = (
+                whole_fingerprint(model, found.checkpoint, name, self.device),
+                own
+                if drafted is None
+                else whole_fingerprint(drafted, found.checkpoint, name, self.device),
+            )
+        return self._fingerprints
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -54,12 +54,23 @@ def assert_as_one(path: Path, prompts: list[Any], max_tokens: int, **options: An
     with open_engine(path, 1, **options) as alone:
         expected = [each.token_ids for each in alone.generate(prompts, greedy)]
         accepted, size = alone.acceptance.accepted, packed_bytes(alone)
+        with alone.session() as session:
+            session.append(prompts[1])
+            session.generate(greedy)
+            kept = session.snapshot()
     assert len(set(expected[1])) > 4
     with open_engine(path, 2, **options) as engine:
         found = [each.token_ids for each in engine.generate(prompts, greedy)]
         assert found == expected
         assert engine.acceptance.accepted == accepted
         assert_equal_ranks(engine.runtime)
+        # The weights are found to be the same, whoever has them.
+        if not isinstance(engine.config.mode, Eagle3):
+            with engine.restore_session(kept) as restored:
+                assert restored.cached_tokens == kept.blocks * engine.memory.block_size
+        else:
+            with pytest.raises(ValueError, match="the session is of drafter='"):
+                engine.restore_session(kept)
         assert packed_bytes(engine) < 0.7 * size or not size
 
 

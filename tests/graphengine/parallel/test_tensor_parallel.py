@@ -199,8 +199,16 @@ def test_sessions_go_on(
         assert whole.origin.caches == kept.origin.caches
         for found, cache in zip(kept.caches, whole.caches, strict=True):
             torch.testing.assert_close(found, cache, rtol=1e-4, atol=1e-4)
-        with pytest.raises(ValueError, match="the session is of model='"):
-            alone.restore_session(kept)
+        assert whole.origin.model == kept.origin.model
+        # Of any number of ranks.
+        with alone.restore_session(kept) as restored:
+            restored.append(more)
+            result = restored.generate(greedy(12))
+            assert result.token_ids == expected.token_ids and result.cached_tokens == cached
+    with engine.restore_session(whole) as restored:
+        restored.append(more)
+        assert restored.generate(greedy(12)).token_ids == expected.token_ids
+    assert_equal_ranks(engine)
 
 
 @pytest.mark.parametrize("mode", [NGram(k=3), UserProvided(k=2)], ids=["ngram", "user"])

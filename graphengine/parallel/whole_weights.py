@@ -1,0 +1,63 @@
+"""The weights of all ranks together, which no rank has: read again, for a fingerprint of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphengine.core.fingerprints import fingerprint_of, packed_linears
+from graphengine.kernels import PackedWeight
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.contract import StoredLinear, StoredWeights
+from graphengine.models.quantised.filling import Reader, fill_packed
+from graphengine.models.quantised.schemes import HEAD
+from graphengine.models.stored import reader_of
+
+
+def whole_fingerprint(
+    whole: StoredWeights, checkpoint: Checkpoint, embedding: str, device: torch.device
+) -> str:
+    """The `fingerprint` of these weights, were they all here; of packed ones each is, for a moment.
+
+    whole      on the device "meta"
+    embedding  its name in the checkpoint without ".weight", which lm_head may stand for
+
+    ValueError where the checkpoint has changed since it was opened.
+    """
+    reader = reader_of(checkpoint, embedding)
+    tensors = chain(_plain(whole, checkpoint), _packed(whole, checkpoint, reader, device))
+    return fingerprint_of(whole.config, tensors)
+
+
+def _plain(whole: StoredWeights, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    tensors = checkpoint.mapped()
+    for name, meta in sorted(whole.named().items()):
+        stored = tensors[name if name in checkpoint.tensors else f"{HEAD}.weight"]
+        yield name, stored.view(meta.shape).to(meta.dtype)
+
+
+def _packed(
+    whole: StoredWeights, checkpoint: Checkpoint, reader: Reader, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    for name, linear in packed_linears(whole).items():
+        packed = _filled(linear, checkpoint, reader, device)
+        for index, tensor in enumerate(packed.tensors):
+            yield f"{name} {index}", tensor
+
+
+def _filled(
+    linear: StoredLinear, checkpoint: Checkpoint, reader: Reader, device: torch.device
+) -> PackedWeight:
+    assert isinstance(linear.weight, PackedWeight), f"{linear=}"
+    packed = PackedWeight(*(_empty(each, device) for each in linear.weight))
+    fill_packed(checkpoint.path, [linear._replace(weight=packed)], reader, lambda names: None)
+    return packed
+
+
+def _empty(value: Any, device: torch.device) -> Any:
+    """Such a tensor on this device; what is none as it is."""
+    return torch.empty_like(value, device=device) if isinstance(value, Tensor) else value
