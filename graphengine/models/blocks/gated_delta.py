@@ -92,6 +92,10 @@ class GatedDelta:
         """Values of a lane in `PrefillScratch`."""
         return self.sizes.projected + self.sizes.channels + self.sizes.inner
 
+    def scan_bytes(self, lanes: int) -> int:
+        """Bytes that the kernels of a chunk leave to each other."""
+        return self.sizes.scan_bytes(lanes)
+
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
     ) -> GatedDeltaWeights:

@@ -109,6 +109,11 @@ class Mamba2:
         """Values of a lane in `PrefillScratch`."""
         return self.sizes.projected + self.sizes.channels + self.sizes.inner
 
+    def scan_bytes(self, lanes: int) -> int:
+        """Bytes that the kernels of a chunk leave to each other, and of a norm of several ranks."""
+        gated = 4 * lanes * self.sizes.inner if self.norm_ranks > 1 else 0
+        return self.sizes.scan_bytes(lanes) + gated
+
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
     ) -> Mamba2Weights:
@@ -330,10 +335,11 @@ class Mamba2Weights:
                 out=scanned,
                 pdl=launch.pdl,
             )
-        gated = scanned.float() * silu(z.float())
-        squares = self._squares_of_all(gated.square().sum(1)[None], launch.reduce)
+        gated = silu(z.to(torch.float32, copy=True), inplace=True).mul_(scanned)
+        own = torch.linalg.vector_norm(gated, dim=1).square()
+        squares = self._squares_of_all(own[None], launch.reduce)
         factor = torch.rsqrt(squares[0] / block.sizes.inner + block.gate_eps)
-        return scanned.copy_(gated * factor[:, None] * self.gate_norm.float())
+        return scanned.copy_(gated.mul_(factor[:, None]).mul_(self.gate_norm))
 
     def _squares_of_all(self, squares_TN: Tensor, reduce: Reduce | None) -> Tensor:
         """Sums of squares of as many values as this rank has, `[1, N]`, whose mean is that of the
