@@ -1,11 +1,11 @@
 """Tensor parallelism: the part of a model that one of several ranks has.
 
 Ranks split heads and the width of feed-forwards, and of recurrent layers heads or channels with all
-that they keep. A rank has all rows of its heads' queries, keys
-and values and of its gates and ups, and the columns of the products after them: a part of every
-sum, which `Reduce` completes. Embedding, norms and lm_head are on every rank. With fewer KV heads
-than ranks a KV head is on all ranks whose query heads share it. The codes of packed weights are
-split like any others, and scales with them.
+that they keep. A rank has all rows of its heads' queries, keys and values and of its gates and ups,
+and the columns of the products after them: a part of every sum, which `Reduce` completes.
+Embedding, norms and lm_head are on every rank. With fewer KV heads than ranks a KV head is on all
+ranks whose query heads share it. Codes of packed weights are split like other values, and scales
+with them.
 The scheme is Megatron-LM's (Shoeybi et al., 2019).
 """
 

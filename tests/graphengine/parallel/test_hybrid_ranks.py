@@ -1,7 +1,8 @@
 """Engines of two ranks whose models have recurrent layers: against transformers.
 
-Each rank has some of a layer's heads or channels, with their states. Of the models with Mamba2 two
-have one group, whose norm is of all ranks' heads, and one has a group for each rank.
+Each rank has some of a layer's heads or channels, with their states. Of the models with Mamba2,
+"granite" and "nemotron-biases" have one group, whose norm is of all ranks' heads, and the other one
+has a group for each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, NGram
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-NAMES = ["granite", "granite-rope-limits", "nemotron-biases", "qwen", "lfm2-biases"]
+NAMES = ["granite-rope-limits", "nemotron-biases", "qwen", "lfm2-biases"]
 
 
 def open_engine(path: Path, **options: Any) -> Engine:

@@ -15,7 +15,7 @@ from checkpoints.quantised_models import KINDS, write_model
 from graphengine import Engine, SamplingParams
 from graphengine.core.runtime import Runtime
 from graphengine.parallel.leading import LeadingRuntime
-from graphengine.speculative import MTP, Eagle3
+from graphengine.speculative import Eagle3
 
 PROMPTS = [[5, 3, 80], [*range(1, 72, 3)]]
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
@@ -77,13 +77,6 @@ def assert_as_one(path: Path, prompts: list[Any], max_tokens: int, **options: An
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoints_as_people_have_them(tmp_path: Path, name: str) -> None:
     assert_as_one(write_model(tmp_path, KINDS[name], **SIZES | CHECKPOINTS[name]).path, PROMPTS, 64)
-
-
-def test_weights_that_are_rounded_as_they_are_loaded() -> None:
-    """Those of a draft module, too; the codes of a rank are some of one rank's."""
-    prompts = ["def fib(n):", "class Tree:\n"]
-    options = {"quantize": "int8", "quantize_lm_head": True, "speculative": MTP(k=2)}
-    assert_as_one(few_layers(), prompts, 16, **options)
 
 
 def test_an_eagle3_head_is_split() -> None:
