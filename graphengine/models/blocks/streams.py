@@ -41,7 +41,7 @@ from graphengine.kernels import (
     takes_fp8,
 )
 from graphengine.models.blocks.norms import NextNorm, Sandwich
-from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, Reduce
+from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch
 from graphengine.models.linears import WeightForms
 
 
@@ -90,12 +90,11 @@ def add_product(
     With several ranks the product is a kernel, and the sum after `reduce` another one; so is a
     product that has a norm of its own, and its norm and the sum.
 
-    squares_TN, eps  of a norm of the inputs; None where they are as they are, and with several
-                     ranks or a norm of the product
+    squares_TN, eps  of a norm of the inputs; None where they are as they are, and with a norm of
+                     the product. With several ranks the squares are those that each divides by
     """
-    plain = launch.reduce is None and not isinstance(next_norm_H, Sandwich)
-    assert squares_TN is None or plain, "no norm of the inputs here"
     if isinstance(next_norm_H, Sandwich):
+        assert squares_TN is None, "no norm of the inputs here"
         product = _whole_product(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
         post, following, eps = next_norm_H
         return add_normed(product, post, residual, following, slot_N, eps=eps, pdl=launch.pdl)
@@ -112,29 +111,37 @@ def add_product(
             plan=plan,
             launch=launch,
         )
-    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, plan=plan, launch=launch)
+    part = part_product(
+        x_NK, weight_HK, slot_N, squares_TN=squares_TN, eps=eps, plan=plan, launch=launch
+    )
+    whole = launch.reduce(part)
     return add_to_residual(whole, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl)
 
 
-def _reduced(
+def part_product(
     x_NK: Tensor,
     weight_HK: AnyWeight,
     slot_N: Tensor,
-    reduce: Reduce,
     *,
+    squares_TN: Tensor | None = None,
+    eps: float = 0.0,
     plan: LinearPlan,
     launch: DecodeLaunch,
 ) -> Tensor:
-    """The product of all ranks in float32, without a bias."""
-    return reduce(part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch))
+    """Float32 `[N, H]`: what this rank has of a product, without a bias.
 
-
-def part_product(
-    x_NK: Tensor, weight_HK: AnyWeight, slot_N: Tensor, *, plan: LinearPlan, launch: DecodeLaunch
-) -> Tensor:
-    """Float32 `[N, H]`: what this rank has of a product, without a bias."""
-    _check_split(weight_HK)
-    return linear(x_NK, weight_HK, slot_N, out_dtype=torch.float32, plan=plan, launch=launch)
+    squares_TN, eps  as of `add_product`
+    """
+    return linear(
+        x_NK,
+        weight_HK,
+        slot_N,
+        squares_TN=squares_TN,
+        eps=eps,
+        out_dtype=torch.float32,
+        plan=plan,
+        launch=launch,
+    )
 
 
 def _whole_product(
@@ -149,17 +156,9 @@ def _whole_product(
     """The product of all ranks, and the sums of its squares."""
     if launch.reduce is None:
         return linear_squares(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
-    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, plan=plan, launch=launch)
+    whole = launch.reduce(part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch))
     whole = whole if bias is None else whole + bias.float()
     return Product(whole, sums_of_squares(whole, 1).contiguous())
-
-
-def _check_split(weight: AnyWeight) -> None:
-    if not isinstance(weight, Tensor):
-        raise ValueError(
-            f"a weight {list(weight.shape)} in {weight.format.label} is packed, and ranks split "
-            f"weights of 16 or 32 bits alone"
-        )
 
 
 class PrefillScratch:
@@ -299,8 +298,7 @@ def add_chunk_product(
     if launch.reduce is None:
         whole = scratch.product(x_NK, weight_HK, bias, out=out)
     else:
-        _check_split(weight_HK)
-        whole = launch.reduce(chunk_product(x_NK, weight_HK, None, out=out))
+        whole = launch.reduce(scratch.product(x_NK, weight_HK, None, out=out))
         whole = whole if bias is None else whole + bias
     h = scratch.h
     if isinstance(next_norm_H, Sandwich):
