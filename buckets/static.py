@@ -52,7 +52,9 @@ class Field:
     """One row of the table: a tensor of `shape` (lanes first) and `dtype`, filled with `pad`.
 
     `meaning` is for people: what the values are and what the pad value stands for. The host-owned
-    fields of one `group` are copied together.
+    fields of one `group` are copied together. Processes that work on one thing together have the
+    same values in it, unless it is not `replicated`: where padded lanes hold anything, or each has
+    a part of something.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Field:
     pad: int | float = 0
     meaning: str = ""
     group: str = ""
+    replicated: bool = True
 
     @property
     def nbytes(self) -> int:

@@ -40,6 +40,7 @@ from graphengine.speculative import (
     AUTO_MAX_LIVE,
     MTP,
     Auto,
+    Eagle3,
     GateOptions,
     Mode,
     NGram,
@@ -520,16 +521,16 @@ class EngineConfig:
             )
         if self.tensor_parallel == 1:
             return
-        mode, drafters = self.mode, (MTP, NGram, UserProvided)
-        wants_one_rank = isinstance(mode, MTP) and (
-            mode.shape is not None or mode.min_confidence is not None
+        mode, drafters = self.mode, (MTP, Eagle3, NGram, UserProvided)
+        wants_one_rank = not isinstance(mode, drafters) or (
+            isinstance(mode, MTP | Eagle3)
+            and (mode.shape is not None or mode.min_confidence is not None)
         )
         alone: dict[str, bool] = {
-            "quantize": self.quantize is not None,
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "prompt_embeds": self.prompt_embeds,
-            "speculative": mode is not None and (wants_one_rank or not isinstance(mode, drafters)),
+            "speculative": mode is not None and wants_one_rank,
         }
         for name, is_asked in alone.items():
             if is_asked:

@@ -250,7 +250,6 @@ class Session:
         cannot be written; it appears whole or not at all.
         """
         self._check_idle()
-        _check_one_rank(self._core)
         reuse, context = self._core.scheduler.reuse, self._context
         blocks = [] if reuse.rings else context.blocks
         state = context.states[-1] if context.states else None
@@ -310,7 +309,6 @@ def open_session(core: EngineCore) -> Session:
 def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLike[str]) -> Session:
     """What `Engine.restore_session` says."""
     _check_sessions(core)
-    _check_one_rank(core)
     if isinstance(source, str | os.PathLike):
         source = SessionSnapshot.load(source)
     if not isinstance(source, SessionSnapshot):
@@ -389,12 +387,4 @@ def _check_sessions(core: EngineCore) -> None:
     if core.needs.prompts_only:
         raise ValueError(
             f"speculative={core.config.speculative!r} needs whole prompts: it has no sessions"
-        )
-
-
-def _check_one_rank(core: EngineCore) -> None:
-    ranks = core.config.tensor_parallel
-    if ranks > 1:
-        raise ValueError(
-            f"a snapshot holds the KV of one rank, and this engine has tensor_parallel={ranks}"
         )

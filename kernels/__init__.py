@@ -195,12 +195,14 @@ from graphengine.kernels.linear.linear_swiglu import (
     linear_swiglu_reference,
 )
 from graphengine.kernels.linear.packed import (
+    BLOCK_ROWS,
     PackedForm,
     PackedWeight,
     empty_packed,
     first_rows,
     pack,
     packed_form,
+    rows_of,
     select_rows,
 )
 from graphengine.kernels.linear.packed_chunk import packed_chunk_product
@@ -371,6 +373,7 @@ stand_in.remove(_stood_in)
 __all__ = [
     "ALONE",
     "BITS",
+    "BLOCK_ROWS",
     "EMITTED",
     "FMA_LANES",
     "FP8_KV",
@@ -629,6 +632,7 @@ __all__ = [
     "route_product",
     "route_reference",
     "row_family",
+    "rows_of",
     "sample",
     "sample_reference",
     "sample_tiles",

@@ -21,6 +21,7 @@ from graphengine.buckets import CapturedGraph, CaptureReport, Copied, capture_al
 from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
+from graphengine.core.fingerprints import fingerprint
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.host.replay import Replay
@@ -76,6 +77,7 @@ class Runtime:
                   nothing was measured
     numerics_id   `Engine.numerics_id`
     stream        the stream of all replays and copies; None on a CPU
+    device        of all this
     launched      publishing replays so far: the sequence number of the last one
     """
 
@@ -98,7 +100,7 @@ class Runtime:
         # What the waits query.
         self._watched: Queryable | None = held.stream
         self.launched = 0
-        self._device = memory.device
+        self.device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
         self.graphs: dict[GraphKey, Graph] = {}
         self._capture(memory)
@@ -259,10 +261,25 @@ class Runtime:
         if self.stream is not None:
             self.stream.synchronize()
 
+    def fingerprints(self) -> tuple[str, str]:
+        """Of the weights of the model, and of those of its drafter: "" of one without."""
+        drafted = self.program.drafter.weights
+        return fingerprint(self.model.weights), "" if drafted is None else fingerprint(drafted)
+
+    @property
+    def block_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of a block of each cache in `read_blocks`, layers first."""
+        return tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in self.caches)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of what `read_states` returns."""
+        return self.kept.shapes
+
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
         """Copies of KV blocks on the host, [layers, blocks, ...] for each cache; waits for them."""
         with self.on_stream():
-            index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+            index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
             # A layer at a time, as the gathered blocks take device memory outside the budget.
             return tuple(_read_cache(cache, index) for cache, _ in self.caches)
 
@@ -279,10 +296,10 @@ class Runtime:
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
         """Copy what `read_blocks` returned into these blocks, after everything that was queued."""
         with self.on_stream():
-            index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+            index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
             for (cache, _), parts in zip(self.caches, kept, strict=True):
                 for layer, part in zip(_bits(cache), _bits(parts), strict=True):
-                    layer.index_copy_(0, index, part.to(self._device))
+                    layer.index_copy_(0, index, part.to(self.device))
 
     @contextmanager
     def replaced(

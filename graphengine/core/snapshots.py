@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,8 +26,6 @@ from torch import Tensor
 from graphengine.buckets import format_bytes
 from graphengine.checks import is_int
 from graphengine.core.engine_core import EngineCore
-from graphengine.kernels import PackedWeight
-from graphengine.models.contract import StoredWeights
 from graphengine.models.kv_scales import scales_id
 from graphengine.models.tensor_files import save_whole
 from graphengine.prompt_embeds import EMBEDDED
@@ -41,9 +39,8 @@ from graphengine.speculative import (
     describe_drafts,
 )
 
-# Schema 3 is the first with digests.
-_SCHEMA = 3
-_SAMPLES = 1024
+# Schema 3 was the first with digests, and 4 is the first with ranks.
+_SCHEMA = 4
 # An unknown user's home is a RuntimeError, and so is JSON that is nested too deep.
 _UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError)
 
@@ -60,6 +57,8 @@ class Origin:
                  "off" also where it keeps nothing of its own
     drafter      fingerprint of the drafter's configuration and weights, like the model's; "" if it
                  has none
+    ranks        that computed it. What others go on with differs in last bits alone, and so between
+                 them `numerics_id` may, too
     """
 
     device: str
@@ -70,6 +69,7 @@ class Origin:
     speculative: str
     drafter: str
     numerics_id: str
+    ranks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -202,7 +202,8 @@ class SessionSnapshot:
                 raise ValueError(
                     f"the session's {name}={getattr(self, name)!r} must be of type {kind.__name__}"
                 )
-        for name in (field.name for field in fields(Origin)):
+        apart = {"ranks", *(["numerics_id"] if ours.ranks != self.origin.ranks else [])}
+        for name in (field.name for field in fields(Origin) if field.name not in apart):
             wanted, found = getattr(ours, name), getattr(self.origin, name)
             if wanted != found:
                 raise ValueError(f"the session is of {name}={found!r}, the engine of {wanted!r}")
@@ -214,7 +215,7 @@ class SessionSnapshot:
         self._check_embeds(core)
         self._check_states(core)
         most, blocks = core.scheduler.reuse.whole_blocks(len(ids)), None
-        if core.runtime.kept.shapes:
+        if core.runtime.state_shapes:
             most = -(-self.position // core.memory.block_size)
             blocks = most or None
         for index, (cache, shape) in enumerate(zip(self.caches, ours.caches, strict=True)):
@@ -261,22 +262,22 @@ class SessionSnapshot:
 
         They do not depend on its drafts: their entries are laid out anew, by position.
         """
-        kept, found = core.runtime.kept, self.states
+        wanted, dtypes, found = core.runtime.state_shapes, core.runtime.kept.dtypes, self.states
         if not isinstance(found, tuple | list) or not is_int(self.position):
             raise ValueError(f"the session's states={found!r:.99} at position={self.position!r}")
         if not found and not self.position:
             return
-        if not kept.shapes:
+        if not wanted:
             raise ValueError(
                 f"the session has {len(found)} states of recurrent layers: the engine keeps none "
                 f"(session_states={core.config.session_states})"
             )
         fits = all(isinstance(part, Tensor) and part.device.type == "cpu" for part in found)
         shapes = tuple(tuple(part.shape) for part in found) if fits else ()
-        if shapes != kept.shapes or tuple(part.dtype for part in found) != kept.dtypes:
+        if shapes != wanted or tuple(part.dtype for part in found) != dtypes:
             raise ValueError(
                 f"the session's states are {shapes or found!r:.99}, those of the engine "
-                f"{kept.shapes} of {kept.dtypes}"
+                f"{wanted} of {dtypes}"
             )
         most = len(self.token_ids) - core.needs.tokens_after
         if not 1 <= self.position <= most:
@@ -354,7 +355,11 @@ def _origin_in(about: object) -> tuple[Origin, dict[str, str], int]:
             raise ValueError(f"caches={shapes!r:.99} in its metadata must be lists of integers")
     origin = Origin(caches=tuple(map(tuple, shapes)), **about)
     for name, value in asdict(origin).items():
-        right = {"block_size": is_int(value), "caches": True}.get(name, isinstance(value, str))
+        right = {
+            "block_size": is_int(value),
+            "ranks": is_int(value),
+            "caches": True,
+        }.get(name, isinstance(value, str))
         if not right:
             raise ValueError(f"{name}={value!r:.99} in its metadata has the wrong type")
     return origin, digests, position
@@ -364,15 +369,17 @@ def origin_of(core: EngineCore) -> Origin:
     """The origin of this engine's sessions. Reads samples of all weights: milliseconds on a GPU."""
     device = core.memory.device
     on_gpu = device.type == "cuda"
+    model, drafter = core.runtime.fingerprints()
     return Origin(
         device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
         dtype=_dtypes(core),
         block_size=core.memory.block_size,
-        model=_fingerprint(core.runtime.model.weights),
-        caches=tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in core.runtime.caches),
+        model=model,
+        caches=core.runtime.block_shapes,
         speculative=_without_path(core.config.mode) if core.needs.states else describe(None),
-        drafter="" if core.drafter.weights is None else _fingerprint(core.drafter.weights),
+        drafter=drafter,
         numerics_id=core.runtime.numerics_id,
+        ranks=core.config.tensor_parallel,
     )
 
 
@@ -412,21 +419,3 @@ def _without_path(mode: Speculative | None) -> str:
     if isinstance(mode, DFlash):
         return f"dflash, k={mode.k}"
     return describe(mode)
-
-
-def _fingerprint(weights: StoredWeights) -> str:
-    """16 hexadecimal digits of the configuration and of up to 1,024 elements of each weight."""
-    digest = hashlib.sha256(repr(weights.config).encode())
-    samples: list[Any] = []
-    packed = {
-        f"{linear.parts[0][0]}{'' if linear.stack is None else linear.stack.expert} {index}": tensor
-        for linear in weights.linears()
-        if isinstance(linear.weight, PackedWeight)
-        for index, tensor in enumerate(linear.weight.tensors)
-    }
-    for name, tensor in [*sorted(weights.named().items()), *sorted(packed.items())]:
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.flatten()
-        samples.append(flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float())
-    digest.update(torch.cat(samples).cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]

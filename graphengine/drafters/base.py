@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         StoredWeights,
     )
     from graphengine.models.linears import LinearPlans
+    from graphengine.models.states import LayerStates
 
 
 class OfTree(NamedTuple):
@@ -201,6 +202,17 @@ class Drafter(ABC):
         """K: drafts a step, at most."""
         return self.needs.length
 
+    def whole_weights(self, dtype: torch.dtype) -> StoredWeights | None:
+        """Those of all ranks together, on the device "meta", where ranks split those that the
+        target's checkpoint has; None: this one's are all.
+        """
+        return None
+
+    @property
+    def whole_states(self) -> tuple[LayerStates, ...]:
+        """What its layers keep on all ranks together; `needs.states` is of this one."""
+        return self.needs.states
+
     # What it takes. The engine asks before anything is allocated, except where it is said.
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
@@ -234,6 +246,10 @@ class Drafter(ABC):
         Returns the destinations of the tensors that it takes from the target's checkpoint.
         """
         return {}
+
+    def cut(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The target's checkpoint, with what this rank has of the tensors that `allocate` named."""
+        return checkpoint
 
     def linears(self) -> list[StoredLinear]:
         """Its weights of linears that are read from the target's checkpoint, once allocated."""

@@ -32,7 +32,7 @@ from graphengine.kernels import (
     combine_hidden,
 )
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import DecodeLaunch, Destinations, ModelConfig
+from graphengine.models.contract import WHOLE, DecodeLaunch, Destinations, ModelConfig, Share
 from graphengine.models.eagle3 import (
     Eagle3Config,
     Eagle3Weights,
@@ -45,6 +45,8 @@ from graphengine.models.eagle3 import (
 from graphengine.models.eagle3_reading import Eagle3Checkpoint
 from graphengine.models.linears import LinearPlans, Linears, in_formats, linear_name
 from graphengine.models.quantised.schemes import HEAD
+from graphengine.models.rank_cuts import cut_to
+from graphengine.models.ranks import eagle3_of_rank
 from graphengine.models.states import all_lanes_reach
 
 _STREAMS = "eagle3_streams"
@@ -57,6 +59,7 @@ class Eagle3Module(DraftModules):
     checkpoint  where its weights are; None: whoever allocates it fills them, rows of lm_head in the
                 order of their tokens
     target      beside which it is
+    share       that this rank has of the layer, as of the target's; `config` has the sizes of it
     """
 
     config: Eagle3Config
@@ -65,10 +68,21 @@ class Eagle3Module(DraftModules):
     reads_streams = True
 
     def __init__(
-        self, read: Eagle3Checkpoint, checkpoint: Checkpoint | None, target: ModelConfig
+        self,
+        read: Eagle3Checkpoint,
+        checkpoint: Checkpoint | None,
+        target: ModelConfig,
+        share: Share = WHOLE,
     ) -> None:
-        self.config, self.token_ids, self._order = read
+        self.whole, self.token_ids, self._order = read
+        self.config = eagle3_of_rank(self.whole, share)
         self.own_checkpoint = checkpoint
+        if checkpoint is not None and share != WHOLE:
+            of_all, own = (
+                allocate_eagle3_weights(each, device="meta", dtype=torch.float32)
+                for each in (self.whole, self.config)
+            )
+            self.own_checkpoint = cut_to(checkpoint, of_all, own, share)
         self._head_form = target.forms.format_of(HEAD) if HEAD in target.forms else None
         self.wants_hidden = not all_lanes_reach(target.states, max(self.config.layers))
 
@@ -95,6 +109,8 @@ class Eagle3Module(DraftModules):
                 dtype=sizes.dtype,
                 owner="device",
                 meaning=f"the target's stream after layers {layers}",
+                # Padded lanes of a chunk hold anything.
+                replicated=False,
             )
         ]
 
@@ -136,6 +152,7 @@ class OpenEagle3(OpenModules):
             setting,
             plan=plans[linear_name(HEAD, weight)],
             eps=config.output_eps,
+            group=setting.group,
         )
         split = config.split_tokens(plans.family, fusion.embedding.dtype, setting.limit)
         if setting.most_split is not None:

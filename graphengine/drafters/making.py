@@ -42,7 +42,6 @@ from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
 from graphengine.models.mtp_reading import read_mtp_config
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.ranks import modules_of_rank
 from graphengine.models.states import paged_states, recurrent_states
 from graphengine.models.stored import read_eos_ids, read_model
 from graphengine.paths import expand_user
@@ -65,12 +64,21 @@ from graphengine.text.tokenizer import Tokenizer
 
 
 class Target(NamedTuple):
-    """What a drafter is made for."""
+    """What a drafter is made for.
+
+    share  that this rank has of the model, which `model` has the sizes of
+    """
 
     config: EngineConfig
     checkpoint: Checkpoint
     model: ModelConfig
     share: Share = WHOLE
+
+    def modules(self, config: MtpConfig, vocabulary: Tensor | None) -> MtpModules:
+        """What this rank has of draft modules."""
+        return MtpModules(
+            config, vocabulary, self.share, expert_parallel=self.config.expert_parallel
+        )
 
 
 Maker = Callable[[Any, Target], Drafter]
@@ -81,7 +89,7 @@ def make_drafter(
 ) -> Drafter:
     """The drafter of `config.speculative` for the target in `checkpoint`, nothing allocated yet.
 
-    share  of the target, which `model` has the sizes of
+    share  that this rank has of the target, which `model` has the sizes of
 
     `NoDrafter` where the engine does not speculate. ValueError says why a mode does not fit.
     """
@@ -124,22 +132,17 @@ def _hidden_states(options: SaveHiddenStates, target: Target) -> Drafter:
 
 
 def _mtp(options: MTP, target: Target) -> Drafter:
-    mtp = modules_of_rank(
-        read_mtp_config(target.checkpoint),
-        target.share,
-        expert_parallel=target.config.expert_parallel,
-    )
-    mtp = beside_target(mtp, target.config, target.model)
+    mtp = beside_target(read_mtp_config(target.checkpoint), target.config, target.model)
     if options.style == "vanilla":
         _check_vanilla(options.k, mtp.modules, target.config.draft_rows)
     wanted, vocabulary = options.draft_vocab, None
     if wanted is not None:
         vocabulary = draft_vocabulary(wanted, target.checkpoint, target.model)
     if options.style == "vanilla":
-        modules = MtpModules(mtp.first(options.k), vocabulary)
+        modules = target.modules(mtp.first(options.k), vocabulary)
         return VanillaDrafter(modules, options.k, options.feed)
     size = target.model.vocab_size if vocabulary is None else vocabulary.numel()
-    modules = MtpModules(mtp.first(1), vocabulary)
+    modules = target.modules(mtp.first(1), vocabulary)
     return module_drafter(modules, options, target.config, target.model, size)
 
 
@@ -269,7 +272,7 @@ def _eagle3(options: Eagle3, target: Target) -> Drafter:
             f"prompt_embeds=True, but the embeddings of {checkpoint.path} have {width} values, and "
             f"those of a prompt {wanted}, as the model's: other drafters take them"
         )
-    module = Eagle3Module(read, checkpoint, target.model)
+    module = Eagle3Module(read, checkpoint, target.model, target.share)
     size = read.config.draft_vocabulary
     return module_drafter(module, options, target.config, target.model, size)
 

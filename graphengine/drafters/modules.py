@@ -106,6 +106,8 @@ class DraftModules(ABC):
     """
 
     config: ModulesConfig
+    whole: ModulesConfig
+    """Of all ranks; `config` is of this one."""
     weights: StoredWeights
     own_checkpoint: Checkpoint | None = None
     """Where they are read from; None: from the target's."""
@@ -133,6 +135,14 @@ class DraftModules(ABC):
 
     @abstractmethod
     def allocate(self, device: torch.device, dtype: torch.dtype) -> Destinations: ...
+
+    def whole_weights(self, dtype: torch.dtype) -> StoredWeights | None:
+        """As of a `Drafter`."""
+        return None
+
+    def cut(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The target's checkpoint, with what this rank has of the tensors that `allocate` named."""
+        return checkpoint
 
     def stored_linears(self) -> list[StoredLinear]:
         """Its weights of linears that are read from the target's checkpoint, once allocated."""
@@ -248,11 +258,21 @@ class ModuleDrafter(Drafter):
             reads_streams=modules.reads_streams,
         )
 
+    def whole_weights(self, dtype: torch.dtype) -> StoredWeights | None:
+        return self.modules.whole_weights(dtype)
+
+    @property
+    def whole_states(self) -> tuple[LayerStates, ...]:
+        return self.modules.whole.states
+
     def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
         wanted = self.modules.allocate(device, dtype)
         self.weights = self.modules.weights
         self.plans, self.plan_sources = choose_plans(self.modules.linears, dtype, family, device)
         return wanted
+
+    def cut(self, checkpoint: Checkpoint) -> Checkpoint:
+        return self.modules.cut(checkpoint)
 
     def linears(self) -> list[StoredLinear]:
         return self.modules.stored_linears()

@@ -12,10 +12,13 @@ from graphengine.drafters.base import DraftSetting, Prefilled
 from graphengine.drafters.head import DraftHead, head_bytes, trimmed
 from graphengine.drafters.modules import DraftModules, ModuleOutput, OpenModules
 from graphengine.kernels import DecodeLanes, Fusion, PrefillLanes, Residual, combine_hidden
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import (
+    WHOLE,
     ChunkAttention,
     DecodeLaunch,
     Destinations,
+    Share,
     StoredLinear,
 )
 from graphengine.models.linears import LinearPlans, Linears, linear_name
@@ -27,20 +30,32 @@ from graphengine.models.mtp import (
     mtp_prefill,
     rope_of,
 )
+from graphengine.models.rank_cuts import cut_linears, cut_to
+from graphengine.models.ranks import modules_of_rank
 
 
 class MtpModules(DraftModules):
     """The modules of `config`, each with a layer of KV.
 
-    config      of the modules that are run
+    whole       of the modules that are run; `config` has the sizes of this rank's
     vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
+    share       that this rank has of them; with `expert_parallel` it has whole experts
     """
 
     config: MtpConfig
+    whole: MtpConfig
     weights: MtpWeights
 
-    def __init__(self, config: MtpConfig, vocabulary: Tensor | None = None) -> None:
-        self.config, self.vocabulary = config, vocabulary
+    def __init__(
+        self,
+        whole: MtpConfig,
+        vocabulary: Tensor | None = None,
+        share: Share = WHOLE,
+        *,
+        expert_parallel: bool = False,
+    ) -> None:
+        self.whole, self.vocabulary, self.share = whole, vocabulary, share
+        self.config = modules_of_rank(whole, share, expert_parallel=expert_parallel)
 
     @property
     def linears(self) -> Linears:
@@ -59,8 +74,17 @@ class MtpModules(DraftModules):
         self.weights = allocate_mtp_weights(self.config, device=str(device), dtype=dtype)
         return self.weights.named()
 
+    def cut(self, checkpoint: Checkpoint) -> Checkpoint:
+        whole = self.whole_weights(torch.float32)
+        return cut_to(checkpoint, whole, self.weights, self.share)
+
     def stored_linears(self) -> list[StoredLinear]:
-        return self.weights.linears()
+        if self.share == WHOLE:
+            return self.weights.linears()
+        return cut_linears(self.whole_weights(torch.float32), self.weights, self.share)
+
+    def whole_weights(self, dtype: torch.dtype) -> MtpWeights:
+        return allocate_mtp_weights(self.whole, device="meta", dtype=dtype)
 
     def open(self, setting: DraftSetting, cache: Tensor, plans: LinearPlans) -> OpenMtp:
         return OpenMtp(self, setting, cache, plans)

@@ -78,16 +78,24 @@ _NAMED = 5
 
 
 class Cut(NamedTuple):
-    """Of the `whole` values that a tensor has along `axis`, those `length` from `start` on."""
+    """Of the `whole` values that a tensor has along `axis`, those of some spans.
+
+    spans  (start, length) of each, ascending
+    """
 
     axis: int
-    start: int
-    length: int
+    spans: tuple[tuple[int, int], ...]
     whole: int
 
+    @property
+    def length(self) -> int:
+        """Values of all spans."""
+        return sum(length for _, length in self.spans)
+
     def part(self, tensor: Tensor) -> Tensor:
-        """The view of them."""
-        return tensor.narrow(self.axis, self.start, self.length)
+        """They: a view where there is one span, else a copy."""
+        parts = [tensor.narrow(self.axis, *span) for span in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +114,7 @@ class TensorInfo:
     def part(self, cut: Cut) -> TensorInfo:
         """The same tensor, of which only this part is read."""
         assert self.cut is None, f"{self} is a part already"
-        assert cut.start + cut.length <= cut.whole == self.shape[cut.axis], f"{cut=} of {self}"
+        assert sum(cut.spans[-1]) <= cut.whole == self.shape[cut.axis], f"{cut=} of {self}"
         return replace(self, shape=self._shape_with(cut.axis, cut.length), cut=cut)
 
     @property

@@ -38,6 +38,7 @@ from graphengine.kernels import (
     RowFamily,
     TreeLanes,
 )
+from graphengine.models.checkpoint import Cut
 from graphengine.models.linears import (
     LinearPlans,
     Linears,
@@ -59,10 +60,12 @@ class Weight(NamedTuple):
 
     tensor  the view that is to hold it
     axis    the dimension along which ranks split it; None: each has all of it
+    pieces  lengths along `axis` that ranks split one by one; empty: it is one piece
     """
 
     tensor: Tensor
     axis: int | None = None
+    pieces: tuple[int, ...] = ()
 
 
 class Stack(NamedTuple):
@@ -79,6 +82,8 @@ class StoredLinear(NamedTuple):
     swiglu  whether these are gates and ups
     axis    the dimension along which ranks split each part; None: each has all of it
     shared  names of parts of which each rank has all, whatever the axis
+    pieces  of parts that are several, by name: rows that ranks split one by one
+    cuts    of each part, what of the checkpoint's linear this is; empty: all
     order   int64 `[rows]`: row i is row `order[i]` of the parts; None: they are in their order.
             A weight in the model's dtype has views that say the same
     expert  whether it is one of several, of which a lane takes some
@@ -97,6 +102,8 @@ class StoredLinear(NamedTuple):
     stack: Stack | None = None
     plain: bool = False
     shared: frozenset[str] = frozenset()
+    pieces: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -110,11 +117,12 @@ class StoredLinear(NamedTuple):
             return {}
         rows = torch.split(self.weight, [count for _, count in self.parts])
         named = zip(self.parts, rows, strict=True)
-        return {f"{name}.weight": Weight(part, self.axis_of(name)) for (name, _), part in named}
-
-    def axis_of(self, part: str) -> int | None:
-        """The dimension along which ranks split the part of this name."""
-        return None if part in self.shared else self.axis
+        return {
+            f"{name}.weight": Weight(
+                part, None if name in self.shared else self.axis, self.pieces.get(name, ())
+            )
+            for (name, _), part in named
+        }
 
 
 class RoutedExperts(NamedTuple):

@@ -245,11 +245,7 @@ class HybridConfig:
         """Of the layer whose kernels leave the most to each other in a chunk of so many lanes."""
         scans = (part.block for _, _, part in self.parts())
         return max(
-            (
-                each.sizes.scan_bytes(lanes)
-                for each in scans
-                if isinstance(each, Mamba2 | GatedDelta)
-            ),
+            (each.scan_bytes(lanes) for each in scans if isinstance(each, Mamba2 | GatedDelta)),
             default=0,
         )
 

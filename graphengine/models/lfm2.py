@@ -34,6 +34,7 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
     )
     conv = ShortConv(
         hidden_size=hidden,
+        channels=hidden,
         taps=settings["conv_L_cache"],
         norm_eps=eps,
         bias=settings["conv_bias"],

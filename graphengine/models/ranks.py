@@ -1,29 +1,38 @@
-"""Tensor parallelism: the part of a model that one of several ranks has.
+"""Tensor parallelism: the sizes of a model that one of several ranks has.
 
-Ranks split heads and the width of feed-forwards: that of each expert, or they have whole experts. A
-rank has all rows of its heads' queries, keys and values and of its gates and ups, and the columns
-of the products after them: a part of every sum, which `Reduce` completes. Embedding, norms,
-routers, latents and lm_head are on every rank. With fewer KV heads than ranks a KV head is on all
-ranks whose query heads share it.
+Ranks split heads and the width of feed-forwards: that of each expert, or they have whole experts.
+Of recurrent layers they split heads or channels with all that these keep. A rank has all rows of
+its heads' queries, keys and values and of its gates and ups, and the columns of the products after
+them: a part of every sum, which `Reduce` completes. Embedding, norms, routers, latents and lm_head
+are on every rank. With fewer KV heads than ranks a KV head is on all ranks whose query heads share
+it. Codes of packed weights are split like other values, and scales with them. `rank_cuts.py` says
+what of a checkpoint that is.
 The scheme is Megatron-LM's (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from graphengine.kernels import PackedWeight
+import torch
+
 from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.gated_delta import GatedDelta
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.mla import LatentAttention
-from graphengine.models.checkpoint import Checkpoint, Cut
-from graphengine.models.contract import ModelConfig, Share, StoredLinear, Weight
+from graphengine.models.blocks.short_conv import ShortConv
+from graphengine.models.blocks.squared_relu import SquaredRelu
+from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.contract import ModelConfig, Share, StoredWeights
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.eagle3 import Eagle3Config
+from graphengine.models.hybrid import Block, HybridConfig
 from graphengine.models.linears import WeightForms
-from graphengine.models.mtp import MtpConfig
-from graphengine.models.quantised.filling import STACKED_ENDS
+from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
+from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_rows
+from graphengine.models.rank_cuts import cut_linears
 
 
 def of_rank(config: ModelConfig, share: Share, *, expert_parallel: bool = False) -> ModelConfig:
@@ -33,19 +42,14 @@ def of_rank(config: ModelConfig, share: Share, *, expert_parallel: bool = False)
 
     ValueError, with the numbers, for a model that these ranks cannot split.
     """
-    ranks = share.ranks
-    if ranks == 1:
+    if share.ranks == 1:
         return config
-    if not isinstance(config, DecoderConfig):
-        raise ValueError(
-            f"tensor_parallel={ranks} is for models whose layers all have attention and a "
-            f"feed-forward, which this {config.architecture} has not"
-        )
-    if expert_parallel and not config.expert_layers:
+    if expert_parallel and not (isinstance(config, DecoderConfig) and config.expert_layers):
         raise ValueError(
             f"expert_parallel=True, but no layer of this {config.architecture} has experts"
         )
-    return _decoder(config, config.num_layers, share, expert_parallel)
+    part = _layers_of_rank(config, share, expert_parallel)
+    return part.stored_as(_forms_of_rank(part.forms, _meta(config), _meta(part), share.ranks))
 
 
 def modules_of_rank(
@@ -57,131 +61,174 @@ def modules_of_rank(
     """
     if share.ranks == 1:
         return modules
-    layer = _decoder(modules.layer, modules.modules, share, expert_parallel)
-    return replace(modules, layer=layer)
+    layer = _decoder_of_rank(modules.layer, modules.modules, share, expert_parallel)
+    part = replace(modules, layer=layer)
+    whole, own = (
+        allocate_mtp_weights(each, device="meta", dtype=torch.float32) for each in (modules, part)
+    )
+    return part.stored_as(_forms_of_rank(part.forms, whole, own, share.ranks))
 
 
-def _decoder(
+def eagle3_of_rank(config: Eagle3Config, share: Share) -> Eagle3Config:
+    """EAGLE3's layer, split as the model's are; each rank has all of fc and lm_head.
+
+    ValueError as of `of_rank`.
+    """
+    if share.ranks == 1:
+        return config
+    layer = _decoder_of_rank(config.layer, config.layer.num_layers, share, False)
+    return replace(config, layer=layer)
+
+
+def _layers_of_rank(config: ModelConfig, share: Share, expert_parallel: bool) -> ModelConfig:
+    """The model with the sizes of a rank's layers; weights are stored as they were."""
+    if isinstance(config, DecoderConfig):
+        return _decoder_of_rank(config, config.num_layers, share, expert_parallel)
+    if isinstance(config, HybridConfig):
+        return _hybrid_of_rank(config, share.ranks)
+    raise ValueError(
+        f"tensor_parallel={share.ranks} is for models whose layers have attention, recurrent heads "
+        f"or channels, and feed-forwards, which this {config.architecture} has not"
+    )
+
+
+# Decoders.
+
+
+def _decoder_of_rank(
     config: DecoderConfig, layers: int, share: Share, expert_parallel: bool
 ) -> DecoderConfig:
     """A decoder, or draft modules with so many of its layers."""
-    split = replace(config, **_attention(config, share.ranks))
+    split = replace(config, **_heads_of_rank(config, share.ranks))
     if any(layer not in config.expert_layers for layer in range(layers)):
-        ffn = _share_of(config.ffn_size, "ffn columns", share.ranks)
-        split = replace(split, ffn_size=ffn)
+        split = replace(split, ffn_size=_divided(config.ffn_size, share.ranks, "ffn columns"))
     if config.experts is not None and config.expert_layers:
-        split = replace(split, experts=_experts(config.experts, share, expert_parallel))
-    _check_forms(split, share.ranks)
+        experts = _experts_of_rank(config.experts, share, expert_parallel)
+        split = replace(split, experts=experts)
     return split
 
 
-def _attention(config: DecoderConfig, ranks: int) -> dict[str, Any]:
-    heads = _share_of(config.num_heads, "attention heads", ranks)
+def _heads_of_rank(config: DecoderConfig, ranks: int) -> dict[str, Any]:
+    heads = _divided(config.num_heads, ranks, "attention heads")
     if config.latent is not None:
-        return {"num_heads": heads, "latent": _latent(config.latent, ranks)}
-    kv_heads = config.num_kv_heads
-    if kv_heads % ranks and ranks % kv_heads:
-        raise ValueError(
-            f"tensor_parallel={ranks} neither divides the {kv_heads} KV heads nor is a multiple of "
-            f"them"
-        )
-    return {"num_heads": heads, "num_kv_heads": max(1, kv_heads // ranks)}
+        return {"num_heads": heads, "latent": _latent_of_rank(config.latent, ranks)}
+    return {"num_heads": heads, "num_kv_heads": _shared(config.num_kv_heads, ranks, "KV heads")}
 
 
-def _latent(latent: LatentAttention, ranks: int) -> LatentAttention:
-    return replace(latent, num_heads=_share_of(latent.num_heads, "attention heads", ranks))
+def _latent_of_rank(latent: LatentAttention, ranks: int) -> LatentAttention:
+    return replace(latent, num_heads=_divided(latent.num_heads, ranks, "attention heads"))
 
 
-def _experts(experts: Experts, share: Share, expert_parallel: bool) -> Experts:
+def _experts_of_rank(experts: Experts, share: Share, expert_parallel: bool) -> Experts:
     """A part of each, or some of them; of the shared ones a part."""
     rank, ranks = share
     shared = experts.shared
     if shared is not None:
-        width = _share_of(shared.ffn_size, "ffn columns of the shared experts", ranks)
+        width = _divided(shared.ffn_size, ranks, "ffn columns of the shared experts")
         shared = replace(shared, ffn_size=width)
     if expert_parallel:
-        count = _share_of(experts.experts, "experts of a layer", ranks)
+        count = _divided(experts.experts, ranks, "experts of a layer")
         return replace(experts, shared=shared, held=range(rank * count, (rank + 1) * count))
-    ffn = _share_of(experts.ffn_size, "ffn columns of an expert", ranks)
+    ffn = _divided(experts.ffn_size, ranks, "ffn columns of an expert")
     return replace(experts, shared=shared, ffn_size=ffn)
 
 
-def _share_of(count: int, what: str, ranks: int) -> int:
+# Hybrids.
+
+
+def _hybrid_of_rank(config: HybridConfig, ranks: int) -> HybridConfig:
+    layers = tuple(
+        tuple(part._replace(block=_block_of_rank(part.block, ranks)) for part in layer)
+        for layer in config.layers
+    )
+    return replace(config, layers=layers, attention=_attention_of_rank(config.attention, ranks))
+
+
+def _block_of_rank(block: Block, ranks: int) -> Block:
+    match block:
+        case GroupedQueryAttention():
+            return _attention_of_rank(block, ranks)
+        case Mamba2():
+            return _mamba_of_rank(block, ranks)
+        case GatedDelta():
+            return _delta_of_rank(block, ranks)
+        case ShortConv():
+            return replace(block, channels=_divided(block.channels, ranks, "channels"))
+        case Swiglu() | SquaredRelu():
+            return replace(block, ffn_size=_divided(block.ffn_size, ranks, "ffn columns"))
+
+
+def _attention_of_rank(block: GroupedQueryAttention, ranks: int) -> GroupedQueryAttention:
+    return replace(
+        block,
+        num_heads=_divided(block.num_heads, ranks, "attention heads"),
+        num_kv_heads=_shared(block.num_kv_heads, ranks, "KV heads"),
+    )
+
+
+def _mamba_of_rank(block: Mamba2, ranks: int) -> Mamba2:
+    """One group of heads is on all ranks, and so is the norm of them; of several each is whole."""
+    sizes = block.sizes
+    heads, groups = _divided(sizes.heads, ranks, "Mamba2 heads"), 1
+    if sizes.groups > 1:
+        groups = _divided(sizes.groups, ranks, "groups of Mamba2 heads")
+    sizes_of_rank = replace(sizes, heads=heads, groups=groups)
+    return replace(block, sizes=sizes_of_rank, norm_ranks=ranks if sizes.groups == 1 else 1)
+
+
+def _delta_of_rank(block: GatedDelta, ranks: int) -> GatedDelta:
+    sizes = replace(
+        block.sizes,
+        key_heads=_shared(block.sizes.key_heads, ranks, "heads of keys"),
+        value_heads=_divided(block.sizes.value_heads, ranks, "heads of values"),
+    )
+    return replace(block, sizes=sizes)
+
+
+# What they have in common.
+
+
+def _divided(count: int, ranks: int, name: str) -> int:
+    """What each of the ranks has of so many. ValueError where they do not divide them."""
     if count % ranks:
-        raise ValueError(f"tensor_parallel={ranks} does not divide the {count} {what}")
+        raise ValueError(f"tensor_parallel={ranks} does not divide the {count} {name}")
     return count // ranks
 
 
-def _check_forms(split: DecoderConfig, ranks: int) -> None:
-    """ValueError unless a rank's part of the model has whole groups of what is packed: of experts
-    that a checkpoint has in one tensor. Nothing else may be packed.
-    """
-    forms = split.forms
-    stacked = _stacked_forms(split)
-    packed = [name for name in forms if name not in stacked]
-    if packed:
+def _shared(count: int, ranks: int, name: str) -> int:
+    """The same where ranks beside each other have the same one if there are fewer than ranks."""
+    if count % ranks and ranks % count:
         raise ValueError(
-            f"tensor_parallel={ranks} is for weights of 16 or 32 bits: {len(packed)} of this "
-            f"{split.architecture} are packed, {packed[0]} in {forms[packed[0]].format.label}"
+            f"tensor_parallel={ranks} neither divides the {count} {name} nor is a multiple of them"
         )
-    for name, form in stacked.items():
-        assert split.experts is not None, f"{name=}"
-        width, group = split.experts.ffn_size, form.format.columns
-        if group and width % group:
-            raise ValueError(
-                f"tensor_parallel={ranks} leaves a rank {width} ffn columns of an expert, which "
-                f"are not whole groups of the {group} that share a scale in {form.format.label}"
-            )
+    return max(1, count // ranks)
 
 
-def _stacked_forms(config: DecoderConfig) -> WeightForms:
-    experts = config.experts
-    if experts is None or not experts.stacked:
-        return WeightForms({})
-    ends = experts.expert_names(0)
-    return WeightForms({name: form for name, form in config.forms.items() if name.endswith(ends)})
+def _meta(config: ModelConfig) -> StoredWeights:
+    """The model's weights, of which only names, shapes and kinds are asked."""
+    return config.allocate(device="meta", dtype=torch.float32)
 
 
-def cut_to(
-    checkpoint: Checkpoint,
-    stored: Mapping[str, Weight],
-    linears: Sequence[StoredLinear],
-    share: Share,
-) -> Checkpoint:
-    """The checkpoint with what one rank has of each tensor that goes into one of `stored`, or into
-    a packed one of `linears`.
+def _forms_of_rank(
+    forms: WeightForms, whole: StoredWeights, part: StoredWeights, ranks: int
+) -> WeightForms:
+    """How each rank stores its parts of packed weights.
+
+    Where rows that share a scale are on two ranks, each row gets a scale of its own. ValueError
+    for columns that do.
     """
-    plain = {
-        name: _cut(checkpoint.tensors[name].shape, weight.tensor.numel(), weight.axis, share)
-        for name, weight in stored.items()
-        if weight.axis is not None
-    }
-    return checkpoint.cut(plain | _stacked_cuts(checkpoint, linears, share))
-
-
-def _stacked_cuts(
-    checkpoint: Checkpoint, linears: Sequence[StoredLinear], share: Share
-) -> dict[str, Cut]:
-    """Of tensors `[experts, rows, groups of columns, ...]` with the codes and scales of all.
-
-    A rank has whole experts where what each of them has is not split.
-    """
-    cuts: dict[str, Cut] = {}
-    for linear in linears:
-        if linear.stack is None or not isinstance(linear.weight, PackedWeight):
-            continue
-        (name, _), axis = linear.parts[0], 0 if linear.axis is None else 1 + linear.axis
-        for end in STACKED_ENDS:
-            whole = checkpoint.tensors[name + end].shape[axis]
-            length = whole // share.ranks
-            cuts[name + end] = Cut(axis, share.rank * length, length, whole)
-    return cuts
-
-
-def _cut(shape: tuple[int, ...], values: int, axis: int, share: Share) -> Cut:
-    """The part, of so many values, of a tensor that a rank has; ranks beside each other may have
-    the same one.
-    """
-    whole = shape[axis]
-    length = values * whole // math.prod(shape)
-    return Cut(axis, share.rank * (whole // length) // share.ranks * length, length, whole)
+    changes = {}
+    for rank in range(ranks if forms else 0):
+        for linear in cut_linears(whole, part, Share(rank, ranks)):
+            first = linear.parts[0][0]
+            form = forms.get(first)
+            if form is None:
+                continue
+            for cut in linear.cuts:
+                try:
+                    check_columns(form.format, cut, ordered=form.ordered)
+                except ValueError as error:
+                    raise ValueError(f"tensor_parallel={ranks}: {first}: {error}") from error
+                if not keeps_groups_of_rows(form.format, cut):
+                    changes[first] = form._replace(format=form.format._replace(rows=1))
+    return forms.replace(changes)

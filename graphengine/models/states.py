@@ -56,6 +56,7 @@ class Recurrent(NamedTuple):
             width - 1 of a convolution's inputs
     apart   whether a step may not overwrite what it reads, as where several programs read an entry;
             else each of its programs reads before it writes
+    pieces  lengths along the first dimension that ranks split one by one; empty: it is one piece
     """
 
     name: str
@@ -63,6 +64,7 @@ class Recurrent(NamedTuple):
     dtype: torch.dtype | None = torch.float32
     depth: int = 1
     apart: bool = False
+    pieces: tuple[int, ...] = ()
 
     def entries(self, width: int) -> int:
         """E, where a step feeds at most `width` tokens of a slot."""
@@ -134,6 +136,8 @@ def recurrent_fields(
             dtype=state.dtype or dtype,
             owner="device",
             meaning=f"{name} state of layer {layer}, that of a position in entry position % E",
+            # Ranks have each their own heads, or channels.
+            replicated=False,
         )
         for (layer, name), state in recurrent_states(states).items()
     ]

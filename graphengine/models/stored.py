@@ -21,6 +21,7 @@ from graphengine.models.hybrid import HybridConfig
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.filling import (
+    Reader,
     dequantised_names,
     fill_packed,
     names_of_packed,
@@ -153,7 +154,6 @@ def load_weights(
     `Checkpoint.load` and of `read_weight`.
     """
     sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
-    quantisation = quantisation_of(checkpoint)
     names = names_of_packed(checkpoint, linears)
     dequantised = dequantised_names(checkpoint, linears)
     wanted = _without(wanted, dequantised)
@@ -169,13 +169,20 @@ def load_weights(
     unused = checkpoint.load(
         wanted, None if progress is None else lambda read, _: progress(read, total)
     )
-    reader = (
-        rounding_reader(checkpoint, embedding)
-        if quantisation is None
-        else stored_reader(checkpoint, quantisation)
-    )
+    reader = reader_of(checkpoint, embedding)
     used = fill_packed(checkpoint.path, linears, reader, note, dequantised)
     return sorted(set(unused) - used)
+
+
+def reader_of(checkpoint: Checkpoint, embedding: str) -> Reader:
+    """Packed weights as the checkpoint has them, or rounded where it has them in 16 or 32 bits.
+
+    embedding  the model's `embedding_name`
+    """
+    quantisation = quantisation_of(checkpoint)
+    if quantisation is None:
+        return rounding_reader(checkpoint, embedding)
+    return stored_reader(checkpoint, quantisation)
 
 
 def _without(wanted: Destinations, linears: Collection[str]) -> Destinations:

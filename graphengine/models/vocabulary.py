@@ -2,7 +2,8 @@
 
 Every rank has as many rows. Where ranks do not divide them the last ranks begin earlier, and some
 rows are two ranks': both compute the same bits for them. So the best candidate of all ranks is the
-best of all logits, and gathered logits are those of one rank.
+best of all logits, and gathered logits are those of one rank. Rows of a packed head lie in blocks,
+where each part begins.
 
 Letters: N lanes, V rows of the head, H hidden, C tiles of its rows.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphengine.kernels import AnyWeight
+from graphengine.kernels import BLOCK_ROWS, AnyWeight, rows_of
 from graphengine.models.contract import RankGroup
 
 
@@ -39,15 +40,22 @@ class Vocabulary:
 class VocabularyPart(Vocabulary):
     """The rows that this rank of `group` has."""
 
-    def __init__(self, head: Tensor, group: RankGroup, token_ids: Tensor | None = None) -> None:
+    def __init__(self, head: AnyWeight, group: RankGroup, token_ids: Tensor | None = None) -> None:
         rank, ranks = group.share
-        count = -(-len(head) // ranks)
-        self._starts = [min(each * count, len(head) - count) for each in range(ranks)]
+        rows, together = head.shape[0], 1 if isinstance(head, Tensor) else BLOCK_ROWS
+        # The rows past the last whole block are each rank's, and count once.
+        blocks = rows // together
+        of_rank = -(-blocks // ranks)
+        count = of_rank * together + rows % together
+        self._starts = [min(each * of_rank, blocks - of_rank) * together for each in range(ranks)]
         self._count, self._group = count, group
+        start = self._starts[rank]
         if token_ids is None:
-            token_ids = torch.arange(len(head), dtype=torch.int32, device=head.device)
-        own = slice(self._starts[rank], self._starts[rank] + count)
-        super().__init__(head[own], token_ids[own])
+            device = head.device if isinstance(head, Tensor) else head.codes.device
+            token_ids = torch.arange(rows, dtype=torch.int32, device=device)
+        own = slice(start, start + count)
+        part = head[own] if isinstance(head, Tensor) else rows_of(head, start, count)
+        super().__init__(part, token_ids[own])
 
     def candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor]:
         return self._beside(best_NC), self._beside(health_NC)
@@ -69,5 +77,4 @@ def vocabulary_of(
     """This rank's part of a head; all of it where there is no group."""
     if group is None:
         return Vocabulary(head, token_ids)
-    assert isinstance(head, Tensor), "a packed head is of one rank"
     return VocabularyPart(head, group, token_ids)

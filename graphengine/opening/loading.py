@@ -13,7 +13,8 @@ from graphengine.kernels import FP8_KV
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
 from graphengine.models.kv_scales import is_kv_scale
-from graphengine.models.ranks import cut_to, of_rank
+from graphengine.models.rank_cuts import cut_linears, cut_to
+from graphengine.models.ranks import of_rank
 from graphengine.models.stored import (
     destinations,
     load_weights,
@@ -32,12 +33,13 @@ log = logging.getLogger(__name__)
 class Found(NamedTuple):
     """What a checkpoint says, and what was made of it, before anything is allocated.
 
-    share        of the model, which `model` has the sizes of
+    share        of the model, which `model` has the sizes of; `whole` is all of it
     calibration  token ids of the prompt that sets the scales of an fp8 KV cache
     """
 
     checkpoint: Checkpoint
     share: Share
+    whole: ModelConfig
     model: ModelConfig
     drafter: Drafter
     tokenizer: Tokenizer | None
@@ -69,11 +71,12 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
-    model = of_rank(model, share, expert_parallel=config.expert_parallel)
+    whole = model
+    model = of_rank(whole, share, expert_parallel=config.expert_parallel)
     drafter = make_drafter(config, checkpoint, model, share)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     calibration = calibration_ids(config, model, tokenizer)
-    return Found(checkpoint, share, model, drafter, tokenizer, tuple(eos_ids), calibration)
+    return Found(checkpoint, share, whole, model, drafter, tokenizer, tuple(eos_ids), calibration)
 
 
 def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
@@ -96,15 +99,17 @@ def load_checkpoint(
     progress: Callable[[int, int], None] | None = None,
 ) -> Opened:
     """Allocate the weights, and load them; `progress` as of `open_checkpoint`."""
-    checkpoint, share, model_config, drafter, tokenizer, eos_ids, ids = found
+    checkpoint, share, whole, model_config, drafter, tokenizer, eos_ids, ids = found
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         wanted = destinations(checkpoint, weights)
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
-        linears = weights.linears() + drafter.linears()
+        linears = weights.linears()
         if share != WHOLE:
-            drafted = {} if drafter.weights is None else drafter.weights.stored()
-            checkpoint = cut_to(checkpoint, weights.stored() | drafted, linears, share)
+            of_all = whole.allocate(device="meta", dtype=memory.dtype)
+            linears = cut_linears(of_all, weights, share)
+            checkpoint = drafter.cut(cut_to(checkpoint, of_all, weights, share))
+        linears += drafter.linears()
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
             read_kv_scales(checkpoint, weights, drafter)

@@ -6,22 +6,31 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from graphengine.buckets import Copied
 from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
-from graphengine.drafters import Drafter
+from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
-from graphengine.models.contract import Model, Share
-from graphengine.opening.loading import Opened, load_checkpoint, plan_checkpoint, read_checkpoint
+from graphengine.models.contract import Share
+from graphengine.opening.loading import (
+    Found,
+    Opened,
+    load_checkpoint,
+    plan_checkpoint,
+    read_checkpoint,
+)
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.meeting import Meeting
-from graphengine.parallel.rank import state_digest
+from graphengine.parallel.rank import kept_parts, state_digest
 from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.parallel.torchrun import follow, launched_share
+from graphengine.parallel.whole_weights import whole_fingerprint
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.request import Request
 from graphengine.requests.result import TokenLogprobs
@@ -47,7 +56,7 @@ def open_with_ranks(
             opened = load_checkpoint(found, memory, config, progress)
             ranks.wait_for(Stage.LOADED)
             ranks.let(Stage.LOADED)
-            return opened, LeadingRuntime(opened.model, memory, config, opened.drafter, ranks)
+            return opened, LeadingRuntime(opened, memory, config, ranks, found)
     except BaseException:
         ranks.broken = True
         ranks.close()
@@ -64,11 +73,11 @@ class LeadingRuntime(Runtime):
 
     def __init__(
         self,
-        model: Model,
+        opened: Opened,
         memory: MemoryPlan,
         config: EngineConfig,
-        drafter: Drafter,
         ranks: Ranks,
+        found: Found,
     ) -> None:
         self.ranks = ranks
         share = Share(0, config.tensor_parallel)
@@ -76,7 +85,7 @@ class LeadingRuntime(Runtime):
             ranks.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
         try:
-            super().__init__(model, memory, config, drafter, group=self._meeting)
+            super().__init__(opened.model, memory, config, opened.drafter, group=self._meeting)
             ranks.wait_for(Stage.FOLLOWING)
         except BaseException:
             self._meeting.abandon()
@@ -86,6 +95,9 @@ class LeadingRuntime(Runtime):
         self._meeting.limit_s = config.wait_limit_s
         # As many bytes as a load has at most.
         self.record_piece = memory.load_bytes // 2
+        self._found, self._dtype = found, memory.dtype
+        self._fingerprints: tuple[str, str] | None = None
+        self._parts = kept_parts(self, self._meeting, found)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
             self._watched = _Watched(self.stream, ranks)
@@ -123,6 +135,66 @@ class LeadingRuntime(Runtime):
             self.ranks.send(Kind.SWAP, (out, back))
             super().swap(out, back)
 
+    def copy_kept(self, copies: list[Copy]) -> None:
+        """Queue the copies of `Runtime.copy_kept` on all ranks."""
+        with self.ranks.explained():
+            for each in copies:
+                kind = Kind.COPY_STATE if isinstance(each, StateCopy) else Kind.COPY_BLOCK
+                self.ranks.send(kind, tuple(map(int, each)))
+            super().copy_kept(copies)
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Those of one rank with all weights, which are read again when they are first asked for.
+
+        EAGLE3's is of this rank's part. ValueError where the checkpoint has changed.
+        """
+        if self._fingerprints is None:
+            found = self._found
+            model = found.whole.allocate(device="meta", dtype=self._dtype)
+            drafted, name = found.drafter.whole_weights(self._dtype), found.whole.embedding_name
+            _, own = super().fingerprints()
+            self._fingerprints = (
+                whole_fingerprint(model, found.checkpoint, name, self.device),
+                own
+                if drafted is None
+                else whole_fingerprint(drafted, found.checkpoint, name, self.device),
+            )
+        return self._fingerprints
+
+    @property
+    def block_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of a block of each cache in `read_blocks`, layers first."""
+        return self._parts.block_shapes
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of what `read_states` returns."""
+        return self._parts.state_shapes
+
+    def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
+        """Copies of KV blocks on the host, as one model has them; waits for all ranks."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.READ_BLOCKS, data=_packed(blocks))
+            return self._parts.read_blocks(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
+        """Copy what `read_blocks` returned into these blocks, of which each rank takes its part."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.WRITE_BLOCKS, data=_packed(blocks))
+            self._parts.write_blocks(blocks, kept)
+
+    def read_states(self, place: int) -> tuple[Tensor, ...]:
+        """Copies of the states kept there on the host, as one model has them."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.READ_STATES, (place,))
+            return self._parts.read_states(place)
+
+    def write_states(self, place: int, parts: Sequence[Tensor]) -> None:
+        """Copy what `read_states` returned to this place, of which each rank takes its part."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.WRITE_STATES, (place,))
+            self._parts.write_states(place, parts)
+
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on all ranks; on a CPU they run it together."""
         with self.ranks.explained():
@@ -146,7 +218,7 @@ class LeadingRuntime(Runtime):
             return found
 
     def digests(self) -> list[str]:
-        """SHA-256 of the device-owned state of each rank, after all that was queued.
+        """SHA-256 of each rank's device-owned state, but its own parts, after all that was queued.
 
         They are equal, or something is wrong.
         """
@@ -164,6 +236,11 @@ class LeadingRuntime(Runtime):
         self._meeting.leave()
         self.ranks.close()
         self._meeting.close()
+
+
+def _packed(blocks: Sequence[int]) -> bytes:
+    """Data for ranks; no longer than the largest load, which has the tables of all slots."""
+    return np.asarray(blocks, dtype=np.int32).tobytes()
 
 
 class _Watched:

@@ -44,12 +44,17 @@ class Stage(IntEnum):
 class Kind(IntEnum):
     """What a rank is to do, and the command's numbers.
 
-    LOAD    (group, start, stop, sequence, acknowledged): `StaticBuffers.repeat`; data are the bytes
-    ROUTES  (slot, start): `RouteTable.put`; data are the ids
-    SWAP    (out, back): `Runtime.swap`
-    REPLAY  (index): that graph of the plan's
-    TELL    (): put what is equal on all ranks into the text
-    CLOSE   ()
+    LOAD        (group, start, stop, sequence, acknowledged): `StaticBuffers.repeat`; data are the
+                bytes
+    ROUTES      (slot, start): `RouteTable.put`; data are the ids
+    SWAP        (out, back): `Runtime.swap`
+    REPLAY      (index): that graph of the plan's
+    TELL        (): put what is equal on all ranks into the text
+    CLOSE       ()
+    COPY_STATE  the numbers of a `StateCopy`, for `Runtime.copy_kept`
+    COPY_BLOCK  those of a `BlockCopy`
+    READ_BLOCKS, WRITE_BLOCKS  (): of `KeptParts`; data are the blocks, int32
+    READ_STATES, WRITE_STATES  (place): of `KeptParts`
     """
 
     LOAD = 1
@@ -58,6 +63,12 @@ class Kind(IntEnum):
     TELL = 4
     CLOSE = 5
     ROUTES = 6
+    COPY_STATE = 7
+    COPY_BLOCK = 8
+    READ_BLOCKS = 9
+    WRITE_BLOCKS = 10
+    READ_STATES = 11
+    WRITE_STATES = 12
 
 
 class Command(NamedTuple):

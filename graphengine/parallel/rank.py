@@ -17,9 +17,11 @@ import torch
 from graphengine.buckets import Copied, StaticBuffers
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
+from graphengine.host.kept_states import BlockCopy, StateCopy
 from graphengine.models.contract import Share
-from graphengine.opening.loading import load_checkpoint, read_checkpoint
+from graphengine.opening.loading import Found, load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
+from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.link import Command, Kind, LinkMemory, RankEnd, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.processes import is_running
@@ -30,7 +32,7 @@ _SPIN_S = 2e-3
 # Between two looks afterwards, and where no command has come for a while.
 _PAUSE_S, _LONG_PAUSE_S, _IDLE_AFTER_S = 50e-6, 1e-3, 0.1
 
-Found = TypeVar("Found")
+Thing = TypeVar("Thing")
 
 
 class RankStart(NamedTuple):
@@ -99,7 +101,8 @@ class _Rank:
             torch.cuda.set_device(memory.device)
             available = int(available_bytes(memory.device) * config.memory_fraction)
             memory.budget.check(available)
-        opened = load_checkpoint(read_checkpoint(self._start.path, config, share), memory, config)
+        found = read_checkpoint(self._start.path, config, share)
+        opened = load_checkpoint(found, memory, config)
         self._end.reach(Stage.LOADED)
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
         meeting = Meeting(
@@ -108,12 +111,12 @@ class _Rank:
         runtime = Runtime(opened.model, memory, config, opened.drafter, group=meeting)
         meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
-        self._follow(runtime, meeting)
+        self._follow(runtime, meeting, kept_parts(runtime, meeting, found))
         runtime.close()
         # The process takes its own memory along, which others may still have.
         meeting.leave()
 
-    def _follow(self, runtime: Runtime, meeting: Meeting) -> None:
+    def _follow(self, runtime: Runtime, meeting: Meeting, parts: KeptParts) -> None:
         """Do what the driver does, command by command, until it closes."""
 
         def due() -> Command | None:
@@ -133,8 +136,21 @@ class _Rank:
                 runtime.routing.table.put(numbers[0], numbers[1], ids)
             elif kind is Kind.SWAP:
                 runtime.swap(numbers[0], numbers[1])
+            elif kind is Kind.COPY_STATE:
+                place, slot, position, back = numbers[:4]
+                runtime.copy_kept([StateCopy(place, slot, position, bool(back))])
+            elif kind is Kind.COPY_BLOCK:
+                runtime.copy_kept([BlockCopy(numbers[0], numbers[1])])
             elif kind is Kind.REPLAY:
                 runtime.replay(graphs[numbers[0]])
+            elif kind is Kind.READ_BLOCKS:
+                parts.read_blocks(_blocks(data))
+            elif kind is Kind.WRITE_BLOCKS:
+                parts.write_blocks(_blocks(data), None)
+            elif kind is Kind.READ_STATES:
+                parts.read_states(numbers[0])
+            elif kind is Kind.WRITE_STATES:
+                parts.write_states(numbers[0], None)
             elif kind is Kind.TELL:
                 runtime.synchronize()
                 self._end.say(state_digest(runtime.buffers))
@@ -150,7 +166,7 @@ class _Rank:
         copied = Copied(group, first, stop)
         runtime.buffers.repeat(copied, data, sequence=sequence, stream=runtime.stream)
 
-    def _wait(self, look: Callable[[], Found | None]) -> Found:
+    def _wait(self, look: Callable[[], Thing | None]) -> Thing:
         """What `look` finds at last. DriverGone if there is nobody who could bring it."""
         started = time.perf_counter()
         while True:
@@ -165,11 +181,29 @@ class _Rank:
             time.sleep(_PAUSE_S if idle < _IDLE_AFTER_S else _LONG_PAUSE_S)
 
 
+def _blocks(data: bytes) -> list[int]:
+    found: list[int] = np.frombuffer(data, dtype=np.int32).tolist()
+    return found
+
+
+def kept_parts(runtime: Runtime, meeting: Meeting, found: Found) -> KeptParts:
+    """What this rank has of all that the model of `found`, and its drafter, keep."""
+    drafter = found.drafter
+    return KeptParts(
+        runtime,
+        meeting,
+        whole=(found.whole.states, drafter.whole_states),
+        own=(found.model.states, drafter.needs.states),
+    )
+
+
 def state_digest(buffers: StaticBuffers) -> str:
-    """SHA-256 of every device-owned field, in hexadecimal digits; waits for the current stream."""
+    """SHA-256 of every device-owned field that all ranks have, in hexadecimal digits; waits for the
+    current stream.
+    """
     digest = hashlib.sha256()
     for field in buffers.fields:
-        if field.owner == "device":
+        if field.owner == "device" and field.replicated:
             values = buffers[field.name].cpu().contiguous().view(torch.uint8)
             digest.update(field.name.encode() + values.numpy().tobytes())
     return digest.hexdigest()

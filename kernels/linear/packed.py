@@ -134,15 +134,26 @@ def empty_packed(
 
 def first_rows(packed: PackedWeight, rows: int) -> PackedWeight:
     """The first rows of a weight, which share its memory. ValueError of a SwiGLU."""
+    return rows_of(packed, 0, rows)
+
+
+def rows_of(packed: PackedWeight, start: int, rows: int) -> PackedWeight:
+    """So many rows of a weight, which share its memory, from the `start` of a block on.
+
+    ValueError of a SwiGLU, and for another start.
+    """
     if packed.swiglu:
         raise ValueError(f"{packed.shape[0]} rows of a SwiGLU alternate: none are the first")
-    blocks = -(-rows // BLOCK_ROWS)
+    if start % BLOCK_ROWS:
+        raise ValueError(f"row {start} is inside of a block: these begin every {BLOCK_ROWS} rows")
+    first, end = start // BLOCK_ROWS, -(-(start + rows) // BLOCK_ROWS)
+    blocks, factors = slice(first, end), slice(first * BLOCK_ROWS, end * BLOCK_ROWS)
     return packed._replace(
         shape=(rows, packed.shape[1]),
-        codes=packed.codes[:blocks],
-        scales=None if packed.scales is None else packed.scales[:blocks],
-        zeros=None if packed.zeros is None else packed.zeros[:blocks],
-        row_scales=None if packed.row_scales is None else packed.row_scales[: blocks * BLOCK_ROWS],
+        codes=packed.codes[blocks],
+        scales=None if packed.scales is None else packed.scales[blocks],
+        zeros=None if packed.zeros is None else packed.zeros[blocks],
+        row_scales=None if packed.row_scales is None else packed.row_scales[factors],
     )
 
 

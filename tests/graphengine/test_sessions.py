@@ -582,7 +582,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "nested": ({"session": "[" * 100_000}, "RecursionError"),
     "no-json": ({"session": "{"}, "JSONDecodeError"),
     "schema": ({"schema": True}, "it has schema True, not"),
-    "old": ({"schema": 2}, "it has schema 2, not 3: .* before 3 have no digests"),
+    "old": ({"schema": 2}, "it has schema 2, not 4: .* before 3 have no digests"),
     "no-digests": ({"digests": None}, "digests=None in its metadata must be an object of strings"),
     "digests": ({"digests": {"token_ids": 5}}, r"digests={'token_ids': 5} in its metadata must be"),
     "no-caches": ({"caches": []}, r"caches=\[\] in its metadata must be a list"),

@@ -235,8 +235,8 @@ class ExpertsWeights:
         # Rows of gates and ups alternate.
         order = torch.arange(2 * ffn).view(-1, 2).t().flatten()
         found = []
-        for index in range(len(block.own)):
-            stack = Stack(index, len(block.own))
+        for index, expert in enumerate(block.own):
+            stack = Stack(expert, block.experts)
             up_weight, down_weight = (_of_expert(w, index) for w in (self.gate_up, self.down))
             found += [
                 StoredLinear(

@@ -33,7 +33,7 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import DecodeLaunch, Reduce, StoredLinear, Weight
+from graphengine.models.contract import DecodeLaunch, StoredLinear, Weight
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates, Recurrent
 
@@ -56,10 +56,10 @@ class GatedDelta:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step. Ranks have no part of them: each has all."""
+        """In the order of a step. Ranks split heads: those of keys stay with theirs of values."""
         return {
-            "delta_in": Linear("store", self.sizes.projected, self.hidden_size),
-            "delta_out": Linear("residual", self.hidden_size, self.sizes.inner),
+            "delta_in": Linear("store", self.sizes.projected, self.hidden_size, shard="rows"),
+            "delta_out": Linear("residual", self.hidden_size, self.sizes.inner, shard="columns"),
         }
 
     @property
@@ -68,16 +68,33 @@ class GatedDelta:
         return {"delta_in": "in_proj_qkv", "delta_out": "out_proj"}
 
     @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Channels of queries, keys and values."""
+        keys = self.sizes.key_heads * self.sizes.key_dim
+        return keys, keys, self.sizes.inner
+
+    @property
     def states(self) -> LayerStates:
         """The convolution's newest inputs, and a state for each head."""
         sizes = self.sizes
-        ring = Recurrent(RING, (sizes.channels,), None, depth=sizes.taps - 1, apart=True)
+        ring = Recurrent(
+            RING,
+            (sizes.channels,),
+            None,
+            depth=sizes.taps - 1,
+            apart=True,
+            pieces=self.convolved,
+        )
         return ring, Recurrent(STATE, sizes.state_shape, self.state_dtype)
 
     @property
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`."""
         return self.sizes.projected + self.sizes.channels + self.sizes.inner
+
+    def scan_bytes(self, lanes: int) -> int:
+        """Bytes that the kernels of a chunk leave to each other."""
+        return self.sizes.scan_bytes(lanes)
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
@@ -136,16 +153,20 @@ class GatedDeltaWeights:
         }
         projection = tuple((self.prefix + name, count) for name, count in rows.items())
         output = ((f"{self.prefix}out_proj", block.hidden_size),)
-        return [StoredLinear(self.projection, projection), StoredLinear(self.output, output)]
+        pieces = {f"{self.prefix}in_proj_qkv": block.convolved}
+        return [
+            StoredLinear(self.projection, projection, axis=0, pieces=pieces),
+            StoredLinear(self.output, output, axis=1),
+        ]
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
         prefix, params = self.prefix, self.params
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         return names | {
-            f"{prefix}conv1d.weight": Weight(params.conv_weight[:, None]),
-            f"{prefix}A_log": Weight(params.a_log),
-            f"{prefix}dt_bias": Weight(params.dt_bias),
+            f"{prefix}conv1d.weight": Weight(params.conv_weight[:, None], 0, self.block.convolved),
+            f"{prefix}A_log": Weight(params.a_log, 0),
+            f"{prefix}dt_bias": Weight(params.dt_bias, 0),
             f"{prefix}norm.weight": Weight(params.norm),
         }
 
@@ -166,7 +187,6 @@ class GatedDeltaWeights:
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares. `states` are the layer's, by name: each token leaves an entry.
         """
-        _check_ranks(launch.reduce)
         block = self.block
         projected = linear(
             residual.scaled,
@@ -213,7 +233,6 @@ class GatedDeltaWeights:
         `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`. Of
         `states`, the newest entries are those of the chunk's last tokens.
         """
-        _check_ranks(scratch.launch.reduce)
         block, sizes, pdl = self.block, self.block.sizes, scratch.launch.pdl
         projected = scratch.take(sizes.projected)
         scratch.product(scratch.h, self.projection, None, out=projected)
@@ -251,8 +270,3 @@ class GatedDeltaWeights:
             eps=block.norm_eps,
             out=scratch.h,
         )
-
-
-def _check_ranks(reduce: Reduce | None) -> None:
-    if reduce is not None:
-        raise ValueError("ranks cannot split a gated delta net: each head's state is on one rank")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from graphengine.kernels import (
     AnyWeight,
@@ -36,7 +37,7 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import DecodeLaunch, Reduce, StoredLinear, Weight
+from graphengine.models.contract import DecodeLaunch, PrefillLaunch, Reduce, StoredLinear, Weight
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates, Recurrent
 
@@ -53,6 +54,7 @@ class Mamba2:
     bias         whether the products have biases
     conv_bias    whether the convolution has one
     state_dtype  what a head's state is rounded to after each token
+    norm_ranks   ranks that have heads of one group, whose norm is of all of them
     """
 
     hidden_size: int
@@ -62,13 +64,14 @@ class Mamba2:
     bias: bool = False
     conv_bias: bool = True
     state_dtype: torch.dtype = torch.float32
+    norm_ranks: int = 1
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step. Ranks have no part of them: each has all."""
+        """In the order of a step. Ranks split heads, and groups with them; one group is on all."""
         return {
-            "mamba_in": Linear("store", self.sizes.projected, self.hidden_size),
-            "mamba_out": Linear("residual", self.hidden_size, self.sizes.inner),
+            "mamba_in": Linear("store", self.sizes.projected, self.hidden_size, shard="rows"),
+            "mamba_out": Linear("residual", self.hidden_size, self.sizes.inner, shard="columns"),
         }
 
     @property
@@ -77,16 +80,39 @@ class Mamba2:
         return {"mamba_in": "in_proj", "mamba_out": "out_proj"}
 
     @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Channels of x, B and C."""
+        of_groups = self.sizes.groups * self.sizes.state_size
+        return self.sizes.inner, of_groups, of_groups
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Values of z, x, B, C and dt."""
+        return self.sizes.inner, *self.convolved, self.sizes.heads
+
+    @property
     def states(self) -> LayerStates:
         """The convolution's newest inputs, and a state for each head."""
         sizes = self.sizes
-        ring = Recurrent(RING, (sizes.channels,), None, depth=sizes.width - 1, apart=True)
+        ring = Recurrent(
+            RING,
+            (sizes.channels,),
+            None,
+            depth=sizes.width - 1,
+            apart=True,
+            pieces=self.convolved,
+        )
         return ring, Recurrent(STATE, sizes.state_shape, self.state_dtype)
 
     @property
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`."""
         return self.sizes.projected + self.sizes.channels + self.sizes.inner
+
+    def scan_bytes(self, lanes: int) -> int:
+        """Bytes that the kernels of a chunk leave to each other, and of a norm of several ranks."""
+        gated = 4 * lanes * self.sizes.inner if self.norm_ranks > 1 else 0
+        return self.sizes.scan_bytes(lanes) + gated
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
@@ -146,24 +172,28 @@ class Mamba2Weights:
         block, prefix = self.block, self.prefix
         projection = ((f"{prefix}in_proj", block.sizes.projected),)
         output = ((f"{prefix}out_proj", block.hidden_size),)
-        return [StoredLinear(self.projection, projection), StoredLinear(self.output, output)]
+        pieces = {f"{prefix}in_proj": block.projected}
+        return [
+            StoredLinear(self.projection, projection, axis=0, pieces=pieces),
+            StoredLinear(self.output, output, axis=1),
+        ]
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
         prefix, params = self.prefix, self.params
         names = {name: view for each in self.linears() for name, view in each.views().items()}
-        for name, tensor in (
-            ("in_proj.bias", self.projection_bias),
-            ("conv1d.weight", params.conv_weight[:, None]),
-            ("conv1d.bias", params.conv_bias),
-            ("dt_bias", params.dt_bias),
-            ("A_log", params.a_log),
-            ("D", params.skip),
-            ("norm.weight", self.gate_norm),
-            ("out_proj.bias", self.output_bias),
+        for name, tensor, axis, pieces in (
+            ("in_proj.bias", self.projection_bias, 0, self.block.projected),
+            ("conv1d.weight", params.conv_weight[:, None], 0, self.block.convolved),
+            ("conv1d.bias", params.conv_bias, 0, self.block.convolved),
+            ("dt_bias", params.dt_bias, 0, ()),
+            ("A_log", params.a_log, 0, ()),
+            ("D", params.skip, 0, ()),
+            ("norm.weight", self.gate_norm, 0, ()),
+            ("out_proj.bias", self.output_bias, None, ()),
         ):
             if tensor is not None:
-                names[prefix + name] = Weight(tensor)
+                names[prefix + name] = Weight(tensor, axis, pieces)
         return names
 
     def tensors(self) -> list[Tensor]:
@@ -184,7 +214,6 @@ class Mamba2Weights:
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares. `states` are the layer's, by name: each token leaves an entry.
         """
-        _check_ranks(launch.reduce)
         block, sizes = self.block, self.block.sizes
         projected = linear(
             residual.scaled,
@@ -210,6 +239,7 @@ class Mamba2Weights:
                 tokens_per_row=tokens,
                 pdl=pdl,
             )
+            squares = self._squares_of_all(squares, launch.reduce)
         else:
             inputs = mamba2_norm(
                 mamba2_decode(
@@ -249,7 +279,6 @@ class Mamba2Weights:
         `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`. Of
         `states`, the newest entries are those of the chunk's last tokens.
         """
-        _check_ranks(scratch.launch.reduce)
         block, sizes, pdl = self.block, self.block.sizes, scratch.launch.pdl
         projected = scratch.take(sizes.projected)
         scratch.product(scratch.h, self.projection, self.projection_bias, out=projected)
@@ -277,19 +306,8 @@ class Mamba2Weights:
             out=scratch.take(sizes.inner, after=sizes.projected + sizes.channels),
             pdl=pdl,
         )
-        normed = mamba2_norm(
-            scanned,
-            z,
-            self.gate_norm,
-            lanes.slot,
-            groups=sizes.groups,
-            eps=block.gate_eps,
-            out_dtype=scanned.dtype,
-            out=scanned,
-            pdl=pdl,
-        )
         add_chunk_product(
-            normed,
+            self._norm_chunk(scanned, z, lanes.slot, scratch.launch),
             self.output,
             self.output_bias,
             stream,
@@ -300,7 +318,35 @@ class Mamba2Weights:
             out=scratch.h,
         )
 
+    def _norm_chunk(
+        self, scanned: Tensor, z: Tensor, slot: Tensor, launch: PrefillLaunch
+    ) -> Tensor:
+        """The gated norm of a chunk's lanes, in place."""
+        block = self.block
+        if block.norm_ranks == 1:
+            return mamba2_norm(
+                scanned,
+                z,
+                self.gate_norm,
+                slot,
+                groups=block.sizes.groups,
+                eps=block.gate_eps,
+                out_dtype=scanned.dtype,
+                out=scanned,
+                pdl=launch.pdl,
+            )
+        gated = silu(z.to(torch.float32, copy=True), inplace=True).mul_(scanned)
+        own = torch.linalg.vector_norm(gated, dim=1).square()
+        squares = self._squares_of_all(own[None], launch.reduce)
+        factor = torch.rsqrt(squares[0] / block.sizes.inner + block.gate_eps)
+        return scanned.copy_(gated.mul_(factor[:, None]).mul_(self.gate_norm))
 
-def _check_ranks(reduce: Reduce | None) -> None:
-    if reduce is not None:
-        raise ValueError("ranks cannot split a Mamba2 layer: each head's state is on one rank")
+    def _squares_of_all(self, squares_TN: Tensor, reduce: Reduce | None) -> Tensor:
+        """Sums of squares of as many values as this rank has, `[1, N]`, whose mean is that of the
+        values of all ranks of the one group; `squares_TN` where one rank has all.
+        """
+        ranks = self.block.norm_ranks
+        if ranks == 1:
+            return squares_TN
+        assert reduce is not None, f"{ranks=} and nowhere to meet"
+        return (reduce(squares_TN.sum(0)[:, None]) / ranks).view(1, -1)

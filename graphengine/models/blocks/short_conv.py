@@ -30,7 +30,7 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import DecodeLaunch, Reduce, StoredLinear, Weight
+from graphengine.models.contract import DecodeLaunch, StoredLinear, Weight
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates, Recurrent
 
@@ -42,22 +42,24 @@ RING = "conv"
 class ShortConv:
     """Sizes and switches of the block.
 
+    channels  that are convolved: hidden_size, or of several ranks what each has of them
     taps      inputs of a sum
     norm_eps  of the norm that the block's input needs
     bias      whether the products and the convolution have biases
     """
 
     hidden_size: int
+    channels: int
     taps: int
     norm_eps: float
     bias: bool = False
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step. Ranks have no part of them: each has all."""
+        """In the order of a step. Ranks split channels."""
         return {
-            "conv_in": Linear("store", 3 * self.hidden_size, self.hidden_size),
-            "conv_out": Linear("residual", self.hidden_size, self.hidden_size),
+            "conv_in": Linear("store", 3 * self.channels, self.hidden_size, shard="rows"),
+            "conv_out": Linear("residual", self.hidden_size, self.channels, shard="columns"),
         }
 
     @property
@@ -68,12 +70,12 @@ class ShortConv:
     @property
     def states(self) -> LayerStates:
         """The convolution's newest inputs, in the model's dtype."""
-        return (Recurrent(RING, (self.hidden_size,), None, depth=self.taps - 1),)
+        return (Recurrent(RING, (self.channels,), None, depth=self.taps - 1),)
 
     @property
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`."""
-        return 4 * self.hidden_size
+        return 4 * self.channels
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
@@ -86,19 +88,19 @@ class ShortConv:
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
-        def weight(name: str, rows: int) -> AnyWeight:
+        def weight(name: str, rows: int, columns: int) -> AnyWeight:
             first = prefix + self.first_linears[name]
-            return new_weight(forms, first, (rows, hidden), device=device, dtype=dtype)
+            return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
 
-        hidden = self.hidden_size
+        hidden, channels = self.hidden_size, self.channels
         return ShortConvWeights(
             block=self,
             prefix=prefix,
-            projection=weight("conv_in", 3 * hidden),
-            projection_bias=new(3 * hidden) if self.bias else None,
-            conv_weight=new(hidden, self.taps),
-            conv_bias=new(hidden) if self.bias else None,
-            output=weight("conv_out", hidden),
+            projection=weight("conv_in", 3 * channels, hidden),
+            projection_bias=new(3 * channels) if self.bias else None,
+            conv_weight=new(channels, self.taps),
+            conv_bias=new(channels) if self.bias else None,
+            output=weight("conv_out", hidden, channels),
             output_bias=new(hidden) if self.bias else None,
         )
 
@@ -121,23 +123,26 @@ class ShortConvWeights:
 
     def linears(self) -> list[StoredLinear]:
         """The block's products."""
-        hidden, prefix = self.block.hidden_size, self.prefix
+        block, name = self.block, f"{self.prefix}in_proj"
+        projection, pieces = ((name, 3 * block.channels),), {name: (block.channels,) * 3}
+        output = ((f"{self.prefix}out_proj", block.hidden_size),)
         return [
-            StoredLinear(self.projection, ((f"{prefix}in_proj", 3 * hidden),)),
-            StoredLinear(self.output, ((f"{prefix}out_proj", hidden),)),
+            StoredLinear(self.projection, projection, axis=0, pieces=pieces),
+            StoredLinear(self.output, output, axis=1),
         ]
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
         names = {name: view for each in self.linears() for name, view in each.views().items()}
-        for name, tensor in (
-            ("in_proj.bias", self.projection_bias),
-            ("conv.weight", self.conv_weight[:, None]),
-            ("conv.bias", self.conv_bias),
-            ("out_proj.bias", self.output_bias),
+        pieces = (self.block.channels,) * 3
+        for name, tensor, axis, split in (
+            ("in_proj.bias", self.projection_bias, 0, pieces),
+            ("conv.weight", self.conv_weight[:, None], 0, ()),
+            ("conv.bias", self.conv_bias, 0, ()),
+            ("out_proj.bias", self.output_bias, None, ()),
         ):
             if tensor is not None:
-                names[self.prefix + name] = Weight(tensor)
+                names[self.prefix + name] = Weight(tensor, axis, split)
         return names
 
     def tensors(self) -> list[Tensor]:
@@ -158,7 +163,6 @@ class ShortConvWeights:
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares. `states` are the layer's, by name: each token leaves an entry.
         """
-        _check_ranks(launch.reduce)
         projected = linear(
             residual.scaled,
             self.projection,
@@ -203,9 +207,8 @@ class ShortConvWeights:
         `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`. Of
         `states`, the newest entries are those of the chunk's last tokens.
         """
-        _check_ranks(scratch.launch.reduce)
-        hidden = self.block.hidden_size
-        projected = scratch.take(3 * hidden)
+        channels = self.block.channels
+        projected = scratch.take(3 * channels)
         scratch.product(scratch.h, self.projection, self.projection_bias, out=projected)
         mixed = short_conv_prefill(
             projected,
@@ -214,7 +217,7 @@ class ShortConvWeights:
             states[RING],
             lanes.slot,
             lanes.position,
-            out=scratch.take(hidden, after=3 * hidden),
+            out=scratch.take(channels, after=3 * channels),
             pdl=scratch.launch.pdl,
         )
         add_chunk_product(
@@ -228,8 +231,3 @@ class ShortConvWeights:
             eps=self.block.norm_eps,
             out=scratch.h,
         )
-
-
-def _check_ranks(reduce: Reduce | None) -> None:
-    if reduce is not None:
-        raise ValueError("ranks cannot split a short convolution: all channels are on one rank")

@@ -90,12 +90,11 @@ def add_product(
     With several ranks the product is a kernel, and the sum after `reduce` another one; so is a
     product that has a norm of its own, and its norm and the sum.
 
-    squares_TN, eps  of a norm of the inputs; None where they are as they are, and with several
-                     ranks or a norm of the product
+    squares_TN, eps  of a norm of the inputs; None where they are as they are, and with a norm of
+                     the product. With several ranks the squares are those that each divides by
     """
-    plain = launch.reduce is None and not isinstance(next_norm_H, Sandwich)
-    assert squares_TN is None or plain, "no norm of the inputs here"
     if isinstance(next_norm_H, Sandwich):
+        assert squares_TN is None, "no norm of the inputs here"
         product = _whole_product(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
         post, following, eps = next_norm_H
         return add_normed(product, post, residual, following, slot_N, eps=eps, pdl=launch.pdl)
@@ -112,7 +111,9 @@ def add_product(
             plan=plan,
             launch=launch,
         )
-    part = part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch)
+    part = part_product(
+        x_NK, weight_HK, slot_N, squares_TN=squares_TN, eps=eps, plan=plan, launch=launch
+    )
     return add_part(part, slot_N, residual, next_norm_H, bias=bias, launch=launch)
 
 
@@ -134,11 +135,29 @@ def add_part(
 
 
 def part_product(
-    x_NK: Tensor, weight_HK: AnyWeight, slot_N: Tensor, *, plan: LinearPlan, launch: DecodeLaunch
+    x_NK: Tensor,
+    weight_HK: AnyWeight,
+    slot_N: Tensor,
+    *,
+    squares_TN: Tensor | None = None,
+    eps: float = 0.0,
+    plan: LinearPlan,
+    launch: DecodeLaunch,
 ) -> Tensor:
-    """Float32 `[N, H]`: what this rank has of a product, without a bias."""
-    _check_split(weight_HK)
-    return linear(x_NK, weight_HK, slot_N, out_dtype=torch.float32, plan=plan, launch=launch)
+    """Float32 `[N, H]`: what this rank has of a product, without a bias.
+
+    squares_TN, eps  as of `add_product`
+    """
+    return linear(
+        x_NK,
+        weight_HK,
+        slot_N,
+        squares_TN=squares_TN,
+        eps=eps,
+        out_dtype=torch.float32,
+        plan=plan,
+        launch=launch,
+    )
 
 
 def _whole_product(
@@ -156,14 +175,6 @@ def _whole_product(
     whole = launch.reduce(part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch))
     whole = whole if bias is None else whole + bias.float()
     return Product(whole, sums_of_squares(whole, 1).contiguous())
-
-
-def _check_split(weight: AnyWeight) -> None:
-    if not isinstance(weight, Tensor):
-        raise ValueError(
-            f"a weight {list(weight.shape)} in {weight.format.label} is packed, and ranks split "
-            f"weights of 16 or 32 bits alone"
-        )
 
 
 class PrefillScratch:
@@ -303,8 +314,7 @@ def add_chunk_product(
     if launch.reduce is None:
         whole = scratch.product(x_NK, weight_HK, bias, out=out)
     else:
-        _check_split(weight_HK)
-        whole = launch.reduce(chunk_product(x_NK, weight_HK, None, out=out))
+        whole = launch.reduce(scratch.product(x_NK, weight_HK, None, out=out))
         whole = whole if bias is None else whole + bias
     h = scratch.h
     if isinstance(next_norm_H, Sandwich):

@@ -120,20 +120,17 @@ class SwigluWeights:
         prefix, ffn = self.prefix, self.block.ffn_size
         gate, down = (prefix + name for name in self.block.first_linears.values())
         gate_up: tuple[tuple[str, int], ...] = ((gate, ffn), (prefix + self.block.names[1], ffn))
+        pieces: dict[str, tuple[int, ...]] = {}
         if self.block.one_linear:
-            gate_up = ((gate, 2 * ffn),)
+            gate_up, pieces = ((gate, 2 * ffn),), {gate: (ffn, ffn)}
         return [
-            StoredLinear(self.gate_up, gate_up, swiglu=True, axis=0),
+            StoredLinear(self.gate_up, gate_up, swiglu=True, axis=0, pieces=pieces),
             StoredLinear(self.down, ((down, self.block.hidden_size),), axis=1),
         ]
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
         names = {name: view for each in self.linears() for name, view in each.views().items()}
-        if self.block.one_linear and isinstance(self.gate_up, Tensor):
-            # Ranks split gates by themselves, and ups: along the second dimension of this view.
-            halves = self.gate_up.view(2, self.block.ffn_size, 1, self.block.hidden_size)
-            names[f"{self.prefix}input_linear.weight"] = Weight(halves, 1)
         if self.gate_up_bias is not None:
             gate, up = self.gate_up_bias.chunk(2)
             names[f"{self.prefix}gate_proj.bias"] = Weight(gate, 0)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graphengine.kernels import BITS
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, scale_values
 
 
@@ -97,7 +98,18 @@ def _cat(values: list[Tensor], parts: Sequence[QuantisedWeight], kind: WeightFor
 def _each_row(value: Tensor, part: QuantisedWeight) -> Tensor:
     """[M, K / C] of [M / R, K / C]."""
     M = part.shape[0]
-    return value.repeat_interleave(part.format.rows or M, dim=0)[:M]
+    bits = value.view(BITS[value.element_size()])
+    return bits.repeat_interleave(part.format.rows or M, dim=0)[:M].view(value.dtype)
+
+
+def each_row(weight: QuantisedWeight) -> QuantisedWeight:
+    """The same weight with a scale, and a zero point, for each row."""
+    zeros = weight.zeros
+    return weight._replace(
+        format=weight.format._replace(rows=1),
+        scales=_each_row(weight.scales, weight),
+        zeros=None if zeros is None else _each_row(zeros, weight),
+    )
 
 
 def are_same(one: Tensor | None, other: Tensor | None) -> bool:

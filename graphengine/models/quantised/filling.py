@@ -13,13 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.kernels import PackedWeight, QuantisedWeight, pack
+from graphengine.kernels import AnyWeight, PackedWeight, QuantisedWeight, pack
 from graphengine.kernels.linear.quantised import dequantise
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoint import Checkpoint, Cut
 from graphengine.models.contract import Stack, StoredLinear
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.concatenate import concatenate, in_order
 from graphengine.models.quantised.config import read_quantisation
+from graphengine.models.quantised.cutting import part_of
 from graphengine.models.quantised.readers import is_plain, read_weight
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.schemes import HEAD, Quantisation
@@ -84,19 +85,36 @@ def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
     def read(linear: StoredLinear, device: torch.device) -> Read:
         parts: list[QuantisedWeight] = []
         names: list[str] = []
-        for name, rows in linear.parts:
+        for (name, rows), cut in zip(linear.parts, cuts_of(linear), strict=True):
+            shape = (rows, linear.shape[1]) if cut is None else _whole(rows, linear.shape[1], cut)
             scheme = quantisation.scheme(name)
             assert scheme is not None, f"{name=} has a form and no scheme"
             there = _Changed(of_stack(tensors, linear.stack), lambda _, each: each.to(device))
             try:
-                found = read_weight(scheme, there, name, (rows, linear.shape[1]))
+                found = read_weight(scheme, there, name, shape)
+                parts.append(_part(found.weight, cut, linear.weight))
             except ValueError as error:
                 raise ValueError(f"{checkpoint.path}: {error}") from error
-            parts.append(found.weight)
             names += found.names
         return Read(concatenate(parts), tuple(names))
 
     return read
+
+
+def cuts_of(linear: StoredLinear) -> Sequence[Cut | None]:
+    """Of each part; None where it is whole."""
+    return linear.cuts or [None] * len(linear.parts)
+
+
+def _whole(rows: int, columns: int, cut: Cut) -> tuple[int, int]:
+    return (cut.whole, columns) if cut.axis == 0 else (rows, cut.whole)
+
+
+def _part(whole: QuantisedWeight, cut: Cut | None, target: AnyWeight) -> QuantisedWeight:
+    """What a rank has of it, with scales for as many rows as the target has, or for each."""
+    if cut is None:
+        return whole
+    return part_of(whole, cut, 1 if isinstance(target, Tensor) else target.format.rows)
 
 
 def rounding_reader(checkpoint: Checkpoint, embedding: str) -> Reader:
@@ -114,9 +132,16 @@ def rounding_reader(checkpoint: Checkpoint, embedding: str) -> Reader:
             names = [f"{embedding}.weight"]
         parts = [of_stack(tensors, stack)[name].to(device) for name in names]
         # Tensors that all experts are in have columns where a linear's have rows.
-        whole = torch.cat(parts if stack is None else [part.t() for part in parts])
+        parts = parts if stack is None else [part.t() for part in parts]
+        by_columns = None
+        if linear.cuts and linear.axis == 0:
+            parts = [cut.part(each) for each, cut in zip(parts, linear.cuts, strict=True)]
+        elif linear.cuts:
+            # A rank's codes are those of the whole, whose rows have scales of all columns.
+            (by_columns,) = linear.cuts
         try:
-            return Read(quantise(whole, linear.weight.format), tuple(names))
+            rounded = quantise(torch.cat(parts), linear.weight.format)
+            return Read(_part(rounded, by_columns, linear.weight), tuple(names))
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {', '.join(names)}: {error}") from error
 

@@ -698,7 +698,7 @@ def test_a_part_of_a_tensor_is_read(sharded: Path, axis: int, start: int, length
     whole = small_tensors()["a.weight"]
     part = whole.narrow(axis, start, length)
     checkpoint = Checkpoint.open(sharded).cut(
-        {"a.weight": Cut(axis, start, length, whole.shape[axis])}
+        {"a.weight": Cut(axis, ((start, length),), whole.shape[axis])}
     )
     read, other = torch.empty(part.shape), torch.empty(8)
     noted: list[tuple[int, int]] = []
@@ -712,7 +712,7 @@ def test_a_part_of_a_tensor_is_read(sharded: Path, axis: int, start: int, length
 
 
 def test_a_part_of_a_tensor_that_has_changed_is_an_error(single: Path) -> None:
-    checkpoint = Checkpoint.open(single).cut({"a.weight": Cut(0, 2, 2, 4)})
+    checkpoint = Checkpoint.open(single).cut({"a.weight": Cut(0, ((2, 2),), 4)})
     save_file({"a.weight": torch.zeros(2, 6)}, single / "model.safetensors")
     with pytest.raises(ValueError, match=r"has changed since it was opened: tensor a\.weight"):
         checkpoint.load({"a.weight": torch.empty(2, 6)})

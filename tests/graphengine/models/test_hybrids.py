@@ -25,11 +25,13 @@ from graphengine.kernels.recurrent import short_conv_reference
 from graphengine.models.blocks import gated_delta as delta
 from graphengine.models.blocks import mamba2
 from graphengine.models.blocks.mamba2 import RING, STATE
-from graphengine.models.blocks.streams import PrefillScratch
-from graphengine.models.contract import PrefillLaunch
+from graphengine.models.checkpoint import Checkpoint, Cut
+from graphengine.models.contract import Share
 from graphengine.models.families import read_model_config
 from graphengine.models.mtp import LAYOUTS, MtpConfig
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
+from graphengine.models.rank_cuts import cut_to
+from graphengine.models.ranks import of_rank
 from graphengine.models.states import Paged, Recurrent, recurrent_field, recurrent_states
 from graphengine.speculative import DraftModel, NGram, SaveHiddenStates, UserProvided
 from launches.compilation import graph_kernels
@@ -408,23 +410,21 @@ def test_an_embedding_of_another_name_may_be_lm_head(
         assert torch.equal(dequantise(unpack(engine.runtime.program.model.lm_head)), rounded)
 
 
-def test_ranks(hybrids: dict[str, Any]) -> None:
-    """Granite's gates and ups are split each by themselves; heads' states are on one rank."""
-    model = read_model_config(json.loads((hybrids["granite"].path / "config.json").read_text()))
-    weights = model.allocate(device="cpu", dtype=torch.float32)
-    tensor, axis = weights.stored()["model.layers.0.shared_mlp.input_linear.weight"]
-    tensor.copy_(torch.arange(2 * 76 * 128.0).view_as(tensor))
-    first, _ = tensor.chunk(2, axis)
-    rows = first.reshape(76, 128)[:, 0] / 128
-    assert rows.tolist() == [*range(38), *range(76, 76 + 38)]
-    assert weights.stored()["model.layers.0.mamba.in_proj.weight"].axis is None
-
-    launch = PrefillLaunch(reduce=lambda part: part)
-    opened = weights.open(max_seq_len=16)
-    block = opened.weights.parts[0].block  # type: ignore[attr-defined]
-    scratch = PrefillScratch(4, 128, 1, like=opened.first_norm, launch=launch)
-    with pytest.raises(ValueError, match="ranks cannot split a Mamba2 layer"):
-        block.prefill(None, None, None, {}, scratch)
+def test_a_rank_reads_a_part_of_each_piece(hybrids: dict[str, Any]) -> None:
+    """Granite's gates and ups are split each by themselves, and so are the parts of a projection;
+    B and C of the one group are on each rank.
+    """
+    checkpoint = Checkpoint.open(hybrids["granite"].path)
+    model = read_model_config(checkpoint.config)
+    whole = model.allocate(device="cpu", dtype=torch.float32)
+    part = of_rank(model, Share(0, 2)).allocate(device="cpu", dtype=torch.float32)
+    cut = cut_to(checkpoint, whole, part, Share(1, 2))
+    gates = cut.tensors["model.layers.0.shared_mlp.input_linear.weight"].cut
+    assert gates == Cut(0, ((38, 38), (76 + 38, 38)), 152)
+    # 6 heads of 64 values, one group of 24.
+    projected = cut.tensors["model.layers.0.mamba.in_proj.weight"].cut
+    spans = ((192, 192), (384 + 192, 192), (768, 24), (792, 24), (816 + 3, 3))
+    assert projected == Cut(0, spans, 822)
 
 
 def test_kernels_of_a_step(hybrids: dict[str, Any]) -> None:

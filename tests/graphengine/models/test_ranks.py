@@ -19,22 +19,18 @@ from torch import Tensor
 from graphengine.kernels import (
     ClampedSwiglu,
     DecodeLanes,
-    QuantisedWeight,
     RopeConfig,
     Router,
     Routes,
-    WeightFormat,
     add_to_residual,
     gather_prefill,
     linear,
     new_residual,
-    pack,
-    packed_plan,
     paged_prefill_attention,
 )
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mla import LatentAttention
-from graphengine.models.blocks.streams import PrefillScratch, add_chunk_product, add_product
+from graphengine.models.blocks.streams import add_product
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.contract import (
     WHOLE,
@@ -45,7 +41,7 @@ from graphengine.models.contract import (
     StoredWeights,
 )
 from graphengine.models.decoder import DecoderConfig, DecoderModel
-from graphengine.models.linears import LinearPlans, heuristic_plans, stream_groups
+from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.mtp import (
     LAYOUTS,
     MtpConfig,
@@ -120,7 +116,6 @@ LATENTS = replace(
 )
 # Rows of heads' queries lie beside those of latents.
 LATENTS_ALONE = replace(LATENTS, latent=replace(LATENTS.latent, q_rank=None))
-INT8 = WeightFormat("int8", 1, 0)
 
 Result = TypeVar("Result")
 
@@ -370,21 +365,6 @@ def test_one_rank_that_reduces_computes_what_the_fused_kernel_does() -> None:
     for fused, apart, at_once in zip(*found, strict=True):
         torch.testing.assert_close(fused, apart, rtol=1e-6, atol=1e-6)
         assert torch.equal(apart, at_once)
-
-
-def test_packed_weights_are_of_one_rank() -> None:
-    weight = pack(QuantisedWeight(INT8, torch.zeros(48, 40, dtype=torch.uint8), torch.ones(48, 1)))
-    x, norm, stream = torch.ones(3, 40), torch.ones(48), torch.ones(3, 48)
-    slot, message = int32(2, -1, 0), r"a weight \[48, 40\] in int8-1x0 is packed, and ranks split"
-    plan = packed_plan(INT8, 48, 40, "dot")
-    decode = DecodeLaunch(plans=LinearPlans({}), split_tokens=64, reduce=torch.clone)
-    residual = new_residual(3, 48, 1, dtype=torch.float32, device="cpu")
-    with pytest.raises(ValueError, match=message):
-        add_product(x, weight, slot, residual, norm, bias=None, plan=plan, launch=decode)
-    scratch = PrefillScratch(3, 48, 48, like=norm, launch=decode.prefill)
-    with pytest.raises(ValueError, match=message):
-        out = scratch.take(48)
-        add_chunk_product(x, weight, None, stream, norm, slot, scratch, eps=1e-5, out=out)
 
 
 def test_the_list_of_linears_says_how_weights_are_split() -> None:

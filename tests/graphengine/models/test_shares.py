@@ -18,9 +18,8 @@ from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, ModelWeights, Share
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.linears import WeightForms
-from graphengine.models.quantised.forms import rounded_forms
-from graphengine.models.ranks import cut_to, of_rank
+from graphengine.models.rank_cuts import cut_to
+from graphengine.models.ranks import of_rank
 
 EXPERTS = Experts(hidden_size=6, ffn_size=4, experts=3, router=Router(top_k=2), norm_eps=1e-5)
 CONFIG = DecoderConfig(
@@ -52,12 +51,6 @@ def rows_of(config: ModelConfig) -> dict[str, Tensor]:
     return {name: torch.randn(each.shape, generator=generator) for name, each in named.items()}
 
 
-def packed(config: DecoderConfig) -> DecoderConfig:
-    """The same with weights in int8."""
-    wide = replace(config, hidden_size=128, ffn_size=128)
-    return config.stored_as(WeightForms(rounded_forms(meta(wide).linears(), "int8", head=False)))
-
-
 def opened(path: Path, tensors: dict[str, Tensor]) -> Checkpoint:
     (path / "config.json").write_text("{}")
     save_file(tensors, path / "model.safetensors")
@@ -73,9 +66,8 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
     parts: list[dict[str, Tensor]] = []
     for rank in range(ranks):
         weights = config.allocate(device="cpu", dtype=torch.float32)
-        assert not cut_to(checkpoint, weights.stored(), [], Share(rank, ranks)).load(
-            weights.named()
-        )
+        part = cut_to(checkpoint, meta(CONFIG), weights, Share(rank, ranks))
+        assert not part.load(weights.named())
         parts.append(weights.named())
         assert ranks == 1 or weights.nbytes < meta(CONFIG).nbytes
     for name, whole in tensors.items():
@@ -107,8 +99,8 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
         (
             read_config(TOY, "Toy"),
             2,
-            "tensor_parallel=2 is for models whose layers all have attention and a feed-forward, "
-            "which this Toy has not",
+            "tensor_parallel=2 is for models whose layers have attention, recurrent heads or "
+            "channels, and feed-forwards, which this Toy has not",
         ),
         (
             replace(CONFIG, experts=replace(EXPERTS, ffn_size=10), expert_layers=(1,)),
@@ -126,14 +118,8 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
             4,
             "tensor_parallel=4 does not divide the 6 ffn columns of the shared experts",
         ),
-        (
-            packed(CONFIG),
-            2,
-            r"tensor_parallel=2 is for weights of 16 or 32 bits: 8 of this LlamaForCausalLM are "
-            r"packed, model\.layers\.0\.self_attn\.q_proj in int8-1x0",
-        ),
     ],
-    ids=["heads", "ffn", "kv heads", "family", "experts", "shared experts", "packed"],
+    ids=["heads", "ffn", "kv heads", "family", "experts", "shared experts"],
 )
 def test_models_that_ranks_cannot_split(config: ModelConfig, ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -168,7 +154,7 @@ def test_ranks_have_whole_experts(tmp_path: Path, stacked: bool) -> None:
         weights = of_rank(config, share, expert_parallel=True).allocate(
             device="cpu", dtype=torch.float32
         )
-        cut = cut_to(checkpoint, weights.stored(), weights.linears(), share)
+        cut = cut_to(checkpoint, meta(config), weights, share)
         others = cut.load(weights.named())
         assert len(others) == (0 if stacked else 2 * 2 * 3)
         for layer, of_all in zip(weights.layers, whole.layers, strict=True):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphengine.kernels import SamplingTensors, linear, linear_sample
+from graphengine.kernels import SamplingTensors, linear, linear_sample, pack
 from graphengine.kernels.sample.sampling import token_of_tiles_reference
 from graphengine.models.contract import Share
+from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.vocabulary import Vocabulary, vocabulary_of
 
 LANES, HIDDEN = 3, 8
@@ -30,16 +31,18 @@ class Absent:
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
-@pytest.mark.parametrize(("tokens", "ranks"), [(300, 2), (301, 4), (5, 4), (9, 8), (4, 4)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("tokens", "ranks"), [(300, 2), (301, 4), (5, 4), (9, 8), (4, 4), (64, 2)])
 def test_the_best_and_the_logits_are_those_of_one_rank(
-    tokens: int, ranks: int, trimmed: bool
+    tokens: int, ranks: int, packed: bool, trimmed: bool
 ) -> None:
     """Also where the rows of the head are of some tokens only."""
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(LANES, HIDDEN, generator=generator)
-    head = torch.randn(tokens, HIDDEN, generator=generator)
+    rows = torch.randn(tokens, HIDDEN, generator=generator)
     # Two tokens are as good as each other: the lower id wins, whosever it is.
-    head[-1] = head[tokens // 3]
+    rows[-1] = rows[tokens // 3]
+    head = pack(quantise(rows, KIND_FORMATS["int8"])) if packed else rows
     slot, position = torch.arange(3).int(), torch.tensor([4, 5, 6]).int()
     params = SamplingTensors.neutral(3)
     params.temperature[1:] = 1.0

@@ -128,7 +128,6 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
     [
         ({"tensor_parallel": 3}, "tensor_parallel=3 does not divide the"),
         ({"tensor_parallel": 0}, "tensor_parallel=0 must be"),
-        ({"quantize": "int8"}, "quantize='int8' is for an engine of one rank, not for tensor_para"),
         (
             {"expert_parallel": True, "tensor_parallel": 1},
             "expert_parallel=True is for several ranks, not tensor_parallel=1",
@@ -144,7 +143,7 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
             r"speculative=DFlash\(.*\) is for an engine of one rank, not for tensor_parallel=2",
         ),
         (
-            {"speculative": Eagle3(path="none", k=1)},
+            {"speculative": Eagle3(path="none", k=1, min_confidence=0.5)},
             r"speculative=Eagle3\(.*\) is for an engine of one rank, not for tensor_parallel=2",
         ),
         (

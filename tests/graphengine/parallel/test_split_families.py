@@ -198,7 +198,7 @@ def test_packed_experts_are_those_of_one_rank(
             result.token_ids, result.logprobs, wanted.logprobs, strict=True
         ):
             assert one[token].logprob == pytest.approx(another[token].logprob, abs=1e-4)
-    message = r"tensor_parallel=4 leaves a rank 16 ffn columns of an expert, .* of the 32 that"
+    message = r"tensor_parallel=4: .*down_proj: columns 0 to 16 of 64 part some of the 32 that"
     with pytest.raises(ValueError, match=message):
         open_engine(path, 4)
 

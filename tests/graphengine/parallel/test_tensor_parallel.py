@@ -169,14 +169,46 @@ def test_requests_that_come_and_go_have_their_own_tokens(engine: Engine) -> None
     assert_equal_ranks(engine)
 
 
-def test_sessions_go_on(engine: Engine, checkpoints: dict[str, Any], tmp_path: Path) -> None:
-    assert_rewinds(engine, checkpoints["qwen3-biases"])
+def test_sessions_go_on(
+    engine: Engine, folder: Path, checkpoints: dict[str, Any], tmp_path: Path
+) -> None:
+    """A snapshot has the KV as one rank has it; the session that is restored goes on from it."""
+    oracle = checkpoints["qwen3-biases"]
+    assert_rewinds(engine, oracle)
     assert_equal_ranks(engine)
-    message = "a snapshot holds the KV of one rank, and this engine has tensor_parallel=2"
-    with engine.session() as session, pytest.raises(ValueError, match=message):
-        session.snapshot()
-    with pytest.raises(ValueError, match=message):
-        engine.restore_session(tmp_path / "none")
+    prompt, more = oracle.prompts((37, 5))
+    with engine.session() as session:
+        session.append(prompt)
+        session.generate(greedy(12))
+        kept = session.snapshot(tmp_path / "session")
+        session.append(more)
+        expected = session.generate(greedy(12))
+        cached = expected.cached_tokens
+    with engine.restore_session(tmp_path / "session") as restored:
+        again = restored.snapshot()
+        assert all(map(torch.equal, again.caches, kept.caches))
+        restored.append(more)
+        result = restored.generate(greedy(12))
+        assert result.token_ids == expected.token_ids
+        assert result.cached_tokens == cached >= 48
+    assert_equal_ranks(engine)
+    with open_engine(folder, 1, max_seq_len=128) as alone, alone.session() as session:
+        session.append(prompt)
+        session.generate(greedy(12))
+        whole = session.snapshot()
+        assert whole.origin.caches == kept.origin.caches
+        for found, cache in zip(kept.caches, whole.caches, strict=True):
+            torch.testing.assert_close(found, cache, rtol=1e-4, atol=1e-4)
+        assert whole.origin.model == kept.origin.model
+        # Of any number of ranks.
+        with alone.restore_session(kept) as restored:
+            restored.append(more)
+            result = restored.generate(greedy(12))
+            assert result.token_ids == expected.token_ids and result.cached_tokens == cached
+    with engine.restore_session(whole) as restored:
+        restored.append(more)
+        assert restored.generate(greedy(12)).token_ids == expected.token_ids
+    assert_equal_ranks(engine)
 
 
 @pytest.mark.parametrize("mode", [NGram(k=3), UserProvided(k=2)], ids=["ngram", "user"])

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.kernels.linear import packed as packed_module
-from graphengine.kernels.linear.packed import first_rows, pack, packed_rows, select_rows, unpack
+from graphengine.kernels.linear.packed import (
+    first_rows,
+    pack,
+    packed_rows,
+    rows_of,
+    select_rows,
+    unpack,
+)
 from graphengine.kernels.linear.quantised import (
     QuantisedWeight,
     WeightFormat,
@@ -44,6 +51,11 @@ def test_the_first_rows_are_those_of_the_whole(name):
         first = first_rows(packed, rows)
         assert first.shape == (rows, 128) and first.codes.data_ptr() == packed.codes.data_ptr()
         assert torch.equal(dequantise(unpack(first)), expected[:rows]), f"{rows=}"
+    for start, rows in ((16, 20), (32, 8), (16, 3)):
+        part = rows_of(packed, start, rows)
+        assert torch.equal(dequantise(unpack(part)), expected[start : start + rows]), f"{start=}"
+    with pytest.raises(ValueError, match="row 20 is inside of a block: these begin every 16 rows"):
+        rows_of(packed, 20, 16)
 
 
 def test_rows_of_a_swiglu_are_not_looked_for():

@@ -1,0 +1,50 @@
+"""A few digits by which weights are known again, wherever they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import PackedWeight
+from graphengine.models.contract import StoredLinear, StoredWeights
+
+_SAMPLES = 1024
+
+
+def fingerprint(weights: StoredWeights) -> str:
+    """Of the configuration and of up to 1,024 elements of each weight."""
+    packed = [
+        (f"{name} {index}", tensor)
+        for name, linear in packed_linears(weights).items()
+        if isinstance(linear.weight, PackedWeight)
+        for index, tensor in enumerate(linear.weight.tensors)
+    ]
+    return fingerprint_of(weights.config, [*sorted(weights.named().items()), *packed])
+
+
+def packed_linears(weights: StoredWeights) -> dict[str, StoredLinear]:
+    """Those whose weights are packed, by names of their own, which are sorted."""
+    named = {
+        f"{linear.parts[0][0]}{'' if linear.stack is None else linear.stack.expert}": linear
+        for linear in weights.linears()
+        if isinstance(linear.weight, PackedWeight)
+    }
+    return dict(sorted(named.items()))
+
+
+def fingerprint_of(config: object, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """16 hexadecimal digits of a configuration and of tensors by name, each of which may be gone
+    when the next one is asked for.
+    """
+    digest = hashlib.sha256(repr(config).encode())
+    samples: list[Tensor] = []
+    for name, tensor in tensors:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.flatten()
+        some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+        samples.append(some.to(torch.float32, copy=True))
+    digest.update(torch.cat(samples).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

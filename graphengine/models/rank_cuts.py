@@ -1,0 +1,87 @@
+"""What one of several ranks reads of a checkpoint: the cuts of tensors and of packed linears.
+
+They follow from the sizes of a whole model and of a rank's part of it, which `ranks.py` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphengine.models.checkpoint import Checkpoint, Cut
+from graphengine.models.contract import Share, Stack, StoredLinear, StoredWeights, Weight
+from graphengine.models.quantised.filling import dequantised_names
+
+
+def cut_to(
+    checkpoint: Checkpoint, whole: StoredWeights, part: StoredWeights, share: Share
+) -> Checkpoint:
+    """The checkpoint with what one rank has of each tensor that goes into its `part` as it is.
+
+    whole  the weights of all ranks, of which shapes are asked
+    """
+    wholes = whole.stored()
+    # These are cut once they are dequantised.
+    in_codes = {f"{name}.weight" for name in dequantised_names(checkpoint, part.linears())}
+    return checkpoint.cut(
+        {
+            name: _cut(checkpoint.tensors[name].shape, wholes[name], weight, share)
+            for name, weight in part.stored().items()
+            if weight.axis is not None and name not in in_codes
+        }
+    )
+
+
+def _cut(shape: tuple[int, ...], whole: Weight, part: Weight, share: Share) -> Cut:
+    """The part of a tensor of this shape that a rank has."""
+    axis = part.axis
+    assert axis is not None, f"{part=}"
+    if not part.pieces:
+        # The views may have the tensor's values in other dimensions.
+        length = part.tensor.numel() * shape[axis] // whole.tensor.numel()
+        return Cut(axis, spans_of([shape[axis]], [length], *share), shape[axis])
+    return Cut(axis, spans_of(whole.pieces, part.pieces, *share), shape[axis])
+
+
+def cut_linears(whole: StoredWeights, part: StoredWeights, share: Share) -> list[StoredLinear]:
+    """The linears of a rank's part, which say what of the checkpoint's linears they are."""
+    wholes = {_place(linear): linear for linear in whole.linears()}
+    return [
+        linear
+        if linear.axis is None
+        else linear._replace(cuts=_cuts(wholes[_place(linear)], linear, share))
+        for linear in part.linears()
+    ]
+
+
+def _place(linear: StoredLinear) -> tuple[str, Stack | None]:
+    """Where in a checkpoint it begins: of whole experts a rank has some."""
+    return linear.parts[0][0], linear.stack
+
+
+def _cuts(whole: StoredLinear, part: StoredLinear, share: Share) -> tuple[Cut, ...]:
+    """Of each part; one of which each rank has all is as long in both."""
+    if part.axis == 1:
+        columns = whole.shape[1]
+        spans = spans_of([columns], [part.shape[1]], *share)
+        return tuple(Cut(1, spans, columns) for _ in part.parts)
+    return tuple(
+        Cut(
+            0,
+            spans_of(whole.pieces.get(name, (rows,)), part.pieces.get(name, (own,)), *share),
+            rows,
+        )
+        for (name, rows), (_, own) in zip(whole.parts, part.parts, strict=True)
+    )
+
+
+def spans_of(
+    whole: Sequence[int], part: Sequence[int], rank: int, ranks: int
+) -> tuple[tuple[int, int], ...]:
+    """Of pieces that follow each other, (start, length) of what a rank has of each; ranks beside
+    each other may have the same.
+    """
+    spans, start = [], 0
+    for length, own in zip(whole, part, strict=True):
+        spans.append((start + rank * (length // own) // ranks * own, own))
+        start += length
+    return tuple(spans)

@@ -1,0 +1,181 @@
+"""What all ranks keep of sequences, copied to and from the driver's memory as one model has it.
+
+Each rank has some heads of every cache, and of every recurrent state some heads or channels; with
+fewer KV heads than ranks, ranks beside each other have the same, and latents are on all. All ranks
+work through the same pieces in the same order, and meet once for each: what they have is gathered,
+and the driver puts it together; or all are brought what the driver has, and each takes its part.
+Bytes travel as in a step, so that nothing but tensors of known shapes arrives.
+
+Letters: B blocks, G kv heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.core.runtime import Runtime
+from graphengine.models.contract import RankGroup
+from graphengine.models.rank_cuts import spans_of
+from graphengine.models.states import LayerStates, paged_states, recurrent_states
+
+BLOCKS_AT_ONCE = 16
+"""KV blocks of a layer for which ranks meet: their bytes are on each device as often as there are
+ranks."""
+
+
+class Pieces(NamedTuple):
+    """How ranks split something along a dimension.
+
+    whole, own  lengths that follow each other, of all and of each rank
+    axis        the dimension, of one layer's blocks or of a place's entries
+    """
+
+    whole: tuple[int, ...]
+    own: tuple[int, ...]
+    axis: int
+
+    def whole_shape(self, own: Sequence[int]) -> tuple[int, ...]:
+        """Of all, from the shape of what a rank has."""
+        shape = [*own]
+        shape[self.axis] = sum(self.whole)
+        return tuple(shape)
+
+    def of_rank(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """What a rank has of it."""
+        spans = spans_of(self.whole, self.own, rank, ranks)
+        return torch.cat([whole.narrow(self.axis, *span) for span in spans], self.axis)
+
+    def together(self, parts: Sequence[Tensor]) -> Tensor:
+        """All of it, of what each rank has."""
+        whole = parts[0].new_empty(self.whole_shape(parts[0].shape))
+        for rank, part in enumerate(parts):
+            own = torch.split(part, [*self.own], self.axis)
+            spans = spans_of(self.whole, self.own, rank, len(parts))
+            for piece, span in zip(own, spans, strict=True):
+                whole.narrow(self.axis, *span).copy_(piece)
+        return whole
+
+
+class KeptParts:
+    """Those of one rank's `runtime`.
+
+    whole  what each layer of the whole target keeps, and each of the whole drafter
+    own    the same of this rank
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        group: RankGroup,
+        whole: tuple[Sequence[LayerStates], Sequence[LayerStates]],
+        own: tuple[Sequence[LayerStates], Sequence[LayerStates]],
+    ) -> None:
+        self._runtime, self._group = runtime, group
+        pairs = [*zip(whole, own, strict=True)]
+        # A drafter without KV of its own has no cache.
+        self._heads = [_heads(*pair) for pair in pairs if paged_states(pair[0])]
+        self._recurrent = _recurrent(*pairs[0])
+
+    @property
+    def block_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """As `Runtime.block_shapes`, of all ranks together."""
+        shapes = [(len(cache), *cache.shape[2:]) for cache, _ in self._runtime.caches]
+        return tuple(
+            heads.whole_shape(shape) for shape, heads in zip(shapes, self._heads, strict=True)
+        )
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """As `Runtime.state_shapes`, of all ranks together."""
+        shapes = self._runtime.kept.shapes
+        pieces = self._recurrent[: len(shapes)]
+        return tuple(each.whole_shape(shape) for shape, each in zip(shapes, pieces, strict=True))
+
+    # Every rank calls each of these, with the same arguments but for what only the driver has.
+
+    def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
+        """As `Runtime.read_blocks`, of all ranks together."""
+        found = []
+        for own, heads in zip(Runtime.read_blocks(self._runtime, blocks), self._heads, strict=True):
+            layers = [self._together(layer, heads) for layer in own]
+            empty = own.new_empty(heads.whole_shape(own.shape))
+            found.append(torch.stack(layers) if layers else empty)
+        return tuple(found)
+
+    def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor] | None) -> None:
+        """As `Runtime.write_blocks`; `kept` is the driver's alone."""
+        parts = []
+        for index, (cache, _) in enumerate(self._runtime.caches):
+            heads, (layers, _, *block) = self._heads[index], cache.shape
+            shape = heads.whole_shape((len(blocks), *block))
+            of_layers = [
+                self._part(None if kept is None else kept[index][layer], shape, cache.dtype, heads)
+                for layer in range(layers)
+            ]
+            own = (0, len(blocks), *cache.shape[2:])
+            empty = torch.empty(own, dtype=cache.dtype)
+            parts.append(torch.stack(of_layers) if of_layers else empty)
+        Runtime.write_blocks(self._runtime, blocks, parts)
+
+    def read_states(self, place: int) -> tuple[Tensor, ...]:
+        """As `Runtime.read_states`, of all ranks together."""
+        own = Runtime.read_states(self._runtime, place)
+        return tuple(map(self._together, own, self._recurrent))
+
+    def write_states(self, place: int, kept: Sequence[Tensor] | None) -> None:
+        """As `Runtime.write_states`; `kept` is the driver's alone."""
+        shapes, dtypes = self.state_shapes, self._runtime.kept.dtypes
+        parts = [
+            self._part(None if kept is None else kept[index], shape, dtype, pieces)
+            for index, (shape, dtype, pieces) in enumerate(
+                zip(shapes, dtypes, self._recurrent, strict=True)
+            )
+        ]
+        Runtime.write_states(self._runtime, place, parts)
+
+    def _together(self, own: Tensor, pieces: Pieces) -> Tensor:
+        """On the host, from what lies there on each rank."""
+        found = []
+        for some in torch.split(own, BLOCKS_AT_ONCE):
+            parts = self._gather(some) if some.numel() else [some] * self._group.share.ranks
+            found.append(pieces.together([part.view(some.shape) for part in parts]))
+        return torch.cat(found)
+
+    def _part(
+        self, whole: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, pieces: Pieces
+    ) -> Tensor:
+        """This rank's part, on the host, of what rank 0 has."""
+        sent = torch.empty(shape, dtype=dtype) if whole is None else whole
+        found = []
+        for some in torch.split(sent, BLOCKS_AT_ONCE):
+            first = self._gather(some)[0].view(some.shape)
+            found.append(pieces.of_rank(first, *self._group.share))
+        return torch.cat(found)
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        """The values of all ranks, on the host."""
+        with self._runtime.on_stream():
+            sent = own.contiguous().view(torch.uint8).view(1, -1).to(self._runtime.device)
+            gathered = self._group.gather(sent).cpu()
+        return [part.view(own.dtype) for part in gathered.flatten(1)]
+
+
+def _heads(whole: Sequence[LayerStates], own: Sequence[LayerStates]) -> Pieces:
+    """Of a layer's blocks `[B, parts, block_size, *entry]`, of which all have one shape, along the
+    first dimension of an entry: its heads, or a latent's values, which are on each rank.
+    """
+    of_all, of_one = (paged_states(layers)[0].entry for layers in (whole, own))
+    return Pieces(of_all[:1], of_one[:1], axis=-len(of_all))
+
+
+def _recurrent(whole: Sequence[LayerStates], own: Sequence[LayerStates]) -> list[Pieces]:
+    """Of a place's entries `[depth, *shape]`, along the first dimension of `shape`."""
+    pairs = zip(recurrent_states(whole).values(), recurrent_states(own).values(), strict=True)
+    return [
+        Pieces(one.pieces or one.shape[:1], part.pieces or part.shape[:1], axis=1)
+        for one, part in pairs
+    ]
