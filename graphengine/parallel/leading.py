@@ -175,25 +175,31 @@ class LeadingRuntime(Runtime):
         """Copies of KV blocks on the host, as one model has them; waits for all ranks."""
         with self.ranks.explained():
             self.ranks.send(Kind.READ_BLOCKS, data=_packed(blocks))
-            return self._parts.read_blocks(blocks)
+            found = self._parts.read_blocks(blocks)
+            self._meeting.check()
+            return found
 
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
         """Copy what `read_blocks` returned into these blocks, of which each rank takes its part."""
         with self.ranks.explained():
             self.ranks.send(Kind.WRITE_BLOCKS, data=_packed(blocks))
             self._parts.write_blocks(blocks, kept)
+            self._meeting.check()
 
     def read_states(self, place: int) -> tuple[Tensor, ...]:
         """Copies of the states kept there on the host, as one model has them."""
         with self.ranks.explained():
             self.ranks.send(Kind.READ_STATES, (place,))
-            return self._parts.read_states(place)
+            found = self._parts.read_states(place)
+            self._meeting.check()
+            return found
 
     def write_states(self, place: int, parts: Sequence[Tensor]) -> None:
         """Copy what `read_states` returned to this place, of which each rank takes its part."""
         with self.ranks.explained():
             self.ranks.send(Kind.WRITE_STATES, (place,))
             self._parts.write_states(place, parts)
+            self._meeting.check()
 
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on all ranks; on a CPU they run it together."""

@@ -33,6 +33,15 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
+# Experts are packed, and so are latents; what heads have of them is dequantised, and then cut.
+LATENTS: dict[str, Any] = {
+    "family": "deepseek-v3", "num_key_value_heads": 4, "head_dim": 16, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 256, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "q_lora_rank": 96, "kv_lora_rank": 136, "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16, "v_head_dim": 64,
+}  # fmt: skip
+
+
 def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
     sizes = {"max_batch": 2, "max_seq_len": 128, "block_size": 8, "prefill_buckets": (4, 32)}
     options = {"device": "cpu", "dtype": "float32", "wait_limit_s": 60.0} | sizes | options
@@ -48,7 +57,14 @@ def packed_bytes(engine: Engine) -> int:
     return sum(size for kind, size in kinds.items() if kind != "float32")
 
 
-def assert_as_one(path: Path, prompts: list[Any], max_tokens: int, **options: Any) -> None:
+def assert_as_one(
+    path: Path,
+    prompts: list[Any],
+    max_tokens: int,
+    *,
+    expert_parallel: bool = False,
+    **options: Any,
+) -> None:
     """Two ranks say what one says, with about half of its codes each."""
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     with open_engine(path, 1, **options) as alone:
@@ -59,7 +75,7 @@ def assert_as_one(path: Path, prompts: list[Any], max_tokens: int, **options: An
             session.generate(greedy)
             kept = session.snapshot()
     assert len(set(expected[1])) > 4
-    with open_engine(path, 2, **options) as engine:
+    with open_engine(path, 2, expert_parallel=expert_parallel, **options) as engine:
         found = [each.token_ids for each in engine.generate(prompts, greedy)]
         assert found == expected
         assert engine.acceptance.accepted == accepted
@@ -77,6 +93,12 @@ def assert_as_one(path: Path, prompts: list[Any], max_tokens: int, **options: An
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoints_as_people_have_them(tmp_path: Path, name: str) -> None:
     assert_as_one(write_model(tmp_path, KINDS[name], **SIZES | CHECKPOINTS[name]).path, PROMPTS, 64)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_latents_and_experts_in_codes(tmp_path: Path, expert_parallel: bool) -> None:
+    path = write_model(tmp_path, KINDS["fp8 blocks"], **SIZES | LATENTS).path
+    assert_as_one(path, PROMPTS, 16, expert_parallel=expert_parallel)
 
 
 def test_an_eagle3_head_is_split() -> None:
