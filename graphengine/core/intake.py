@@ -172,6 +172,8 @@ class Intake:
             guide = self._grammars.guide(params, self.tokenizer, processing.mask)
         given_routes = self._given_routes(params)
         room = 1 if self._prompts_only else self._max_seq_len - len(ids)
+        # A prefill always samples a token.
+        most = room if params.max_tokens is None else max(1, params.max_tokens)
         self.made += 1
         return Request(
             request_id=self.made,
@@ -184,7 +186,7 @@ class Intake:
             priority=int(priority),
             job=Job(
                 prompt_len=len(ids),
-                max_len=len(ids) + min(room, params.max_tokens or room),
+                max_len=len(ids) + min(room, most),
                 min_tokens=params.min_tokens,
                 stops=Stops(
                     ids=stop_ids,
@@ -200,6 +202,7 @@ class Intake:
                 guide=guide,
                 given_routes=None if given_routes is None else given_routes[: self._max_seq_len],
                 routes=self._new_routes(),
+                scores=params.max_tokens == 0,
             ),
         )
 
