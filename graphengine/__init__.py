@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from graphengine.config import EngineConfig
     from graphengine.core.report import StepReport
     from graphengine.core.snapshots import SessionSnapshot
+    from graphengine.draft_trees import DynamicTree
     from graphengine.engine import Engine
     from graphengine.parallel.ranks import RankFailed
-    from graphengine.prompts import Chat
+    from graphengine.prompts import Chat, PromptParts
     from graphengine.requests.request import Event, QueueFull, Request
     from graphengine.requests.result import Logprob, Result, Segment, Timings
     from graphengine.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         NGram,
         RelaxedAcceptance,
         SaveHiddenStates,
+        Suffix,
         UserProvided,
     )
     from graphengine.structured_outputs import StructuredOutputsParams
@@ -48,6 +50,7 @@ __all__ = [
     "DFlash",
     "DraftModel",
     "DraftVocabulary",
+    "DynamicTree",
     "Eagle3",
     "Engine",
     "EngineConfig",
@@ -55,6 +58,7 @@ __all__ = [
     "GateOptions",
     "Logprob",
     "NGram",
+    "PromptParts",
     "QueueFull",
     "RankFailed",
     "RelaxedAcceptance",
@@ -67,6 +71,7 @@ __all__ = [
     "SessionSnapshot",
     "StepReport",
     "StructuredOutputsParams",
+    "Suffix",
     "Timings",
     "UserProvided",
 ]
@@ -78,6 +83,7 @@ _HOMES = {
     "DraftModel": "graphengine.speculative",
     "DraftVocabulary": "graphengine.speculative",
     "DFlash": "graphengine.speculative",
+    "DynamicTree": "graphengine.draft_trees",
     "Eagle3": "graphengine.speculative",
     "Engine": "graphengine.engine",
     "EngineConfig": "graphengine.config",
@@ -85,6 +91,7 @@ _HOMES = {
     "GateOptions": "graphengine.speculative",
     "Logprob": "graphengine.requests.result",
     "NGram": "graphengine.speculative",
+    "PromptParts": "graphengine.prompts",
     "QueueFull": "graphengine.requests.request",
     "RankFailed": "graphengine.parallel.ranks",
     "RelaxedAcceptance": "graphengine.speculative",
@@ -97,6 +104,7 @@ _HOMES = {
     "SessionSnapshot": "graphengine.core.snapshots",
     "StepReport": "graphengine.core.report",
     "StructuredOutputsParams": "graphengine.structured_outputs",
+    "Suffix": "graphengine.speculative",
     "Timings": "graphengine.requests.result",
     "UserProvided": "graphengine.speculative",
 }

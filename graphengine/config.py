@@ -12,6 +12,7 @@ import torch
 
 from graphengine.buckets import BucketLadder, WaitMode
 from graphengine.checks import INT32_MAX, is_finite, is_int, shown
+from graphengine.draft_schedule import DraftSchedule
 from graphengine.kernels import (
     FMA_LANES,
     MAX_LANES,
@@ -108,6 +109,12 @@ class EngineConfig:
         within(1, 64),
         doc="""ranks that the model is split among, each with a device of its own from `device` on
         (on a CPU all have it): the engine starts a process for each but the first""",
+        flag=Flag(),
+    )
+    expert_parallel: bool = option(
+        False,
+        doc="""whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in
+        place of a part of each; on a CPU alone, as no kernel leaves other ranks' experts out""",
         flag=Flag(),
     )
     quantize: RoundedKind | None = option(
@@ -322,6 +329,12 @@ class EngineConfig:
         doc="programmatic dependent launch between the kernels of a GPU",
         flag=Flag(name="no-pdl", inverse=True, help="no programmatic dependent launch"),
     )
+    prompt_embeds: bool = option(
+        False,
+        doc="""whether prompts may have embeddings, tensors [n, hidden_size], alone or between
+        tokens (`PromptParts`); this takes room for those of a chunk""",
+        flag=Flag(),
+    )
     row_family: RowFamily | None = option(
         None,
         doc="""the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot";
@@ -336,6 +349,12 @@ class EngineConfig:
     )
     gate: GateOptions | None = option(
         None, doc="when to stop speculating and when to try again; None: always speculate"
+    )
+    draft_len_schedule: dict[int, int] | tuple[tuple[int, int], ...] | None = option(
+        None,
+        doc="""drafts a row by live requests: {1: 5, 4: 3} drafts 5 for one request, 3 for up to
+        four, and none for more; the first are the drafter's k; None: k for any number. With a gate
+        a step has the smaller number of both""",
     )
     relaxed_acceptance: RelaxedAcceptance | None = option(
         None,
@@ -468,31 +487,49 @@ class EngineConfig:
 
     def _check_speculation(self) -> None:
         check_speculative(self.speculative)
-        for name in ("gate", "relaxed_acceptance", "forced_acceptance"):
+        for name in ("gate", "draft_len_schedule", "relaxed_acceptance", "forced_acceptance"):
             if getattr(self, name) is not None and not self.drafts:
                 raise ValueError(
                     f"{name} is for an engine with drafts, not speculative={self.speculative!r}"
                 )
+        if self.draft_len_schedule is not None:
+            self._keep_schedule(self.draft_len_schedule)
         gate = self.gate_options
-        check_rows(self.draft_rows, self.drafts, None if gate is None else gate.max_live)
+        rows = self.widest_rows
+        check_rows(rows, self.drafts_of(rows), None if gate is None else gate.max_live)
         if self.drafts:
             forced = forced_acceptance(self.forced_acceptance)
             object.__setattr__(self, "forced_acceptance", forced)
         if self.mode is not None and self.mode.lockstep:
             object.__setattr__(self, "lookahead", 0)
 
+    def _keep_schedule(self, given: object) -> None:
+        schedule, mode = DraftSchedule.read(given), self.mode
+        chain = not isinstance(mode, MTP) or (mode.tree is None and mode.style == "eagle")
+        schedule.check_mode(self.drafts, every_length=chain)
+        object.__setattr__(self, "draft_len_schedule", schedule.steps)
+
     def _check_ranks(self) -> None:
-        """ValueError for what several ranks cannot do yet."""
+        """ValueError for what several ranks cannot do yet, and for what takes several."""
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError("expert_parallel=True is for several ranks, not tensor_parallel=1")
+        if self.expert_parallel and torch.device(self.device).type != "cpu":
+            raise ValueError(
+                f"expert_parallel=True is for ranks on a CPU, not for device={self.device!r}: no "
+                f"kernel leaves the experts of other ranks out"
+            )
         if self.tensor_parallel == 1:
             return
         mode, drafters = self.mode, (MTP, NGram, UserProvided)
-        has_tree = isinstance(mode, MTP) and mode.tree is not None
+        wants_one_rank = isinstance(mode, MTP) and (
+            mode.shape is not None or mode.min_confidence is not None
+        )
         alone: dict[str, bool] = {
             "quantize": self.quantize is not None,
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
-            "record_routing": self.record_routing,
-            "speculative": mode is not None and (has_tree or not isinstance(mode, drafters)),
+            "prompt_embeds": self.prompt_embeds,
+            "speculative": mode is not None and (wants_one_rank or not isinstance(mode, drafters)),
         }
         for name, is_asked in alone.items():
             if is_asked:
@@ -524,17 +561,47 @@ class EngineConfig:
         return GateOptions(off_below=0.0, on_above=0.0, max_live=fitting)
 
     @property
+    def schedule(self) -> DraftSchedule | None:
+        """`draft_len_schedule` as it was read."""
+        steps = self.draft_len_schedule
+        return None if steps is None else DraftSchedule.read(steps)
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Drafts that decode graphs verify, ascending: (0,) of an engine that has none."""
+        schedule = self.schedule
+        return tuple(sorted({0, self.drafts})) if schedule is None else schedule.lengths
+
+    def drafts_for(self, live: int) -> int:
+        """Drafts a row of a step with so many live requests, at most."""
+        gate, schedule = self.gate_options, self.schedule
+        if gate is not None and gate.max_live is not None and live > gate.max_live:
+            return 0
+        return self.drafts if schedule is None else schedule.drafts(live)
+
+    def drafts_of(self, rows: int) -> int:
+        """Drafts a row of the bucket of so many rows, at most: those for the fewest it serves."""
+        sizes = BucketLadder(self.max_batch, self.buckets).sizes
+        return self.drafts_for(1 + max((size for size in sizes if size < rows), default=0))
+
+    @property
     def draft_rows(self) -> int:
-        """The largest bucket whose rows may have drafts; the gate allows none in larger ones."""
-        gate = self.gate_options
-        if gate is None or gate.max_live is None:
-            return self.max_batch
-        return BucketLadder(self.max_batch, self.buckets).pick(min(gate.max_live, self.max_batch))
+        """The largest bucket whose rows may have drafts."""
+        sizes = BucketLadder(self.max_batch, self.buckets).sizes
+        return max((rows for rows in sizes if self.drafts_of(rows)), default=sizes[0])
+
+    @property
+    def widest_rows(self) -> int:
+        """The bucket of those with drafts that feeds the most tokens; of equals the largest."""
+        sizes = BucketLadder(self.max_batch, self.buckets).sizes
+        drafting = [rows for rows in sizes if rows <= self.draft_rows]
+        return max(drafting, key=lambda rows: (rows * (1 + self.drafts_of(rows)), rows))
 
     @property
     def lanes(self) -> int:
         """Tokens that the widest decode step feeds."""
-        return max(self.max_batch, self.draft_rows * (1 + self.drafts))
+        rows = self.widest_rows
+        return max(self.max_batch, rows * (1 + self.drafts_of(rows)))
 
     @property
     def family(self) -> RowFamily:

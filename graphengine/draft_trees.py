@@ -2,6 +2,7 @@
 
 A static tree is written as Medusa and EAGLE write theirs: a list of paths from the root, which is
 the last sampled token, each a list of ranks. `[0, 1]` is the second best token after the best one.
+A dynamic one has a size alone: its nodes are chosen in each step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
-from graphengine.checks import is_int, shown
+from graphengine.checks import is_int, keep_plain_numbers, shown
 from graphengine.kernels import MAX_CHILDREN, MAX_DRAFTS
 
 Path = tuple[int, ...]
@@ -84,6 +85,11 @@ class StaticTree:
         """Of the deepest node."""
         return len(self.paths[-1])
 
+    @property
+    def drawn(self) -> int:
+        """Drafts that are drawn after a node, at most."""
+        return max(generation.drawn for generation in self.generations)
+
     @cached_property
     def parents(self) -> tuple[int, ...]:
         """The number of each node's parent; the root's is 0."""
@@ -118,6 +124,80 @@ class StaticTree:
     def describe(self) -> str:
         """As in reports: "tree of 7 nodes, 3 deep"."""
         return f"tree of {self.nodes} nodes, {self.depth} deep"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicTree:
+    """Trees of the nodes that are most probable by the draft's own account, as in EAGLE-2.
+
+    A step drafts the best `top_k` tokens after the last sampled one, then after the best `top_k` of
+    these by the product of the probabilities along their paths, and so on `depth` times. The best
+    `nodes` of them all are verified. Source: Li et al., arXiv:2406.16858.
+
+    nodes  without the root
+    top_k  tokens that are drafted after a node, and nodes of a depth that are drafted after
+    depth  of the deepest node, at most
+    """
+
+    nodes: int
+    top_k: int
+    depth: int
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("nodes", self.nodes, 2, MAX_DRAFTS),
+            ("top_k", self.top_k, 2, MAX_CHILDREN),
+            ("depth", self.depth, 2, MAX_DRAFTS),
+        ):
+            if not is_int(value) or not least <= value <= most:
+                raise ValueError(
+                    f"a tree's {name}={value!r} must be an integer in [{least}, {most}]"
+                )
+        for name, value in (("top_k", self.top_k), ("depth", self.depth)):
+            if value > self.nodes:
+                raise ValueError(f"a tree of nodes={self.nodes} cannot use {name}={value}")
+        if self.nodes > self.candidates:
+            raise ValueError(
+                f"top_k={self.top_k} and depth={self.depth} make {self.candidates} candidates, "
+                f"fewer than nodes={self.nodes}"
+            )
+        keep_plain_numbers(self)
+
+    @property
+    def candidates(self) -> int:
+        """From which the nodes are chosen."""
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+    @property
+    def drawn(self) -> int:
+        """Drafts that are drawn after a node."""
+        return self.top_k
+
+    def describe(self) -> str:
+        """As in reports: "tree of the best 16 nodes, up to 5 deep, 4 after a node"."""
+        size = f"tree of the best {self.nodes} nodes"
+        return f"{size}, up to {self.depth} deep, {self.top_k} after a node"
+
+
+Tree = StaticTree | DynamicTree
+TreeOption = Sequence[Sequence[int]] | DynamicTree
+"""As options have one."""
+
+
+def read_tree(tree: TreeOption | None) -> Tree | None:
+    """The shape of an option; None for chains. ValueError unless it is a tree."""
+    return tree if tree is None or isinstance(tree, DynamicTree) else StaticTree.of(tree)
+
+
+def check_tree(tree: Tree, k: int, *, usual: int, style: str, own_graph: bool) -> None:
+    """ValueError unless the tree goes with these options; `usual` is the default of k."""
+    if k not in (usual, tree.nodes):
+        raise ValueError(f"k={k!r} drafts a step, and the tree has {tree.nodes} nodes")
+    if style != "eagle" or own_graph:
+        raise ValueError(
+            f"a tree goes with style='eagle' in the step's graph, not with "
+            f"style={style!r}, own_graph={own_graph}"
+        )
 
 
 def _path(path: object) -> Path:

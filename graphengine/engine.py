@@ -107,7 +107,8 @@ class Engine:
 
         With `tensor_parallel` above 1, processes are spawned, which import the program's main
         module: it does this under `if __name__ == "__main__":`. RankFailed, a RuntimeError, if one
-        of them fails, here and in later calls.
+        of them fails, here and in later calls. Where torchrun has started the ranks it spawns none,
+        and returns in the process of rank 0 alone: the others end with its engine.
 
         FileNotFoundError where there is no such directory, or no `config.json` in it; ValueError
         for anything else that is wrong with checkpoint or options.
@@ -180,7 +181,8 @@ class Engine:
     ) -> Request:
         """Queue a request; it starts at a `step()` that finds a slot and KV blocks for it.
 
-        prompt      text, token ids, chat messages (`{"role": ..., "content": ...}`) or a `Chat`
+        prompt      text, token ids, chat messages (`{"role": ..., "content": ...}`) or a `Chat`;
+                    with `prompt_embeds` also `PromptParts`, or a tensor [n, H] of embeddings
         on_event    called during `step()` with each of the request's events; it may submit and
                     cancel
         priority    of the waiting requests the lowest number starts first, as in vLLM, and of equal

@@ -33,6 +33,11 @@ class EngineOptions(TypedDict, total=False):
     CPU all have it): the engine starts a process for each but the first
     """
 
+    expert_parallel: bool
+    """whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in place of
+    a part of each; on a CPU alone, as no kernel leaves other ranks' experts out
+    """
+
     quantize: RoundedKind | None
     """what the linears' weights of 16 or 32 bits are rounded to on the device while they are
     loaded, to the nearest: "fp8" (e4m3) and "int8" with a scale a row, "int4" with one for 128
@@ -188,6 +193,11 @@ class EngineOptions(TypedDict, total=False):
     pdl: bool
     """programmatic dependent launch between the kernels of a GPU"""
 
+    prompt_embeds: bool
+    """whether prompts may have embeddings, tensors [n, hidden_size], alone or between tokens
+    (`PromptParts`); this takes room for those of a chunk
+    """
+
     row_family: RowFamily | None
     """the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot"; None:
     "fma" where a step has a single lane and max_seq_len is at most 4,096, "dot" elsewhere
@@ -200,6 +210,12 @@ class EngineOptions(TypedDict, total=False):
 
     gate: GateOptions | None
     """when to stop speculating and when to try again; None: always speculate"""
+
+    draft_len_schedule: dict[int, int] | tuple[tuple[int, int], ...] | None
+    """drafts a row by live requests: {1: 5, 4: 3} drafts 5 for one request, 3 for up to four, and
+    none for more; the first are the drafter's k; None: k for any number. With a gate a step has
+    the smaller number of both
+    """
 
     relaxed_acceptance: RelaxedAcceptance | None
     """drafts that a thinking, greedy request accepts besides its best token; None: tokens are

@@ -6,9 +6,19 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import cast
 
+from torch import Tensor
+
+from graphengine.prompt_embeds import (
+    EMBEDDED,
+    NO_EMBEDS,
+    EmbedsSpec,
+    PromptTokens,
+    embeds_at,
+)
 from graphengine.text.chat import Messages, Tools
 from graphengine.text.tokenizer import Tokenizer
 
@@ -44,7 +54,90 @@ class Chat:
         )
 
 
-Prompt = str | Sequence[int] | Messages | Chat
+class PromptParts:
+    """A prompt with embeddings: parts that follow one another, in an engine with `prompt_embeds`.
+
+        PromptParts("Describe the picture: ", image, [13, 198])
+
+    A part is text, token ids, a `Chat`, or a tensor [n, H] of floating point, on the CPU or a GPU,
+    whose rows take the place of what `embed_tokens` would give: what transformers calls
+    `inputs_embeds`. A text is tokenised by itself; it gets special tokens, or what `add_bos`
+    says, only as the first part. A `Chat` can only be first. Parts may be empty, but not all of
+    them. A tensor alone is a prompt, too.
+
+    Parts are checked only when the prompt is used; then every error is a ValueError.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, *parts: str | Sequence[int] | Chat | Tensor) -> None:
+        self.parts = parts
+
+    def __repr__(self) -> str:
+        return f"PromptParts({', '.join(map(_short, self.parts))})"
+
+
+def _short(part: object) -> str:
+    return f"tensor{list(part.shape)}" if isinstance(part, Tensor) else repr(part)
+
+
+Prompt = str | Sequence[int] | Messages | Chat | PromptParts | Tensor
+
+
+def read_prompt(
+    prompt: Prompt,
+    *,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    max_seq_len: int,
+    embeds: EmbedsSpec | None = None,
+    add_bos: bool | None = None,
+    known: int = 0,
+) -> PromptTokens:
+    """A prompt's tokens and embeddings; `embeds` is what they must be, None where none are taken.
+
+    The other arguments, and the errors, are those of `prompt_ids`.
+    """
+    if _is_embeddings(prompt):
+        prompt = PromptParts(cast(Tensor, prompt))
+    ids_of = partial(
+        prompt_ids, tokenizer=tokenizer, vocab_size=vocab_size, max_seq_len=max_seq_len
+    )
+    if not isinstance(prompt, PromptParts):
+        return PromptTokens(ids_of(prompt, add_bos=add_bos, known=known))
+    ids: tuple[int, ...] = ()
+    held = NO_EMBEDS
+    for part in prompt.parts:
+        at = known + len(ids)
+        if isinstance(part, Sized) and not len(part):
+            continue
+        if _is_embeddings(part):
+            rows = cast(Tensor, part)
+            if add_bos is not None and not ids:
+                raise ValueError(
+                    f"add_bos={add_bos} is for a prompt of text: this one begins with embeddings"
+                )
+            held = held.then(embeds_at(rows, at, embeds))
+            ids += (EMBEDDED,) * len(rows)
+            if len(ids) > max_seq_len - known - 1:
+                raise ValueError(_too_long(len(ids), known, max_seq_len))
+        else:
+            bos = None if ids else add_bos
+            ids += ids_of(cast(Prompt, part), add_bos=bos, known=at)
+    if not ids:
+        raise ValueError("the prompt is empty: it holds no token")
+    return PromptTokens(ids, held)
+
+
+def _is_embeddings(prompt: object) -> bool:
+    return isinstance(prompt, Tensor) and (prompt.dim() > 1 or prompt.is_floating_point())
+
+
+def _too_long(count: int | str, known: int, max_seq_len: int) -> str:
+    after = f" after {known} of the session" if known else ""
+    return (
+        f"prompt of {count} tokens{after} leaves no room for a new one in max_seq_len={max_seq_len}"
+    )
 
 
 def prompt_ids(
@@ -85,16 +178,12 @@ def prompt_ids(
             prompt = tokenizer.encode(prompt, add_special_tokens=not known, add_bos=add_bos)
         else:
             prompt = prompt.token_ids(tokenizer)
-    after = f" after {known} of the session" if known else ""
     ids = token_ids_of(
         prompt,
         vocab_size,
         "a prompt is text, token ids or chat messages",
         limit=max_seq_len - known - 1,
-        too_many=lambda count: (
-            f"prompt of {count} tokens{after} leaves no room for a new one in "
-            f"max_seq_len={max_seq_len}"
-        ),
+        too_many=lambda count: _too_long(count, known, max_seq_len),
     )
     if not ids:
         raise ValueError("the prompt is empty: it holds no token")
@@ -154,7 +243,7 @@ def is_batch(prompts: object) -> bool:
     if not prompts:
         return True
     first = prompts[0]
-    if isinstance(first, Chat):
+    if isinstance(first, Chat | PromptParts):
         return True
     # A zero-dimensional tensor is a token id, though it has `__iter__`.
     return (

@@ -39,6 +39,13 @@ from graphengine.core import runs
 from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions, check_queue_options
 from graphengine.core.snapshots import SessionSnapshot, copy_out
+from graphengine.prompt_embeds import (
+    EMBEDDED,
+    NO_EMBEDS,
+    Embeds,
+    PromptTokens,
+    embeds_of,
+)
 from graphengine.prompts import Prompt, token_ids_of
 from graphengine.requests.context import Context
 from graphengine.requests.request import Event, Request
@@ -59,9 +66,16 @@ class Session:
     session or its engine is closed, every call that would change it or read its KV is one, too.
     """
 
-    def __init__(self, core: EngineCore, tokens: list[int], context: Context) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        tokens: list[int],
+        context: Context,
+        embeds: Embeds = NO_EMBEDS,
+    ) -> None:
         self._core = core
         self._tokens = tokens
+        self._embeds = embeds
         self._context = context
         self._turn: Request | None = None
 
@@ -82,7 +96,7 @@ class Session:
 
         A reply is included as in `Result.token_ids`, with the token that stopped it: after an
         end-of-sequence token a chat template continues with the next message. A token that a stop
-        string ends in the middle is included, too.
+        string ends in the middle is included, too. -1 stands for an embedding.
         """
         self._settle()
         return tuple(self._tokens)
@@ -112,15 +126,14 @@ class Session:
     # The conversation.
 
     def append(self, prompt: Prompt, *, add_bos: bool | None = None) -> None:
-        """Add to the end: text, token ids, or, to an empty session, chat messages or a `Chat`.
+        """Add to the end: text, token ids, embeddings, or, to an empty session, chat messages.
 
         The first text gets the special tokens of a prompt (or those that `add_bos` says), later
         texts get none. A text is tokenised by itself: a token never spans two pieces. ValueError
         for an invalid prompt, and if the conversation would leave no room in `max_seq_len`.
         """
         self._check_idle()
-        intake = self._core.intake
-        self._tokens += intake.session_ids(prompt, len(self._tokens), add_bos)
+        self._extend(self._core.intake.session_prompt(prompt, len(self._tokens), add_bos))
 
     def update(self, prompt: Prompt) -> None:
         """Make this the conversation: keep the common beginning, rewind to its end, add the rest.
@@ -129,14 +142,15 @@ class Session:
         so far. Tokens at the beginning that the template did not change are not prefilled again.
         """
         self._check_idle()
-        ids = self._core.intake.session_ids(prompt, 0)
+        read = self._core.intake.session_prompt(prompt, 0)
         same = 0
-        for known, wanted in zip(self._tokens, ids, strict=False):
+        held, given = self._embeds.identity(self._tokens), read.embeds.identity(read.ids)
+        for known, wanted in zip(held, given, strict=False):
             if known != wanted:
                 break
             same += 1
         self.rewind(len(self._tokens) - same)
-        self._tokens += ids[same:]
+        self._extend(PromptTokens(read.ids[same:], read.embeds.within(same, len(read.ids))))
 
     def rewind(self, n_tokens: int) -> None:
         """Remove the last `n_tokens`, of prompts or replies; their KV is dropped by whole blocks.
@@ -152,6 +166,7 @@ class Session:
             raise ValueError(f"n_tokens={n_tokens!r} must be in [0, {len(self._tokens)}]")
         if n_tokens:
             del self._tokens[-n_tokens:]
+            self._embeds = self._embeds.within(0, len(self._tokens))
             self._core.scheduler.reuse.cut(self._context, len(self._tokens))
 
     def fork(self) -> Session:
@@ -167,7 +182,7 @@ class Session:
         elif self._context.blocks:
             reuse.give(context, self._context.blocks)
         reuse.states.share(self._context, context)
-        return Session(self._core, list(self._tokens), context)
+        return Session(self._core, list(self._tokens), context, self._embeds)
 
     # Turns.
 
@@ -196,7 +211,8 @@ class Session:
                 f"max_seq_len={limit}"
             )
         core.scheduler.check_queue()
-        request = core.intake.turn(self._tokens, params, on_event, submitted=submitted, **options)
+        prompt = PromptTokens(tuple(self._tokens), self._embeds)
+        request = core.intake.turn(prompt, params, on_event, submitted=submitted, **options)
         request.job.context = self._context
         core.queue(request)
         self._turn = request
@@ -238,7 +254,8 @@ class Session:
         reuse, context = self._core.scheduler.reuse, self._context
         blocks = [] if reuse.rings else context.blocks
         state = context.states[-1] if context.states else None
-        made = copy_out(self._core, self._tokens, blocks, state)
+        rows = self._embeds.rows() if self._embeds else None
+        made = copy_out(self._core, self._tokens, rows, blocks, state)
         if path is not None:
             made.save(path)
         return made
@@ -260,6 +277,10 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _extend(self, prompt: PromptTokens) -> None:
+        self._tokens += prompt.ids
+        self._embeds = self._embeds.then(prompt.embeds)
 
     def _settle(self) -> None:
         """Add the tokens of a turn that has finished since."""
@@ -296,8 +317,10 @@ def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLik
         raise ValueError(f"source={source!r} must be a SessionSnapshot, or the path of one")
     source.check(core)
     vocab_size, limit = core.runtime.model.config.vocab_size, core.memory.max_seq_len
+    embeds = NO_EMBEDS if source.embeds is None else embeds_of(source.token_ids, source.embeds)
     tokens = token_ids_of(
-        source.token_ids,
+        # No position that has an embedding is checked as a token.
+        [0 if embeds and token == EMBEDDED else token for token in source.token_ids],
         vocab_size,
         "a session is token ids",
         limit=limit,
@@ -305,11 +328,12 @@ def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLik
     )
     return session_of(
         core,
-        tokens,
+        source.token_ids if embeds else tokens,
         source.blocks,
         lambda blocks: core.runtime.write_blocks(blocks, source.caches),
         position=source.position,
         states=source.states,
+        embeds=embeds,
     )
 
 
@@ -321,6 +345,7 @@ def session_of(
     *,
     position: int = 0,
     states: Sequence[Tensor] = (),
+    embeds: Embeds = NO_EMBEDS,
 ) -> Session:
     """A session of these tokens, which keeps `count` blocks with what `write` puts into them.
 
@@ -356,7 +381,7 @@ def session_of(
                 reuse.give(context, blocks)
         finally:
             pool.give_back(blocks)
-    return Session(core, list(token_ids), context)
+    return Session(core, list(token_ids), context, embeds)
 
 
 def _check_sessions(core: EngineCore) -> None:

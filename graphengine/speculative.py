@@ -24,12 +24,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from graphengine.checks import INT32_MAX, is_finite, is_int, is_number, keep_plain_numbers
-from graphengine.draft_trees import StaticTree
+from graphengine.draft_trees import StaticTree, Tree, TreeOption, check_tree, read_tree
 from graphengine.kernels import MAX_DRAFTS, MAX_LANES
 
 log = logging.getLogger(__name__)
 
 MAX_NGRAM = 16
+MAX_MATCH = 64
 _USUAL_DRAFTS = 3
 # Above so many live requests a step is better spent on them than on drafts.
 AUTO_MAX_LIVE = 32
@@ -109,7 +110,11 @@ class MTP(Mode):
     tree         what an eagle module drafts in place of a chain: a list of paths, each a list of
                  ranks, as `draft_trees.py` has them. [[0], [1], [0, 0], [0, 1]] are the two best
                  tokens, and after the best one the two best again. A step then emits up to 1 + the
-                 depth of them, and still what plain decoding would
+                 depth of them, and still what plain decoding would. Or a `DynamicTree`, whose nodes
+                 are chosen in each step
+    min_confidence  drafts of which the drafter is less sure are not verified, nor those after them,
+                 as `kernels/draft/confidence.py` has it; None: all are. For style="eagle" without a
+                 tree
     """
 
     k: int = _USUAL_DRAFTS
@@ -118,11 +123,11 @@ class MTP(Mode):
     own_graph: bool = False
     draft_vocab: DraftVocabulary | None = None
     feed: Feed = "chained"
-    tree: Sequence[Sequence[int]] | None = None
+    tree: TreeOption | None = None
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
-        if self.tree is not None:
-            self._keep_tree(StaticTree.of(self.tree))
+        _keep_tree(self, style=self.style)
         check_drafts(self.k)
         if self.style not in ("eagle", "vanilla"):
             raise ValueError(f"style={self.style!r} must be 'eagle' or 'vanilla'")
@@ -136,34 +141,23 @@ class MTP(Mode):
             raise ValueError(f"feed='target' goes with style='vanilla', not {self.style!r}")
         if not isinstance(self.draft_vocab, DraftVocabulary | None):
             raise ValueError(f"draft_vocab={self.draft_vocab!r} must be a DraftVocabulary or None")
+        _check_confidence(self.min_confidence, self.tree, self.style)
         keep_plain_numbers(self)
 
-    def _keep_tree(self, tree: StaticTree) -> None:
-        if self.k not in (_USUAL_DRAFTS, tree.nodes):
-            raise ValueError(f"k={self.k!r} drafts a step, and the tree has {tree.nodes} nodes")
-        if self.style != "eagle" or self.own_graph:
-            raise ValueError(
-                f"a tree goes with style='eagle' in the step's graph, not with "
-                f"style={self.style!r}, own_graph={self.own_graph}"
-            )
-        object.__setattr__(self, "k", tree.nodes)
-        object.__setattr__(self, "tree", tree.paths)
-
     @property
-    def static_tree(self) -> StaticTree | None:
-        """The shape of `tree`."""
-        return None if self.tree is None else StaticTree.of(self.tree)
+    def shape(self) -> Tree | None:
+        """Of trees; None: chains."""
+        return read_tree(self.tree)
 
     def describe(self) -> str:
-        tree = self.static_tree
-        shape = f"k={self.k}" if tree is None else tree.describe()
-        parts = [f"mtp {self.style}, {shape}"]
+        parts = [f"mtp {self.style}, {describe_drafts(self)}"]
         if self.feed == "target":
             parts.append("the target's hidden states")
         if self.own_graph:
             parts.append("own graph")
         if self.draft_vocab is not None:
             parts.append(_describe_vocabulary(self.draft_vocab))
+        parts += _describe_confidence(self.min_confidence)
         return ", ".join(parts)
 
 
@@ -190,23 +184,70 @@ class NGram(Mode):
 
 
 @dataclass(frozen=True, slots=True)
+class Suffix(Mode):
+    """Drafts are what followed the longest match of the request's last tokens, as many as it
+    supports: in the request's own text, which begins with the session's earlier turns, or a corpus.
+
+    Without a match nothing is drafted.
+
+    k          drafts a step, at most
+    factor     a match of n tokens supports factor * n drafts, rounded down, as in SuffixDecoding
+    max_match  tokens that are compared at most
+    corpus     a file that is searched, too, for all requests: a text in UTF-8, or the token ids
+               themselves, integers [C] as `numpy.save` writes them, where its name ends in `.npy`
+    """
+
+    k: int = 7
+    _: KW_ONLY
+    factor: float = 1.0
+    max_match: int = 32
+    corpus: PathName | None = None
+
+    def __post_init__(self) -> None:
+        check_drafts(self.k)
+        if not is_number(self.factor) or not (self.factor > 0 and is_finite(self.factor)):
+            raise ValueError(f"factor={self.factor!r} must be a finite number above 0")
+        if not is_int(self.max_match) or not 1 <= self.max_match <= MAX_MATCH:
+            raise ValueError(f"max_match={self.max_match!r} must be an integer in [1, {MAX_MATCH}]")
+        if self.factor * self.max_match < 1:
+            raise ValueError(
+                f"factor={self.factor} supports no draft of a match of max_match={self.max_match} "
+                f"tokens"
+            )
+        if self.corpus is not None:
+            _check_path("corpus", self.corpus)
+        keep_plain_numbers(self)
+
+    def describe(self) -> str:
+        parts = [f"suffix, k={self.k}, factor={self.factor:g}, max_match={self.max_match}"]
+        if self.corpus is not None:
+            parts.append(f"corpus {os.fspath(self.corpus)}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
 class DraftModel(Mode):
     """A smaller model with the same tokenizer drafts, with its own KV and in the same graph.
 
     path  its checkpoint: a directory or a hub id
     k     drafts a step
+    min_confidence  as of `MTP`
     """
 
     path: PathName
     k: int = 3
+    _: KW_ONLY
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
         _check_path("path", self.path)
         check_drafts(self.k)
+        _check_confidence(self.min_confidence)
         keep_plain_numbers(self)
 
     def describe(self) -> str:
-        return f"draft model {os.fspath(self.path)}, k={self.k}"
+        parts = [f"draft model {os.fspath(self.path)}, k={self.k}"]
+        return ", ".join(parts + _describe_confidence(self.min_confidence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,16 +261,22 @@ class Eagle3(Mode):
     layers     of the target, after which its stream is read, in the order of fc's columns; None:
                those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n. Wrong
                ones cost acceptance, never a token
+    tree       what it drafts in place of a chain, as of `MTP`
+    min_confidence  as of `MTP`
     """
 
     path: PathName
-    k: int = 3
+    k: int = _USUAL_DRAFTS
     _: KW_ONLY
     own_graph: bool = False
     layers: Sequence[int] | None = None
+    tree: TreeOption | None = None
+    min_confidence: float | None = None
 
     def __post_init__(self) -> None:
         _check_path("path", self.path)
+        _keep_tree(self)
+        _check_confidence(self.min_confidence, self.tree)
         check_drafts(self.k)
         if not isinstance(self.own_graph, bool):
             raise ValueError(f"own_graph={self.own_graph!r} must be True or False")
@@ -237,12 +284,18 @@ class Eagle3(Mode):
             object.__setattr__(self, "layers", _ids("layers", self.layers, "layer numbers"))
         keep_plain_numbers(self)
 
+    @property
+    def shape(self) -> Tree | None:
+        """Of trees; None: chains."""
+        return read_tree(self.tree)
+
     def describe(self) -> str:
-        parts = [f"eagle3 {os.fspath(self.path)}, k={self.k}"]
+        parts = [f"eagle3 {os.fspath(self.path)}, {describe_drafts(self)}"]
         if self.layers is not None:
             parts.append(f"after layers {', '.join(map(str, self.layers))}")
         if self.own_graph:
             parts.append("own graph")
+        parts += _describe_confidence(self.min_confidence)
         return ", ".join(parts)
 
 
@@ -364,6 +417,7 @@ Speculative = Mode | Auto
 MODES: tuple[type[Mode], ...] = (
     MTP,
     NGram,
+    Suffix,
     DraftModel,
     Eagle3,
     DFlash,
@@ -523,6 +577,23 @@ def describe(speculative: Speculative | None) -> str:
             return mode.describe()
 
 
+def _keep_tree(mode: MTP | Eagle3, style: Style = "eagle") -> None:
+    """Set what follows from a tree, where there is one. ValueError for options without trees."""
+    tree = mode.shape
+    if tree is None:
+        return
+    check_tree(tree, mode.k, usual=_USUAL_DRAFTS, style=style, own_graph=mode.own_graph)
+    object.__setattr__(mode, "k", tree.nodes)
+    if isinstance(tree, StaticTree):
+        object.__setattr__(mode, "tree", tree.paths)
+
+
+def describe_drafts(mode: MTP | Eagle3) -> str:
+    """How many, or the shape of their trees: "k=3"."""
+    tree = mode.shape
+    return f"k={mode.k}" if tree is None else tree.describe()
+
+
 def _describe_vocabulary(vocabulary: DraftVocabulary) -> str:
     if vocabulary.text is None:
         return f"draft vocabulary {vocabulary.tensor}"
@@ -616,6 +687,22 @@ def read_offsets(file: str | os.PathLike[str], name: str, vocab_size: int) -> to
         raise ValueError(f"{os.fspath(file)} cannot be read: {error}") from error
     target_ids(d2t, vocab_size, f"{os.fspath(file)}: {name}")
     return d2t
+
+
+def _describe_confidence(least: float | None) -> list[str]:
+    return [] if least is None else [f"confidence from {least:g}"]
+
+
+def _check_confidence(least: object, tree: object = None, style: str = "eagle") -> None:
+    if least is None:
+        return
+    if not is_number(least) or not 0 < least <= 1:
+        raise ValueError(f"min_confidence={least!r} must be a number in (0, 1], or None")
+    if style != "eagle" or tree is not None:
+        raise ValueError(
+            f"min_confidence={least} goes with style='eagle' and without a tree, not with "
+            f"style={style!r}, tree={tree!r}"
+        )
 
 
 def _check_path(name: str, value: object) -> None:

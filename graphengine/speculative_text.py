@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from graphengine.draft_trees import DynamicTree
 from graphengine.options import read_integers
 from graphengine.speculative import (
     MTP,
@@ -17,11 +18,13 @@ from graphengine.speculative import (
     RelaxedAcceptance,
     SaveHiddenStates,
     Speculative,
+    Suffix,
 )
 
 GRAMMAR = (
-    "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], model:PATH[:K], "
-    "eagle3:PATH[:K], dflash:PATH[:K] or save-hidden:FOLDER"
+    "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], suffix[:K], "
+    "model:PATH[:K], eagle3:PATH[:K], dflash:PATH[:K], mtp:tree:NODES:TOP_K:DEPTH, "
+    "eagle3:PATH:tree:NODES:TOP_K:DEPTH or save-hidden:FOLDER"
 )
 _OF_PATHS: dict[str, type[DraftModel | Eagle3 | DFlash]] = {
     "model": DraftModel,
@@ -40,9 +43,18 @@ def parse_speculative(text: str) -> Speculative | None:
 
     `mtp:K:own` is eagle in a separate graph; `mtp:K:target` is vanilla with modules that all read
     the target's hidden states. The last part of `model:PATH:K`, `eagle3:PATH:K` and `dflash:PATH:K`
-    is K where it is a number, so that a path may hold colons. ValueError shows the text and the
-    grammar, or says which value is invalid.
+    is K where it is a number, so that a path may hold colons. With `:tree:` and three numbers it is
+    a `DynamicTree` of these. ValueError shows the text and the grammar, or says which value is
+    invalid.
     """
+    front, mark, sizes = text.rpartition(":tree:")
+    if mark:
+        chain = parse_speculative(front)
+        numbers = [_number(value, text) for value in sizes.split(":")]
+        if not isinstance(chain, MTP | Eagle3) or len(numbers) != 3:
+            raise _wrong(text)
+        nodes, top_k, depth = numbers
+        return replace(chain, tree=DynamicTree(nodes=nodes, top_k=top_k, depth=depth))
     name, *values = text.split(":")
     match name, values:
         case "off", []:
@@ -56,6 +68,8 @@ def parse_speculative(text: str) -> Speculative | None:
             numbers = [_number(value, text) for value in values]
             ngram = NGram(*numbers[:1])
             return replace(ngram, max_n=numbers[1]) if numbers[1:] else ngram
+        case "suffix", [] | [_]:
+            return Suffix(*(_number(value, text) for value in values))
         case "save-hidden", [_, *_] if any(values):
             return SaveHiddenStates(":".join(values))
         case "model" | "eagle3" | "dflash", [_, *_] if any(values):

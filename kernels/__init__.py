@@ -65,6 +65,12 @@ from graphengine.kernels.draft.block import (
     commit_block_draft,
     commit_block_draft_reference,
 )
+from graphengine.kernels.draft.confidence import (
+    follow_acceptance,
+    follow_acceptance_reference,
+    withhold_drafts,
+    withhold_drafts_reference,
+)
 from graphengine.kernels.draft.draft import (
     DraftTiles,
     FirstDraft,
@@ -77,6 +83,16 @@ from graphengine.kernels.draft.draft import (
     combine_hidden_reference,
     commit_draft,
     commit_draft_reference,
+)
+from graphengine.kernels.draft.dynamic_tree import (
+    Candidates,
+    Children,
+    DraftedTrees,
+    Expanded,
+    expand_tree,
+    expand_tree_reference,
+    keep_best,
+    keep_best_reference,
 )
 from graphengine.kernels.draft.markov import (
     MAX_RANK,
@@ -104,6 +120,12 @@ from graphengine.kernels.draft.relaxed_acceptance import (
     update_relaxed_delta,
     update_relaxed_delta_reference,
 )
+from graphengine.kernels.draft.spread import spread_logits, spread_logits_reference
+from graphengine.kernels.draft.suffix import (
+    MAX_CORPUS,
+    suffix_propose,
+    suffix_propose_reference,
+)
 from graphengine.kernels.draft.top_drafts import (
     MAX_CHILDREN,
     TopDrafts,
@@ -129,6 +151,7 @@ from graphengine.kernels.draft.vanilla import (
     new_draft_chain,
 )
 from graphengine.kernels.experts.experts import (
+    expert_part,
     expert_residual,
     expert_sum,
     expert_swiglu,
@@ -262,7 +285,7 @@ from graphengine.kernels.norm_rope.activation import (
     swiglu,
     swiglu_reference,
 )
-from graphengine.kernels.norm_rope.embedding import embed, embed_reference
+from graphengine.kernels.norm_rope.embedding import GIVEN, GivenRows, embed, embed_reference
 from graphengine.kernels.norm_rope.norm import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -352,10 +375,12 @@ __all__ = [
     "FMA_LANES",
     "FP8_KV",
     "FP8_MAX",
+    "GIVEN",
     "INVALID",
     "LATENT_TILE",
     "LENGTH",
     "MAX_CHILDREN",
+    "MAX_CORPUS",
     "MAX_DRAFTS",
     "MAX_EXPERTS",
     "MAX_LANES",
@@ -378,16 +403,21 @@ __all__ = [
     "ActivationKind",
     "AnyWeight",
     "BlockDraft",
+    "Candidates",
+    "Children",
     "ClampedSwiglu",
     "DecodeLanes",
     "DraftChain",
     "DraftTiles",
+    "DraftedTrees",
     "Emitted",
+    "Expanded",
     "FinishedStep",
     "FirstDraft",
     "Fusion",
     "GatedDeltaParams",
     "GatedDeltaSizes",
+    "GivenRows",
     "Grouping",
     "HandOver",
     "Kept",
@@ -482,11 +512,16 @@ __all__ = [
     "embed_reference",
     "empty_experts",
     "empty_packed",
+    "expand_tree",
+    "expand_tree_reference",
+    "expert_part",
     "expert_plan",
     "expert_residual",
     "expert_sum",
     "expert_swiglu",
     "first_rows",
+    "follow_acceptance",
+    "follow_acceptance_reference",
     "fuses_swiglu",
     "gate_heads",
     "gate_heads_reference",
@@ -507,6 +542,8 @@ __all__ = [
     "heuristic_plan",
     "in_order",
     "item_bytes",
+    "keep_best",
+    "keep_best_reference",
     "latent_append",
     "latent_append_reference",
     "latent_attention",
@@ -599,8 +636,12 @@ __all__ = [
     "select_rows",
     "short_conv_decode",
     "short_conv_prefill",
+    "spread_logits",
+    "spread_logits_reference",
     "squared_relu",
     "squared_relu_reference",
+    "suffix_propose",
+    "suffix_propose_reference",
     "sum_parts",
     "sum_parts_reference",
     "sums_of_squares",
@@ -618,4 +659,6 @@ __all__ = [
     "verify_commit_publish_reference",
     "verify_speculative_tokens",
     "verify_speculative_tokens_reference",
+    "withhold_drafts",
+    "withhold_drafts_reference",
 ]

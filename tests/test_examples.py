@@ -64,6 +64,13 @@ def test_sessions_go_back_branch_and_are_restored() -> None:
     assert restored.token_ids == second.token_ids or ON_GPU, "up to last bits on a GPU"
 
 
+def test_a_prompt_has_what_an_encoder_sees() -> None:
+    first, second, alone = load("prompt_embeddings").main()
+    assert [each.prompt_token_ids.count(-1) for each in (first, second, alone)] == [16, 16, 16]
+    assert first.cached_tokens == 0 and second.cached_tokens >= 16
+    assert len(alone.prompt_token_ids) == 16 and alone.token_ids
+
+
 def test_the_shim_answers_over_http() -> None:
     shim = load("openai_shim")
 

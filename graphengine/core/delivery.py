@@ -45,6 +45,7 @@ class Delivery:
     gate       is told how many drafts were accepted
     recorder   is told which requests finished, while it records
     forced     whether acceptance is forced, so that no draft is judged
+    withholds  whether a row without drafts had none that were worth verifying
 
     `cancelled` collects requests that their callers cancel, `deadlines` those that may be late;
     `acceptance` counts all requests. A wait or a callback that raises, or a `generate` in between,
@@ -52,7 +53,13 @@ class Delivery:
     """
 
     def __init__(
-        self, scheduler: Scheduler, gate: Gate | None, recorder: Recorder, *, forced: bool
+        self,
+        scheduler: Scheduler,
+        gate: Gate | None,
+        recorder: Recorder,
+        *,
+        forced: bool,
+        withholds: bool,
     ) -> None:
         self.counters = scheduler.counters
         self.acceptance = Acceptance()
@@ -62,7 +69,7 @@ class Delivery:
         self._scheduler = scheduler
         self._gate = gate
         self._recorder = recorder
-        self._forced = forced
+        self._forced, self._withholds = forced, withholds
         # Events whose callbacks have yet to run, and events that no step has returned yet, in
         # order.
         self._undelivered: list[Event] = []
@@ -126,7 +133,10 @@ class Delivery:
         flags, count = FLAGS_AND_COUNT[state & FLAGS_AND_COUNT_MASK]
         if width > 1:
             # What was fed past a stop was not judged.
-            self._account(request, epoch, width, count, count if flags & STOP else fed_of(state))
+            verified = count if flags & STOP else fed_of(state)
+            # Where a request ends, it has no lanes for drafts.
+            judged = verified > 1 or (self._withholds and not flags & LENGTH)
+            self._account(request, epoch, width, count, verified, judged)
         if not flags & (EMITTED | INVALID):
             return 0
         if request.finish_reason is not None or state >> EPOCH_SHIFT != epoch & EPOCH_MASK:
@@ -224,10 +234,13 @@ class Delivery:
             log.error("request %d: its grammar allows nothing: %s", request.id, guide.trouble)
         return taken, ended
 
-    def _account(self, request: Request, epoch: int, width: int, count: int, verified: int) -> None:
+    def _account(
+        self, request: Request, epoch: int, width: int, count: int, verified: int, judged: bool
+    ) -> None:
         """Tell the scheduler, the statistics and the gate what a speculative row came to.
 
         verified  tokens that it fed and that were judged: without missing drafts
+        judged    whether it says something of the drafter
         """
         placement = request.job.placement
         if placement is None or placement.epoch != epoch:
@@ -236,7 +249,7 @@ class Delivery:
         if count and request.finish_reason is None:
             for acceptance in (request.acceptance, self.acceptance):
                 acceptance.record(verified, count, None if self._forced else count - 1)
-            if self._gate is not None and verified > 1:
+            if self._gate is not None and judged:
                 self._gate.record(count - 1, 1)
 
     def _finish(

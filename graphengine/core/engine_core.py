@@ -40,6 +40,7 @@ from graphengine.program.graph_key import (
     note_key,
     prefill_key,
 )
+from graphengine.prompt_embeds import EmbedsSpec
 from graphengine.prompts import Prompt
 from graphengine.requests.request import Event, Request
 from graphengine.sampling_params import SamplingParams
@@ -81,10 +82,12 @@ class EngineCore:
         self.drafter, self.needs = drafter, drafter.needs
         self.scheduler = new_scheduler(memory, config, drafter.needs, runtime)
         self.counters = self.scheduler.counters
+        self._schedule = config.schedule
         self.gate: Gate | None = None
         if config.gate_options is not None:
             self.gate = Gate(
                 lengths=memory.draft_lengths,
+                schedule=None if self._schedule is None else self._schedule.drafts,
                 counters=self.counters,
                 **asdict(config.gate_options),
             )
@@ -98,7 +101,13 @@ class EngineCore:
             stream=runtime.stream,
         )
         forced = config.forced_acceptance is not None
-        self.delivery = Delivery(self.scheduler, self.gate, self.recorder, forced=forced)
+        self.delivery = Delivery(
+            self.scheduler,
+            self.gate,
+            self.recorder,
+            forced=forced,
+            withholds=drafter.needs.withholds,
+        )
         self.intake = Intake(
             config,
             memory,
@@ -108,6 +117,7 @@ class EngineCore:
             eos_ids=eos_ids,
             prompts_only=drafter.needs.prompts_only,
             routed=runtime.model.weights.routed,
+            embeds=_embeds_spec(config, memory, runtime),
             cancelled=self.delivery.cancelled,
         )
         self.in_flight: deque[tuple[Replay, ...]] = deque()
@@ -159,8 +169,8 @@ class EngineCore:
         submitted = time.perf_counter()
         self.scheduler.check_queue()
         params = self.intake.usual_params if params is None else params
-        ids = self.intake.prompt_ids(prompt, params)
-        request = self.intake.request(ids, params, on_event, submitted=submitted, **options)
+        read = self.intake.prompt(prompt, params)
+        request = self.intake.request(read, params, on_event, submitted=submitted, **options)
         self.queue(request)
         return request
 
@@ -215,16 +225,17 @@ class EngineCore:
 
     @ranged("step/plan", lambda core: (0, len(core.scheduler.active)))
     def plan(self) -> Plan | None:
-        """The scheduler's next plan, at the width that the gate chooses."""
+        """The scheduler's next plan, at the width that the gate and the schedule choose."""
         if self.recorder.recording:
             self.recorder.planning()
-        if self.gate is None:
-            return self.scheduler.plan()
-        live_rows = len(self.scheduler.active)
-        self.scheduler.width = 1 + self.gate.next_drafts(live_rows)
+        gate, live_rows = self.gate, len(self.scheduler.active)
+        if gate is not None:
+            self.scheduler.width = 1 + gate.next_drafts(live_rows)
+        elif self._schedule is not None:
+            self.scheduler.width = 1 + self._schedule.drafts(live_rows)
         plan = self.scheduler.plan()
-        if plan is not None and plan.rows:
-            self.gate.launched(live_rows)
+        if gate is not None and plan is not None and plan.rows:
+            gate.launched(live_rows)
         return plan
 
     @ranged("step/load", _counts)
@@ -237,8 +248,8 @@ class EngineCore:
         if plan.slots_changed and self.memory.rings:
             slots, blocks = self.scheduler.slots, self.memory.table_blocks
             updates |= ring_updates(slots, self.memory.rings, blocks)
-        if plan.slots_changed and self.runtime.routing is not None:
-            updates |= self.runtime.routing.table.updates(self.scheduler.slots)
+        if plan.slots_changed:
+            updates |= self.runtime.load_routes(self.scheduler.slots)
         if plan.masks_changed:
             # Before the host's drafts are used up.
             updates |= self.runtime.masks.updates(plan, self.scheduler.slots)
@@ -267,11 +278,12 @@ class EngineCore:
             self.runtime.copy_kept(states.after)
         if plan.rows:
             rows, drafts, full = plan.bucket, plan.width - 1, plan.full
-            key = decode_key(rows, drafts, self.runtime.program.samplers[-1 if full else 0])
+            sampler = self.runtime.program.samplers[-1 if full else 0]
+            key = decode_key(rows, drafts, sampler)
             replays.append(self._launch(key, plan.rows, plan.epochs, plan.width, rows, None, full))
             if self.needs.own_graph:
                 # It publishes nothing, so nothing waits for it.
-                self._run(draft_key(rows, drafts), replays[-1])
+                self._run(draft_key(rows, drafts, sampler), replays[-1])
         if plan.masks_changed and self.scheduler.guided:
             self.counters["guided/steps"] += 1
             self.runtime.fetch_drafts()
@@ -403,6 +415,13 @@ def new_scheduler(
         rings=memory.rings,
         state_places=memory.state_places,
     )
+
+
+def _embeds_spec(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> EmbedsSpec | None:
+    """What embeddings in prompts must be; None for an engine that takes none."""
+    if not config.prompt_embeds:
+        return None
+    return EmbedsSpec(runtime.model.config.hidden_size, memory.dtype)
 
 
 def prefill_kind(request: Request) -> PrefillKind:

@@ -12,7 +12,8 @@ from graphengine.core.misplaced import QUEUE_OPTIONS, check_names
 from graphengine.drafters import DraftNeeds
 from graphengine.models.contract import RoutedExperts
 from graphengine.opening.memory import MemoryPlan
-from graphengine.prompts import Prompt, prompt_ids, token_id, token_ids_of
+from graphengine.prompt_embeds import EmbedsSpec, PromptTokens
+from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
 from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.guided import Grammars
 from graphengine.requests.job import Job
@@ -48,6 +49,7 @@ class Intake:
     eos_ids       tokens that end every request, unless it ignores them
     prompts_only  a request has one new token
     routed        the model's experts; None without
+    embeds        what embeddings in prompts must be; None: there may be none
     cancelled     where requests put themselves that their owners end
 
     `tokenizer` may be taken away: requests made from then on have no text.
@@ -64,6 +66,7 @@ class Intake:
         eos_ids: tuple[int, ...],
         prompts_only: bool,
         routed: RoutedExperts | None = None,
+        embeds: EmbedsSpec | None = None,
         cancelled: list[Request],
     ) -> None:
         self.tokenizer = tokenizer
@@ -76,6 +79,7 @@ class Intake:
         self._eos_ids = eos_ids
         self._prompts_only = prompts_only
         self._routed = routed
+        self.embeds = embeds
         self._recorded = memory.routed
         self._block_size = memory.block_size
         self._cancelled = cancelled
@@ -84,27 +88,28 @@ class Intake:
             width=memory.tokens_per_step, vocab_size=vocab_size, eos_ids=eos_ids
         )
 
-    def prompt_ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
+    def prompt(self, prompt: Prompt, params: SamplingParams) -> PromptTokens:
         """The prompt's tokens; ValueError for what cannot be served."""
         _check_params(params)
-        return self.session_ids(prompt, 0, params.add_bos)
+        return self.session_prompt(prompt, 0, params.add_bos)
 
-    def session_ids(
+    def session_prompt(
         self, prompt: Prompt, known: int, add_bos: bool | None = None
-    ) -> tuple[int, ...]:
-        """The ids of a prompt after `known` tokens of a session; ValueError likewise."""
-        return prompt_ids(
+    ) -> PromptTokens:
+        """The tokens of a prompt after `known` of a session; ValueError likewise."""
+        return read_prompt(
             prompt,
             tokenizer=self.tokenizer,
             vocab_size=self._vocab_size,
             max_seq_len=self._max_seq_len,
+            embeds=self.embeds,
             add_bos=add_bos,
             known=known,
         )
 
     def turn(
         self,
-        ids: Sequence[int],
+        prompt: PromptTokens,
         params: SamplingParams | None,
         callback: Callable[[Event], None] | None,
         *,
@@ -116,11 +121,11 @@ class Intake:
         _check_params(params)
         if params.add_bos is not None:
             raise ValueError(f"add_bos={params.add_bos} is for the `append` of a session")
-        return self.request(ids, params, callback, submitted=submitted, **options)
+        return self.request(prompt, params, callback, submitted=submitted, **options)
 
     def request(
         self,
-        ids: Sequence[int],
+        prompt: PromptTokens,
         params: SamplingParams,
         callback: Callable[[Event], None] | None = None,
         *,
@@ -133,6 +138,7 @@ class Intake:
         `submitted` is when its caller called, by `time.perf_counter`.
         """
         check_callable("on_event", callback)
+        ids = prompt.ids
         if not is_int(priority):
             raise ValueError(f"priority={priority!r} must be an integer; the lowest goes first")
         if deadline_s is not None:
@@ -188,6 +194,7 @@ class Intake:
                 prompt_len=len(ids),
                 max_len=len(ids) + min(room, most),
                 min_tokens=params.min_tokens,
+                embeds=prompt.embeds,
                 stops=Stops(
                     ids=stop_ids,
                     eos_ids=eos,

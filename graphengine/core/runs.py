@@ -53,10 +53,10 @@ def generate(
         nonlocal done
         done += event.finish_reason is not None
 
-    ids = [intake.prompt_ids(*pair) for pair in zip(prompt_list, params, strict=True)]
+    read = [intake.prompt(*pair) for pair in zip(prompt_list, params, strict=True)]
     made = [
         intake.request(*pair, heard, submitted=submitted, **options)
-        for pair in zip(ids, params, strict=True)
+        for pair in zip(read, params, strict=True)
     ]
     core.scheduler.check_queue(len(made))
     queued: list[Request] = []

@@ -39,6 +39,7 @@ from graphengine.opening.allocation import (
 from graphengine.opening.memory import MemoryPlan
 from graphengine.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
+from graphengine.requests.request import Request
 from graphengine.requests.result import TokenLogprobs
 
 
@@ -106,9 +107,7 @@ class Runtime:
         except BaseException:
             self.close()
             raise
-        self.numerics_id = _numerics_id(
-            model, memory, held, self.prefill_cut, config.tensor_parallel
-        )
+        self.numerics_id = _numerics_id(model, memory, held, self.prefill_cut, config)
 
     def _capture(self, memory: MemoryPlan) -> None:
         """Compile, warm up and capture every graph, largest first, with padded rows only."""
@@ -173,6 +172,10 @@ class Runtime:
     def load(self, updates: Mapping[str, Any]) -> list[Copied]:
         """Copy host-owned fields that changed to the device: one staging block, one copy."""
         return self.buffers.load(updates, sequence=self.launched + 1, stream=self.stream)
+
+    def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
+        """Keep the experts that the slots' requests replay; the fields to load that say so."""
+        return {} if self.routing is None else self.routing.table.updates(slots)
 
     def swap(self, out: int, back: int) -> None:
         """Queue the copy of the first `out` of `swap_pairs` to the swap area, or `back` from it."""
@@ -322,10 +325,14 @@ def _bits(cache: Tensor) -> Tensor:
 
 
 def _numerics_id(
-    model: Model, memory: MemoryPlan, held: Allocation, prefill_cut: PrefillCut, ranks: int
+    model: Model,
+    memory: MemoryPlan,
+    held: Allocation,
+    prefill_cut: PrefillCut,
+    config: EngineConfig,
 ) -> str:
     """Hash of everything that the bits of an engine depend on."""
-    prefill = memory.prefill_ladder.sizes
+    prefill, ranks = memory.prefill_ladder.sizes, config.tensor_parallel
     # The usual cut follows from the buckets.
     usual = prefill_cut.steps == ((0, prefill[-1]),)
     fp8: dict[str, str] = {}
@@ -343,6 +350,7 @@ def _numerics_id(
             **({} if memory.activations is None else {"activations": memory.activations}),
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
             **({} if ranks == 1 else {"tensor_parallel": ranks}),
+            **({"expert_parallel": True} if config.expert_parallel else {}),
             **model.numerics(prefill),
         },
     )

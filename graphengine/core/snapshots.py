@@ -3,8 +3,9 @@ layers, also their states after the tokens that the blocks have.
 
 A file is safetensors. It holds `token_ids`, int64 [n]; `cache_0`, [layers, blocks, 2, block_size,
 G, D] of the target; `cache_1` of the drafter if it has one; and `state_0`, ..., of each recurrent
-state the newest entries. The metadata hold, as JSON under `session`, what must be equal in the
-engine that continues it, and SHA-256 digests of all this. The digests find damage and mix-ups, not
+state the newest entries; and `embeds`, [n, H], where n of the ids are -1, which stands for an
+embedding. The metadata hold, as JSON under `session`, what must be equal in the engine that
+continues it, and SHA-256 digests of all this. The digests find damage and mix-ups, not
 tampering: they can be recomputed for a changed file.
 """
 
@@ -29,8 +30,16 @@ from graphengine.kernels import PackedWeight
 from graphengine.models.contract import StoredWeights
 from graphengine.models.kv_scales import scales_id
 from graphengine.models.tensor_files import save_whole
+from graphengine.prompt_embeds import EMBEDDED
 from graphengine.requests.context import KeptState
-from graphengine.speculative import DFlash, DraftModel, Eagle3, Speculative, describe
+from graphengine.speculative import (
+    DFlash,
+    DraftModel,
+    Eagle3,
+    Speculative,
+    describe,
+    describe_drafts,
+)
 
 # Schema 3 is the first with digests.
 _SCHEMA = 3
@@ -72,8 +81,9 @@ class SessionSnapshot:
                host; no blocks if the session was evicted
     states     of each recurrent state the entries of the tokens before `position`, oldest first
     position   tokens that the states follow from, and of which there is KV; 0 without states
+    embeds     [n, H] of the positions whose id is -1, on the host; None: there is none
     digests    SHA-256 of "origin", "token_ids", "cache_0", ... at the time it was made; with states
-               also of "position", "state_0", ...
+               also of "position", "state_0", ..., with embeddings of "embeds"
     """
 
     origin: Origin
@@ -82,6 +92,7 @@ class SessionSnapshot:
     digests: Mapping[str, str]
     states: tuple[Tensor, ...] = ()
     position: int = 0
+    embeds: Tensor | None = None
 
     def __repr__(self) -> str:
         size, model = format_bytes(self.nbytes), f"model={self.origin.model!r}"
@@ -95,6 +106,7 @@ class SessionSnapshot:
         caches: Sequence[Tensor],
         states: Sequence[Tensor] = (),
         position: int = 0,
+        embeds: Tensor | None = None,
     ) -> Self:
         """A snapshot with the digests of its parts."""
         return cls(
@@ -103,7 +115,8 @@ class SessionSnapshot:
             caches=tuple(caches),
             states=tuple(states),
             position=position,
-            digests=dict(_digests(origin, token_ids, caches, states, position)),
+            embeds=embeds,
+            digests=dict(_digests(origin, token_ids, caches, states, position, embeds)),
         )
 
     @property
@@ -113,7 +126,8 @@ class SessionSnapshot:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (*self.caches, *self.states))
+        embeds = () if self.embeds is None else (self.embeds,)
+        return sum(part.nbytes for part in (*self.caches, *self.states, *embeds))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a safetensors file, which appears whole or not at all; OSError if not.
@@ -124,6 +138,8 @@ class SessionSnapshot:
             raise ValueError(f"path={path!r} must be that of a file")
         tensors = {f"cache_{index}": cache for index, cache in enumerate(self.caches)}
         tensors |= {f"state_{index}": state for index, state in enumerate(self.states)}
+        if self.embeds is not None:
+            tensors["embeds"] = self.embeds
         tensors["token_ids"] = torch.tensor(self.token_ids, dtype=torch.int64)
         kept = {"position": self.position} if self.states else {}
         about = json.dumps(
@@ -169,6 +185,7 @@ class SessionSnapshot:
             caches=caches,
             states=states,
             position=position,
+            embeds=tensors.get("embeds"),
             digests=digests,
         )
 
@@ -194,6 +211,7 @@ class SessionSnapshot:
         if not isinstance(self.caches, tuple | list) or len(self.caches) != len(ours.caches):
             found = len(self.caches) if isinstance(self.caches, tuple | list) else self.caches
             raise ValueError(f"the session has {found!r} caches, the engine {len(ours.caches)}")
+        self._check_embeds(core)
         self._check_states(core)
         most, blocks = core.scheduler.reuse.whole_blocks(len(ids)), None
         if core.runtime.kept.shapes:
@@ -218,6 +236,25 @@ class SessionSnapshot:
                     f"be {core.memory.kv_dtype} {expected}, of {most} blocks at most"
                 )
         self._check_digests()
+
+    def _check_embeds(self, core: EngineCore) -> None:
+        """ValueError, with both values, unless they are such as the engine takes."""
+        found, spec = self.embeds, core.intake.embeds
+        if found is None:
+            return
+        if not isinstance(found, Tensor) or found.device.type != "cpu":
+            raise ValueError(f"the session's embeds={found!r:.99} must be a tensor on the CPU")
+        if spec is None:
+            raise ValueError(
+                f"the session has embeds of shape {list(found.shape)}: the engine must be opened "
+                f"with prompt_embeds=True"
+            )
+        wanted = (self.token_ids.count(EMBEDDED), spec.hidden_size)
+        if tuple(found.shape) != wanted or found.dtype != spec.dtype:
+            raise ValueError(
+                f"the session's embeds are {found.dtype} {list(found.shape)}: they must be "
+                f"{spec.dtype} {list(wanted)}"
+            )
 
     def _check_states(self, core: EngineCore) -> None:
         """ValueError, with both values, unless the states are those that the engine would keep.
@@ -250,7 +287,9 @@ class SessionSnapshot:
 
     def _check_digests(self) -> None:
         """ValueError, naming the part, if a part differs from when the snapshot was made."""
-        parts = _digests(self.origin, self.token_ids, self.caches, self.states, self.position)
+        parts = _digests(
+            self.origin, self.token_ids, self.caches, self.states, self.position, self.embeds
+        )
         for name, found in parts:
             made = self.digests.get(name)
             if made != found:
@@ -266,6 +305,7 @@ def _digests(
     caches: Sequence[Tensor],
     states: Sequence[Tensor],
     position: int,
+    embeds: Tensor | None,
 ) -> Iterator[tuple[str, str]]:
     """The SHA-256 of each part of a snapshot; a tensor's includes its dtype and shape."""
     about = json.dumps(asdict(origin), sort_keys=True)
@@ -273,11 +313,17 @@ def _digests(
     yield "token_ids", hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
     if states:
         yield "position", hashlib.sha256(str(position).encode()).hexdigest()
+    if embeds is not None:
+        yield "embeds", _digest(embeds)
     for kind, parts in (("cache", caches), ("state", states)):
         for index, part in enumerate(parts):
-            digest = hashlib.sha256(f"{part.dtype} {tuple(part.shape)} ".encode())
-            digest.update(part.contiguous().flatten().view(torch.uint8).numpy().data)
-            yield f"{kind}_{index}", digest.hexdigest()
+            yield f"{kind}_{index}", _digest(part)
+
+
+def _digest(part: Tensor) -> str:
+    digest = hashlib.sha256(f"{part.dtype} {tuple(part.shape)} ".encode())
+    digest.update(part.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _origin_in(about: object) -> tuple[Origin, dict[str, str], int]:
@@ -340,25 +386,29 @@ def _dtypes(core: EngineCore) -> str:
 
 
 def copy_out(
-    core: EngineCore, token_ids: Sequence[int], blocks: Sequence[int], state: KeptState | None
+    core: EngineCore,
+    token_ids: Sequence[int],
+    embeds: Tensor | None,
+    blocks: Sequence[int],
+    state: KeptState | None,
 ) -> SessionSnapshot:
-    """A session's tokens, and its blocks or its kept state with those of the state, copied to the
-    host after everything that was launched.
+    """A session's tokens and embeddings, and its blocks or its kept state with those of the state,
+    copied to the host after everything that was launched.
     """
     origin, runtime = origin_of(core), core.runtime
     if state is None:
-        return SessionSnapshot.make(origin, token_ids, runtime.read_blocks(blocks))
+        return SessionSnapshot.make(origin, token_ids, runtime.read_blocks(blocks), embeds=embeds)
     runtime.copy_kept(core.scheduler.reuse.states.before)
     parts = runtime.read_states(state.place)
     caches = runtime.read_blocks(state.blocks)
-    return SessionSnapshot.make(origin, token_ids, caches, parts, state.position)
+    return SessionSnapshot.make(origin, token_ids, caches, parts, state.position, embeds)
 
 
 def _without_path(mode: Speculative | None) -> str:
     if isinstance(mode, DraftModel):
         return f"draft model, k={mode.k}"
     if isinstance(mode, Eagle3):
-        return f"eagle3, k={mode.k}"
+        return f"eagle3, {describe_drafts(mode)}"
     if isinstance(mode, DFlash):
         return f"dflash, k={mode.k}"
     return describe(mode)

@@ -13,7 +13,14 @@ A new one takes three things, and nothing else changes:
 
 from __future__ import annotations
 
-from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.drafters.base import (
+    Drafter,
+    DraftSetting,
+    FieldSizes,
+    OfTree,
+    Prefilled,
+    Verified,
+)
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
@@ -22,6 +29,7 @@ from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.drafters.none import NoDrafter
 from graphengine.drafters.own_graph import OwnGraphEagle
+from graphengine.drafters.suffix import SuffixDrafter
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter
 
@@ -35,8 +43,10 @@ __all__ = [
     "HiddenStatesDrafter",
     "NGramDrafter",
     "NoDrafter",
+    "OfTree",
     "OwnGraphEagle",
     "Prefilled",
+    "SuffixDrafter",
     "UserDrafter",
     "VanillaDrafter",
     "Verified",

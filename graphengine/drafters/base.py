@@ -28,12 +28,17 @@ from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
     FinishedStep,
+    Fusion,
+    GivenRows,
+    LogitsTensors,
     PrefillLanes,
     Residual,
     RowFamily,
     SamplingTensors,
     TreeTables,
+    embed,
 )
+from graphengine.requests.processing import logits_tensors
 
 if TYPE_CHECKING:
     from graphengine.host.plan import PrefillChunk
@@ -49,6 +54,15 @@ if TYPE_CHECKING:
     from graphengine.models.linears import LinearPlans
 
 
+class OfTree(NamedTuple):
+    """Where the lanes along the accepted paths of trees are among all of a step's."""
+
+    fed: DecodeLanes
+    """All that the target was fed, whose hidden states there are."""
+    source: Tensor
+    """int32 [N]: which of them each of the N lanes is."""
+
+
 class Verified(NamedTuple):
     """What a decode replay knows once it has published its tokens."""
 
@@ -56,13 +70,15 @@ class Verified(NamedTuple):
     """The N lanes that were fed; lane r * W + j is token j of row r. Of trees only the accepted
     paths, as if each had been fed as a chain."""
     hidden: Residual
-    """The target's residual stream of the N lanes, scaled for its final norm."""
+    """The target's residual stream of the lanes it was fed, scaled for its final norm."""
     step: FinishedStep
     """The target's token after each lane, and how many of them each row emitted."""
     drafts: int
     """Drafts of a row that this graph verified, of trees along one path: W = drafts + 1."""
-    source: Tensor | None = None
-    """int32 [N]: of trees, which lane of `hidden` each of the lanes is; None: `hidden` has N."""
+    of_tree: OfTree | None = None
+    """None: the target was fed the N lanes, as chains."""
+    filtered: bool = False
+    """Whether the graph is one of the full sampler, which draws through the requests' filters."""
 
 
 class Prefilled(NamedTuple):
@@ -80,6 +96,8 @@ class Prefilled(NamedTuple):
     """int32 [1]: not 0 for the last chunk."""
     attention: Callable[..., Tensor]
     """`paged_prefill_attention` of the chunk, as `ChunkAttention`; its segment can be replaced."""
+    given: GivenRows | None = None
+    """Embeddings of positions that have no token; None where each has one."""
 
     @property
     def following(self) -> Tensor:
@@ -89,6 +107,18 @@ class Prefilled(NamedTuple):
         following = torch.where(self.final != 0, self.token, self.next_prompt_token)
         lane = torch.arange(token.shape[0], dtype=last.dtype, device=token.device)
         return torch.where(lane == last, following, token.roll(-1))
+
+    def embedded(self, token_T: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
+        """What `combine_hidden` takes for these tokens, of which some may be given embeddings: then
+        the embeddings of the chunk's lanes are its table.
+        """
+        if self.given is None:
+            return token_T, fusion
+        # A module multiplies no embedding.
+        rows = self.given._replace(scale=1.0)
+        table = embed(token_T, fusion.embedding, self.chunk.slot, given=rows)
+        lane = torch.arange(len(token_T), dtype=torch.int32, device=token_T.device)
+        return lane, fusion._replace(embedding=table.to(fusion.embedding.dtype))
 
     def last_lane(self, token_T: Tensor) -> DecodeLanes:
         """The chunk's last lane with its token of `token_T`; padded unless the chunk is final."""
@@ -118,6 +148,8 @@ class DraftSetting(NamedTuple):
     launch: DecodeLaunch
     group: RankGroup | None = None
     """Of the target's ranks; None: it has one."""
+    most_split: int | None = None
+    """Tokens of a split of decode attention, at most; None: any number."""
 
     @property
     def limit(self) -> int:
@@ -132,6 +164,11 @@ class DraftSetting(NamedTuple):
     def sampling(self) -> SamplingTensors:
         """The target's parameters, by slot."""
         return SamplingTensors(*(self.buffers[name] for name in SamplingTensors._fields))
+
+    @property
+    def options(self) -> LogitsTensors:
+        """What is done to the target's logits, by slot."""
+        return logits_tensors(self.buffers)
 
 
 class Drafter(ABC):
@@ -155,6 +192,9 @@ class Drafter(ABC):
     trees: TreeTables | None = None
     """Of each slot's drafts, where `needs.depth` says that they are trees. Known once it is
     opened; what a replay reads of it, that drafter wrote in the replay before, if at all."""
+    parents: Tensor | tuple[int, ...] = ()
+    """Of trees, the number of each draft's parent, from node 1 on, where the root is node 0: in
+    every step the same, or int32 [S, K], written as `trees` are. Known once it is opened."""
 
     @property
     def length(self) -> int:
@@ -220,11 +260,16 @@ class Drafter(ABC):
     def propose(self, verified: Verified) -> None:
         """Take in what a step emitted, and write the drafts of the next one.
 
-        After a graph that verified no drafts (K = 0), only the drafter's state advances.
+        After a graph that verified no drafts (K = 0), only the drafter's state advances. After one
+        that verified fewer than it can make, so many are enough: the next step most often has the
+        same number.
         """
 
-    def draft(self, rows: int, drafts: int) -> None:
-        """What `propose` left to a separate graph, after a step of that many rows and drafts."""
+    def draft(self, rows: int, drafts: int, *, filtered: bool) -> None:
+        """What `propose` left to a separate graph, after a step of that many rows and drafts.
+
+        filtered  as of `Verified`
+        """
         raise NotImplementedError(f"{type(self).__name__} drafts in the step's graph")
 
     # On the host.

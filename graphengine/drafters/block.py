@@ -132,7 +132,7 @@ class BlockDrafter(Drafter):
         self._head = DraftHead(
             head,
             None,
-            setting.sampling,
+            setting,
             plan=plans[linear_name(HEAD, head)],
             eps=config.output_eps,
         )
@@ -154,7 +154,8 @@ class BlockDrafter(Drafter):
         # As after a step that fed the prompt's last token. No PDL: torch kernels run in between.
         last, alone = prefilled.last_lane(chunk.token), replace(self._launch, pdl=False)
         count = (prefilled.final != 0).to(torch.int32)
-        self._draft(*self._begin(prefilled.token, count, last, alone), alone)
+        begun, residual = self._begin(prefilled.token, count, last, alone)
+        self._draft(begun, residual, alone, filtered=True)
 
     def propose(self, verified: Verified) -> None:
         step, lanes, launch = verified.step, verified.lanes, self._launch
@@ -166,7 +167,7 @@ class BlockDrafter(Drafter):
         slot = lanes.slot if begun is None else begun.context_slot
         self._keep(context, slot, lanes.position, launch)
         if begun is not None:
-            self._draft(begun, residual, launch)
+            self._draft(begun, residual, launch, filtered=verified.filtered)
 
     def _keep(
         self, context: Tensor, slot: Tensor, position: Tensor, launch: DecodeLaunch | PrefillLaunch
@@ -196,14 +197,17 @@ class BlockDrafter(Drafter):
         )
         return begun, residual
 
-    def _draft(self, begun: BlockDraft, residual: Residual, launch: DecodeLaunch) -> None:
-        """Run the blocks, and write their drafts."""
+    def _draft(
+        self, begun: BlockDraft, residual: Residual, launch: DecodeLaunch, *, filtered: bool
+    ) -> None:
+        """Run the blocks, and write their drafts; those of a sequential head without filters."""
         weights, lanes = self.weights, begun.lanes
         output = run_block(
             weights, begun, residual, self._cache, self._block_table, self._tables, launch
         )
         if weights.markov is None:
-            tiles = self._head.tiles(output, lanes, launch, ahead=int(self.config.from_newest))
+            ahead = int(self.config.from_newest)
+            tiles = self._head.tiles(output, lanes, launch, ahead=ahead, filtered=filtered)
             rows = begun.rows.slot.numel()
             commit_block_draft(tiles, lanes, self._draft_tokens, rows=rows, pdl=launch.pdl)
             return

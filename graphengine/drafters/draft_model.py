@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.drafters.confidence import EveryDraft
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
@@ -58,8 +59,15 @@ class DraftModelDrafter(Drafter):
     weights: ModelWeights
     own_checkpoint: Checkpoint
 
-    def __init__(self, config: ModelConfig, length: int, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        length: int,
+        checkpoint: Checkpoint,
+        choice: EveryDraft | None = None,
+    ) -> None:
         self.config = config
+        self._choice = choice or EveryDraft()
         self.needs = DraftNeeds(
             length=length,
             states=config.states,
@@ -67,6 +75,7 @@ class DraftModelDrafter(Drafter):
             reserve=length,
             # After a prompt its last token is fed again, by the decode kernels.
             tokens_after=1,
+            withholds=self._choice.withholds,
         )
         self.own_checkpoint = checkpoint
 
@@ -97,7 +106,8 @@ class DraftModelDrafter(Drafter):
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
         width = 1 + self.length
-        return recurrent_fields(self.config.states, sizes.slots, width, sizes.dtype, _WHOSE)
+        states = recurrent_fields(self.config.states, sizes.slots, width, sizes.dtype, _WHOSE)
+        return states + self._choice.fields(sizes)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         self._model = self.weights.open(max_seq_len=setting.limit)
@@ -107,13 +117,14 @@ class DraftModelDrafter(Drafter):
             buffers["block_table"],
             recurrent_tensors(self.config.states, buffers, _WHOSE),
         )
-        self._head = DraftHead(
+        head = DraftHead(
             self.weights.lm_head,
             None,
-            setting.sampling,
+            setting,
             plan=self.plans[linear_name("lm_head", self.weights.lm_head)],
             eps=self.config.norm_eps,
         )
+        self._drafts = self._choice.opened(head, buffers)
         self._launch = replace(
             setting.launch,
             plans=self.plans,
@@ -132,11 +143,21 @@ class DraftModelDrafter(Drafter):
         emitted = (prefilled.final != 0).to(torch.int32)
         launch = replace(self._launch, pdl=False)
         last = prefilled.last_lane(chunk.token)
-        self._draft(prefilled.token, emitted, last, self.length, launch)
+        self._drafts.begin(last)
+        self._draft(prefilled.token, emitted, last, self.length, launch, filtered=True)
 
     def propose(self, verified: Verified) -> None:
-        step, length = verified.step, self.length if verified.drafts else 0
-        self._draft(step.token_N, step.count_R, verified.lanes, length, self._launch)
+        step = verified.step
+        if verified.drafts:
+            self._drafts.follow(step.count_R, verified.lanes, self._launch)
+        self._draft(
+            step.token_N,
+            step.count_R,
+            verified.lanes,
+            verified.drafts,
+            self._launch,
+            filtered=verified.filtered,
+        )
 
     def _draft(
         self,
@@ -145,6 +166,8 @@ class DraftModelDrafter(Drafter):
         lanes: DecodeLanes,
         length: int,
         launch: DecodeLaunch,
+        *,
+        filtered: bool,
     ) -> None:
         """Feed each row's last two tokens, then draft `length` times."""
         model, limit, pdl = self._model, self._limit, launch.pdl
@@ -166,8 +189,19 @@ class DraftModelDrafter(Drafter):
         source: Tensor | None = first.source
         two = replace(launch, tokens_per_row=2)
         hidden = model.decode(fed, residual, self._states, two)
+        chain = self._drafts.new_chain(count_R.numel())
         for index in range(length):
-            tiles = self._head.tiles(hidden, fed, launch, ahead=1)
+            tiles = self._drafts.tiles(
+                hidden,
+                fed,
+                launch,
+                ahead=1,
+                rows=rows,
+                source=source,
+                index=index,
+                chain=chain,
+                filtered=filtered,
+            )
             if index + 1 == length:
                 commit_draft(
                     tiles,

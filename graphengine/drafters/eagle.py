@@ -14,7 +14,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from graphengine.drafters.base import Prefilled, Verified
+from graphengine.buckets import Field
+from graphengine.drafters.base import DraftSetting, FieldSizes, OfTree, Prefilled, Verified
+from graphengine.drafters.confidence import EveryDraft
 from graphengine.drafters.modules import DraftModules, Hidden, ModuleDrafter, ModuleOutput
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import DecodeLanes, advance_module_draft, commit_draft
@@ -26,22 +28,38 @@ class EagleDrafter(ModuleDrafter):
 
     modules  one module
     length   K
+    choice   which of its drafts are verified
     """
 
-    def __init__(self, modules: DraftModules, length: int) -> None:
+    def __init__(
+        self, modules: DraftModules, length: int, choice: EveryDraft | None = None
+    ) -> None:
         # The chain's last run is K - 1 positions after the last verified token. A row pairs a
         # hidden state with the token after it.
-        super().__init__(modules, length, DraftNeeds(reserve=length - 1, tokens_after=1))
+        self._choice = choice or EveryDraft()
+        needs = DraftNeeds(reserve=length - 1, tokens_after=1, withholds=self._choice.withholds)
+        super().__init__(modules, length, needs)
+
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        return super().fields(sizes) + self._choice.fields(sizes)
+
+    def open(self, setting: DraftSetting, cache: Tensor) -> None:
+        super().open(setting, cache)
+        self._drafts = self._choice.opened(self._opened.head, setting.buffers)
 
     def prepare(self, prefilled: Prefilled) -> None:
         opened = self._opened
         following = prefilled.following
         output = opened.take_in_chunk(prefilled, following)
+        last = prefilled.last_lane(following)
+        self._drafts.begin(last)
         # No PDL for what is written for decode: torch's own kernels run in between.
         self._chain(
-            prefilled.last_lane(following),
+            last,
             output.at(prefilled.chunk.last),
             replace(opened.launch, pdl=False),
+            length=self.length,
+            filtered=True,
         )
 
     def propose(self, verified: Verified) -> None:
@@ -52,7 +70,8 @@ class EagleDrafter(ModuleDrafter):
             verified.lanes,
             verified.hidden,
             verified.drafts,
-            verified.source,
+            verified.of_tree,
+            filtered=verified.filtered,
         )
 
     def _take_in(
@@ -62,13 +81,24 @@ class EagleDrafter(ModuleDrafter):
         lanes: DecodeLanes,
         hidden: Hidden | None,
         drafts: int,
-        source: Tensor | None = None,
+        of_tree: OfTree | None = None,
+        *,
+        filtered: bool,
     ) -> None:
-        """`propose`; `hidden` and `source` are what `OpenModules.take_in` takes."""
+        """`propose`; `hidden` and `of_tree` are what `OpenModules.take_in` takes."""
         opened = self._opened
-        first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, source)
+        first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, of_tree)
         if drafts:
-            self._chain(first.rows, output, opened.launch, fed=first.lanes, source=first.source)
+            self._drafts.follow(count_R, lanes, opened.launch)
+            self._chain(
+                first.rows,
+                output,
+                opened.launch,
+                length=drafts,
+                fed=first.lanes,
+                source=first.source,
+                filtered=filtered,
+            )
 
     def _chain(
         self,
@@ -76,20 +106,33 @@ class EagleDrafter(ModuleDrafter):
         output: ModuleOutput,
         launch: DecodeLaunch,
         *,
+        length: int,
         fed: DecodeLanes | None = None,
         source: Tensor | None = None,
+        filtered: bool,
     ) -> None:
-        """Draft from a run with this output, and K - 1 times from what was drafted.
+        """Draft from a run with this output, and `length` - 1 times from what was drafted.
 
         rows    the lanes that the drafts follow, one a row
         fed     the lanes of that run, where they are more than `rows`
         source  int32 [R]: which of these lanes is each row's
         """
         lanes, opened = fed or rows, self._opened
-        for index in range(self.length):
+        chain = self._drafts.new_chain(rows.slot.numel())
+        for index in range(length):
             # A lane has the position of its hidden state, one before the token it is fed.
-            tiles = opened.head.tiles(output.normed, lanes, launch, ahead=2)
-            if index + 1 == self.length:
+            tiles = self._drafts.tiles(
+                output.normed,
+                lanes,
+                launch,
+                ahead=2,
+                rows=rows,
+                source=source,
+                index=index,
+                chain=chain,
+                filtered=filtered,
+            )
+            if index + 1 == length:
                 commit_draft(
                     tiles,
                     rows,

@@ -133,11 +133,13 @@ class OpenEagle3(OpenModules):
         head = DraftHead(
             weight,
             None if ids is None else ids.to(device, torch.int32),
-            setting.sampling,
+            setting,
             plan=plans[linear_name(HEAD, weight)],
             eps=config.output_eps,
         )
         split = config.split_tokens(plans.family, fusion.embedding.dtype, setting.limit)
+        if setting.most_split is not None:
+            split = min(split, setting.most_split)
         launch = replace(setting.launch_with(plans), split_tokens=split)
         super().__init__(config, [fusion], head, launch, setting.model.config.norm_eps)
         self._weights, (self._kv,) = weights, cache
@@ -178,9 +180,8 @@ class OpenEagle3(OpenModules):
         lanes, launch = chunk.slot.numel(), self.launch.prefill
         g = fuse_chunk(weights, self._rows[:lanes], launch)
         residual = self.new_stream(lanes)
-        combined = combine_hidden(
-            following, chunk.slot, g, None, self.fusions[0], residual=residual
-        )
+        token, fusion = prefilled.embedded(following, self.fusions[0])
+        combined = combine_hidden(token, chunk.slot, g, None, fusion, residual=residual)
         normed = eagle3_prefill(
             weights,
             combined,

@@ -3,10 +3,15 @@
 A draft is drawn as the target will draw the token at its position: with the request's temperature
 and with the noise of that position. Where both agree on the distribution they agree on the token,
 at any temperature. Verification asks only whether they did, so a draft's odds do not matter.
+
+Graphs of the full sampler, and those of prompts, also draw a draft through the request's filters,
+after its biases and penalties: the target does, and a token that it filters out is never accepted.
+Penalties count what was emitted, without the chain's own drafts. Masks and bad words are not
+applied: a grammar's mask is not known before the host has read the tokens before it.
 Source: the Gumbel coupling of M. Daliri, C. Musco, A. T. Suresh, "Coupling without Communication
 and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
 
-Letters: N lanes, H hidden, V vocabulary, D draft vocabulary, C tiles of it.
+Letters: N lanes, H hidden, V vocabulary of the target, D draft vocabulary, C tiles.
 """
 
 from __future__ import annotations
@@ -14,23 +19,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphengine.drafters.base import DraftSetting
 from graphengine.kernels import (
+    USES_BIAS,
+    USES_COUNTS,
+    USES_REPETITION,
     AnyWeight,
     DecodeLanes,
     DraftTiles,
     LinearPlan,
     Residual,
-    SamplingTensors,
     TopDrafts,
     empty_packed,
     linear,
     linear_sample,
+    process_logits,
+    sample_tiles,
     select_rows,
+    spread_logits,
     top_drafts,
 )
 from graphengine.models.contract import DecodeLaunch, RankGroup
 from graphengine.models.linears import WeightForms
 from graphengine.models.vocabulary import vocabulary_of
+
+# What is done to the logits of drafts.
+_STEPS = USES_BIAS | USES_REPETITION | USES_COUNTS
 
 
 def head_bytes(forms: WeightForms, rows: int, hidden: int, dtype: torch.dtype) -> int:
@@ -63,7 +77,7 @@ class DraftHead:
 
     weight    [D, H], the rows of the draft vocabulary
     token_ids int32 [D], ascending: the token of each row; None: row v is token v
-    sampling  the target's parameters, by slot
+    setting   the target's, whose parameters and options on logits count
     plan      how the product is cut
     eps       of the norm whose scaled stream is fed
     group     of the ranks that share its rows; None: there is one
@@ -73,14 +87,16 @@ class DraftHead:
         self,
         weight: AnyWeight,
         token_ids: Tensor | None,
-        sampling: SamplingTensors,
+        setting: DraftSetting,
         *,
         plan: LinearPlan,
         eps: float,
         group: RankGroup | None = None,
     ) -> None:
         self._vocabulary = vocabulary_of(weight, group, token_ids)
-        self._sampling, self._plan, self._eps = sampling, plan, eps
+        self._sampling, self._options = setting.sampling, setting.options
+        self._plan, self._eps = plan, eps
+        self._token_ids, self._tokens = token_ids, self._options.counts.shape[1]
 
     def top(
         self,
@@ -118,11 +134,21 @@ class DraftHead:
         )
 
     def tiles(
-        self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch, *, ahead: int
+        self,
+        hidden: Residual | Tensor,
+        lanes: DecodeLanes,
+        launch: DecodeLaunch,
+        *,
+        ahead: int,
+        filtered: bool,
     ) -> DraftTiles:
-        """The draft `ahead` positions after each lane, by tile. `hidden` is [N, H] after the
-        final norm, or the stream scaled for it.
+        """The draft `ahead` positions after each lane, by tile.
+
+        hidden    [N, H] after the final norm, or the stream scaled for it
+        filtered  whether the request's filters and options on logits count
         """
+        if filtered:
+            return self._filtered(hidden, lanes, launch, ahead)
         x, squares = _stream(hidden)
         best, health = linear_sample(
             x,
@@ -138,6 +164,21 @@ class DraftHead:
             launch=launch,
         )
         return DraftTiles(*self._vocabulary.candidates(best, health))
+
+    def _filtered(
+        self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch, ahead: int
+    ) -> DraftTiles:
+        """As the target's full sampler does it, over the target's vocabulary."""
+        logits = self._vocabulary.logits(self.logits(hidden, lanes, launch))
+        if self._token_ids is not None or logits.shape[1] != self._tokens:
+            logits = spread_logits(
+                logits, self._token_ids, lanes.slot, vocabulary=self._tokens, pdl=launch.pdl
+            )
+        process_logits(logits, lanes, self._options, steps=_STEPS, pdl=launch.pdl)
+        drawn = sample_tiles(
+            logits, lanes.slot, lanes.position, self._sampling, ahead=ahead, pdl=launch.pdl
+        )
+        return DraftTiles(*drawn)
 
 
 def _stream(hidden: Residual | Tensor) -> tuple[Tensor, Tensor | None]:

@@ -42,7 +42,7 @@ class HiddenStatesDrafter(Drafter):
     Each prompt that was prefilled to its end becomes `{directory}/{request id:08d}.safetensors`;
     a file of that name is replaced. It holds
 
-        input_ids          int64 [P]
+        input_ids          int64 [P]; -1 stands for an embedding
         hidden_states      [P, H] in the model's dtype
         aux_hidden_states  [P, A * H] in the model's dtype; missing where no layer is chosen
 

@@ -11,25 +11,30 @@ import torch
 from torch import Tensor
 
 from graphengine.config import EngineConfig
-from graphengine.draft_trees import StaticTree
+from graphengine.draft_trees import DynamicTree, Tree
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.block import BlockDrafter
+from graphengine.drafters.confidence import drafts_from
+from graphengine.drafters.corpus import read_corpus
 from graphengine.drafters.draft_model import DraftModelDrafter
+from graphengine.drafters.dynamic_growth import DynamicGrowth
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
+from graphengine.drafters.modules import DraftModules
 from graphengine.drafters.mtp import MtpModules
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.drafters.none import NoDrafter
 from graphengine.drafters.own_graph import OwnGraphEagle
+from graphengine.drafters.suffix import SuffixDrafter, supported_drafts
 from graphengine.drafters.tree_eagle import TreeEagle
 from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig
+from graphengine.models.contract import WHOLE, ModelConfig, Share
 from graphengine.models.dflash_reading import read_dflash
 from graphengine.models.eagle3_reading import read_eagle3
 from graphengine.models.linears import WeightForms
@@ -50,6 +55,7 @@ from graphengine.speculative import (
     Mode,
     NGram,
     SaveHiddenStates,
+    Suffix,
     UserProvided,
     frequent_tokens,
     read_offsets,
@@ -64,13 +70,18 @@ class Target(NamedTuple):
     config: EngineConfig
     checkpoint: Checkpoint
     model: ModelConfig
+    share: Share = WHOLE
 
 
 Maker = Callable[[Any, Target], Drafter]
 
 
-def make_drafter(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> Drafter:
+def make_drafter(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, share: Share = WHOLE
+) -> Drafter:
     """The drafter of `config.speculative` for the target in `checkpoint`, nothing allocated yet.
+
+    share  of the target, which `model` has the sizes of
 
     `NoDrafter` where the engine does not speculate. ValueError says why a mode does not fit.
     """
@@ -80,7 +91,7 @@ def make_drafter(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfi
     maker = MAKERS.get(type(mode))
     if maker is None:
         raise ValueError(f"speculative={mode!r}: no drafter is made of a {type(mode).__name__}")
-    drafter = maker(mode, Target(config, checkpoint, model))
+    drafter = maker(mode, Target(config, checkpoint, model, share))
     _check_agreement(mode, drafter.needs)
     return drafter
 
@@ -96,6 +107,14 @@ def _ngram(options: NGram, target: Target) -> Drafter:
     return NGramDrafter(options.k, options.max_n)
 
 
+def _suffix(options: Suffix, target: Target) -> Drafter:
+    corpus = None
+    if options.corpus is not None:
+        corpus = read_corpus(options.corpus, target.checkpoint, target.model.vocab_size)
+    supported = supported_drafts(options.k, options.factor, options.max_match)
+    return SuffixDrafter(options.k, supported, corpus)
+
+
 def _user(options: UserProvided, target: Target) -> Drafter:
     return UserDrafter(options.k)
 
@@ -105,7 +124,11 @@ def _hidden_states(options: SaveHiddenStates, target: Target) -> Drafter:
 
 
 def _mtp(options: MTP, target: Target) -> Drafter:
-    mtp = modules_of_rank(read_mtp_config(target.checkpoint), target.config.tensor_parallel)
+    mtp = modules_of_rank(
+        read_mtp_config(target.checkpoint),
+        target.share,
+        expert_parallel=target.config.expert_parallel,
+    )
     mtp = beside_target(mtp, target.config, target.model)
     if options.style == "vanilla":
         _check_vanilla(options.k, mtp.modules, target.config.draft_rows)
@@ -115,14 +138,31 @@ def _mtp(options: MTP, target: Target) -> Drafter:
     if options.style == "vanilla":
         modules = MtpModules(mtp.first(options.k), vocabulary)
         return VanillaDrafter(modules, options.k, options.feed)
-    modules, tree = MtpModules(mtp.first(1), vocabulary), options.static_tree
-    if tree is not None:
-        _check_trees(target)
-        size = target.model.vocab_size if vocabulary is None else vocabulary.numel()
-        _check_ranks(tree, size)
-        return TreeEagle(modules, StaticGrowth(tree, target.config.draft_rows))
-    eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(modules, options.k)
+    size = target.model.vocab_size if vocabulary is None else vocabulary.numel()
+    modules = MtpModules(mtp.first(1), vocabulary)
+    return module_drafter(modules, options, target.config, target.model, size)
+
+
+def module_drafter(
+    modules: DraftModules,
+    options: MTP | Eagle3,
+    config: EngineConfig,
+    model: ModelConfig,
+    vocabulary: int,
+) -> Drafter:
+    """The drafter of one module, which scores so many tokens, by the options of its chain or tree.
+
+    ValueError where the target's layers, the engine's options or the tokens do not go with trees.
+    """
+    tree = options.shape
+    if tree is None:
+        eagle = OwnGraphEagle if options.own_graph else EagleDrafter
+        return eagle(modules, options.k, drafts_from(options.min_confidence))
+    _check_trees(config, model)
+    _check_ranks(tree, vocabulary)
+    if isinstance(tree, DynamicTree):
+        return TreeEagle(modules, DynamicGrowth(tree, config.draft_rows))
+    return TreeEagle(modules, StaticGrowth(tree, config.draft_rows))
 
 
 def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> MtpConfig:
@@ -136,9 +176,9 @@ def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> M
     return mtp.stored_as(WeightForms(forms))
 
 
-def _check_trees(target: Target) -> None:
+def _check_trees(config: EngineConfig, model: ModelConfig) -> None:
     """ValueError unless the target's layers and the engine's options go with trees of drafts."""
-    config, states = target.config, target.model.states
+    states = model.states
     recurrent, paged = recurrent_states(states), paged_states(states)
     reasons = {
         f"{len(recurrent)} recurrent states, which follow a chain": bool(recurrent),
@@ -151,7 +191,7 @@ def _check_trees(target: Target) -> None:
         if applies:
             raise ValueError(
                 f"trees of drafts are for layers with keys and values of every token: a "
-                f"{target.model.architecture} has {reason}"
+                f"{model.architecture} has {reason}"
             )
     if config.relaxed_acceptance is not None:
         raise ValueError("relaxed_acceptance is for chains of drafts, not for trees")
@@ -159,12 +199,12 @@ def _check_trees(target: Target) -> None:
         raise ValueError("record_routing=True is for chains of drafts, not for trees")
 
 
-def _check_ranks(tree: StaticTree, vocabulary: int) -> None:
+def _check_ranks(tree: Tree, vocabulary: int) -> None:
     """ValueError unless so many tokens have a token of every rank."""
-    most = max(generation.drawn for generation in tree.generations)
-    if most > vocabulary:
+    if tree.drawn > vocabulary:
         raise ValueError(
-            f"the tree has nodes of rank {most - 1}, and the draft vocabulary {vocabulary} tokens"
+            f"the tree has nodes of rank {tree.drawn - 1}, and the draft vocabulary {vocabulary} "
+            f"tokens"
         )
 
 
@@ -187,8 +227,13 @@ def _check_vanilla(k: int, modules: int, rows: int) -> None:
 
 
 def _draft_model(options: DraftModel, target: Target) -> Drafter:
-    config, target_checkpoint, model = target
+    config, target_checkpoint, model, _ = target
     checkpoint = Checkpoint.open(options.path)
+    if config.prompt_embeds:
+        raise ValueError(
+            f"prompt_embeds=True, but the draft model {checkpoint.path} has embeddings of its own, "
+            f"and nothing for those of a prompt: other drafters take them"
+        )
     draft = read_model(checkpoint)
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
@@ -212,14 +257,21 @@ def _draft_model(options: DraftModel, target: Target) -> Drafter:
             f"a draft model reads two tokens of each row, {lanes} of max_batch={config.max_batch}, "
             f"and at most {MAX_LANES} fit, whatever the gate: max_batch={MAX_LANES // 2} does"
         )
-    return DraftModelDrafter(draft, options.k, checkpoint)
+    return DraftModelDrafter(draft, options.k, checkpoint, drafts_from(options.min_confidence))
 
 
 def _eagle3(options: Eagle3, target: Target) -> Drafter:
     checkpoint = Checkpoint.open(options.path)
     read = read_eagle3(checkpoint, target.model, options.layers)
-    eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-    return eagle(Eagle3Module(read, checkpoint, target.model), options.k)
+    width, wanted = read.config.hidden_size, target.model.hidden_size
+    if target.config.prompt_embeds and width != wanted:
+        raise ValueError(
+            f"prompt_embeds=True, but the embeddings of {checkpoint.path} have {width} values, and "
+            f"those of a prompt {wanted}, as the model's: other drafters take them"
+        )
+    module = Eagle3Module(read, checkpoint, target.model)
+    size = read.config.draft_vocabulary
+    return module_drafter(module, options, target.config, target.model, size)
 
 
 def _dflash(options: DFlash, target: Target) -> Drafter:
@@ -266,6 +318,7 @@ def draft_vocabulary(
 MAKERS: dict[type[Mode], Maker] = {
     MTP: _mtp,
     NGram: _ngram,
+    Suffix: _suffix,
     DraftModel: _draft_model,
     Eagle3: _eagle3,
     DFlash: _dflash,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Field
-from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled
+from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, OfTree, Prefilled
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
@@ -197,15 +197,16 @@ class OpenModules(ABC):
         lanes: DecodeLanes,
         hidden: Hidden | None,
         drafts: int,
-        source: Tensor | None = None,
+        of_tree: OfTree | None = None,
     ) -> tuple[FirstDraft, ModuleOutput]:
         """The first module for what a step of so many drafts emitted.
 
-        hidden  as of `read`
-        source  int32 [N]: which of its lanes each lane is; None: it has N
+        hidden   as of `read`
+        of_tree  as of `Verified`
         the others as of `begin_module_draft`
         """
-        launch, (rows, fresh) = self.launch, self.read(hidden, lanes)
+        fed = lanes if of_tree is None else of_tree.fed
+        launch, (rows, fresh) = self.launch, self.read(hidden, fed)
         residual = self.new_stream(lanes.slot.numel())
         first = begin_module_draft(
             token_N,
@@ -213,7 +214,7 @@ class OpenModules(ABC):
             lanes,
             rows,
             self.fusions[0],
-            source_N=source,
+            source_N=None if of_tree is None else of_tree.source,
             hidden_eps=self.target_eps,
             residual=residual,
             pdl=launch.pdl and not fresh,

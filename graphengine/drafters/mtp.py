@@ -88,7 +88,7 @@ class OpenMtp(OpenModules):
         ]
         head = DraftHead(
             *trimmed(target.lm_head, modules.vocabulary, target.embedding.device),
-            setting.sampling,
+            setting,
             plan=plans[linear_name("lm_head", target.lm_head)],
             eps=config.output_eps,
             group=setting.group,
@@ -122,7 +122,8 @@ class OpenMtp(OpenModules):
     def take_in_chunk(self, prefilled: Prefilled, following: Tensor) -> ModuleOutput:
         chunk = prefilled.chunk
         assert prefilled.hidden is not None, "a module reads hidden states"
-        combined = combine_hidden(following, chunk.slot, prefilled.hidden, None, self.fusions[0])
+        token, fusion = prefilled.embedded(following, self.fusions[0])
+        combined = combine_hidden(token, chunk.slot, prefilled.hidden, None, fusion)
         output = self.run_chunk(0, combined, chunk, prefilled.attention)
         return ModuleOutput(output, output)
 

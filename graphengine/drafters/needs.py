@@ -15,9 +15,6 @@ class DraftNeeds:
     """K: drafts a step, at most; with 0 it only observes."""
     depth: int = 0
     """Of the trees that its drafts are, whose nodes `length` counts; 0: they are chains."""
-    parents: tuple[int, ...] = ()
-    """Of trees that are the same in every step, the number of each node's parent, from node 1 on.
-    The root is node 0."""
     own_lanes: int = 0
     """Lanes of a row in its own widest launch, where they are more than the step's 1 + K."""
     states: tuple[LayerStates, ...] = ()
@@ -35,6 +32,9 @@ class DraftNeeds:
     """Whether it reads the target's residual stream after some layers, of every token."""
     host_drafts: bool = False
     """Whether the host writes `draft_tokens`, after the tokens of the step before."""
+    withholds: bool = False
+    """Whether it leaves out drafts that are not worth verifying: a step of a row without any then
+    counts for a gate."""
     own_graph: bool = False
     """Whether `draft` is captured as a graph and replayed after each decode step."""
     prompts_only: bool = False

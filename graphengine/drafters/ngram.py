@@ -26,23 +26,7 @@ class NGramDrafter(Drafter):
         self.max_n = max_n
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
-        int32 = torch.int32
-        return [
-            Field(
-                name="token_history",
-                shape=(sizes.slots, sizes.max_seq_len),
-                dtype=int32,
-                owner="device",
-                meaning="the slot's tokens by position",
-            ),
-            Field(
-                name="ngram_unmatched",
-                shape=(sizes.slots,),
-                dtype=int32,
-                owner="device",
-                meaning="proposals without a match",
-            ),
-        ]
+        return history_fields(sizes, "ngram_unmatched")
 
     def counters(self) -> dict[str, int]:
         return {"ngram/unmatched": int(self._unmatched.sum())}
@@ -82,3 +66,24 @@ class NGramDrafter(Drafter):
             unmatched_S=self._unmatched,
             pdl=self._pdl,
         )
+
+
+def history_fields(sizes: FieldSizes, unmatched: str) -> list[Field]:
+    """What is searched, and the counts of what was not found, which are called `unmatched`."""
+    int32 = torch.int32
+    return [
+        Field(
+            name="token_history",
+            shape=(sizes.slots, sizes.max_seq_len),
+            dtype=int32,
+            owner="device",
+            meaning="the slot's tokens by position",
+        ),
+        Field(
+            name=unmatched,
+            shape=(sizes.slots,),
+            dtype=int32,
+            owner="device",
+            meaning="proposals without a match",
+        ),
+    ]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphengine.buckets import Field
 from graphengine.drafters.base import DraftSetting, FieldSizes, Verified
+from graphengine.drafters.confidence import EveryDraft
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.modules import DraftModules
 from graphengine.kernels import HandOver, hand_over
@@ -26,8 +27,10 @@ _PREFIX = "handover_"
 class OwnGraphEagle(EagleDrafter):
     """With `own_graph=True`: the drafts of `EagleDrafter`, bit for bit."""
 
-    def __init__(self, modules: DraftModules, length: int) -> None:
-        super().__init__(modules, length)
+    def __init__(
+        self, modules: DraftModules, length: int, choice: EveryDraft | None = None
+    ) -> None:
+        super().__init__(modules, length, choice)
         self.needs = replace(self.needs, own_graph=True)
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
@@ -77,6 +80,6 @@ class OwnGraphEagle(EagleDrafter):
             pdl=opened.launch.pdl,
         )
 
-    def draft(self, rows: int, drafts: int) -> None:
+    def draft(self, rows: int, drafts: int, *, filtered: bool) -> None:
         step = self._handed_over.first(rows, 1 + drafts)
-        self._take_in(step.target, step.emitted, step.lanes, step.hidden, drafts)
+        self._take_in(step.target, step.emitted, step.lanes, step.hidden, drafts, filtered=filtered)

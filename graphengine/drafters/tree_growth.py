@@ -1,4 +1,4 @@
-"""How a module's drafts become a tree of a fixed shape, whatever the module is.
+"""How a module's drafts become a tree, whatever the module is; here trees of a fixed shape.
 
 A tree grows from its root by generations: the best tokens after each node that has children are
 drafted, and the module runs once over those among them that have children themselves. Of the module
@@ -9,14 +9,17 @@ Letters: S slots, R rows, W nodes with the root, D depth, H hidden.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from graphengine.draft_trees import StaticTree
+from graphengine.buckets import Field
+from graphengine.draft_trees import StaticTree, Tree
+from graphengine.drafters.base import FieldSizes
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.modules import ModuleOutput
 from graphengine.kernels import (
@@ -48,6 +51,60 @@ class GrowingModule(NamedTuple):
     """For so many lanes."""
 
 
+class Tensors(Protocol):
+    """Tensors by name, such as an engine's buffers."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+
+class TreeGrowth(ABC):
+    """The growth of the trees of one drafter."""
+
+    tree: Tree
+    parents: Tensor | tuple[int, ...]
+    """As of a `Drafter`, once it is opened."""
+    trees: TreeTables
+    """Of all slots, once it is opened."""
+
+    @property
+    @abstractmethod
+    def reserve(self) -> int:
+        """Positions past the last verified one that a module or the next step writes."""
+
+    @property
+    @abstractmethod
+    def table_bytes(self) -> int:
+        """Bytes of the tables that `open` makes."""
+
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        """Its own static fields."""
+        return []
+
+    @abstractmethod
+    def open(self, buffers: Tensors) -> None:
+        """Make the tables. `buffers` are the engine's, with the drafts and its own fields."""
+
+    @abstractmethod
+    def grow(
+        self,
+        module: GrowingModule,
+        rows: DecodeLanes,
+        output: ModuleOutput,
+        launch: DecodeLaunch,
+        *,
+        limit: int,
+        fed: DecodeLanes | None = None,
+        source: Tensor | None = None,
+    ) -> None:
+        """Draft all nodes after a run of the module with this output.
+
+        rows    the lanes that are roots, one a row
+        limit   positions of the module's cache
+        fed     the lanes of that run, where they are more than `rows`
+        source  int32 [R]: which of these lanes is each row's
+        """
+
+
 class _Generation(NamedTuple):
     """A generation on the device."""
 
@@ -62,28 +119,40 @@ class _Generation(NamedTuple):
         return TreeLanes(*(part[: rows * self.inner] for part in self.lanes))
 
 
-class StaticGrowth:
-    """The growth of trees of one shape.
+class StaticGrowth(TreeGrowth):
+    """Trees of one shape.
 
     tree  their shape
     rows  that are drafted for at once, at most
     """
 
+    tree: StaticTree
+
     def __init__(self, tree: StaticTree, rows: int) -> None:
         self.tree = tree
+        self.parents = tree.parents
         self._rows = rows
 
     @property
+    def reserve(self) -> int:
+        # A root that is the request's last token but one has nodes with entries after its end; no
+        # position is.
+        return self.tree.nodes - 1
+
+    @property
     def table_bytes(self) -> int:
-        """Bytes of the tables that `open` makes."""
         tree, inner = self.tree, sum(len(each.inner) for each in self.tree.generations)
         of_levels = 3 * tree.nodes + inner + self._rows * inner * (2 + tree.depth)
         return 4 * (of_levels + (1 + tree.nodes) * (1 + tree.depth))
 
-    def open(self, device: torch.device, slots: int) -> TreeTables:
-        """Make the tables; returns those of the slots, which share one tree."""
+    def open(self, buffers: Tensors) -> None:
+        self._draft_tokens = buffers["draft_tokens"]
+        slots, device = self._draft_tokens.shape[0], self._draft_tokens.device
         nodes = range(1 + self.tree.nodes)
         of_nodes = self._lanes([*nodes], 1, device)
+        self.trees = TreeTables(
+            of_nodes.depth[None].expand(slots, -1), of_nodes.ancestor[None].expand(slots, -1, -1)
+        )
         self._generations = [
             _Generation(
                 TreeLevel(*(_ints(each, device) for each in generation)),
@@ -93,9 +162,6 @@ class StaticGrowth:
             )
             for generation in self.tree.generations
         ]
-        return TreeTables(
-            of_nodes.depth[None].expand(slots, -1), of_nodes.ancestor[None].expand(slots, -1, -1)
-        )
 
     def _lanes(self, nodes: list[int], rows: int, device: torch.device) -> TreeLanes:
         """Of these nodes in each row; past a node's ancestors are zeros."""
@@ -113,21 +179,12 @@ class StaticGrowth:
         module: GrowingModule,
         rows: DecodeLanes,
         output: ModuleOutput,
-        draft_tokens: Tensor,
         launch: DecodeLaunch,
         *,
         limit: int,
         fed: DecodeLanes | None = None,
         source: Tensor | None = None,
     ) -> None:
-        """Draft all nodes after a run of the module with this output.
-
-        rows          the lanes that are roots, one a row
-        draft_tokens  int32 [S, W - 1], written
-        limit         positions of the module's cache
-        fed           the lanes of that run, where they are more than `rows`
-        source        int32 [R]: which of these lanes is each row's
-        """
         count = rows.slot.numel()
         lanes, parents = fed or rows, rows
         for generation in self._generations:
@@ -140,7 +197,7 @@ class StaticGrowth:
                 parents,
                 rows,
                 generation.level,
-                draft_tokens,
+                self._draft_tokens,
                 module.fusion,
                 limit=limit,
                 residual=residual,

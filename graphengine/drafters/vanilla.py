@@ -115,7 +115,7 @@ class VanillaDrafter(ModuleDrafter):
         )
         drafted = runs[0].index_select(0, chunk.last)
         launch = replace(self._opened.launch, pdl=False)
-        self._draft(emitted, last, last, None, drafted, launch)
+        self._draft(emitted, last, last, None, drafted, launch, filtered=True)
 
     def propose(self, verified: Verified) -> None:
         step, lanes, opened = verified.step, verified.lanes, self._opened
@@ -124,7 +124,15 @@ class VanillaDrafter(ModuleDrafter):
         first, output = opened.take_in(token_N, count_R, lanes, verified.hidden, verified.drafts)
         hidden = output.normed
         if verified.drafts:
-            self._draft(emitted, first.lanes, first.rows, first.source, hidden, launch)
+            self._draft(
+                emitted,
+                first.lanes,
+                first.rows,
+                first.source,
+                hidden,
+                launch,
+                filtered=verified.filtered,
+            )
         else:
             self._take_in(emitted, hidden, launch)
 
@@ -161,7 +169,8 @@ class VanillaDrafter(ModuleDrafter):
         """Module `index` for a chunk: its output [T, H]; none of a position below `lowest` [1]."""
         chunk, start = _shifted(prefilled.chunk, index, lowest)
         attention = partial(prefilled.attention, query_start_P1=chunk.query_start, position_P=start)
-        combined = combine_hidden(following, chunk.slot, hidden, None, self._opened.fusions[index])
+        token, fusion = prefilled.embedded(following, self._opened.fusions[index])
+        combined = combine_hidden(token, chunk.slot, hidden, None, fusion)
         return self._opened.run_chunk(index, combined, chunk, attention)
 
     def _take_in(self, emitted: Emitted, hidden: Hidden, launch: DecodeLaunch) -> None:
@@ -190,6 +199,8 @@ class VanillaDrafter(ModuleDrafter):
         source: Tensor | None,
         hidden: Hidden,
         launch: DecodeLaunch,
+        *,
+        filtered: bool,
     ) -> None:
         """Draft from the first module's run, whose output is `hidden`, and run the others.
 
@@ -207,7 +218,9 @@ class VanillaDrafter(ModuleDrafter):
             device=emitted.token_N.device,
         )
         for index in range(1, self.length):
-            tiles = self._opened.head.tiles(hidden, lanes, launch, ahead=index + 1)
+            tiles = self._opened.head.tiles(
+                hidden, lanes, launch, ahead=index + 1, filtered=filtered
+            )
             residual = self._opened.new_stream(count * (width + index))
             following = advance_vanilla_draft(
                 ModuleRun(tiles, rows, source, hidden, self._opened.config.output_eps),
@@ -224,7 +237,9 @@ class VanillaDrafter(ModuleDrafter):
             several = replace(launch, tokens_per_row=width + index)
             hidden = self._opened.run(index, combined, residual, lanes, several).normed
         commit_draft(
-            self._opened.head.tiles(hidden, lanes, launch, ahead=self.length + 1),
+            self._opened.head.tiles(
+                hidden, lanes, launch, ahead=self.length + 1, filtered=filtered
+            ),
             rows,
             self._draft_tokens,
             index=self.length - 1,

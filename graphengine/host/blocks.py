@@ -11,7 +11,6 @@ there already.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -419,7 +418,7 @@ class Reuse:
         keys = request.job.block_keys
         if keys is None:
             size, tokens_after = self._block_size, self._tokens_after
-            tokens, key = array("q", request.prompt_token_ids), b""
+            tokens, key = request.job.embeds.identity(request.prompt_token_ids), b""
             keys = []
             for start in range(0, len(tokens) - size - tokens_after + 1, size):
                 known = tokens[start : start + size + tokens_after]

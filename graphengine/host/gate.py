@@ -8,7 +8,7 @@ lengths.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class Gate:
@@ -20,6 +20,7 @@ class Gate:
     on_above     mean accepted drafts a step that the next longer length must exceed to be kept
     probe_every  steps after which the next longer length is tried
     max_live     rows above which the shortest length is used; None: no limit
+    schedule     the longest length for a number of live rows; None: any
     counters     where it counts; None: counters of its own
 
     The rule: a *settled* length is judged by its `window` latest records, once there are that many.
@@ -31,7 +32,8 @@ class Gate:
     is over steps: accepted drafts divided by the steps of the records.
 
     `max_live` is independent of this: while more rows are live, steps use the first length and are
-    not counted; afterwards the gate continues where it was.
+    not counted; afterwards the gate continues where it was. So it is where the schedule allows the
+    first length alone; where it allows a shorter one than that in use, steps use the shorter one.
 
     Counters: `gate/off` and `gate/on` (a shorter, a longer length was settled), `gate/probes`,
     `gate/overloaded` (steps at the first length due to `max_live`), `gate/steps/K` (steps of
@@ -47,6 +49,7 @@ class Gate:
         on_above: float,
         probe_every: int,
         max_live: int | None = None,
+        schedule: Callable[[int], int] | None = None,
         counters: Counter[str] | None = None,
     ) -> None:
         self.lengths = tuple(lengths)
@@ -66,6 +69,7 @@ class Gate:
         self.on_above = on_above
         self.probe_every = probe_every
         self.max_live = max_live
+        self._schedule = schedule
         self.counters: Counter[str] = Counter() if counters is None else counters
         self._level = len(self.lengths) - 1
         self._probing = False
@@ -108,7 +112,10 @@ class Gate:
 
     def next_drafts(self, live_rows: int) -> int:
         """The drafts of the next step with `live_rows` live rows. Counts nothing."""
-        return self.lengths[0] if self._overloaded(live_rows) else self.drafts
+        if self._overloaded(live_rows):
+            return self.lengths[0]
+        most = self.drafts if self._schedule is None else self._schedule(live_rows)
+        return min(self.drafts, most)
 
     def launched(self, live_rows: int) -> None:
         """Count a decode step of `next_drafts(live_rows)` drafts."""
@@ -122,7 +129,9 @@ class Gate:
                 self._use(self._level + 1, probing=True)
 
     def _overloaded(self, live_rows: int) -> bool:
-        return self.max_live is not None and live_rows > self.max_live
+        if self.max_live is not None and live_rows > self.max_live:
+            return True
+        return self._schedule is not None and self._schedule(live_rows) <= self.lengths[0]
 
     def _judge(self, mean: float) -> None:
         """Judge a full window by its `mean`."""

@@ -13,7 +13,6 @@ replays are launched: this file only says which, in `before` and `after` the nex
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -344,5 +343,6 @@ def _as_bytes(request: Request) -> bytes:
     """The prompt; made once."""
     keys = request.job.block_keys
     if keys is None:
-        keys = request.job.block_keys = [array("q", request.prompt_token_ids).tobytes()]
+        identity = request.job.embeds.identity(request.prompt_token_ids)
+        keys = request.job.block_keys = [identity.tobytes()]
     return keys[0]

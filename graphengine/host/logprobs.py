@@ -108,7 +108,9 @@ class Logprobs:
         assert self.prompts is not None and request.prompt_logprobs is not None
         first = chunk.start + 1
         following = request.prompt_token_ids[first : first + chunk.count]
-        logprobs = self.prompts.wait(sequence, [((token,), top) for token in following], **how)
+        # An embedding has no probability.
+        wanted = [((token,) if token >= 0 else (), top) for token in following]
+        logprobs = self.prompts.wait(sequence, wanted, **how)
         if logprobs is None:
             return None
         for position, each in enumerate(logprobs, first):

@@ -32,27 +32,32 @@ class MaskTable:
 
     buffers      the engine's buffers; held until it closes
     host_drafts  whether the host writes the drafts, so that none are copied from the device
-    parents      of each draft the lane after which it comes; None: the one before
+    parents      of each draft the lane after which it comes: in every step the same, or int32
+                 [S, K] on the device, which change with the drafts; None: the one before
     """
 
     def __init__(
-        self, buffers: StaticBuffers, *, host_drafts: bool, parents: Sequence[int] | None = None
+        self,
+        buffers: StaticBuffers,
+        *,
+        host_drafts: bool,
+        parents: Sequence[int] | torch.Tensor | None = None,
     ) -> None:
-        self._parents = parents
+        self._fixed_parents = None if isinstance(parents, torch.Tensor) else parents
+        # Of device and host, copied together.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         field = buffers["allowed_bits"]
         self._table: NDArray[np.int32] = np.full(tuple(field.shape), -1, dtype=np.int32)
         # The request whose masks the table has, by slot: as a number, so that no request is kept
         # alive.
         self._held: list[int | None] = [None] * len(self._table)
-        self._drafts_SK: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
         if self._table.shape[1] > 1 and not host_drafts:
-            drafts_SK = buffers["draft_tokens"]
-            on_gpu = drafts_SK.device.type == "cuda"
-            self._drafts_SK = drafts_SK
-            self._drafts_host = torch.full(
-                tuple(drafts_SK.shape), -1, dtype=torch.int32, pin_memory=on_gpu
-            )
+            copied = [buffers["draft_tokens"]]
+            if isinstance(parents, torch.Tensor):
+                copied.append(parents)
+            on_gpu = copied[0].device.type == "cuda"
+            self._copies = [(part, _host_copy(part, pinned=on_gpu)) for part in copied]
             if on_gpu:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -69,7 +74,8 @@ class MaskTable:
             guide = request.job.guide
             if guide is not None:
                 if plan.width > 1:
-                    guide.follow(self._drafts_of(request)[: plan.width - 1], self._parents)
+                    drafts, parents = self._drafts_of(request)
+                    guide.follow(drafts[: plan.width - 1], parents)
                 slot = request.job.placed.slot
                 self._table[slot] = guide.masks
                 changed.append(slot)
@@ -95,16 +101,19 @@ class MaskTable:
             masks_WV[:, : processing.mask.size] = processing.mask
         return True
 
-    def _drafts_of(self, request: Request) -> Sequence[int]:
-        if self._drafts_SK is None:
-            return request.job.drafts.after(request.token_ids)
-        drafts: list[int] = self._drafts_host[request.job.placed.slot].tolist()
-        return drafts
+    def _drafts_of(self, request: Request) -> tuple[Sequence[int], Sequence[int] | None]:
+        """Drafts of the request's next step, and their parents."""
+        if not self._copies:
+            return request.job.drafts.after(request.token_ids), self._fixed_parents
+        slot = request.job.placed.slot
+        drafts, *parents = (host[slot].tolist() for _, host in self._copies)
+        return drafts, parents[0] if parents else self._fixed_parents
 
     def fetch_drafts(self) -> None:
         """Queue the copy of the device's drafts on the current stream, which is the replays'."""
-        if self._drafts_SK is not None:
-            self._drafts_host.copy_(self._drafts_SK, non_blocking=True)
+        if self._copies:
+            for device, host in self._copies:
+                host.copy_(device, non_blocking=True)
             if self._event is not None:
                 self._event.record()
 
@@ -132,3 +141,8 @@ class MaskTable:
             if mode != "spin":
                 time.sleep(BLOCK_SECONDS if mode == "block" else 0)
         return True
+
+
+def _host_copy(tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+    """Memory for a copy of it; -1 until then."""
+    return torch.full(tuple(tensor.shape), -1, dtype=tensor.dtype, pin_memory=pinned)

@@ -85,6 +85,8 @@ class RouteTable:
 
     Pinned for a CUDA device. Replays in flight may read a slot's record while the next one's is
     written: nobody takes the tokens of a request that has left.
+
+    written  slots whose records the last `updates` has written
     """
 
     def __init__(
@@ -97,18 +99,29 @@ class RouteTable:
         )
         self._records: NDArray[np.int16] = self.tensor.numpy()
         self._held: list[Request | None] = [None] * slots
+        self.written: list[int] = []
 
     def updates(self, slots: Sequence[Request | None]) -> dict[str, Any]:
         """The fields of the requests' records, once those are in the table."""
         lengths = []
+        self.written.clear()
         for slot, request in enumerate(slots):
             given = None if request is None else request.job.given_routes
             length = 0 if given is None else len(given)
             if given is not None and self._held[slot] is not request:
                 self._records[slot, :length] = given
+                self.written.append(slot)
             self._held[slot] = request
             lengths.append(length)
         return {"routing_len": lengths}
+
+    def record(self, slot: int, length: int) -> NDArray[np.int16]:
+        """The ids of the first `length` positions of a slot, one after the other; a view."""
+        return self._records[slot, :length].reshape(-1)
+
+    def put(self, slot: int, start: int, ids: NDArray[np.int16]) -> None:
+        """Write part of what another table's `record` has, from the id of index `start` on."""
+        self._records[slot].reshape(-1)[start : start + len(ids)] = ids
 
 
 class Routing:

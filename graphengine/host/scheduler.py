@@ -42,6 +42,7 @@ from graphengine.host.plan import NOTHING, Plan, PrefillChunk
 from graphengine.host.pool import BlockPool
 from graphengine.host.rings import WindowRing, WindowRings
 from graphengine.prefill_cut import PrefillCut
+from graphengine.prompt_embeds import NO_EMBEDS
 from graphengine.requests.job import Job, Placement
 from graphengine.requests.request import Phase, QueueFull, Request
 
@@ -239,6 +240,8 @@ class Scheduler:
             self._count_guided(job, -1)
         request.phase = Phase.FINISHED
         job.block_keys = None
+        # A finished request's handle may live long, and these are large.
+        job.embeds = NO_EMBEDS
         self.moves.append(("finished", request.id))
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from graphengine.kernels import (
     ActivationKind,
     AnyWeight,
     DecodeLanes,
+    GivenRows,
     Launch,
     LinearPlan,
     PackedExperts,
@@ -77,6 +78,7 @@ class StoredLinear(NamedTuple):
     parts   names without ".weight", and rows, of the linears whose rows it has one after the other
     swiglu  whether these are gates and ups
     axis    the dimension along which ranks split each part; None: each has all of it
+    shared  names of parts of which each rank has all, whatever the axis
     order   int64 `[rows]`: row i is row `order[i]` of the parts; None: they are in their order.
             A weight in the model's dtype has views that say the same
     expert  whether it is one of several, of which a lane takes some
@@ -94,6 +96,7 @@ class StoredLinear(NamedTuple):
     expert: bool = False
     stack: Stack | None = None
     plain: bool = False
+    shared: frozenset[str] = frozenset()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,7 +110,11 @@ class StoredLinear(NamedTuple):
             return {}
         rows = torch.split(self.weight, [count for _, count in self.parts])
         named = zip(self.parts, rows, strict=True)
-        return {f"{name}.weight": Weight(part, self.axis) for (name, _), part in named}
+        return {f"{name}.weight": Weight(part, self.axis_of(name)) for (name, _), part in named}
+
+    def axis_of(self, part: str) -> int | None:
+        """The dimension along which ranks split the part of this name."""
+        return None if part in self.shared else self.axis
 
 
 class RoutedExperts(NamedTuple):
@@ -203,6 +210,23 @@ Reduce = Callable[[Tensor], Tensor]
 ranks, so that all have the same bits. It may return another tensor or change the one it gets."""
 
 
+class AddParts(Protocol):
+    """Where the sum of all ranks' parts of a product is added to the residual stream at once."""
+
+    def __call__(
+        self,
+        part_NH: Tensor,
+        slot_N: Tensor,
+        residual: Residual,
+        next_norm_H: Tensor,
+        *,
+        bias_H: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Residual:
+        """As `add_to_residual` of what `Reduce` makes of the part, but for groups of squares."""
+        ...
+
+
 class Share(NamedTuple):
     """The part of a model that rank `rank` of `ranks` has."""
 
@@ -224,6 +248,11 @@ class RankGroup(Protocol):
         """As `Reduce` says."""
         ...
 
+    @property
+    def add_parts(self) -> AddParts | None:
+        """A kernel for both; None where there is none."""
+        ...
+
     def gather(self, part_NC: Tensor, /) -> Tensor:
         """New `[ranks, N, C]`: the parts of all ranks, of one shape and any dtype, in order."""
         ...
@@ -234,13 +263,17 @@ class PrefillLaunch(Launch):
     """How the kernels of a chunk are launched.
 
     reduce       where its ranks meet; None: there is one
+    share        of the model, that this rank has
     activations  what inputs of linears are rounded to that take it; None: nothing
     routes       what keeps, and may give, the experts of each lane; None: nothing does
+    given        embeddings of lanes that have no token; None: every lane has one
     """
 
     reduce: Reduce | None = None
+    share: Share = WHOLE
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None
+    given: GivenRows | None = None
 
 
 ONE_RANK = PrefillLaunch()
@@ -255,8 +288,10 @@ class DecodeLaunch(Launch):
     tokens of one slot, at consecutive positions, or the nodes of its tree: `tree` says which, and
     `kernels/core/tree.py` what that means. Only grouped-query attention knows trees. `reduce` is
     where the ranks' parts of a product meet before it is added to the residual stream; with None
-    there is one rank, and product and sum are one kernel. `activations` are those of prefill: in
-    decode they stay as they are. `routes` are of one step: those of a chunk have their own.
+    there is one rank, and product and sum are one kernel. With `add_parts` meeting and sum are one.
+    `share` is this rank's part of the model.
+    `activations` are those of prefill: in decode they stay as they are. `routes` are of one step:
+    those of a chunk have their own.
     """
 
     plans: LinearPlans
@@ -264,6 +299,8 @@ class DecodeLaunch(Launch):
     tokens_per_row: int = 1
     tree: TreeLanes | None = None
     reduce: Reduce | None = None
+    add_parts: AddParts | None = None
+    share: Share = WHOLE
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None
 
@@ -274,7 +311,9 @@ class DecodeLaunch(Launch):
     @property
     def prefill(self) -> PrefillLaunch:
         """The same for the kernels of a chunk."""
-        return PrefillLaunch(pdl=self.pdl, reduce=self.reduce, activations=self.activations)
+        return PrefillLaunch(
+            pdl=self.pdl, reduce=self.reduce, share=self.share, activations=self.activations
+        )
 
 
 class ChunkAttention(Protocol):
@@ -418,6 +457,11 @@ class ModelWeights(StoredWeights):
     def embedding_scale(self) -> float:
         """What a token's embedding is multiplied by, the product being rounded to its dtype."""
         return 1.0
+
+    @property
+    def given_scale(self) -> float:
+        """The same of embeddings that are given: what transformers does to `inputs_embeds`."""
+        return self.embedding_scale
 
     @abstractmethod
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> Model:

@@ -349,6 +349,11 @@ class DecoderWeights(ModelWeights):
         """What a token's embedding is multiplied by: a number of the model's dtype."""
         return torch.tensor(self.config.embedding_scale, dtype=self.embedding.dtype).item()
 
+    @property
+    def given_scale(self) -> float:
+        """1: such families (Gemma 3) multiply in the embedding, whose output is given."""
+        return 1.0
+
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
         """The model, with RoPE for sequences of at most this many tokens."""
         return DecoderModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
@@ -573,7 +578,8 @@ class DecoderModel:
         """
         config, weights, slot = self.config, self.weights, lanes.slot
         last = len(self._layers) - 1
-        x = embed(lanes.token, weights.embedding, slot, scale=weights.embedding_scale)
+        scale, given = weights.embedding_scale, launch.given
+        x = embed(lanes.token, weights.embedding, slot, scale=scale, given=given)
         scratch = prefill_scratch(
             config,
             weights.layers,

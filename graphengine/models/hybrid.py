@@ -485,7 +485,8 @@ class HybridModel:
         its dtype; that of a layer after the last that keeps something with `all_lanes` only.
         """
         config, slot = self.config, lanes.slot
-        x = embed(lanes.token, self.weights.embedding, slot, scale=config.embedding_scale)
+        scale, given = config.embedding_scale, launch.given
+        x = embed(lanes.token, self.weights.embedding, slot, scale=scale, given=given)
         scratch = self._scratch(len(x), launch, outlived=all_lanes)
         rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
         caches, x_1H = iter(states.paged()), None

@@ -20,11 +20,12 @@ from graphengine.host.rings import WindowRing
 from graphengine.host.routes import RouteMailbox, RouteTable, Routing
 from graphengine.kernels import (
     TREE_SPLIT,
+    GivenRows,
     KernelCompilation,
     compile_kernels,
     copy_blocks,
 )
-from graphengine.models.contract import DecodeLaunch, Model, RankGroup, arrival_counters
+from graphengine.models.contract import WHOLE, DecodeLaunch, Model, RankGroup, arrival_counters
 from graphengine.models.linears import LinearPlans
 from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
 from graphengine.models.tuning import PlanOrigins, choose_plans
@@ -33,7 +34,7 @@ from graphengine.observe.tracing import span
 from graphengine.opening.inventory import Rings, mailboxes
 from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.opening.memory import MemoryPlan
-from graphengine.program.fields import engine_fields
+from graphengine.program.fields import EMBEDS_FIELD, engine_fields
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
@@ -97,21 +98,24 @@ def allocate(
     in_rings = sum(len(ring.layers) for ring in memory.rings)
     caches = [_new_cache(memory, layers - in_rings, *block)]
     split_tokens = model.config.split_tokens(plans.family, memory.dtype, memory.max_seq_len)
-    if drafter.needs.depth:
+    most_split = TREE_SPLIT if drafter.needs.depth else None
+    if most_split is not None:
         # In all graphs: what is sampled must not depend on whether a step has drafts.
-        split_tokens = min(split_tokens, TREE_SPLIT)
+        split_tokens = min(split_tokens, most_split)
     launch = DecodeLaunch(
         plans=plans,
         split_tokens=split_tokens,
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
         reduce=None if group is None else group.reduce,
+        add_parts=None if group is None else group.add_parts,
+        share=WHOLE if group is None else group.share,
         activations=memory.activations,
     )
     own_cache, own_area = _new_cache(memory, *drafter.needs.kv_block_shape(memory.block_size))
     if own_cache.shape[0]:
         caches.append((own_cache, own_area))
-    drafter.open(DraftSetting(model, buffers, launch, group), own_cache)
+    drafter.open(DraftSetting(model, buffers, launch, group, most_split), own_cache)
     relaxed = config.relaxed_acceptance
     program = StepProgram(
         model,
@@ -135,6 +139,7 @@ def allocate(
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
         routing=_routing_step(buffers, routing),
+        given=_given_rows(model, buffers) if config.prompt_embeds else None,
         forced_acceptance=config.forced_acceptance,
     )
     stream = torch.cuda.Stream(memory.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -149,7 +154,7 @@ def allocate(
         masks=MaskTable(
             buffers,
             host_drafts=drafter.needs.host_drafts,
-            parents=drafter.needs.parents if drafter.needs.depth else None,
+            parents=drafter.parents if drafter.needs.depth else None,
         ),
         routing=routing,
         caches=tuple(caches),
@@ -157,6 +162,12 @@ def allocate(
         program=program,
         stream=stream,
     )
+
+
+def _given_rows(model: Model, buffers: StaticBuffers) -> GivenRows:
+    """The embeddings of a chunk's positions that have no token."""
+    rows = buffers[EMBEDS_FIELD].view(model.dtype)
+    return GivenRows(rows, buffers["prefill_start"], model.weights.given_scale)
 
 
 def _new_buffers(
@@ -175,6 +186,7 @@ def _new_buffers(
         FieldSizes(config.max_batch, memory.max_seq_len, prefill_tokens, memory.dtype),
         states=model.config.states,
         vocab_size=model.config.vocab_size,
+        hidden_size=model.config.hidden_size,
         table_blocks=memory.table_blocks,
         rings=memory.rings,
         # Requests that share blocks copy each its own, so these may be more than the pool has.
@@ -267,7 +279,7 @@ def _run(program: StepProgram, key: GraphKey) -> None:
         assert key.variant in program.samplers, f"{key=}"
         program.decode(key.size, key.variant, key.drafts)
     elif key.kind == "draft":
-        program.drafter.draft(key.size, key.drafts)
+        program.drafter.draft(key.size, key.drafts, filtered=key.variant == "full")
     elif key.variant == "note":
         program.note(key.size)
     else:

@@ -35,8 +35,8 @@ def graph_keys(
 ) -> tuple[GraphKey, ...]:
     """Every graph, in the order of capture: of each kind the largest first.
 
-    draft_lengths  drafts that decode graphs verify, ascending; rows above `config.draft_rows` have
-                   the first alone
+    draft_lengths  drafts that decode graphs verify, ascending; of a bucket no more than
+                   `config.drafts_of` says
     own_graph      whether the drafter has a graph of its own beside each decode graph's
     """
     kinds: tuple[PrefillKind, ...] = ("full", "fast")
@@ -46,7 +46,7 @@ def graph_keys(
         (rows, drafts)
         for rows in reversed(ladder.sizes)
         for drafts in reversed(draft_lengths)
-        if rows <= config.draft_rows or drafts == 0
+        if drafts <= config.drafts_of(rows)
     ]
     # The full sampler's graph holds logits: the fast one then finds its memory taken already.
     decode = samplers(relaxed=config.relaxed_acceptance is not None)[::-1]
@@ -54,7 +54,7 @@ def graph_keys(
         *(prefill_key(tokens, kind) for tokens in reversed(prefill_ladder.sizes) for kind in kinds),
         note_key(prefill_ladder.sizes[-1]),
         *(decode_key(*shape, sampler) for shape in shapes for sampler in decode),
-        *(draft_key(*shape) for shape in shapes if own_graph),
+        *(draft_key(*shape, sampler) for shape in shapes for sampler in decode if own_graph),
     )
 
 

@@ -69,8 +69,8 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
-    model = of_rank(model, share.ranks)
-    drafter = make_drafter(config, checkpoint, model)
+    model = of_rank(model, share, expert_parallel=config.expert_parallel)
+    drafter = make_drafter(config, checkpoint, model, share)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     calibration = calibration_ids(config, model, tokenizer)
     return Found(checkpoint, share, model, drafter, tokenizer, tuple(eos_ids), calibration)
@@ -104,7 +104,7 @@ def load_checkpoint(
         linears = weights.linears() + drafter.linears()
         if share != WHOLE:
             drafted = {} if drafter.weights is None else drafter.weights.stored()
-            checkpoint = cut_to(checkpoint, weights.stored() | drafted, share)
+            checkpoint = cut_to(checkpoint, weights.stored() | drafted, linears, share)
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
             read_kv_scales(checkpoint, weights, drafter)

@@ -51,7 +51,7 @@ from graphengine.opening.inventory import (
     window_rings,
 )
 from graphengine.prefill_cut import PrefillCut
-from graphengine.program.fields import engine_fields
+from graphengine.program.fields import EMBEDS_FIELD, engine_fields
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.processing import processing_fields
 
@@ -255,7 +255,7 @@ def _plan(
     needs = drafter.needs
     drafter_block = math.prod(needs.kv_block_shape(config.block_size)) * kv_dtype.itemsize
     block_bytes = own_block_bytes + drafter_block
-    draft_lengths = tuple(sorted({0, needs.length}))
+    draft_lengths = config.draft_lengths
 
     on_gpu = device.type == "cuda"
     where: Where = "device" if on_gpu else "host"
@@ -287,7 +287,11 @@ def _plan(
         dtype,
         max_seq_len,
         modules=needs.wants_hidden or needs.reads_streams or routed is not None,
+        drafts=bool(needs.states),
     )
+    if config.prompt_embeds and config.mode is not None:
+        # The embeddings of a chunk's tokens as modules read them, in float32 before.
+        workspace += chunks.sizes[-1] * (4 + dtype.itemsize) * model.hidden_size
     if routed is not None:
         # What a step takes and what it is given, as 32-bit ids.
         widest_step = max(lanes, chunks.sizes[-1])
@@ -295,9 +299,11 @@ def _plan(
     ranks = config.tensor_parallel
     units = 0
     if ranks > 1:
-        # The parts of all ranks: of a product in float32, or in `dtype` of a chunk; and their sum.
+        # The parts of all ranks, and their sum: of a product in float32, or in `dtype` of a chunk.
         widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
-        workspace += (ranks + 1) * widest_step * model.hidden_size
+        # Experts have shared ones' part beside their own.
+        held = 1 if weights.routed is None else 2
+        workspace += (ranks + held) * widest_step * model.hidden_size
         if on_gpu:
             budget.add("NCCL (estimate)", _NCCL_BYTES, where)
             units = push_units(MAX_LANES, model.hidden_size, torch.float32)
@@ -552,6 +558,7 @@ def _add_state(
         sizes,
         states=model.states,
         vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
         table_blocks=table_blocks,
         rings=of_windows,
         swap_pairs=swap_pairs,
@@ -564,6 +571,10 @@ def _add_state(
     apart = {"request options": sum(field.nbytes for field in options)}
     if config.mode is not None:
         apart["drafter's state"] = sum(field.nbytes for field in drafter.fields(sizes))
+    if config.prompt_embeds:
+        apart["prompt embeddings"] = next(
+            field.nbytes for field in fields if field.name == EMBEDS_FIELD
+        )
     budget.add("state and tables", on_device - sum(apart.values()) + tables, where)
     for name, size in apart.items():
         budget.add(name, size, where)
@@ -603,12 +614,14 @@ def _workspace_bytes(
     max_seq_len: int,
     *,
     modules: bool = False,
+    drafts: bool = False,
 ) -> int:
     """Intermediates of the largest bucket: a layer's activations, attention partials, what the
     kernels of a recurrent layer leave to each other, logits.
 
     `rows` are the lanes of the largest decode graph. With draft `modules` the target's hidden
     states of a chunk are kept, and those with the embeddings beside them, while a module computes.
+    `drafts`: by a head, not by n-grams or the caller.
 
     And the float32 [splits, N, M] of one product at a time that splits K. Plans are chosen later,
     so it counts as the most that a table may ask for: 15 MB at 8 rows of an 8B model.
@@ -621,7 +634,8 @@ def _workspace_bytes(
     widest = max(linear.rows for linear in model.linears.values() if linear.kind != "sample")
     parts = 4 * MAX_SPLITS * rows * widest
     # Float32 logits, as they were and as they are processed, and the sampler's keys: of one size.
-    sampling = 3 * 4 * rows * model.vocab_size
+    # So are the logits of drafts, as those of the target's tokens, while the target's are kept.
+    sampling = (5 if drafts else 3) * 4 * rows * model.vocab_size
     scan = model.scan_bytes(prefill.sizes[-1])
     return lanes * (4 * model.hidden_size + activations) + partials + parts + scan + sampling
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from graphengine.parallel.rank import state_digest
 from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.parallel.torchrun import follow, launched_share
 from graphengine.program.graph_key import GraphKey
+from graphengine.requests.request import Request
 from graphengine.requests.result import TokenLogprobs
 
 
@@ -57,6 +58,8 @@ class LeadingRuntime(Runtime):
     """A runtime that tells `ranks` each load, swap and replay, before or while it does the same.
 
     The waits watch them, too: what ends a rank raises RankFailed.
+
+    record_piece  ids of a record that go with one command, at most
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class LeadingRuntime(Runtime):
             raise
         ranks.forget_meeting()
         self._meeting.limit_s = config.wait_limit_s
+        # As many bytes as a load has at most.
+        self.record_piece = memory.load_bytes // 2
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
             self._watched = _Watched(self.stream, ranks)
@@ -94,6 +99,23 @@ class LeadingRuntime(Runtime):
                 numbers = (*each, sequence, acknowledged)
                 self.ranks.send(Kind.LOAD, numbers, self.buffers.image(each))
         return copied
+
+    def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
+        """Keep the experts that requests replay, on all ranks; the fields to load that say so."""
+        updates = super().load_routes(slots)
+        if self.routing is not None:
+            with self.ranks.explained():
+                for slot in self.routing.table.written:
+                    self._send_record(slot, updates["routing_len"][slot])
+        return updates
+
+    def _send_record(self, slot: int, length: int) -> None:
+        """What a slot's request replays, to all ranks."""
+        assert self.routing is not None, f"{slot=}"
+        ids = self.routing.table.record(slot, length)
+        for start in range(0, len(ids), self.record_piece):
+            piece = ids[start : start + self.record_piece]
+            self.ranks.send(Kind.ROUTES, (slot, start), piece.tobytes())
 
     def swap(self, out: int, back: int) -> None:
         """Queue the copies of `Runtime.swap` on all ranks."""

@@ -45,6 +45,7 @@ class Kind(IntEnum):
     """What a rank is to do, and the command's numbers.
 
     LOAD    (group, start, stop, sequence, acknowledged): `StaticBuffers.repeat`; data are the bytes
+    ROUTES  (slot, start): `RouteTable.put`; data are the ids
     SWAP    (out, back): `Runtime.swap`
     REPLAY  (index): that graph of the plan's
     TELL    (): put what is equal on all ranks into the text
@@ -56,6 +57,7 @@ class Kind(IntEnum):
     REPLAY = 3
     TELL = 4
     CLOSE = 5
+    ROUTES = 6
 
 
 class Command(NamedTuple):

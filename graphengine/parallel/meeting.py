@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphengine.kernels import PUSH_UNIT, Peers, push_gather, push_sum, sum_parts
-from graphengine.models.contract import Share
+from graphengine.kernels import PUSH_UNIT, Peers, push_gather, push_sum, push_to_residual, sum_parts
+from graphengine.models.contract import AddParts, Share
 from graphengine.parallel.peer_memory import PeerMemory, devices_of
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,9 @@ class Meeting:
             self._group = _nccl_group(store, share, device, self._memory.problem)
         else:
             self._group = _gloo_group(store, share, limit)
+        peers = self._peers
+        # For the host a NumPy view: a look at a tensor takes microseconds.
+        self._watch = None if peers is None else peers.tensors.watch.numpy()
         self.limit_s = limit_s
 
     @property
@@ -78,8 +82,8 @@ class Meeting:
     @limit_s.setter
     def limit_s(self, seconds: float) -> None:
         self._limit_s = seconds
-        if self._peers is not None:
-            self._peers.tensors.watch[1] = int(seconds * 1e9)
+        if self._watch is not None:
+            self._watch[1] = int(seconds * 1e9)
 
     @property
     def _peers(self) -> Peers | None:
@@ -91,6 +95,12 @@ class Meeting:
         if peers is not None:
             return push_sum(peers, part_NH.contiguous(), pdl=self._pdl)
         return sum_parts(self.gather(part_NH))
+
+    @property
+    def add_parts(self) -> AddParts | None:
+        """What pushes the parts of a decode step and adds their sum; None where nothing does."""
+        peers = self._peers
+        return None if peers is None else partial(push_to_residual, peers)
 
     def gather(self, part_NC: Tensor) -> Tensor:
         """New `[ranks, N, C]`, the parts of all ranks in their order. MeetingFailed on a CPU."""
@@ -120,8 +130,7 @@ class Meeting:
 
     def check(self) -> None:
         """MeetingFailed once this rank has waited in vain: what it computes since is nothing."""
-        peers = self._peers
-        if peers is not None and peers.tensors.watch[0]:
+        if self._watch is not None and self._watch[0]:
             raise MeetingFailed(
                 f"rank {self.share.rank} of {self.share.ranks} waited {self.limit_s:g} s for the "
                 f"others' parts"
@@ -129,8 +138,8 @@ class Meeting:
 
     def abandon(self) -> None:
         """End what is under way, which others may never answer."""
-        if self._peers is not None:
-            self._peers.tensors.watch[0] = 1
+        if self._watch is not None:
+            self._watch[0] = 1
         if self._on_gpu and self._group is not None:
             self._group.abort()
 
@@ -138,9 +147,11 @@ class Meeting:
         """Let the others' memory go, once nothing is under way."""
         if self._memory is not None:
             self._memory.leave()
+        self._watch = None
 
     def close(self) -> None:
         """Free what others no longer have."""
+        self.leave()
         self._group = None
         if self._memory is not None:
             self._memory.close()

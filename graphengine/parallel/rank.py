@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn, TypeVar
 
+import numpy as np
 import torch
 
 from graphengine.buckets import Copied, StaticBuffers
@@ -126,6 +127,10 @@ class _Rank:
                 return
             if kind is Kind.LOAD:
                 self._load(runtime, numbers, data)
+            elif kind is Kind.ROUTES:
+                assert runtime.routing is not None, f"{numbers=}"
+                ids = np.frombuffer(data, dtype=np.int16)
+                runtime.routing.table.put(numbers[0], numbers[1], ids)
             elif kind is Kind.SWAP:
                 runtime.swap(numbers[0], numbers[1])
             elif kind is Kind.REPLAY:

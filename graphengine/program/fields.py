@@ -13,17 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphengine.buckets import Field, Owner
+from graphengine.buckets import Field, Owner, Part
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.host.plan import Plan
 from graphengine.host.rings import WindowRing
+from graphengine.kernels import BITS
 from graphengine.models.states import LayerStates, recurrent_fields
 from graphengine.program.relaxed import relaxed_field
+from graphengine.prompt_embeds import Embeds
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.processing import processing_fields, processing_updates
 from graphengine.requests.request import Request
 from graphengine.sampling_params import SAMPLER_FIELDS
+
+EMBEDS_FIELD = "prefill_embeds"
 
 
 def field_table(
@@ -126,6 +130,7 @@ def engine_fields(
     *,
     states: Sequence[LayerStates],
     vocab_size: int,
+    hidden_size: int,
     table_blocks: int,
     swap_pairs: int,
     arrivals: int,
@@ -153,7 +158,26 @@ def engine_fields(
     fields += drafter.fields(sizes)
     if config.relaxed_acceptance is not None:
         fields.append(relaxed_field(sizes.slots))
+    if config.prompt_embeds:
+        fields.append(_embeds_field(sizes, hidden_size))
     return fields
+
+
+def _embeds_field(sizes: FieldSizes, hidden_size: int) -> Field:
+    """Of a chunk's positions, and of the one after it, which draft modules read.
+
+    The host writes bits, as NumPy does not know every dtype.
+    """
+    return Field(
+        name=EMBEDS_FIELD,
+        shape=(sizes.prefill_tokens + 1, hidden_size),
+        dtype=BITS[sizes.dtype.itemsize],
+        owner="host",
+        pad=0,
+        meaning="embeddings of the chunk's positions that have no token",
+        # They are copied with chunks that have some, and not with other loads.
+        group="embeds",
+    )
 
 
 def host_updates(
@@ -178,18 +202,40 @@ def host_updates(
         chunk = plan.prefill
         request, end = chunk.request, chunk.start + chunk.count
         updates |= {
-            "prefill_tokens": request.prompt_token_ids[chunk.start : end],
+            "prefill_tokens": _device_tokens(request, chunk.start, end),
             "prefill_slot": [request.job.placed.slot],
             "prefill_start": [chunk.start],
             "prefill_count": [chunk.count],
             "prefill_final": [int(chunk.final)],
         }
         if speculative or request.prompt_logprobs is not None:
-            following = request.prompt_token_ids[end : end + 1]
+            following = _device_tokens(request, end, end + 1)
             updates["prefill_next"] = following or [-1]
+        if request.job.embeds and not chunk.noted:
+            updates |= _embeds_update(request.job.embeds, chunk.start, end + 1)
     if plan.swap_out or plan.swap_in:
         updates["swap_pairs"] = plan.swap_out or plan.swap_in
     return updates
+
+
+def _device_tokens(request: Request, first: int, stop: int) -> Sequence[int]:
+    """Of these positions of a prompt, where they exist."""
+    ids, embeds = request.prompt_token_ids[first:stop], request.job.embeds
+    return embeds.tokens(ids, first) if embeds else ids
+
+
+def _embeds_update(embeds: Embeds, first: int, stop: int) -> dict[str, Any]:
+    """The embeddings of these positions, the row of position `first` being row 0."""
+    found = embeds.within(first, stop).runs
+    if not found:
+        return {}
+    start, rows = found[0].start, found[0].rows
+    if len(found) > 1:
+        rows = rows.new_zeros(found[-1].stop - start, rows.shape[1])
+        for run in found:
+            rows[run.start - start : run.stop - start] = run.rows
+    bits = rows.view(BITS[rows.element_size()]).numpy()
+    return {EMBEDS_FIELD: Part(start - first, bits)}
 
 
 def ring_updates(
@@ -212,7 +258,8 @@ def draft_updates(
 
     Drafts of other requests wait for a step with these requests. A step of one token a row takes
     none.
-    Drafts whose tokens came before a step could feed them are counted as `drafts/stale`.
+    Drafts whose tokens came before a step could feed them, and those past as many as the step
+    verifies, are counted as `drafts/stale`.
     """
     fed: dict[Request, tuple[int, ...]] = {}
     for request in plan.rows:
@@ -220,7 +267,9 @@ def draft_updates(
         left = job.drafts.after(said)
         counters["drafts/stale"] += len(job.drafts.token_ids) - len(left)
         if plan.width > 1:
-            fed[request], left = left, ()
+            most = plan.width - 1
+            counters["drafts/stale"] += len(left[most:])
+            fed[request], left = left[:most], ()
         job.drafts = CallerDrafts(left, len(said)) if left else NO_DRAFTS
     return {"draft_tokens": [request and fed.get(request, ()) for request in slots]}
 

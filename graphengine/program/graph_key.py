@@ -33,8 +33,8 @@ class GraphKey(NamedTuple):
              graph, which runs after the decode graph of the same rows and drafts
     size     tokens of a prefill bucket, or rows of another bucket
     drafts   drafts that a decode graph verifies in each row
-    variant  sampler of a decode; for a prefill its `PrefillKind`, or "note" for tokens whose KV is
-             there already
+    variant  sampler of a decode, also of the decode that a drafter's own graph follows; for a
+             prefill its `PrefillKind`, or "note" for tokens whose KV is there already
     """
 
     kind: GraphKind
@@ -48,7 +48,7 @@ class GraphKey(NamedTuple):
         parts = [self.kind, str(self.size)]
         if self.drafts or self.kind == "draft":
             parts.append(f"k{self.drafts}")
-        if self.kind == "decode" or (self.kind == "prefill" and self.variant != "fast"):
+        if self.kind == "decode" or self.variant != "fast":
             parts.append(self.variant)
         return "/".join(parts)
 
@@ -63,9 +63,9 @@ def decode_key(rows: int, drafts: int = 0, sampler: Sampler = "fast") -> GraphKe
     return GraphKey("decode", rows, drafts, sampler)
 
 
-def draft_key(rows: int, drafts: int) -> GraphKey:
+def draft_key(rows: int, drafts: int, sampler: Sampler = "fast") -> GraphKey:
     """The drafter's own graph, if it has one, that follows the graph of `decode_key`."""
-    return GraphKey("draft", rows, drafts)
+    return GraphKey("draft", rows, drafts, sampler)
 
 
 def prefill_key(tokens: int, kind: PrefillKind = "fast") -> GraphKey:

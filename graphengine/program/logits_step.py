@@ -20,7 +20,6 @@ from graphengine.kernels import (
     AcceptedPath,
     AnyWeight,
     DecodeLanes,
-    LogitsTensors,
     LogprobTensors,
     PrefillLanes,
     RankedLogits,
@@ -35,12 +34,10 @@ from graphengine.kernels import (
     rank_logits,
     token_log_probabilities,
 )
+from graphengine.requests.processing import logits_tensors
 
 # The fields of `processing.py` that have another name in the kernels.
 _FIELDS = {
-    "flags": "logits_flags",
-    "bitmask": "allowed_bits",
-    "bad_words_start": "output_start",
     "tokens": "stop_sequences",
     "start": "output_start",
     "wanted": "logprobs_wanted",
@@ -80,7 +77,7 @@ class LogitsStep:
 
         self.stops = StopSequences(*fields(StopSequences._fields))
         self.history = buffers["history"]
-        self._tensors = LogitsTensors(*fields(LogitsTensors._fields))
+        self._tensors = logits_tensors(buffers)
         self._wants = LogprobTensors(*fields(LogprobTensors._fields))
         self._prompt_wants = self._wants._replace(wanted=buffers["prompt_logprobs_wanted"])
         self._mailbox = mailbox

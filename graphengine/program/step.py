@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Mailbox, StaticBuffers
-from graphengine.drafters import Drafter, Prefilled, Verified
+from graphengine.drafters import Drafter, OfTree, Prefilled, Verified
 from graphengine.kernels import (
     EMITTED,
     DecodeLanes,
     FinishedStep,
+    GivenRows,
     PrefillLanes,
     Residual,
     RowTrees,
@@ -91,11 +92,14 @@ class StepProgram:
         drafter: Drafter,
         relaxation: Relaxation | None = None,
         routing: RoutingStep | None = None,
+        given: GivenRows | None = None,
         forced_acceptance: int | None = None,
     ) -> None:
         self.drafter = drafter
         self.relaxation = relaxation
         self.routing = routing
+        # What stands in for embeddings of a chunk's positions; None where each has a token.
+        self.given = given
         self.samplers = samplers(relaxed=relaxation is not None)
         self.forced_acceptance = forced_acceptance
         self.model = model
@@ -177,7 +181,8 @@ class StepProgram:
             self.routing.publish(routes, step.count_R, lanes.slot, pdl=pdl)
         if self.relaxation is not None:
             self.relaxation.follow(step, lanes, pdl)
-        self.drafter.propose(_verified(lanes, residual, step, drafts))
+        verified = _verified(lanes, residual, step, drafts)
+        self.drafter.propose(verified._replace(filtered=sampler == "full"))
         logits = None if processed is None else processed.logits
         return StepOutputs(logits, step.token_N, step.flags_R)
 
@@ -254,11 +259,16 @@ class StepProgram:
         if kind == "prompt":
             assert hidden is not None, f"{kind=}"
             next_tokens = following_tokens(chunk, buffers["prefill_next"])
-            self.logits_step.report_prompt(chunk, hidden, self.model.lm_head, next_tokens, final)
+            reported = chunk
+            if self.given is not None:
+                # Where no token follows there is nothing to report.
+                followed = torch.where(next_tokens >= 0, chunk.slot, -1)
+                reported = chunk._replace(slot=followed)
+            self.logits_step.report_prompt(reported, hidden, self.model.lm_head, next_tokens, final)
         if self.routing is not None and routes is not None:
             self.routing.publish_prompt(routes, chunk)
         following = buffers["prefill_next"] if self._drafts else None
-        prefilled = Prefilled(chunk, following, hidden, sampled, final, attention)
+        prefilled = Prefilled(chunk, following, hidden, sampled, final, attention, self.given)
         if self.relaxation is not None:
             self.relaxation.follow_prompt(prefilled)
         drafter.prepare(prefilled)
@@ -276,7 +286,7 @@ class StepProgram:
         if self.routing is not None:
             routes = self.routing.begin(chunk.slot, chunk.position)
             last = routes.of_last_layer(chunk.last)
-        launch = self.launch.prefill
+        launch = replace(self.launch.prefill, given=self.given)
         end = self.model.prefill(
             chunk,
             self.states,
@@ -332,4 +342,4 @@ def _verified(lanes: DecodeLanes, hidden: Residual, step: FinishedStep, drafts: 
         return Verified(lanes, hidden, step, drafts)
     path = step.path
     along = path.source.numel() // step.count_R.numel() - 1
-    return Verified(path.lanes, hidden, step, along, path.source)
+    return Verified(path.lanes, hidden, step, along, OfTree(lanes, path.source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from graphengine.prompt_embeds import NO_EMBEDS, Embeds
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.stops import Stops
 
@@ -65,6 +66,7 @@ class Job:
     For the scheduler, and for what it loads to the device:
 
     prompt_len   tokens of the prompt
+    embeds       its embeddings, at positions without a token
     max_len      tokens of prompt and output at most; `max_new_tokens` of output
     min_tokens   tokens of output before which no stop token ends it; `min_len` with the prompt
     stops        its stop tokens
@@ -93,6 +95,7 @@ class Job:
     max_new_tokens: int = field(init=False)
     min_tokens: int = 0
     stops: Stops = field(default_factory=Stops)
+    embeds: Embeds = NO_EMBEDS
     processing: Processing | None = None
     full: bool = False
     deadline: float | None = None

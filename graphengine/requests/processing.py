@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from graphengine.buckets import Field
+from graphengine.buckets import Field, StaticBuffers
 from graphengine.config import EngineConfig
 from graphengine.kernels import (
     USES_BAD_WORDS,
     USES_BIAS,
     USES_MASK,
+    LogitsTensors,
 )
 from graphengine.prompts import token_id
 from graphengine.sampling_params import LOGITS_FIELDS, SamplingParams
@@ -183,6 +184,20 @@ def processing_fields(
             name="history", shape=(S, max_seq_len), meaning="what was said, by position", **noted
         ),
     ]
+
+
+# Of those that the kernels call otherwise.
+_FIELD_NAMES = {
+    "flags": "logits_flags",
+    "bitmask": "allowed_bits",
+    "bad_words_start": "output_start",
+}
+
+
+def logits_tensors(buffers: StaticBuffers) -> LogitsTensors:
+    """The fields that change logits, as kernels take them."""
+    names = (_FIELD_NAMES.get(name, name) for name in LogitsTensors._fields)
+    return LogitsTensors(*(buffers[name] for name in names))
 
 
 _HOST_FIELDS = (

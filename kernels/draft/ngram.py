@@ -237,16 +237,21 @@ def _check(
     unmatched_S: torch.Tensor | None,
 ) -> None:
     columns, slots = check_draft_table(draft_SK), draft_SK.shape[0]
-    shape, dtype = tuple(history_SP.shape), history_SP.dtype
-    dense = dtype == torch.int32 and history_SP.dim() == 2 and history_SP.stride(1) == 1
-    if not dense or shape[0] != slots or shape[1] < 1:
-        raise ValueError(f"history must be int32 [{slots}, P] with dense rows, not {dtype} {shape}")
+    check_history(history_SP, slots)
     if max_n < 1:
         raise ValueError(f"max_n={max_n} must be 1 or more")
     if not 0 <= drafts <= columns:
         raise ValueError(f"{drafts} drafts do not fit a table of {columns} drafts a slot")
     if unmatched_S is not None:
         check_lanes(slots, unmatched=unmatched_S)
+
+
+def check_history(history_SP: torch.Tensor, slots: int) -> None:
+    """ValueError unless it is a table of the tokens of so many slots."""
+    shape, dtype = tuple(history_SP.shape), history_SP.dtype
+    dense = dtype == torch.int32 and history_SP.dim() == 2 and history_SP.stride(1) == 1
+    if not dense or shape[0] != slots or shape[1] < 1:
+        raise ValueError(f"history must be int32 [{slots}, P] with dense rows, not {dtype} {shape}")
 
 
 def _sizes(history_SP: torch.Tensor, draft_SK: torch.Tensor) -> tuple[int, int, int]:

@@ -3,6 +3,8 @@
 A draft is drawn as the target will draw the token at its position, with the request's temperature
 and with the noise of that position (`sampling.py`), so the best is the draft of a chain. The next
 ones are what the same noise leaves next: those that the target takes most often where it disagrees.
+How often follows from the distance to the best with the noise, not from the odds without: a token
+that the noise put ahead is the target's choice as well, however improbable it was before.
 
     tile    (lane, vocab tile)   the best of the tile, and its sum of exponentials
     merge   one program a lane   the best of all tiles, and their log-probabilities
@@ -33,6 +35,7 @@ from graphengine.kernels.sample.candidates import (
     mask_stop_ids,
     scaled_tile,
     sortable_key,
+    value_of_key,
 )
 
 MAX_CHILDREN = 16
@@ -48,8 +51,9 @@ class TopDrafts(NamedTuple):
     token: torch.Tensor
     """int32 [N, T]: the best first; -1 where there are fewer, or the logits hold a NaN."""
     log_probability: torch.Tensor
-    """float32 [N, T]: of the draft distribution at the request's temperature, at 1 if it is greedy;
-    -inf where there is no draft."""
+    """float32 [N, T]: of the softmax of what the drafts are the best by, logits over temperature
+    plus noise; of the logits alone if the request is greedy. It falls with the rank; -inf where
+    there is no draft."""
 
 
 def top_drafts(
@@ -120,15 +124,12 @@ def top_drafts(
     )
     block_ct = triton.next_power_of_2(tiles * count)
     launcher(_merge_kernel, (lanes,))(
-        logits_ND,
         slot_N,
-        params.temperature,
         token_ids,
         top_NCT,
         largest_NC,
         total_NC,
         *drafts,
-        logits_ND.stride(0),
         tiles,
         COUNT=count,
         BLOCK_C=triton.next_power_of_2(tiles),
@@ -164,17 +165,18 @@ def top_drafts_reference(
         kept = np.flatnonzero(logits > -np.inf)
         if np.isnan(logits).any() or not kept.size:
             continue
-        scaled = score = logits[kept]
+        score = logits[kept]
         temperature = params.temperature[slot].numpy(force=True)
         if temperature > 0:
             with np.errstate(over="ignore"):
-                scaled = np.clip(scaled / temperature, -LARGEST.value, LARGEST.value)
-            score = scaled + gumbel(philox_uint32(int(params.seed[slot]), position, ids[kept]))
+                score = np.clip(score / temperature, -LARGEST.value, LARGEST.value)
+            score = score + gumbel(philox_uint32(int(params.seed[slot]), position, ids[kept]))
         order = np.argsort(-score, kind="stable")[:count]
-        total = np.log(np.exp(scaled - scaled.max()).sum(dtype=np.float32))
+        with np.errstate(over="ignore"):
+            total = np.log(np.exp(score - score.max()).sum(dtype=np.float32))
+            values = (score[order] - score.max()) - total
         places = slice(order.size)
         drafts.token[lane, places] = torch.from_numpy(ids[kept[order]].astype(np.int32))
-        values = (scaled[order] - scaled.max()) - total
         drafts.log_probability[lane, places] = torch.from_numpy(values)
     return drafts
 
@@ -225,18 +227,17 @@ def _tile_kernel(
         stops = stop_ids_ptr + slot.to(tl.int64) * stop_ids
         logits = mask_stop_ids(logits, token, waits, stops, stop_ids)
         is_candidate = logits > float("-inf")
-        scaled = logits
         score = logits
         if temperature > 0:
-            scaled = scaled_tile(logits, temperature)
             seed = tl.load(seed_ptr + slot)
-            score = scaled + gumbel_tile(philox_uint32_tile(seed, position, token))
-        largest = tl.max(tl.where(is_candidate, scaled, float("-inf")), 0)
+            noise = gumbel_tile(philox_uint32_tile(seed, position, token))
+            score = scaled_tile(logits, temperature) + noise
+        largest = tl.max(tl.where(is_candidate, score, float("-inf")), 0)
         base = tl.where(largest > float("-inf"), largest, 0.0)
         at = lane * tl.num_programs(1) + tl.program_id(1)
         # A NaN among the logits makes the total one, which is what the next kernel looks at.
         broken = tl.max((logits != logits).to(tl.int32), 0) != 0
-        weights = tl.where(is_candidate, tl.exp(scaled - base), 0.0)
+        weights = tl.where(is_candidate, tl.exp(score - base), 0.0)
         tl.store(largest_ptr + at, largest)
         tl.store(total_ptr + at, tl.where(broken, float("nan"), tl.sum(weights, 0)))
         key = sortable_key(tl.where(is_candidate, score, 0.0)).to(tl.int64)
@@ -250,16 +251,13 @@ def _tile_kernel(
 
 @triton.jit
 def _merge_kernel(
-    logits_ptr,
     slot_ptr,
-    temperature_ptr,
     token_ids_ptr,
     tile_top_ptr,
     tile_largest_ptr,
     tile_total_ptr,
     token_ptr,
     log_probability_ptr,
-    logits_stride,
     tiles,
     COUNT: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -271,7 +269,6 @@ def _merge_kernel(
     lane = tl.program_id(0)
     slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
     live = slot >= 0
-    temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
     wait_for_inputs(PDL)
 
     if live:
@@ -289,18 +286,16 @@ def _merge_kernel(
         packed = tl.load(tile_top_ptr + found, mask=ct < tiles * COUNT, other=_NOTHING)
         t = tl.arange(0, BLOCK_T)
         column = tl.full([BLOCK_T], -1, tl.int32)
+        score = tl.zeros([BLOCK_T], tl.float32)
         for place in tl.static_range(COUNT):
             best = tl.max(packed, 0)
             is_there = valid & (best != _NOTHING)
             found_at = tl.where(is_there, (best & LAST_ID).to(tl.int32) ^ LAST_ID, -1)
             column = tl.where(t == place, found_at, column)
+            score = tl.where(t == place, value_of_key((best >> 32).to(tl.int32)), score)
             packed = tl.where(packed == best, _NOTHING, packed)
         there = column >= 0
-        source = logits_ptr + lane.to(tl.int64) * logits_stride + column
-        scaled = tl.load(source, mask=there, other=0.0)
-        if temperature > 0:
-            scaled = scaled_tile(scaled, temperature)
-        value = tl.where(there, (scaled - largest) - tl.log(total), float("-inf"))
+        value = tl.where(there, (score - largest) - tl.log(total), float("-inf"))
         token = column
         if token_ids_ptr is not None:
             token = tl.load(token_ids_ptr + column, mask=there, other=-1)

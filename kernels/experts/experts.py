@@ -2,6 +2,7 @@
 
     expert_swiglu      a = silu(gate x) * up x of each pair of lane and expert
     expert_residual    residual += sum over a lane's experts of weight * down a; for decode
+    expert_part        that sum alone; for decode where it is a part of a larger one
     expert_sum         that sum alone; for prefill
 
 A pair's products are summed over K in one order, and a lane's experts by rank, so that no bit of a
@@ -57,7 +58,7 @@ from graphengine.kernels.experts.reference import (
     expert_sum_reference,
 )
 from graphengine.kernels.experts.router import Routes
-from graphengine.kernels.linear.linear_triton import stream_args
+from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs, stream_args
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import (
     Residual,
@@ -228,84 +229,59 @@ def expert_residual(
             a_PF, weight_EHF, slot_N, routes, bias_EH=bias_EH, out_dtype=torch.float32
         )
         return add_to_residual_reference(y, slot_N, residual, next_norm_H)
-    width, tiles = a_PF.shape[1], triton.cdiv(hidden, plan.block_m)
-    if arrivals is None or arrivals.dtype != torch.int32 or arrivals.numel() < lanes * tiles:
-        found = None if arrivals is None else f"{arrivals.numel()} of {arrivals.dtype}"
-        raise ValueError(f"{lanes} lanes want {lanes * tiles} int32 arrivals, not {found}")
-    y = residual.x.new_empty(len(a_PF), hidden)
-    stream = stream_args(residual, next_norm_H)
-    if takes(weight_EHF, a_PF):
-        launch_packed(
-            a_PF,
-            weight_EHF,
-            slot_N,
-            routes,
-            plan,
-            grouping,
-            bias_EM=bias_EH,
-            out=y,
-            stream=stream,
-            arrivals=arrivals,
-            pdl=pdl,
-        )
-        return residual
-    if plan.family == "fma":
-        if grouping is not None or not isinstance(weight_EHF, torch.Tensor):
-            raise ValueError(f"pairs in groups and packed weights want a dot plan, not {plan}")
-        launcher(fma_down_kernel, (len(a_PF), tiles))(
-            a_PF,
-            weight_EHF,
-            bias_EH,
-            slot_N,
-            routes.expert,
-            routes.weight,
-            y,
-            arrivals,
-            stream,
-            lanes,
-            M=hidden,
-            K=width,
-            TOP_K=routes.expert.shape[1],
-            BLOCK_M=plan.block_m,
-            BLOCK_K=plan.block_k,
-            OVERLAP=plan.overlap,
-            num_warps=plan.warps,
-            **launch_options(pdl),
-        )
-        return residual
-    tile = _tile(plan, grouping, weight_EHF)
-    given, code, group = _weight_arguments(weight_EHF, tile)
-    order, blocks = (None, None) if grouping is None else (grouping.order, grouping.blocks)
-    count = len(a_PF) if blocks is None else blocks.shape[1]
-    launcher(down_kernel, (count, tiles))(
+    _launch_down(
         a_PF,
-        given,
-        bias_EH,
+        weight_EHF,
         slot_N,
-        routes.expert,
-        routes.weight,
-        order,
-        blocks,
-        y,
-        arrivals,
-        stream,
-        lanes,
-        M=hidden,
-        K=width,
-        TOP_K=routes.expert.shape[1],
-        BLOCKS=0 if blocks is None else count,
-        L=tile.lanes,
-        BLOCK_M=tile.block_m,
-        BLOCK_K=tile.block_k,
-        EVEN_K=width % tile.block_k == 0,
-        CODE=code,
-        GROUP=group,
-        OVERLAP=tile.overlap,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **launch_options(pdl),
+        routes,
+        stream_args(residual, next_norm_H),
+        plan=plan,
+        arrivals=arrivals,
+        bias=bias_EH,
+        grouping=grouping,
+        pdl=pdl,
     )
     return residual
+
+
+def expert_part(
+    a_PF: torch.Tensor,
+    weight_EHF: ExpertWeight,
+    slot_N: torch.Tensor,
+    routes: Routes,
+    *,
+    plan: LinearPlan,
+    arrivals: torch.Tensor | None,
+    bias_EH: torch.Tensor | None = None,
+    grouping: Grouping | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """What `expert_residual` adds to the stream, alone: new float32 [N, H], for whoever has a part
+    of every sum. Padded lanes hold anything.
+
+    Arguments and errors as there.
+    """
+    lanes, hidden = len(slot_N), weight_EHF.shape[1]
+    _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
+    _check_bias(bias_EH, weight_EHF, a_PF.dtype)
+    if not use_triton(a_PF):
+        return expert_sum_reference(
+            a_PF, weight_EHF, slot_N, routes, bias_EH=bias_EH, out_dtype=torch.float32
+        )
+    part = torch.empty((lanes, hidden), dtype=torch.float32, device=a_PF.device)
+    _launch_down(
+        a_PF,
+        weight_EHF,
+        slot_N,
+        routes,
+        SumArgs(part),
+        plan=plan,
+        arrivals=arrivals,
+        bias=bias_EH,
+        grouping=grouping,
+        pdl=pdl,
+    )
+    return part
 
 
 def residual_arrivals(lanes: int, hidden: int) -> int:
@@ -364,6 +340,99 @@ def expert_sum(
         **launch_options(pdl),
     )
     return out
+
+
+def _launch_down(
+    a_PF: torch.Tensor,
+    weight_EHF: ExpertWeight,
+    slot_N: torch.Tensor,
+    routes: Routes,
+    stream: StreamArgs | SumArgs,
+    *,
+    plan: LinearPlan,
+    arrivals: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    grouping: Grouping | None,
+    pdl: bool,
+) -> None:
+    """The product of down, and what becomes of the sum of each lane's experts, in one launch."""
+    lanes, (_, hidden, width) = len(slot_N), weight_EHF.shape
+    tiles = triton.cdiv(hidden, plan.block_m)
+    if arrivals is None or arrivals.dtype != torch.int32 or arrivals.numel() < lanes * tiles:
+        found = None if arrivals is None else f"{arrivals.numel()} of {arrivals.dtype}"
+        raise ValueError(f"{lanes} lanes want {lanes * tiles} int32 arrivals, not {found}")
+    y = torch.empty((len(a_PF), hidden), dtype=torch.float32, device=a_PF.device)
+    if takes(weight_EHF, a_PF):
+        launch_packed(
+            a_PF,
+            weight_EHF,
+            slot_N,
+            routes,
+            plan,
+            grouping,
+            bias_EM=bias,
+            out=y,
+            stream=stream,
+            arrivals=arrivals,
+            pdl=pdl,
+        )
+        return
+    if plan.family == "fma":
+        if grouping is not None or not isinstance(weight_EHF, torch.Tensor):
+            raise ValueError(f"pairs in groups and packed weights want a dot plan, not {plan}")
+        launcher(fma_down_kernel, (len(a_PF), tiles))(
+            a_PF,
+            weight_EHF,
+            bias,
+            slot_N,
+            routes.expert,
+            routes.weight,
+            y,
+            arrivals,
+            stream,
+            lanes,
+            M=hidden,
+            K=width,
+            TOP_K=routes.expert.shape[1],
+            BLOCK_M=plan.block_m,
+            BLOCK_K=plan.block_k,
+            OVERLAP=plan.overlap,
+            num_warps=plan.warps,
+            **launch_options(pdl),
+        )
+        return
+    tile = _tile(plan, grouping, weight_EHF)
+    given, code, group = _weight_arguments(weight_EHF, tile)
+    order, blocks = (None, None) if grouping is None else (grouping.order, grouping.blocks)
+    count = len(a_PF) if blocks is None else blocks.shape[1]
+    launcher(down_kernel, (count, tiles))(
+        a_PF,
+        given,
+        bias,
+        slot_N,
+        routes.expert,
+        routes.weight,
+        order,
+        blocks,
+        y,
+        arrivals,
+        stream,
+        lanes,
+        M=hidden,
+        K=width,
+        TOP_K=routes.expert.shape[1],
+        BLOCKS=0 if blocks is None else count,
+        L=tile.lanes,
+        BLOCK_M=tile.block_m,
+        BLOCK_K=tile.block_k,
+        EVEN_K=width % tile.block_k == 0,
+        CODE=code,
+        GROUP=group,
+        OVERLAP=tile.overlap,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **launch_options(pdl),
+    )
 
 
 def _launch_product(

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.experts.packed_triton import packed_chain
-from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS
+from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
 from graphengine.kernels.norm_rope.activation import gated
 
 
@@ -168,7 +168,8 @@ def down_kernel(
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """As `product_kernel`; the last of a lane's pairs to arrive adds all of them to the stream.
+    """As `product_kernel`; the last of a lane's pairs to arrive adds all of them to the stream, or
+    stores their sum in place of one.
 
     A block has a lane once at most, as a lane's experts are different ones.
     """
@@ -324,7 +325,7 @@ def fma_down_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program for a pair and BLOCK_M rows of its expert's down; the last of a lane's pairs to
-    arrive adds all of them to the stream.
+    arrive adds all of them to the stream, or stores their sum in place of one.
 
     The launch before must not write slots or experts.
     """
@@ -384,25 +385,29 @@ def multiply_rows(tiles, x_row_ptr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOC
 def _add_to_stream(
     y, lane, live, tile, lanes, stream, M: tl.constexpr, L: tl.constexpr, B: tl.constexpr
 ):
-    """Add float32 sums [L, B] to the residual stream, and leave what the next norm needs.
+    """Add float32 sums [L, B] to the residual stream, and leave what the next norm needs; or store
+    them, in place of a stream.
 
     Every operation is the same in whatever layout the sums come, as different kernels call this.
     """
     output = tile * B + tl.arange(0, B)
     stored = live[:, None] & (output < M)[None, :]
-    norm = tl.load(stream.next_norm + output, mask=output < M, other=0.0).to(tl.float32)
     at = lane.to(tl.int64)[:, None] * M + output[None, :]
-    x = tl.load(stream.x + at, mask=stored, other=0.0) + y
-    tl.store(stream.x + at, x, mask=stored)
-    tl.store(
-        stream.scaled + at, (x * norm[None, :]).to(stream.scaled.dtype.element_ty), mask=stored
-    )
-    if len(stream) == KEEPING_FIELDS:
-        kept = (x * stream.kept_scale).to(stream.kept.dtype.element_ty)
-        kept_ptrs = stream.kept + lane.to(tl.int64)[:, None] * stream.kept_stride + output[None, :]
-        tl.store(kept_ptrs, kept, mask=stored)
-    squares = _sum_of_squares(tl.where(stored, x, 0.0), L, B)
-    tl.store(stream.squares + tile * lanes + lane, squares, mask=live)
+    if len(stream) < STREAM_FIELDS:
+        tl.store(stream.x + at, y, mask=stored)
+    else:
+        norm = tl.load(stream.next_norm + output, mask=output < M, other=0.0).to(tl.float32)
+        x = tl.load(stream.x + at, mask=stored, other=0.0) + y
+        tl.store(stream.x + at, x, mask=stored)
+        tl.store(
+            stream.scaled + at, (x * norm[None, :]).to(stream.scaled.dtype.element_ty), mask=stored
+        )
+        if len(stream) == KEEPING_FIELDS:
+            kept = (x * stream.kept_scale).to(stream.kept.dtype.element_ty)
+            kept_rows = lane.to(tl.int64)[:, None] * stream.kept_stride
+            tl.store(stream.kept + kept_rows + output[None, :], kept, mask=stored)
+        squares = _sum_of_squares(tl.where(stored, x, 0.0), L, B)
+        tl.store(stream.squares + tile * lanes + lane, squares, mask=live)
 
 
 @triton.jit

@@ -163,7 +163,8 @@ def group_pairs_reference(
     live = (slot_N >= 0).repeat_interleave(expert_Nk.shape[1])
     ids = torch.where(live, expert_Nk.flatten(), experts)
     sorted_ids, order = ids.sort(stable=True)
-    out.order[: int(live.sum())] = order[sorted_ids < experts].int()
+    there = order[sorted_ids < experts].int()
+    out.order[: len(there)] = there
     counts = torch.bincount(ids, minlength=experts + 1)[:experts].tolist()
     start = 0
     blocks: list[tuple[int, int, int]] = []

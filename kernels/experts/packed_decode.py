@@ -20,7 +20,7 @@ from graphengine.kernels.experts.packed_gluon import packed_experts_kernel
 from graphengine.kernels.experts.plans import check_expert_plan
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear import linear_gluon
-from graphengine.kernels.linear.linear_triton import StreamArgs
+from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs
 from graphengine.kernels.linear.packed import block_columns
 from graphengine.kernels.linear.packed_gluon import PackedArgs
 from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS, streams
@@ -58,14 +58,14 @@ def launch_packed(
     bias_EM: torch.Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
     out: torch.Tensor,
-    stream: StreamArgs | None = None,
+    stream: StreamArgs | SumArgs | None = None,
     arrivals: torch.Tensor | None = None,
     pdl: bool,
 ) -> None:
-    """Launch the kernel on operands that `expert_swiglu` or `expert_residual` let pass.
+    """Launch the kernel on operands that `expert_swiglu` or those of down let pass.
 
     out     [P, M / 2] of a SwiGLU; of down float32 [P, M], which is for the launch alone
-    stream  of down, with its `arrivals`
+    stream  of down, or what its sum is stored in; with its `arrivals`
 
     ValueError for a plan that the weight does not fit, and for pairs in blocks that the kernel does
     not have.

@@ -26,7 +26,7 @@ from graphengine.kernels.linear.linear_gluon_epilogue import (
     row_layout,
     squares_layout,
 )
-from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS
+from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
 from graphengine.kernels.linear.packed_gluon_product import (
     ask_codes,
     ask_scales,
@@ -89,8 +89,8 @@ def packed_experts_kernel(
 
     Without blocks a program takes a single pair, straight from the router. A SwiGLU reads the rows
     of lanes and stores its outputs. Down, which has a stream, reads those of pairs; the last of a
-    lane's pairs to arrive adds all of them to the stream. The other arguments are those of
-    `packed_gluon.packed_kernel` and `experts_triton.down_kernel`.
+    lane's pairs to arrive adds all of them to the stream, or stores their sum in place of one. The
+    other arguments are those of `packed_gluon.packed_kernel` and `experts_triton.down_kernel`.
     """
     TILES: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     gl.static_assert(STAGES <= TILES and (STAGES > 1 or TILES == 1))
@@ -290,11 +290,13 @@ def _add_pairs(
     TOP_K: gl.constexpr,
 ):
     """Add the products of lanes' pairs, each by its share and in the order of ranks, to the
-    residual stream, and leave what the next norm needs.
+    residual stream, and leave what the next norm needs; or store their sum, in place of a stream.
     """
     stored = live[:, None] & (output < M)[None, :]
     at = lane.to(gl.int64)[:, None] * M + output[None, :]
-    base = gl.load(stream.x + at, mask=stored, other=0.0)
+    base = gl.zeros_like(at, dtype=gl.float32)
+    if len(stream) >= STREAM_FIELDS:
+        base = gl.load(stream.x + at, mask=stored, other=0.0)
     products, shares = (), ()
     for rank in gl.static_range(TOP_K):
         pair = lane * TOP_K + rank
@@ -308,11 +310,12 @@ def _add_pairs(
         total = gl.fma(share, products[rank], total)
     x = base + total
     gl.store(stream.x + at, x, mask=stored)
-    scaled = (x * norm[None, :]).to(stream.scaled.dtype.element_ty)
-    gl.store(stream.scaled + at, scaled, mask=stored)
-    if len(stream) == KEEPING_FIELDS:
-        kept = (x * stream.kept_scale).to(stream.kept.dtype.element_ty)
-        kept_ptrs = stream.kept + lane.to(gl.int64)[:, None] * stream.kept_stride + output[None, :]
-        gl.store(kept_ptrs, kept, mask=stored)
-    sums = gl.sum(gl.where(stored, x * x, 0.0), axis=1)
-    gl.store(stream.squares + tile * lanes + lane, sums, mask=live)
+    if len(stream) >= STREAM_FIELDS:
+        scaled = (x * norm[None, :]).to(stream.scaled.dtype.element_ty)
+        gl.store(stream.scaled + at, scaled, mask=stored)
+        if len(stream) == KEEPING_FIELDS:
+            kept = (x * stream.kept_scale).to(stream.kept.dtype.element_ty)
+            kept_rows = lane.to(gl.int64)[:, None] * stream.kept_stride
+            gl.store(stream.kept + kept_rows + output[None, :], kept, mask=stored)
+        sums = gl.sum(gl.where(stored, x * x, 0.0), axis=1)
+        gl.store(stream.squares + tile * lanes + lane, sums, mask=live)

@@ -1,7 +1,8 @@
 """The twins of `experts.py` in plain PyTorch; their order of sums is that of a CPU engine.
 
 They know nothing of blocks: a pair's bits are those of a product of `REFERENCE_ROWS` rows, of
-which it has one, and so the same in any company.
+which it has one, and so the same in any company. Alone among the twins they know ids past the last
+expert: those of experts that are elsewhere, which add nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def expert_product_reference(
     lanes = live_lanes(slot_N)
     pairs = (lanes[:, None] * top_k + torch.arange(top_k, device=lanes.device)).flatten()
     chosen = routes.expert.flatten()[pairs]
-    for expert in chosen.unique().tolist():
+    for expert in chosen[chosen < weight_EMK.shape[0]].unique().tolist():
         weight = _floats(weight_EMK, expert)
         for part in pairs[chosen == expert].split(REFERENCE_ROWS):
             lane = part // top_k
@@ -71,7 +72,8 @@ def expert_sum_reference(
     live = live_lanes(slot_N)
     if out is None:
         out = torch.empty((lanes, hidden), dtype=out_dtype, device=a_PF.device)
-    products = y.view(lanes, top_k, hidden)[live].float()
+    elsewhere = routes.expert[live] >= weight_EHF.shape[0]
+    products = y.view(lanes, top_k, hidden)[live].float().masked_fill(elsewhere[..., None], 0.0)
     total = torch.zeros_like(products[:, 0])
     for rank in range(top_k):
         total = total + routes.weight[live, rank, None] * products[:, rank]

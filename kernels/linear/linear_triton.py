@@ -51,6 +51,12 @@ class ProductArgs(NamedTuple):
     squares: torch.Tensor
 
 
+class SumArgs(NamedTuple):
+    """In place of a stream: x, float32 [N, H], becomes the sum alone."""
+
+    x: torch.Tensor
+
+
 StreamArgs = ResidualArgs | KeepingArgs
 # A kernel tells them by their fields: it cannot compare one that has None with None.
 STREAM_FIELDS = tl.constexpr(len(ResidualArgs._fields))

@@ -43,6 +43,7 @@ from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.core.tree import TreeLanes, ancestors_of, check_tree_lanes
 from graphengine.kernels.logits.logits_triton import (
+    ALL_STEPS,
     COUNT_MASK,
     USES_BAD_WORDS,
     USES_BIAS,
@@ -98,6 +99,7 @@ def process_logits(
     num_speculative_tokens: int = 0,
     tree: TreeLanes | None = None,
     vocabulary: int | None = None,
+    steps: int = ALL_STEPS,
     raw_NV: torch.Tensor | None = None,
     wants: LogprobTensors | None = None,
     pdl: bool = False,
@@ -118,6 +120,7 @@ def process_logits(
             launch before.
         vocabulary: ids below it exist, 1..V; None for V. Past it all live lanes get -inf, with or
             without flags.
+        steps: USES_* of what is done, of what the slots' flags ask for.
         raw_NV: float32, of `logits_NV`'s shape, dense rows: where a slot wants log-probabilities of
             the raw logits, those below `vocabulary` are copied there first. Its other lanes are
             left alone. Wanted together with `wants`.
@@ -150,6 +153,7 @@ def process_logits(
             num_speculative_tokens=num_speculative_tokens,
             tree=tree,
             vocabulary=vocabulary,
+            steps=steps,
             raw_NV=raw_NV,
             wants=wants,
         )
@@ -176,6 +180,7 @@ def process_logits(
         tensors.history.shape[1],
         masks,
         words,
+        steps,
         W=width,
         DEPTH=deepest,
         B=B,
@@ -199,6 +204,7 @@ def process_logits_reference(
     num_speculative_tokens: int = 0,
     tree: TreeLanes | None = None,
     vocabulary: int | None = None,
+    steps: int = ALL_STEPS,
     raw_NV: torch.Tensor | None = None,
     wants: LogprobTensors | None = None,
 ) -> None:
@@ -212,7 +218,7 @@ def process_logits_reference(
         logits_V = logits_NV[lane, :vocabulary]
         if raw_NV is not None and wants is not None and wants.wanted[slot] >= 0 and wants.raw[slot]:
             raw_NV[lane, :vocabulary] = logits_V
-        flags = int(tensors.flags[slot])
+        flags = int(tensors.flags[slot]) & steps
         before = range(j) if tree is None else ancestors_of(tree, lane)
         fed = [tokens[lane - j + node] for node in before] + [tokens[lane]]
         if flags & USES_MASK:

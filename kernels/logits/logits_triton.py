@@ -16,6 +16,7 @@ USES_BAD_WORDS = 2
 USES_BIAS = 4
 USES_REPETITION = 8
 USES_COUNTS = 16  # frequency and presence
+ALL_STEPS = 31
 
 _MASK = tl.constexpr(USES_MASK)
 _BAD_WORDS = tl.constexpr(USES_BAD_WORDS)
@@ -152,6 +153,7 @@ def process_kernel(
     positions,
     masks,
     words,
+    steps,
     W: tl.constexpr,
     DEPTH: tl.constexpr,
     B: tl.constexpr,
@@ -170,7 +172,7 @@ def process_kernel(
     lane = tl.program_id(0)
     slot = tl.load(lane_slot_ptr + lane, cache_modifier=".cg").to(tl.int64)
     live = slot >= 0
-    flags = tl.load(tensors.flags + slot, mask=live, other=0)
+    flags = tl.load(tensors.flags + slot, mask=live, other=0) & steps
     copies = False
     if raw_ptr is not None:
         wanted = tl.load(wanted_ptr + slot, mask=live, other=-1)

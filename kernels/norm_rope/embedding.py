@@ -1,14 +1,18 @@
 """Token embedding: rows of the table become the float32 residual stream.
 
+Of a prompt some positions may have no token but an embedding of their own (`GivenRows`), which is
+taken in place of the table's.
+
 `embed` is a separate launch. Kernels that start a decode step's `Residual` with the embedding of
 a token share the parts here: `load_embedding` and `store_embedding`, with their checks and twin.
 
-Letters: N lanes, V vocabulary, H hidden, T groups of columns.
+Letters: N lanes, V vocabulary, H hidden, T groups of columns, M given rows.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,6 +31,23 @@ from graphengine.kernels.linear.residual import Residual, check_squares
 
 _BLOCK_H = 1024
 
+GIVEN = -2
+"""The token of a position p that has an embedding of its own is GIVEN - p: no two positions of a
+sequence have the same, and none is a token's id or -1, which stands for no token."""
+
+_GIVEN = tl.constexpr(GIVEN)
+
+
+class GivenRows(NamedTuple):
+    """Embeddings of positions that have no token."""
+
+    rows: torch.Tensor
+    """[M, H] in the table's dtype, dense rows; row i is of the position i after the first."""
+    first: torch.Tensor
+    """int32 [1]: the position of row 0."""
+    scale: float
+    """What they are multiplied by; the product is rounded to their dtype."""
+
 
 def embed(
     token_N: torch.Tensor,
@@ -34,6 +55,7 @@ def embed(
     slot_N: torch.Tensor,
     *,
     scale: float = 1.0,
+    given: GivenRows | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The embedding of each live lane's token, widened to float32.
@@ -42,11 +64,13 @@ def embed(
         token_N: int32. table_VH: float32, float16 or bfloat16; may exceed 2**31 elements.
         slot_N: int32, -1 = padded lane.
         scale: of the embedding; the product is rounded to the table's dtype.
+        given: the embeddings of tokens from GIVEN down; None: there are none.
         out: float32 [N, H].
 
     Returns:
-        float32 [N, H]. A live lane whose id is outside 0..V-1 becomes NaN, so that the mistake is
-        seen; no memory beyond the table is read. Padded lanes are neither read nor written.
+        float32 [N, H]. A live lane whose id is outside 0..V-1, and names no given row, becomes NaN,
+        so that the mistake is seen; no memory beyond the table and the given rows is read. Padded
+        lanes are neither read nor written.
         ValueError for a shape or dtype that does not fit.
     """
     check_rows(table_VH=table_VH)
@@ -54,8 +78,10 @@ def embed(
     check_lanes(lanes, slot_N=slot_N, token_N=token_N)
     V, H = table_VH.shape
     out = output_rows(out, (lanes, H), dtype=torch.float32, like=table_VH)
+    if given is not None:
+        _check_given(given, table_VH)
     if not use_triton(table_VH):
-        return embed_reference(token_N, table_VH, slot_N, scale=scale, out=out)
+        return embed_reference(token_N, table_VH, slot_N, scale=scale, given=given, out=out)
     launcher(_embed_kernel, (lanes, triton.cdiv(H, _BLOCK_H)))(
         token_N,
         table_VH,
@@ -64,11 +90,28 @@ def embed(
         table_VH.stride(0),
         out.stride(0),
         V,
+        None if given is None else given.rows,
+        None if given is None else given.first,
+        None if given is None else given.rows.stride(0),
+        None if given is None else given.rows.shape[0],
         H=H,
         SCALE=float(scale),
+        GIVEN_SCALE=1.0 if given is None else float(given.scale),
         BLOCK_H=_BLOCK_H,
     )
     return out
+
+
+def _check_given(given: GivenRows, table_VH: torch.Tensor) -> None:
+    """ValueError unless the rows are such as the table's."""
+    check_rows(given_rows=given.rows)
+    check_lanes(1, first=given.first)
+    found, wanted = (given.rows.shape[1], given.rows.dtype), (table_VH.shape[1], table_VH.dtype)
+    if found != wanted:
+        raise ValueError(
+            f"given rows of {found[0]} values of {found[1]}, the table has {wanted[0]} of "
+            f"{wanted[1]}"
+        )
 
 
 @triton.jit
@@ -80,8 +123,13 @@ def _embed_kernel(
     table_stride,
     out_stride,
     V,
+    given_ptr,
+    first_ptr,
+    given_stride,
+    M,
     H: tl.constexpr,
     SCALE: tl.constexpr,
+    GIVEN_SCALE: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """One program a lane and BLOCK_H columns."""
@@ -94,6 +142,12 @@ def _embed_kernel(
     mask = h < H
     source = table_ptr + token.to(tl.int64) * table_stride + h
     x = scaled_embedding(tl.load(source, mask=mask & known, other=float("nan")), SCALE)
+    if given_ptr is not None:
+        row = _GIVEN - token - tl.load(first_ptr)
+        given = (token <= _GIVEN) & (row >= 0) & (row < M)
+        source = given_ptr + row.to(tl.int64) * given_stride + h
+        there = tl.load(source, mask=mask & given, other=float("nan"))
+        x = tl.where(given, scaled_embedding(there, GIVEN_SCALE), x)
     tl.store(out_ptr + lane * out_stride + h, x, mask=mask)
 
 
@@ -113,6 +167,7 @@ def embed_reference(
     slot_N: torch.Tensor,
     *,
     scale: float = 1.0,
+    given: GivenRows | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`embed` in plain PyTorch."""
@@ -121,10 +176,22 @@ def embed_reference(
     live = live_lanes(slot_N)
     token = token_N[live]
     unknown = (token < 0) | (token >= V)
-    rows = table_VH[token.masked_fill(unknown, 0).long()]
-    rows = rows.float() if scale == 1.0 else (rows.float() * scale).to(rows.dtype).float()
-    out[live] = rows.masked_fill(unknown[:, None], math.nan)
+    x = _scaled_rows(table_VH, token, unknown, scale)
+    if given is not None:
+        row = GIVEN - token - given.first
+        missing = (token > GIVEN) | (row < 0) | (row >= given.rows.shape[0])
+        x = torch.where(missing[:, None], x, _scaled_rows(given.rows, row, missing, given.scale))
+    out[live] = x
     return out
+
+
+def _scaled_rows(
+    table_VH: torch.Tensor, row_N: torch.Tensor, unknown_N: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Rows of the table times `scale`, rounded to its dtype, as float32; NaN where unknown."""
+    rows = table_VH[row_N.masked_fill(unknown_N, 0).long()]
+    x = rows.float() if scale == 1.0 else (rows.float() * scale).to(rows.dtype).float()
+    return x.masked_fill(unknown_N[:, None], math.nan)
 
 
 def check_embedding(

@@ -38,6 +38,7 @@ def find_cutoffs(
     position_R: torch.Tensor,
     params: SamplingTensors,
     *,
+    ahead: int,
     pdl: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The last candidate that each row's filters keep: part of `sample_tiles`, which checks.
@@ -75,6 +76,7 @@ def find_cutoffs(
         vocabulary,
         width,
         params.stop_ids.shape[1],
+        ahead,
         BLOCK=block,
         num_warps=_WARPS,
         **launch_options(pdl),
@@ -258,6 +260,7 @@ def _cutoff_kernel(
     vocabulary,
     width,
     stop_ids,
+    ahead,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -283,7 +286,7 @@ def _cutoff_kernel(
     cut_id = tl.full((), LAST_ID, tl.int32)
     by_sigma = top_n_sigma > 0
     if (temperature > 0) & (by_count | by_mass | by_sigma | (min_p > 0)):
-        waits = tl.load(position_ptr + row) + 1 < tl.load(min_len_ptr + slot)
+        waits = tl.load(position_ptr + row) + ahead < tl.load(min_len_ptr + slot)
         logits_ptr += row.to(tl.int64) * logits_stride
         stop_ids_ptr += slot * stop_ids
         key_ptr += row.to(tl.int64) * width

@@ -123,6 +123,7 @@ def sample_tiles(
     position_R: torch.Tensor,
     params: SamplingTensors,
     *,
+    ahead: int = 1,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best candidate of each tile of 1,024 logits, and whether they are valid.
@@ -133,8 +134,9 @@ def sample_tiles(
     Args:
         logits_RV: float32 [R, V] with dense rows, any stride between them; only read.
         slot_R: int32 [R], -1 for a padded row.
-        position_R: int32 [R], the query's position; the token's is one more.
+        position_R: int32 [R], the query's position.
         params: indexed by slot; host-owned.
+        ahead: positions from the query to the sampled token, as of `linear_sample`.
         pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`. `slot_R` and
             `position_R` must be older than the launch before.
 
@@ -145,9 +147,9 @@ def sample_tiles(
     stop_ids = _check(logits_RV, slot_R, position_R, params)
     rows, vocabulary = logits_RV.shape
     if not use_triton(logits_RV):
-        return sample_tiles_reference(logits_RV, slot_R, position_R, params)
+        return sample_tiles_reference(logits_RV, slot_R, position_R, params, ahead=ahead)
 
-    cut_key_R, cut_id_R = find_cutoffs(logits_RV, slot_R, position_R, params, pdl=pdl)
+    cut_key_R, cut_id_R = find_cutoffs(logits_RV, slot_R, position_R, params, ahead=ahead, pdl=pdl)
     tiles = triton.cdiv(vocabulary, _TILE_BLOCK)
     best_RC = torch.empty((rows, tiles), dtype=torch.int64, device=logits_RV.device)
     health_RC = slot_R.new_empty(rows, tiles)
@@ -166,6 +168,7 @@ def sample_tiles(
         logits_RV.stride(0),
         vocabulary,
         stop_ids,
+        ahead,
         BLOCK=_TILE_BLOCK,
         **launch_options(pdl),
     )
@@ -234,6 +237,14 @@ def token_of_tiles_reference(best_RC: torch.Tensor, health_RC: torch.Tensor) -> 
     token_R: torch.Tensor = (last_R & LAST_ID.value) ^ LAST_ID.value
     valid_R = (health_RC & HEALTH.value).amax(dim=1) == _FINITE.value
     return token_R.where(valid_R, -1).to(torch.int32)
+
+
+def tile_of_token_reference(
+    token_R: torch.Tensor, valid_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain twin of `tile_of_token`, for all rows: new int64 [R] and int32 [R]."""
+    health_R = torch.where(valid_R, _FINITE.value, _NOTHING_FINITE.value)
+    return (token_R ^ LAST_ID.value).to(torch.int64), health_R.to(torch.int32)
 
 
 class _Value(NamedTuple):
@@ -475,6 +486,12 @@ def best_of_tile(
 
 
 @triton.jit
+def tile_of_token(token, valid):
+    """Best and health of a tile that is all there is: `token_of_tiles` of it is that, or -1."""
+    return (token ^ LAST_ID).to(tl.int64), tl.where(valid, _FINITE, _NOTHING_FINITE)
+
+
+@triton.jit
 def token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK: tl.constexpr):
     """The token of a row, -1 without valid logits; means nothing if it is not live."""
     lane = row + tl.zeros([1], tl.int32)
@@ -530,6 +547,7 @@ def _tile_kernel(
     logits_stride,
     vocabulary,
     stop_ids,
+    ahead,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -541,7 +559,7 @@ def _tile_kernel(
     source = logits_ptr + row[:, None].to(tl.int64) * logits_stride + ids
     mask = live & (ids < vocabulary)
     logits = tl.load(source, mask=mask, other=float("-inf"), cache_modifier=".cg")
-    position = tl.load(position_ptr + row[:, None], mask=live, other=0, cache_modifier=".cg") + 1
+    position = tl.load(position_ptr + row[:, None], mask=live, other=0, cache_modifier=".cg")
     wait_for_inputs(PDL)
 
     best, health = best_of_tile(
@@ -549,7 +567,7 @@ def _tile_kernel(
         ids,
         ids < vocabulary,
         slot,
-        position,
+        position + ahead,
         live,
         temperature_ptr,
         seed_ptr,

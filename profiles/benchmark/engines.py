@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 
 from graphengine import Engine, EngineConfig
-from graphengine.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter, OwnGraphEagle
+from graphengine.drafters import Drafter, NGramDrafter, NoDrafter
 from graphengine.drafters.block import BlockDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
-from graphengine.drafters.making import beside_target
+from graphengine.drafters.making import beside_target, module_drafter
 from graphengine.drafters.mtp import MtpModules
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels import PackedWeight
@@ -178,19 +178,21 @@ def random_drafter(
     match config.mode:
         case None:
             return NoDrafter()
-        case MTP(k=k, style="eagle", own_graph=own_graph, draft_vocab=None):
+        case MTP(style="eagle", draft_vocab=None) as mode:
             vocabulary = (
                 None if vocab_size is None else random_tokens(subject.model.vocab_size, vocab_size)
             )
-            eagle = OwnGraphEagle if own_graph else EagleDrafter
             module = beside_target(
                 random_module(subject.model), config, rounded_model(subject.model, config)
             )
-            return eagle(MtpModules(module.first(1), vocabulary), k)
-        case Eagle3(path="random", k=k, own_graph=own_graph, layers=None):
-            eagle = OwnGraphEagle if own_graph else EagleDrafter
+            modules = MtpModules(module.first(1), vocabulary)
+            size = subject.model.vocab_size if vocab_size is None else vocab_size
+            return module_drafter(modules, mode, config, subject.model, size)
+        case Eagle3(path="random", layers=None) as mode:
             head = random_head(subject.model, vocab_size)
-            return eagle(Eagle3Module(head, None, subject.model), k)
+            size = head.config.draft_vocabulary
+            module3 = Eagle3Module(head, None, subject.model)
+            return module_drafter(module3, mode, config, subject.model, size)
         case DFlash(path="random" | "random-dspark" as kind, k=k, layers=None):
             rank = DSPARK_RANK if kind == "random-dspark" else 0
             block = DFlashConfig.of_target(subject.model, k + (0 if rank else 1), rank=rank)

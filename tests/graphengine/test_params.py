@@ -304,6 +304,7 @@ def test_engine_defaults() -> None:
         "prompt_logprobs": False,
         "logprobs_mode": "raw_logprobs",
         "record_routing": False,
+        "prompt_embeds": False,
         "pdl": True,
         "row_family": None,
         "speculative": None,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from graphengine.draft_trees import DynamicTree
 from graphengine.speculative import (
     MTP,
     Auto,
@@ -17,6 +18,7 @@ from graphengine.speculative import (
     RelaxedAcceptance,
     SaveHiddenStates,
     Speculative,
+    Suffix,
 )
 from graphengine.speculative_text import (
     GRAMMAR,
@@ -42,6 +44,8 @@ from graphengine.speculative_text import (
         ("ngram", NGram()),
         ("ngram:5", NGram(k=5)),
         ("ngram:5:3", NGram(k=5, max_n=3)),
+        ("suffix", Suffix()),
+        ("suffix:4", Suffix(k=4)),
         ("model:a/b", DraftModel("a/b")),
         ("model:a/b:2", DraftModel("a/b", 2)),
         ("model:c:/d:2", DraftModel("c:/d", 2)),
@@ -51,6 +55,8 @@ from graphengine.speculative_text import (
         ("eagle3:c:/d:5", Eagle3("c:/d", 5)),
         ("dflash:a/b", DFlash("a/b")),
         ("dflash:c:/d:15", DFlash("c:/d", 15)),
+        ("mtp:tree:9:3:4", MTP(tree=DynamicTree(nodes=9, top_k=3, depth=4))),
+        ("eagle3:a:tree:9:3:4", Eagle3("a", tree=DynamicTree(nodes=9, top_k=3, depth=4))),
         ("save-hidden:c:/states", SaveHiddenStates("c:/states")),
     ],
 )
@@ -62,8 +68,10 @@ def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
     "text",
     [
         "", "none", "off:1", "auto:3", "mtp:", "mtp:x", "mtp:-1", "mtp:3:other", "mtp:3:vanilla:1",
-        "ngram:3:", "ngram:٣", "ngram:1:2:3", "model", "model:", "model::", "MTP", "eagle3",
-        "eagle3:", "dflash", "dflash::", "save-hidden", "save-hidden:",
+        "ngram:3:", "ngram:٣", "ngram:1:2:3", "suffix:", "suffix:3:1",
+        "model", "model:", "model::", "MTP", "eagle3",
+        "eagle3:", "dflash", "dflash::", "ngram:tree:9:3:4", "off:tree:9:3:4", "mtp:tree:9:3",
+        "mtp:tree:9:3:x", "save-hidden", "save-hidden:",
     ],
 )  # fmt: skip
 def test_any_other_text_shows_the_grammar(text: str) -> None:
@@ -75,7 +83,8 @@ def test_any_other_text_shows_the_grammar(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [("mtp:0", "k=0 drafts"), ("mtp:32", "k=32 drafts"), ("ngram:3:0", "max_n=0"),
-     ("model:a:99", "k=99 drafts")],
+     ("model:a:99", "k=99 drafts"), ("mtp:tree:9:3:99", "a tree's depth=99 must be"),
+     ("mtp:4:tree:9:3:4", "k=4 drafts a step, and the tree has 9 nodes")],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_told(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -24,8 +24,9 @@ PACKAGES = {
 
 ROOMS = (
     "checks", "options", "paths", "logits_params", "routing_record", "draft_trees", "speculative",
-    "speculative_text", "structured_outputs", "sampling_params", "prefill_cut", "config",
-    "engine_options", "demo", "testing", "models", "text", "prompts", "requests", "host",
+    "speculative_text", "structured_outputs", "sampling_params", "prefill_cut", "draft_schedule",
+    "config", "engine_options", "demo", "testing", "models", "text", "prompt_embeds", "prompts",
+    "requests", "host",
     "drafters", "program", "observe", "opening", "core", "parallel", "sessions", "engine", "",
     "cli", "__main__",
 )  # fmt: skip

@@ -1,7 +1,9 @@
 """A mixture of experts: each token's feed-forward is the weighted sum of a few of many SwiGLUs.
 
 Decode runs the router with its product, and two kernels over the chosen experts, and one between
-them where pairs of lane and expert are grouped; a chunk of a prompt always groups them.
+them where pairs of lane and expert are grouped; a chunk of a prompt always groups them. With
+several ranks each has a part of every expert's width, or some experts, and the router, by which all
+choose alike: so one sum of ranks has the chosen experts and the shared ones.
 
 Letters: N lanes, H hidden, F ffn width of an expert, E experts, k of a lane, P = N * k pairs.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +21,19 @@ from graphengine.kernels import (
     AnyWeight,
     ClampedSwiglu,
     DecodeLanes,
+    Grouping,
     PackedExperts,
     PackedForm,
     ProductTile,
     Residual,
     Router,
+    Routes,
     WeightFormat,
     add_rms_norm,
     chunk_tile,
     decode_block,
     empty_experts,
+    expert_part,
     expert_residual,
     expert_sum,
     expert_swiglu,
@@ -36,9 +42,9 @@ from graphengine.kernels import (
     route,
     route_product,
 )
-from graphengine.models.blocks.streams import PrefillScratch, tensors_of
+from graphengine.models.blocks.streams import PrefillScratch, add_part, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
-from graphengine.models.contract import DecodeLaunch, Reduce, Stack, StoredLinear, Weight
+from graphengine.models.contract import DecodeLaunch, Reduce, Share, Stack, StoredLinear, Weight
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.routing import layer_ids, tell_routes
 
@@ -55,6 +61,7 @@ class Experts:
 
     ffn_size   of each expert
     shared     a SwiGLU of every token, whose output is added after that of the chosen experts
+    held       those that this rank has as a whole; None: the width of all
     corrected  whether experts are chosen by scores with a correction
     bias       whether the router's product and those of the experts have biases
     clamped    the experts' in place of silu(gate) * up
@@ -69,6 +76,7 @@ class Experts:
     router: Router
     norm_eps: float
     shared: Swiglu | None = None
+    held: range | None = None
     corrected: bool = False
     bias: bool = False
     clamped: ClampedSwiglu | None = None
@@ -76,16 +84,38 @@ class Experts:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step, without the router; all experts have one shape, and one plan."""
-        hidden, ffn, count = self.hidden_size, self.ffn_size, self.experts
-        of_experts = {
-            "expert_gate_up": Linear("swiglu", 2 * ffn, hidden, experts=count),
-            "expert_down": Linear("residual", hidden, ffn, experts=count),
-        }
+        """In the order of a step, without the router; all experts have one shape, and one plan.
+
+        Ranks split the width of each expert, or have whole ones; of the shared ones they split the
+        width. Each has all routers.
+        """
+        hidden, ffn, count = self.hidden_size, self.ffn_size, len(self.own)
+        gate_up = Linear("swiglu", 2 * ffn, hidden, experts=count)
+        down = Linear("residual", hidden, ffn, experts=count)
+        if self.held is None:
+            gate_up, down = gate_up._replace(shard="rows"), down._replace(shard="columns")
+        of_experts = {"expert_gate_up": gate_up, "expert_down": down}
         if self.shared is None:
             return of_experts
         (first, gate_up), (last, down) = self.shared.linears.items()
         return {first: gate_up, **of_experts, last: down}
+
+    @property
+    def own(self) -> range:
+        """The experts that weights are of."""
+        return range(self.experts) if self.held is None else self.held
+
+    def axis(self, split: int) -> int | None:
+        """The dimension along which ranks split a tensor of one expert; None: they do not."""
+        return split if self.held is None else None
+
+    def own_routes(self, routes: Routes) -> Routes:
+        """By the places of the weights; an expert that another rank has is past the last one."""
+        if self.held is None:
+            return routes
+        place = routes.expert - self.held.start
+        there = (place >= 0) & (place < len(self.held))
+        return routes._replace(expert=torch.where(there, place, len(self.held)))
 
     @property
     def first_linears(self) -> Mapping[str, str]:
@@ -94,7 +124,7 @@ class Experts:
         """
         shared = {} if self.shared is None else self.shared.first_linears
         names = {name: SHARED + first for name, first in shared.items()}
-        names["expert_gate_up"], names["expert_down"] = self.expert_names(0)
+        names["expert_gate_up"], names["expert_down"] = self.expert_names(self.own[0])
         return names
 
     def expert_names(self, index: int) -> tuple[str, str]:
@@ -136,13 +166,13 @@ class Experts:
 
         def of_all(names: Sequence[str], rows: int, columns: int, *, swiglu: bool) -> ExpertWeight:
             form = _same_form([prefix + name for name in names], forms)
-            shape = (self.experts, rows, columns)
+            shape = (len(self.own), rows, columns)
             if form is None:
                 return new(*shape)
             return empty_experts(form, shape, swiglu=swiglu, device=device)
 
         hidden, ffn = self.hidden_size, self.ffn_size
-        gates, downs = zip(*map(self.expert_names, range(self.experts)), strict=True)
+        gates, downs = zip(*map(self.expert_names, self.own), strict=True)
         return ExpertsWeights(
             block=self,
             prefix=prefix,
@@ -160,9 +190,17 @@ class Experts:
             gate_up=of_all(gates, 2 * ffn, hidden, swiglu=True),
             down=of_all(downs, hidden, ffn, swiglu=False),
             gate_bias=new(self.experts) if self.bias else None,
-            gate_up_bias=new(self.experts, 2 * ffn) if self.bias else None,
-            down_bias=new(self.experts, hidden) if self.bias else None,
+            gate_up_bias=new(len(self.own), 2 * ffn) if self.bias else None,
+            down_bias=new(len(self.own), hidden) if self.bias else None,
         )
+
+
+class Chosen(NamedTuple):
+    """What the lanes' chosen experts have made of the stream, which down multiplies: `[P, F]`."""
+
+    gated: Tensor
+    routes: Routes
+    grouping: Grouping | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,34 +235,45 @@ class ExpertsWeights:
         # Rows of gates and ups alternate.
         order = torch.arange(2 * ffn).view(-1, 2).t().flatten()
         found = []
-        for index in range(block.experts):
-            stack = Stack(index, block.experts)
+        for index in range(len(block.own)):
+            stack = Stack(index, len(block.own))
             up_weight, down_weight = (_of_expert(w, index) for w in (self.gate_up, self.down))
             found += [
                 StoredLinear(
                     up_weight,
                     ((gate_up, 2 * ffn),),
                     swiglu=True,
+                    axis=block.axis(0),
                     order=order,
                     expert=True,
                     stack=stack,
                 ),
-                StoredLinear(down_weight, ((down, block.hidden_size),), expert=True, stack=stack),
+                StoredLinear(
+                    down_weight,
+                    ((down, block.hidden_size),),
+                    axis=block.axis(1),
+                    expert=True,
+                    stack=stack,
+                ),
             ]
         return found
 
     def _expert_linears(self) -> list[StoredLinear]:
-        ffn, hidden = self.block.ffn_size, self.block.hidden_size
+        block, ffn, hidden = self.block, self.block.ffn_size, self.block.hidden_size
         found = []
-        for index in range(self.block.experts):
-            prefix = self.prefix + expert_prefix(index)
+        for index, expert in enumerate(block.own):
+            prefix = self.prefix + expert_prefix(expert)
             gate_up = ((f"{prefix}gate_proj", ffn), (f"{prefix}up_proj", ffn))
             down = ((f"{prefix}down_proj", hidden),)
             found += [
                 StoredLinear(
-                    _of_expert(self.gate_up, index), gate_up, swiglu=True, axis=0, expert=True
+                    _of_expert(self.gate_up, index),
+                    gate_up,
+                    swiglu=True,
+                    axis=block.axis(0),
+                    expert=True,
                 ),
-                StoredLinear(_of_expert(self.down, index), down, axis=1, expert=True),
+                StoredLinear(_of_expert(self.down, index), down, axis=block.axis(1), expert=True),
             ]
         return found
 
@@ -245,21 +294,24 @@ class ExpertsWeights:
         assert self.correction is None and self.shared is None
         names = {"router.weight": Weight(self.gate)}
         gate_up, down = self.block.expert_names(0)
-        experts = self.block.experts
+        experts = len(self.block.own)
+        # Ranks split the columns of a gate or of down, or the experts.
+        axes = (0, 0, 0, 0) if self.block.held is not None else (2, 1, 1, None)
+        gates, downs, gate_biases, down_biases = axes
         if isinstance(self.gate_up, Tensor):
             pairs = self.gate_up.view(experts, 2, -1, self.block.hidden_size)
             # As the tensors of a checkpoint: [E, H, F, 2] is its [E, H, 2F].
-            names[gate_up] = Weight(pairs.permute(0, 3, 2, 1))
+            names[gate_up] = Weight(pairs.permute(0, 3, 2, 1), gates)
         if isinstance(self.down, Tensor):
-            names[down] = Weight(self.down.transpose(1, 2))
+            names[down] = Weight(self.down.transpose(1, 2), downs)
         if self.gate_bias is not None:
             assert self.gate_up_bias is not None and self.down_bias is not None
             names |= {
                 "router.bias": Weight(self.gate_bias),
                 "experts.gate_up_proj_bias": Weight(
-                    self.gate_up_bias.view(experts, 2, -1).transpose(1, 2)
+                    self.gate_up_bias.view(experts, 2, -1).transpose(1, 2), gate_biases
                 ),
-                "experts.down_proj_bias": Weight(self.down_bias),
+                "experts.down_proj_bias": Weight(self.down_bias, down_biases),
             }
         return {self.prefix + name: weight for name, weight in names.items()}
 
@@ -287,7 +339,6 @@ class ExpertsWeights:
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place but for its squares.
         """
-        _check_one_rank(launch.reduce)
         block, slot = self.block, row.slot
         # The sum of the chosen experts overwrites what all of these read.
         shared = None if self.shared is None else self.shared.gate(row, residual, launch)
@@ -307,17 +358,16 @@ class ExpertsWeights:
             pdl=launch.pdl,
         )
         tell_routes(routes, slot)
+        routes, experts = block.own_routes(routes), len(block.own)
         gate_up_plan = launch.plan("expert_gate_up", self.gate_up)
         down_plan = launch.plan("expert_down", self.down)
         # The family `fma` takes pairs one by one, and is part of the bits.
         in_dot = gate_up_plan.family == down_plan.family == "dot"
         grouping = None
-        pairs = (len(slot), block.router.top_k, block.experts)
+        pairs = (len(slot), block.router.top_k, experts)
         if in_dot and groups_pairs(*pairs, launch.tokens_per_row):
             size = decode_block(*pairs, _format(self.gate_up))
-            grouping = group_pairs(
-                routes.expert, slot, experts=block.experts, size=size, pdl=launch.pdl
-            )
+            grouping = group_pairs(routes.expert, slot, experts=experts, size=size, pdl=launch.pdl)
         gated = expert_swiglu(
             residual.scaled,
             self.gate_up,
@@ -331,22 +381,64 @@ class ExpertsWeights:
             grouping=grouping,
             pdl=launch.pdl,
         )
+        chosen = Chosen(gated, routes, grouping)
+        if launch.reduce is None:
+            return self._add(chosen, shared, row, residual, next_norm, launch)
+        part = self._part(chosen, shared, row, launch)
+        return add_part(part, slot, residual, next_norm, launch=launch)
+
+    def _add(
+        self,
+        chosen: Chosen,
+        shared: Tensor | None,
+        row: DecodeLanes,
+        residual: Residual,
+        next_norm: Tensor,
+        launch: DecodeLaunch,
+    ) -> Residual:
+        """`residual` plus what down makes of the chosen experts, and of the `shared` ones."""
         residual = expert_residual(
-            gated,
+            chosen.gated,
             self.down,
-            slot,
-            routes,
+            row.slot,
+            chosen.routes,
             residual,
             next_norm,
-            plan=down_plan,
+            plan=launch.plan("expert_down", self.down),
             arrivals=launch.arrivals,
             bias_EH=self.down_bias,
-            grouping=grouping,
+            grouping=chosen.grouping,
             pdl=launch.pdl,
         )
         if self.shared is None or shared is None:
             return residual
         return self.shared.add(shared, row, residual, next_norm, launch)
+
+    def _part(
+        self, chosen: Chosen, shared: Tensor | None, row: DecodeLanes, launch: DecodeLaunch
+    ) -> Tensor:
+        """Float32 `[N, H]`: what this rank has of all that is added to the stream."""
+        part = expert_part(
+            chosen.gated,
+            self.down,
+            row.slot,
+            chosen.routes,
+            plan=launch.plan("expert_down", self.down),
+            arrivals=launch.arrivals,
+            bias_EH=self._own_bias(launch.share),
+            grouping=chosen.grouping,
+            pdl=launch.pdl,
+        )
+        if self.shared is not None and shared is not None:
+            # One sum of ranks for both.
+            part += self.shared.part(shared, row, launch)
+        return part
+
+    def _own_bias(self, share: Share) -> Tensor | None:
+        """Of down: the first rank adds those of the chosen experts, weighted, for all that have a
+        part of their width.
+        """
+        return self.down_bias if share.rank == 0 or self.block.held is not None else None
 
     def prefill(
         self, stream: Tensor, next_norm: Tensor, slot: Tensor, scratch: PrefillScratch
@@ -355,9 +447,8 @@ class ExpertsWeights:
 
         `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`.
         """
-        _check_one_rank(scratch.launch.reduce)
         block, h, pdl = self.block, scratch.h, scratch.launch.pdl
-        experts, top_k, ffn = block.experts, block.router.top_k, block.ffn_size
+        experts, top_k, ffn = len(block.own), block.router.top_k, block.ffn_size
         lanes, hidden = h.shape
         up_tile, down_tile = self._chunk_tiles(lanes, h.dtype)
         logits = _router_logits(h, self.gate)
@@ -373,6 +464,7 @@ class ExpertsWeights:
             expert_Nk=kept,
             pdl=pdl,
         )
+        routes = block.own_routes(routes)
         shared = None
         if self.shared is not None:
             shared = self._shared_chunk(slot, scratch)
@@ -396,20 +488,20 @@ class ExpertsWeights:
             routes,
             tile=down_tile,
             grouping=grouping,
-            bias_EH=self.down_bias,
+            bias_EH=self._own_bias(scratch.launch.share),
             products=scratch.take(top_k * hidden, after=top_k * ffn).view(-1, hidden),
             out=h,
             pdl=pdl,
         )
         eps = block.norm_eps
-        for y in (summed,) if shared is None else (summed, shared):
+        for y in _summands(summed, shared, scratch.launch.reduce):
             add_rms_norm(stream, y, next_norm, slot, eps=eps, out_dtype=h.dtype, out=h, pdl=pdl)
 
     def _chunk_tiles(self, lanes: int, dtype: torch.dtype) -> tuple[ProductTile, ProductTile]:
         """Of gates and ups, and of down; both take the pairs of one grouping."""
         block = self.block
         tiles = [
-            chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
+            chunk_tile(lanes, block.router.top_k, len(block.own), columns, dtype, _format(weight))
             for weight, columns in ((self.gate_up, block.hidden_size), (self.down, block.ffn_size))
         ]
         least = min(tile.lanes for tile in tiles)
@@ -464,6 +556,8 @@ def _router_logits(h_NH: Tensor, gate_EH: Tensor) -> Tensor:
     return torch.mm(h_NH.float(), gate_EH.float().t())
 
 
-def _check_one_rank(reduce: Reduce | None) -> None:
-    if reduce is not None:
-        raise ValueError("the experts of a layer are not split among ranks")
+def _summands(routed: Tensor, shared: Tensor | None, reduce: Reduce | None) -> tuple[Tensor, ...]:
+    """What is added to the stream of a chunk; with several ranks, the sum of all of theirs."""
+    if reduce is None:
+        return (routed,) if shared is None else (routed, shared)
+    return (reduce(routed if shared is None else routed.add_(shared)),)

@@ -40,7 +40,7 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import ChunkAttention, DecodeLaunch, Reduce, StoredLinear, Weight
+from graphengine.models.contract import ChunkAttention, DecodeLaunch, StoredLinear, Weight
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import Paged
 
@@ -94,12 +94,13 @@ class LatentAttention:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step."""
+        """In the order of a step. Ranks split heads; each has all latents."""
         rows = self.first_size + self.entry
         linears = {"q_kv_a": Linear("store", rows, self.hidden_size)}
         if self.q_rank is not None:
-            linears["q_b"] = Linear("store", self.q_size, self.q_rank)
-        return {**linears, "output": Linear("residual", self.hidden_size, self.value_size)}
+            linears["q_b"] = Linear("store", self.q_size, self.q_rank, shard="rows")
+        output = Linear("residual", self.hidden_size, self.value_size, shard="columns")
+        return {**linears, "output": output}
 
     @property
     def first_linears(self) -> Mapping[str, str]:
@@ -201,13 +202,23 @@ class LatentAttentionWeights:
         """The block's products; those of each head are of parts of one weight, which is plain."""
         block, prefix = self.block, self.prefix
         first = (prefix + block.first_linears["q_kv_a"], block.first_size)
-        linears = [StoredLinear(self.q_kv_a, (first, (f"{prefix}kv_a_proj_with_mqa", block.entry)))]
+        latent = (f"{prefix}kv_a_proj_with_mqa", block.entry)
+        # Queries are of heads, and latents of all.
+        shared = [latent] if self.q_b is None else [first, latent]
+        linears = [
+            StoredLinear(
+                self.q_kv_a,
+                (first, latent),
+                axis=0,
+                shared=frozenset(name for name, _ in shared),
+            )
+        ]
         if self.q_b is not None:
-            linears.append(StoredLinear(self.q_b, ((f"{prefix}q_b_proj", block.q_size),)))
+            linears.append(StoredLinear(self.q_b, ((f"{prefix}q_b_proj", block.q_size),), axis=0))
         of_heads = (f"{prefix}kv_b_proj", len(self.kv_b))
-        linears.append(StoredLinear(self.kv_b, (of_heads,), plain=True))
+        linears.append(StoredLinear(self.kv_b, (of_heads,), axis=0, plain=True))
         output = (f"{prefix}o_proj", block.hidden_size)
-        return [*linears, StoredLinear(self.output, (output,))]
+        return [*linears, StoredLinear(self.output, (output,), axis=1)]
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
@@ -245,7 +256,6 @@ class LatentAttentionWeights:
         place but for its squares. `kv`, the layer's cache `[blocks, 1, block_size, E]`, receives
         each live lane's entry at its position, through `block_table` `[S, B]`.
         """
-        _check_one_rank(launch.reduce)
         block, slot, pdl = self.block, row.slot, launch.pdl
         projected = linear(
             residual.scaled,
@@ -316,7 +326,6 @@ class LatentAttentionWeights:
         not by the chunk's `attention`. The result lies in `scratch`, before what the product of
         `add_output` writes.
         """
-        _check_one_rank(scratch.launch.reduce)
         block, slot, pdl = self.block, lanes.slot, scratch.launch.pdl
         heads, rank = block.num_heads, block.kv_rank
         width = block.first_size + block.entry
@@ -393,8 +402,3 @@ class LatentAttentionWeights:
 def _chunk_head_product(x_NQK: Tensor, weight_QKM: Tensor, *, out: Tensor) -> None:
     """`head_product` of a chunk, by the BLAS, padded lanes too."""
     torch.bmm(x_NQK.transpose(0, 1), weight_QKM, out=out.transpose(0, 1))
-
-
-def _check_one_rank(reduce: Reduce | None) -> None:
-    if reduce is not None:
-        raise ValueError("latent attention is not split among ranks")

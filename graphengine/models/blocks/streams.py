@@ -41,7 +41,7 @@ from graphengine.kernels import (
     takes_fp8,
 )
 from graphengine.models.blocks.norms import NextNorm, Sandwich
-from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, Reduce
+from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch
 from graphengine.models.linears import WeightForms
 
 
@@ -112,30 +112,33 @@ def add_product(
             plan=plan,
             launch=launch,
         )
-    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, plan=plan, launch=launch)
+    part = part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch)
+    return add_part(part, slot_N, residual, next_norm_H, bias=bias, launch=launch)
+
+
+def add_part(
+    part_NH: Tensor,
+    slot_N: Tensor,
+    residual: Residual,
+    next_norm_H: Tensor,
+    *,
+    bias: Tensor | None = None,
+    launch: DecodeLaunch,
+) -> Residual:
+    """`residual` plus the sum of all ranks' parts, of which this rank has a float32 one."""
+    if launch.add_parts is not None:
+        return launch.add_parts(part_NH, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl)
+    assert launch.reduce is not None, "one rank has no parts"
+    whole = launch.reduce(part_NH)
     return add_to_residual(whole, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl)
 
 
-def _reduced(
-    x_NK: Tensor,
-    weight_HK: AnyWeight,
-    slot_N: Tensor,
-    reduce: Reduce,
-    *,
-    plan: LinearPlan,
-    launch: DecodeLaunch,
+def part_product(
+    x_NK: Tensor, weight_HK: AnyWeight, slot_N: Tensor, *, plan: LinearPlan, launch: DecodeLaunch
 ) -> Tensor:
-    """The product of all ranks in float32, without a bias."""
+    """Float32 `[N, H]`: what this rank has of a product, without a bias."""
     _check_split(weight_HK)
-    part = linear(
-        x_NK,
-        weight_HK,
-        slot_N,
-        out_dtype=torch.float32,
-        plan=plan,
-        launch=launch,
-    )
-    return reduce(part)
+    return linear(x_NK, weight_HK, slot_N, out_dtype=torch.float32, plan=plan, launch=launch)
 
 
 def _whole_product(
@@ -150,7 +153,7 @@ def _whole_product(
     """The product of all ranks, and the sums of its squares."""
     if launch.reduce is None:
         return linear_squares(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
-    whole = _reduced(x_NK, weight_HK, slot_N, launch.reduce, plan=plan, launch=launch)
+    whole = launch.reduce(part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch))
     whole = whole if bias is None else whole + bias.float()
     return Product(whole, sums_of_squares(whole, 1).contiguous())
 

@@ -27,6 +27,7 @@ from graphengine.models.blocks.streams import (
     add_chunk_product,
     add_product,
     new_weight,
+    part_product,
     tensors_of,
 )
 from graphengine.models.contract import DecodeLaunch, StoredLinear, Weight
@@ -200,6 +201,11 @@ class SwigluWeights:
             plan=launch.plan(f"{self.block.role}down", self.down),
             launch=launch,
         )
+
+    def part(self, gated: Tensor, row: DecodeLanes, launch: DecodeLaunch) -> Tensor:
+        """What this rank has of the block's output, as `part_product` says."""
+        plan = launch.plan(f"{self.block.role}down", self.down)
+        return part_product(gated, self.down, row.slot, plan=plan, launch=launch)
 
     def prefill(
         self, stream: Tensor, next_norm: NextNorm, slot: Tensor, scratch: PrefillScratch

@@ -24,8 +24,8 @@ from graphengine.models.quantised.readers import is_plain, read_weight
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.schemes import HEAD, Quantisation
 
-# Of tensors with the codes and scales of all experts, after the name that those in 16 bits have.
-_STACKED_ENDS = ("_blocks", "_scales")
+STACKED_ENDS = ("_blocks", "_scales")
+"""Of tensors with codes and scales of all experts, after the name that 16 bits have."""
 
 
 class Read(NamedTuple):
@@ -172,7 +172,7 @@ def names_of_packed(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> 
     """The checkpoint's tensors of weights that are packed, or dequantised while they are read."""
     packed = packed_names(linears) | dequantised_names(checkpoint, linears)
     stacked = {name for each in linears if each.stack is not None for name, _ in each.parts}
-    stacked = {name + end for name in packed & stacked for end in ("", *_STACKED_ENDS)}
+    stacked = {name + end for name in packed & stacked for end in ("", *STACKED_ENDS)}
     return {
         name
         for name in checkpoint.tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from checkpoints import hybrids
 from checkpoints.eagle3_heads import (
+    PREFIX,
     Head,
     Shape,
     Tensors,
@@ -24,10 +26,22 @@ from checkpoints.eagle3_heads import (
     write_head,
 )
 from checkpoints.mtp_chains import SIZES, VOCAB, random_target
+from engines.plain_trees import Root, drafted_tree, plain_tree
 from engines.small_engine import assert_idle, greedy, open_engine, run, sampled
-from engines.speculation import ENDLESS, open_plain, open_speculating, outcomes, random_jobs
-from graphengine import Engine, Request
+from engines.speculation import (
+    BEST,
+    ENDLESS,
+    TREE,
+    Job,
+    open_plain,
+    open_speculating,
+    outcomes,
+    random_jobs,
+)
+from graphengine import Engine, PromptParts, Request
+from graphengine.draft_trees import Tree
 from graphengine.drafters import FieldSizes, eagle
+from graphengine.kernels.attention import reference
 from graphengine.speculative import Eagle3, GateOptions, describe
 from launches.compilation import graph_kernels
 
@@ -57,10 +71,15 @@ class Pair(NamedTuple):
         return Eagle3(self.head_path, K, layers=layers, **options)
 
 
-def pair_of(folder: Path, target: Any, shape: Shape, *, speculators: bool = False) -> Pair:
+def pair_of(
+    folder: Path, target: Any, shape: Shape, *, speculators: bool = False, evenly: bool = False
+) -> Pair:
+    """evenly: the head attends to all tokens alike."""
     target.save_pretrained(folder / "target")
     embedding = target.get_input_embeddings().weight.detach()
     tensors = head_tensors(shape, embedding, target.lm_head.weight.detach())
+    if evenly:
+        tensors[f"{PREFIX}self_attn.q_proj.weight"].zero_()
     config, stored = head_config(shape, embedding), tensors
     if speculators:
         config, stored = as_speculators(config, tensors)
@@ -92,10 +111,11 @@ SHAPES: dict[str, tuple[Shape, bool]] = {
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     folder, target = tmp_path_factory.mktemp("eagle3"), llama()
-    return {
+    found = {
         name: pair_of(folder / name, target, shape, speculators=speculators)
         for name, (shape, speculators) in SHAPES.items()
     }
+    return found | {"even": pair_of(folder / "even", target, Shape(), evenly=True)}
 
 
 # The drafts.
@@ -109,9 +129,8 @@ class Follower:
         self.head, self.committed = pair.head(), 0
         self.counts: set[int] = set()
 
-    @torch.no_grad()
-    def check(self, count: int, *, drafted: bool = True) -> None:
-        """The drafts, where there are some, and the cache after a step of this many tokens."""
+    def take_in(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was emitted: what lm_head reads after it, and what the next run is fed."""
         request, pair, head = self.request, self.pair, self.head
         sequence = [*request.prompt_token_ids, *request.token_ids]
         end = len(sequence) - 1
@@ -120,6 +139,26 @@ class Follower:
             token, g = sequence[position + 1], head.fuse(streams[position])
             output, recycled = head.run(token, g, position)
         self.committed = end
+        return output, recycled
+
+    @torch.no_grad()
+    def check_tree(self, tree: Tree) -> None:
+        """The nodes after a step."""
+        output, recycled = self.take_in()
+
+        def run(token: int, g: Any, position: int) -> tuple[torch.Tensor, Any]:
+            after, g = self.head.run(token, g, position)
+            return self.head.logits(after), g
+
+        root = Root(run, self.head.logits(output), recycled, self.committed)
+        expected = plain_tree(tree, root, self.request.params)
+        assert drafted_tree(self.engine, self.request) == expected
+
+    @torch.no_grad()
+    def check(self, count: int, *, drafted: bool = True) -> None:
+        """The drafts, where there are some, and the cache after a step of this many tokens."""
+        (output, recycled), request, head = self.take_in(), self.request, self.head
+        end = self.committed
         if not drafted:
             self.check_cache(end)
             return
@@ -192,6 +231,25 @@ def test_drafts_are_those_of_a_plain_forward(
         counts = set().union(*(follower.counts for follower in followers))
         assert 1 in counts and max(counts) >= K, f"steps that accept none, and many: {counts}"
         assert_idle(engine)
+
+
+def test_embeddings_of_a_prompt_are_read_as_tokens(pairs: dict[str, Pair]) -> None:
+    """Drafts after rows of the table are those after the tokens of the rows, chunk by chunk."""
+    pair, options = pairs["published"], SMALL | {"prompt_embeds": True, "device": "cpu"}
+    table = pair.target.get_input_embeddings().weight.detach()
+    (ids,) = prompts_of(21)
+    with open_speculating(pair.mode(), pair.path, **options) as engine:
+        expected = engine.generate(ids, greedy(26, **ENDLESS))
+        assert expected.acceptance.accepted > 0
+        for first, stop in ((0, 21), (3, 9), (15, 17)):
+            prompt = PromptParts(ids[:first], table[ids[first:stop]], ids[stop:])
+            result = engine.generate(prompt, greedy(26, **ENDLESS))
+            assert result.token_ids == expected.token_ids
+            assert result.acceptance == expected.acceptance
+    pair = pairs["speculators"]
+    message = "prompt_embeds=True, but the embeddings of .* have 50 values, and those of a prompt"
+    with pytest.raises(ValueError, match=message):
+        open_speculating(pair.mode(), pair.path, **options)
 
 
 def test_after_pauses(pairs: dict[str, Pair]) -> None:
@@ -285,7 +343,88 @@ def test_another_layer_or_another_order_is_no_plain_forward_s(
             follow(pair, engine, [request])
 
 
+TREES: dict[str, Any] = {"static": TREE, "dynamic": BEST}
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [("published", "static"), ("published", "dynamic"), ("speculators", "dynamic"),
+     ("even", "dynamic"),
+     ("whole vocabulary", "static")],
+)  # fmt: skip
+def test_trees_are_those_of_a_plain_head(pairs: dict[str, Pair], name: str, tree: str) -> None:
+    """Node for node, after every step, of a greedy request and of one with noise."""
+    pair, mode = pairs[name], Eagle3(pairs[name].head_path, tree=TREES[tree])
+    mode = replace(mode, layers=pair.mode().layers)
+    shape = mode.shape
+    assert shape is not None and mode.k == shape.nodes == 9
+    with open_speculating(mode, pair.path, **SMALL, device="cpu", lookahead=0) as engine:
+        params = [greedy(15, **ENDLESS), sampled(15, seed=8)]
+        requests = [
+            engine.submit(prompt, each)
+            for prompt, each in zip(prompts_of(21, 6), params, strict=True)
+        ]
+        followers = [Follower(pair, engine, request) for request in requests]
+        done, counts = [0, 0], set()
+        while engine.busy:
+            engine.step()
+            for index, request in enumerate(requests):
+                count = len(request.token_ids) - done[index]
+                done[index] += count
+                if count and not request.finished:
+                    counts.add(count)
+                    followers[index].check_tree(shape)
+        assert len(counts) > 1, f"steps that accept few, and many: {counts}"
+
+
+def test_a_sibling_that_the_head_sees_is_found(
+    monkeypatch: pytest.MonkeyPatch, pairs: dict[str, Pair]
+) -> None:
+    entries = reference._path_entries
+
+    def with_sibling(tree: Any, lane: int, position: int) -> list[int]:
+        """Of a path in a run of the head, which has no root, the last ancestor is another node."""
+        path = entries(tree, lane, position)
+        if bool((tree.node > 0).all()) and len(path) > 2:
+            path[-2] -= 1
+        return path
+
+    monkeypatch.setattr(reference, "_path_entries", with_sibling)
+    with pytest.raises(AssertionError, match=r"Node\("):
+        test_trees_are_those_of_a_plain_head(pairs, "even", "dynamic")
+
+
 # Tokens.
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_tokens_with_trees_are_those_without(
+    device: str, pairs: dict[str, Pair], tree: str
+) -> None:
+    """And with pauses; the order of its lm_head's rows is not that of the tokens."""
+    pair = pairs["speculators"]
+    jobs = [Job(tuple(range(first, first + 29)), greedy(45, **ENDLESS)) for first in (1, 9)]
+    jobs += random_jobs(VOCAB, count=4)
+    with open_plain(pair.path, **SMALL, device=device) as engine:
+        expected = outcomes(engine, jobs)
+    options = SMALL | {"kv_blocks": 14, "swap_blocks": 40, "device": device}
+    mode = Eagle3(pair.head_path, tree=TREES[tree])
+    with open_speculating(mode, pair.path, **options) as engine:
+        assert outcomes(engine, jobs) == expected
+        assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
+        assert engine.counters["pauses"] > 0
+        assert_idle(engine)
+
+
+def test_a_tree_goes_with_the_step_s_graph(pairs: dict[str, Pair]) -> None:
+    mode = Eagle3("somewhere", tree=BEST)
+    assert describe(mode) == (
+        "eagle3 somewhere, tree of the best 9 nodes, up to 4 deep, 3 after a node"
+    )
+    with pytest.raises(ValueError, match="a tree goes with style='eagle' in the step's graph"):
+        Eagle3("somewhere", tree=TREE, own_graph=True)
+    with pytest.raises(ValueError, match="k=5 drafts a step, and the tree has 9 nodes"):
+        Eagle3("somewhere", 5, tree=TREE)
 
 
 @pytest.mark.parametrize("own_graph", [False, True])

@@ -21,6 +21,7 @@ from checkpoints.mtp_modules import LAYOUTS, VOCAB, write_random
 from engines.device_cases import alternately, pairwise_here
 from engines.small_engine import MAX_SEQ_LEN, OTHER, PROMPT, assert_idle, greedy
 from engines.speculation import (
+    BEST,
     DEMO,
     SCRIPTS,
     TREE,
@@ -40,7 +41,7 @@ from engines.speculation import (
     write_draft_model,
 )
 from extent import extent
-from graphengine import Engine, Request, SamplingParams
+from graphengine import DynamicTree, Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.kernels import Residual
 from graphengine.speculative import (
@@ -64,6 +65,7 @@ DEMO_DRAFTERS: dict[str, tuple[Callable[[Path], Speculative], Sequence[float]]] 
     "mtp-3": (lambda folder: MTP(k=3), (0.7, 0.55, 0.45)),
     "mtp-5": (lambda folder: MTP(k=5), (0.67, 0.47, 0.4, 0.3, 0.24)),
     "mtp-tree": (lambda folder: MTP(tree=TREE), (0.82, 0.7, 0.48, 0.31)),
+    "mtp-dynamic": (lambda folder: MTP(tree=BEST), (0.82, 0.67, 0.51, 0.56)),
     "mtp-vocabulary": (
         lambda folder: MTP(k=3, draft_vocab=DraftVocabulary(text=text_of(folder), size=512)),
         (0.5, 0.13, 0.06),
@@ -137,7 +139,8 @@ def assert_drafted(engine: Engine, least: float = 1.0, rates: Sequence[float] = 
 
 # Both lookaheads of each way to draft; what differs by a number alone is met once.
 LOOKAHEADS = {
-    "mtp-1": (0,), "mtp-2": (1,), "mtp-5": (0,), "mtp-tree": (1,), "mtp-vocabulary": (1,),
+    "mtp-1": (0,), "mtp-2": (1,), "mtp-5": (0,), "mtp-tree": (1,), "mtp-dynamic": (0,),
+    "mtp-vocabulary": (1,),
     "ngram-5": (0,), "auto": (1,), "model-itself-1": (0,), "model-llama": (1,),
     "model-qwen3": (0,),
 }  # fmt: skip
@@ -386,7 +389,10 @@ def leave_out_layers(engine: Engine) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "filtered"),
-    extent([("mtp", True), ("ngram", False)], [("mtp", True), ("ngram", False), ("user", True)]),
+    extent(
+        [("mtp", True), ("ngram", False), ("tree", True)],
+        [("mtp", True), ("ngram", False), ("tree", True), ("user", True)],
+    ),
 )
 def test_the_sampled_distribution_is_that_of_the_model(
     device: str, tmp_path: Path, drafter: str, filtered: bool
@@ -406,6 +412,7 @@ def test_the_sampled_distribution_is_that_of_the_model(
 
     modes: dict[str, Speculative] = {
         "mtp": MTP(k=3), "ngram": NGram(k=3), "user": UserProvided(3),
+        "tree": MTP(tree=DynamicTree(nodes=3, top_k=2, depth=3)),
     }  # fmt: skip
     sizes: dict[str, Any] = {"max_batch": 16, "max_seq_len": draws + 20, "buckets": (16,)}
     with open_speculating(modes[drafter], path, device=device, dtype="float32", **sizes) as engine:

@@ -21,7 +21,7 @@ from engines.churn import Owners, write_tokenizer
 from engines.device_cases import alternately, pairwise_here
 from engines.logit_options import random_options
 from engines.small_engine import open_engine
-from engines.speculation import DEMO, TREE, Script, outcome, step_with, write_draft_model
+from engines.speculation import BEST, DEMO, TREE, Script, outcome, step_with, write_draft_model
 from extent import extent
 from graphengine import Engine, Request, SamplingParams
 from graphengine.speculative import (
@@ -31,6 +31,7 @@ from graphengine.speculative import (
     GateOptions,
     NGram,
     Speculative,
+    Suffix,
     UserProvided,
 )
 
@@ -82,6 +83,7 @@ STRICT = GateOptions(window=3, off_below=2.9, on_above=2.9, probe_every=3)
 CHURNS = {
     "mtp": Churn(lambda folder: MTP(k=3)),
     "mtp-tree": Churn(lambda folder: MTP(tree=TREE)),
+    "mtp-dynamic": Churn(lambda folder: MTP(tree=BEST)),
     "mtp-own-graph": Churn(lambda folder: MTP(k=3, own_graph=True)),
     "ngram": Churn(lambda folder: NGram(k=3, max_n=2)),
     "model-itself": Churn(lambda folder: DraftModel(folder / "modules", k=3), None, (1,)),
@@ -222,7 +224,9 @@ def test_each_request_says_what_it_says_alone_without_drafts(
 
 
 @pytest.mark.parametrize(
-    "mode", [MTP(k=3), MTP(tree=TREE), NGram(k=3)], ids=["mtp", "tree", "ngram"]
+    "mode",
+    [MTP(k=3), MTP(tree=TREE), NGram(k=3), Suffix(k=3)],
+    ids=["mtp", "tree", "ngram", "suffix"],
 )
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_pause_costs_no_accepted_draft(device: str, mode: Speculative, lookahead: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from checkpoints.mtp_modules import VOCAB, write_random
 from engines.named_graphs import graph_names, graph_of
 from engines.speculation import DEMO, open_speculating, write_draft_model
-from graphengine import Engine, Request, SamplingParams
+from graphengine import DynamicTree, Engine, Request, SamplingParams
 from graphengine.buckets import inspect_graph, programmatic_edges
 from graphengine.profiles.benchmark.eager import check_against_eager
 from graphengine.sampling_params import SAMPLER_FIELDS
@@ -31,15 +31,18 @@ K, BLOCK_SIZE, ROWS = 3, 8, 4
 
 # Of K nodes.
 SMALL_TREE = [[0], [1], [0, 0]]
+SMALL_BEST = DynamicTree(nodes=K, top_k=2, depth=2)
 DEMO_MODES: dict[str, Speculative] = {
     "mtp": MTP(k=K),
     "tree": MTP(tree=SMALL_TREE),
+    "dynamic": MTP(tree=SMALL_BEST),
     "ngram": NGram(k=K),
     "model": DraftModel(DEMO, k=K),
 }
 MODES: dict[str, Callable[[Path], Speculative]] = {
     "mtp": lambda folder: MTP(k=K),
     "tree": lambda folder: MTP(tree=SMALL_TREE),
+    "dynamic": lambda folder: MTP(tree=SMALL_BEST),
     "ngram": lambda folder: NGram(k=K),
     "model": lambda folder: DraftModel(
         write_draft_model(folder / "draft", "llama", VOCAB, None), k=K
@@ -49,7 +52,7 @@ MODES: dict[str, Callable[[Path], Speculative]] = {
 SLOT_FIELDS = (
     "block_table", *SAMPLER_FIELDS, "stop_ids", "min_len", "max_len",
     "next_token", "kv_len", "draft_tokens", "token_history", "relaxed_delta",
-    "ngram_unmatched",
+    "ngram_unmatched", "tree_parent", "tree_depth", "tree_ancestor",
 )  # fmt: skip
 STATE = ("next_token", "kv_len", "running")
 

@@ -31,6 +31,7 @@ from graphengine.speculative import (
     NGram,
     RelaxedAcceptance,
     SaveHiddenStates,
+    Suffix,
     UserProvided,
     check_rows,
     check_speculative,
@@ -48,6 +49,7 @@ MARKS: dict[str, Any] = {"begin_token_ids": [7], "end_token_ids": [9]}
 MADE = [
     MTP(),
     NGram(),
+    Suffix(),
     DraftModel("small"),
     Eagle3("head"),
     DFlash("block"),
@@ -76,17 +78,37 @@ def values(made: Any) -> dict[str, Any]:
                 "draft_vocab": None,
                 "feed": "chained",
                 "tree": None,
+                "min_confidence": None,
             },
         ),
         (MTP(5, own_graph=True, draft_vocab=WORDS).k, 5),
         (NGram(), {"k": 3, "max_n": 5}),
         (NGram(31, max_n=16), {"k": 31, "max_n": 16}),
-        (DraftModel("small"), {"path": "small", "k": 3}),
-        (DraftModel(Path("small"), 1), {"path": Path("small"), "k": 1}),
-        (Eagle3("head"), {"path": "head", "k": 3, "own_graph": False, "layers": None}),
+        (Suffix(), {"k": 7, "factor": 1.0, "max_match": 32, "corpus": None}),
+        (Suffix(1, factor=0.5, max_match=2, corpus="c").factor, 0.5),
+        (DraftModel("small"), {"path": "small", "k": 3, "min_confidence": None}),
+        (DraftModel(Path("small"), 1, min_confidence=1).min_confidence, 1),
+        (
+            Eagle3("head"),
+            {
+                "path": "head",
+                "k": 3,
+                "own_graph": False,
+                "layers": None,
+                "tree": None,
+                "min_confidence": None,
+            },
+        ),
         (
             Eagle3(Path("head"), 1, own_graph=True, layers=[4, 2]),
-            {"path": Path("head"), "k": 1, "own_graph": True, "layers": (4, 2)},
+            {
+                "path": Path("head"),
+                "k": 1,
+                "own_graph": True,
+                "layers": (4, 2),
+                "tree": None,
+                "min_confidence": None,
+            },
         ),
         (DFlash("block"), {"path": "block", "k": 7, "layers": None}),
         (DFlash(Path("b"), 15, layers=[4, 2]), {"path": Path("b"), "k": 15, "layers": (4, 2)}),
@@ -144,9 +166,36 @@ K_ERROR = "drafts a step must be an integer in [1, 31]"
             "own_graph=True goes with style='eagle', not 'vanilla'",
         ),
         (MTP, {"draft_vocab": 5}, "draft_vocab=5 must be a DraftVocabulary or None"),
+        (MTP, {"min_confidence": 0}, "min_confidence=0 must be a number in (0, 1], or None"),
+        (
+            Eagle3,
+            {"path": "head", "min_confidence": 1.5},
+            "min_confidence=1.5 must be a number in (0, 1], or None",
+        ),
+        (
+            DraftModel,
+            {"path": "a", "min_confidence": "1"},
+            "min_confidence='1' must be a number in (0, 1], or None",
+        ),
+        (
+            MTP,
+            {"style": "vanilla", "min_confidence": 0.5},
+            "min_confidence=0.5 goes with style='eagle' and without a tree, not with "
+            "style='vanilla', tree=None",
+        ),
         (NGram, {"max_n": 0}, "max_n=0 must be an integer in [1, 16]"),
         (NGram, {"max_n": 17}, "max_n=17 must be an integer in [1, 16]"),
         (NGram, {"max_n": "3"}, "max_n='3' must be an integer in [1, 16]"),
+        (Suffix, {"k": 0}, f"k=0 {K_ERROR}"),
+        (Suffix, {"factor": 0}, "factor=0 must be a finite number above 0"),
+        (Suffix, {"factor": math.inf}, "factor=inf must be a finite number above 0"),
+        (Suffix, {"max_match": 65}, "max_match=65 must be an integer in [1, 64]"),
+        (
+            Suffix,
+            {"factor": 0.3, "max_match": 3},
+            "factor=0.3 supports no draft of a match of max_match=3 tokens",
+        ),
+        (Suffix, {"corpus": ""}, "corpus='' must be a path"),
         (DraftModel, {"path": ""}, "path='' must be a path"),
         (DraftModel, {"path": None}, "path=None must be a path"),
         (DFlash, {"path": ""}, "path='' must be a path"),
@@ -372,7 +421,18 @@ def test_a_layer_that_the_model_lacks_is_refused() -> None:
             "mtp eagle, k=3, draft vocabulary d2t",
         ),
         (NGram(5, max_n=3), "n-gram, k=5, max_n=3"),
+        (Suffix(5), "suffix, k=5, factor=1, max_match=32"),
+        (
+            Suffix(factor=1.5, corpus=Path("a.txt")),
+            "suffix, k=7, factor=1.5, max_match=32, corpus a.txt",
+        ),
         (DraftModel(Path("models/small"), 2), "draft model models/small, k=2"),
+        (
+            DraftModel("small", min_confidence=0.25),
+            "draft model small, k=3, confidence from 0.25",
+        ),
+        (MTP(min_confidence=0.5), "mtp eagle, k=3, confidence from 0.5"),
+        (Eagle3("head", min_confidence=0.5), "eagle3 head, k=3, confidence from 0.5"),
         (Eagle3(Path("models/head"), 5), "eagle3 models/head, k=5"),
         (
             Eagle3("head", own_graph=True, layers=(1, 5)),
@@ -396,7 +456,8 @@ def test_what_is_no_mode_is_refused(wrong: Any) -> None:
         check_speculative(wrong)
     assert str(refused.value) == (
         f"speculative={wrong!r} must be one of "
-        "MTP, NGram, DraftModel, Eagle3, DFlash, UserProvided, SaveHiddenStates, Auto, or None"
+        "MTP, NGram, Suffix, DraftModel, Eagle3, DFlash, UserProvided, SaveHiddenStates, Auto, "
+        "or None"
     )
 
 

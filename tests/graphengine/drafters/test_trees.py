@@ -39,7 +39,7 @@ from engines.speculation import (
 from graphengine import Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
 from graphengine.draft_trees import StaticTree
 from graphengine.drafters import tree_growth
-from graphengine.drafters.making import Target, _check_trees
+from graphengine.drafters.making import _check_trees
 from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.models.states import Paged, Recurrent
 from graphengine.speculative import (
@@ -109,7 +109,7 @@ def test_what_is_no_tree_is_refused(paths: Any, message: str) -> None:
 
 def test_options() -> None:
     mode = MTP(tree=TREE)
-    assert (mode.k, mode.static_tree) == (9, SHAPE)
+    assert (mode.k, mode.shape) == (9, SHAPE)
     assert mode == MTP(9, tree=TREE[::-1]) and hash(mode) == hash(MTP(tree=TREE))
     assert mode.describe() == "mtp eagle, tree of 9 nodes, 4 deep"
     with pytest.raises(ValueError, match="k=4 drafts a step, and the tree has 9 nodes"):
@@ -429,7 +429,8 @@ def test_nodes_decide_what_is_reserved(device: str) -> None:
 
 def test_its_tables_are_in_the_budget() -> None:
     growth = StaticGrowth(SHAPE, rows=3)
-    tables = growth.open(torch.device("cpu"), slots=5)
+    growth.open({"draft_tokens": torch.zeros(5, SHAPE.nodes, dtype=torch.int32)})
+    tables = growth.trees
     held = [tables.depth[0], tables.ancestor[0]]
     for generation in growth._generations:
         held += [*generation.level, *generation.lanes]
@@ -457,13 +458,10 @@ KV = Paged(2, (2, 64))
     ],
 )
 def test_layers_without_trees(states: list[Any], reason: str) -> None:
-    target = Target(
-        EngineConfig(speculative=MTP(tree=TREE), max_batch=4),
-        checkpoint=cast(Any, None),
-        model=cast(Any, SimpleNamespace(architecture="Some", states=states)),
-    )
+    config = EngineConfig(speculative=MTP(tree=TREE), max_batch=4)
+    model = cast(Any, SimpleNamespace(architecture="Some", states=states))
     with pytest.raises(ValueError, match=f"trees of drafts are for layers .* a Some has {reason}"):
-        _check_trees(target)
+        _check_trees(config, model)
 
 
 def test_relaxed_acceptance_has_no_trees() -> None:

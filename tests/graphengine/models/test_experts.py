@@ -14,9 +14,7 @@ import torch
 
 from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine, SamplingParams
-from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import PrefillLaunch
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.stored import read_model
@@ -156,20 +154,3 @@ def test_scales_of_experts_without_a_format_are_named(expert_checkpoints: dict[s
     checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, scale: info})
     with pytest.raises(ValueError, match=f"1 tensors of quantised weights, and its .*: {scale}"):
         read_model(checkpoint)
-
-
-def test_experts_are_not_split_among_ranks(expert_checkpoints: dict[str, Any]) -> None:
-    config = replace(read_config(expert_checkpoints[NAMES[1]]), num_layers=1, expert_layers=(0,))
-    weights = config.allocate(device="cpu", dtype=torch.float32)
-    (layer,) = weights.layers
-    assert isinstance(layer.mlp, ExpertsWeights)
-    scratch = config_scratch(config, weights)
-    with pytest.raises(ValueError, match="not split among ranks"):
-        layer.mlp.prefill(scratch.h.float(), layer.ffn_norm, torch.zeros(2).int(), scratch)
-
-
-def config_scratch(config: DecoderConfig, weights: Any) -> Any:
-    from graphengine.models.decoder import prefill_scratch
-
-    launch = PrefillLaunch(reduce=lambda part: part)
-    return prefill_scratch(config, weights.layers, 2, like=weights.final_norm, launch=launch)

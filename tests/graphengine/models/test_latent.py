@@ -16,8 +16,7 @@ from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine, SamplingParams
 from graphengine.models.chains import new_chain
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import PrefillLaunch
-from graphengine.models.decoder import DecoderConfig, prefill_scratch
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.states import Paged, cache_shape, kv_scale_bytes
 from graphengine.models.stored import read_model
@@ -151,17 +150,6 @@ def test_what_latents_cannot_do_is_refused(latent_checkpoints: dict[str, Any]) -
     dense = replace(model, experts=None, expert_layers=())
     with pytest.raises(ValueError, match="have latents, or shared experts: there is no chain"):
         new_chain(dense, layers=2, dtype=torch.float32, device=torch.device("cpu"))
-
-
-def test_latents_are_not_split_among_ranks(latent_checkpoints: dict[str, Any]) -> None:
-    config = replace(read_config(latent_checkpoints["latent-lite"]), num_layers=1, expert_layers=())
-    weights = config.allocate(device="cpu", dtype=torch.float32)
-    launch = PrefillLaunch(reduce=lambda part: part)
-    scratch = prefill_scratch(config, weights.layers, 2, like=weights.final_norm, launch=launch)
-    attention = weights.layers[0].attention
-    lanes: Any = None
-    with pytest.raises(ValueError, match="latent attention is not split among ranks"):
-        attention.attend(lanes, *[lanes] * 4, scratch)
 
 
 def test_packed_weights_around_latents(

@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    ClampedSwiglu,
     DecodeLanes,
     QuantisedWeight,
     RopeConfig,
+    Router,
+    Routes,
     WeightFormat,
+    add_to_residual,
     gather_prefill,
     linear,
     new_residual,
@@ -28,8 +32,18 @@ from graphengine.kernels import (
     packed_plan,
     paged_prefill_attention,
 )
+from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.streams import PrefillScratch, add_chunk_product, add_product
-from graphengine.models.contract import DecodeLaunch, ModelWeights, Reduce, StoredWeights
+from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.contract import (
+    WHOLE,
+    DecodeLaunch,
+    ModelWeights,
+    Reduce,
+    Share,
+    StoredWeights,
+)
 from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.linears import LinearPlans, heuristic_plans, stream_groups
 from graphengine.models.mtp import (
@@ -41,6 +55,8 @@ from graphengine.models.mtp import (
     mtp_prefill,
     rope_of,
 )
+from graphengine.models.ranks import modules_of_rank, of_rank
+from graphengine.models.routing import observed_routes
 from graphengine.models.states import StateTensors, cache_shape
 
 RANKS, SLOTS, BLOCK, LENGTH = 2, 2, 8, 32
@@ -61,20 +77,52 @@ CONFIG = DecoderConfig(
     qk_norm=True,
 )
 SANDWICHED = replace(CONFIG, post_norms=True, norms_plus_one=True, activation="gelu_tanh")
+# As gpt-oss: what down adds of each chosen expert is biased, and weighted.
+EXPERTS = replace(
+    CONFIG,
+    experts=Experts(
+        hidden_size=48,
+        ffn_size=24,
+        experts=6,
+        router=Router(top_k=3, scores="softmax_of_chosen"),
+        norm_eps=1e-5,
+        bias=True,
+        clamped=ClampedSwiglu(limit=0.5),
+        stacked=True,
+    ),
+    expert_layers=(0, 1),
+    sinks=True,
+)
+# As DeepSeek-V3, with a dense layer.
+LATENTS = replace(
+    CONFIG,
+    latent=LatentAttention(
+        hidden_size=48,
+        num_heads=4,
+        kv_rank=24,
+        q_rank=20,
+        plain_dim=12,
+        rotated_dim=8,
+        value_dim=10,
+        scale=0.2,
+        norm_eps=1e-5,
+    ),
+    experts=Experts(
+        hidden_size=48,
+        ffn_size=16,
+        experts=6,
+        router=Router(top_k=2, scores="sigmoid", normalised=True, scale=1.5),
+        norm_eps=1e-5,
+        shared=Swiglu(hidden_size=48, ffn_size=32, norm_eps=1e-5, role="shared_"),
+        corrected=True,
+    ),
+    expert_layers=(1,),
+)
+# Rows of heads' queries lie beside those of latents.
+LATENTS_ALONE = replace(LATENTS, latent=replace(LATENTS.latent, q_rank=None))
 INT8 = WeightFormat("int8", 1, 0)
-MODULES = MtpConfig.of_target(CONFIG, LAYOUTS[0], ("mtp.",))
 
 Result = TypeVar("Result")
-
-
-def of_a_rank(config: DecoderConfig) -> DecoderConfig:
-    """A rank's half of the heads and of the feed-forward's width."""
-    return replace(
-        config,
-        num_heads=config.num_heads // RANKS,
-        num_kv_heads=config.num_kv_heads // RANKS,
-        ffn_size=config.ffn_size // RANKS,
-    )
 
 
 def fill(weights: StoredWeights) -> None:
@@ -86,10 +134,10 @@ def fill(weights: StoredWeights) -> None:
 def split(whole: StoredWeights, parts: StoredWeights, rank: int) -> None:
     """Give a rank its part of each tensor, along the axis that the contract names."""
     stored = whole.stored()
-    assert stored.keys() == parts.stored().keys()
+    # Others may have experts that this one has not.
+    assert parts.stored().keys() <= stored.keys()
     for name, part in parts.stored().items():
-        tensor, axis = stored[name]
-        assert part.axis == axis
+        tensor, axis = stored[name].tensor, part.axis
         given = tensor if axis is None else tensor.chunk(RANKS, axis)[rank]
         assert given.shape == part.tensor.shape, name
         part.tensor.copy_(given)
@@ -122,11 +170,15 @@ def on_all_ranks(work: Callable[[int, Reduce], Result]) -> tuple[list[Result], i
         return [future.result() for future in futures], meeting.count
 
 
-def decoder(whole: bool = True, rank: int = 0, config: DecoderConfig = CONFIG) -> DecoderModel:
+def decoder(
+    whole: bool = True, rank: int = 0, config: DecoderConfig = CONFIG, **how: bool
+) -> DecoderModel:
     weights: ModelWeights = config.allocate(device="cpu", dtype=torch.float32)
     fill(weights)
     if not whole:
-        parts = of_a_rank(config).allocate(device="cpu", dtype=torch.float32)
+        parts = of_rank(config, Share(rank, RANKS), **how).allocate(
+            device="cpu", dtype=torch.float32
+        )
         split(weights, parts, rank)
         weights = parts
     model = weights.open(max_seq_len=LENGTH)
@@ -134,12 +186,15 @@ def decoder(whole: bool = True, rank: int = 0, config: DecoderConfig = CONFIG) -
     return model
 
 
-def modules(whole: bool = True, rank: int = 0) -> MtpWeights:
-    weights = allocate_mtp_weights(MODULES, device="cpu", dtype=torch.float32)
+def modules(
+    whole: bool = True, rank: int = 0, config: DecoderConfig = CONFIG, **how: bool
+) -> MtpWeights:
+    of_all = MtpConfig.of_target(config, LAYOUTS[0], ("mtp.",))
+    weights = allocate_mtp_weights(of_all, device="cpu", dtype=torch.float32)
     fill(weights)
     if not whole:
-        config = replace(MODULES, layer=of_a_rank(MODULES.layer))
-        parts = allocate_mtp_weights(config, device="cpu", dtype=torch.float32)
+        of_one = modules_of_rank(of_all, Share(rank, RANKS), **how)
+        parts = allocate_mtp_weights(of_one, device="cpu", dtype=torch.float32)
         split(weights, parts, rank)
         weights = parts
     return weights
@@ -149,8 +204,12 @@ def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def run(model: DecoderModel, drafter: MtpWeights, reduce: Reduce | None) -> dict[str, Tensor]:
-    """A chunk of a prompt, its logits, two decode steps after it, and a module beside them."""
+def run(
+    model: DecoderModel, drafter: MtpWeights, reduce: Reduce | None, share: Share = WHOLE
+) -> dict[str, Tensor]:
+    """A chunk of a prompt, its logits, two decode steps after it, and a module beside them; the
+    experts of the steps' live lane, and their weights.
+    """
     config, module = model.config, drafter.modules[0]
     blocks = LENGTH // BLOCK
     table = torch.arange(1, SLOTS * blocks + 1, dtype=torch.int32).view(SLOTS, blocks)
@@ -163,8 +222,14 @@ def run(model: DecoderModel, drafter: MtpWeights, reduce: Reduce | None) -> dict
         split_tokens=64,
         arrivals=int32(*[0] * 1024),
         reduce=reduce,
+        share=share,
     )
     found = {}
+
+    def note(routes: Routes, slot: Tensor) -> None:
+        for part, ids in zip(routes, ("experts", "weights"), strict=True):
+            found[f"{ids} {len(found)}"] = part[1].float()
+
     generator = torch.Generator().manual_seed(5)
     # Of eight lanes five are live.
     tokens = torch.randint(0, config.vocab_size, (8,), generator=generator).int()
@@ -207,7 +272,8 @@ def run(model: DecoderModel, drafter: MtpWeights, reduce: Reduce | None) -> dict
         residual.x[1], residual.scaled[1] = x, x * model.first_norm
         residual.squares[:, 1] = 0
         residual.squares[0, 1] = x.square().sum()
-        out = model.decode(rows, residual, states, launch)
+        with observed_routes(note):
+            out = model.decode(rows, residual, states, launch)
         assert out.x[0].isnan().all() and out.scaled[0].isnan().all()
         found[f"step {position}"] = torch.cat([out.scaled[1], out.squares[:, 1].sum()[None]])
         stream = new_residual(2, config.hidden_size, 1, dtype=torch.float32, device="cpu")
@@ -217,12 +283,34 @@ def run(model: DecoderModel, drafter: MtpWeights, reduce: Reduce | None) -> dict
     return found
 
 
-@pytest.mark.parametrize("config", [CONFIG, SANDWICHED], ids=["norms before", "norms around"])
-def test_two_ranks_compute_what_one_does(config: DecoderConfig) -> None:
-    whole = run(decoder(config=config), modules(), None)
+@pytest.mark.parametrize(
+    ("config", "expert_parallel"),
+    [
+        (CONFIG, False),
+        (SANDWICHED, False),
+        (EXPERTS, False),
+        (EXPERTS, True),
+        (LATENTS, False),
+        (LATENTS, True),
+        (LATENTS_ALONE, False),
+    ],
+    ids=[
+        "norms before", "norms around", "experts", "whole experts", "latents",
+        "latents, whole experts", "latents alone",
+    ],
+)  # fmt: skip
+def test_two_ranks_compute_what_one_does(config: DecoderConfig, expert_parallel: bool) -> None:
+    of_modules = CONFIG if config.post_norms else config
+    whole = run(decoder(config=config), modules(config=of_modules), None)
     ranks, met = on_all_ranks(
-        lambda rank, reduce: run(decoder(False, rank, config), modules(False, rank), reduce)
+        lambda rank, reduce: run(
+            decoder(False, rank, config, expert_parallel=expert_parallel),
+            modules(False, rank, of_modules, expert_parallel=expert_parallel),
+            reduce,
+            Share(rank, RANKS),
+        )
     )
+    assert sum(name.startswith("experts") for name in whole) == 2 * len(config.expert_layers)
     for name, expected in whole.items():
         first, second = (found[name] for found in ranks)
         assert torch.equal(first, second), name
@@ -259,12 +347,16 @@ def test_one_rank_that_reduces_computes_what_the_fused_kernel_does() -> None:
     )  # fmt: skip
     slot, found = int32(2, -1, 0), []
     plans = heuristic_plans(CONFIG.linears, torch.float32, "dot")
-    for reduce in (None, torch.clone):
+    for reduce, add_parts in ((None, None), (torch.clone, None), (torch.clone, add_to_residual)):
         residual = new_residual(3, 48, 1, dtype=torch.float32, device="cpu")
         residual.x.copy_(stream)
         residual.scaled.zero_()
         launch = DecodeLaunch(
-            plans=plans, split_tokens=64, arrivals=int32(*[0] * 1024), reduce=reduce
+            plans=plans,
+            split_tokens=64,
+            arrivals=int32(*[0] * 1024),
+            reduce=reduce,
+            add_parts=add_parts,
         )
         out = add_product(
             x, weight, slot, residual, norm, bias=bias, plan=plans["down"], launch=launch
@@ -275,8 +367,9 @@ def test_one_rank_that_reduces_computes_what_the_fused_kernel_does() -> None:
         found.append([squares if part is out.squares else part for part in out[:3]])
     product = linear(x, weight, slot, out_dtype=torch.float32)
     torch.testing.assert_close(found[0][0][0], stream[0] + product[0] + bias)
-    for fused, apart in zip(*found, strict=True):
+    for fused, apart, at_once in zip(*found, strict=True):
         torch.testing.assert_close(fused, apart, rtol=1e-6, atol=1e-6)
+        assert torch.equal(apart, at_once)
 
 
 def test_packed_weights_are_of_one_rank() -> None:

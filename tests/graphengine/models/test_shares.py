@@ -12,7 +12,9 @@ from torch import Tensor
 
 from checkpoints.toy_family import CONFIG as TOY
 from checkpoints.toy_family import read_config
-from graphengine.kernels import RopeConfig
+from graphengine.kernels import RopeConfig, Router
+from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, ModelWeights, Share
 from graphengine.models.decoder import DecoderConfig
@@ -20,6 +22,7 @@ from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.ranks import cut_to, of_rank
 
+EXPERTS = Experts(hidden_size=6, ffn_size=4, experts=3, router=Router(top_k=2), norm_eps=1e-5)
 CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=10,
@@ -66,11 +69,13 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
     """Each its own rows of queries, gates and ups and columns after them, and KV heads together."""
     tensors = rows_of(CONFIG)
     checkpoint = opened(tmp_path, tensors)
-    config, stored = of_rank(CONFIG, ranks), meta(CONFIG).stored()
+    config, stored = of_rank(CONFIG, Share(0, ranks)), meta(CONFIG).stored()
     parts: list[dict[str, Tensor]] = []
     for rank in range(ranks):
         weights = config.allocate(device="cpu", dtype=torch.float32)
-        assert not cut_to(checkpoint, weights.stored(), Share(rank, ranks)).load(weights.named())
+        assert not cut_to(checkpoint, weights.stored(), [], Share(rank, ranks)).load(
+            weights.named()
+        )
         parts.append(weights.named())
         assert ranks == 1 or weights.nbytes < meta(CONFIG).nbytes
     for name, whole in tensors.items():
@@ -102,8 +107,24 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
         (
             read_config(TOY, "Toy"),
             2,
-            "tensor_parallel=2 is for models whose layers all have grouped-query attention and "
-            "one dense feed-forward, which this Toy has not",
+            "tensor_parallel=2 is for models whose layers all have attention and a feed-forward, "
+            "which this Toy has not",
+        ),
+        (
+            replace(CONFIG, experts=replace(EXPERTS, ffn_size=10), expert_layers=(1,)),
+            4,
+            "tensor_parallel=4 does not divide the 10 ffn columns of an expert",
+        ),
+        (
+            replace(
+                CONFIG,
+                experts=replace(
+                    EXPERTS, shared=Swiglu(hidden_size=6, ffn_size=6, norm_eps=1e-5, role="s")
+                ),
+                expert_layers=(1,),
+            ),
+            4,
+            "tensor_parallel=4 does not divide the 6 ffn columns of the shared experts",
         ),
         (
             packed(CONFIG),
@@ -112,8 +133,46 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
             r"packed, model\.layers\.0\.self_attn\.q_proj in int8-1x0",
         ),
     ],
-    ids=["heads", "ffn", "kv heads", "family", "packed"],
+    ids=["heads", "ffn", "kv heads", "family", "experts", "shared experts", "packed"],
 )
 def test_models_that_ranks_cannot_split(config: ModelConfig, ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        of_rank(config, ranks)
+        of_rank(config, Share(0, ranks))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CONFIG, "expert_parallel=True, but no layer of this LlamaForCausalLM has experts"),
+        (
+            replace(CONFIG, experts=EXPERTS, expert_layers=(1,)),
+            "tensor_parallel=2 does not divide the 3 experts of a layer",
+        ),
+    ],
+)
+def test_experts_that_ranks_cannot_share(config: DecoderConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of_rank(config, Share(0, 2), expert_parallel=True)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_ranks_have_whole_experts(tmp_path: Path, stacked: bool) -> None:
+    experts = replace(EXPERTS, experts=4, stacked=stacked, bias=stacked)
+    config = replace(CONFIG, experts=experts, expert_layers=(0, 1))
+    tensors = rows_of(config)
+    checkpoint = opened(tmp_path, tensors)
+    whole = config.allocate(device="cpu", dtype=torch.float32)
+    assert not checkpoint.load(whole.named())
+    for rank in range(2):
+        share = Share(rank, 2)
+        weights = of_rank(config, share, expert_parallel=True).allocate(
+            device="cpu", dtype=torch.float32
+        )
+        cut = cut_to(checkpoint, weights.stored(), weights.linears(), share)
+        others = cut.load(weights.named())
+        assert len(others) == (0 if stacked else 2 * 2 * 3)
+        for layer, of_all in zip(weights.layers, whole.layers, strict=True):
+            for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+                part, every = getattr(layer.mlp, name), getattr(of_all.mlp, name)
+                assert (part is None) == (every is None)
+                assert part is None or torch.equal(part, every[2 * rank :][:2]), name

@@ -38,6 +38,7 @@ ENGINES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "one row": lambda folder: {"max_batch": 1, "row_family": "fma", "swap_blocks": 0},
     "prompts": lambda folder: {"prompt_logprobs": True, "logprobs_mode": "raw_logprobs"},
     "eagle": lambda folder: {"speculative": MTP(3)},
+    "embeddings": lambda folder: {"speculative": MTP(3), "prompt_embeds": True},
     "own graph": lambda folder: {"speculative": MTP(3, own_graph=True)},
     "relaxed": lambda folder: {"speculative": MTP(3), "relaxed_acceptance": RELAXED},
     "vanilla": lambda folder: {

@@ -36,7 +36,8 @@ def test_the_graphs_of_a_plain_engine_in_their_order() -> None:
 def test_every_bucket_drafts_up_to_the_largest_that_may() -> None:
     found = names(DRAFTING, own_graph=True)
     assert of_kind("draft", found) == [
-        "draft/4/k2", "draft/4/k0", "draft/2/k2", "draft/2/k0", "draft/1/k2", "draft/1/k0",
+        f"draft/{rows}/k{drafts}{full}"
+        for rows in (4, 2, 1) for drafts in (2, 0) for full in ("/full", "")
     ]  # fmt: skip
     assert of_kind("decode", found)[::2] == [
         "decode/4/k2/full", "decode/4/full", "decode/2/k2/full", "decode/2/full",
@@ -51,7 +52,8 @@ def test_every_bucket_drafts_up_to_the_largest_that_may() -> None:
     )
     found = names(gated, own_graph=True)
     assert of_kind("draft", found) == [
-        "draft/4/k0", "draft/2/k2", "draft/2/k0", "draft/1/k2", "draft/1/k0",
+        f"draft/{rows}/k{drafts}{full}"
+        for rows, drafts in ((4, 0), (2, 2), (2, 0), (1, 2), (1, 0)) for full in ("/full", "")
     ]  # fmt: skip
     assert not of_kind("draft", names(gated))
 

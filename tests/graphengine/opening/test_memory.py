@@ -73,6 +73,7 @@ def storages() -> dict[int, int]:
         {"speculative": MTP(k=1, style="vanilla"), "max_bad_words": 1024},
         {"speculative": NGram(k=31), "max_batch": 2, "max_stop_sequences": 64},
         {"speculative": UserProvided(k=5)},
+        {"prompt_embeds": True, "speculative": MTP(k=2)},
         {"speculative": MTP(k=3), "kv_dtype": "fp8", "kv_blocks": 20, "swap_blocks": 33},
         {"speculative": DraftModel(checkpoint_path(), k=2), "kv_blocks": 30},
         {"speculative": "d2t"},
@@ -109,7 +110,8 @@ def test_the_budget_holds_all_that_is_allocated(options: dict[str, Any], tmp_pat
     assert said["mailbox"] == held.mailbox.tensor.nbytes + drafts
     mailboxes = [held.logprobs.tokens, held.logprobs.prompts]
     assert said["log-probabilities"] == sum(each.tensor.nbytes for each in mailboxes if each)
-    own = [said[name] for name in said if name in ("request options", "drafter's state")]
+    apart = ("request options", "drafter's state", "prompt embeddings")
+    own = [said[name] for name in said if name in apart]
     on_device = said["state and tables"] + sum(own)
     assert buffers.nbytes <= on_device < 1.1 * buffers.nbytes + 2 * 2**20
     assert said["swap"] == sum(area.nbytes for _, area in held.caches)

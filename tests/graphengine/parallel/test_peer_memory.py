@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphengine.config import EngineConfig
-from graphengine.kernels import PUSH_UNIT
+from graphengine.kernels import PUSH_UNIT, push_to_residual
 from graphengine.models.contract import Share
 from graphengine.parallel import meeting as meetings
 from graphengine.parallel import peer_memory
@@ -107,6 +107,7 @@ def test_all_map_all_and_push_what_is_small(
         assert peers.tensors.watch.tolist() == [0, 20 * 10**9]
         meeting.limit_s = 0.5
         assert peers.tensors.watch[1] == 5 * 10**8
+        assert meeting.add_parts.func is push_to_residual and meeting.add_parts.args == (peers,)
         assert meeting.reduce(small) == Done("push_sum")
         assert meeting.gather(small) == Done("push_gather")
         assert meeting.reduce(large) == "summed"
@@ -160,7 +161,11 @@ def test_what_one_cannot_map_nobody_uses(
     monkeypatch.setattr(peer_memory, "ExportedMemory", export)
     reason = "rank 0 (cuda:0) cannot map the memory of rank 1: a handle of nothing"
     for meeting in on_two_ranks(tmp_path, lambda meeting: meeting):
-        assert meeting._peers is None and meeting._memory.problem == reason
+        assert (
+            meeting._peers is None
+            and meeting.add_parts is None
+            and meeting._memory.problem == reason
+        )
         meeting.limit_s = 1.0
         meeting.check()
     assert [each.closed for each in made] == [True]

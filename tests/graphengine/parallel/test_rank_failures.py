@@ -129,9 +129,12 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
         ({"tensor_parallel": 3}, "tensor_parallel=3 does not divide the"),
         ({"tensor_parallel": 0}, "tensor_parallel=0 must be"),
         ({"quantize": "int8"}, "quantize='int8' is for an engine of one rank, not for tensor_para"),
+        (
+            {"expert_parallel": True, "tensor_parallel": 1},
+            "expert_parallel=True is for several ranks, not tensor_parallel=1",
+        ),
         ({"kv_dtype": "fp8"}, "kv_dtype='fp8' is for an engine of one rank"),
         ({"max_prefill_ms_per_step": 5.0}, "max_prefill_ms_per_step=5.0 is for an engine of one"),
-        ({"record_routing": True}, "record_routing=True is for an engine of one rank"),
         (
             {"speculative": DraftModel(path="none", k=1)},
             r"speculative=DraftModel\(.*\) is for an engine of one rank",
@@ -156,6 +159,13 @@ def test_what_ranks_cannot_do_is_an_error(
     monkeypatch.setattr("graphengine.parallel.leading.Ranks", None)
     with pytest.raises(ValueError, match=message):
         open_engine(**{"device": "cpu", "tensor_parallel": 2} | options)
+
+
+def test_whole_experts_are_for_ranks_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    message = "expert_parallel=True is for ranks on a CPU, not for device='cuda': no kernel leaves"
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(device="cuda", tensor_parallel=2, expert_parallel=True)
 
 
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:

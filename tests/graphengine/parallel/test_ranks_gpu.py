@@ -102,7 +102,7 @@ def test_a_cancelled_request_leaves_ranks_in_step(engine: Engine) -> None:
         request = engine.submit(LONG, greedy(40))
         engine.step()
         engine.step()
-        engine.cancel(request)
+        request.cancel()
     assert tokens(engine) == expected
     assert_equal_ranks(engine)
 

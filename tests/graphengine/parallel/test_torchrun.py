@@ -2,59 +2,87 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from checkpoints.few_layers import few_layers
-from engines.small_engine import PROMPT, greedy, open_engine
-from graphengine import EngineConfig
+from engines import pushing_ranks
+from engines.pushing_ranks import PARAMS, PROMPTS, SIZES
+from graphengine import Engine, EngineConfig
 from graphengine.models.contract import Share
-from graphengine.parallel.torchrun import launched_share
+from graphengine.opening.loading import plan_checkpoint, read_checkpoint
+from graphengine.parallel import torchrun as launching
+from graphengine.parallel.torchrun import _described, follow, launched_share
 
 PROGRAM = """
 import os
 import sys
-from graphengine import Engine, SamplingParams
+from engines.pushing_ranks import PARAMS, PROMPTS, SIZES
+from graphengine import Engine
 
 print("begins", os.environ["RANK"])
-with Engine.from_pretrained(sys.argv[1], device="cpu", tensor_parallel=2, max_seq_len=128,
-                            max_batch={batch}, block_size=8, prefill_buckets=(8, 32)) as engine:
-    result = engine.generate("def fib(n):", SamplingParams(temperature=0.0, max_tokens=12))
-    equal = len(set(engine.runtime.digests())) == 1
-print("tokens", *result.token_ids, equal)
+with Engine.from_pretrained(sys.argv[1], tensor_parallel=2, **SIZES) as engine:
+    results = engine.generate(PROMPTS, PARAMS)
+for result in results:
+    print("tokens", *result.token_ids)
 """
+SUPPORT = str(Path(pushing_ranks.__file__).parent.parent)
 
 
-def torchrun(tmp_path: Path, batch: str = "3") -> subprocess.CompletedProcess[str]:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(batch=batch))
+def torchrun(program: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
         [*run, str(program), str(few_layers())],
+        env=os.environ | {"PYTHONPATH": SUPPORT, "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
         check=False,
     )
 
 
-def test_the_first_drives_the_others(tmp_path: Path) -> None:
-    with open_engine(device="cpu") as alone:
-        expected = alone.generate(PROMPT, greedy()).token_ids
-    done = torchrun(tmp_path)
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    with Engine.from_pretrained(few_layers(), **SIZES) as alone:
+        results = alone.generate(PROMPTS, PARAMS)
+    return [f"tokens {' '.join(map(str, result.token_ids))}" for result in results]
+
+
+def test_the_first_drives_the_others(tmp_path: Path, expected: list[str]) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = torchrun(program)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert sorted(lines) == ["begins 0", "begins 1", f"tokens {' '.join(map(str, expected))} True"]
+    assert sorted(done.stdout.splitlines()) == sorted(["begins 0", "begins 1", *expected])
 
 
-def test_a_rank_with_other_options_ends_all(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, batch="2 + int(os.environ['RANK'])")
-    assert done.returncode != 0
-    message = "ValueError: rank 1 of 2 has other options or another checkpoint than the driver: "
-    assert message in done.stderr and "ladder=BucketLadder(max_batch=3, " in done.stderr
+def test_a_rank_has_the_drivers_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    drivers = EngineConfig(tensor_parallel=2, **SIZES)
+    memory = plan_checkpoint(read_checkpoint(few_layers(), drivers, Share(0, 2)), drivers)
+    call = {"kv_blocks": 16, "swap_blocks": 0, "plan": _described(memory)}
+    call["load_bytes"] = memory.load_bytes
+    store = SimpleNamespace(get=lambda name: json.dumps(call).encode())
+    monkeypatch.setattr(launching, "_store", lambda share: store)
+    message = (
+        "rank 1 of 2 has other options or another checkpoint than the driver: max_seq_len=72 and "
+        "not 64, table_blocks=9 and not 8"
+    )
+    with pytest.raises(ValueError, match=message):
+        follow(few_layers(), replace(drivers, max_seq_len=72), Share(1, 2), ["cpu", "cpu"])
+
+
+def test_an_engine_whose_ranks_push_says_the_same(expected: list[str]) -> None:
+    """Through graphs of all kinds and a cancelled request."""
+    done = torchrun(Path(pushing_ranks.__file__), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["ranks 2 states 1", *expected]
 
 
 def test_other_ranks_than_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

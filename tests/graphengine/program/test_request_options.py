@@ -246,7 +246,7 @@ def test_the_earliest_stop_sequence_ends_a_request(
         assert stopped(said[5:6]).token_ids == said[: end(said[5:6])]
         assert stopped(said[:1]).token_ids == said[:1]
         # What the prompt ends with is none of it, and what ends before min_tokens does not count.
-        prompt = engine.core.intake.prompt_ids(PROMPT, ask())
+        prompt = engine.core.intake.prompt(PROMPT, ask()).ids
         assert stopped((prompt[-1], said[0])).token_ids == said
         late = stopped(said[2:4], min_tokens=5)
         later = [n for n in range(6, len(said) + 1) if said[n - 2 : n] == said[2:4]]

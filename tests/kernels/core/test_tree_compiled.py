@@ -16,7 +16,7 @@ from graphengine.kernels.attention import decode
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.tree import TreeLanes, TreeTables
-from graphengine.kernels.draft import draft, top_drafts, tree
+from graphengine.kernels.draft import draft, dynamic_tree, top_drafts, tree
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.logits import logits, logprobs
 from graphengine.kernels.sample.candidates import SamplingTensors
@@ -133,6 +133,33 @@ def grow(inner: int) -> None:
     )  # fmt: skip
 
 
+def children(depth: int) -> dynamic_tree.Children:
+    """Of 3 drafts a lane: after lanes of a run of more at depth 1, then after 3 lanes a row."""
+    if depth == 1:
+        of_run = top_drafts.TopDrafts(ints(N, 3), torch.zeros(N, 3))
+        return dynamic_tree.Children(of_run, lanes(R), None, ints(R))
+    of_run = top_drafts.TopDrafts(ints(3 * R, 3), torch.zeros(3 * R, 3))
+    return dynamic_tree.Children(of_run, lanes(3 * R), torch.zeros(3 * R))
+
+
+def expand(depth: int) -> None:
+    found = dynamic_tree.Candidates.new(R, 3, 3, torch.device("cpu"))
+    above = None if depth == 1 else TreeLanes(ints(3 * R), ints(3 * R), ints(3 * R, 3))
+    dynamic_tree.expand_tree(
+        children(depth), torch.zeros(N, H), lanes(R), found,
+        TreeLanes(ints(3 * R), ints(3 * R), ints(3 * R, 3)), fusion(), depth=depth, limit=90,
+        residual=new_residual(3 * R, H, 1, dtype=torch.float32, device=torch.device("cpu")),
+        above=above, pdl=True,
+    )  # fmt: skip
+
+
+def keep() -> None:
+    found = dynamic_tree.Candidates.new(R, 3, 3, torch.device("cpu"))
+    tables = TreeTables(ints(S, W), ints(S, W, 3))
+    trees = dynamic_tree.DraftedTrees(ints(S, W - 1), ints(S, W - 1), tables)
+    dynamic_tree.keep_best(children(3), lanes(R), found, trees, pdl=True)
+
+
 class Case(NamedTuple):
     call: Callable[[], None]
     modules: tuple[ModuleType, ...]
@@ -151,6 +178,11 @@ CASES = {
     "take in": Case(take_in, (draft,), {"target_ptr", "count_ptr"}),
     "grow": Case(lambda: grow(2), (tree,), {"grow.token"}),
     "grow the last level": Case(lambda: grow(0), (tree,), {"grow.token"}),
+    "expand the root": Case(
+        lambda: expand(1), (dynamic_tree,), {"children.token", "children.value"}
+    ),
+    "expand a run": Case(lambda: expand(2), (dynamic_tree,), {"children.token", "children.value"}),
+    "keep the best": Case(keep, (dynamic_tree,), {"children.token", "children.value"}),
 }
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extent import extent
+from graphengine.kernels.core.philox import gumbel, philox_uint32
 from graphengine.kernels.draft.draft import (
     Fusion,
     Start,
@@ -114,13 +115,15 @@ def test_they_are_what_would_be_sampled(twin: Twin, seed: int, count: int, colum
             logits[lane], slot[lane], position[lane] + ahead - 1, params, ids, count
         )
         assert drafts.token[lane].tolist() == expected, f"{lane=}"
-        scaled = logits[lane].clone()
+        score = logits[lane].clone()
         if temperature := float(params.temperature[slot[lane]]):
-            scaled /= temperature
+            seed = int(params.seed[slot[lane]])
+            noise = gumbel(philox_uint32(seed, position[lane] + ahead, ids.numpy()))
+            score = score / temperature + torch.from_numpy(noise)
         if position[lane] + ahead < int(params.min_len[slot[lane]]):
-            scaled[:2] = -torch.inf
+            score[:2] = -torch.inf
         column = [ids.tolist().index(token) for token in expected if token >= 0]
-        values = scaled.log_softmax(0)[column]
+        values = score.log_softmax(0)[column]
         torch.testing.assert_close(
             drafts.log_probability[lane, : len(column)].cpu(), values, rtol=1e-5, atol=1e-5
         )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.experts import (
+    expert_part,
     expert_residual,
     expert_sum,
     expert_swiglu,
@@ -141,7 +142,10 @@ def make_case(
 
 
 def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
-    """Both products as a decode step runs them: (a, x, scaled, squares by lane)."""
+    """Both products as a decode step runs them: (a, x, scaled, squares by lane).
+
+    What is added to the stream is what a part of a larger sum is, too.
+    """
     grouping = case.grouping() if grouped else None
     lanes, top_k = case.routes.expert.shape
     out = case.x.new_full((lanes * top_k, case.gate_up.shape[-2] // 2), SENTINEL)
@@ -163,21 +167,20 @@ def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
     before = Residual(case.stream.clone(), empty, None, kept)
     counters = residual_arrivals(lanes, case.stream.shape[1])
     arrivals = torch.zeros(counters, dtype=torch.int32, device=case.x.device)
-    after = expert_residual(
-        a,
-        case.down,
-        case.slot,
-        case.routes,
-        before,
-        case.next_norm,
-        plan=down_plan,
-        arrivals=arrivals,
-        bias_EH=case.down_bias,
-        grouping=grouping,
-    )
+    operands = (a, case.down, case.slot, case.routes)
+    how = {
+        "plan": down_plan,
+        "arrivals": arrivals,
+        "bias_EH": case.down_bias,
+        "grouping": grouping,
+    }
+    after = expert_residual(*operands, before, case.next_norm, **how)
+    assert not arrivals.any(), "the next launch finds zeros"
+    part = expert_part(*operands, **how)
     assert not arrivals.any(), "the next launch finds zeros"
     assert after.x is before.x and after.scaled is before.scaled, "written in place"
     live = case.slot >= 0
+    assert torch.equal((case.stream + part)[live], after.x[live])
     assert torch.equal(kept.rows[live], (after.x[live] * 0.3).to(case.x.dtype))
     assert (kept.rows[~live] == SENTINEL).all()
     return a, after.x, after.scaled, after.squares.t()

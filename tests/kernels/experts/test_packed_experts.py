@@ -7,6 +7,7 @@ import torch
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.experts import (
+    expert_part,
     expert_residual,
     expert_sum,
     expert_swiglu,
@@ -140,19 +141,17 @@ def residual(case, a, *, grouped, **options):
     lanes, hidden = case.stream.shape
     arrivals = case.slot.new_zeros(residual_arrivals(lanes, hidden))
     stream = Residual(case.stream.clone(), torch.zeros_like(case.x), None)
-    result = expert_residual(
-        a,
-        case.down,
-        case.slot,
-        case.routes,
-        stream,
-        case.norm,
-        plan=case.plan("residual", case.down),
-        arrivals=arrivals,
-        grouping=case.grouping() if grouped else None,
-        **options,
-    )
+    operands = (a, case.down, case.slot, case.routes)
+    options |= {
+        "plan": case.plan("residual", case.down),
+        "arrivals": arrivals,
+        "grouping": case.grouping() if grouped else None,
+    }
+    result = expert_residual(*operands, stream, case.norm, **options)
     assert not arrivals.any()
+    part = expert_part(*operands, **options)
+    live = case.slot >= 0
+    assert torch.equal((case.stream + part)[live], result.x[live])
     return result
 
 

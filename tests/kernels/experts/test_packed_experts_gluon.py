@@ -10,6 +10,7 @@ import torch
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.experts import (
+    expert_part,
     expert_residual,
     expert_swiglu,
     residual_arrivals,
@@ -167,15 +168,16 @@ def residual(case: Case, plan: LinearPlan, size: int = 0) -> tuple[torch.Tensor,
     lanes, hidden = case.stream.shape
     arrivals = case.slot.new_zeros(residual_arrivals(lanes, hidden))
     stream = Residual(case.stream.clone(), torch.full_like(case.x, 7.0), case.stream)
-    after = launch(
-        case,
-        lambda: expert_residual(
-            case.a, case.down, case.slot, case.routes, stream, case.norm, plan=plan,
-            arrivals=arrivals, bias_EH=case.down_bias, grouping=case.grouping(size), pdl=True,
-        ),
-    )  # fmt: skip
+    operands = (case.a, case.down, case.slot, case.routes)
+    options = {
+        "plan": plan, "arrivals": arrivals, "bias_EH": case.down_bias,
+        "grouping": case.grouping(size), "pdl": True,
+    }  # fmt: skip
+    after = launch(case, lambda: expert_residual(*operands, stream, case.norm, **options))
     live = case.slot >= 0
     assert not arrivals.any()
+    part = launch(case, lambda: expert_part(*operands, **options))
+    assert not arrivals.any() and torch.equal((case.stream + part)[live], after.x[live])
     assert torch.equal(after.x[~live], case.stream[~live]) and (after.scaled[~live] == 7.0).all()
     return after.x[live], after.scaled[live], after.squares[:, live]
 

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extent import extent
-from graphengine.kernels.norm_rope.embedding import embed, embed_reference
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.norm_rope import embedding
+from graphengine.kernels.norm_rope.embedding import GIVEN, GivenRows, embed, embed_reference
+from launches.compilation import compile_launch, record_launch
 
 SENTINEL = 77.0
 HUGE = [2**31 - 1, -(2**31), -1, 10**9]
@@ -59,6 +62,47 @@ def test_a_scaled_embedding_is_rounded_as_transformers_rounds_it(device, dtypes)
             assert torch.equal(x[:2], expected) and x[2].isnan().all()
 
 
+@settings(deadline=None, max_examples=extent(10, 30))
+@given(
+    lanes=st.integers(1, 20),
+    M=st.integers(1, 20),
+    H=st.integers(1, 60) | st.sampled_from([1500]),
+    first=st.sampled_from([0, 7, 100_000]),
+    dtype=st.integers(0, 2),
+    data=st.data(),
+)
+def test_given_rows_take_the_place_of_the_table(device, dtypes, lanes, M, H, first, dtype, data):
+    """Tokens of rows that are not there are NaN, and what no live lane names is never read."""
+    dtype, V = dtypes[dtype % len(dtypes)], 9
+    rows = st.integers(first - 2, first + M + 1).map(lambda position: GIVEN - position)
+    ids = st.integers(0, V - 1) | rows | st.sampled_from(HUGE)
+    token = torch.tensor(
+        data.draw(st.lists(ids, min_size=lanes, max_size=lanes)), dtype=torch.int32
+    )
+    padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
+    slot = torch.zeros(lanes, dtype=torch.int32)
+    slot[padded] = -1
+    noise = torch.Generator().manual_seed(0)
+    table = torch.randn(V, H, generator=noise).to(dtype)
+    held = torch.randn(M, H, generator=noise).to(dtype)
+    expected = torch.full((lanes, H), float("nan"))
+    named = set()
+    for lane, id in enumerate(token.tolist()):
+        if 0 <= id < V:
+            expected[lane] = (table[id].float() * 1.5).to(dtype).float()
+        elif 0 <= GIVEN - id - first < M:
+            expected[lane] = (held[GIVEN - id - first].float() * 0.7).to(dtype).float()
+            named |= set() if lane in padded else {GIVEN - id - first}
+    expected[padded] = SENTINEL
+    held[[row for row in range(M) if row not in named]] = float("nan")
+    start = torch.tensor([first], dtype=torch.int32, device=device)
+    for op in (embed, embed_reference):
+        out = torch.full((lanes, H), SENTINEL, device=device)
+        on = GivenRows(held.to(device), start, 0.7)
+        op(token.to(device), table.to(device), slot.to(device), scale=1.5, given=on, out=out)
+        torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_strided_table(device):
     wide = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)).to(device)
     token = torch.tensor([8, 0, 3], dtype=torch.int32, device=device)
@@ -78,6 +122,23 @@ def test_table_beyond_int32_offsets(device):
     assert x[1].isnan().all()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+def test_a_kernel_without_given_rows_reads_none():
+    """Compiled for sm_90."""
+    on = GivenRows(torch.zeros(3, 64, dtype=torch.bfloat16), ONE, 1.0)
+    tensors = torch.zeros(4).int(), torch.zeros(9, 64, dtype=torch.bfloat16), torch.zeros(4).int()
+    plain, held = (
+        compile_launch(record_launch(embedding, lambda rows=rows: embed(*tensors, given=rows)))
+        for rows in (None, on)
+    )
+    assert plain[1] == ["token_ptr", "table_ptr", "slot_ptr", "out_ptr", "", "", ""]
+    assert {*held[1]} == {*plain[1], "given_ptr", "first_ptr"}
+    assert held[0].count("ld.global") > plain[0].count("ld.global")
+
+
+ONE = torch.zeros(1).int()
+
+
 def operands() -> dict[str, object]:
     return {
         "token_N": torch.zeros(2).int(),
@@ -95,6 +156,13 @@ def operands() -> dict[str, object]:
         ({"table_VH": torch.zeros(5)}, r"\(5,\)"),
         ({"table_VH": torch.zeros(8, 5).t()}, r"strides \(1, 5\)"),
         ({"table_VH": torch.zeros(5, 8).int()}, "table_VH is torch.int32"),
+        ({"given": GivenRows(torch.zeros(3, 7), ONE, 1.0)}, "given rows of 7 values .* has 8 of"),
+        (
+            {"given": GivenRows(torch.zeros(3, 8).half(), ONE, 1.0)},
+            "8 values of torch.float16, the",
+        ),
+        ({"given": GivenRows(torch.zeros(3), ONE, 1.0)}, r"\(3,\)"),
+        ({"given": GivenRows(torch.zeros(3, 8), ONE.long(), 1.0)}, "first must be int32, not tor"),
         ({"out": torch.zeros(2, 7)}, r"\[2, 8\].*\[2, 7\]"),
         ({"out": torch.zeros(2, 8).half()}, "out must be torch.float32.*float16"),
     ],

@@ -347,7 +347,7 @@ def test_what_is_kept_within_top_n_sigma(device: str, rest: str):
         row.expand(len(cuts), -1).contiguous().to(device),
         ints(range(len(cuts)), device),
     )
-    key, last = find_cutoffs(logits, slots, slots, tensors(cuts, device), pdl=False)
+    key, last = find_cutoffs(logits, slots, slots, tensors(cuts, device), ahead=1, pdl=False)
     for params, cut_key, cut_id in zip(cuts, key.tolist(), last.tolist(), strict=True):
         order, scaled = _kept(row.numpy(), params)
         bits = (np.array(scaled, np.float32) + np.float32(0)).view(np.int32)
@@ -649,6 +649,12 @@ def test_tiles_with_filters_agree_with_the_reference(device: str, batch):
     assert torch.equal(health & 3, expected[1] & 3)
     if device == "cpu":
         assert torch.equal(best, expected[0]) and torch.equal(health, expected[1])
+    # A draft's query is further from its token.
+    earlier = (arguments[0], slot, position - 2, tensors(params, device))
+    for further in (sample_tiles(*earlier, ahead=3), sample_tiles_reference(*earlier, ahead=3)):
+        assert torch.equal(further[1] & 3, health & 3)
+        if device == "cpu":
+            assert torch.equal(further[0], best) and torch.equal(further[1], health)
 
 
 # Distributions, through the reference with fixed seeds: each is one fixed number, not a gamble.

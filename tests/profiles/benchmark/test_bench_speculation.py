@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine import Engine, EngineConfig, SamplingParams
+from graphengine import DynamicTree, Engine, EngineConfig, SamplingParams
 from graphengine.drafters import EagleDrafter, OwnGraphEagle
 from graphengine.drafters.block import BlockDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
@@ -144,6 +144,18 @@ def test_a_shape_may_have_a_block_drafter(shape: str, kind: str) -> None:
         assert drafter.config.rank == (256 if kind == "random-dspark" else 0)
         assert drafter.config.decoder.num_layers == 5
         assert all(tensor.isfinite().all() for tensor in drafter.weights.tensors())
+        (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
+        assert len(result.token_ids) == 9 and engine.acceptance.proposed > 0
+
+
+BEST = DynamicTree(nodes=4, top_k=2, depth=3)
+
+
+@pytest.mark.parametrize("mode", [MTP(tree=BEST), Eagle3("random", tree=[[0], [1], [0, 0]])])
+def test_a_shape_may_draft_trees(mode: MTP | Eagle3) -> None:
+    engine, _ = build_engine(Subject.of_shape("tiny"), CPU | {"speculative": mode})
+    with engine:
+        assert engine.core.needs.depth in (2, 3)
         (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
         assert len(result.token_ids) == 9 and engine.acceptance.proposed > 0
 

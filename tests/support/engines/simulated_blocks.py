@@ -21,6 +21,7 @@ from graphengine.host.rings import WindowRing
 from graphengine.host.scheduler import Scheduler
 from graphengine.prefill_cut import PrefillCut
 from graphengine.program.fields import host_updates
+from graphengine.prompt_embeds import PromptTokens
 from graphengine.requests.context import Context
 from graphengine.requests.job import Job
 from graphengine.requests.processing import Processing
@@ -116,22 +117,23 @@ class Sharing:
     def check_open(self) -> None:
         pass
 
-    def session_ids(
+    def session_prompt(
         self, prompt: Sequence[int], known: int, add_bos: bool | None = None
-    ) -> tuple[int, ...]:
+    ) -> PromptTokens:
         if known + len(prompt) >= self.memory.max_seq_len:
             raise ValueError(f"{known + len(prompt)} tokens")
-        return tuple(prompt)
+        return PromptTokens(tuple(prompt))
 
     def turn(
         self,
-        ids: Sequence[int],
+        prompt: PromptTokens | Sequence[int],
         params: SamplingParams,
         callback: Callable[[Event], None] | None = None,
         *,
         submitted: float = 0.0,
         processing: bool = False,
     ) -> Request:
+        ids = prompt.ids if isinstance(prompt, PromptTokens) else prompt
         most = self.memory.max_seq_len - len(ids)
         processing = processing or self.turns_process
         return Request(

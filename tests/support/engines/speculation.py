@@ -12,7 +12,7 @@ import torch
 from checkpoints.few_layers import HEAD_LAYERS, block_drafter, eagle3_head, few_layers
 from checkpoints.mtp_modules import HIDDEN, LAYOUTS, SIZES, random_tensors, rms, write_checkpoint
 from engines.small_engine import LIMIT, LONG, OTHER, PROMPT, assert_idle, open_engine
-from graphengine import Engine, Event, Request, Result, SamplingParams
+from graphengine import DynamicTree, Engine, Event, Request, Result, SamplingParams
 from graphengine.speculative import MTP, DFlash, DraftModel, Eagle3, NGram, Speculative
 
 Tokens = tuple[int, ...]
@@ -28,6 +28,8 @@ ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]
 """Of drafts: three tokens, and what may follow the better ones."""
+BEST = DynamicTree(nodes=9, top_k=3, depth=4)
+"""Of drafts: as large and as deep, wherever they are most probable."""
 
 
 def outcome(request: Request | Result) -> Outcome:

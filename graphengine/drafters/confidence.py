@@ -1,0 +1,143 @@
+"""Which drafts of a chain are verified: all of them, or those of which it is sure enough.
+
+A withheld draft ends its row's chain: later runs find the row padded, and so does verification.
+
+Letters: S slots, R rows, M lanes of a run.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Field, StaticBuffers
+from graphengine.drafters.base import FieldSizes
+from graphengine.drafters.head import DraftHead
+from graphengine.drafters.modules import Hidden
+from graphengine.kernels import DecodeLanes, DraftTiles, follow_acceptance, withhold_drafts
+from graphengine.models.contract import DecodeLaunch
+
+
+class EveryDraft:
+    """All drafts of a chain are verified."""
+
+    withholds = False
+    _head: DraftHead
+
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        """The static fields that it needs."""
+        return []
+
+    def opened(self, head: DraftHead, buffers: StaticBuffers) -> Self:
+        """The same with the head that drafts and the static fields, in captured steps."""
+        opened = copy(self)
+        opened._head = head
+        return opened
+
+    def begin(self, lane_1: DecodeLanes) -> None:
+        """A prompt's last chunk was fed: its slot's request is new. Padded if it was another."""
+
+    def follow(self, count_R: Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> None:
+        """A step fed these lanes, and each row emitted so many tokens."""
+
+    def new_chain(self, rows: int) -> Tensor | None:
+        """What a chain of each row keeps from one of its drafts to the next."""
+        return None
+
+    def tiles(
+        self,
+        hidden: Hidden,
+        lanes: DecodeLanes,
+        launch: DecodeLaunch,
+        *,
+        ahead: int,
+        rows: DecodeLanes,
+        source: Tensor | None,
+        index: int,
+        chain: Tensor | None,
+        filtered: bool,
+    ) -> DraftTiles:
+        """The drafts of a run, as `commit_draft` takes them.
+
+        hidden, lanes, ahead, filtered
+                              as of `DraftHead.tiles`
+        rows, source          the lanes that the drafts follow, one a row, and which of `lanes` they
+                              are
+        index                 of the draft in the chain
+        """
+        return self._head.tiles(hidden, lanes, launch, ahead=ahead, filtered=filtered)
+
+
+class SureDrafts(EveryDraft):
+    """Those are verified of which `withhold_drafts` is sure enough.
+
+    Their odds are those of the plain temperature, so they are not drawn through filters.
+
+    least  in (0, 1]
+    """
+
+    withholds = True
+    _recent: Tensor
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        return [
+            Field(
+                name="recent_acceptance",
+                shape=(sizes.slots,),
+                dtype=torch.float32,
+                owner="device",
+                meaning="share of drafts that the slot's latest steps accepted",
+            )
+        ]
+
+    def opened(self, head: DraftHead, buffers: StaticBuffers) -> Self:
+        opened = super().opened(head, buffers)
+        opened._recent = buffers["recent_acceptance"]
+        return opened
+
+    def begin(self, lane_1: DecodeLanes) -> None:
+        slot = lane_1.slot.clamp(min=0).long()
+        before = self._recent.index_select(0, slot)
+        self._recent.index_copy_(0, slot, torch.where(lane_1.slot >= 0, 1.0, before))
+
+    def follow(self, count_R: Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> None:
+        follow_acceptance(self._recent, count_R, lanes.slot, pdl=launch.pdl)
+
+    def new_chain(self, rows: int) -> Tensor | None:
+        return self._recent.new_empty(rows)
+
+    def tiles(
+        self,
+        hidden: Hidden,
+        lanes: DecodeLanes,
+        launch: DecodeLaunch,
+        *,
+        ahead: int,
+        rows: DecodeLanes,
+        source: Tensor | None,
+        index: int,
+        chain: Tensor | None,
+        filtered: bool,
+    ) -> DraftTiles:
+        assert chain is not None, "a chain of new_chain"
+        return withhold_drafts(
+            self._head.top(hidden, lanes, launch, count=1, ahead=ahead),
+            rows.slot,
+            source,
+            self._recent,
+            chain,
+            least=self.least,
+            first=index == 0,
+            pdl=launch.pdl,
+        )
+
+
+def drafts_from(min_confidence: float | None) -> EveryDraft:
+    """The drafts that a mode's `min_confidence` asks for."""
+    return EveryDraft() if min_confidence is None else SureDrafts(min_confidence)

@@ -1,0 +1,55 @@
+"""Reads a corpus that drafts are looked up in: a text, or tokens."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphengine.kernels import MAX_CORPUS
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.paths import expand_user
+from graphengine.text.tokenizer import Tokenizer
+
+
+def read_corpus(path: str | os.PathLike[str], checkpoint: Checkpoint, vocab_size: int) -> Tensor:
+    """Its tokens: int32 [C] on the CPU.
+
+    A file whose name ends in `.npy` holds integers [C] as NumPy saves them, any other a text in
+    UTF-8, which the checkpoint's tokenizer splits. ValueError names the file, and what is wrong.
+    """
+    name, file = os.fspath(path), expand_user(path)
+    ids = _saved_ids(name, file) if file.suffix == ".npy" else _text_ids(name, file, checkpoint)
+    if not 1 <= ids.size <= MAX_CORPUS:
+        raise ValueError(f"corpus {name} has {ids.size} tokens, not 1 to {MAX_CORPUS}")
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if outside.size:
+        at = int(outside[0])
+        raise ValueError(
+            f"corpus {name} has token {ids[at]} at index {at}, the vocabulary has {vocab_size}"
+        )
+    return torch.from_numpy(ids.astype(np.int32))
+
+
+def _saved_ids(name: str, file: Path) -> np.ndarray:
+    try:
+        ids = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"corpus {name}: {error}") from error
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+        kind = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else "an archive"
+        raise ValueError(f"corpus {name} must be integers [C], not {kind}")
+    return ids
+
+
+def _text_ids(name: str, file: Path, checkpoint: Checkpoint) -> np.ndarray:
+    if not checkpoint.has_tokenizer:
+        raise ValueError(f"{checkpoint.path} has no tokenizer.json to split corpus {name} with")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"corpus {name}: {error}") from error
+    return np.array(Tokenizer.from_directory(checkpoint.path).encode(text), dtype=np.int64)

@@ -1,0 +1,104 @@
+"""Drafts that follow the longest match of the last tokens: in the request's own text or a corpus.
+
+As many of them as the match supports, so that a step feeds fewer tokens where little is known. As
+in SuffixDecoding (G. Oliaro et al., arXiv:2411.04975) a match of n tokens supports `factor` times n
+drafts. A turn's text begins with the turns of its session before it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Field
+from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.drafters.needs import DraftNeeds
+from graphengine.drafters.ngram import history_fields
+from graphengine.kernels import DecodeLanes, ngram_prompt, ngram_propose, suffix_propose
+
+
+class SuffixDrafter(Drafter):
+    """`Suffix(k, ...)`. `suffix_unmatched` counts the proposals of a slot without a match.
+
+    length     K
+    supported  int32 [M + 1], on the CPU, as of `suffix_propose`
+    corpus     int32 [C], on the CPU; None: there is none
+    """
+
+    def __init__(self, length: int, supported: Tensor, corpus: Tensor | None) -> None:
+        self.needs = DraftNeeds(length=length, notes=True, withholds=True)
+        self._supported, self._corpus = supported, corpus
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        return sum(table.nbytes for table in (self._supported, self._corpus) if table is not None)
+
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        return history_fields(sizes, "suffix_unmatched")
+
+    def counters(self) -> dict[str, int]:
+        return {"suffix/unmatched": int(self._unmatched.sum())}
+
+    def open(self, setting: DraftSetting, cache: Tensor) -> None:
+        buffers = setting.buffers
+        self._history = buffers["token_history"]
+        self._unmatched = buffers["suffix_unmatched"]
+        self._draft_tokens = buffers["draft_tokens"]
+        self._supported = self._supported.to(buffers.device)
+        if self._corpus is not None:
+            self._corpus = self._corpus.to(buffers.device)
+        self._pdl = setting.launch.pdl
+
+    def prepare(self, prefilled: Prefilled) -> None:
+        self.note(prefilled)
+        # As after a step that fed the prompt's last token. No PDL: torch kernels run in between.
+        emitted = (prefilled.final != 0) & (prefilled.token >= 0)
+        lanes = prefilled.last_lane(prefilled.chunk.token)
+        self._search(prefilled.token, emitted.to(torch.int32), lanes, pdl=False)
+
+    def note(self, noted: Prefilled) -> None:
+        ngram_prompt(
+            self._history,
+            noted.chunk,
+            noted.token,
+            noted.final,
+            self._draft_tokens,
+            max_n=1,
+            num_speculative_tokens=0,
+        )
+
+    def propose(self, verified: Verified) -> None:
+        step, lanes = verified.step, verified.lanes
+        if verified.drafts:
+            self._search(step.token_N, step.count_R, lanes, pdl=self._pdl)
+            return
+        ngram_propose(
+            self._history,
+            step.token_N,
+            step.count_R,
+            lanes,
+            self._draft_tokens,
+            max_n=1,
+            num_speculative_tokens=0,
+            pdl=self._pdl,
+        )
+
+    def _search(self, token_N: Tensor, count_R: Tensor, lanes: DecodeLanes, *, pdl: bool) -> None:
+        suffix_propose(
+            self._history,
+            self._corpus,
+            self._supported,
+            token_N,
+            count_R,
+            lanes,
+            self._draft_tokens,
+            unmatched_S=self._unmatched,
+            pdl=pdl,
+        )
+
+
+def supported_drafts(length: int, factor: float, most: int) -> Tensor:
+    """int32 [most + 1]: the drafts that a match of each length supports, at most `length`."""
+    counts = [min(length, math.floor(factor * matched)) for matched in range(most + 1)]
+    return torch.tensor(counts, dtype=torch.int32)

@@ -1,0 +1,641 @@
+"""A tree whose shape follows from the draft's probabilities, as EAGLE-2 makes it, on the device.
+
+    top_drafts -> expand_tree -> (module, lm_head) -> top_drafts -> expand_tree -> ... -> keep_best
+
+The score of a draft is the logarithm of its probability and of those of its ancestors, multiplied.
+Each depth's candidates are the T best drafts after each lane of the run before; of these the T with
+the best scores are expanded: they are the lanes of the next run. At the end the K best candidates
+of all depths are kept. Source: EAGLE-2 (Li et al., arXiv:2406.16858), section 4.
+
+Candidates of a row are numbered from 0: T of depth 1, then T * T of each depth; draft r after lane
+b of a run is candidate b * T + r of its depth. Of equal scores the lower number is better. A score
+is at most the parent's, whose number is lower, so a candidate's ancestors are kept before it is:
+in the order of their scores the kept ones are the nodes 1, 2, ... of a tree (`core/tree.py`).
+
+In the module's cache lane b of the run at depth g has entry 1 + (g - 1) * T + b after its root's.
+
+Letters: S slots, R rows, W = K + 1 nodes, T drafts of a lane, D depth of the tree, C candidates of
+a row above the greatest depth, M lanes of the run before, P of them a row (1 after the roots, then
+T), H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.dispatch import use_triton
+from graphengine.kernels.core.lanes import check_lanes
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.tree import TreeLanes, TreeTables, check_tree_lanes, check_tree_tables
+from graphengine.kernels.draft.draft import (
+    Fusion,
+    Hidden,
+    check_draft_table,
+    check_hidden,
+    check_stream,
+    combine_hidden_reference,
+    fusion_args,
+    new_lanes,
+)
+from graphengine.kernels.draft.draft_triton import (
+    load_weight,
+    normed_hidden,
+    store_combined,
+    store_lane,
+)
+from graphengine.kernels.draft.top_drafts import TopDrafts
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.sample.candidates import LAST_ID, sortable_key, value_of_key
+from graphengine.kernels.step.state import DecodeLanes
+
+_NOTHING = tl.constexpr(-(2**63))
+_EVERYTHING = tl.constexpr(2**63 - 1)
+
+
+class Candidates(NamedTuple):
+    """What was found for each row; what is read of a row, was written in the same growth."""
+
+    score: torch.Tensor
+    """float32 [R, C]: -inf where there is none."""
+    token: torch.Tensor
+    """int32 [R, C]"""
+    expanded: torch.Tensor
+    """int32 [R, D - 1, T]: the number of each lane of the runs at depth 1, 2, ...; -1 for none."""
+
+    @classmethod
+    def new(cls, rows: int, top_k: int, depth: int, device: torch.device) -> Candidates:
+        """Uninitialised, for trees at least 2 deep."""
+        count = first_candidate(depth, top_k)
+        score = torch.empty(rows, count, dtype=torch.float32, device=device)
+        token = torch.empty_like(score, dtype=torch.int32)
+        return cls(score, token, token.new_empty(rows, depth - 1, top_k))
+
+
+class Children(NamedTuple):
+    """The drafts after the lanes of a run."""
+
+    drafts: TopDrafts
+    """T of each of its M lanes; alone as new as the launch before."""
+    parents: DecodeLanes
+    """R * P lanes; their tokens are not read. A padded one has no children."""
+    score: torch.Tensor | None = None
+    """float32 [R * P], of the parents; None for the roots, whose score is 0."""
+    source: torch.Tensor | None = None
+    """int32 [R * P]: the lane of the run that each parent is; None: M is R * P."""
+
+    @property
+    def top_k(self) -> int:
+        """T"""
+        return self.drafts.token.shape[1]
+
+
+class Expanded(NamedTuple):
+    """The next run's R * T lanes; valid until the next replay."""
+
+    lanes: DecodeLanes
+    score: torch.Tensor
+    """float32 [R * T]; -inf for a padded lane."""
+    combined: torch.Tensor
+    """[R * T, 2H]: the module's input."""
+
+
+class DraftedTrees(NamedTuple):
+    """The tree that each slot's next step verifies."""
+
+    draft: torch.Tensor
+    """int32 [S, K]: tokens of the nodes but the root; -1 where there are fewer."""
+    parent: torch.Tensor
+    """int32 [S, K]: the number of each one's parent."""
+    tables: TreeTables
+
+
+def first_candidate(depth: int, top_k: int) -> int:
+    """The number of the first candidate at a depth, 1 and up; how many there are above it."""
+    return 0 if depth == 1 else top_k + (depth - 2) * top_k * top_k
+
+
+def expand_tree(
+    children: Children,
+    hidden: Hidden,
+    rows: DecodeLanes,
+    found: Candidates,
+    tree: TreeLanes,
+    fusion: Fusion,
+    *,
+    depth: int,
+    limit: int,
+    residual: Residual,
+    above: TreeLanes | None = None,
+    hidden_eps: float = 0.0,
+    pdl: bool = False,
+) -> Expanded:
+    """Note a depth's candidates, and make the input of a run over the best of them; one launch.
+
+    A lane is padded where there are fewer candidates, and where its position or its entry would
+    reach the limit.
+
+    Args:
+        children: after the roots at depth 1, after the lanes of the run above later.
+        hidden: the run's M lanes' output; hidden_eps: of the norm after it.
+        rows: R lanes, the roots.
+        found: updated in place.
+        tree: R * T new lanes in their trees, of which this writes the ancestors.
+        fusion: how the module's input is made.
+        depth: of the candidates, 1 .. D - 1.
+        limit: positions that the cache has.
+        residual: R * T lanes, as of `combine_hidden`.
+        above: the parents in their trees; None at depth 1.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+
+    Returns:
+        New lanes at the positions after their parents'. ValueError for a shape or dtype that does
+        not fit.
+    """
+    count, parents = _check_children(children, rows)
+    top_k = children.top_k
+    most = _check_found(found, count, top_k)
+    if not 1 <= depth <= most:
+        raise ValueError(f"depth {depth} is not above the last of trees that are {most + 1} deep")
+    if parents != (1 if depth == 1 else top_k) or (above is None) != (depth == 1):
+        raise ValueError(f"{parents} parents a row are not those of candidates at depth {depth}")
+    deepest = check_tree_lanes(tree, count * top_k)
+    if depth > deepest:
+        raise ValueError(f"the lanes' trees have a depth of {deepest}, not of {depth}")
+    if above is not None and check_tree_lanes(above, count * top_k) != deepest:
+        raise ValueError(f"the lanes above are in trees of another depth than {deepest}")
+    check_hidden(hidden, fusion, children.drafts.token.shape[0])
+    check_stream(residual, count * top_k, fusion)
+    if not use_triton(rows.slot):
+        return expand_tree_reference(
+            children, hidden, rows, found, tree, fusion, depth=depth, limit=limit,
+            residual=residual, above=above, hidden_eps=hidden_eps,
+        )  # fmt: skip
+    lanes = new_lanes(count * top_k, rows.slot)
+    score = torch.empty_like(lanes.slot, dtype=torch.float32)
+    args, options = fusion_args(hidden, fusion, hidden_eps, count * top_k, residual)
+    launcher(_expand_kernel, (count * top_k,))(
+        _child_args(children),
+        _ExpandArgs(
+            row_slot=rows.slot,
+            row_position=rows.position,
+            parent_position=children.parents.position,
+            parent_ancestor=None if above is None else above.ancestor,
+            **found._asdict(),
+            lane_token=lanes.token,
+            lane_slot=lanes.slot,
+            lane_position=lanes.position,
+            lane_score=score,
+            lane_ancestor=tree.ancestor,
+        ),
+        args,
+        depth,
+        first_candidate(depth, top_k),
+        found.score.shape[1],
+        most,
+        limit,
+        P=parents,
+        T=top_k,
+        DEPTH=deepest,
+        BLOCK_C=triton.next_power_of_2(parents * top_k),
+        BLOCK_D=triton.next_power_of_2(deepest),
+        **options,
+        **launch_options(pdl),
+    )
+    return Expanded(lanes, score, args.combined)
+
+
+def expand_tree_reference(
+    children: Children,
+    hidden: Hidden,
+    rows: DecodeLanes,
+    found: Candidates,
+    tree: TreeLanes,
+    fusion: Fusion,
+    *,
+    depth: int,
+    limit: int,
+    residual: Residual,
+    above: TreeLanes | None = None,
+    hidden_eps: float = 0.0,
+) -> Expanded:
+    """Plain twin of `expand_tree`."""
+    count, top_k = rows.slot.numel(), children.top_k
+    score_RC, token_RC = _children_reference(children, count)
+    parents, of_depth = score_RC.shape[1] // top_k, first_candidate(depth, top_k)
+    there = slice(of_depth, of_depth + score_RC.shape[1])
+    found.score[:, there], found.token[:, there] = score_RC, token_RC
+    best_RT = score_RC.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    score_RT = score_RC.gather(1, best_RT)
+    is_found = score_RT > -torch.inf
+    found.expanded[:, depth - 1] = (of_depth + best_RT).where(is_found, -1)
+
+    first_lane = torch.arange(count, device=rows.slot.device)[:, None] * parents
+    parent_RT = first_lane + best_RT // top_k
+    number = 1 + (depth - 1) * top_k
+    entry_RT = rows.position[:, None] + number + torch.arange(top_k, device=rows.slot.device)
+    position_RT = children.parents.position[parent_RT] + 1
+    live_RT = is_found & (position_RT < limit) & (entry_RT < limit)
+    slot_RT = rows.slot[:, None].expand_as(live_RT).where(live_RT, -1)
+    token_RT = token_RC.gather(1, best_RT)
+    lanes = DecodeLanes(token_RT.flatten(), slot_RT.flatten(), position_RT.flatten())
+    live = live_RT.flatten()
+    if above is not None:
+        tree.ancestor[live, : depth - 1] = above.ancestor[parent_RT.flatten()[live], : depth - 1]
+    of_parent = (number - parents + best_RT // top_k).flatten().int()
+    tree.ancestor[live, depth - 1] = of_parent[live]
+    source = parent_RT if children.source is None else children.source[parent_RT].long()
+    combined = combine_hidden_reference(
+        lanes.token,
+        lanes.slot,
+        hidden,
+        source.flatten(),
+        fusion,
+        hidden_eps=hidden_eps,
+        residual=residual,
+    )
+    return Expanded(lanes, score_RT.where(live_RT, -torch.inf).flatten(), combined)
+
+
+def keep_best(
+    children: Children,
+    rows: DecodeLanes,
+    found: Candidates,
+    trees: DraftedTrees,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Write the trees of the best candidates, those at the greatest depth among them; one launch.
+
+    Args:
+        children: after the lanes of the last run.
+        rows: R lanes, the roots.
+        found: of the depths above.
+        trees: updated in place in the rows of live slots; past a node's ancestors are zeros.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+
+    ValueError for a shape or dtype that does not fit.
+    """
+    count, parents = _check_children(children, rows)
+    top_k = children.top_k
+    depth = 1 + _check_found(found, count, top_k)
+    if parents != top_k:
+        raise ValueError(f"{parents} parents a row are not the {top_k} lanes of the last run")
+    slots, nodes = trees.draft.shape[0], check_draft_table(trees.draft)
+    if trees.parent.shape != trees.draft.shape:
+        raise ValueError(
+            f"parents must be {[slots, nodes]} as the drafts, not {list(trees.parent.shape)}"
+        )
+    check_draft_table(trees.parent)
+    most = check_tree_tables(trees.tables, slots, 1 + nodes)
+    if most != depth:
+        raise ValueError(f"tables of trees that are {most} deep are not for a depth of {depth}")
+    if not use_triton(rows.slot):
+        keep_best_reference(children, rows, found, trees)
+        return
+    older = first_candidate(depth, top_k)
+    block_c = triton.next_power_of_2(older + top_k * top_k)
+    launcher(_keep_kernel, (count,))(
+        _child_args(children),
+        found,
+        rows.slot,
+        trees.draft,
+        trees.parent,
+        *trees.tables,
+        trees.tables.depth.stride(0),
+        trees.tables.ancestor.stride(0),
+        OLDER=older,
+        T=top_k,
+        NODES=nodes,
+        DEPTH=depth,
+        BLOCK_C=block_c,
+        BLOCK_W=triton.next_power_of_2(1 + nodes),
+        num_warps=min(max(block_c // 256, 1), 8),
+        **launch_options(pdl),
+    )
+
+
+def keep_best_reference(
+    children: Children, rows: DecodeLanes, found: Candidates, trees: DraftedTrees
+) -> None:
+    """Plain twin of `keep_best`: one row, and one node after the other."""
+    score_RC, token_RC = _children_reference(children, rows.slot.numel())
+    score_RC = torch.cat([found.score, score_RC], dim=1)
+    token_RC = torch.cat([found.token, token_RC], dim=1)
+    nodes, T = trees.draft.shape[1], children.top_k
+    for row, slot in enumerate(rows.slot.tolist()):
+        if slot < 0:
+            continue
+        order = score_RC[row].sort(descending=True, stable=True).indices[:nodes].tolist()
+        kept = [each for each in order if score_RC[row, each] > -torch.inf]
+        trees.draft[slot], trees.parent[slot] = -1, 0
+        for table in trees.tables:
+            table[slot] = 0
+        paths: dict[int, list[int]] = {}
+        for node, each in enumerate(kept, start=1):
+            path = [0]
+            if each >= T:
+                level, within = divmod(each - T, T * T)
+                parent = int(found.expanded[row, level, within // T])
+                path = [*paths[parent], 1 + kept.index(parent)]
+            paths[each] = path
+            trees.draft[slot, node - 1], trees.parent[slot, node - 1] = (
+                token_RC[row, each],
+                path[-1],
+            )
+            trees.tables.depth[slot, node] = len(path)
+            trees.tables.ancestor[slot, node, : len(path)] = torch.tensor(path, dtype=torch.int32)
+
+
+def _children_reference(children: Children, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score and token of each row's candidates, [R, P * T]; -inf where there is none."""
+    (token, value), parents, score, source = children
+    lanes = torch.arange(parents.slot.numel()) if source is None else source.long()
+    has_parent = parents.slot >= 0
+    lanes = lanes.to(token.device).where(has_parent, 0)
+    token, value = token[lanes], value[lanes].clamp(max=0.0)
+    if score is not None:
+        value = score[:, None] + value
+    value = value.where(has_parent[:, None] & (token >= 0), -torch.inf)
+    return value.view(rows, -1), token.view(rows, -1)
+
+
+def _check_children(children: Children, rows: DecodeLanes) -> tuple[int, int]:
+    """(R, P); ValueError unless the lanes and drafts fit each other."""
+    (token, value), parents, score, source = children
+    count, lanes = rows.slot.numel(), parents.slot.numel()
+    check_lanes(count, **{f"rows.{name}": field for name, field in rows._asdict().items()})
+    check_lanes(lanes, **{f"parents.{name}": field for name, field in parents._asdict().items()})
+    if count < 1 or lanes < 1 or lanes % count:
+        raise ValueError(f"{lanes} parents are no whole number of lanes for each of {count} rows")
+    for name, part, dtype in (("token", token, torch.int32), ("value", value, torch.float32)):
+        shape = tuple(part.shape)
+        if part.dtype != dtype or len(shape) != 2 or not part.is_contiguous():
+            raise ValueError(
+                f"a draft's {name} must be dense {dtype} [M, T], not {part.dtype} {shape}"
+            )
+        if shape != tuple(token.shape):
+            raise ValueError(f"drafts of shape {tuple(token.shape)} have values of shape {shape}")
+    if source is not None:
+        check_lanes(lanes, source=source)
+    elif token.shape[0] != lanes:
+        raise ValueError(f"drafts of {token.shape[0]} lanes are not those of {lanes} parents")
+    if score is not None and (score.dtype != torch.float32 or tuple(score.shape) != (lanes,)):
+        raise ValueError(f"score must be float32 [{lanes}], not {score.dtype} {tuple(score.shape)}")
+    return count, lanes // count
+
+
+def _check_found(found: Candidates, rows: int, top_k: int) -> int:
+    """D - 1; ValueError unless the tensors are those of trees of one depth."""
+    runs = found.expanded.shape[1] if found.expanded.dim() == 3 else 0
+    shape = (rows, first_candidate(1 + runs, top_k))
+    sizes = ((rows, runs, top_k), shape, shape)
+    parts = (found.expanded, found.score, found.token)
+    dtypes = (torch.int32, torch.float32, torch.int32)
+    for part, size, dtype in zip(parts, sizes, dtypes, strict=True):
+        fits = tuple(part.shape) == size and part.dtype == dtype and part.is_contiguous()
+        if runs < 1 or not fits:
+            raise ValueError(
+                f"candidates of {rows} rows and {top_k} drafts a lane must be dense {dtype} "
+                f"{list(size)}, not {part.dtype} {list(part.shape)}"
+            )
+    return runs
+
+
+class _ChildArgs(NamedTuple):
+    token: torch.Tensor
+    value: torch.Tensor
+    slot: torch.Tensor
+    score: torch.Tensor | None
+    source: torch.Tensor | None
+
+
+class _ExpandArgs(NamedTuple):
+    row_slot: torch.Tensor
+    row_position: torch.Tensor
+    parent_position: torch.Tensor
+    parent_ancestor: torch.Tensor | None
+    score: torch.Tensor
+    token: torch.Tensor
+    expanded: torch.Tensor
+    lane_token: torch.Tensor
+    lane_slot: torch.Tensor
+    lane_position: torch.Tensor
+    lane_score: torch.Tensor
+    lane_ancestor: torch.Tensor
+
+
+def _child_args(children: Children) -> _ChildArgs:
+    (token, value), parents, score, source = children
+    return _ChildArgs(token, value, parents.slot, score, source)
+
+
+@triton.jit
+def _load_parents(children, row, child, wanted, P: tl.constexpr, T: tl.constexpr):
+    """(whether each child's parent is live, its score, its lane of the run); before the wait."""
+    parent = row * P + child // T
+    has_parent = tl.load(children.slot + parent, mask=wanted, other=-1, cache_modifier=".cg") >= 0
+    score = tl.zeros_like(child).to(tl.float32)
+    if children.score is not None:
+        score = tl.load(children.score + parent, mask=has_parent, other=0.0, cache_modifier=".cg")
+    source = parent
+    if children.source is not None:
+        source = tl.load(children.source + parent, mask=has_parent, other=0, cache_modifier=".cg")
+    return has_parent, score, source
+
+
+@triton.jit
+def _load_children(children, child, has_parent, score, source, T: tl.constexpr):
+    """(score, token) of each child; -inf and -1 for none."""
+    at = source * T + child % T
+    token = tl.load(children.token + at, mask=has_parent, other=-1)
+    value = tl.load(children.value + at, mask=has_parent, other=0.0)
+    value = score + tl.minimum(value, 0.0)
+    return tl.where(token >= 0, value, float("-inf")), token
+
+
+@triton.jit
+def _ranked(score, number):
+    """int64 in the order of scores; of equal ones the lower number is above."""
+    packed = (sortable_key(score).to(tl.int64) << 32) | (number ^ LAST_ID).to(tl.int64)
+    return tl.where(score > float("-inf"), packed, _NOTHING)
+
+
+@triton.jit
+def _next_best(packed, last):
+    """The greatest below `last`; nothing if there is none."""
+    return tl.max(tl.where(packed < last, packed, _NOTHING), 0)
+
+
+@triton.jit
+def _number_of(packed):
+    """The number of a candidate that is there."""
+    return (packed & LAST_ID).to(tl.int32) ^ LAST_ID
+
+
+@triton.jit(do_not_specialize=["depth", "of_depth", "limit"])
+def _expand_kernel(
+    children,
+    expand,
+    fusion,
+    depth,
+    of_depth,
+    columns,
+    runs,
+    limit,
+    P: tl.constexpr,
+    T: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HIDDEN_FIRST: tl.constexpr,
+    START: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a lane of the next run; each ranks its row's candidates. The first of a row's
+    writes them down. Only the drafts are as new as the launch before."""
+    lane = tl.program_id(0)
+    row = lane // T
+    place = lane % T
+    row_slot = tl.load(expand.row_slot + row, cache_modifier=".cg")
+    live = row_slot >= 0
+    root = tl.load(expand.row_position + row, mask=live, other=0, cache_modifier=".cg")
+    c = tl.arange(0, BLOCK_C)
+    inside = live & (c < P * T)
+    has_parent, score, source = _load_parents(children, row, c, inside, P, T)
+    weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
+    wait_for_inputs(PDL)
+
+    score, token = _load_children(children, c, has_parent, score, source, T)
+    if place == 0:
+        at = row * columns + of_depth + c
+        tl.store(expand.score + at, score, mask=inside)
+        tl.store(expand.token + at, token, mask=inside)
+    packed = _ranked(score, c)
+    best = tl.max(packed, 0)
+    for _ in range(place):
+        best = _next_best(packed, best)
+    found = best != _NOTHING
+    chosen = tl.where(found, _number_of(best), 0)
+    tl.store(
+        expand.expanded + (row * runs + depth - 1) * T + place,
+        tl.where(found, of_depth + chosen, -1),
+        mask=live,
+    )
+
+    # Each sum has one term.
+    is_chosen = c == chosen
+    token_of = tl.sum(tl.where(is_chosen, token, 0), 0)
+    source_of = tl.sum(tl.where(is_chosen, source, 0), 0)
+    parent = row * P + chosen // T
+    position = 1 + tl.load(expand.parent_position + parent, mask=found, other=0)
+    number = 1 + (depth - 1) * T
+    goes_on = found & (position < limit) & (root + number + place < limit)
+    store_lane(
+        expand.lane_token,
+        expand.lane_slot,
+        expand.lane_position,
+        lane,
+        token_of,
+        row_slot,
+        position,
+        goes_on,
+    )
+    score_of = value_of_key((best >> 32).to(tl.int32))
+    tl.store(expand.lane_score + lane, tl.where(goes_on, score_of, float("-inf")))
+    d = tl.arange(0, BLOCK_D)
+    ancestor = d * 0
+    if expand.parent_ancestor is not None:
+        older = goes_on & (d < depth - 1)
+        ancestor = tl.load(expand.parent_ancestor + parent * DEPTH + d, mask=older, other=0)
+    ancestor = tl.where(d == depth - 1, number - P + chosen // T, ancestor)
+    tl.store(expand.lane_ancestor + lane * DEPTH + d, ancestor, mask=goes_on & (d < depth))
+    hidden, start = normed_hidden(fusion, source_of, goes_on, H, GROUPS, START, BLOCK_H, BLOCK_T)
+    store_combined(fusion, hidden, start, weight, token_of, lane, goes_on, H, HIDDEN_FIRST, BLOCK_H)
+
+
+@triton.jit
+def _keep_kernel(
+    children,
+    found,
+    row_slot_ptr,
+    draft_ptr,
+    parent_ptr,
+    depth_ptr,
+    ancestor_ptr,
+    depth_stride,
+    ancestor_stride,
+    OLDER: tl.constexpr,
+    T: tl.constexpr,
+    NODES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row. Only the drafts are as new as the launch before."""
+    row = tl.program_id(0)
+    slot = tl.load(row_slot_ptr + row, cache_modifier=".cg")
+    live = slot >= 0
+    c = tl.arange(0, BLOCK_C)
+    is_older = live & (c < OLDER)
+    older = tl.load(
+        found.score + row * OLDER + c, mask=is_older, other=float("-inf"), cache_modifier=".cg"
+    )
+    child = tl.maximum(c - OLDER, 0)
+    fresh = live & (c >= OLDER) & (c < OLDER + T * T)
+    has_parent, score, source = _load_parents(children, row, child, fresh, T, T)
+    wait_for_inputs(PDL)
+
+    score, token = _load_children(children, child, has_parent, score, source, T)
+    packed = _ranked(tl.where(is_older, older, score), c)
+    w = tl.arange(0, BLOCK_W)
+    best = tl.full([], _EVERYTHING, tl.int64)
+    # Of each node its candidate and that one's token.
+    of_W = tl.full([BLOCK_W], -1, tl.int32)
+    token_W = tl.full([BLOCK_W], -1, tl.int32)
+    for node in range(1, NODES + 1):
+        best = _next_best(packed, best)
+        number = tl.where(best != _NOTHING, _number_of(best), -1)
+        of_W = tl.where(w == node, number, of_W)
+        fresh_token = tl.sum(tl.where(c == number, token, 0), 0)
+        token_W = tl.where((w == node) & (number >= OLDER), fresh_token, token_W)
+    there = of_W >= 0
+    noted = there & (of_W < OLDER)
+    noted_token = tl.load(found.token + row * OLDER + of_W, mask=noted, other=-1)
+    token_W = tl.where(noted, noted_token, token_W)
+
+    # Those of depth 1 have the root for a parent, which no candidate is.
+    below = tl.maximum(of_W - T, 0)
+    run = below // (T * T)
+    has_candidate = there & (of_W >= T)
+    depth_W = tl.where(has_candidate, run + 2, there.to(tl.int32))
+    at = found.expanded + (row * (DEPTH - 1) + run) * T + below % (T * T) // T
+    parent_of_W = tl.load(at, mask=has_candidate, other=-2)
+    is_parent = parent_of_W[:, None] == of_W[None, :]
+    parent_W = tl.sum(tl.where(is_parent, w[None, :], 0), 1)
+
+    wide_slot = slot.to(tl.int64)
+    is_node = live & (w > 0) & (w <= NODES)
+    tl.store(draft_ptr + wide_slot * NODES + w - 1, token_W, mask=is_node)
+    tl.store(parent_ptr + wide_slot * NODES + w - 1, parent_W, mask=is_node)
+    is_node = live & (w <= NODES)
+    tl.store(depth_ptr + wide_slot * depth_stride + w, depth_W, mask=is_node)
+    ancestor_W = w
+    for step in tl.static_range(DEPTH):
+        is_next = ancestor_W[:, None] == w[None, :]
+        ancestor_W = tl.sum(tl.where(is_next, parent_W[None, :], 0), 1)
+        # That many below its own depth; past its ancestors, from the end of its row on, zeros.
+        above = depth_W - 1 - step
+        column = tl.where(above >= 0, above, DEPTH + above)
+        value = tl.where(above >= 0, ancestor_W, 0)
+        at_W = wide_slot * ancestor_stride + w * DEPTH + column
+        tl.store(ancestor_ptr + at_W, value, mask=is_node)

@@ -1,0 +1,118 @@
+"""A program of two ranks on a CPU that push as ranks on GPUs do, for torchrun.
+
+    TRITON_INTERPRET=1 torchrun --standalone --nproc-per-node 2 pushing_ranks.py CHECKPOINT
+
+Triton's interpreter runs the kernels of pushes, over a file that both processes map; all else are
+the plain twins. It prints the ranks that agree, and tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+from graphengine import Engine, SamplingParams
+from graphengine.kernels import PUSH_UNIT, PeerItems, Peers
+from graphengine.models.contract import Share
+from graphengine.parallel import leading, rank
+from graphengine.parallel.meeting import Meeting
+
+PROMPTS = ["def fib(n):", "class Tree:\n"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=5),
+    SamplingParams(temperature=0.8, seed=3, top_k=20, max_tokens=5),
+]
+SIZES: dict[str, Any] = {
+    "device": "cpu", "max_batch": 2, "max_seq_len": 64, "block_size": 8, "prefill_buckets": (16,),
+}  # fmt: skip
+
+
+class FileMemory:
+    """In place of `PeerMemory`: the items of each rank are a file beside that of the meeting."""
+
+    def __init__(self, folder: Path, share: Share, units: int) -> None:
+        self.problem = ""
+        shape = (2, share.ranks, units, PUSH_UNIT)
+        path = folder / f"items{share.rank}"
+        made = path.with_suffix(".new")
+        made.touch()
+        # A file without zeros of its own reads as zeros.
+        with made.open("r+b") as file:
+            file.truncate(8 * int(np.prod(shape)))
+        made.rename(path)
+        self._items = [_mapped(folder / f"items{rank}", shape) for rank in range(share.ranks)]
+        addresses = [items.data_ptr() for items in self._items]
+        tensors = PeerItems.over_items(self._items[share.rank], addresses)
+        # In polls, as the interpreter has no clock.
+        tensors.watch[1] = 2**50
+        self.peers: Peers | None = Peers(share.rank, tensors)
+
+    def leave(self) -> None:
+        self.peers = None
+
+    def close(self) -> None:
+        self.leave()
+
+
+def _mapped(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
+    while not path.exists():
+        time.sleep(0.01)
+    return torch.from_numpy(np.memmap(path, dtype=np.int64, mode="r+", shape=shape))
+
+
+class PushingMeeting(Meeting):
+    """One where all is pushed."""
+
+    limit_s = 60.0
+
+    def __init__(self, file: str, share: Share, device: torch.device, **options: Any) -> None:
+        self.share, self._on_gpu, self._pdl, self._group = share, False, False, None
+        # So few that logits take several launches.
+        self._memory = FileMemory(Path(file).parent, share, units=4)
+        assert self._memory.peers is not None
+        self._watch = self._memory.peers.tensors.watch.numpy()
+
+
+def run_plain_twins() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("graphengine.kernels.") and hasattr(module, "use_triton"):
+            module.use_triton = lambda tensor: False
+
+
+def mend_interpreter() -> None:
+    """numpy 2.4 refuses `int(array([3]))`, by which triton 3.6 reads a loop's bounds."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_index
+
+
+def main(checkpoint: str) -> None:
+    run_plain_twins()
+    mend_interpreter()
+    torch.set_num_threads(1)
+    leading.Meeting = rank.Meeting = PushingMeeting
+    options = SIZES | {"tensor_parallel": 2, "wait_limit_s": 60.0}
+    with Engine.from_pretrained(checkpoint, **options) as engine:
+        cancelled = engine.submit(PROMPTS[1], PARAMS[0])
+        engine.step()
+        cancelled.cancel()
+        results = engine.generate(PROMPTS, PARAMS)
+        assert isinstance(engine.runtime, leading.LeadingRuntime)
+        digests = engine.runtime.digests()
+    print("ranks", len(digests), "states", len(set(digests)))
+    for result in results:
+        print("tokens", *result.token_ids)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
