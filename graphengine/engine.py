@@ -220,6 +220,17 @@ class Engine:
         """
         return self.core.step(None if timeout is None else seconds("timeout", timeout))
 
+    def drain(self, timeout: float | None = None) -> list[Event]:
+        """Step until nothing is left to do; the events that these steps would have returned.
+
+        timeout  seconds after which it returns what has come, with `busy` still True; 0 or less:
+                 a single step that never blocks; None: until the end
+
+        Requests that callbacks submit meanwhile are run as well. After an exception, which is that
+        of `step`, the next step returns the events so far.
+        """
+        return runs.drain(self.core, None if timeout is None else seconds("timeout", timeout))
+
     @property
     def busy(self) -> bool:
         """Whether a request is unfinished, a replay in flight, or an event not returned yet."""

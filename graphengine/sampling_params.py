@@ -31,7 +31,6 @@ from graphengine.options import (
     Bound,
     Flag,
     SlotField,
-    at_least,
     check_options,
     documented,
     option,
@@ -53,6 +52,9 @@ _LOGPROBS = Bound(
     lambda count: 0 <= count <= MAX_LOGPROBS,
     whole=True,
 )
+
+
+_MAX_TOKENS = "be at least 1, or None, or 0 with prompt_logprobs"
 
 
 @documented
@@ -120,9 +122,10 @@ class SamplingParams:
     )
     max_tokens: int | None = option(
         256,
-        at_least(1, or_none=True),
-        doc="new tokens at most; None: up to max_seq_len",
-        flag=Flag(help="new tokens at most"),
+        Bound(_MAX_TOKENS, lambda count: count >= 0),
+        doc="""new tokens at most; None: up to max_seq_len; 0, with `prompt_logprobs`, scores the
+        prompt alone""",
+        flag=Flag(help="new tokens at most; 0, with --prompt-logprobs, scores the prompt alone"),
     )
     min_tokens: int = option(
         0,
@@ -253,6 +256,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError(f"max_tokens=0 must {_MAX_TOKENS}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
         if self.stop_token_ids is None:

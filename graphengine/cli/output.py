@@ -48,17 +48,20 @@ def _milliseconds(seconds: float | None) -> float | None:
 def print_summary(summary: dict[str, Any]) -> None:
     buckets = ", ".join(f"{name} x{count}" for name, count in summary["replays"].items())
     stopped = "" if summary["stop_reason"] is None else f" ({summary['stop_reason']!r})"
-    latencies = [f"time to first token {summary['ttft_ms']} ms"]
+    latencies = []
+    if summary["ttft_ms"] is not None:
+        latencies.append(f"time to first token {summary['ttft_ms']} ms")
     if summary["itl_p50_ms"] is not None:
         latencies.append(f"inter-token p50 {summary['itl_p50_ms']} ms")
         latencies.append(f"p99 {summary['itl_p99_ms']} ms")
     print(
         f"\n{summary['prompt_tokens']} prompt + {summary['new_tokens']} new tokens on "
         f"{summary['device']}, finished by {summary['finish_reason']}{stopped}, "
-        f"seed {summary['seed']}\n"
-        f"{', '.join(latencies)}\n"
-        f"buckets: {buckets}"
+        f"seed {summary['seed']}"
     )
+    if latencies:
+        print(", ".join(latencies))
+    print(f"buckets: {buckets}")
 
 
 def print_logprobs(result: Result) -> None:

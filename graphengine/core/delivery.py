@@ -146,9 +146,13 @@ class Delivery:
             self._log_invalid(request)
             self._finish(request, "error", (), "", now)
             return 0
+        job, halted = request.job, flags & _HALTED
+        if job.scores:
+            self.counters["discarded_tokens"] += count
+            self._finish(request, "length", (), "", now)
+            return 0
         tokens, text, stopped = items[:count], "", None
         ended: FinishReason | None = None
-        job, halted = request.job, flags & _HALTED
         if job.guide is not None:
             taken, ended = self._follow(request, job.guide, tokens, flags)
             if taken < count:

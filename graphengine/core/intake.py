@@ -178,6 +178,8 @@ class Intake:
             guide = self._grammars.guide(params, self.tokenizer, processing.mask)
         given_routes = self._given_routes(params)
         room = 1 if self._prompts_only else self._max_seq_len - len(ids)
+        # A prefill always samples a token.
+        most = room if params.max_tokens is None else max(1, params.max_tokens)
         self.made += 1
         return Request(
             request_id=self.made,
@@ -190,7 +192,7 @@ class Intake:
             priority=int(priority),
             job=Job(
                 prompt_len=len(ids),
-                max_len=len(ids) + min(room, params.max_tokens or room),
+                max_len=len(ids) + min(room, most),
                 min_tokens=params.min_tokens,
                 embeds=prompt.embeds,
                 stops=Stops(
@@ -207,6 +209,7 @@ class Intake:
                 guide=guide,
                 given_routes=None if given_routes is None else given_routes[: self._max_seq_len],
                 routes=self._new_routes(),
+                scores=params.max_tokens == 0,
             ),
         )
 

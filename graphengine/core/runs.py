@@ -92,6 +92,18 @@ def finish(core: EngineCore, submit: Submit) -> Result:
     return request.result()
 
 
+def drain(core: EngineCore, timeout: float | None) -> list[Event]:
+    """What `Engine.drain` says."""
+    end = None if timeout is None else time.perf_counter() + timeout
+    while True:
+        left = None if end is None else max(0.0, end - time.perf_counter())
+        events = core.step(left)
+        if not core.busy or left == 0.0:
+            return events
+        # The next step returns them, too: an exception in it loses none.
+        core.delivery.keep(events)
+
+
 def stream(core: EngineCore, submit: Submit) -> Iterator[Event]:
     """`Engine.stream`, for the request that `submit` makes."""
     request, events = _submit(submit)

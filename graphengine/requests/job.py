@@ -78,6 +78,8 @@ class Job:
     halted       whether the device has ended it: nothing that was launched since feeds a token
     block_keys   keys of the prompt's blocks, by which prefixes are found; None until they are made
     given_routes ids [T, L, k] of experts that its tokens take; None: the router's choice
+    scores       whether it is for its prompt alone: the one token that its prefill samples is
+                 dropped
 
     For its output:
 
@@ -102,6 +104,7 @@ class Job:
     halted: bool = False
     block_keys: list[bytes] | None = None
     given_routes: Ids | None = None
+    scores: bool = False
     stream: TextStream | None = None
     guide: Guide | None = None
     drafts: CallerDrafts = NO_DRAFTS

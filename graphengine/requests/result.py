@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphengine.requests.acceptance import Acceptance
+
+# Characters of a text that a `repr` shows.
+_SHOWN = 60
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "deadline"]
 
@@ -60,9 +64,11 @@ class Segment(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Result:
     """A finished request. `token_ids` end with the stop token where one ended the request.
+
+    Its `repr` is one line, and a notebook shows it with its whole text; `to_dict` has everything.
 
     text_ends    number of characters of `text` up to and including each token; empty without a
                  tokenizer
@@ -95,6 +101,27 @@ class Result:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     routing: NDArray[np.int16] | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        return (
+            f"Result(request_id={self.request_id}, prompt={len(self.prompt_token_ids)}, "
+            f"tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r}, text={text!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the text, and a line about it."""
+        facts = [
+            f"request {self.request_id}",
+            f"{len(self.prompt_token_ids)} prompt + {len(self.token_ids)} new tokens",
+            f"finished by {self.finish_reason}",
+            f"seed {self.seed}",
+        ]
+        if self.cached_tokens:
+            facts.insert(2, f"{self.cached_tokens} cached")
+        if (first := self.timings.time_to_first_token) is not None:
+            facts.append(f"first token after {first * 1e3:.1f} ms")
+        return f"<pre>{escape(self.text)}</pre><small>{escape(', '.join(facts))}</small>"
 
     @property
     def cumulative_logprob(self) -> float | None:

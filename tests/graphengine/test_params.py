@@ -158,7 +158,11 @@ TOP_N_SIGMA = "must be 0, or in [1.1754944e-38, 3.4028234e+38]"
         ),
         ({"logprobs": True}, "logprobs=True must be an integer in [0, 20], or None for none"),
         ({"stop_token_sequences": 3}, "stop_token_sequences=3 must be a list"),
-        ({"max_tokens": 0}, "max_tokens=0 must be at least 1, or None"),
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1, or None, or 0 with prompt_logprobs"),
+        (
+            {"max_tokens": -1, "prompt_logprobs": 0},
+            "max_tokens=-1 must be at least 1, or None, or 0 with prompt_logprobs",
+        ),
         ({"min_tokens": -3}, "min_tokens=-3 must be in [0, 1073741823]"),
         (
             {"min_tokens": 2**30, "max_tokens": None},

@@ -239,6 +239,13 @@ def test_prompts_are_scored_and_ids_end_the_text(cli: Cli) -> None:
     assert [int(line.split()[0]) for line in lines[: prompt_len()]] == found["prompt_token_ids"]
 
 
+def test_a_prompt_is_scored_alone(cli: Cli) -> None:
+    scored = ("--prompt", PROMPT, "--max-tokens", "0", "--prompt-logprobs", "0")
+    status, out, _ = cli("generate", *scored)
+    assert status == 0 and f"{prompt_len()} prompt + 0 new tokens" in out
+    assert "None" not in out and len(re.findall(" rank ", out)) == prompt_len() - 1
+
+
 def test_hidden_states_are_saved(cli: Cli, tmp_path: Path) -> None:
     options = ("--prompt", PROMPT, "--max-tokens", "1", "--speculative", f"save-hidden:{tmp_path}")
     assert cli("generate", *options)[0] == 0

@@ -57,6 +57,57 @@ def test_what_progress_raises_cancels_the_batch(engine: Engine) -> None:
         engine.generate(PROMPT, progress=7)  # type: ignore[arg-type]
 
 
+# Drains.
+
+
+def test_drain_runs_everything_and_returns_its_events(engine: Engine) -> None:
+    heard: list[Event] = []
+
+    def again(event: Event) -> None:
+        heard.append(event)
+        if event.finish_reason and len(requests) == 2:
+            requests.append(engine.submit(OTHER, greedy(3)))
+
+    requests = [engine.submit(PROMPT, greedy(9)), engine.submit(LONG, greedy(4), on_event=again)]
+    events = engine.drain()
+    assert not engine.busy and all(request.finished for request in requests)
+    for request in requests:
+        own = [event for event in events if event.request is request]
+        assert [*tokens_of(own)] == request.token_ids and own[-1].finish_reason == "length"
+    assert heard == [event for event in events if event.request is requests[1]]
+    assert len(requests) == 3 and engine.drain() == []
+    assert_idle(engine)
+
+
+def test_drain_returns_when_its_time_is_over(engine: Engine) -> None:
+    request = engine.submit(PROMPT, greedy(40))
+    events = engine.drain(timeout=0)
+    assert engine.busy and not request.finished
+    events += engine.drain(timeout=1e-9)
+    assert engine.busy and not request.finished
+    events += engine.drain(timeout=600)
+    assert not engine.busy and [*tokens_of(events)] == request.token_ids
+    with pytest.raises(ValueError, match="timeout='a'"):
+        engine.drain("a")  # type: ignore[arg-type]
+    assert_idle(engine)
+
+
+def test_drain_loses_no_event_of_the_steps_before_an_exception(engine: Engine) -> None:
+    def fail(event: Event) -> None:
+        if event.finish_reason:
+            raise KeyError(event.request_id)
+
+    other = engine.submit(OTHER, greedy(8))
+    failing = engine.submit(PROMPT, greedy(4), on_event=fail)
+    with pytest.raises(KeyError):
+        engine.drain()
+    events = engine.drain()
+    for request in (other, failing):
+        own = [event for event in events if event.request is request]
+        assert [*tokens_of(own)] == request.token_ids and request.finished
+    assert_idle(engine)
+
+
 def test_runs_keep_the_events_of_others_for_the_next_step(engine: Engine) -> None:
     request = engine.submit(OTHER, greedy(12))
     engine.generate(PROMPT, greedy(4))

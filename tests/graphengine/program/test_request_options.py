@@ -511,6 +511,32 @@ def test_prompt_logprobs_of_an_engine_with_drafts(device: str, speculative: Spec
             assert got.prompt_logprobs == each.prompt_logprobs
 
 
+def test_a_prompt_is_scored_without_a_new_token(device: str) -> None:
+    """As with one new token, but for that token; a session's turn and a stop token alike."""
+    with open_plain(device=device, prompt_logprobs=True) as engine:
+        prompts = [engine.tokenizer.encode(each) for each in PROMPTS]  # type: ignore[union-attr]
+        expected = engine.generate(prompts, ask(1, prompt_logprobs=3))
+        discarded = engine.counters["discarded_tokens"]
+        stops = [result.token_ids[0] for result in expected]
+        scoring = ask(0, prompt_logprobs=3, logprobs=2, stop_token_ids=stops)
+        for got, each in zip(engine.generate(prompts, scoring), expected, strict=True):
+            assert got.prompt_logprobs == each.prompt_logprobs
+            assert got.token_ids == () and got.text == "" and got.logprobs == ()
+            assert got.finish_reason == "length" and got.stop_reason is None
+            assert got.timings.time_to_first_token is None and got.timings.finished is not None
+        assert engine.counters["discarded_tokens"] == discarded + len(prompts)
+        with engine.session() as session:
+            session.append(prompts[0])
+            (event,) = session.stream(scoring)
+            assert event.token_ids == () and event.finish_reason == "length"
+            assert session.token_ids == tuple(prompts[0])
+            assert (
+                session.generate(ask(4)).token_ids == engine.generate(prompts[0], ask(4)).token_ids
+            )
+        run(engine)
+        assert_idle(engine)
+
+
 def test_prompt_logprobs_take_an_engine_that_is_opened_for_them(engine: Engine) -> None:
     with pytest.raises(ValueError, match="prompt_logprobs=2 are for an engine that is opened with"):
         engine.submit("x", ask(prompt_logprobs=2))
