@@ -74,12 +74,12 @@ _POSITIVE = Bound("be positive and finite", lambda value: value > 0 and is_finit
 
 
 def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
-    """From "0:1024,8192:512": the value of a flag. ValueError for anything else."""
+    """From "0:1024,8192:512": pairs as the value of a flag. ValueError for anything else."""
     parts = [part.split(":") for part in text.split(",")]
     if not all(len(part) == 2 and all(map(str.isdecimal, part)) for part in parts) or not (
         text.isascii()
     ):
-        raise ValueError(f"{shown(text)} must be pairs position:tokens with commas between them")
+        raise ValueError(f"{shown(text)} must be pairs of integers, a:b, with commas between them")
     return tuple(tuple(map(int, part)) for part in parts)
 
 
@@ -356,6 +356,12 @@ class EngineConfig:
         doc="""drafts a row by live requests: {1: 5, 4: 3} drafts 5 for one request, 3 for up to
         four, and none for more; the first are the drafter's k; None: k for any number. With a gate
         a step has the smaller number of both""",
+        flag=Flag(
+            metavar="LIVE:DRAFTS,...",
+            parse=_pairs,
+            help="drafts a row by live requests: 1:5,4:3 drafts 5 for one request, 3 for up to "
+            "four, and none for more; left out: as many for any number",
+        ),
     )
     relaxed_acceptance: RelaxedAcceptance | None = option(
         None,

@@ -246,6 +246,11 @@ def test_a_prompt_is_scored_alone(cli: Cli) -> None:
     assert "None" not in out and len(re.findall(" rank ", out)) == prompt_len() - 1
 
 
+def test_drafts_by_live_requests_are_a_flag(cli: Cli) -> None:
+    options = ("--speculative", "mtp:3", "--max-batch", "8", "--draft-len-schedule", "1:3,4:1")
+    assert json.loads(cli("info", "--json", *options)[1])["draft_lengths"] == [0, 1, 3]
+
+
 def test_hidden_states_are_saved(cli: Cli, tmp_path: Path) -> None:
     options = ("--prompt", PROMPT, "--max-tokens", "1", "--speculative", f"save-hidden:{tmp_path}")
     assert cli("generate", *options)[0] == 0
@@ -298,7 +303,7 @@ def test_token_buckets_and_their_cut_are_flags(
     for flag, wrong, must in (
         ("--prefill-buckets", "8,x", "'8,x' must be integers with commas between them"),
         ("--prefill-buckets", "", "'' must be integers"),
-        ("--prefill-cut", "0:32,64", "'0:32,64' must be pairs position:tokens with commas"),
+        ("--prefill-cut", "0:32,64", "'0:32,64' must be pairs of integers, a:b, with commas"),
         ("--prefill-cut", "0:", "'0:' must be pairs"),
         ("--prefill-cut", "0:\u0663", "must be pairs"),
         ("--max-prefill-ms-per-step", "soon", "invalid float value: 'soon'"),
