@@ -1,6 +1,6 @@
 """Trains an EAGLE3 head for the demo model, and writes its checkpoint. See the card in the result.
 
-python -m graphengine.demo.train_eagle3 --out DIR [--minutes 2 | --steps N] [--corpus x.jsonl.xz]
+python -m graphengine.demo.train_eagle3 --out DIR [--minutes 4 | --steps N] [--corpus x.jsonl.xz]
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Settings:
     `own_windows` that it writes at once.
     """
 
-    minutes: float = 2.0
+    minutes: float = 4.0
     steps: int | None = None
     batch: int = 16
     length: int = 2048
