@@ -332,6 +332,7 @@ def test_what_describes_an_engine_outlives_it(device: str) -> None:
 
     calls: dict[str, Callable[[], object]] = {
         "astream": lambda: engine.astream(PROMPT),
+        "drain": engine.drain,
         "draft": lambda: engine.draft(None, [1]),  # type: ignore[arg-type]
         "generate": lambda: engine.generate(PROMPT),
         "restore_session": lambda: engine.restore_session("nowhere"),

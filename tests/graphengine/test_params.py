@@ -270,6 +270,7 @@ def test_engine_defaults() -> None:
     assert dataclasses.asdict(config) == {
         "device": "cpu",
         "tensor_parallel": 1,
+        "expert_parallel": False,
         "dtype": None,
         "quantize": None,
         "quantize_lm_head": False,
@@ -309,6 +310,7 @@ def test_engine_defaults() -> None:
         "row_family": None,
         "speculative": None,
         "gate": None,
+        "draft_len_schedule": None,
         "relaxed_acceptance": None,
         "forced_acceptance": None,
         "seed": 0,
