@@ -75,7 +75,8 @@ def test_granite_as_it_is_published() -> None:
     mlp = model.layers[5][1].block
     assert isinstance(mlp, Swiglu) and (mlp.ffn_size, mlp.one_linear) == (4096, True)
     ring, state = model.states[0]
-    assert ring == Recurrent(RING, (3072 + 256,), None, depth=3, apart=True)
+    pieces = (3072, 128, 128)
+    assert ring == Recurrent(RING, (sum(pieces),), None, depth=3, apart=True, pieces=pieces)
     assert state == Recurrent(STATE, (48, 64, 128))
     assert model.states[5] == (Paged(2, (4, 128)),)
     assert list(model.linears)[-1] == "lm_head"
