@@ -32,7 +32,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from graphengine.kernels import BlockDraft, MarkovHead, Residual, RowFamily, linear, rms_norm
+from graphengine.kernels import BlockDraft, MarkovHead, Residual, linear, rms_norm
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
 from graphengine.models.blocks.streams import chunk_product
 from graphengine.models.contract import (
@@ -45,9 +45,9 @@ from graphengine.models.contract import (
 )
 from graphengine.models.decoder import DecoderConfig, allocate_layer, layer_prefix
 from graphengine.models.decoder_layer import LayerWeights, decode_feed_forward
-from graphengine.models.hybrid import HybridConfig
 from graphengine.models.linears import Linear, Linears
 from graphengine.models.states import LayerStates
+from graphengine.models.stream_readers import StreamReaders, layers_like
 
 USUAL_LAYERS = 5
 """Of a published drafter, and of its target that it reads."""
@@ -64,7 +64,7 @@ def usual_layers(target: ModelConfig) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DFlashConfig:
+class DFlashConfig(StreamReaders):
     """Sizes and switches.
 
     decoder          the layers', with the windows that they have
@@ -97,21 +97,12 @@ class DFlashConfig:
 
         ValueError for a target whose layers have no drafter of their own.
         """
-        attending = target.attending_decoder() if isinstance(target, HybridConfig) else target
-        if not isinstance(attending, DecoderConfig) or attending.latent is not None:
-            raise ValueError(f"no block drafter has the sizes of a {target.architecture}")
-        decoder = DecoderConfig(
+        decoder = layers_like(
+            target,
+            "block drafter",
             architecture="DFlash",
             vocab_size=target.vocab_size,
-            hidden_size=attending.hidden_size,
-            ffn_size=attending.ffn_size,
             num_layers=USUAL_LAYERS,
-            num_heads=attending.num_heads,
-            num_kv_heads=attending.num_kv_heads,
-            head_dim=attending.head_dim,
-            norm_eps=attending.norm_eps,
-            max_positions=attending.max_positions,
-            rope=attending.rope,
             qk_norm=True,
         )
         return cls(
@@ -126,18 +117,8 @@ class DFlashConfig:
         )
 
     @property
-    def hidden_size(self) -> int:
-        return self.decoder.hidden_size
-
-    @property
-    def output_eps(self) -> float:
-        """The epsilon of every norm."""
-        return self.decoder.norm_eps
-
-    @property
-    def streams_width(self) -> int:
-        """Columns of what fc reads."""
-        return len(self.layers) * self.target_width
+    def sizes(self) -> DecoderConfig:
+        return self.decoder
 
     @property
     def most_drafts(self) -> int:
@@ -150,7 +131,6 @@ class DFlashConfig:
 
     @property
     def attention(self) -> GroupedQueryAttention:
-        """Of every layer, but for its window."""
         attention = self.decoder.attention
         assert isinstance(attention, GroupedQueryAttention), f"{attention=}"
         return attention
@@ -159,27 +139,6 @@ class DFlashConfig:
     def states(self) -> tuple[LayerStates, ...]:
         """Keys and values of each layer."""
         return self.decoder.states
-
-    def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses, as of a model."""
-        return self.attention.arrivals(lanes)
-
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
-        """As of a model."""
-        return self.attention.split_tokens(family, dtype, tokens)
-
-    def tables(self, max_seq_len: int, device: torch.device) -> RopeTables:
-        """The layers' cosines and sines, which are not the target's."""
-        return RopeTables.of(
-            self.decoder.rope,
-            head_dim=self.attention.table_dim,
-            max_seq_len=max_seq_len,
-            device=device,
-        )
-
-    def table_bytes(self, max_seq_len: int) -> int:
-        """Bytes of the cosines and sines of this many positions."""
-        return RopeTables.nbytes(self.attention.table_dim, max_seq_len)
 
     def linears(self) -> Linears:
         """Of a run, in its order."""

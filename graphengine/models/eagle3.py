@@ -29,7 +29,6 @@ from graphengine.kernels import (
     DecodeLanes,
     PrefillLanes,
     Residual,
-    RowFamily,
     linear_squares,
 )
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
@@ -49,9 +48,9 @@ from graphengine.models.decoder_layer import (
     decode_feed_forward,
     finish_prefill_layer,
 )
-from graphengine.models.hybrid import HybridConfig
 from graphengine.models.linears import PLAIN, Linear, Linears
 from graphengine.models.states import LayerStates
+from graphengine.models.stream_readers import StreamReaders, layers_like
 
 
 def usual_layers(target: ModelConfig) -> tuple[int, ...]:
@@ -75,7 +74,7 @@ class Eagle3Names:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Eagle3Config:
+class Eagle3Config(StreamReaders):
     """Sizes and switches.
 
     layer           the layer's, and its vocabulary is that of the drafts
@@ -103,21 +102,8 @@ class Eagle3Config:
 
         ValueError for a target whose layers have no heads of their own.
         """
-        decoder = target.attending_decoder() if isinstance(target, HybridConfig) else target
-        if not isinstance(decoder, DecoderConfig) or decoder.latent is not None:
-            raise ValueError(f"no EAGLE3 head has the sizes of a {target.architecture}")
-        layer = DecoderConfig(
-            architecture="Eagle3",
-            vocab_size=draft_vocabulary,
-            hidden_size=decoder.hidden_size,
-            ffn_size=decoder.ffn_size,
-            num_layers=1,
-            num_heads=decoder.num_heads,
-            num_kv_heads=decoder.num_kv_heads,
-            head_dim=decoder.head_dim,
-            norm_eps=decoder.norm_eps,
-            max_positions=decoder.max_positions,
-            rope=decoder.rope,
+        layer = layers_like(
+            target, "EAGLE3 head", architecture="Eagle3", vocab_size=draft_vocabulary
         )
         last = target.num_layers - 1
         usual = {min(max(each, 0), last) for each in usual_layers(target)}
@@ -131,23 +117,13 @@ class Eagle3Config:
         )
 
     @property
-    def hidden_size(self) -> int:
-        return self.layer.hidden_size
+    def sizes(self) -> DecoderConfig:
+        return self.layer
 
     @property
     def draft_vocabulary(self) -> int:
         """D"""
         return self.layer.vocab_size
-
-    @property
-    def streams_width(self) -> int:
-        """Columns of what fc reads."""
-        return len(self.layers) * self.target_width
-
-    @property
-    def output_eps(self) -> float:
-        """The epsilon of every norm."""
-        return self.layer.norm_eps
 
     @property
     def attention(self) -> GroupedQueryAttention:
@@ -159,27 +135,6 @@ class Eagle3Config:
     def states(self) -> tuple[LayerStates, ...]:
         """Keys and values of the one layer."""
         return ((self.attention.state,),)
-
-    def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses, as of a model."""
-        return self.attention.arrivals(lanes)
-
-    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
-        """Tokens that a program of decode attention reads, of sequences of up to `tokens`."""
-        return self.attention.split_tokens(family, dtype, tokens)
-
-    def tables(self, max_seq_len: int, device: torch.device) -> RopeTables:
-        """The layer's cosines and sines, which are not the target's."""
-        return RopeTables.of(
-            self.layer.rope,
-            head_dim=self.attention.table_dim,
-            max_seq_len=max_seq_len,
-            device=device,
-        )
-
-    def table_bytes(self, max_seq_len: int) -> int:
-        """Bytes of the cosines and sines of this many positions."""
-        return RopeTables.nbytes(self.attention.table_dim, max_seq_len)
 
     def linears(self) -> Linears:
         """Of a run, in its order; fc's product is not added to anything."""

@@ -1,0 +1,104 @@
+"""Layers beside a target that read its residual stream after a few of its own: what the drafters
+that have such layers share.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from graphengine.kernels import RowFamily
+from graphengine.models.blocks.gqa import GroupedQueryAttention, RopeTables
+from graphengine.models.contract import ModelConfig
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.hybrid import HybridConfig
+
+
+class StreamReaders(ABC):
+    """The sizes of such layers.
+
+    layers        of the target: the stream after each is read, in the order of fc's columns
+    target_width  columns of that stream
+    """
+
+    __slots__ = ()
+
+    layers: tuple[int, ...]
+    target_width: int
+
+    @property
+    @abstractmethod
+    def sizes(self) -> DecoderConfig:
+        """Those of a decoder of these layers."""
+
+    @property
+    @abstractmethod
+    def attention(self) -> GroupedQueryAttention:
+        """Of every layer, but for its window."""
+
+    @property
+    def hidden_size(self) -> int:
+        return self.sizes.hidden_size
+
+    @property
+    def output_eps(self) -> float:
+        """The epsilon of every norm."""
+        return self.sizes.norm_eps
+
+    @property
+    def streams_width(self) -> int:
+        """Columns of what fc reads."""
+        return len(self.layers) * self.target_width
+
+    def arrivals(self, lanes: int) -> int:
+        """Counters that attention uses, as of a model."""
+        return self.attention.arrivals(lanes)
+
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
+        """Tokens that a program of decode attention reads, of sequences of up to `tokens`."""
+        return self.attention.split_tokens(family, dtype, tokens)
+
+    def tables(self, max_seq_len: int, device: torch.device) -> RopeTables:
+        """The layers' cosines and sines, which are not the target's."""
+        return RopeTables.of(
+            self.sizes.rope,
+            head_dim=self.attention.table_dim,
+            max_seq_len=max_seq_len,
+            device=device,
+        )
+
+    def table_bytes(self, max_seq_len: int) -> int:
+        """Bytes of the cosines and sines of this many positions."""
+        return RopeTables.nbytes(self.attention.table_dim, max_seq_len)
+
+
+def layers_like(
+    target: ModelConfig,
+    what: str,
+    *,
+    architecture: str,
+    vocab_size: int,
+    num_layers: int = 1,
+    qk_norm: bool = False,
+) -> DecoderConfig:
+    """Dense layers of the target's sizes. ValueError, which says for `what`, if its layers have no
+    heads of their own.
+    """
+    decoder = target.attending_decoder() if isinstance(target, HybridConfig) else target
+    if not isinstance(decoder, DecoderConfig) or decoder.latent is not None:
+        raise ValueError(f"no {what} has the sizes of a {target.architecture}")
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=decoder.hidden_size,
+        ffn_size=decoder.ffn_size,
+        num_layers=num_layers,
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        norm_eps=decoder.norm_eps,
+        max_positions=decoder.max_positions,
+        rope=decoder.rope,
+        qk_norm=qk_norm,
+    )
