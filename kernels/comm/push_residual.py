@@ -32,6 +32,7 @@ from graphengine.kernels.core.lanes import (
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.linear.residual import Residual, check_kept
+from graphengine.kernels.linear.residual_sum import leave_for_norm
 
 
 def push_units(lanes: int, hidden: int, dtype: torch.dtype) -> int:
@@ -170,10 +171,18 @@ def _push_to_residual_kernel(
         if live:
             x += sum_words(found, DTYPE, RANKS) + bias
             tl.store(x_ptrs, x, mask=mask)
-            scaled = (x * following).to(scaled_ptr.dtype.element_ty)
-            tl.store(scaled_ptr + lane * scaled_stride + h, scaled, mask=mask)
-            if kept_ptr is not None:
-                kept = (x * kept_scale).to(kept_ptr.dtype.element_ty)
-                tl.store(kept_ptr + lane * kept_stride + h, kept, mask=mask)
-            squares = tl.sum(tl.where(mask, x * x, 0.0), 0)
-            tl.store(squares_ptr + tile * lanes + lane, squares)
+            leave_for_norm(
+                x,
+                h,
+                mask,
+                lane,
+                following,
+                scaled_ptr,
+                scaled_stride,
+                squares_ptr,
+                tile,
+                lanes,
+                kept_ptr,
+                kept_stride,
+                kept_scale,
+            )

@@ -130,9 +130,45 @@ def _add_to_residual_kernel(
     x = tl.load(x_ptr + row + h, mask=mask, other=0.0)
     x += y + bias
     tl.store(x_ptr + row + h, x, mask=mask)
+    leave_for_norm(
+        x,
+        h,
+        mask,
+        lane,
+        following,
+        scaled_ptr,
+        scaled_stride,
+        squares_ptr,
+        tile,
+        lanes,
+        kept_ptr,
+        kept_stride,
+        kept_scale,
+    )
+
+
+@triton.jit
+def leave_for_norm(
+    x,
+    h,
+    mask,
+    lane,
+    following,
+    scaled_ptr,
+    scaled_stride,
+    squares_ptr,
+    tile,
+    lanes,
+    kept_ptr,
+    kept_stride,
+    kept_scale,
+):
+    """What the norm after columns `h` of a lane's stream needs: these times its weight, and the sum
+    of their squares. Where the stream is kept, they are kept, too.
+    """
     scaled = (x * following).to(scaled_ptr.dtype.element_ty)
-    tl.store(scaled_ptr + lane.to(tl.int64) * scaled_stride + h, scaled, mask=mask)
+    tl.store(scaled_ptr + tl.cast(lane, tl.int64) * scaled_stride + h, scaled, mask=mask)
     if kept_ptr is not None:
         kept = (x * kept_scale).to(kept_ptr.dtype.element_ty)
-        tl.store(kept_ptr + lane.to(tl.int64) * kept_stride + h, kept, mask=mask)
+        tl.store(kept_ptr + tl.cast(lane, tl.int64) * kept_stride + h, kept, mask=mask)
     tl.store(squares_ptr + tile * lanes + lane, tl.sum(tl.where(mask, x * x, 0.0), 0))

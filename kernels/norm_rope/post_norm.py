@@ -31,6 +31,7 @@ from graphengine.kernels.linear.residual import (
     check_kept,
     check_squares,
 )
+from graphengine.kernels.linear.residual_sum import leave_for_norm
 from graphengine.kernels.norm_rope.norm import rms_norm_reference, row_options, store_normed
 
 # Columns of a program in decode: a lane of 2,560 is that of 5 programs.
@@ -147,12 +148,21 @@ def _add_normed_kernel(
     scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / H + eps)
     x += y * scale * post
     tl.store(x_ptr + row + h, x, mask=mask)
-    scaled = (x * following).to(scaled_ptr.dtype.element_ty)
-    tl.store(scaled_ptr + lane.to(tl.int64) * scaled_stride + h, scaled, mask=mask)
-    if kept_ptr is not None:
-        kept = (x * kept_scale).to(kept_ptr.dtype.element_ty)
-        tl.store(kept_ptr + lane.to(tl.int64) * kept_stride + h, kept, mask=mask)
-    tl.store(new_squares_ptr + tile * lanes + lane, tl.sum(tl.where(mask, x * x, 0.0), 0))
+    leave_for_norm(
+        x,
+        h,
+        mask,
+        lane,
+        following,
+        scaled_ptr,
+        scaled_stride,
+        new_squares_ptr,
+        tile,
+        lanes,
+        kept_ptr,
+        kept_stride,
+        kept_scale,
+    )
 
 
 def add_normed_reference(
