@@ -105,7 +105,7 @@ $(VENV)/stamp: constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt triton setuptools wheel
 	$(BIN)/pip install --quiet --constraint constraints.txt numpy safetensors tokenizers \
-		jinja2 nvtx matplotlib huggingface_hub transformers compressed-tensors llguidance jsonschema \
+		jinja2 nvtx huggingface_hub transformers compressed-tensors llguidance jsonschema \
 		prompt_toolkit pytest hypothesis ruff mypy
 	touch $@
 

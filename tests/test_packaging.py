@@ -324,6 +324,7 @@ def test_the_wheel_holds_the_data_and_the_licence(wheel: Path) -> None:
     assert "[console_scripts]\ngraphengine = graphengine.cli.main:main" in entry_points
     assert "[pytest11]\ngraphengine = graphengine.testing.plugin" in entry_points
     assert "graphengine/testing/README.md" in names
+    assert {f"graphengine/profiles/runs/page.{kind}" for kind in ("html", "css", "js")} <= names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"graphengine", metadata.split("/")[0]}
 
