@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The checks of `make test`, the longest first, so that two cores end at about the same time.
 CHECKS := draft-tests interpreter program-tests host-tests engine-tests model-tests other-tests types lint
 
-.PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize docs install
+.PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize docs pictures install
 
 demo: install
 	$(BIN)/graphengine generate --checkpoint demo --max-tokens 120 --temperature 0.7 --seed 7 \
@@ -88,6 +88,10 @@ DOCS := $(VENV)/docs
 docs: $(DOCS)/stamp
 	$(PYTHON) docs/site.py build/site-source
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+# The pictures of docs/profiling.md.
+pictures: install
+	PYTHONPATH=tests/support $(BIN)/python tests/support/timelines/pictures.py profiles/pictures
 
 $(DOCS)/stamp:
 	$(PYTHON) -m venv $(DOCS)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from graphengine.profiles.runs.breakdown import OUTSIDE, Breakdown, break_down, replay_times
 from graphengine.profiles.runs.run_file import Run
-from graphengine.profiles.runs.units import duration
+from graphengine.profiles.runs.units import MS, duration
 
 SHOWN = 10
 OVERLAPS = 3
@@ -128,7 +128,7 @@ def _cause(
     if larger is not None and not device < 0.3 * excess:
         return "bucket", larger
     bucket = run.replays.bucket[run.gaps.last[found.gap[place]]]
-    where = "computing" if run.on_host else "on the device"
+    where = "to compute" if run.on_host else "on the device"
     if device >= 0.5 * excess:
         return "device", f"{bucket} took {duration(device)} more {where} than usual"
     if worst is None:
@@ -199,12 +199,14 @@ def stands_out(run: Run, found: Breakdown, judged: Sequence[Outlier]) -> list[Fi
     for cause, members in groups.items():
         excess = sum(member.milliseconds - found.typical_ms for member in members)
         worst = members[0]
-        longest = f"took {worst.milliseconds:.3f} ms, in step {worst.step}: {worst.text}"
+        more = duration(1e3 * excess)
+        took = duration(1e3 * worst.milliseconds, MS)
+        longest = f"took {took} (step {worst.step}): {worst.text}"
         text = (
-            f"{len(members):,} of {len(found):,} gaps were longer than usual, by {excess:.2f} ms "
-            f"in all. The longest {longest}"
+            f"{len(members):,} of {len(found):,} steps took longer than usual, by {more} in all. "
+            f"The longest {longest}"
             if len(members) > 1
-            else f"1 of {len(found):,} gaps was longer than usual, by {excess:.2f} ms. It {longest}"
+            else f"1 of {len(found):,} steps took longer than usual, by {more}. It {longest}"
         )
         lines.append(Finding(cause=cause, count=len(members), excess_ms=excess, text=text))
     lines.sort(key=lambda line: -line.excess_ms)
@@ -217,7 +219,7 @@ def _hidden_syncs(found: Breakdown) -> list[Finding]:
     if not count:
         return []
     text = (
-        f"in {count:,} of {len(found):,} gaps, none of them an outlier, the host was outside the "
+        f"in {count:,} of {len(found):,} steps, none of them an outlier, the host was outside the "
         f"engine until the device was done: something waits for the device there ({SYNCS}). The "
         "host's own work then no longer overlaps with the device's"
     )

@@ -237,22 +237,24 @@
     listen() {
       const { plot } = this;
       let begin = null, selection = null;
+      const end = () => { begin = null; selection?.remove(); };
+      const selected = (event) => [begin, this.valueAt(event)].sort((one, other) => one - other);
       plot.addEventListener("pointerdown", (event) => { begin = this.valueAt(event); });
-      plot.addEventListener("pointermove", (event) => {
-        const value = this.valueAt(event);
-        this.tell(value);
-        if (begin === null || !event.buttons) return;
+      plot.addEventListener("pointermove", (event) => this.tell(this.valueAt(event)));
+      // A drag may end beside the chart.
+      window.addEventListener("pointermove", (event) => {
+        if (begin === null) return;
+        const [from, to] = selected(event).map(this.toX);
         selection?.remove();
-        const [from, to] = [begin, value].sort((one, other) => one - other).map(this.toX);
         selection = put(plot, "rect", { class: "selection", x: from, y: TOP, width: to - from, height: HEIGHT - TOP - BOTTOM });
       });
-      plot.addEventListener("pointerup", (event) => {
-        const [low, high] = [begin, this.valueAt(event)].sort((one, other) => one - other);
-        if (begin !== null && this.toX(high) - this.toX(low) > 8) this.zoom(low, high);
-        begin = null;
-        selection?.remove();
+      window.addEventListener("pointerup", (event) => {
+        if (begin === null) return;
+        const [low, high] = selected(event);
+        if (this.toX(high) - this.toX(low) > 8) this.zoom(low, high);
+        end();
       });
-      plot.addEventListener("pointercancel", () => { begin = null; selection?.remove(); });
+      window.addEventListener("pointercancel", end);
       plot.addEventListener("dblclick", () => this.zoom(...this.whole));
     }
 

@@ -148,7 +148,7 @@ def over_steps(
 
 def distribution(run: Run, base: Run | None) -> Plot:
     """Histogram of all gaps, and the latency at each percentile with a stretched tail."""
-    runs = [(run, "run", "this run")]
+    runs = [(run, "run", "this run" if base else "")]
     if base is not None:
         runs.insert(0, (base, "before", "before"))
     # Bars of two runs have the same edges, so that their heights can be compared.
@@ -159,7 +159,7 @@ def distribution(run: Run, base: Run | None) -> Plot:
         is_base = colour == "before"
         counts = np.histogram(values, edges)[0].tolist()
         bars.append({
-            "name": label if base else "", "colour": colour,
+            "name": label, "colour": colour,
             "style": "outline" if is_base else "bars",
             "edges": _plain(edges), "counts": counts,
         })  # fmt: skip

@@ -144,6 +144,7 @@ def _bars(bars: Sequence[Bar]) -> str:
         return "".join(
             f'<span class="fill c-{colour}" style="width:{100 * value / longest:.2f}%"></span>'
             for colour, value in parts
+            if value
         )
 
     return "".join(

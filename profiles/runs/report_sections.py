@@ -12,7 +12,7 @@ from graphengine.profiles.text import NOTHING, Column, number
 KERNELS_SHOWN = 12
 NAME_WIDTH = 60
 PERCENTILE_NAMES = ("p50", "p90", "p99", "p99.9", "max")
-STAR = "* too few values for this percentile: it is no more than the maximum"
+STAR = "* too few values for this percentile, which is then the maximum"
 
 Document = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -78,7 +78,7 @@ def shortened(name: str) -> str:
 def _percentile(found: Row, name: str, unit: Unit, own: Unit, digits: int) -> str:
     """A percentile that is kept in `own`, in `unit`."""
     star = "*" if name in found["unsupported"] else ""
-    return f"{found[name] * own.us / unit.us:.{digits}f}{star}"
+    return f"{found[name] * own.us / unit.us:,.{digits}f}{star}"
 
 
 def _latencies(document: Document) -> Section:

@@ -24,10 +24,12 @@ def unit_for(us: float, least: Unit = US) -> Unit:
 
 
 def duration(us: float, least: Unit = US) -> str:
-    """A time in the largest unit in which it is at least 1, such as 0.45 us, 12.1 us, 902 us, 3.04
-    ms. With `least` milliseconds three decimals: 0.090 ms.
+    """A time in the largest unit in which it is at least 1: 0.45 us, 12.1 us, 902 us, 3.04 ms.
+
+    With `least` milliseconds one decimal more: 0.090 ms, 3.035 ms, 18.20 ms, 319.7 ms.
     """
     unit = next((unit for unit in UNITS[:0:-1] if abs(us) >= unit.us), least)
     value = us / unit.us
-    digits = 3 if unit is least is MS else 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    digits += unit is least is MS
     return f"{value:,.{digits}f} {unit.name}"

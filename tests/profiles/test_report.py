@@ -53,9 +53,9 @@ SOURCES = ("recorder", "graph", "node", "torch")
 PLANTED: dict[str, tuple[dict[str, Any], str]] = {
     "outside": (
         {"stalls": {100: 3000.0, 200: 2500.0}},
-        r"2 of 398 gaps were longer than usual, by 5\.\d+ ms",
+        r"2 of 398 steps took longer than usual, by 5\.\d+ ms",
     ),
-    "sync": ({"syncs": {50, 51, 90}}, "3 of 398 gaps"),
+    "sync": ({"syncs": {50, 51, 90}}, "3 of 398 steps"),
     "bucket": ({"larger": set(range(100, 130))}, "a bucket of 32 rows for 2 live ones"),
     "prefill": ({"prefills": {60}}, "it waited for 60 prompt tokens"),
     "device": ({"slower": {70: 200.0}}, "took 20. us more on the device"),

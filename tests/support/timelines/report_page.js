@@ -43,7 +43,7 @@ const press = (label) => {
 const point = (type, share, buttons) => {
   const { left, width, top } = plot.getBoundingClientRect();
   const place = { clientX: left + share * width, clientY: top + 90 };
-  plot.dispatchEvent(new PointerEvent(type, { ...place, buttons }));
+  plot.dispatchEvent(new PointerEvent(type, { ...place, buttons, bubbles: true }));
 };
 const drag = (from, to) => {
   point("pointerdown", from, 1);
