@@ -2,7 +2,7 @@
 // Draws the charts from the data in the page, as wide as the page is, and zooms along their x axis.
 (() => {
   const SVG = document.querySelector(".sprite").namespaceURI;
-  const HEIGHT = 250, TOP = 24, RIGHT = 14, BOTTOM = 42, CHARACTER = 7;
+  const HEIGHT = 250, TOP = 24, RIGHT = 14, BOTTOM = 42, CHARACTER = 7, SMALLEST = 1e-4;
   const UNITS = [["us", 1], ["ms", 1e3], ["s", 1e6]];
 
   const put = (parent, tag, attributes = {}, text) => {
@@ -84,9 +84,10 @@
       if (this.whole[0] === this.whole[1]) this.whole[1] += 1;
       this.range = this.whole;
       this.legend(put(figure, "ul", { class: "legend" }));
-      this.plot = put(figure, "svg", { class: "plot", role: "img", "aria-label": spec.name });
+      this.plot = put(figure, "svg", { class: "plot", role: "img", "aria-label": `${spec.y.label} by ${spec.x.label}` });
       this.controls(put(figure, "div", { class: "controls" }));
       this.listen();
+      this.draw();
       new ResizeObserver(() => this.draw()).observe(figure);
     }
 
@@ -132,6 +133,7 @@
     }
 
     zoom(low, high) {
+      if (high - low < SMALLEST * (this.whole[1] - this.whole[0])) return;
       this.range = [Math.max(low, this.whole[0]), Math.min(high, this.whole[1])];
       this.draw();
     }
