@@ -84,10 +84,20 @@ class Rope(NamedTuple):
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q [B,Q,T,D], k and v [B,G,T,D] -> [B,Q,T,D]."""
+    return grouped_attention(q, k, v, None)
+
+
+def grouped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen_TS: torch.Tensor | None
+) -> torch.Tensor:
+    """q [B,Q,T,D], k and v [B,G,S,D] -> [B,Q,T,D].
+
+    seen_TS  which keys each query sees; None: those of its row and before
+    """
     # Repeated explicitly: every attention backend of every torch version supports that.
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TS, is_causal=seen_TS is None)
 
 
 class ChainAttention:
@@ -140,13 +150,19 @@ class Attention(nn.Module):
         self, x: torch.Tensor, rope: Rope, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output, and the rows' keys and values."""
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rope.rotate(self.q_norm(q)), rope.rotate(self.k_norm(k))
+        q = rope.rotate(self.q_norm(self._heads(self.q_proj(x))))
+        k, v = self.keys_and_values(x, rope)
         out = attend(q, k, v).transpose(1, 2).flatten(2)
         return self.o_proj(out), k, v
+
+    def keys_and_values(self, x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B,G,T,D] each."""
+        k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        return rope.rotate(self.k_norm(k)), v
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[B,T,heads*D] -> [B,heads,T,D]."""
+        return x.view(*x.shape[:-1], -1, self.size).transpose(1, 2)
 
 
 class MLP(nn.Module):
