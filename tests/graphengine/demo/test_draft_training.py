@@ -235,6 +235,15 @@ def test_short_trainings_give_drafters_whose_drafts_are_accepted(tmp_path: Path)
         Text.load(text, "abc", Settings(device="cpu"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("main", [EAGLE3, BLOCK])
+def test_a_training_s_step_is_captured(
+    tmp_path: Path, main: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_command(main, tmp_path, "--steps", "8", "--device", "cuda")
+    assert "no CUDA graph" not in capsys.readouterr().out
+
+
 def test_both_drafters_are_small_enough_to_be_packaged() -> None:
     shape = DemoConfig()
     drafters: list[DemoDrafter] = [
