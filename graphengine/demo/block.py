@@ -22,11 +22,11 @@ from graphengine.demo.drafting import UNSURE, DemoDrafter, DrafterConfig, Readin
 from graphengine.demo.model import (
     DemoConfig,
     DemoModel,
+    DraftAttention,
     Layer,
     Linear,
     RMSNorm,
     Rope,
-    grouped_attention,
 )
 
 KINDS = ("dflash", "dspark")
@@ -90,27 +90,6 @@ class BlockConfig(DrafterConfig):
         return BlockDrafter(self, target, mask=int(counts.argmin()))
 
 
-def seen_by_lanes(anchors_M: torch.Tensor, lanes: int, length: int) -> torch.Tensor:
-    """bool [M*L, T + M*L]: the lanes of all blocks see rows of the window, up to their anchor, and
-    the lanes of their own block.
-    """
-    rows = torch.arange(length, device=anchors_M.device)
-    block = torch.arange(len(anchors_M) * lanes, device=anchors_M.device) // lanes
-    before = rows <= anchors_M.index_select(0, block)[:, None]
-    return torch.cat((before, block == block[:, None]), dim=1)
-
-
-class BlockAttention:
-    """Attention of the lanes of all blocks to a window's keys and values, and their own."""
-
-    def __init__(self, window: tuple[torch.Tensor, torch.Tensor], seen: torch.Tensor) -> None:
-        (self.k, self.v), self.seen = window, seen
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        keys, values = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
-        return grouped_attention(q, keys, values, self.seen)
-
-
 class MarkovHead(nn.Module):
     """What is added to a draft's logits for the token before it: nothing at first."""
 
@@ -162,11 +141,11 @@ class BlockDrafter(DemoDrafter):
         mask = target.model.embed_tokens.weight[self.mask].to(known.dtype)
         masks = mask.expand(*known.shape[:2], lanes - 1, -1)
         x = torch.cat((known, masks), dim=2).flatten(1, 2)
-        seen = seen_by_lanes(anchors_M, lanes, len(rows))
+        lane_anchors = anchors_M[:, None].expand(-1, lanes).flatten()
         for layer in self.layers:
             assert isinstance(layer, Layer), f"{layer=}"
-            of_window = layer.self_attn.keys_and_values(context, context_rope)
-            x, _, _ = layer(x, rope, BlockAttention(of_window, seen))
+            k, v = layer.self_attn.keys_and_values(context, context_rope)
+            x, _, _ = layer(x, rope, DraftAttention(k, v, lane_anchors))
         out: torch.Tensor = self.norm(x)
         return out.view(len(out), len(anchors_M), lanes, -1)
 

@@ -174,7 +174,9 @@ def agreement(
     """
     parts: dict[str, list[torch.Tensor]] = {"greedy": [], "sampled": []}
     for piece in windows(tokens, length=length, batch=batch):
-        last = max(0, piece.shape[1] - 1 - drafter.depth)
+        last = piece.shape[1] - 1 - drafter.depth
+        if last <= 0:
+            continue
         anchors = torch.arange(0, last, STRIDE, device=tokens.device)
         reading = read_target(target, piece.long(), drafter.read_layers)
         equal: dict[str, list[torch.Tensor]] = {name: [] for name in parts}

@@ -22,9 +22,9 @@ from graphengine.demo.model import (
     MLP,
     Attend,
     Attention,
-    ChainAttention,
     DemoConfig,
     DemoModel,
+    DraftAttention,
     Linear,
     RMSNorm,
     Rope,
@@ -150,7 +150,7 @@ class Eagle3Head(DemoDrafter):
             following_BTH, self.fc(streams_BTS), Rope.of(self.shape, rows), causal_attention
         )
         y = y.index_select(1, anchors_M)
-        outputs, attend = [self.norm(y)], ChainAttention(k, v, anchors_M)
+        outputs, attend = [self.norm(y)], DraftAttention(k, v, anchors_M)
         for run in range(1, self.config.depth):
             rows = anchors_M + run
             embedding = following_BTH.index_select(1, rows)

@@ -100,36 +100,26 @@ def grouped_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TS, is_causal=seen_TS is None)
 
 
-class ChainAttention:
-    """Attention of a draft module's later steps, with the cache of inference.
+class DraftAttention:
+    """Attention of drafts' rows, with the cache of inference.
 
-    The query of an anchor p sees the first step's rows 0..p, made from the target's hidden states,
-    then one row of each step since, including its own. Calling it appends that row.
+    They see rows of the window up to their anchors, which are made of the target's hidden states,
+    and those of their own draft. Calling it appends the rows that it is fed.
+
+    k, v       [B,G,T,D] of the window
+    anchors_R  int64, ascending: of each row that is fed. Those of one anchor are of one draft.
     """
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, anchors: torch.Tensor) -> None:
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, anchors_R: torch.Tensor) -> None:
         self.k, self.v = k, v
         rows = torch.arange(k.shape[2], device=k.device)
-        self.hidden_MT = rows > anchors[:, None]
-        self.chain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.seen = rows <= anchors_R[:, None]
+        self.own = anchors_R == anchors_R[:, None]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self.chain.append((k[:, :, None], v[:, :, None]))
-        batch, heads, anchors, size = q.shape
-        q = q.reshape(batch, k.shape[1], heads // k.shape[1], anchors, size) * size**-0.5
-        scores = q @ self.k[:, :, None].transpose(-1, -2)
-        scores = scores.float().masked_fill(self.hidden_MT, -torch.inf)
-        own = [(q * key).float().sum(-1, keepdim=True) for key, _ in self.chain]
-        # Softmax over both parts without joining them: the joined one has an odd row length.
-        top = torch.cat([scores.amax(-1, keepdim=True), *own], dim=-1).amax(-1, keepdim=True)
-        weights = (scores - top.detach()).exp()
-        total = weights.sum(-1, keepdim=True)
-        out = (weights.to(q.dtype) @ self.v[:, :, None]).float()
-        for score, (_, value) in zip(own, self.chain, strict=True):
-            weight = (score - top.detach()).exp()
-            total = total + weight
-            out = out + weight * value.float()
-        return (out / total).to(q.dtype).reshape(batch, heads, anchors, size)
+        self.k, self.v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
+        self.seen = torch.cat((self.seen, self.own), dim=1)
+        return grouped_attention(q, self.k, self.v, self.seen)
 
 
 class Attention(nn.Module):
@@ -272,7 +262,7 @@ class DemoModel(nn.Module):
         fused = self.mtp.fuse(embedding, hidden_BTH)
         y, k, v = layer(fused, Rope.of(self.config, rows))
         outputs = [self.mtp.norm(y.index_select(1, anchors_M))]
-        attend = ChainAttention(k, v, anchors_M)
+        attend = DraftAttention(k, v, anchors_M)
         for step in range(1, DEPTH):
             rows = anchors_M + step
             x = self.mtp.fuse(embedding.index_select(1, rows), outputs[-1])
