@@ -152,7 +152,8 @@ class Attention(nn.Module):
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """[B,T,heads*D] -> [B,heads,T,D]."""
-        return x.view(*x.shape[:-1], -1, self.size).transpose(1, 2)
+        heads = x.shape[-1] // self.size
+        return x.view(*x.shape[:-1], heads, self.size).transpose(1, 2)
 
 
 class MLP(nn.Module):
