@@ -27,7 +27,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Files of over 90 s on an H200 with 30 processes beside each other, the longest first.
 SHARDS = {
-    "tests/kernels/experts/test_packed_experts_gluon.py": 8,
+    "tests/kernels/experts/test_packed_experts_gluon.py": 4,
     "tests/graphengine/models/test_gemma3.py": 4,
     "tests/graphengine/models/test_hybrids.py": 6,
     "tests/kernels/recurrent/test_gated_delta.py": 4,
