@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from graphengine.kernels import PackedWeight
+from graphengine.kernels import BITS, PackedWeight
 from graphengine.models.contract import StoredLinear, StoredWeights
 
 _SAMPLES = 1024
@@ -48,3 +48,23 @@ def fingerprint_of(config: object, tensors: Iterable[tuple[str, Tensor]]) -> str
         samples.append(some.to(torch.float32, copy=True))
     digest.update(torch.cat(samples).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def digest_of(values: Mapping[str, Tensor]) -> str:
+    """16 hexadecimal digits of tensors by name: of samples, and of the sum of all their bits."""
+    sums = [(f"{name} sum", _bits(values[name]).sum()) for name in sorted(values)]
+    whole = torch.stack([each.cpu() for _, each in sums]).numpy().tobytes() if sums else b""
+    samples = fingerprint_of("", [(name, values[name]) for name in sorted(values)]) if sums else ""
+    return hashlib.sha256(samples.encode() + whole).hexdigest()[:16]
+
+
+def updated_fingerprint(before: str, update: str) -> str:
+    """Of weights that had the first one, after an update of such a digest; "": there was none."""
+    if not update:
+        return before
+    return hashlib.sha256(f"{before} {update}".encode()).hexdigest()[:16]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A weight's values as integers, whose sum does not depend on the order."""
+    return tensor.contiguous().view(BITS[tensor.element_size()])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, make_drafter
-from graphengine.kernels import FP8_KV
+from graphengine.kernels import FP8_KV, PackedWeight
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
 from graphengine.models.kv_scales import is_kv_scale
@@ -25,6 +25,7 @@ from graphengine.models.stored import (
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
 from graphengine.opening.memory import MemoryPlan, plan_memory
+from graphengine.opening.updating import LoadedWeights
 from graphengine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -48,13 +49,17 @@ class Found(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The parts of an engine: weights are loaded, nothing else is allocated."""
+    """The parts of an engine: weights are loaded, nothing else is allocated.
+
+    loaded  where each weight came from
+    """
 
     model: Model
     memory: MemoryPlan
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     drafter: Drafter
+    loaded: LoadedWeights
 
 
 def open_checkpoint(
@@ -122,4 +127,10 @@ def load_checkpoint(
     )
     if ids:
         calibrate(model, memory, config, drafter, ids)
-    return Opened(model, memory, tokenizer, eos_ids, drafter)
+    loaded = LoadedWeights(
+        checkpoint=checkpoint,
+        whole=whole,
+        wanted=wanted,
+        packed=[linear for linear in linears if isinstance(linear.weight, PackedWeight)],
+    )
+    return Opened(model, memory, tokenizer, eos_ids, drafter, loaded)

@@ -1,0 +1,225 @@
+"""Other values for the weights of an engine that is open, by the code that loaded the first ones.
+
+Everything is checked before a value is written: names, dtypes and shapes against the checkpoint
+that the engine was opened from, and that rounded weights are whole and finite.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphengine.config import EngineConfig
+from graphengine.models.checkpoint import WEIGHT_DTYPES, Checkpoint, some, whole_names
+from graphengine.models.contract import Destinations, ModelConfig, StoredLinear
+from graphengine.models.given_tensors import GivenTensors
+from graphengine.models.quantised.filling import rounded_names
+from graphengine.models.quantised.schemes import HEAD
+from graphengine.models.stored import load_weights, quantisation_of, read_model, with_state_dtype
+
+log = logging.getLogger(__name__)
+
+_HEAD = f"{HEAD}.weight"
+_SOURCE = Path("update_weights()")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedWeights:
+    """What went where when a checkpoint was loaded.
+
+    checkpoint  as this rank read it
+    whole       the model of all ranks
+    wanted      destinations of its tensors, of the model and of the drafter
+    packed      linears whose weights are rounded or packed
+    """
+
+    checkpoint: Checkpoint
+    whole: ModelConfig
+    wanted: Destinations
+    packed: Sequence[StoredLinear]
+
+    def read(self, path: str | PathLike[str], config: EngineConfig) -> Mapping[str, Tensor]:
+        """The tensors of another checkpoint of the same model, each mapped when it is looked up.
+
+        FileNotFoundError and ValueError as of `Checkpoint.open`, and ValueError, with both values,
+        for another model.
+        """
+        checkpoint = Checkpoint.open(path)
+        self._check_plain(checkpoint)
+        found = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
+        _check_same(self.whole, with_state_dtype(found, config.state_dtype), checkpoint.path)
+        values = checkpoint.mapped()
+        missing = sorted(self._names(checkpoint.tensors) - self._with_tied(values))
+        if missing:
+            raise ValueError(
+                f"{checkpoint.path} lacks {len(missing)} tensors that are in use: {some(missing)}"
+            )
+        return values
+
+    def checked(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> GivenTensors:
+        """The tensors, where all of them can be loaded; those that nothing uses are left out.
+
+        ValueError, with the name and both values, says what is wrong. Nothing is changed.
+        """
+        self._check_plain(self.checkpoint)
+        values = self._in_use(_named(tensors))
+        for name, value in values.items():
+            self._check_value(name, value)
+        values = self._untied(values)
+        for linear in self._rounded_of(values):
+            self._check_parts(linear, values)
+        return GivenTensors.in_place_of(self.checkpoint, values, _SOURCE)
+
+    def load(self, given: GivenTensors) -> None:
+        """Fill the weights that the tensors are of, on the current stream, where they lie."""
+        wanted = {name: self.wanted[name] for name in given.values if name in self.wanted}
+        linears = self._rounded_of(given.values)
+        load_weights(given, wanted, linears, self.whole.embedding_name)
+
+    # Names.
+
+    @property
+    def _embedding(self) -> str:
+        return f"{self.whole.embedding_name}.weight"
+
+    def _sources(self, linear: StoredLinear, stored: Iterable[str]) -> list[str]:
+        """What a rounded weight is made of, of the tensors `stored`."""
+        there = stored if self.whole.tie_embeddings else self.checkpoint.tensors
+        return rounded_names(linear, set(there), self.whole.embedding_name)
+
+    def _names(self, stored: Iterable[str]) -> set[str]:
+        """Every tensor that is in use."""
+        names = {name for linear in self.packed for name in self._sources(linear, stored)}
+        return names | self.wanted.keys()
+
+    def _with_tied(self, names: Iterable[str]) -> set[str]:
+        """The names, and that of the other of two tied weights where there is one of them."""
+        tied = {self._embedding, _HEAD} if self.whole.tie_embeddings else set()
+        return {*names} | (tied if tied & {*names} else set())
+
+    def _rounded_of(self, values: Mapping[str, Tensor]) -> list[StoredLinear]:
+        """The rounded weights that some of the values are of."""
+        return [
+            linear
+            for linear in self.packed
+            if any(name in values for name in self._sources(linear, values))
+        ]
+
+    # Checks.
+
+    def _check_plain(self, checkpoint: Checkpoint) -> None:
+        quantisation = quantisation_of(checkpoint)
+        if quantisation is not None:
+            raise ValueError(
+                f"weights of {checkpoint.path} are quantised ({quantisation.method}): only those "
+                f"of 16 and 32 bits can be updated, and quantize= rounds them again"
+            )
+
+    def _in_use(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values by their names in the whole model, without those that nothing uses."""
+        values = {name: given[old] for name, old in whole_names(_SOURCE, given).items()}
+        known = self._with_tied(self._names(values)) | self.checkpoint.tensors.keys()
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} of {len(values)} tensors are not in {self.checkpoint.path}, which "
+                f"the engine was opened from: {some(unknown)}"
+            )
+        used = self._with_tied(self._names(values))
+        unused = [name for name in values if name not in used]
+        if unused:
+            log.info("tensors that the model does not use: %s", ", ".join(unused))
+        return {name: value for name, value in values.items() if name in used}
+
+    def _check_value(self, name: str, value: Tensor) -> None:
+        stored = name if name in self.checkpoint.tensors else self._other_of_tied(name)
+        shape = self.checkpoint.tensors[stored].stored.shape
+        if value.dtype not in WEIGHT_DTYPES:
+            dtypes = ", ".join(str(dtype) for dtype in WEIGHT_DTYPES)
+            raise ValueError(f"{name} has dtype {value.dtype}: weights are in one of {dtypes}")
+        if value.layout != torch.strided or value.is_meta or hasattr(value, "full_tensor"):
+            raise ValueError(
+                f"{name} is a {type(value).__name__} with layout {value.layout} on {value.device}: "
+                f"weights are whole, dense tensors (of a DTensor its full_tensor())"
+            )
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{name} has shape {[*value.shape]}, not {[*shape]}")
+
+    def _other_of_tied(self, name: str) -> str:
+        return self._embedding if name == _HEAD else _HEAD
+
+    def _untied(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of a tied weight one value, by the name that is loaded. ValueError for two."""
+        if not self.whole.tie_embeddings:
+            return values
+        loaded = self._embedding if self._embedding in self.wanted else _HEAD
+        other = self._other_of_tied(loaded)
+        if other not in values:
+            return values
+        value = values.pop(other)
+        first = values.setdefault(loaded, value)
+        if first is not value and not torch.equal(first.float(), value.float().to(first.device)):
+            raise ValueError(
+                f"{other} differs from {loaded}, and the engine was opened with the two tied"
+            )
+        return values
+
+    def _check_parts(self, linear: StoredLinear, values: Mapping[str, Tensor]) -> None:
+        """ValueError unless a weight that is rounded as a whole is there as a whole, and finite."""
+        names = self._sources(linear, values)
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise ValueError(
+                f"{some(names)} are rounded together, and {len(missing)} of {len(names)} are "
+                f"missing: {some(missing)}"
+            )
+        for name in names:
+            if not bool(values[name].isfinite().all()):
+                raise ValueError(f"{name} has a number that is not finite: it cannot be rounded")
+
+
+def _named(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors by name. ValueError for anything else, and for a name that comes twice."""
+    pairs: Iterable[Any] = tensors.items() if isinstance(tensors, Mapping) else tensors
+    named: dict[str, Tensor] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(
+                f"update_weights() takes pairs of a name and a tensor, not {pair!r:.99}"
+            )
+        name, tensor = pair
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"update_weights() takes pairs of a name and a tensor, not {name!r:.99} and a "
+                f"{type(tensor).__name__}"
+            )
+        if name in named:
+            raise ValueError(f"{name} is there twice")
+        named[name] = tensor.detach()
+    return named
+
+
+def _check_same(whole: ModelConfig, found: ModelConfig, path: Path) -> None:
+    """ValueError, with the first of the values that differ, for another model."""
+    if repr(whole) == repr(found):
+        return
+    if type(whole) is not type(found):
+        raise ValueError(
+            f"{path} is a {found.architecture}, the engine's model a {whole.architecture}"
+        )
+    name = next(
+        field.name
+        for field in fields(whole)  # type: ignore[arg-type]
+        if repr(getattr(whole, field.name)) != repr(getattr(found, field.name))
+    )
+    raise ValueError(
+        f"{path} is another model than the engine's: its {name} is {getattr(found, name)!r:.199}, "
+        f"the engine's {getattr(whole, name)!r:.199}"
+    )
