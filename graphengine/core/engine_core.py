@@ -234,8 +234,8 @@ class EngineCore:
         if self.scheduler.busy:
             requests = len(self.scheduler.active) + len(self.scheduler.waiting)
             raise ValueError(
-                f"{call}() with {requests} requests that are not finished: drain() the engine "
-                f"first, or cancel them and step"
+                f"{call}() with unfinished requests ({requests}): drain() the engine first, or "
+                f"cancel them and step"
             )
         while self.in_flight:
             self.collect(None)

@@ -59,9 +59,7 @@ def digest_of(values: Mapping[str, Tensor]) -> str:
 
 
 def updated_fingerprint(before: str, update: str) -> str:
-    """Of weights that had the first one, after an update of such a digest; "": there was none."""
-    if not update:
-        return before
+    """Of weights that had the first one, after an update with values of such a digest."""
     return hashlib.sha256(f"{before} {update}".encode()).hexdigest()[:16]
 
 

@@ -21,7 +21,7 @@ from graphengine.buckets import CapturedGraph, CaptureReport, Copied, capture_al
 from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
-from graphengine.core.fingerprints import digest_of, fingerprint, updated_fingerprint
+from graphengine.core.fingerprints import fingerprint, updated_fingerprint
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.host.replay import Replay
@@ -102,8 +102,7 @@ class Runtime:
         # What the waits query.
         self._watched: Queryable | None = held.stream
         self.launched = 0
-        # Of the updates of weights.
-        self._updates = ""
+        self._fingerprints: tuple[str, str] | None = None
         self.device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
         self.graphs: dict[GraphKey, Graph] = {}
@@ -270,11 +269,17 @@ class Runtime:
 
         The model's is also of all values that the weights were updated with, in their order.
         """
-        model, drafter = self._opened_fingerprints()
-        return updated_fingerprint(model, self._updates), drafter
+        if self._fingerprints is None:
+            self._fingerprints = self._opened_fingerprints()
+        return self._fingerprints
+
+    def note_update(self, digest: str) -> None:
+        """Let the model's fingerprint be another from now on: it is updated with such values."""
+        model, drafter = self.fingerprints()
+        self._fingerprints = updated_fingerprint(model, digest), drafter
 
     def _opened_fingerprints(self) -> tuple[str, str]:
-        """Those of the weights alone."""
+        """Those of the weights that were loaded when it was opened."""
         drafted = self.program.drafter.weights
         return fingerprint(self.model.weights), "" if drafted is None else fingerprint(drafted)
 
@@ -287,7 +292,6 @@ class Runtime:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.on_stream(), torch.no_grad():
-            self._updates = updated_fingerprint(self._updates, digest_of(given.values))
             loaded.load(given)
             self.model.refresh()
             self.program.drafter.refresh()

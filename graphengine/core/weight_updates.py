@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from graphengine.core.engine_core import EngineCore
+from graphengine.core.fingerprints import digest_of
 from graphengine.observe.tracing import span
 from graphengine.opening.updating import LoadedWeights
 
@@ -21,13 +22,15 @@ def update_weights(core: EngineCore, loaded: LoadedWeights | None, source: Weigh
     if loaded is None:
         raise ValueError("update_weights() is for engines that from_pretrained has opened")
     if isinstance(source, str | os.PathLike):
-        source = loaded.read(source, core.config)
-    given = loaded.checked(source)
+        given = loaded.read(source, core.config)
+    else:
+        given = loaded.checked(source)
     # What is pending was computed with the weights as they were.
     core.runtime.copy_kept(core.scheduler.reuse.states.before)
     core.scheduler.reuse.forget()
     try:
         with span("update weights"):
+            core.runtime.note_update(digest_of(given.values))
             core.runtime.update_weights(loaded, given)
     except BaseException as error:
         core.broken = f"{type(error).__name__}: {error}, while weights were updated"

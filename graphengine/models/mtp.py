@@ -323,7 +323,7 @@ class MtpWeights(StoredWeights):
             return self.modules
         return tuple(module.with_norms_plus_one() for module in self.modules)
 
-    def refresh(self, opened: Sequence[MtpModuleWeights]) -> None:
+    def refresh(self, opened: Iterable[MtpModuleWeights]) -> None:
         """Make the norms of what `opened` has made anew, in place: weights have changed."""
         for held, made in zip(opened, self.opened(), strict=True):
             refill(held.tensors(), made.tensors())

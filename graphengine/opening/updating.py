@@ -19,7 +19,7 @@ from torch import Tensor
 from graphengine.config import EngineConfig
 from graphengine.models.checkpoint import WEIGHT_DTYPES, Checkpoint, some, whole_names
 from graphengine.models.contract import Destinations, ModelConfig, StoredLinear
-from graphengine.models.given_tensors import GivenTensors
+from graphengine.models.given_tensors import HANDED_OVER, GivenTensors
 from graphengine.models.quantised.filling import rounded_names
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.stored import load_weights, quantisation_of, read_model, with_state_dtype
@@ -27,7 +27,6 @@ from graphengine.models.stored import load_weights, quantisation_of, read_model,
 log = logging.getLogger(__name__)
 
 _HEAD = f"{HEAD}.weight"
-_SOURCE = Path("update_weights()")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +44,8 @@ class LoadedWeights:
     wanted: Destinations
     packed: Sequence[StoredLinear]
 
-    def read(self, path: str | PathLike[str], config: EngineConfig) -> Mapping[str, Tensor]:
-        """The tensors of another checkpoint of the same model, each mapped when it is looked up.
+    def read(self, path: str | PathLike[str], config: EngineConfig) -> GivenTensors:
+        """The tensors of another checkpoint of the same model, all of them and checked.
 
         FileNotFoundError and ValueError as of `Checkpoint.open`, and ValueError, with both values,
         for another model.
@@ -61,10 +60,20 @@ class LoadedWeights:
             raise ValueError(
                 f"{checkpoint.path} lacks {len(missing)} tensors that are in use: {some(missing)}"
             )
-        return values
+        return self.checked(values, checkpoint.path)
 
-    def checked(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> GivenTensors:
+    def in_folder(self, path: Path) -> GivenTensors:
+        """Those of a checkpoint that have been checked already, all or some."""
+        return self.checked(Checkpoint.open(path).mapped(), path)
+
+    def checked(
+        self,
+        tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        folder: Path | None = None,
+    ) -> GivenTensors:
         """The tensors, where all of them can be loaded; those that nothing uses are left out.
+
+        folder  of the checkpoint that they are from; None: they are in memory
 
         ValueError, with the name and both values, says what is wrong. Nothing is changed.
         """
@@ -75,7 +84,7 @@ class LoadedWeights:
         values = self._untied(values)
         for linear in self._rounded_of(values):
             self._check_parts(linear, values)
-        return GivenTensors.in_place_of(self.checkpoint, values, _SOURCE)
+        return GivenTensors.in_place_of(self.checkpoint, values, folder)
 
     def load(self, given: GivenTensors) -> None:
         """Fill the weights that the tensors are of, on the current stream, where they lie."""
@@ -124,7 +133,7 @@ class LoadedWeights:
 
     def _in_use(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """The values by their names in the whole model, without those that nothing uses."""
-        values = {name: given[old] for name, old in whole_names(_SOURCE, given).items()}
+        values = {name: given[old] for name, old in whole_names(HANDED_OVER, given).items()}
         known = self._with_tied(self._names(values)) | self.checkpoint.tensors.keys()
         unknown = [name for name in values if name not in known]
         if unknown:
