@@ -434,6 +434,7 @@ class Engine:
         a ValueError. May be called again.
         """
         self.core.close()
+        self._loaded = None
 
     def __enter__(self) -> Self:
         return self

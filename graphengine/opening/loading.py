@@ -11,7 +11,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, make_drafter
 from graphengine.kernels import FP8_KV, PackedWeight
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
+from graphengine.models.contract import WHOLE, Model, ModelConfig, Share, StoredLinear
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.rank_cuts import cut_linears, cut_to
 from graphengine.models.ranks import of_rank
@@ -110,10 +110,13 @@ def load_checkpoint(
         wanted = destinations(checkpoint, weights)
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
         linears = weights.linears()
+        of_all = linears + drafter.linears()
         if share != WHOLE:
-            of_all = whole.allocate(device="meta", dtype=memory.dtype)
-            linears = cut_linears(of_all, weights, share)
-            checkpoint = drafter.cut(cut_to(checkpoint, of_all, weights, share))
+            all_weights = whole.allocate(device="meta", dtype=memory.dtype)
+            linears = cut_linears(all_weights, weights, share)
+            checkpoint = drafter.cut(cut_to(checkpoint, all_weights, weights, share))
+            drafted = drafter.whole_weights(memory.dtype)
+            of_all = all_weights.linears() + ([] if drafted is None else drafted.linears())
         linears += drafter.linears()
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
@@ -131,6 +134,11 @@ def load_checkpoint(
         checkpoint=checkpoint,
         whole=whole,
         wanted=wanted,
-        packed=[linear for linear in linears if isinstance(linear.weight, PackedWeight)],
+        packed=_packed(linears),
+        of_all=_packed(of_all),
     )
     return Opened(model, memory, tokenizer, eos_ids, drafter, loaded)
+
+
+def _packed(linears: Sequence[StoredLinear]) -> list[StoredLinear]:
+    return [linear for linear in linears if isinstance(linear.weight, PackedWeight)]

@@ -6,7 +6,6 @@ that the engine was opened from, and that rounded weights are whole and finite.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
@@ -24,8 +23,6 @@ from graphengine.models.quantised.filling import rounded_names
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.stored import load_weights, quantisation_of, read_model, with_state_dtype
 
-log = logging.getLogger(__name__)
-
 _HEAD = f"{HEAD}.weight"
 
 
@@ -36,13 +33,15 @@ class LoadedWeights:
     checkpoint  as this rank read it
     whole       the model of all ranks
     wanted      destinations of its tensors, of the model and of the drafter
-    packed      linears whose weights are rounded or packed
+    packed      linears whose weights are rounded or packed; `of_all` are those of all ranks
+                together, which may be on the device "meta"
     """
 
     checkpoint: Checkpoint
     whole: ModelConfig
     wanted: Destinations
     packed: Sequence[StoredLinear]
+    of_all: Sequence[StoredLinear]
 
     def read(self, path: str | PathLike[str], config: EngineConfig) -> GivenTensors:
         """The tensors of another checkpoint of the same model, all of them and checked.
@@ -55,7 +54,10 @@ class LoadedWeights:
         found = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
         _check_same(self.whole, with_state_dtype(found, config.state_dtype), checkpoint.path)
         values = checkpoint.mapped()
-        missing = sorted(self._names(checkpoint.tensors) - self._with_tied(values))
+        packed = {
+            name for linear in self.of_all for name in self._sources(linear, checkpoint.tensors)
+        }
+        missing = sorted((packed | self.wanted.keys()) - self._with_tied(values))
         if missing:
             raise ValueError(
                 f"{checkpoint.path} lacks {len(missing)} tensors that are in use: {some(missing)}"
@@ -71,25 +73,28 @@ class LoadedWeights:
         tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         folder: Path | None = None,
     ) -> GivenTensors:
-        """The tensors, where all of them can be loaded; those that nothing uses are left out.
+        """The tensors, where all of them can be loaded.
 
         folder  of the checkpoint that they are from; None: they are in memory
 
         ValueError, with the name and both values, says what is wrong. Nothing is changed.
         """
         self._check_plain(self.checkpoint)
-        values = self._in_use(_named(tensors))
+        values = self._known(_named(tensors))
         for name, value in values.items():
             self._check_value(name, value)
         values = self._untied(values)
-        for linear in self._rounded_of(values):
+        for linear in self._made_of(values, self.of_all):
             self._check_parts(linear, values)
         return GivenTensors.in_place_of(self.checkpoint, values, folder)
 
     def load(self, given: GivenTensors) -> None:
-        """Fill the weights that the tensors are of, on the current stream, where they lie."""
+        """Fill the weights that the tensors are of, on the current stream, where they lie.
+
+        Tensors that nothing uses are left out.
+        """
         wanted = {name: self.wanted[name] for name in given.values if name in self.wanted}
-        linears = self._rounded_of(given.values)
+        linears = self._made_of(given.values, self.packed)
         load_weights(given, wanted, linears, self.whole.embedding_name)
 
     # Names.
@@ -103,21 +108,18 @@ class LoadedWeights:
         there = stored if self.whole.tie_embeddings else self.checkpoint.tensors
         return rounded_names(linear, set(there), self.whole.embedding_name)
 
-    def _names(self, stored: Iterable[str]) -> set[str]:
-        """Every tensor that is in use."""
-        names = {name for linear in self.packed for name in self._sources(linear, stored)}
-        return names | self.wanted.keys()
-
     def _with_tied(self, names: Iterable[str]) -> set[str]:
         """The names, and that of the other of two tied weights where there is one of them."""
         tied = {self._embedding, _HEAD} if self.whole.tie_embeddings else set()
         return {*names} | (tied if tied & {*names} else set())
 
-    def _rounded_of(self, values: Mapping[str, Tensor]) -> list[StoredLinear]:
-        """The rounded weights that some of the values are of."""
+    def _made_of(
+        self, values: Mapping[str, Tensor], linears: Sequence[StoredLinear]
+    ) -> list[StoredLinear]:
+        """Those of these packed linears that are made of some of the values."""
         return [
             linear
-            for linear in self.packed
+            for linear in linears
             if any(name in values for name in self._sources(linear, values))
         ]
 
@@ -131,26 +133,23 @@ class LoadedWeights:
                 f"of 16 and 32 bits can be updated, and quantize= rounds them again"
             )
 
-    def _in_use(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The values by their names in the whole model, without those that nothing uses."""
+    def _known(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values by their names in the whole model, all of which its checkpoint has."""
         values = {name: given[old] for name, old in whole_names(HANDED_OVER, given).items()}
-        known = self._with_tied(self._names(values)) | self.checkpoint.tensors.keys()
+        known = self._with_tied(self.checkpoint.tensors)
         unknown = [name for name in values if name not in known]
         if unknown:
             raise ValueError(
                 f"{len(unknown)} of {len(values)} tensors are not in {self.checkpoint.path}, which "
                 f"the engine was opened from: {some(unknown)}"
             )
-        used = self._with_tied(self._names(values))
-        unused = [name for name in values if name not in used]
-        if unused:
-            log.info("tensors that the model does not use: %s", ", ".join(unused))
-        return {name: value for name, value in values.items() if name in used}
+        return values
 
     def _check_value(self, name: str, value: Tensor) -> None:
-        stored = name if name in self.checkpoint.tensors else self._other_of_tied(name)
-        shape = self.checkpoint.tensors[stored].stored.shape
-        if value.dtype not in WEIGHT_DTYPES:
+        tensors = self.checkpoint.tensors
+        stored = tensors[name if name in tensors else self._other_of_tied(name)].stored
+        # Tables that are no weights are left out later.
+        if value.dtype not in (*WEIGHT_DTYPES, stored.dtype):
             dtypes = ", ".join(str(dtype) for dtype in WEIGHT_DTYPES)
             raise ValueError(f"{name} has dtype {value.dtype}: weights are in one of {dtypes}")
         if value.layout != torch.strided or value.is_meta or hasattr(value, "full_tensor"):
@@ -158,8 +157,8 @@ class LoadedWeights:
                 f"{name} is a {type(value).__name__} with layout {value.layout} on {value.device}: "
                 f"weights are whole, dense tensors (of a DTensor its full_tensor())"
             )
-        if tuple(value.shape) != shape:
-            raise ValueError(f"{name} has shape {[*value.shape]}, not {[*shape]}")
+        if tuple(value.shape) != stored.shape:
+            raise ValueError(f"{name} has shape {[*value.shape]}, not {[*stored.shape]}")
 
     def _other_of_tied(self, name: str) -> str:
         return self._embedding if name == _HEAD else _HEAD
@@ -168,7 +167,7 @@ class LoadedWeights:
         """Of a tied weight one value, by the name that is loaded. ValueError for two."""
         if not self.whole.tie_embeddings:
             return values
-        loaded = self._embedding if self._embedding in self.wanted else _HEAD
+        loaded = self._embedding if self._embedding in self.checkpoint.tensors else _HEAD
         other = self._other_of_tied(loaded)
         if other not in values:
             return values

@@ -191,6 +191,26 @@ def test_two_ranks_take_their_parts(
         assert not list(Path(tempfile.gettempdir()).glob("graphengine-weights-*/model.safetensors"))
 
 
+def test_ranks_with_whole_experts(expert_checkpoints: dict[str, Any], tmp_path: Path) -> None:
+    """The driver hands over what others have, and checks it."""
+    path = expert_checkpoints["moe-even"].path
+    other = other_weights(path, tmp_path / "other")
+    options: dict[str, Any] = {"quantize": "int8", "lookahead": 0}
+    with open_engine(other, **options) as engine:
+        expected = said(engine)
+    ranks: dict[str, Any] = {"tensor_parallel": 2, "expert_parallel": True}
+    with open_engine(path, **ranks, **options) as engine:
+        values = tensors_of(other)
+        alone = "model.layers.1.mlp.experts.15.gate_proj.weight"
+        with pytest.raises(
+            ValueError, match=r"together, and 1 of 2 are missing: .*15\.up_p"
+        ):
+            engine.update_weights({alone: values[alone]})
+        engine.update_weights(values)
+        assert_equal_tokens(said(engine), expected)
+        assert_equal_ranks(engine)
+
+
 def assert_equal_tokens(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> None:
     """Sums of ranks differ in last bits."""
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
