@@ -50,17 +50,14 @@ def fingerprint_of(config: object, tensors: Iterable[tuple[str, Tensor]]) -> str
     return digest.hexdigest()[:16]
 
 
-def digest_of(values: Mapping[str, Tensor]) -> str:
-    """16 hexadecimal digits of tensors by name: of samples, and of the sum of all their bits."""
-    sums = [(f"{name} sum", _bits(values[name]).sum()) for name in sorted(values)]
-    whole = torch.stack([each.cpu() for _, each in sums]).numpy().tobytes() if sums else b""
-    samples = fingerprint_of("", [(name, values[name]) for name in sorted(values)]) if sums else ""
-    return hashlib.sha256(samples.encode() + whole).hexdigest()[:16]
-
-
-def updated_fingerprint(before: str, update: str) -> str:
-    """Of weights that had the first one, after an update with values of such a digest."""
-    return hashlib.sha256(f"{before} {update}".encode()).hexdigest()[:16]
+def updated_fingerprint(before: str, config: object, values: Mapping[str, Tensor]) -> str:
+    """Of weights that had the one before, once these values are in them; "" before an update of all
+    of them. It is of the sum of each tensor's bits, and of samples.
+    """
+    named = sorted(values.items())
+    sums = [int(_bits(value).sum()) for _, value in named]
+    samples = fingerprint_of(config, named) if named else ""
+    return hashlib.sha256(f"{before} {samples} {sums}".encode()).hexdigest()[:16]
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class Runtime:
         # What the waits query.
         self._watched: Queryable | None = held.stream
         self.launched = 0
-        self._fingerprints: tuple[str, str] | None = None
+        self._updated = ""
         self.device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
         self.graphs: dict[GraphKey, Graph] = {}
@@ -267,21 +267,26 @@ class Runtime:
     def fingerprints(self) -> tuple[str, str]:
         """Of the weights of the model, and of those of its drafter: "" of one without.
 
-        The model's is also of all values that the weights were updated with, in their order.
+        What was updated has one of its own, which the modules of the model's checkpoint share.
         """
-        if self._fingerprints is None:
-            self._fingerprints = self._opened_fingerprints()
-        return self._fingerprints
+        drafter, updated = self.program.drafter, self._updated
+        if updated and drafter.weights is not None and drafter.own_checkpoint is None:
+            return updated, updated
+        return updated or self._model_fingerprint(), self._drafter_fingerprint()
 
-    def note_update(self, digest: str) -> None:
-        """Let the model's fingerprint be another from now on: it is updated with such values."""
-        model, drafter = self.fingerprints()
-        self._fingerprints = updated_fingerprint(model, digest), drafter
+    def _model_fingerprint(self) -> str:
+        """Of the weights that were loaded when it was opened."""
+        return fingerprint(self.model.weights)
 
-    def _opened_fingerprints(self) -> tuple[str, str]:
-        """Those of the weights that were loaded when it was opened."""
+    def _drafter_fingerprint(self) -> str:
         drafted = self.program.drafter.weights
-        return fingerprint(self.model.weights), "" if drafted is None else fingerprint(drafted)
+        return "" if drafted is None else fingerprint(drafted)
+
+    def note_update(self, loaded: LoadedWeights, given: GivenTensors) -> None:
+        """Let fingerprints be others from now on, for `update_weights` with the same arguments."""
+        values, whole = loaded.used(given)
+        before = "" if whole else self._updated or self._model_fingerprint()
+        self._updated = updated_fingerprint(before, loaded.whole, values)
 
     def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
         """Fill weights with these values where they lie, and what was made of them.

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from graphengine.core.engine_core import EngineCore
-from graphengine.core.fingerprints import digest_of
 from graphengine.observe.tracing import span
 from graphengine.opening.updating import LoadedWeights
 
@@ -25,12 +24,12 @@ def update_weights(core: EngineCore, loaded: LoadedWeights | None, source: Weigh
         given = loaded.read(source, core.config)
     else:
         given = loaded.checked(source)
+    core.runtime.note_update(loaded, given)
     # What is pending was computed with the weights as they were.
     core.runtime.copy_kept(core.scheduler.reuse.states.before)
     core.scheduler.reuse.forget()
     try:
         with span("update weights"):
-            core.runtime.note_update(digest_of(given.values))
             core.runtime.update_weights(loaded, given)
     except BaseException as error:
         core.broken = f"{type(error).__name__}: {error}, while weights were updated"

@@ -110,13 +110,15 @@ def load_checkpoint(
         wanted = destinations(checkpoint, weights)
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
         linears = weights.linears()
-        of_all = linears + drafter.linears()
+        all_wanted, all_linears = {*wanted}, linears + drafter.linears()
         if share != WHOLE:
-            all_weights = whole.allocate(device="meta", dtype=memory.dtype)
-            linears = cut_linears(all_weights, weights, share)
-            checkpoint = drafter.cut(cut_to(checkpoint, all_weights, weights, share))
-            drafted = drafter.whole_weights(memory.dtype)
-            of_all = all_weights.linears() + ([] if drafted is None else drafted.linears())
+            of_all, drafted = whole.allocate(device="meta", dtype=memory.dtype), None
+            if drafter.own_checkpoint is None:
+                drafted = drafter.whole_weights(memory.dtype)
+            all_wanted |= {*destinations(checkpoint, of_all), *(drafted.named() if drafted else ())}
+            all_linears = of_all.linears() + (drafted.linears() if drafted else [])
+            linears = cut_linears(of_all, weights, share)
+            checkpoint = drafter.cut(cut_to(checkpoint, of_all, weights, share))
         linears += drafter.linears()
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
@@ -135,7 +137,8 @@ def load_checkpoint(
         whole=whole,
         wanted=wanted,
         packed=_packed(linears),
-        of_all=_packed(of_all),
+        all_wanted=all_wanted,
+        all_packed=_packed(all_linears),
     )
     return Opened(model, memory, tokenizer, eos_ids, drafter, loaded)
 

@@ -6,7 +6,7 @@ that the engine was opened from, and that rounded weights are whole and finite.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
@@ -30,18 +30,20 @@ _HEAD = f"{HEAD}.weight"
 class LoadedWeights:
     """What went where when a checkpoint was loaded.
 
-    checkpoint  as this rank read it
-    whole       the model of all ranks
-    wanted      destinations of its tensors, of the model and of the drafter
-    packed      linears whose weights are rounded or packed; `of_all` are those of all ranks
-                together, which may be on the device "meta"
+    checkpoint   as this rank read it
+    whole        the model of all ranks
+    wanted       destinations of its tensors, of the model and of the drafter
+    packed       linears whose weights are rounded or packed
+    all_wanted, all_packed  the same of all ranks together: names, and linears that may be on the
+                 device "meta"
     """
 
     checkpoint: Checkpoint
     whole: ModelConfig
     wanted: Destinations
     packed: Sequence[StoredLinear]
-    of_all: Sequence[StoredLinear]
+    all_wanted: Collection[str]
+    all_packed: Sequence[StoredLinear]
 
     def read(self, path: str | PathLike[str], config: EngineConfig) -> GivenTensors:
         """The tensors of another checkpoint of the same model, all of them and checked.
@@ -54,15 +56,13 @@ class LoadedWeights:
         found = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
         _check_same(self.whole, with_state_dtype(found, config.state_dtype), checkpoint.path)
         values = checkpoint.mapped()
-        packed = {
-            name for linear in self.of_all for name in self._sources(linear, checkpoint.tensors)
-        }
-        missing = sorted((packed | self.wanted.keys()) - self._with_tied(values))
+        given = self.checked(values, checkpoint.path)
+        missing = sorted(self._in_use(given.values) - given.values.keys())
         if missing:
             raise ValueError(
                 f"{checkpoint.path} lacks {len(missing)} tensors that are in use: {some(missing)}"
             )
-        return self.checked(values, checkpoint.path)
+        return given
 
     def in_folder(self, path: Path) -> GivenTensors:
         """Those of a checkpoint that have been checked already, all or some."""
@@ -84,7 +84,7 @@ class LoadedWeights:
         for name, value in values.items():
             self._check_value(name, value)
         values = self._untied(values)
-        for linear in self._made_of(values, self.of_all):
+        for linear in self._made_of(values, self.all_packed):
             self._check_parts(linear, values)
         return GivenTensors.in_place_of(self.checkpoint, values, folder)
 
@@ -97,21 +97,27 @@ class LoadedWeights:
         linears = self._made_of(given.values, self.packed)
         load_weights(given, wanted, linears, self.whole.embedding_name)
 
+    def used(self, given: GivenTensors) -> tuple[dict[str, Tensor], bool]:
+        """Those of the tensors that some rank uses, and whether they are all that any uses."""
+        names = self._in_use(given.values)
+        values = {name: value for name, value in given.values.items() if name in names}
+        return values, len(values) == len(names)
+
     # Names.
 
     @property
     def _embedding(self) -> str:
         return f"{self.whole.embedding_name}.weight"
 
-    def _sources(self, linear: StoredLinear, stored: Iterable[str]) -> list[str]:
-        """What a rounded weight is made of, of the tensors `stored`."""
-        there = stored if self.whole.tie_embeddings else self.checkpoint.tensors
-        return rounded_names(linear, set(there), self.whole.embedding_name)
+    def _sources(self, linear: StoredLinear, values: Mapping[str, Tensor]) -> list[str]:
+        """What a rounded weight is made of; a tied lm_head of the one that is among the values."""
+        stored = values if self.whole.tie_embeddings else self.checkpoint.tensors
+        return rounded_names(linear, stored, self.whole.embedding_name)
 
-    def _with_tied(self, names: Iterable[str]) -> set[str]:
-        """The names, and that of the other of two tied weights where there is one of them."""
-        tied = {self._embedding, _HEAD} if self.whole.tie_embeddings else set()
-        return {*names} | (tied if tied & {*names} else set())
+    def _in_use(self, values: Mapping[str, Tensor]) -> set[str]:
+        """Every tensor that some rank uses; of two tied weights the one that is loaded."""
+        packed = {name for each in self.all_packed for name in self._sources(each, values)}
+        return packed | {*self.all_wanted}
 
     def _made_of(
         self, values: Mapping[str, Tensor], linears: Sequence[StoredLinear]
@@ -136,7 +142,8 @@ class LoadedWeights:
     def _known(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """The values by their names in the whole model, all of which its checkpoint has."""
         values = {name: given[old] for name, old in whole_names(HANDED_OVER, given).items()}
-        known = self._with_tied(self.checkpoint.tensors)
+        tied = {self._embedding, _HEAD} if self.whole.tie_embeddings else set()
+        known = self.checkpoint.tensors.keys() | tied
         unknown = [name for name in values if name not in known]
         if unknown:
             raise ValueError(

@@ -17,7 +17,7 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
-from graphengine.models.contract import Share
+from graphengine.models.contract import Share, StoredWeights
 from graphengine.models.given_tensors import GivenTensors, as_checkpoint
 from graphengine.opening.loading import (
     Found,
@@ -99,6 +99,7 @@ class LeadingRuntime(Runtime):
         # As many bytes as a load has at most.
         self.record_piece = memory.load_bytes // 2
         self._found, self._dtype = found, memory.dtype
+        self._fingerprints: dict[str, str] = {}
         self._parts = kept_parts(self, self._meeting, found)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
@@ -145,21 +146,29 @@ class LeadingRuntime(Runtime):
                 self.ranks.send(kind, tuple(map(int, each)))
             super().copy_kept(copies)
 
-    def _opened_fingerprints(self) -> tuple[str, str]:
-        """Those of one rank with all weights, which are read again.
+    def _model_fingerprint(self) -> str:
+        """That of one rank with all weights, which are read again when it is first asked for.
 
-        EAGLE3's is of this rank's part. ValueError where the checkpoint has changed.
+        ValueError where the checkpoint has changed.
         """
+        if "model" not in self._fingerprints:
+            whole = self._found.whole.allocate(device="meta", dtype=self._dtype)
+            self._fingerprints["model"] = self._whole_fingerprint(whole)
+        return self._fingerprints["model"]
+
+    def _drafter_fingerprint(self) -> str:
+        """The same of the drafter; EAGLE3's is of this rank's part."""
+        drafted = self._found.drafter.whole_weights(self._dtype)
+        if drafted is None:
+            return super()._drafter_fingerprint()
+        if "drafter" not in self._fingerprints:
+            self._fingerprints["drafter"] = self._whole_fingerprint(drafted)
+        return self._fingerprints["drafter"]
+
+    def _whole_fingerprint(self, weights: StoredWeights) -> str:
         found = self._found
-        model = found.whole.allocate(device="meta", dtype=self._dtype)
-        drafted, name = found.drafter.whole_weights(self._dtype), found.whole.embedding_name
-        _, own = super()._opened_fingerprints()
-        return (
-            whole_fingerprint(model, found.checkpoint, name, self.device),
-            own
-            if drafted is None
-            else whole_fingerprint(drafted, found.checkpoint, name, self.device),
-        )
+        name = found.whole.embedding_name
+        return whole_fingerprint(weights, found.checkpoint, name, self.device)
 
     def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
         """Fill the weights of all ranks, each with its part of the values."""

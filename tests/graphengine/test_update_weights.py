@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
 from checkpoints.mtp_chains import HAS_CHAINS, SIZES, VOCAB, Chains
 from graphengine import Engine, SamplingParams
+from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.ranks import RankFailed
 from graphengine.speculative import MTP, DraftVocabulary, Eagle3
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -169,7 +173,7 @@ def test_two_ranks_take_their_parts(
         open_engine(path, **options) as alone,
     ):
         assert_equal_tokens(said(engine), said(alone))
-        for source in (tensors_of(other), other, path):
+        for source in (tensors_of(other), path):
             with engine.session() as session:
                 session.append(PROMPTS[1])
                 session.generate(GREEDY)
@@ -187,8 +191,14 @@ def test_two_ranks_take_their_parts(
             with engine.restore_session(kept) as session:
                 assert session.cached_tokens > 0
                 assert session.token_ids[-24:] == expected.token_ids
-        # A rank that has nothing to do but wait.
         assert not list(Path(tempfile.gettempdir()).glob("graphengine-weights-*/model.safetensors"))
+        runtime = engine.runtime
+        assert isinstance(runtime, LeadingRuntime)
+        os.kill(runtime.ranks.pids[0], signal.SIGKILL)
+        with pytest.raises(RankFailed, match=r"rank 1 .*ended"):
+            engine.update_weights(path)
+        with pytest.raises(RuntimeError, match=r"is broken.* while weights were updated"):
+            engine.generate([5], GREEDY)
 
 
 def test_ranks_with_whole_experts(expert_checkpoints: dict[str, Any], tmp_path: Path) -> None:
@@ -202,9 +212,7 @@ def test_ranks_with_whole_experts(expert_checkpoints: dict[str, Any], tmp_path: 
     with open_engine(path, **ranks, **options) as engine:
         values = tensors_of(other)
         alone = "model.layers.1.mlp.experts.15.gate_proj.weight"
-        with pytest.raises(
-            ValueError, match=r"together, and 1 of 2 are missing: .*15\.up_p"
-        ):
+        with pytest.raises(ValueError, match=r"together, and 1 of 2 are missing: .*15\.up_p"):
             engine.update_weights({alone: values[alone]})
         engine.update_weights(values)
         assert_equal_tokens(said(engine), expected)
@@ -240,8 +248,10 @@ def test_kv_of_older_weights_is_dropped(checkpoints: dict[str, Any], tmp_path: P
         session.append([7])
         found = session.generate(GREEDY)
         newer = session.snapshot()
-        # The same values are another update.
-        engine.update_weights(tensors_of(other))
+        # All of the same values make the same model; after one of them it is another.
+        engine.update_weights(other)
+        engine.restore_session(newer).close()
+        engine.update_weights({"model.norm.weight": tensors_of(other)["model.norm.weight"]})
         with pytest.raises(ValueError, match="the session is of model="):
             engine.restore_session(newer)
     with open_engine(other) as engine:
@@ -425,3 +435,21 @@ def test_an_error_amid_the_values_breaks_the_engine(
             engine.update_weights(path)
         with pytest.raises(RuntimeError, match=r"broken.*planted, while weights were updated"):
             engine.generate([5], GREEDY)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_graphs_replay_with_other_weights(
+    device: str, tmp_path: Path, quantize: str | None
+) -> None:
+    """Tensors of the device, as a trainer in the same process has them."""
+    path, other = checkpoint_path(), other_weights(checkpoint_path(), tmp_path / "other")
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "quantize": quantize}
+    with open_engine(other, **options) as engine:
+        expected = said(engine)
+    with open_engine(path, **options) as engine:
+        assert said(engine) != expected
+        addresses = [tensor.data_ptr() for tensor in held(engine)]
+        engine.update_weights((name, each.to(device)) for name, each in tensors_of(other).items())
+        assert said(engine) == expected
+        assert [tensor.data_ptr() for tensor in held(engine)] == addresses
