@@ -53,10 +53,12 @@ class Replica:
 
 
 class Replicas:
-    """Actors with `gpus` each; options are those of `Engine.from_pretrained`."""
+    """Actors with `gpus` each, as many as `tensor_parallel` takes; options are those of
+    `Engine.from_pretrained`.
+    """
 
     def __init__(self, count: int, checkpoint: str, *, gpus: int = 0, **options: Any) -> None:
-        actor = ray.remote(num_cpus=1, num_gpus=gpus)(Replica)
+        actor = ray.remote(num_gpus=gpus)(Replica)
         self.actors: list[Any] = [actor.remote(checkpoint, **options) for _ in range(count)]
 
     def rollouts(

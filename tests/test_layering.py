@@ -38,7 +38,7 @@ ALLOWED = {
         "graphengine.buckets",
         "graphengine.testing",
     },
-    "profiles": LIBRARIES | {"graphengine", "matplotlib"},
+    "profiles": LIBRARIES | {"graphengine"},
 }
 FORBIDDEN = {"graphengine": {"graphengine.profiles"}}
 

@@ -16,7 +16,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
 from checkpoints.mtp_chains import HAS_CHAINS, SIZES, VOCAB, Chains
@@ -105,6 +110,28 @@ def test_decoders(
     head = quantize is not None
     options = {"quantize": quantize, "quantize_lm_head": head}
     assert_updates(path, other_weights(path, tmp_path / "other"), **options)
+
+
+def test_windows_in_rings(tmp_path: Path) -> None:
+    """Gemma's norms lack 1, and a session has a ring."""
+    sizes = SIZES | {"sliding_window": 9, "head_dim": 64, "tie_word_embeddings": True}
+    kinds = ["sliding_attention", "full_attention"] * (SIZES["num_hidden_layers"] // 2 + 1)
+    kinds = kinds[: SIZES["num_hidden_layers"]]
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=kinds))
+    path = tmp_path / "gemma"
+    model.save_pretrained(path)
+    other = other_weights(path, tmp_path / "other")
+    assert_updates(path, other)
+    with open_engine(path) as engine, engine.session() as session:
+        assert engine.memory.rings
+        session.append(PROMPTS[1])
+        session.generate(GREEDY)
+        assert session.cached_tokens > 0
+        engine.update_weights(other)
+        assert session.evicted and session.cached_tokens == 0
+        found = session.generate(GREEDY)
+    with open_engine(other) as engine:
+        assert engine.generate(found.prompt_token_ids, GREEDY).token_ids == found.token_ids
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])

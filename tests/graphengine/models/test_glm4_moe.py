@@ -98,11 +98,13 @@ def test_packed_rows_are_exchanged_as_plain_ones(
     Glm4MoeForCausalLM(Glm4MoeConfig.from_dict(source | sizes)).save_pretrained(tmp_path)
     written = tmp_path / "quantised"
     write_quantised(Checkpoint.open(tmp_path), written, quantize)
+    # Of packed weights a GPU computes in half precision alone.
+    dtype = "float32" if device == "cpu" else "float16"
     options: dict[str, Any] = {"device": device, "max_seq_len": 64, "lookahead": 0}
     rows = []
     for path, kind in ((tmp_path, None), (tmp_path, quantize), (written, None)):
         with Engine.from_pretrained(
-            path, dtype="float32", max_batch=2, quantize=kind, **options
+            path, dtype=dtype, max_batch=2, quantize=kind, **options
         ) as engine:
             seen = eager(engine)
             engine.generate([5, 9, 77, 3, 150, 8, 41, 6], greedy(2))
