@@ -52,7 +52,8 @@ class LoadedWeights:
         for another model.
         """
         checkpoint = Checkpoint.open(path)
-        self._check_plain(checkpoint)
+        for each in (self.checkpoint, checkpoint):
+            _check_plain(each)
         found = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
         _check_same(self.whole, with_state_dtype(found, config.state_dtype), checkpoint.path)
         values = checkpoint.mapped()
@@ -79,7 +80,7 @@ class LoadedWeights:
 
         ValueError, with the name and both values, says what is wrong. Nothing is changed.
         """
-        self._check_plain(self.checkpoint)
+        _check_plain(self.checkpoint)
         values = self._known(_named(tensors))
         for name, value in values.items():
             self._check_value(name, value)
@@ -130,14 +131,6 @@ class LoadedWeights:
         ]
 
     # Checks.
-
-    def _check_plain(self, checkpoint: Checkpoint) -> None:
-        quantisation = quantisation_of(checkpoint)
-        if quantisation is not None:
-            raise ValueError(
-                f"weights of {checkpoint.path} are quantised ({quantisation.method}): only those "
-                f"of 16 and 32 bits can be updated, and quantize= rounds them again"
-            )
 
     def _known(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """The values by their names in the whole model, all of which its checkpoint has."""
@@ -219,6 +212,16 @@ def _named(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict
             raise ValueError(f"{name} is there twice")
         named[name] = tensor.detach()
     return named
+
+
+def _check_plain(checkpoint: Checkpoint) -> None:
+    """ValueError for one with weights of 8 or 4 bits."""
+    quantisation = quantisation_of(checkpoint)
+    if quantisation is not None:
+        raise ValueError(
+            f"weights of {checkpoint.path} are quantised ({quantisation.method}): only those of 16 "
+            f"and 32 bits can be updated, and quantize= rounds them again"
+        )
 
 
 def _check_same(whole: ModelConfig, found: ModelConfig, path: Path) -> None:

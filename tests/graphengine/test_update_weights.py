@@ -26,8 +26,10 @@ from transformers import (
 from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
 from checkpoints.mtp_chains import HAS_CHAINS, SIZES, VOCAB, Chains
 from graphengine import Engine, SamplingParams
+from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.quantised.writer import write_quantised
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.ranks import RankFailed
 from graphengine.speculative import MTP, DraftVocabulary, Eagle3
@@ -416,6 +418,24 @@ def test_another_model_is_refused(
         assert said(engine) == before
 
 
+def test_packed_checkpoints_are_refused(checkpoints: dict[str, Any], tmp_path: Path) -> None:
+    path = checkpoints["llama-biases"].path
+    write_quantised(Checkpoint.open(path), tmp_path / "packed", "int8")
+    message = r"packed are quantised \(compressed-tensors\): only those of 16 and 32 bits can be up"
+    with open_engine(path, quantize="int8") as engine:
+        before = said(engine)
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(tmp_path / "packed")
+        assert said(engine) == before
+    with open_engine(tmp_path / "packed") as engine:
+        for source in (tmp_path / "packed", path, {}):
+            with pytest.raises(ValueError, match=message):
+                engine.update_weights(source)
+        assert said(engine) == before
+        with pytest.raises(ValueError, match="is for engines that from_pretrained has opened"):
+            update_weights(engine.core, None, {})
+
+
 def test_requests_are_to_end_first(checkpoints: dict[str, Any]) -> None:
     path = checkpoints["llama-biases"].path
     with open_engine(path) as engine:
@@ -464,19 +484,17 @@ def test_an_error_amid_the_values_breaks_the_engine(
             engine.generate([5], GREEDY)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_graphs_replay_with_other_weights(
-    device: str, tmp_path: Path, quantize: str | None
-) -> None:
+def test_graphs_replay_with_other_weights(tmp_path: Path, quantize: str | None) -> None:
     """Tensors of the device, as a trainer in the same process has them."""
     path, other = checkpoint_path(), other_weights(checkpoint_path(), tmp_path / "other")
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    options: dict[str, Any] = {"device": device, "dtype": dtype, "quantize": quantize}
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "quantize": quantize}
     with open_engine(other, **options) as engine:
         expected = said(engine)
     with open_engine(path, **options) as engine:
         assert said(engine) != expected
         addresses = [tensor.data_ptr() for tensor in held(engine)]
-        engine.update_weights((name, each.to(device)) for name, each in tensors_of(other).items())
+        engine.update_weights((name, each.cuda()) for name, each in tensors_of(other).items())
         assert said(engine) == expected
         assert [tensor.data_ptr() for tensor in held(engine)] == addresses
