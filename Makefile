@@ -110,7 +110,7 @@ $(VENV)/stamp: constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --constraint constraints.txt triton setuptools wheel
 	$(BIN)/pip install --quiet --constraint constraints.txt numpy safetensors tokenizers \
 		jinja2 nvtx huggingface_hub transformers compressed-tensors llguidance jsonschema \
-		prompt_toolkit pytest hypothesis ruff mypy
+		prompt_toolkit ray pytest hypothesis ruff mypy
 	touch $@
 
 # Tests mostly wait for the compiler and for the host, so that files run side by side. NATIVE takes the
