@@ -20,7 +20,7 @@ from graphengine.testing import plugin
 
 pytest_plugins = ["pytester"]
 
-NEED_GPU = {"no_sync", "no_alloc", "check_no_alloc", "keep_graphs"}
+NEED_GPU = {"no_sync", "no_alloc", "check_no_alloc", "no_leaked_pool", "keep_graphs"}
 # Functions that check nothing by themselves.
 HELPERS = {
     "diff_structures",
@@ -76,12 +76,13 @@ def test_fixtures_that_need_a_gpu_skip_without_one(
         def test_sync(no_sync): raise AssertionError
         def test_alloc(no_alloc): raise AssertionError
         def test_replays(check_no_alloc): raise AssertionError
+        def test_pool(no_leaked_pool): raise AssertionError
         def test_keep(keep_graphs): raise AssertionError
         def test_capture(needs_gpu): raise AssertionError
         """
     )
     result = pytester.runpytest_subprocess("-rs")
-    result.assert_outcomes(skipped=5)
+    result.assert_outcomes(skipped=6)
     result.stdout.fnmatch_lines(["SKIPPED*needs an NVIDIA GPU: torch.cuda.is_available() is False"])
 
 

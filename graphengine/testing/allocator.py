@@ -1,0 +1,105 @@
+"""What torch's allocator holds on the current device: segments, their pools, and their blocks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Pool = tuple[int, int]
+"""The id of a memory pool."""
+
+DEFAULT_POOL: Pool = (0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Memory that was given out as one tensor's storage, or is cached for another."""
+
+    address: int
+    size: int
+    in_use: bool
+
+    def __contains__(self, address: int) -> bool:
+        return self.address <= address < self.address + self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Memory that the allocator has from the driver."""
+
+    address: int
+    size: int
+    pool: Pool
+    blocks: tuple[Block, ...]
+
+    def __contains__(self, address: int) -> bool:
+        return self.address <= address < self.address + self.size
+
+    def block_at(self, address: int) -> Block | None:
+        return next((block for block in self.blocks if address in block), None)
+
+
+def read_segments() -> list[Segment]:
+    """All segments of the current device."""
+    device = torch.cuda.current_device()
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return [_segment(found) for found in segments if found["device"] == device]
+
+
+def _segment(found: Mapping[str, Any]) -> Segment:
+    first, second = found.get("segment_pool_id", DEFAULT_POOL)
+    blocks, address = [], int(found["address"])
+    for block in found["blocks"]:
+        in_use = block["state"] == "active_allocated"
+        blocks.append(Block(address=address, size=int(block["size"]), in_use=in_use))
+        address += int(block["size"])
+    return Segment(
+        address=int(found["address"]),
+        size=int(found["total_size"]),
+        pool=(int(first), int(second)),
+        blocks=tuple(blocks),
+    )
+
+
+_MOST_EVENTS = 100_000
+
+
+class Frees:
+    """Blocks that were freed while `recording`: {address: where, as "file.py:12 in function"}."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, str] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what is freed in the block. A recording of the program's own ends here.
+
+        Nothing is recorded in a process that does not use CUDA.
+        """
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            yield
+            return
+        memory: Any = torch.cuda.memory
+        memory._record_memory_history(
+            "all", context="all", stacks="python", max_entries=_MOST_EVENTS
+        )
+        try:
+            yield
+        finally:
+            traces = memory._snapshot()["device_traces"][torch.cuda.current_device()]
+            memory._record_memory_history(None)
+            for event in traces:
+                if event["action"] == "free_requested":
+                    self.places[int(event["addr"])] = _place(event.get("frames", ()))
+
+
+def _place(frames: Any) -> str:
+    """The innermost frame of a Python program that is not torch's own; "" if there is none."""
+    for frame in frames:
+        if frame["filename"].endswith(".py") and "/torch/" not in frame["filename"]:
+            return f"{frame['filename']}:{frame['line']} in {frame['name']}"
+    return ""
