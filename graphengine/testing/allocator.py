@@ -83,18 +83,24 @@ class Frees:
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             yield
             return
-        memory: Any = torch.cuda.memory
-        memory._record_memory_history(
+        torch.cuda.memory._record_memory_history(
             "all", context="all", stacks="python", max_entries=_MOST_EVENTS
         )
+        earlier = len(_events())
         try:
             yield
         finally:
-            traces = memory._snapshot()["device_traces"][torch.cuda.current_device()]
-            memory._record_memory_history(None)
-            for event in traces:
+            events = _events()[earlier:]
+            torch.cuda.memory._record_memory_history(None)
+            for event in events:
                 if event["action"] == "free_requested":
                     self.places[int(event["addr"])] = _place(event.get("frames", ()))
+
+
+def _events() -> list[dict[str, Any]]:
+    """What the allocator of the current device has recorded."""
+    traces = torch.cuda.memory._snapshot()["device_traces"]
+    return list(traces[torch.cuda.current_device()])
 
 
 def _place(frames: Any) -> str:

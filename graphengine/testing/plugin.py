@@ -8,14 +8,17 @@ a graph that was read elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-# The owner of each golden file: the id of the test that asked for it.
-_SNAPSHOTS = pytest.StashKey[dict[Path, str]]()
+from graphengine.testing.golden import FOLDER, GoldenFiles
+
+_GOLDEN = pytest.StashKey[GoldenFiles]()
+# Under which a worker of pytest-xdist sends what it knows to the process that reports.
+_OF_WORKER = "graphengine_golden_files"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,6 +26,52 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--graph-snapshot-update",
         action="store_true",
         help="write the golden files of graph_snapshot instead of comparing with them",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_GOLDEN] = golden = GoldenFiles()
+    golden.partial = any("::" in argument for argument in config.args)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note all tests, before some are deselected."""
+    config.stash[_GOLDEN].tests.update({item.nodeid: str(item.path) for item in items})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, Any]:
+    report = yield
+    if report.when == "call" and report.passed:
+        item.config.stash[_GOLDEN].passed.add(item.nodeid)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output[_OF_WORKER] = session.config.stash[_GOLDEN].to_dict()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker of pytest-xdist has ended."""
+    if (found := getattr(node, "workeroutput", {}).get(_OF_WORKER)) is not None:
+        node.config.stash[_GOLDEN].merge(found)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    orphans = config.stash[_GOLDEN].orphans()
+    if not orphans:
+        return
+    terminalreporter.section("orphaned golden files")
+    for path in orphans:
+        terminalreporter.write_line(str(path))
+    terminalreporter.write_line(
+        f"No test asks for these {len(orphans)} files any more: delete them, or find the test that "
+        "was renamed"
     )
 
 
@@ -42,14 +91,14 @@ def needs_gpu() -> None:
 @pytest.fixture
 def graph_snapshot(request: pytest.FixtureRequest) -> Any:
     """Compares graphs with golden files in `__snapshots__/<module>/` beside the test."""
-    folder = request.path.parent / "__snapshots__" / request.path.stem
+    folder = request.path.parent / FOLDER / request.path.stem
     owner = request.node.nodeid
     return _check("graph_snapshot")(
         folder,
         owner.partition("::")[2],  # with the class
         update=bool(request.config.getoption("--graph-snapshot-update")),
         owner=owner,
-        owners=request.config.stash.setdefault(_SNAPSHOTS, {}),
+        owners=request.config.stash[_GOLDEN].owners,
     )
 
 
