@@ -122,7 +122,7 @@ _PTX_ENTRY = re.compile(r"^\s*(?:\.visible\s+|\.weak\s+)*\.entry\s+([\w$.]+)")
 _PTX_LABEL = re.compile(r"^\s*([$\w]+):")
 _PTX_BRANCH = re.compile(r"^bra(?:\.uni)?\s+([$\w]+)")
 _PTX_STORE = re.compile(
-    r"^(?:st|red|atom|multimem\.st|multimem\.red)\.(?!.*\.(?:shared|local|param)\b)"
+    r"^(?:st|red|atom|multimem\.st|multimem\.red)\.(?!\S*\b(?:shared|local|param)\b)"
     r"|^cp(?:\.reduce)?\.async\.bulk\.\S*global\.shared"
 )
 
