@@ -70,7 +70,7 @@ def pytest_terminal_summary(
     for path in orphans:
         terminalreporter.write_line(str(path))
     terminalreporter.write_line(
-        f"No test asks for these {len(orphans)} files any more: delete them, or find the test that "
+        f"golden files that no test asks for: {len(orphans)}. Delete them, or find the test that "
         "was renamed"
     )
 

@@ -47,9 +47,9 @@ def reported(pytester: pytest.Pytester, *arguments: str) -> list[str]:
     begin = [place for place, line in enumerate(lines) if "orphaned golden files" in line]
     if not begin:
         return []
-    end = next(place for place, line in enumerate(lines) if line.startswith("No test asks for"))
+    end = next(place for place, line in enumerate(lines) if line.startswith("golden files that"))
     names = [Path(line).name for line in lines[begin[0] + 1 : end] if line]
-    assert f"these {len(names)} files any more: delete them" in lines[end]
+    assert f"no test asks for: {len(names)}. Delete them" in lines[end]
     return names
 
 
