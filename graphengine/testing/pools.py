@@ -45,13 +45,13 @@ def no_leaked_pool() -> Iterator[None]:
     yield
     # What an error's traceback holds is no leak.
     gc.collect()
-    if torch.cuda.is_current_stream_capturing():
-        _left("the current stream is still being captured. End the capture in a `finally`")
     try:
+        if torch.cuda.is_current_stream_capturing():
+            _left("the current stream is still being captured. End the capture in a `finally`")
         pool = _pool_of_new_memory()
         torch.cuda.empty_cache()
     except RuntimeError as cause:
-        _left(f"torch's allocator cannot be used any more ({_first_line(cause)}). {_APART}", cause)
+        _left(f"torch cannot allocate any more ({_first_line(cause)}). {_APART}", cause)
     if pool != DEFAULT_POOL:
         _left(
             f"a new tensor was put into the private pool {pool}, and so will be those of the tests "

@@ -91,7 +91,7 @@ def test_an_allocator_that_still_records_is_told(allocator: Allocator) -> None:
 
 
 def test_an_allocator_that_is_broken_is_told(allocator: Allocator) -> None:
-    message = LEFT + r"torch's allocator cannot be used any more \(captures_underway.empty\(\)\)"
+    message = LEFT + r"torch cannot allocate any more \(captures_underway.empty\(\)\)"
     with pytest.raises(GraphCheckError, match=message), no_leaked_pool():
         allocator.error = "captures_underway.empty()\nframe 1"
 
