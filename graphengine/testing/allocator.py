@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,9 +24,6 @@ class Block:
     size: int
     in_use: bool
 
-    def __contains__(self, address: int) -> bool:
-        return self.address <= address < self.address + self.size
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
@@ -36,18 +34,35 @@ class Segment:
     pool: Pool
     blocks: tuple[Block, ...]
 
-    def __contains__(self, address: int) -> bool:
-        return self.address <= address < self.address + self.size
-
     def block_at(self, address: int) -> Block | None:
-        return next((block for block in self.blocks if address in block), None)
+        return find(self.blocks, address)
+
+
+class _Range(Protocol):
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+Memory = TypeVar("Memory", bound=_Range)
+
+
+def find(ranges: Sequence[Memory], address: int) -> Memory | None:
+    """The one that `address` lies in; `ranges` are sorted by address and do not overlap."""
+    place = bisect_right(ranges, address, key=lambda each: each.address) - 1
+    if place < 0 or address >= ranges[place].address + ranges[place].size:
+        return None
+    return ranges[place]
 
 
 def read_segments() -> list[Segment]:
-    """All segments of the current device."""
+    """All segments of the current device, sorted by address."""
     device = torch.cuda.current_device()
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    return [_segment(found) for found in segments if found["device"] == device]
+    found = [_segment(each) for each in segments if each["device"] == device]
+    return sorted(found, key=lambda segment: segment.address)
 
 
 def _segment(found: Mapping[str, Any]) -> Segment:

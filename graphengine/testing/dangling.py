@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 
 from graphengine.buckets import KernelLaunch, format_bytes
-from graphengine.testing.allocator import DEFAULT_POOL, Block, Frees, Segment, read_segments
+from graphengine.testing.allocator import DEFAULT_POOL, Block, Frees, Segment, find, read_segments
 from graphengine.testing.errors import GraphCheckError, hide_frame, listed
 from graphengine.testing.launches import Launches, describe_launch, read_launches
 from graphengine.testing.tensors import Buffers, describe, named_tensors, span
@@ -51,6 +51,11 @@ class DanglingCheck:
                 self._held.append(held)
             elif is_pointer:
                 freed.append(f"{self._name(held)}{held}, which is freed already")
+        if not freed and not self._held:
+            raise ValueError(
+                f"nothing to watch: no parameter of {len(launches)} kernels is an address of "
+                "memory that torch's allocator has given out of its default pool"
+            )
         self._raise(freed, len(freed) + len(self._held))
         self._frees = Frees()
         self._stack = contextlib.ExitStack()
@@ -83,7 +88,7 @@ class DanglingCheck:
         """What has become of the block; "" if it is as it was."""
         if (place := self._frees.places.get(held.block.address)) is not None:
             return f"freed at {place}" if place else "freed"
-        segment = _segment_at(segments, held.address)
+        segment = find(segments, held.address)
         if segment is None:
             return "freed and returned to the driver"
         block = segment.block_at(held.address)
@@ -132,7 +137,8 @@ def assert_no_dangling_pointers(
 
     GraphCheckError at once for a parameter that is an address of memory freed already. Watched is
     what torch's allocator has given out of its default pool: memory of graphs' own pools is theirs
-    until they are reset. Parameters larger than an address are searched for addresses word by word.
+    until they are reset. Parameters larger than an address are searched for addresses word by word;
+    nodes that copy or set memory are not read. ValueError if there is nothing to watch.
     RuntimeError without cuda-bindings, and for a torch graph that was not kept.
     """
     return DanglingCheck(graph, buffers)
@@ -146,17 +152,13 @@ def _addresses(
     found = []
     for launch in launches:
         for parameter, _, address in launch.words():
-            segment = _segment_at(watched, address)
+            segment = find(watched, address)
             block = None if segment is None else segment.block_at(address)
             if block is not None:
                 held = _Held(launch=launch, parameter=parameter, address=address, block=block)
                 size = len((launch.parameters or ())[parameter])
                 found.append((held, size == _POINTER_BYTES))
     return found
-
-
-def _segment_at(segments: Sequence[Segment], address: int) -> Segment | None:
-    return next((segment for segment in segments if address in segment), None)
 
 
 def _spans(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from graphengine.buckets import format_bytes
-from graphengine.testing.allocator import DEFAULT_POOL, Pool, read_segments
+from graphengine.testing.allocator import DEFAULT_POOL, Pool, find, read_segments
 from graphengine.testing.errors import GraphCheckError, hide_frame, listed
 
 __tracebackhide__ = hide_frame
@@ -89,5 +89,5 @@ def _private_pools() -> Counter[Pool]:
 def _pool_of_new_memory() -> Pool:
     """The pool from which torch allocates for the current stream."""
     probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cuda")
-    address = probe.data_ptr()
-    return next((found.pool for found in read_segments() if address in found), DEFAULT_POOL)
+    segment = find(read_segments(), probe.data_ptr())
+    return DEFAULT_POOL if segment is None else segment.pool

@@ -112,7 +112,10 @@ def test_what_is_freed_already_is_told_at_once(allocator: Allocator) -> None:
 
 
 def test_memory_of_a_graphs_own_pool_is_its_own(allocator: Allocator) -> None:
-    assert_no_dangling_pointers([launch(pointer(2**20))]).check()
+    assert_no_dangling_pointers([launch(pointer(2**20), pointer(0))]).check()
+    message = "nothing to watch: no parameter of 1 kernels is an address of memory"
+    with pytest.raises(ValueError, match=message):
+        assert_no_dangling_pointers([launch(pointer(2**20))])
 
 
 def test_tensors_are_named(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +142,39 @@ def test_an_error_of_the_block_passes(allocator: Allocator) -> None:
     with pytest.raises(KeyError), assert_no_dangling_pointers([launch(pointer(0))]):
         allocator.states[0] = "inactive"
         raise KeyError
+
+
+def test_frees_are_recorded_in_the_block(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of memory that another tensor of the same size has taken since."""
+    events: list[dict[str, Any]] = []
+    modes: list[Any] = []
+    here = {"filename": "/project/serve.py", "line": 31, "name": "refresh"}
+    torchs = {"filename": "/site-packages/torch/_tensor.py", "line": 1, "name": "set_"}
+
+    def free(offset: int, frames: list[Any]) -> None:
+        event = {"addr": START + offset, "frames": frames}
+        events.extend({"action": f"free_{what}", **event} for what in ("requested", "completed"))
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda mode, **options: modes.append(mode)
+    )
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [list(events)]})
+    launches = [launch(pointer(0), pointer(512))]
+    free(0, [here])
+    with assert_no_dangling_pointers(launches):
+        free(1024, [here])
+    assert modes == ["all", None]
+    message = r"1 of 2 .* 0x7f0000000000, freed at /project/serve\.py:31 in refresh\. Replays"
+    with pytest.raises(GraphCheckError, match=message), assert_no_dangling_pointers(launches):
+        free(0, [torchs, here])
+    with (
+        pytest.raises(GraphCheckError, match=r"0x7f0000000200, freed\. Replays"),
+        assert_no_dangling_pointers(launches),
+    ):
+        free(512, [torchs])
 
 
 def test_what_cannot_be_read_is_told(allocator: Allocator) -> None:
