@@ -296,8 +296,12 @@ def _plan(
         # What a step takes and what it is given, as 32-bit ids.
         widest_step = max(lanes, chunks.sizes[-1])
         workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
-    ranks = config.tensor_parallel
+    ranks = config.ranks
     units = 0
+    if config.data_parallel > 1:
+        # Lanes of all ranks as experts read them, twice, and the parts of all for all.
+        sent = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
+        workspace += 5 * ranks * sent * model.hidden_size
     if ranks > 1:
         # The parts of all ranks, and their sum: of a product in float32, or in `dtype` of a chunk.
         widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import signal
@@ -22,9 +23,10 @@ from graphengine.models.contract import Share
 from graphengine.opening.loading import Found, load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
 from graphengine.parallel.kept_parts import KeptParts
-from graphengine.parallel.link import Command, Kind, LinkMemory, RankEnd, Stage
+from graphengine.parallel.link import ALL, Command, Kind, LinkMemory, RankEnd, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.processes import is_running
+from graphengine.parallel.shared_records import records_of
 
 # A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
 # On a CPU the other ranks compute meanwhile.
@@ -108,7 +110,12 @@ class _Rank:
         meeting = Meeting(
             self._start.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
-        runtime = Runtime(opened.model, memory, config, opened.drafter, group=meeting)
+        records = None
+        if config.data_parallel > 1:
+            records = records_of(self._start.meeting, share.rank, config, memory)
+        runtime = Runtime(
+            opened.model, memory, config, opened.drafter, group=meeting, records=records
+        )
         meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
         self._follow(runtime, meeting, kept_parts(runtime, meeting, found))
@@ -125,7 +132,10 @@ class _Rank:
 
         graphs = self._start.memory.graphs
         while True:
-            kind, numbers, data = self._wait(due)
+            kind, to, numbers, data = self._wait(due)
+            if to not in (ALL, self._start.share.rank):
+                self._end.finish()
+                continue
             if kind is Kind.CLOSE:
                 return
             if kind is Kind.LOAD:
@@ -151,6 +161,9 @@ class _Rank:
                 parts.read_states(numbers[0])
             elif kind is Kind.WRITE_STATES:
                 parts.write_states(numbers[0], None)
+            elif kind is Kind.DRAFTS:
+                runtime.synchronize()
+                self._end.say(json.dumps(runtime.buffers["draft_tokens"].tolist()))
             elif kind is Kind.TELL:
                 runtime.synchronize()
                 self._end.say(state_digest(runtime.buffers))
