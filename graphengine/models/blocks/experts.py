@@ -4,7 +4,7 @@ Decode runs the router with its product, and two kernels over the chosen experts
 them where pairs of lane and expert are grouped; a chunk of a prompt always groups them. With
 several ranks each has a part of every expert's width, or some experts, and the router, by which all
 choose alike: so one sum of ranks has the chosen experts and the shared ones. Or each rank has lanes
-of its own, and all of the shared experts: then they work for the lanes of all (`ranks_lanes.py`).
+of its own and shares its experts with all others (`lanes_of_ranks.py`).
 
 Letters: N lanes, H hidden, F ffn width of an expert, E experts, k of a lane, P = N * k pairs.
 """
@@ -44,7 +44,7 @@ from graphengine.kernels import (
     route,
     route_product,
 )
-from graphengine.models.blocks.ranks_lanes import RoutedLanes, lanes_of_all, sum_of_own
+from graphengine.models.blocks.lanes_of_ranks import RoutedLanes, lanes_of_all, sum_of_own
 from graphengine.models.blocks.streams import PrefillScratch, add_part, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.contract import DecodeLaunch, Reduce, Share, Stack, StoredLinear, Weight
