@@ -101,7 +101,7 @@ class DataParallelCore(EngineCore):
         self.in_flight.append(tuple(replays))
 
     def _keys(self, plans: Plans) -> list[GraphKey]:
-        """The graphs of a step: one for each kind and size of chunks, that of rows, the drafter's."""
+        """The graphs of a step: one for each kind and size of chunks, rows, the drafter's."""
         live = _live(plans)
         chunks = [plan.prefill for plan in live if plan.prefill is not None]
         keys = [*dict.fromkeys(chunk_key(chunk, self.memory.prefill_ladder) for chunk in chunks)]

@@ -80,9 +80,9 @@ class Command(NamedTuple):
     """A copy of an entry; `to` is the rank that it is for, or `ALL`."""
 
     kind: Kind
-    to: int
     numbers: tuple[int, ...]
     data: bytes
+    to: int = ALL
 
 
 class LinkMemory(NamedTuple):
@@ -215,7 +215,7 @@ class RankEnd:
         data = views.data[at, :size].tobytes()
         if views.check_of(number, data) != check:
             return None
-        return Command(Kind(kind), to, tuple(numbers), data)
+        return Command(Kind(kind), tuple(numbers), data, to)
 
     def finish(self) -> None:
         """The command that was taken is done."""

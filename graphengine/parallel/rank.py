@@ -132,7 +132,7 @@ class _Rank:
 
         graphs = self._start.memory.graphs
         while True:
-            kind, to, numbers, data = self._wait(due)
+            kind, numbers, data, to = self._wait(due)
             if to not in (ALL, self._start.share.rank):
                 self._end.finish()
                 continue
