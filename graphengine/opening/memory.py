@@ -298,16 +298,15 @@ def _plan(
         workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
     ranks = config.ranks
     units = 0
-    if config.data_parallel > 1:
-        # Lanes of all ranks as experts read them, twice, and the parts of all for all.
-        sent = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
-        workspace += 5 * ranks * sent * model.hidden_size
     if ranks > 1:
         # The parts of all ranks, and their sum: of a product in float32, or in `dtype` of a chunk.
         widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
         # Experts have shared ones' part beside their own.
-        held = 1 if weights.routed is None else 2
-        workspace += (ranks + held) * widest_step * model.hidden_size
+        parts = ranks + (1 if weights.routed is None else 2)
+        if config.data_parallel > 1:
+            # Lanes of all ranks, as they come and as experts read them, and sums for all, two ways.
+            parts = 5 * ranks
+        workspace += parts * widest_step * model.hidden_size
         if on_gpu:
             budget.add("NCCL (estimate)", _NCCL_BYTES, where)
             units = push_units(MAX_LANES, model.hidden_size, torch.float32)
