@@ -587,6 +587,11 @@ def _add_state(
     budget.add("staging", config.staging_blocks * staged, pinned)
     masks = config.max_batch * (1 + length) * -(-model.vocab_size // 32) * 4
     budget.add("images of what the host owns", sum(groups) + masks, "host")
+    others = config.data_parallel - 1
+    if others:
+        # Their fields as the driver has them, which are staged there, too.
+        copies = (2 + config.staging_blocks) * sum(groups) + masks
+        budget.add(f"fields of {others} other rank{'s' * (others > 1)}", others * copies, "host")
     rings = mailboxes(
         config,
         tokens_per_step=1 + length,

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
 from checkpoints.few_layers import few_layers
 from checkpoints.mtp_chains import HAS_CHAINS, VOCAB, Chains
 from engines.churn import Owners, write_tokenizer
@@ -28,7 +29,7 @@ from graphengine.models.checkpoint import Checkpoint
 from graphengine.parallel.data_core import DataParallelCore
 from graphengine.parallel.data_runtime import DataParallelRuntime
 from graphengine.parallel.ranks import RankFailed
-from graphengine.speculative import MTP, NGram
+from graphengine.speculative import MTP, Eagle3, NGram, UserProvided
 
 VOCABULARY = 263
 SIZES: dict[str, Any] = {
@@ -38,11 +39,11 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def qwen3_moe() -> Qwen3MoeForCausalLM:
+def qwen3_moe(**sizes: int) -> Qwen3MoeForCausalLM:
     """With a layer without experts."""
     config = Qwen3MoeConfig(
-        **SIZES, hidden_size=72, intermediate_size=60, moe_intermediate_size=40, num_experts=6,
-        num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[0],
+        **SIZES | sizes, hidden_size=72, intermediate_size=60, moe_intermediate_size=40,
+        num_experts=6, num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[0],
     )  # fmt: skip
     return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
 
@@ -305,6 +306,36 @@ def test_modules_with_experts_draft_beside_idle_ranks(tmp_path: Path) -> None:
         ids, tokens = engine.recorder.lanes()
         for request in requests:
             assert tokens[ids == request.id].sum() == len(request.token_ids)
+
+
+def test_packed_experts_beside_drafters_without_any(
+    write_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Each rank has all of an EAGLE3 head; drafts of the caller go to the rank of their request."""
+    found = write_model(lambda: qwen3_moe(num_hidden_layers=3), tmp_path / "target", 5)
+    prompts = found.prompts((5, 33, 12))
+    tensors = Checkpoint.open(found.path).mapped()
+    rows = (tensors[f"{name}.weight"] for name in ("model.embed_tokens", "lm_head"))
+    embedding, head = (each.clone() for each in rows)
+    config = head_config(Shape(), embedding)
+    written = write_head(tmp_path / "head", config, head_tensors(Shape(), embedding, head))
+    mode = Eagle3(path=str(written), k=2, layers=(0, 1, 2))
+    with open_engine(found.path, 1, quantize="int8", speculative=mode) as alone:
+        expected = [each.token_ids for each in alone.generate(prompts, greedy(16))]
+        counts, whole = alone.acceptance.as_dict(), alone.model.weights.nbytes
+    with open_engine(found.path, 2, quantize="int8", speculative=mode) as engine:
+        assert [each.token_ids for each in engine.generate(prompts, greedy(16))] == expected
+        assert engine.acceptance.as_dict() == counts and engine.model.weights.nbytes < whole
+    with open_engine(found.path, 2, quantize="int8", speculative=UserProvided(k=2)) as engine:
+        requests = [engine.submit(prompt, greedy(16)) for prompt in prompts]
+        while engine.busy:
+            engine.step()
+            for request, tokens in zip(requests, expected, strict=True):
+                done = len(request.token_ids)
+                if done and not request.finished:
+                    engine.draft(request, tokens[done : done + 2])
+        assert [tuple(request.token_ids) for request in requests] == expected
+        assert engine.acceptance.accepted > 20
 
 
 def test_the_queue_is_one(engine: Engine, oracle: Any) -> None:
