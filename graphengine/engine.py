@@ -349,7 +349,7 @@ class Engine:
         """KV `[layers, blocks, 2, block_size, kv_heads, head_dim]` of the model, until `close`.
 
         Of a model with latents `[layers, blocks, 1, block_size, values]`. Layers that keep their
-        newest tokens in rings are not in it.
+        newest tokens in rings are not in it. With several ranks it is that of the first.
         """
         return self.runtime.caches[0][0]
 

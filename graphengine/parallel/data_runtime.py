@@ -6,12 +6,9 @@ requests get it publishes into a mailbox that the driver maps.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from graphengine.buckets import Copied, StaticBuffers
 from graphengine.buckets.mailbox import Payloads
@@ -27,7 +24,7 @@ from graphengine.opening.records import new_records
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind
 from graphengine.parallel.ranks import Ranks
-from graphengine.parallel.shared_records import records_of
+from graphengine.parallel.shared_records import SharedRecords
 from graphengine.requests.request import Request
 from graphengine.requests.result import TokenLogprobs
 
@@ -51,12 +48,13 @@ class DataParallelRuntime(LeadingRuntime):
     ) -> None:
         # Before the file is forgotten.
         mapped = [
-            new_records(config, memory, records_of(ranks.meeting, rank, config, memory))
+            SharedRecords.of_rank(ranks.meeting, rank, config, memory)
             for rank in range(1, config.ranks)
         ]
         super().__init__(opened, memory, config, ranks, found)
         self.others = tuple(
-            RankRuntime(rank, self, records, config) for rank, records in enumerate(mapped, start=1)
+            RankRuntime(rank, self, shared, config, memory)
+            for rank, shared in enumerate(mapped, start=1)
         )
 
     # Of rank 0 alone.
@@ -102,11 +100,16 @@ class RankRuntime(Waits):
     """Rank `rank` of those that `leading` leads: what the driver loads there, and what comes back.
 
     buffers  as the rank has them, but for what the device owns; its drafts are those that the rank
-             told last
+             copied last
     """
 
     def __init__(
-        self, rank: int, leading: DataParallelRuntime, records: Any, config: EngineConfig
+        self,
+        rank: int,
+        leading: DataParallelRuntime,
+        shared: SharedRecords,
+        config: EngineConfig,
+        memory: MemoryPlan,
     ) -> None:
         self._rank, self._leading, self._ranks = rank, leading, leading.ranks
         fields = [
@@ -117,9 +120,10 @@ class RankRuntime(Waits):
         self.buffers = StaticBuffers(fields, "cpu", staging_blocks=config.staging_blocks)
         self._host_drafts = all(field.owner == "host" for field in fields)
         self.masks = MaskTable(self.buffers, host_drafts=self._host_drafts)
+        self._drafts = shared.drafts
         # The command that asked for drafts that have not arrived.
         self._asked: int | None = None
-        self.mailbox, self.logprobs, self.routing = records
+        self.mailbox, self.logprobs, self.routing = new_records(config, memory, shared.mailboxes)
         self._mode, self._limit = config.wait, config.wait_limit_s
         self._watched = _Working(self._ranks)
 
@@ -169,14 +173,14 @@ class RankRuntime(Waits):
         limit = self._limit if timeout is None else min(timeout, self._limit)
         started = time.perf_counter()
         with self._ranks.explained():
-            while (told := self._ranks.said(self._rank, self._asked)) is None:
+            while not self._ranks.has_done(self._rank, self._asked):
                 waited = time.perf_counter() - started
                 if waited >= self._limit:
                     raise TimeoutError(f"waited {limit:g} s for the drafts of rank {self._rank}")
                 if waited >= limit:
                     return None
                 time.sleep(_PAUSE_S)
-        self.buffers[_DRAFTS].copy_(torch.tensor(json.loads(told), dtype=torch.int32))
+        self.buffers[_DRAFTS].copy_(self._drafts)
         self.masks.fetch_drafts()
         self._asked = None
         return True
@@ -201,7 +205,7 @@ class RankRuntime(Waits):
     def close(self) -> None:
         """Let the mapped memory go."""
         self.buffers.close()
-        del self.mailbox, self.logprobs, self.routing, self.masks
+        del self.mailbox, self.logprobs, self.routing, self.masks, self._drafts
 
 
 class _Working:

@@ -58,7 +58,7 @@ class Kind(IntEnum):
     COPY_BLOCK  those of a `BlockCopy`
     READ_BLOCKS, WRITE_BLOCKS  (): of `KeptParts`; data are the blocks, int32
     READ_STATES, WRITE_STATES  (place): of `KeptParts`
-    DRAFTS      (): put the drafts of all slots into the text, as JSON
+    DRAFTS      (): copy the drafts of all slots to where the driver has them
     """
 
     LOAD = 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import signal
@@ -26,7 +25,7 @@ from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.link import ALL, Command, Kind, LinkMemory, RankEnd, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.processes import is_running
-from graphengine.parallel.shared_records import records_of
+from graphengine.parallel.shared_records import SharedRecords
 
 # A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
 # On a CPU the other ranks compute meanwhile.
@@ -110,20 +109,27 @@ class _Rank:
         meeting = Meeting(
             self._start.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
-        records = None
+        shared = None
         if config.data_parallel > 1:
-            records = records_of(self._start.meeting, share.rank, config, memory)
+            shared = SharedRecords.of_rank(self._start.meeting, share.rank, config, memory)
         runtime = Runtime(
-            opened.model, memory, config, opened.drafter, group=meeting, records=records
+            opened.model,
+            memory,
+            config,
+            opened.drafter,
+            group=meeting,
+            records=None if shared is None else shared.mailboxes,
         )
         meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
-        self._follow(runtime, meeting, kept_parts(runtime, meeting, found))
+        self._follow(runtime, meeting, kept_parts(runtime, meeting, found), shared)
         runtime.close()
         # The process takes its own memory along, which others may still have.
         meeting.leave()
 
-    def _follow(self, runtime: Runtime, meeting: Meeting, parts: KeptParts) -> None:
+    def _follow(
+        self, runtime: Runtime, meeting: Meeting, parts: KeptParts, shared: SharedRecords | None
+    ) -> None:
         """Do what the driver does, command by command, until it closes."""
 
         def due() -> Command | None:
@@ -162,8 +168,9 @@ class _Rank:
             elif kind is Kind.WRITE_STATES:
                 parts.write_states(numbers[0], None)
             elif kind is Kind.DRAFTS:
-                runtime.synchronize()
-                self._end.say(json.dumps(runtime.buffers["draft_tokens"].tolist()))
+                assert shared is not None, "these ranks have one driver's requests"
+                with runtime.on_stream():
+                    shared.drafts.copy_(runtime.buffers["draft_tokens"])
             elif kind is Kind.TELL:
                 runtime.synchronize()
                 self._end.say(state_digest(runtime.buffers))

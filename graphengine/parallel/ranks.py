@@ -169,12 +169,10 @@ class Ranks:
         self._wait(lambda: self._end.least_done() >= number, self._limit, "digests")
         return [self._end.text(rank) for rank in range(1, 1 + len(self._processes))]
 
-    def said(self, rank: int, number: int) -> str | None:
-        """The text that a rank left for this command, the last one with a text; None while it has
-        not done it. RankFailed if it never will.
-        """
+    def has_done(self, rank: int, number: int) -> bool:
+        """Whether a rank has done the command of this number. RankFailed if it never will."""
         self.check()
-        return self._end.text(rank) if self._end.done(rank) >= number else None
+        return self._end.done(rank) >= number
 
     # How they are.
 
