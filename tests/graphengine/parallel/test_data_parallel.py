@@ -57,7 +57,7 @@ def gpt_oss() -> GptOssForCausalLM:
 
 
 def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
-    options = {"max_batch": 2, "max_seq_len": 160, "block_size": 8, "wait": "yield"} | options
+    options = {"max_batch": 2, "max_seq_len": 160, "block_size": 8, "wait": "block"} | options
     options = {"prefill_buckets": (8, 32), "wait_limit_s": 60.0, "device": "cpu"} | options
     return Engine.from_pretrained(path, data_parallel=ranks, **options)
 
@@ -122,7 +122,7 @@ def test_families_are_those_of_transformers(
 ) -> None:
     """Requests of all ranks; logits are those of one beside ranks that have none."""
     found = request.getfixturevalue(fixture)[name] if fixture else write_model(gpt_oss, tmp_path, 7)
-    prompts = found.prompts((3, 40, 17))
+    prompts = found.prompts((3, 40))
     with open_engine(found.path, ranks, lookahead=0) as engine:
         whole = Checkpoint.open(found.path)
         held = engine.model.weights.nbytes
@@ -131,8 +131,8 @@ def test_families_are_those_of_transformers(
         for result in results:
             found.assert_greedy(result)
         seen = eager(engine)
-        again = engine.generate(prompts[1], greedy(64, logprobs=0))
-        assert again.token_ids == results[1].token_ids
+        again = engine.generate(prompts[1], greedy(16, logprobs=0))
+        assert again.token_ids == results[1].token_ids[:16]
         found.assert_logits(again, seen)
 
 
