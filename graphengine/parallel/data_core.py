@@ -31,6 +31,12 @@ Plans = tuple[Plan | None, ...]
 """Of each rank; None for one that has nothing to launch."""
 
 
+def _counts(core: DataParallelCore, plans: Plans) -> tuple[int, int]:
+    """The largest bucket of a rank, and the rows of all."""
+    live = _live(plans)
+    return max(plan.bucket for plan in live), sum(len(plan.rows) for plan in live)
+
+
 class Seat:
     """A rank as the core steps it.
 
@@ -82,7 +88,7 @@ class DataParallelCore(EngineCore):
             self.gate.launched(live_rows)
         return plans
 
-    @ranged("step/launch", lambda core, plans: (0, len(_live(plans))))
+    @ranged("step/launch", _counts)
     def launch_all(self, plans: Plans) -> None:
         """Load what each rank's plan changes, and queue the graphs of all plans on all ranks."""
         if self.recorder.recording:

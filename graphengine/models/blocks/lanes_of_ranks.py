@@ -62,12 +62,13 @@ def sum_of_own(part_MH: Tensor, group: RankGroup) -> Tensor:
 
 def _gathered(parts: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
     """Each part, `[N, columns]`, of all ranks: dense `[M, columns]`."""
-    rows = [part.contiguous().view(torch.uint8) for part in parts]
+    # Flat first: a dimension of one may have any stride, which no view of bytes takes.
+    rows = [part.reshape(-1).view(torch.uint8).view(len(part), -1) for part in parts]
     starts, end = [], 0
     for row in rows:
         starts.append(end)
         end += -(-row.shape[1] // _ALIGNMENT) * _ALIGNMENT
-    sent = rows[0].new_zeros((len(rows[0]), end))
+    sent = rows[0].new_empty((len(rows[0]), end))
     for start, row in zip(starts, rows, strict=True):
         sent[:, start : start + row.shape[1]] = row
     received = group.gather(sent).flatten(0, 1)
