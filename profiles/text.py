@@ -12,10 +12,11 @@ NOTHING = "-"
 
 
 class Column(NamedTuple):
-    """A column's heading, and its cell for a row."""
+    """A column's heading, and its cell for a row; `left` holds words and is aligned to the left."""
 
     title: str
     cell: Callable[[Row], str]
+    left: bool = False
 
 
 def number(value: float | None, digits: int) -> str:

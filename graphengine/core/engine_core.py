@@ -242,6 +242,29 @@ class EngineCore:
             if self.recorder.recording:
                 self.recorder.delivered()
 
+    def settle(self, call: str) -> None:
+        """Read what is still in flight when no request is left: nothing runs until the next one.
+
+        ValueError, with their number, while there are unfinished requests, and inside a step.
+        """
+        self.check_open()
+        if self._busy_in is not None:
+            raise ValueError(f"{call}() called from inside {self._busy_in}, by an event callback")
+        if self.scheduler.busy:
+            requests = len(self.scheduler.active) + len(self.scheduler.waiting)
+            raise ValueError(
+                f"{call}() with unfinished requests ({requests}): drain() the engine first, or "
+                f"cancel them and step"
+            )
+        while self.in_flight:
+            self.collect(None)
+
+    def forget_kept(self) -> None:
+        """Drop all KV that sessions and prefixes keep, which older weights have made."""
+        # What is pending was computed with the weights as they were.
+        self.runtime.copy_kept(self._own.reuse.states.before)
+        self._own.reuse.forget()
+
     def advance(self) -> bool:
         """Plan, load and launch the next step; False if there is none before one is collected."""
         plan = self.plan()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from graphengine.host.pool import BlockPool
@@ -21,7 +21,7 @@ class Scheduling(Protocol):
     @property
     def active(self) -> Sequence[Request]: ...
     @property
-    def waiting(self) -> Iterable[Request]: ...
+    def waiting(self) -> Collection[Request]: ...
     @property
     def busy(self) -> bool: ...
     @property

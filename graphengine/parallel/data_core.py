@@ -76,6 +76,12 @@ class DataParallelCore(EngineCore):
         self.launch_all(plans)
         return True
 
+    def forget_kept(self) -> None:
+        """Drop what sessions and prefixes keep on each rank."""
+        for seat in self._seats:
+            seat.runtime.copy_kept(seat.scheduler.reuse.states.before)
+            seat.scheduler.reuse.forget()
+
     @ranged("step/plan", lambda core: (0, len(core.scheduler.active)))
     def plan_all(self) -> Plans | None:
         """The next plan of each rank, all at the width that the fullest rank asks for."""

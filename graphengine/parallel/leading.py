@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
 from graphengine.host.routes import RouteTable
-from graphengine.models.contract import Share
+from graphengine.models.contract import Share, StoredWeights
+from graphengine.models.given_tensors import GivenTensors, as_checkpoint
 from graphengine.opening.loading import (
     Found,
     Opened,
@@ -26,6 +28,7 @@ from graphengine.opening.loading import (
     read_checkpoint,
 )
 from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.updating import LoadedWeights
 from graphengine.parallel.link import ALL, Kind, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.rank import kept_parts, state_digest
@@ -100,7 +103,7 @@ class LeadingRuntime(Runtime):
         # As many bytes as a load has at most.
         self.record_piece = memory.load_bytes // 2
         self._found, self._dtype = found, memory.dtype
-        self._fingerprints: tuple[str, str] | None = None
+        self._fingerprints: dict[str, str] = {}
         self._parts = kept_parts(self, self._meeting, found)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
@@ -146,23 +149,36 @@ class LeadingRuntime(Runtime):
                 self.ranks.send(kind, tuple(map(int, each)))
             super().copy_kept(copies)
 
-    def fingerprints(self) -> tuple[str, str]:
-        """Those of one rank with all weights, which are read again when they are first asked for.
+    def _model_fingerprint(self) -> str:
+        """That of one rank with all weights, which are read again when it is first asked for.
 
-        EAGLE3's is of this rank's part. ValueError where the checkpoint has changed.
+        ValueError where the checkpoint has changed.
         """
-        if self._fingerprints is None:
-            found = self._found
-            model = found.whole.allocate(device="meta", dtype=self._dtype)
-            drafted, name = found.drafter.whole_weights(self._dtype), found.whole.embedding_name
-            _, own = super().fingerprints()
-            self._fingerprints = (
-                whole_fingerprint(model, found.checkpoint, name, self.device),
-                own
-                if drafted is None
-                else whole_fingerprint(drafted, found.checkpoint, name, self.device),
-            )
-        return self._fingerprints
+        if "model" not in self._fingerprints:
+            whole = self._found.whole.allocate(device="meta", dtype=self._dtype)
+            self._fingerprints["model"] = self._whole_fingerprint(whole)
+        return self._fingerprints["model"]
+
+    def _drafter_fingerprint(self) -> str:
+        """The same of the drafter; EAGLE3's is of this rank's part."""
+        drafted = self._found.drafter.whole_weights(self._dtype)
+        if drafted is None:
+            return super()._drafter_fingerprint()
+        if "drafter" not in self._fingerprints:
+            self._fingerprints["drafter"] = self._whole_fingerprint(drafted)
+        return self._fingerprints["drafter"]
+
+    def _whole_fingerprint(self, weights: StoredWeights) -> str:
+        found = self._found
+        name = found.whole.embedding_name
+        return whole_fingerprint(weights, found.checkpoint, name, self.device)
+
+    def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
+        """Fill the weights of all ranks, each with its part of the values."""
+        with as_checkpoint(given) as folder, self.ranks.explained():
+            self.ranks.send(Kind.UPDATE, data=os.fsencode(folder))
+            super().update_weights(loaded, given)
+            self.ranks.wait_until_done()
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:

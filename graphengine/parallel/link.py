@@ -59,6 +59,7 @@ class Kind(IntEnum):
     READ_BLOCKS, WRITE_BLOCKS  (): of `KeptParts`; data are the blocks, int32
     READ_STATES, WRITE_STATES  (place): of `KeptParts`
     DRAFTS      (): copy the drafts of all slots to where the driver has them
+    UPDATE      (): `Runtime.update_weights`; data are the path of a checkpoint with the tensors
     """
 
     LOAD = 1
@@ -73,7 +74,8 @@ class Kind(IntEnum):
     WRITE_BLOCKS = 10
     READ_STATES = 11
     WRITE_STATES = 12
-    DRAFTS = 13
+    DRAFTS = 14
+    UPDATE = 13
 
 
 class Command(NamedTuple):

@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from graphengine.host.kept_states import BlockCopy, StateCopy
 from graphengine.models.contract import Share
 from graphengine.opening.loading import Found, load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
+from graphengine.opening.updating import LoadedWeights
 from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.link import ALL, Command, Kind, LinkMemory, RankEnd, Stage
 from graphengine.parallel.meeting import Meeting
@@ -122,13 +124,19 @@ class _Rank:
         )
         meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
-        self._follow(runtime, meeting, kept_parts(runtime, meeting, found), shared)
+        parts = kept_parts(runtime, meeting, found)
+        self._follow(runtime, meeting, parts, opened.loaded, shared)
         runtime.close()
         # The process takes its own memory along, which others may still have.
         meeting.leave()
 
     def _follow(
-        self, runtime: Runtime, meeting: Meeting, parts: KeptParts, shared: SharedRecords | None
+        self,
+        runtime: Runtime,
+        meeting: Meeting,
+        parts: KeptParts,
+        loaded: LoadedWeights,
+        shared: SharedRecords | None,
     ) -> None:
         """Do what the driver does, command by command, until it closes."""
 
@@ -171,6 +179,8 @@ class _Rank:
                 assert shared is not None, "these ranks have one driver's requests"
                 with runtime.on_stream():
                     shared.drafts.copy_(runtime.buffers["draft_tokens"])
+            elif kind is Kind.UPDATE:
+                runtime.update_weights(loaded, loaded.in_folder(Path(os.fsdecode(data))))
             elif kind is Kind.TELL:
                 runtime.synchronize()
                 self._end.say(state_digest(runtime.buffers))

@@ -356,6 +356,28 @@ def test_the_queue_is_one(engine: Engine, oracle: Any) -> None:
     assert_idle(engine)
 
 
+def test_weights_of_all_ranks_are_updated(
+    engine: Engine, oracle: Any, write_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """What sessions have on any rank is forgotten with the older ones."""
+    other = write_model(qwen3_moe, tmp_path, 8)
+    prompts = oracle.prompts((20, 33))
+    before = [each.token_ids for each in engine.generate(prompts, greedy(16))]
+    with engine.session() as one, engine.session() as two:
+        turns = []
+        for session, prompt in zip((one, two), prompts, strict=True):
+            session.append(prompt)
+            turns.append(session.submit(greedy(4)))
+        run(engine)
+        assert one.cached_tokens and two.cached_tokens
+        engine.update_weights(other.path)
+        assert not one.cached_tokens and not two.cached_tokens
+    for result in engine.generate(prompts, greedy(16)):
+        other.assert_greedy(result)
+    engine.update_weights(Checkpoint.open(oracle.path).mapped())
+    assert [each.token_ids for each in engine.generate(prompts, greedy(16))] == before
+
+
 def test_what_it_says_of_itself(engine: Engine) -> None:
     assert isinstance(engine.core, DataParallelCore)
     assert engine.core.description["data_parallel"] == 2
