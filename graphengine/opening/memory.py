@@ -587,11 +587,6 @@ def _add_state(
     budget.add("staging", config.staging_blocks * staged, pinned)
     masks = config.max_batch * (1 + length) * -(-model.vocab_size // 32) * 4
     budget.add("images of what the host owns", sum(groups) + masks, "host")
-    others = config.data_parallel - 1
-    if others:
-        # Their fields as the driver has them, which are staged there, too.
-        copies = (2 + config.staging_blocks) * sum(groups) + masks
-        budget.add(f"fields of {others} other rank{'s' * (others > 1)}", others * copies, "host")
     rings = mailboxes(
         config,
         tokens_per_step=1 + length,
@@ -611,6 +606,12 @@ def _add_state(
         budget.add("experts of tokens", route_bytes, pinned)
         table = 2 * config.max_batch * sizes.max_seq_len * ids
         budget.add("experts that requests replay", _host_bytes(table, on_gpu), pinned)
+    others = config.data_parallel - 1
+    if others:
+        # Of each the driver has what the host owns, staged, too, and what requests replay.
+        copies = (2 + config.staging_blocks) * sum(groups) + masks
+        copies += 0 if routed is None else table
+        budget.add(f"fields of {others} other rank{'s' * (others > 1)}", others * copies, "host")
     return max(groups)
 
 

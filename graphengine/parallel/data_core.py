@@ -165,29 +165,30 @@ class DataParallelCore(EngineCore):
 
     def _launch_on_all(self, key: GraphKey, plans: Plans) -> list[Replay]:
         """Replay a graph on all ranks; the replays of those that have requests in it."""
-        sequence = self.runtime.launched + 1
-        replays = []
-        for rank, plan in enumerate(plans):
-            if plan is None:
-                continue
-            if key.kind == "decode":
-                if plan.rows:
-                    full = key.variant == "full"
-                    rows = (plan.rows, plan.epochs, plan.width, key.size, None, full)
-                    replays.append(Replay(sequence, *rows, rank))
-                continue
-            chunk = self._chunk(plan, key)
-            if chunk is not None:
-                job = chunk.request.job
-                full = job.processing is not None and not chunk.noted
-                fed = ((chunk.request,), (job.placed.epoch,), 1, 0, chunk, full)
-                replays.append(Replay(sequence, *fed, rank))
+        of_ranks = [self._replay_of(rank, plan, key) for rank, plan in enumerate(plans)]
+        replays = [replay for replay in of_ranks if replay is not None]
         self._run(key, replays)
         if key.kind == "prefill":
             for replay in replays:
                 seat = self._seats[replay.rank]
                 seat.runtime.copy_kept(seat.scheduler.reuse.states.after)
         return replays
+
+    def _replay_of(self, rank: int, plan: Plan | None, key: GraphKey) -> Replay | None:
+        """The next replay, of this graph, as a rank has it; None where it has no request in it."""
+        sequence = self.runtime.launched + 1
+        if plan is not None and key.kind == "decode" and plan.rows:
+            full = key.variant == "full"
+            return Replay(
+                sequence, plan.rows, plan.epochs, plan.width, key.size, full=full, rank=rank
+            )
+        chunk = self._chunk(plan, key) if key.kind == "prefill" else None
+        if chunk is None:
+            return None
+        job = chunk.request.job
+        full = job.processing is not None and not chunk.noted
+        requests, epochs = (chunk.request,), (job.placed.epoch,)
+        return Replay(sequence, requests, epochs, 1, chunk=chunk, full=full, rank=rank)
 
     def _fetch_drafts(self, plans: Plans) -> None:
         """Have the drafts come back of each rank where a grammar's masks depend on them."""

@@ -127,6 +127,10 @@ def test_families_are_those_of_transformers(
         whole = Checkpoint.open(found.path)
         held = engine.model.weights.nbytes
         assert held < sum(tensor.nbytes for tensor in whole.tensors.values())
+        planned = {line.name: line.bytes for line in engine.memory.budget.lines}
+        assert planned["weights"] == held
+        others = f"{ranks - 1} other rank{'s' * (ranks > 2)}"
+        assert planned[f"link to {others}"] and planned[f"fields of {others}"]
         results = engine.generate(prompts, greedy(64))
         for result in results:
             found.assert_greedy(result)
