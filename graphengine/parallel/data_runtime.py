@@ -6,7 +6,6 @@ requests get it publishes into a mailbox that the driver maps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,6 @@ from graphengine.requests.request import Request
 from graphengine.requests.result import TokenLogprobs
 
 _DRAFTS = "draft_tokens"
-_PAUSE_S = 50e-6
 
 
 class DataParallelRuntime(LeadingRuntime):
@@ -170,16 +168,9 @@ class RankRuntime(Waits):
         """True once the drafts that were asked for are there, as of `Runtime.wait_drafts`."""
         if self._asked is None:
             return True
-        limit = self._limit if timeout is None else min(timeout, self._limit)
-        started = time.perf_counter()
         with self._ranks.explained():
-            while not self._ranks.has_done(self._rank, self._asked):
-                waited = time.perf_counter() - started
-                if waited >= self._limit:
-                    raise TimeoutError(f"waited {limit:g} s for the drafts of rank {self._rank}")
-                if waited >= limit:
-                    return None
-                time.sleep(_PAUSE_S)
+            if not self._ranks.wait_done(self._rank, self._asked, timeout):
+                return None
         self.buffers[_DRAFTS].copy_(self._drafts)
         self.masks.fetch_drafts()
         self._asked = None

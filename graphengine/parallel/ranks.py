@@ -174,10 +174,25 @@ class Ranks:
         self._wait(lambda: self._end.least_done() >= number, self._limit, "digests")
         return [self._end.text(rank) for rank in range(1, 1 + len(self._processes))]
 
-    def has_done(self, rank: int, number: int) -> bool:
-        """Whether a rank has done the command of this number. RankFailed if it never will."""
-        self.check()
-        return self._end.done(rank) >= number
+    def wait_done(self, rank: int, number: int, timeout: float | None) -> bool:
+        """Whether a rank has done the command of this number within so many seconds.
+
+        None: RankFailed where it has not within the limit; as always where it never will.
+        """
+
+        def done() -> bool:
+            return self._end.done(rank) >= number
+
+        if timeout is None:
+            self._wait(done, self._limit, f"rank {rank} to have done command {number}")
+            return True
+        deadline = time.perf_counter() + timeout
+        while not done():
+            self.check()
+            if time.perf_counter() >= deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
 
     # How they are.
 

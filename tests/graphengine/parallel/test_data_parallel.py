@@ -393,13 +393,22 @@ def test_what_it_says_of_itself(engine: Engine) -> None:
 # Faults.
 
 
-def test_a_rank_that_is_gone_is_the_next_calls_error(oracle: Any) -> None:
+def test_a_rank_that_is_gone_is_the_next_calls_error(
+    oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = oracle.prompts((5, 9))
     with open_engine(oracle.path, 2) as engine:
         assert isinstance(engine.runtime, DataParallelRuntime)
         requests = [engine.submit(prompt, greedy(60)) for prompt in prompts]
         step_until(engine, lambda: all(request.token_ids for request in requests))
-        os.kill(engine.runtime.ranks.pids[0], signal.SIGKILL)
+        ranks = engine.runtime.ranks
+        assert ranks.wait_done(1, 1, None) and not ranks.wait_done(1, 10**6, 0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "_limit", 0.1)
+            message = r"waited 0.1 s for rank 1 to have done command 1000000: rank 1 .* has done"
+            with pytest.raises(RankFailed, match=message):
+                ranks.wait_done(1, 10**6, None)
+        os.kill(ranks.pids[0], signal.SIGKILL)
         started = time.monotonic()
         message = r"rank 1 \(process \d+, cpu\) was ended by signal 9 \(SIGKILL\)"
         with pytest.raises(RankFailed, match=message):
