@@ -27,14 +27,16 @@ from graphengine.core.weight_updates import WeightSource, update_weights
 from graphengine.drafters import Drafter
 from graphengine.engine_options import EngineOptions
 from graphengine.host.gate import Gate
-from graphengine.host.scheduler import Scheduler
+from graphengine.host.scheduling import Scheduling
 from graphengine.kernels import RowFamily
 from graphengine.models.contract import Model
 from graphengine.observe.recorder import Recorder
 from graphengine.opening.loading import Opened, open_checkpoint
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.updating import LoadedWeights
-from graphengine.parallel.leading import open_with_ranks
+from graphengine.parallel.data_core import DataParallelCore
+from graphengine.parallel.data_runtime import DataParallelRuntime
+from graphengine.parallel.leading import LeadingRuntime, open_with_ranks
 from graphengine.prompts import Prompt
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.request import Event, Request
@@ -73,16 +75,15 @@ class Engine:
         runtime: Runtime | None = None,
         loaded: LoadedWeights | None = None,
     ) -> None:
-        if runtime is None and config.tensor_parallel > 1:
-            raise ValueError(
-                f"tensor_parallel={config.tensor_parallel}: from_pretrained starts the other ranks"
-            )
+        if runtime is None and config.ranks > 1:
+            raise ValueError(f"{config.ranks_option}: from_pretrained starts the other ranks")
         self.config = config
         self.memory = memory
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self._loaded = loaded
-        self.core = EngineCore(
+        kind = DataParallelCore if config.data_parallel > 1 else EngineCore
+        self.core = kind(
             runtime or Runtime(model, memory, config, drafter),
             memory,
             config,
@@ -109,10 +110,11 @@ class Engine:
         progress  called with (bytes loaded, bytes in all) as weights arrive on the device
         options   in place of `config`, the fields of `EngineConfig`
 
-        With `tensor_parallel` above 1, processes are spawned, which import the program's main
-        module: it does this under `if __name__ == "__main__":`. RankFailed, a RuntimeError, if one
-        of them fails, here and in later calls. Where torchrun has started the ranks it spawns none,
-        and returns in the process of rank 0 alone: the others end with its engine.
+        With `tensor_parallel` or `data_parallel` above 1, processes are spawned, which import the
+        program's main module: it does this under `if __name__ == "__main__":`. RankFailed, a
+        RuntimeError, if one of them fails, here and in later calls. Where torchrun has started the
+        ranks it spawns none, and returns in the process of rank 0 alone: the others end with its
+        engine.
 
         FileNotFoundError where there is no such directory, or no `config.json` in it; ValueError
         for anything else that is wrong with checkpoint or options.
@@ -155,7 +157,7 @@ class Engine:
     # The core owns these; here they can only be read.
 
     @property
-    def scheduler(self) -> Scheduler:
+    def scheduler(self) -> Scheduling:
         """Slots, queue and KV blocks; for tools and tests."""
         return self.core.scheduler
 
@@ -376,7 +378,7 @@ class Engine:
         """KV `[layers, blocks, 2, block_size, kv_heads, head_dim]` of the model, until `close`.
 
         Of a model with latents `[layers, blocks, 1, block_size, values]`. Layers that keep their
-        newest tokens in rings are not in it.
+        newest tokens in rings are not in it. With several ranks it is that of the first.
         """
         return self.runtime.caches[0][0]
 
@@ -447,6 +449,7 @@ def _open(
     path: str | Path, config: EngineConfig, progress: runs.Progress | None
 ) -> tuple[Opened, Runtime | None]:
     """The parts of an engine, and the runtime of several ranks."""
-    if config.tensor_parallel > 1:
-        return open_with_ranks(path, config, progress)
+    if config.ranks > 1:
+        kind = DataParallelRuntime if config.data_parallel > 1 else LeadingRuntime
+        return open_with_ranks(path, config, progress, kind)
     return open_checkpoint(path, config, progress), None

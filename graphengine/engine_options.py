@@ -38,6 +38,12 @@ class EngineOptions(TypedDict, total=False):
     a part of each; on a CPU alone, as no kernel leaves other ranks' experts out
     """
 
+    data_parallel: int
+    """ranks that have requests of their own, up to `max_batch` each, and share the experts of a
+    model: each has all other weights and some whole experts, which work for the requests of all
+    (attention data parallelism with expert parallelism); on a CPU alone
+    """
+
     quantize: RoundedKind | None
     """what the linears' weights of 16 or 32 bits are rounded to on the device while they are
     loaded, to the nearest: "fp8" (e4m3) and "int8" with a scale a row, "int4" with one for 128

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import CapturedGraph, CaptureReport, Copied, capture_all
-from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
 from graphengine.core.fingerprints import fingerprint, updated_fingerprint
+from graphengine.core.waits import Waits
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
-from graphengine.host.replay import Replay
 from graphengine.kernels import BITS, FP8_KV
 from graphengine.models.contract import Model, RankGroup
 from graphengine.models.given_tensors import GivenTensors
@@ -39,11 +38,11 @@ from graphengine.opening.allocation import (
     swap_blocks,
 )
 from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.records import RecordMemory
 from graphengine.opening.updating import LoadedWeights
 from graphengine.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.request import Request
-from graphengine.requests.result import TokenLogprobs
 
 
 class Graph(Protocol):
@@ -55,11 +54,12 @@ class Graph(Protocol):
 StandIn = TypeVar("StandIn", bound=Graph)
 
 
-class Runtime:
+class Runtime(Waits):
     """Allocates what `memory` planned for `model`, and captures every graph.
 
     All tensors keep their addresses until `close()`. One thread calls it. `group` is of the
-    model's ranks, of which this is one; None: it has no others.
+    model's ranks, of which this is one; None: it has no others. `records` are the memory of its
+    mailboxes, where another process reads them.
 
     model         weights and tables
     buffers       every tensor that a replay can see, except weights and caches
@@ -91,16 +91,16 @@ class Runtime:
         drafter: Drafter,
         *,
         group: RankGroup | None = None,
+        records: RecordMemory | None = None,
     ) -> None:
-        held = allocate(model, memory, config, drafter, group)
+        held = allocate(model, memory, config, drafter, group, records)
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.masks, self.routing = held.masks, held.routing
         self.caches, self.program, self.kept = held.caches, held.program, held.kept
         self.stream = held.stream
-        # What the waits query.
-        self._watched: Queryable | None = held.stream
+        self._watched = held.stream
         self.launched = 0
         self._updated = ""
         self.device = memory.device
@@ -200,57 +200,17 @@ class Runtime:
         if key.kind != "draft":
             self.launched += 1
 
+    def acknowledge(self, sequence: int) -> None:
+        """Replays up to this one have published: what was loaded for them has arrived."""
+        self.buffers.acknowledge(sequence)
+
     def fetch_drafts(self) -> None:
         """Queue the copy of the drafts to the host, where a grammar's masks depend on them."""
         with self.on_stream():
             self.masks.fetch_drafts()
 
-    # The waits. Each returns None if its data have not arrived within `timeout` seconds (None: up
-    # to the engine's `wait_limit_s`; 0: look once). It raises TimeoutError at that limit and
-    # MailboxBroken if the device failed.
-
-    def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
-        """The first `lanes` lanes published by replay `sequence`."""
-        return self.mailbox.wait(
-            sequence,
-            lanes,
-            timeout=timeout,
-            mode=self._mode,
-            limit=self._limit,
-            stream=self._watched,
-        )
-
-    def wait_logprobs(
-        self, replay: Replay, record: Payloads, timeout: float | None
-    ) -> list[tuple[TokenLogprobs, ...] | None] | None:
-        """The log-probabilities of each lane of a replay that published `record`."""
-        return self.logprobs.wait(
-            replay,
-            record,
-            timeout=timeout,
-            mode=self._mode,
-            limit=self._limit,
-            stream=self._watched,
-        )
-
-    def wait_routes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
-        """True once the requests of a replay that published `record` have their tokens' experts."""
-        if self.routing is None:
-            return True
-        return (
-            self.routing.wait(
-                replay,
-                record,
-                timeout=timeout,
-                mode=self._mode,
-                limit=self._limit,
-                stream=self._watched,
-            )
-            or None
-        )
-
     def wait_drafts(self, timeout: float | None) -> bool | None:
-        """True once the drafts of the last replay are on the host."""
+        """True once the drafts of the last replay are on the host; waits as `Waits` do."""
         return self.masks.wait(self.launched, timeout=timeout, mode=self._mode, limit=self._limit)
 
     # Calls from outside a step.
@@ -407,6 +367,7 @@ def _numerics_id(
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
             **({} if ranks == 1 else {"tensor_parallel": ranks}),
             **({"expert_parallel": True} if config.expert_parallel else {}),
+            **({} if config.data_parallel == 1 else {"data_parallel": config.data_parallel}),
             **model.numerics(prefill),
         },
     )

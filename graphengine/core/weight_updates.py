@@ -25,9 +25,7 @@ def update_weights(core: EngineCore, loaded: LoadedWeights | None, source: Weigh
     else:
         given = loaded.checked(source)
     core.runtime.note_update(loaded, given)
-    # What is pending was computed with the weights as they were.
-    core.runtime.copy_kept(core.scheduler.reuse.states.before)
-    core.scheduler.reuse.forget()
+    core.forget_kept()
     try:
         with span("update weights"):
             core.runtime.update_weights(loaded, given)

@@ -39,7 +39,8 @@ class MtpModules(DraftModules):
 
     whole       of the modules that are run; `config` has the sizes of this rank's
     vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
-    share       that this rank has of them; with `expert_parallel` it has whole experts
+    share       that this rank has of them; with `expert_parallel` it has whole experts, and with
+                `data_parallel` these alone are shared
     """
 
     config: MtpConfig
@@ -53,9 +54,12 @@ class MtpModules(DraftModules):
         share: Share = WHOLE,
         *,
         expert_parallel: bool = False,
+        data_parallel: bool = False,
     ) -> None:
         self.whole, self.vocabulary, self.share = whole, vocabulary, share
-        self.config = modules_of_rank(whole, share, expert_parallel=expert_parallel)
+        self.config = modules_of_rank(
+            whole, share, expert_parallel=expert_parallel, data_parallel=data_parallel
+        )
 
     @property
     def linears(self) -> Linears:

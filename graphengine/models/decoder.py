@@ -234,7 +234,8 @@ class DecoderConfig:
         if not self.expert_layers:
             return counters
         # The router has one a lane, which is less.
-        return max(counters, residual_arrivals(lanes, self.hidden_size))
+        sharing = 1 if self.experts is None else self.experts.sharing
+        return max(counters, residual_arrivals(sharing * lanes, self.hidden_size))
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads."""

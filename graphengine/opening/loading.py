@@ -77,7 +77,12 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
     model = with_state_dtype(model, config.state_dtype)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
     whole = model
-    model = of_rank(whole, share, expert_parallel=config.expert_parallel)
+    model = of_rank(
+        whole,
+        share,
+        expert_parallel=config.expert_parallel,
+        data_parallel=config.data_parallel > 1,
+    )
     drafter = make_drafter(config, checkpoint, model, share)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     calibration = calibration_ids(config, model, tokenizer)

@@ -17,6 +17,7 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
+from graphengine.host.routes import RouteTable
 from graphengine.models.contract import Share, StoredWeights
 from graphengine.models.given_tensors import GivenTensors, as_checkpoint
 from graphengine.opening.loading import (
@@ -28,7 +29,7 @@ from graphengine.opening.loading import (
 )
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.updating import LoadedWeights
-from graphengine.parallel.link import Kind, Stage
+from graphengine.parallel.link import ALL, Kind, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.rank import kept_parts, state_digest
 from graphengine.parallel.ranks import Ranks, rank_devices
@@ -40,9 +41,12 @@ from graphengine.requests.result import TokenLogprobs
 
 
 def open_with_ranks(
-    path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
+    path: str | Path,
+    config: EngineConfig,
+    progress: Callable[[int, int], None] | None,
+    kind: type[LeadingRuntime],
 ) -> tuple[Opened, LeadingRuntime]:
-    """What `open_checkpoint` opens, of rank 0 of `config.tensor_parallel`, and all ranks' runtime.
+    """What `open_checkpoint` opens, of rank 0 of `config.ranks`, and the `kind` of runtime of all.
 
     In a process of another rank that torchrun has started it does not return, but ends the process.
     ValueError, before a process is started, for what cannot be split; RankFailed if a rank fails.
@@ -50,7 +54,7 @@ def open_with_ranks(
     devices, share = rank_devices(config), launched_share(config)
     if share is not None and share.rank:
         follow(path, config, share, devices)
-    found = read_checkpoint(path, config, Share(0, config.tensor_parallel))
+    found = read_checkpoint(path, config, Share(0, config.ranks))
     memory = plan_checkpoint(found, config)
     launched = share is not None
     ranks = Ranks(found.checkpoint.path, config, memory, devices, launched=launched)
@@ -59,7 +63,7 @@ def open_with_ranks(
             opened = load_checkpoint(found, memory, config, progress)
             ranks.wait_for(Stage.LOADED)
             ranks.let(Stage.LOADED)
-            return opened, LeadingRuntime(opened, memory, config, ranks, found)
+            return opened, kind(opened, memory, config, ranks, found)
     except BaseException:
         ranks.broken = True
         ranks.close()
@@ -83,7 +87,7 @@ class LeadingRuntime(Runtime):
         found: Found,
     ) -> None:
         self.ranks = ranks
-        share = Share(0, config.tensor_parallel)
+        share = Share(0, config.ranks)
         self._meeting = Meeting(
             ranks.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
@@ -121,16 +125,15 @@ class LeadingRuntime(Runtime):
         if self.routing is not None:
             with self.ranks.explained():
                 for slot in self.routing.table.written:
-                    self._send_record(slot, updates["routing_len"][slot])
+                    self.send_record(self.routing.table, slot, updates["routing_len"][slot])
         return updates
 
-    def _send_record(self, slot: int, length: int) -> None:
-        """What a slot's request replays, to all ranks."""
-        assert self.routing is not None, f"{slot=}"
-        ids = self.routing.table.record(slot, length)
+    def send_record(self, table: RouteTable, slot: int, length: int, *, to: int = ALL) -> None:
+        """What a slot's request replays, of this table, to all ranks or one."""
+        ids = table.record(slot, length)
         for start in range(0, len(ids), self.record_piece):
             piece = ids[start : start + self.record_piece]
-            self.ranks.send(Kind.ROUTES, (slot, start), piece.tobytes())
+            self.ranks.send(Kind.ROUTES, (slot, start), piece.tobytes(), to=to)
 
     def swap(self, out: int, back: int) -> None:
         """Queue the copies of `Runtime.swap` on all ranks."""
