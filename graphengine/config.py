@@ -528,15 +528,11 @@ class EngineConfig:
         if self.tensor_parallel == 1:
             return
         mode, drafters = self.mode, (MTP, Eagle3, NGram, UserProvided)
-        wants_one_rank = not isinstance(mode, drafters) or (
-            isinstance(mode, MTP | Eagle3)
-            and (mode.shape is not None or mode.min_confidence is not None)
-        )
         alone: dict[str, bool] = {
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "prompt_embeds": self.prompt_embeds,
-            "speculative": mode is not None and wants_one_rank,
+            "speculative": mode is not None and not isinstance(mode, drafters),
         }
         for name, is_asked in alone.items():
             if is_asked:
