@@ -40,13 +40,11 @@ from graphengine.speculative import (
     AUTO_MAX_LIVE,
     MTP,
     Auto,
-    Eagle3,
     GateOptions,
     Mode,
-    NGram,
     RelaxedAcceptance,
+    SaveHiddenStates,
     Speculative,
-    UserProvided,
     check_rows,
     check_speculative,
     forced_acceptance,
@@ -527,12 +525,11 @@ class EngineConfig:
             )
         if self.tensor_parallel == 1:
             return
-        mode, drafters = self.mode, (MTP, Eagle3, NGram, UserProvided)
         alone: dict[str, bool] = {
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "prompt_embeds": self.prompt_embeds,
-            "speculative": mode is not None and not isinstance(mode, drafters),
+            "speculative": isinstance(self.mode, SaveHiddenStates),
         }
         for name, is_asked in alone.items():
             if is_asked:

@@ -5,11 +5,30 @@ They follow from the sizes of a whole model and of a rank's part of it, which `r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
 
 from graphengine.models.checkpoint import Checkpoint, Cut
-from graphengine.models.contract import Share, Stack, StoredLinear, StoredWeights, Weight
+from graphengine.models.contract import WHOLE, Share, Stack, StoredLinear, StoredWeights, Weight
 from graphengine.models.quantised.filling import dequantised_names
+
+Config = TypeVar("Config")
+
+
+def checkpoint_of_rank(
+    checkpoint: Checkpoint,
+    allocate: Callable[..., StoredWeights],
+    whole: Config,
+    part: Config,
+    share: Share,
+) -> Checkpoint:
+    """`cut_to` of weights that `allocate` makes of the configurations of all and of one rank."""
+    if share == WHOLE:
+        return checkpoint
+    of_all, own = (allocate(each, device="meta", dtype=torch.float32) for each in (whole, part))
+    return cut_to(checkpoint, of_all, own, share)
 
 
 def cut_to(

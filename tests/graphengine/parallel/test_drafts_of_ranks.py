@@ -6,31 +6,45 @@ sure a drafter is of it follow from logits that are the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpoints.few_layers import HEAD_LAYERS, eagle3_head, few_layers
+from checkpoints.block_drafters import write_random
+from checkpoints.few_layers import HEAD_LAYERS, block_drafter, eagle3_head, few_layers
 from graphengine import Engine, SamplingParams
 from graphengine.draft_trees import DynamicTree
 from graphengine.parallel.leading import LeadingRuntime
-from graphengine.speculative import MTP, Eagle3, Speculative
+from graphengine.speculative import MTP, DFlash, DraftModel, Eagle3, Speculative, Suffix
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os\n"]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+GREEDY = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)] * 3
 # One of them draws through filters, as its drafts of a chain do.
 PARAMS = [
-    GREEDY,
+    GREEDY[0],
     SamplingParams(seed=5, max_tokens=24, ignore_eos=True, top_k=20),
     SamplingParams(seed=7, max_tokens=24, ignore_eos=True),
 ]
 DYNAMIC = DynamicTree(nodes=6, top_k=3, depth=3)
-MODES: dict[str, Speculative] = {
-    "static tree": MTP(tree=[[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
-    "sure module": MTP(k=3, min_confidence=0.5),
-    "dynamic tree of a head": Eagle3(eagle3_head(), tree=DYNAMIC, layers=HEAD_LAYERS),
-    "sure head": Eagle3(eagle3_head(), k=3, min_confidence=0.4, layers=HEAD_LAYERS),
+Said = tuple[list[tuple[int, ...]], list[list[list[int]]]]
+"""The tokens of each request, and the drafts of all slots after each step."""
+
+
+def _random_blocks(folder: Path) -> Speculative:
+    return DFlash(write_random(folder, few_layers()), k=3)
+
+
+MODES: dict[str, Callable[[Path], Speculative]] = {
+    "static tree": lambda _: MTP(tree=[[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
+    "sure module": lambda _: MTP(k=3, min_confidence=0.5),
+    "dynamic tree of a head": lambda _: Eagle3(eagle3_head(), tree=DYNAMIC, layers=HEAD_LAYERS),
+    "sure head": lambda _: Eagle3(eagle3_head(), k=3, min_confidence=0.4, layers=HEAD_LAYERS),
+    "blocks": _random_blocks,
+    "sequential blocks": lambda _: DFlash(block_drafter(), k=3),
+    "model": lambda _: DraftModel(few_layers(), k=2, min_confidence=0.3),
+    "suffix": lambda _: Suffix(k=4),
 }
 
 
@@ -40,8 +54,14 @@ def open_engine(ranks: int, **options: Any) -> Engine:
     return Engine.from_pretrained(few_layers(), tensor_parallel=ranks, **options)
 
 
-def tokens_of(engine: Engine, params: Any) -> list[tuple[int, ...]]:
-    return [each.token_ids for each in engine.generate(PROMPTS, params)]
+def run(engine: Engine, params: Sequence[SamplingParams]) -> Said:
+    requests = [engine.submit(*each) for each in zip(PROMPTS, params, strict=True)]
+    drafts = []
+    while engine.busy:
+        engine.step()
+        if engine.config.drafts:
+            drafts.append(engine.runtime.buffers["draft_tokens"].tolist())
+    return [tuple(request.token_ids) for request in requests], drafts
 
 
 def assert_equal_ranks(engine: Engine) -> None:
@@ -51,21 +71,25 @@ def assert_equal_ranks(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def undrafted() -> Iterator[list[list[tuple[int, ...]]]]:
+def undrafted() -> list[list[tuple[int, ...]]]:
     """What two ranks say without drafts, greedily and as `PARAMS` draw."""
     with open_engine(2) as engine:
-        yield [tokens_of(engine, params) for params in (GREEDY, PARAMS)]
+        return [run(engine, params)[0] for params in (GREEDY, PARAMS)]
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_two_ranks_draft_what_one_does(undrafted: list[list[tuple[int, ...]]], name: str) -> None:
-    mode = MODES[name]
+def test_two_ranks_draft_what_one_does(
+    undrafted: list[list[tuple[int, ...]]], tmp_path: Path, name: str
+) -> None:
+    mode = MODES[name](tmp_path)
     with open_engine(1, speculative=mode) as alone:
-        assert tokens_of(alone, GREEDY) == undrafted[0]
+        tokens, drafts = run(alone, GREEDY)
         expected = alone.acceptance
+    assert tokens == undrafted[0]
+    assert len({draft for step in drafts for slot in step for draft in slot}) > 4
     with open_engine(2, speculative=mode) as engine:
-        assert tokens_of(engine, GREEDY) == undrafted[0]
-        assert engine.acceptance == expected and expected.accepted > 0
+        assert run(engine, GREEDY) == (tokens, drafts)
+        assert engine.acceptance == expected
         assert_equal_ranks(engine)
-        assert tokens_of(engine, PARAMS) == undrafted[1]
+        assert run(engine, PARAMS)[0] == undrafted[1]
         assert_equal_ranks(engine)

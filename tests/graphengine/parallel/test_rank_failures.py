@@ -24,7 +24,7 @@ from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
-from graphengine.speculative import MTP, DFlash, DraftModel, Eagle3
+from graphengine.speculative import SaveHiddenStates
 
 PROMPT = "def fib(n):"
 
@@ -135,20 +135,9 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
         ({"kv_dtype": "fp8"}, "kv_dtype='fp8' is for an engine of one rank"),
         ({"max_prefill_ms_per_step": 5.0}, "max_prefill_ms_per_step=5.0 is for an engine of one"),
         (
-            {"speculative": DraftModel(path="none", k=1)},
-            r"speculative=DraftModel\(.*\) is for an engine of one rank",
-        ),
-        (
-            {"speculative": DFlash(path="none", k=1)},
-            r"speculative=DFlash\(.*\) is for an engine of one rank, not for tensor_parallel=2",
-        ),
-        (
-            {"speculative": Eagle3(path="none", k=1, min_confidence=0.5)},
-            r"speculative=Eagle3\(.*\) is for an engine of one rank, not for tensor_parallel=2",
-        ),
-        (
-            {"speculative": MTP(tree=[[0], [1]])},
-            r"speculative=MTP\(.*\) is for an engine of one rank",
+            {"speculative": SaveHiddenStates(directory="none")},
+            r"speculative=SaveHiddenStates\(.*\) is for an engine of one rank, not for "
+            r"tensor_parallel=2",
         ),
     ],
 )
