@@ -43,7 +43,6 @@ from graphengine.speculative import (
     GateOptions,
     Mode,
     RelaxedAcceptance,
-    SaveHiddenStates,
     Speculative,
     check_rows,
     check_speculative,
@@ -528,8 +527,6 @@ class EngineConfig:
         alone: dict[str, bool] = {
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
-            "prompt_embeds": self.prompt_embeds,
-            "speculative": isinstance(self.mode, SaveHiddenStates),
         }
         for name, is_asked in alone.items():
             if is_asked:

@@ -11,13 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from checkpoints.block_drafters import write_random
 from checkpoints.few_layers import HEAD_LAYERS, block_drafter, eagle3_head, few_layers
-from graphengine import Engine, SamplingParams
+from graphengine import Engine, PromptParts, SamplingParams
 from graphengine.draft_trees import DynamicTree
 from graphengine.parallel.leading import LeadingRuntime
-from graphengine.speculative import MTP, DFlash, DraftModel, Eagle3, Speculative, Suffix
+from graphengine.speculative import (
+    MTP,
+    DFlash,
+    DraftModel,
+    Eagle3,
+    SaveHiddenStates,
+    Speculative,
+    Suffix,
+)
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os\n"]
 GREEDY = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)] * 3
@@ -93,3 +103,38 @@ def test_two_ranks_draft_what_one_does(
         assert_equal_ranks(engine)
         assert run(engine, PARAMS)[0] == undrafted[1]
         assert_equal_ranks(engine)
+
+
+def test_hidden_states_are_those_of_one_rank(tmp_path: Path) -> None:
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        mode = SaveHiddenStates(folder, layers=(0, 1))
+        with open_engine(ranks, speculative=mode) as engine:
+            engine.generate(PROMPTS, SamplingParams(max_tokens=1))
+            if ranks > 1:
+                assert_equal_ranks(engine)
+        found.append([load_file(file) for file in sorted(folder.iterdir())])
+    assert len(found[0]) == len(found[1]) == len(PROMPTS)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.pop("input_ids"), other.pop("input_ids")) and len(one) == 2
+        for name, states in one.items():
+            torch.testing.assert_close(other[name], states, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [None, MTP(k=2), DFlash(block_drafter(), k=3)])
+def test_embeddings_go_to_all_ranks(mode: Speculative | None) -> None:
+    """Between tokens, and in prompts of several chunks; their drafters read them, too."""
+    dice = torch.Generator().manual_seed(3)
+    found = []
+    for ranks in (1, 2):
+        options: dict[str, Any] = {"prompt_embeds": True, "speculative": mode}
+        with open_engine(ranks, **options) as engine:
+            table = engine.model.weights.embedding
+            given = torch.randn(40, table.shape[1], generator=dice.manual_seed(3)) * table.std()
+            prompts = [PromptParts(given[:5]), PromptParts([5, 3, 80], given, [8, 9])]
+            results = engine.generate(prompts, GREEDY[:2])
+            found.append(([each.token_ids for each in results], engine.acceptance))
+            if ranks > 1:
+                assert_equal_ranks(engine)
+    assert found[0] == found[1]
