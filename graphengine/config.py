@@ -525,7 +525,6 @@ class EngineConfig:
         if self.tensor_parallel == 1:
             return
         alone: dict[str, bool] = {
-            "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
         }
         for name, is_asked in alone.items():

@@ -26,8 +26,8 @@ from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.host.replay import Replay
 from graphengine.kernels import BITS, FP8_KV
-from graphengine.models.contract import Model, RankGroup
-from graphengine.models.kv_scales import scales_id
+from graphengine.models.contract import Model, RankGroup, StoredWeights
+from graphengine.models.kv_scales import scales_id, scales_of_ranks
 from graphengine.models.tuning import numerics_id
 from graphengine.observe.tracing import span
 from graphengine.opening.allocation import (
@@ -99,6 +99,8 @@ class Runtime:
         self.stream = held.stream
         # What the waits query.
         self._watched: Queryable | None = held.stream
+        # Of each fp8 cache those of all its layers, `[ranks, L, 2, G]`.
+        self.kv_scales = _kv_scales(model, memory, drafter, group)
         self.launched = 0
         self.device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
@@ -109,7 +111,9 @@ class Runtime:
         except BaseException:
             self.close()
             raise
-        self.numerics_id = _numerics_id(model, memory, held, self.prefill_cut, config)
+        self.numerics_id = _numerics_id(
+            model, memory, held, self.prefill_cut, config, self.kv_scales
+        )
 
     def _capture(self, memory: MemoryPlan) -> None:
         """Compile, warm up and capture every graph, largest first, with padded rows only."""
@@ -266,6 +270,10 @@ class Runtime:
         drafted = self.program.drafter.weights
         return fingerprint(self.model.weights), "" if drafted is None else fingerprint(drafted)
 
+    def scales_id(self) -> str:
+        """Digits of the scales of fp8 caches."""
+        return scales_id(layer for cache in self.kv_scales for layer in cache[0])
+
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of a block of each cache in `read_blocks`, layers first."""
@@ -341,12 +349,25 @@ def _bits(cache: Tensor) -> Tensor:
     return cache.view(BITS[cache.element_size()])
 
 
+def _kv_scales(
+    model: Model, memory: MemoryPlan, drafter: Drafter, group: RankGroup | None
+) -> list[Tensor]:
+    if memory.kv_dtype != FP8_KV:
+        return []
+    held: list[StoredWeights] = [model.weights]
+    if drafter.needs.states:
+        assert drafter.weights is not None, "a drafter with KV has weights"
+        held.append(drafter.weights)
+    return [scales_of_ranks(each, group) for each in held]
+
+
 def _numerics_id(
     model: Model,
     memory: MemoryPlan,
     held: Allocation,
     prefill_cut: PrefillCut,
     config: EngineConfig,
+    kv_scales: Sequence[Tensor],
 ) -> str:
     """Hash of everything that the bits of an engine depend on."""
     prefill, ranks = memory.prefill_ladder.sizes, config.tensor_parallel
@@ -354,7 +375,7 @@ def _numerics_id(
     usual = prefill_cut.steps == ((0, prefill[-1]),)
     fp8: dict[str, str] = {}
     if memory.kv_dtype == FP8_KV:
-        fp8 = {"kv_dtype": str(memory.kv_dtype), "kv_scales": scales_id([model.weights])}
+        fp8 = {"kv_dtype": str(memory.kv_dtype), "kv_scales": scales_id(kv_scales[0].flatten(0, 1))}
     return numerics_id(
         model.config.linears,
         held.plans,

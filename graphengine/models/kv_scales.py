@@ -18,7 +18,7 @@ from torch import Tensor
 from graphengine.checks import shown
 from graphengine.kernels import FP8_MAX
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import StoredWeights
+from graphengine.models.contract import RankGroup, StoredWeights
 
 # Below the prefix of a layer's attention, for keys and for values.
 _NAMES = (("k_scale", "k_proj.k_scale"), ("v_scale", "v_proj.v_scale"))
@@ -27,6 +27,11 @@ _KINDS = ("keys", "values")
 # long at its end: such a scale is damage, or means something else.
 _RANGE = (1e-8, 1e4)
 _ENDINGS = tuple(f".self_attn.{name}" for names in _NAMES for name in names)
+
+
+def kv_scale_names(prefix: str) -> list[str]:
+    """What a checkpoint may call the scales of the attention with this prefix."""
+    return [prefix + name for names in _NAMES for name in names]
 
 
 def is_kv_scale(name: str) -> bool:
@@ -112,10 +117,19 @@ def calibrate_kv_scales(weights: StoredWeights, cache: Tensor) -> None:
         scales_2G.copy_(torch.where(largest == 0, 1.0, largest / FP8_MAX))
 
 
-def scales_id(weights: Iterable[StoredWeights]) -> str:
-    """12 hexadecimal digits of the scales of all layers."""
+def scales_of_ranks(weights: StoredWeights, group: RankGroup | None) -> Tensor:
+    """Float32 `[ranks, L, 2, G]` on the host: those of each layer, as each rank has them. All ranks
+    call it.
+    """
+    own = torch.stack([*weights.kv_scales().values()])
+    if group is None:
+        return own[None].cpu()
+    return group.gather(own.flatten(1)).cpu().view(-1, *own.shape)
+
+
+def scales_id(scales_L2G: Iterable[Tensor]) -> str:
+    """12 hexadecimal digits of the scales of these layers."""
     digest = hashlib.blake2b(digest_size=6)
-    for each in weights:
-        for scales_2G in each.kv_scales().values():
-            digest.update(scales_2G.cpu().numpy().tobytes())
+    for scales in scales_L2G:
+        digest.update(scales.contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -5,6 +5,7 @@ They follow from the sizes of a whole model and of a rank's part of it, which `r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ import torch
 
 from graphengine.models.checkpoint import Checkpoint, Cut
 from graphengine.models.contract import WHOLE, Share, Stack, StoredLinear, StoredWeights, Weight
+from graphengine.models.kv_scales import kv_scale_names
 from graphengine.models.quantised.filling import dequantised_names
 
 Config = TypeVar("Config")
@@ -41,13 +43,27 @@ def cut_to(
     wholes = whole.stored()
     # These are cut once they are dequantised.
     in_codes = {f"{name}.weight" for name in dequantised_names(checkpoint, part.linears())}
-    return checkpoint.cut(
-        {
-            name: _cut(checkpoint.tensors[name].shape, wholes[name], weight, share)
-            for name, weight in part.stored().items()
-            if weight.axis is not None and name not in in_codes
-        }
-    )
+    cuts = {
+        name: _cut(checkpoint.tensors[name].shape, wholes[name], weight, share)
+        for name, weight in part.stored().items()
+        if weight.axis is not None and name not in in_codes
+    }
+    return checkpoint.cut(cuts | _scale_cuts(checkpoint, whole, part, share))
+
+
+def _scale_cuts(
+    checkpoint: Checkpoint, whole: StoredWeights, part: StoredWeights, share: Share
+) -> dict[str, Cut]:
+    """Of the scales of KV that a checkpoint has for each head."""
+    wholes, cuts = whole.kv_scales(), {}
+    for prefix, scales_2G in part.kv_scales().items():
+        heads, own = wholes[prefix].shape[1], scales_2G.shape[1]
+        for name in kv_scale_names(prefix):
+            info = checkpoint.tensors.get(name)
+            if info is not None and heads > 1 and math.prod(info.shape) == heads:
+                axis = info.shape.index(heads)
+                cuts[name] = Cut(axis, spans_of([heads], [own], *share), heads)
+    return cuts
 
 
 def _cut(shape: tuple[int, ...], whole: Weight, part: Weight, share: Share) -> Cut:

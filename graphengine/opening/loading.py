@@ -98,7 +98,10 @@ def load_checkpoint(
     config: EngineConfig,
     progress: Callable[[int, int], None] | None = None,
 ) -> Opened:
-    """Allocate the weights, and load them; `progress` as of `open_checkpoint`."""
+    """Allocate the weights, and load them; `progress` as of `open_checkpoint`.
+
+    Where there are other ranks, who calls this has them `calibrate` together.
+    """
     checkpoint, share, whole, model_config, drafter, tokenizer, eos_ids, ids = found
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
@@ -120,6 +123,6 @@ def load_checkpoint(
         max_seq_len=memory.max_seq_len,
         vocabulary=0 if tokenizer is None else 1 + max((tokenizer.largest_id, *eos_ids)),
     )
-    if ids:
+    if ids and share == WHOLE:
         calibrate(model, memory, config, drafter, ids)
     return Opened(model, memory, tokenizer, eos_ids, drafter)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from graphengine.core.runtime import Runtime
 from graphengine.models.contract import RankGroup
+from graphengine.models.kv_scales import scales_id
 from graphengine.models.rank_cuts import spans_of
 from graphengine.models.states import LayerStates, paged_states, recurrent_states
 
@@ -94,6 +95,15 @@ class KeptParts:
         shapes = self._runtime.kept.shapes
         pieces = self._recurrent[: len(shapes)]
         return tuple(each.whole_shape(shape) for shape, each in zip(shapes, pieces, strict=True))
+
+    def scales_id(self) -> str:
+        """As `Runtime.scales_id`, of all ranks together."""
+        pairs = zip(self._runtime.kv_scales, self._heads, strict=True)
+        return scales_id(
+            heads._replace(axis=1).together(of_ranks)
+            for cache, heads in pairs
+            for of_ranks in cache.transpose(0, 1)
+        )
 
     # Every rank calls each of these, with the same arguments but for what only the driver has.
 

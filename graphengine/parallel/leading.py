@@ -17,6 +17,7 @@ from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
 from graphengine.models.contract import Share
+from graphengine.opening.calibration import calibrate
 from graphengine.opening.loading import (
     Found,
     Opened,
@@ -85,6 +86,9 @@ class LeadingRuntime(Runtime):
             ranks.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
         try:
+            if found.calibration:
+                ids = found.calibration
+                calibrate(opened.model, memory, config, opened.drafter, ids, self._meeting)
             super().__init__(opened.model, memory, config, opened.drafter, group=self._meeting)
             ranks.wait_for(Stage.FOLLOWING)
         except BaseException:
@@ -160,6 +164,10 @@ class LeadingRuntime(Runtime):
                 else whole_fingerprint(drafted, found.checkpoint, name, self.device),
             )
         return self._fingerprints
+
+    def scales_id(self) -> str:
+        """Digits of the scales that one rank with all heads would have."""
+        return self._parts.scales_id()
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -19,6 +19,7 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import BlockCopy, StateCopy
 from graphengine.models.contract import Share
+from graphengine.opening.calibration import calibrate
 from graphengine.opening.loading import Found, load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
 from graphengine.parallel.kept_parts import KeptParts
@@ -108,6 +109,9 @@ class _Rank:
         meeting = Meeting(
             self._start.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
+        if found.calibration:
+            ids = found.calibration
+            calibrate(opened.model, memory, config, opened.drafter, ids, meeting)
         runtime = Runtime(opened.model, memory, config, opened.drafter, group=meeting)
         meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
