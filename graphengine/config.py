@@ -112,7 +112,7 @@ class EngineConfig:
     expert_parallel: bool = option(
         False,
         doc="""whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in
-        place of a part of each; on a CPU alone, as no kernel leaves other ranks' experts out""",
+        place of a part of each""",
         flag=Flag(),
     )
     quantize: RoundedKind | None = option(
@@ -517,11 +517,6 @@ class EngineConfig:
         """ValueError for what several ranks cannot do yet, and for what takes several."""
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError("expert_parallel=True is for several ranks, not tensor_parallel=1")
-        if self.expert_parallel and torch.device(self.device).type != "cpu":
-            raise ValueError(
-                f"expert_parallel=True is for ranks on a CPU, not for device={self.device!r}: no "
-                f"kernel leaves the experts of other ranks out"
-            )
         if self.tensor_parallel == 1:
             return
         alone: dict[str, bool] = {

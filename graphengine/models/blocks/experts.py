@@ -109,14 +109,6 @@ class Experts:
         """The dimension along which ranks split a tensor of one expert; None: they do not."""
         return split if self.held is None else None
 
-    def own_routes(self, routes: Routes) -> Routes:
-        """By the places of the weights; an expert that another rank has is past the last one."""
-        if self.held is None:
-            return routes
-        place = routes.expert - self.held.start
-        there = (place >= 0) & (place < len(self.held))
-        return routes._replace(expert=torch.where(there, place, len(self.held)))
-
     @property
     def first_linears(self) -> Mapping[str, str]:
         """Of each weight, the first linear of a checkpoint whose rows it has; of all experts that
@@ -358,16 +350,23 @@ class ExpertsWeights:
             pdl=launch.pdl,
         )
         tell_routes(routes, slot)
-        routes, experts = block.own_routes(routes), len(block.own)
+        experts = len(block.own)
         gate_up_plan = launch.plan("expert_gate_up", self.gate_up)
         down_plan = launch.plan("expert_down", self.down)
         # The family `fma` takes pairs one by one, and is part of the bits.
         in_dot = gate_up_plan.family == down_plan.family == "dot"
         grouping = None
-        pairs = (len(slot), block.router.top_k, experts)
+        pairs = (len(slot), block.router.top_k, block.experts)
         if in_dot and groups_pairs(*pairs, launch.tokens_per_row):
             size = decode_block(*pairs, _format(self.gate_up))
-            grouping = group_pairs(routes.expert, slot, experts=experts, size=size, pdl=launch.pdl)
+            grouping = group_pairs(
+                routes.expert,
+                slot,
+                experts=experts,
+                size=size,
+                held=block.held,
+                pdl=launch.pdl,
+            )
         gated = expert_swiglu(
             residual.scaled,
             self.gate_up,
@@ -379,6 +378,7 @@ class ExpertsWeights:
             bias_E2F=self.gate_up_bias,
             clamped=block.clamped,
             grouping=grouping,
+            held=block.held,
             pdl=launch.pdl,
         )
         chosen = Chosen(gated, routes, grouping)
@@ -427,6 +427,7 @@ class ExpertsWeights:
             arrivals=launch.arrivals,
             bias_EH=self._own_bias(launch.share),
             grouping=chosen.grouping,
+            held=self.block.held,
             pdl=launch.pdl,
         )
         if self.shared is not None and shared is not None:
@@ -464,11 +465,11 @@ class ExpertsWeights:
             expert_Nk=kept,
             pdl=pdl,
         )
-        routes = block.own_routes(routes)
         shared = None
         if self.shared is not None:
             shared = self._shared_chunk(slot, scratch)
-        grouping = group_pairs(routes.expert, slot, experts=experts, size=up_tile.lanes, pdl=pdl)
+        size, held = up_tile.lanes, block.held
+        grouping = group_pairs(routes.expert, slot, experts=experts, size=size, held=held, pdl=pdl)
         gated = expert_swiglu(
             h,
             self.gate_up,
@@ -478,6 +479,7 @@ class ExpertsWeights:
             bias_E2F=self.gate_up_bias,
             clamped=block.clamped,
             grouping=grouping,
+            held=held,
             out=scratch.take(top_k * ffn).view(-1, ffn),
             pdl=pdl,
         )
@@ -488,6 +490,7 @@ class ExpertsWeights:
             routes,
             tile=down_tile,
             grouping=grouping,
+            held=held,
             bias_EH=self._own_bias(scratch.launch.share),
             products=scratch.take(top_k * hidden, after=top_k * ffn).view(-1, hidden),
             out=h,
@@ -501,7 +504,7 @@ class ExpertsWeights:
         """Of gates and ups, and of down; both take the pairs of one grouping."""
         block = self.block
         tiles = [
-            chunk_tile(lanes, block.router.top_k, len(block.own), columns, dtype, _format(weight))
+            chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
             for weight, columns in ((self.gate_up, block.hidden_size), (self.down, block.ffn_size))
         ]
         least = min(tile.lanes for tile in tiles)

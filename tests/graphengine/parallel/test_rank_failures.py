@@ -142,13 +142,6 @@ def test_what_ranks_cannot_do_is_an_error(
         open_engine(**{"device": "cpu", "tensor_parallel": 2} | options)
 
 
-def test_whole_experts_are_for_ranks_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    message = "expert_parallel=True is for ranks on a CPU, not for device='cuda': no kernel leaves"
-    with pytest.raises(ValueError, match=message):
-        EngineConfig(device="cuda", tensor_parallel=2, expert_parallel=True)
-
-
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("is_available", True), ("device_count", 4), ("current_device", 1)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
