@@ -514,20 +514,9 @@ class EngineConfig:
         object.__setattr__(self, "draft_len_schedule", schedule.steps)
 
     def _check_ranks(self) -> None:
-        """ValueError for what several ranks cannot do yet, and for what takes several."""
+        """ValueError for what takes several ranks."""
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError("expert_parallel=True is for several ranks, not tensor_parallel=1")
-        if self.tensor_parallel == 1:
-            return
-        alone: dict[str, bool] = {
-            "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
-        }
-        for name, is_asked in alone.items():
-            if is_asked:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is for an engine of one rank, not for "
-                    f"tensor_parallel={self.tensor_parallel}"
-                )
 
     @property
     def mode(self) -> Mode | None:

@@ -107,7 +107,7 @@ class Runtime:
         self.graphs: dict[GraphKey, Graph] = {}
         self._capture(memory)
         try:
-            self.prefill_cut, self.chunk_times = self._cut_prompts(memory, config)
+            self.prefill_cut, self.chunk_times = self._cut_prompts(memory, config, group)
         except BaseException:
             self.close()
             raise
@@ -145,22 +145,29 @@ class Runtime:
         self._clear()
 
     def _cut_prompts(
-        self, memory: MemoryPlan, config: EngineConfig
+        self, memory: MemoryPlan, config: EngineConfig, group: RankGroup | None
     ) -> tuple[PrefillCut, ChunkTimes | None]:
         """The cut that the config names or bounds, else at multiples of the largest bucket; and
         what was measured for it. ValueError where the smallest bucket exceeds the bound.
+
+        Ranks measure together, and of each time take the slowest one's, so that all go on alike;
+        the driver cuts prompts, and only there is it an error.
         """
         sizes, bound = memory.prefill_ladder.sizes, config.max_prefill_ms_per_step
         longest = longest_prompt(memory)
+        usual = PrefillCut(config.prefill_cut or ((0, sizes[-1]),)).within(longest)
         if bound is None:
-            return PrefillCut(config.prefill_cut or ((0, sizes[-1]),)).within(longest), None
+            return usual, None
         graphs = dict(zip(self.graphs, self.captured, strict=True))
         vocabulary = self.model.config.vocab_size
         with span("measure prefill"), self.on_stream():
             timer = ChunkTimer(graphs, self.buffers, self.caches, memory, config, vocabulary)
-            times = measure_chunks(timer, sizes, longest=longest, bound=bound)
+            chunk_ms = timer if group is None else partial(_slowest, timer, group, self.device)
+            times = measure_chunks(chunk_ms, sizes, longest=longest, bound=bound)
             timer.clear()
         self._clear()
+        if group is not None and group.share.rank:
+            return usual, times
         return cut_within(times, longest=longest, bound=bound).within(longest), times
 
     def _clear(self) -> None:
@@ -347,6 +354,18 @@ def _read_cache(cache: Tensor, index: Tensor) -> Tensor:
 def _bits(cache: Tensor) -> Tensor:
     """The same memory as integers, which every operation knows."""
     return cache.view(BITS[cache.element_size()])
+
+
+def _slowest(
+    chunk_ms: Callable[[int, int], float],
+    group: RankGroup,
+    device: torch.device,
+    tokens: int,
+    start: int,
+) -> float:
+    """`chunk_ms` of all ranks, the longest time."""
+    own = torch.tensor([[chunk_ms(tokens, start)]], dtype=torch.float32, device=device)
+    return float(group.gather(own).max())
 
 
 def _kv_scales(

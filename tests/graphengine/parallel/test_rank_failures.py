@@ -131,7 +131,6 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
             {"expert_parallel": True, "tensor_parallel": 1},
             "expert_parallel=True is for several ranks, not tensor_parallel=1",
         ),
-        ({"max_prefill_ms_per_step": 5.0}, "max_prefill_ms_per_step=5.0 is for an engine of one"),
     ],
 )
 def test_what_ranks_cannot_do_is_an_error(
