@@ -82,6 +82,7 @@ class BlockDrafter(Drafter):
     ) -> None:
         self.config = config = dflash_of_rank(read, share)
         self._whole = read
+        self.whole_checkpoint = checkpoint
         if checkpoint is not None:
             self.own_checkpoint = checkpoint_of_rank(
                 checkpoint, allocate_dflash_weights, read, config, share
@@ -96,6 +97,9 @@ class BlockDrafter(Drafter):
             wants_hidden=not all_lanes_reach(target.states, max(config.layers)),
             reads_streams=True,
         )
+
+    def whole_weights(self, dtype: torch.dtype) -> DFlashWeights:
+        return allocate_dflash_weights(self._whole, device="meta", dtype=dtype)
 
     @property
     def whole_states(self) -> tuple[LayerStates, ...]:

@@ -63,6 +63,7 @@ class Eagle3Module(DraftModules):
     """
 
     config: Eagle3Config
+    whole: Eagle3Config
     weights: Eagle3Weights
     reads_output = False
     reads_streams = True
@@ -76,6 +77,7 @@ class Eagle3Module(DraftModules):
     ) -> None:
         self.whole, self.token_ids, self._order = read
         self.config = eagle3_of_rank(self.whole, share)
+        self.whole_checkpoint = checkpoint
         if checkpoint is not None:
             self.own_checkpoint = checkpoint_of_rank(
                 checkpoint, allocate_eagle3_weights, self.whole, self.config, share
@@ -120,6 +122,11 @@ class Eagle3Module(DraftModules):
         if head is not None and order is not None:
             head.copy_(head.index_select(0, order.to(head.device)))
         return {}
+
+    def whole_weights(self, dtype: torch.dtype) -> Eagle3Weights | None:
+        if self._order is not None:
+            return None
+        return allocate_eagle3_weights(self.whole, device="meta", dtype=dtype)
 
     def open(self, setting: DraftSetting, cache: Tensor, plans: LinearPlans) -> OpenEagle3:
         return OpenEagle3(self, setting, cache, plans)

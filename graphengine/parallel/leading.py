@@ -150,19 +150,19 @@ class LeadingRuntime(Runtime):
     def fingerprints(self) -> tuple[str, str]:
         """Those of one rank with all weights, which are read again when they are first asked for.
 
-        EAGLE3's is of this rank's part. ValueError where the checkpoint has changed.
+        A drafter's is of this rank's weights where its checkpoint does not tell all. ValueError
+        where a checkpoint has changed.
         """
         if self._fingerprints is None:
-            found = self._found
+            found, name = self._found, self._found.whole.embedding_name
             model = found.whole.allocate(device="meta", dtype=self._dtype)
-            drafted, name = found.drafter.whole_weights(self._dtype), found.whole.embedding_name
-            _, own = super().fingerprints()
-            self._fingerprints = (
-                whole_fingerprint(model, found.checkpoint, name, self.device),
-                own
-                if drafted is None
-                else whole_fingerprint(drafted, found.checkpoint, name, self.device),
-            )
+            drafted = found.drafter.whole_weights(self._dtype)
+            _, drafter = super().fingerprints()
+            if drafted is not None:
+                source = found.drafter.whole_checkpoint or found.checkpoint
+                drafter = whole_fingerprint(drafted, source, name, self.device)
+            fingerprint = whole_fingerprint(model, found.checkpoint, name, self.device)
+            self._fingerprints = fingerprint, drafter
         return self._fingerprints
 
     def scales_id(self) -> str:

@@ -257,7 +257,7 @@ def test_reports_say_so(engine: Engine, folder: Path) -> None:
 
 
 def test_ranks_time_chunks_together(folder: Path, checkpoints: dict[str, Any]) -> None:
-    """The slowest one counts, and the driver cuts prompts; a bound that is too short is its error."""
+    """The slowest one counts, and the driver cuts prompts: a short bound is an error there."""
     prompts = checkpoints["qwen3-biases"].prompts((3, 100))
     options: dict[str, Any] = {"prefill_buckets": (8, 16, 32), "max_seq_len": 128}
     found = []
