@@ -304,6 +304,8 @@ def _plan(
         # Experts have shared ones' part beside their own.
         held = 1 if weights.routed is None else 2
         workspace += (ranks + held) * widest_step * model.hidden_size
+        # Their logits side by side, and put together.
+        workspace += 2 * 4 * lanes * model.vocab_size
         if on_gpu:
             budget.add("NCCL (estimate)", _NCCL_BYTES, where)
             units = push_units(MAX_LANES, model.hidden_size, torch.float32)
