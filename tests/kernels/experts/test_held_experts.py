@@ -121,6 +121,12 @@ class Case:
         assert not arrivals.any(), "the next launch finds zeros"
         return part
 
+    def summed(self, a: torch.Tensor, tile: ProductTile, grouping: Grouping) -> torch.Tensor:
+        return expert_sum(
+            a, self.down, self.slot, self.routes, tile=tile, grouping=grouping, held=self.held,
+            bias_EH=self.down_bias, products=a.new_full((len(a), HIDDEN), NAN),
+        )  # fmt: skip
+
     def check(self, a: torch.Tensor, summed: torch.Tensor, close: Any) -> None:
         """Products and sums against the references."""
         expected = expert_product_reference(
@@ -182,11 +188,7 @@ def test_chunks_sum_what_is_held(
     case = drawn_case(data, dtypes[dtype % len(dtypes)], device, lanes)
     tile, grouping = ProductTile(size, 32, 32, warps=4, stages=2), case.grouping(size)
     a = case.gated(tile=tile, grouping=grouping)
-    summed = expert_sum(
-        a, case.down, case.slot, case.routes, tile=tile, grouping=grouping, held=case.held,
-        bias_EH=case.down_bias, products=a.new_full((len(a), HIDDEN), NAN),
-    )  # fmt: skip
-    case.check(a, summed, assert_products_close)
+    case.check(a, case.summed(a, tile, grouping), assert_products_close)
 
 
 @settings(deadline=None, max_examples=extent(8, 30))
@@ -224,7 +226,9 @@ def test_pairs_of_other_experts_are_grouped_last(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
-@pytest.mark.parametrize(("form", "late"), [("single", True), ("grouped", False), ("fma", True)])
+@pytest.mark.parametrize(
+    ("form", "late"), [("single", True), ("grouped", False), ("fma", True), ("chunk", False)]
+)
 def test_compiled_kernels_add_what_is_held(
     assert_products_close: Any, form: str, late: bool
 ) -> None:
@@ -239,9 +243,14 @@ def test_compiled_kernels_add_what_is_held(
     if form == "fma":
         plans = [expert_plan("swiglu", 2 * FFN, HIDDEN, dtype, "fma"), FMA]
     with launches_handed_to(partial(run_launch, late=late), EXPERTS, GROUPING):
-        grouping = case.grouping() if form == "grouped" else None
-        a = case.gated(tile=plans[0], grouping=grouping)
-        part = case.part(a, plans[1], grouping)
+        grouping = case.grouping() if form in ("grouped", "chunk") else None
+        if form == "chunk":
+            tile = ProductTile(DECODE_BLOCK, 32, 32, warps=4, stages=2)
+            a = case.gated(tile=tile, grouping=grouping)
+            part = case.summed(a, tile, grouping)
+        else:
+            a = case.gated(tile=plans[0], grouping=grouping)
+            part = case.part(a, plans[1], grouping)
     case.check(a, part, assert_products_close)
 
 
