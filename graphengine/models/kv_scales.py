@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from graphengine.checks import shown
 from graphengine.kernels import FP8_MAX
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import RankGroup, StoredWeights
+from graphengine.models.checkpoint import Checkpoint, spans_of
+from graphengine.models.contract import WHOLE, RankGroup, Share, StoredWeights
 
 # Below the prefix of a layer's attention, for keys and for values.
 _NAMES = (("k_scale", "k_proj.k_scale"), ("v_scale", "v_proj.v_scale"))
@@ -29,26 +29,25 @@ _RANGE = (1e-8, 1e4)
 _ENDINGS = tuple(f".self_attn.{name}" for names in _NAMES for name in names)
 
 
-def kv_scale_names(prefix: str) -> list[str]:
-    """What a checkpoint may call the scales of the attention with this prefix."""
-    return [prefix + name for names in _NAMES for name in names]
-
-
 def is_kv_scale(name: str) -> bool:
     """Whether a checkpoint's tensor of this name is a scale of a layer's KV."""
     return name.endswith(_ENDINGS)
 
 
-def load_kv_scales(checkpoint: Checkpoint, weights: StoredWeights) -> int:
+def load_kv_scales(
+    checkpoint: Checkpoint, weights: StoredWeights, heads: Sequence[int], share: Share = WHOLE
+) -> int:
     """Read the scales that a checkpoint has for layers of `weights`; returns for how many layers.
+
+    heads  kv heads of each layer on all ranks, of which this one has a share
 
     ValueError, with names and values, for a layer that has one for its keys or its values alone, or
     different ones under both names, and for scales of another shape than one number, or one a kv
     head, or that no model has.
     """
     read: dict[str, Tensor] = {}
-    rows: list[tuple[list[str], Tensor]] = []
-    for prefix, scales_2G in weights.kv_scales().items():
+    rows: list[tuple[list[str], int, Tensor]] = []
+    for (prefix, scales_2G), count in zip(weights.kv_scales().items(), heads, strict=True):
         found = [
             [prefix + name for name in names if prefix + name in checkpoint.tensors]
             for names in _NAMES
@@ -61,10 +60,10 @@ def load_kv_scales(checkpoint: Checkpoint, weights: StoredWeights) -> int:
                     f"{checkpoint.path} has {' and '.join(chain(*found))}, but no scale for the "
                     f"{kind} of {prefix.rstrip('.')}"
                 )
-            read |= {name: _to_read(checkpoint, name, heads=len(row)) for name in names}
-            rows.append((names, row))
+            read |= {name: _to_read(checkpoint, name, heads=count) for name in names}
+            rows.append((names, count, row))
     checkpoint.load(read)
-    for names, row in rows:
+    for names, count, row in rows:
         for name in names:
             _check_values(checkpoint, name, read[name])
         first, last = names[0], names[-1]
@@ -74,7 +73,8 @@ def load_kv_scales(checkpoint: Checkpoint, weights: StoredWeights) -> int:
                 f"{checkpoint.path} has two scales for the same KV, and they differ: "
                 f"{first}={shown(read[first].tolist())}, {last}={shown(read[last].tolist())}"
             )
-        row.copy_(values)
+        ((start, length),) = spans_of([count], [len(row)], *share)
+        row.copy_(values.expand(count)[start : start + length])
     return len(rows) // 2
 
 

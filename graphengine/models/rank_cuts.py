@@ -5,15 +5,13 @@ They follow from the sizes of a whole model and of a rank's part of it, which `r
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from graphengine.models.checkpoint import Checkpoint, Cut
+from graphengine.models.checkpoint import Checkpoint, Cut, spans_of
 from graphengine.models.contract import WHOLE, Share, Stack, StoredLinear, StoredWeights, Weight
-from graphengine.models.kv_scales import kv_scale_names
 from graphengine.models.quantised.filling import dequantised_names
 
 Config = TypeVar("Config")
@@ -43,27 +41,13 @@ def cut_to(
     wholes = whole.stored()
     # These are cut once they are dequantised.
     in_codes = {f"{name}.weight" for name in dequantised_names(checkpoint, part.linears())}
-    cuts = {
-        name: _cut(checkpoint.tensors[name].shape, wholes[name], weight, share)
-        for name, weight in part.stored().items()
-        if weight.axis is not None and name not in in_codes
-    }
-    return checkpoint.cut(cuts | _scale_cuts(checkpoint, whole, part, share))
-
-
-def _scale_cuts(
-    checkpoint: Checkpoint, whole: StoredWeights, part: StoredWeights, share: Share
-) -> dict[str, Cut]:
-    """Of the scales of KV that a checkpoint has for each head."""
-    wholes, cuts = whole.kv_scales(), {}
-    for prefix, scales_2G in part.kv_scales().items():
-        heads, own = wholes[prefix].shape[1], scales_2G.shape[1]
-        for name in kv_scale_names(prefix):
-            info = checkpoint.tensors.get(name)
-            if info is not None and heads > 1 and math.prod(info.shape) == heads:
-                axis = info.shape.index(heads)
-                cuts[name] = Cut(axis, spans_of([heads], [own], *share), heads)
-    return cuts
+    return checkpoint.cut(
+        {
+            name: _cut(checkpoint.tensors[name].shape, wholes[name], weight, share)
+            for name, weight in part.stored().items()
+            if weight.axis is not None and name not in in_codes
+        }
+    )
 
 
 def _cut(shape: tuple[int, ...], whole: Weight, part: Weight, share: Share) -> Cut:
@@ -107,16 +91,3 @@ def _cuts(whole: StoredLinear, part: StoredLinear, share: Share) -> tuple[Cut, .
         )
         for (name, rows), (_, own) in zip(whole.parts, part.parts, strict=True)
     )
-
-
-def spans_of(
-    whole: Sequence[int], part: Sequence[int], rank: int, ranks: int
-) -> tuple[tuple[int, int], ...]:
-    """Of pieces that follow each other, (start, length) of what a rank has of each; ranks beside
-    each other may have the same.
-    """
-    spans, start = [], 0
-    for length, own in zip(whole, part, strict=True):
-        spans.append((start + rank * (length // own) // ranks * own, own))
-        start += length
-    return tuple(spans)

@@ -16,8 +16,9 @@ from graphengine.checks import shown
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import Model, ModelConfig, RankGroup, StoredWeights
+from graphengine.models.contract import Model, ModelConfig, RankGroup, Share, StoredWeights
 from graphengine.models.kv_scales import calibrate_kv_scales, load_kv_scales
+from graphengine.models.states import paged_states
 from graphengine.observe.tracing import span
 from graphengine.opening.allocation import Allocation, allocate
 from graphengine.opening.memory import MemoryPlan, calibration_blocks
@@ -26,13 +27,24 @@ from graphengine.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-def read_kv_scales(checkpoint: Checkpoint, weights: StoredWeights, drafter: Drafter) -> None:
-    """Set the scales of the model's KV, and of its drafter's, that their checkpoints have."""
-    held = [("the model", checkpoint, weights)]
+def read_kv_scales(
+    checkpoint: Checkpoint,
+    weights: StoredWeights,
+    drafter: Drafter,
+    whole: ModelConfig,
+    share: Share,
+) -> None:
+    """Set the scales of the model's KV, and of its drafter's, that their checkpoints have.
+
+    whole  the model, of which this rank has a share
+    """
+    held = [("the model", checkpoint, weights, whole.states)]
     if drafter.weights is not None:
-        held.append(("the drafter", drafter.own_checkpoint or checkpoint, drafter.weights))
-    for whose, source, each in held:
-        found = load_kv_scales(source, each)
+        source = drafter.own_checkpoint or checkpoint
+        held.append(("the drafter", source, drafter.weights, drafter.whole_states))
+    for whose, source, each, states in held:
+        heads = [state.kv_heads for state in paged_states(states)]
+        found = load_kv_scales(source, each, heads, share)
         layers = len(each.kv_scales())
         log.info(
             "fp8 KV of %s: scales of %d of %d layers from %s, of the others 1.0",

@@ -115,7 +115,7 @@ def load_checkpoint(
         linears += drafter.linears()
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
-            read_kv_scales(checkpoint, weights, drafter)
+            read_kv_scales(checkpoint, weights, drafter, whole, share)
             unused = [name for name in unused if not is_kv_scale(name)]
     if unused:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from graphengine.core.runtime import Runtime
+from graphengine.models.checkpoint import spans_of
 from graphengine.models.contract import RankGroup
 from graphengine.models.kv_scales import scales_id
-from graphengine.models.rank_cuts import spans_of
 from graphengine.models.states import LayerStates, paged_states, recurrent_states
 
 BLOCKS_AT_ONCE = 16

@@ -12,6 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.few_layers import HEAD_LAYERS, eagle3_head, few_layers
 from graphengine import Engine, SamplingParams, SessionSnapshot
+from graphengine.config import EngineConfig
+from graphengine.models.contract import Share
+from graphengine.opening.loading import load_checkpoint, plan_checkpoint, read_checkpoint
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, Eagle3, Speculative
 
@@ -87,6 +90,20 @@ def test_scales_of_a_checkpoint(scaled: Path) -> None:
             of_two = snapshot(engine)
             assert of_two.origin.dtype == of_one.origin.dtype
         assert go_on(alone, of_two) == then
+
+
+def test_scales_are_checked_as_those_of_all_heads(scaled: Path, tmp_path: Path) -> None:
+    """Not as those of a rank, which has one of two heads."""
+    folder = tmp_path / "demo"
+    shutil.copytree(scaled, folder)
+    file = folder / "model.safetensors"
+    name = "model.layers.1.self_attn.v_scale"
+    save_file(load_file(file) | {name: torch.ones(3)}, file)
+    config = EngineConfig(device="cpu", kv_dtype="fp8", tensor_parallel=2, max_seq_len=64)
+    found = read_checkpoint(folder, config, Share(1, 2))
+    message = rf"has {name} of shape \[3\]: .* for each of 2 kv heads"
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(found, plan_checkpoint(found, config), config)
 
 
 def test_scales_of_a_prompt() -> None:
