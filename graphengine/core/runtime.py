@@ -99,8 +99,7 @@ class Runtime:
         self.stream = held.stream
         # What the waits query.
         self._watched: Queryable | None = held.stream
-        # Of each fp8 cache those of all its layers, `[ranks, L, 2, G]`.
-        self.kv_scales = _kv_scales(model, memory, drafter, group)
+        self._has_scales = memory.kv_dtype == FP8_KV
         self.launched = 0
         self.device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
@@ -112,7 +111,7 @@ class Runtime:
             self.close()
             raise
         self.numerics_id = _numerics_id(
-            model, memory, held, self.prefill_cut, config, self.kv_scales
+            model, memory, held, self.prefill_cut, config, self.kv_scales(group)
         )
 
     def _capture(self, memory: MemoryPlan) -> None:
@@ -277,9 +276,21 @@ class Runtime:
         drafted = self.program.drafter.weights
         return fingerprint(self.model.weights), "" if drafted is None else fingerprint(drafted)
 
+    def kv_scales(self, group: RankGroup | None = None) -> list[Tensor]:
+        """Of each fp8 cache the scales of all its layers, `[ranks, L, 2, G]` on the host; those of
+        this rank where there is no group.
+        """
+        drafter = self.program.drafter
+        held: list[StoredWeights] = [self.model.weights] if self._has_scales else []
+        if self._has_scales and drafter.needs.states:
+            assert drafter.weights is not None, "a drafter with KV has weights"
+            held.append(drafter.weights)
+        with self.on_stream():
+            return [scales_of_ranks(each, group) for each in held]
+
     def scales_id(self) -> str:
         """Digits of the scales of fp8 caches."""
-        return scales_id(layer for cache in self.kv_scales for layer in cache[0])
+        return scales_id(layer for cache in self.kv_scales() for layer in cache[0])
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -366,18 +377,6 @@ def _slowest(
     """`chunk_ms` of all ranks, the longest time."""
     own = torch.tensor([[chunk_ms(tokens, start)]], dtype=torch.float32, device=device)
     return float(group.gather(own).max())
-
-
-def _kv_scales(
-    model: Model, memory: MemoryPlan, drafter: Drafter, group: RankGroup | None
-) -> list[Tensor]:
-    if memory.kv_dtype != FP8_KV:
-        return []
-    held: list[StoredWeights] = [model.weights]
-    if drafter.needs.states:
-        assert drafter.weights is not None, "a drafter with KV has weights"
-        held.append(drafter.weights)
-    return [scales_of_ranks(each, group) for each in held]
 
 
 def _numerics_id(

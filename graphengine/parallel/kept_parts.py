@@ -96,16 +96,16 @@ class KeptParts:
         pieces = self._recurrent[: len(shapes)]
         return tuple(each.whole_shape(shape) for shape, each in zip(shapes, pieces, strict=True))
 
+    # Every rank calls each of these, with the same arguments but for what only the driver has.
+
     def scales_id(self) -> str:
         """As `Runtime.scales_id`, of all ranks together."""
-        pairs = zip(self._runtime.kv_scales, self._heads, strict=True)
+        scales = self._runtime.kv_scales(self._group)
         return scales_id(
             heads._replace(axis=1).together(of_ranks)
-            for cache, heads in pairs
+            for cache, heads in zip(scales, self._heads, strict=True)
             for of_ranks in cache.transpose(0, 1)
         )
-
-    # Every rank calls each of these, with the same arguments but for what only the driver has.
 
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
         """As `Runtime.read_blocks`, of all ranks together."""

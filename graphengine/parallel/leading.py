@@ -166,8 +166,12 @@ class LeadingRuntime(Runtime):
         return self._fingerprints
 
     def scales_id(self) -> str:
-        """Digits of the scales that one rank with all heads would have."""
-        return self._parts.scales_id()
+        """Digits of the scales that one rank with all heads would have; waits for all ranks."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.READ_SCALES)
+            found = self._parts.scales_id()
+            self._meeting.check()
+            return found
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -55,6 +55,7 @@ class Kind(IntEnum):
     COPY_BLOCK  those of a `BlockCopy`
     READ_BLOCKS, WRITE_BLOCKS  (): of `KeptParts`; data are the blocks, int32
     READ_STATES, WRITE_STATES  (place): of `KeptParts`
+    READ_SCALES ()
     """
 
     LOAD = 1
@@ -69,6 +70,7 @@ class Kind(IntEnum):
     WRITE_BLOCKS = 10
     READ_STATES = 11
     WRITE_STATES = 12
+    READ_SCALES = 13
 
 
 class Command(NamedTuple):

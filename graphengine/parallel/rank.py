@@ -155,6 +155,8 @@ class _Rank:
                 parts.read_states(numbers[0])
             elif kind is Kind.WRITE_STATES:
                 parts.write_states(numbers[0], None)
+            elif kind is Kind.READ_SCALES:
+                parts.scales_id()
             elif kind is Kind.TELL:
                 runtime.synchronize()
                 self._end.say(state_digest(runtime.buffers))
