@@ -23,6 +23,7 @@ from graphengine.core.misplaced import check_names
 from graphengine.core.report import EngineReport, StepReport, describe_step, make_report, statistics
 from graphengine.core.runtime import Runtime
 from graphengine.core.snapshots import SessionSnapshot
+from graphengine.core.weight_updates import WeightSource, update_weights
 from graphengine.drafters import Drafter
 from graphengine.engine_options import EngineOptions
 from graphengine.host.gate import Gate
@@ -32,6 +33,7 @@ from graphengine.models.contract import Model
 from graphengine.observe.recorder import Recorder
 from graphengine.opening.loading import Opened, open_checkpoint
 from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.updating import LoadedWeights
 from graphengine.parallel.leading import open_with_ranks
 from graphengine.prompts import Prompt
 from graphengine.requests.acceptance import Acceptance
@@ -69,6 +71,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] = (),
         runtime: Runtime | None = None,
+        loaded: LoadedWeights | None = None,
     ) -> None:
         if runtime is None and config.tensor_parallel > 1:
             raise ValueError(
@@ -78,6 +81,7 @@ class Engine:
         self.memory = memory
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
+        self._loaded = loaded
         self.core = EngineCore(
             runtime or Runtime(model, memory, config, drafter),
             memory,
@@ -124,7 +128,7 @@ class Engine:
             )
         check_callable("progress", progress)
         opened, runtime = _open(path, config, progress)
-        model, memory, tokenizer, eos_ids, drafter = opened
+        model, memory, tokenizer, eos_ids, drafter, loaded = opened
         return cls(
             model,
             memory,
@@ -133,6 +137,7 @@ class Engine:
             eos_ids=eos_ids,
             drafter=drafter,
             runtime=runtime,
+            loaded=loaded,
         )
 
     @property
@@ -342,6 +347,30 @@ class Engine:
         """
         return restore_session(self.core, source)
 
+    def update_weights(self, source: WeightSource) -> None:
+        """Put other values into the weights, in place: graphs and addresses stay as they are.
+
+        source  pairs of a name and a tensor, or a mapping, with names and shapes of the checkpoint
+                that the engine was opened from: all of its tensors or some, on any device. An
+                iterator is read to its end first; to hold fewer at a time, call it in pieces. Or
+                the directory of a whole checkpoint of the same model
+
+        Values are cast, fused, rounded (`quantize`) and split over ranks as they were at opening.
+        What is rounded together comes together: q, k and v, or gate and up. Tensors that the
+        checkpoint has and the engine does not use are left out; draft modules of the checkpoint are
+        updated, and drafters with a checkpoint of their own are not. The scales of an fp8 KV cache
+        stay.
+
+        KV of the older weights is dropped: cached prefixes are forgotten, and sessions keep their
+        tokens and are `evicted`, so that their next turn prefills them. Snapshots of the older
+        weights are refused from then on. It waits for the device.
+
+        ValueError while requests are unfinished, and, with names and both values, for tensors that
+        cannot be taken: then nothing is changed. An error while values are written breaks the
+        engine.
+        """
+        update_weights(self.core, self._loaded, source)
+
     @property
     def cache(self) -> torch.Tensor:
         """KV `[layers, blocks, 2, block_size, kv_heads, head_dim]` of the model, until `close`.
@@ -405,6 +434,7 @@ class Engine:
         a ValueError. May be called again.
         """
         self.core.close()
+        self._loaded = None
 
     def __enter__(self) -> Self:
         return self

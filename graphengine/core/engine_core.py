@@ -223,6 +223,23 @@ class EngineCore:
             if self.recorder.recording:
                 self.recorder.delivered()
 
+    def settle(self, call: str) -> None:
+        """Read what is still in flight when no request is left: nothing runs until the next one.
+
+        ValueError, with their number, while there are unfinished requests, and inside a step.
+        """
+        self.check_open()
+        if self._busy_in is not None:
+            raise ValueError(f"{call}() called from inside {self._busy_in}, by an event callback")
+        if self.scheduler.busy:
+            requests = len(self.scheduler.active) + len(self.scheduler.waiting)
+            raise ValueError(
+                f"{call}() with unfinished requests ({requests}): drain() the engine first, or "
+                f"cancel them and step"
+            )
+        while self.in_flight:
+            self.collect(None)
+
     @ranged("step/plan", lambda core: (0, len(core.scheduler.active)))
     def plan(self) -> Plan | None:
         """The scheduler's next plan, at the width that the gate and the schedule choose."""

@@ -21,12 +21,13 @@ from graphengine.buckets import CapturedGraph, CaptureReport, Copied, capture_al
 from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
-from graphengine.core.fingerprints import fingerprint
+from graphengine.core.fingerprints import fingerprint, updated_fingerprint
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.host.replay import Replay
 from graphengine.kernels import BITS, FP8_KV
 from graphengine.models.contract import Model, RankGroup, StoredWeights
+from graphengine.models.given_tensors import GivenTensors
 from graphengine.models.kv_scales import scales_id, scales_of_ranks
 from graphengine.models.tuning import numerics_id
 from graphengine.observe.tracing import span
@@ -38,6 +39,7 @@ from graphengine.opening.allocation import (
     swap_blocks,
 )
 from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.updating import LoadedWeights
 from graphengine.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.request import Request
@@ -101,6 +103,7 @@ class Runtime:
         self._watched: Queryable | None = held.stream
         self._has_scales = memory.kv_dtype == FP8_KV
         self.launched = 0
+        self._updated = ""
         self.device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
         self.graphs: dict[GraphKey, Graph] = {}
@@ -272,9 +275,45 @@ class Runtime:
             self.stream.synchronize()
 
     def fingerprints(self) -> tuple[str, str]:
-        """Of the weights of the model, and of those of its drafter: "" of one without."""
+        """Of the weights of the model, and of those of its drafter: "" of one without.
+
+        What was updated has one of its own, which the modules of the model's checkpoint share.
+        """
+        drafter, updated = self.program.drafter, self._updated
+        if updated and drafter.weights is not None and drafter.own_checkpoint is None:
+            return updated, updated
+        return updated or self._model_fingerprint(), self._drafter_fingerprint()
+
+    def _model_fingerprint(self) -> str:
+        """Of the weights that were loaded when it was opened."""
+        return fingerprint(self.model.weights)
+
+    def _drafter_fingerprint(self) -> str:
         drafted = self.program.drafter.weights
-        return fingerprint(self.model.weights), "" if drafted is None else fingerprint(drafted)
+        return "" if drafted is None else fingerprint(drafted)
+
+    def note_update(self, loaded: LoadedWeights, given: GivenTensors) -> None:
+        """Let fingerprints be others from now on, for `update_weights` with the same arguments."""
+        values, whole = loaded.used(given)
+        before = "" if whole else self._updated or self._model_fingerprint()
+        self._updated = updated_fingerprint(before, loaded.whole, values)
+
+    def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
+        """Fill weights with these values where they lie, and what was made of them.
+
+        Waits for it: no replay may be in flight. What the caller's stream does to the values is
+        waited for, too.
+        """
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self.on_stream(), torch.no_grad():
+            loaded.load(given)
+            self.model.refresh()
+            self.program.drafter.refresh()
+        self.synchronize()
+        if self.stream is not None:
+            # What it took for a moment: no budget has it.
+            torch.cuda.empty_cache()
 
     def kv_scales(self, group: RankGroup | None = None) -> list[Tensor]:
         """Of each fp8 cache the scales of all its layers, `[ranks, L, 2, G]` on the host; those of

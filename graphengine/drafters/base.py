@@ -262,6 +262,11 @@ class Drafter(ABC):
         as in the target's cache, or empty.
         """
 
+    def refresh(self) -> None:  # noqa: B027
+        """Compute anew, in place, what it made when it was opened of the target's weights, or of
+        its own that are from the target's checkpoint. Queued on the current stream.
+        """
+
     # Captured.
 
     @abstractmethod

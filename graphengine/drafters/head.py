@@ -40,7 +40,7 @@ from graphengine.kernels import (
     top_drafts,
 )
 from graphengine.models.contract import DecodeLaunch, RankGroup
-from graphengine.models.linears import WeightForms
+from graphengine.models.linears import WeightForms, refill
 from graphengine.models.vocabulary import vocabulary_of
 
 # What is done to the logits of drafts.
@@ -70,6 +70,16 @@ def trimmed(
     ids = ids.to(device)
     rows = weight.index_select(0, ids) if isinstance(weight, Tensor) else select_rows(weight, ids)
     return rows, ids.int()
+
+
+def trim_again(rows: AnyWeight, weight: AnyWeight, ids: Tensor | None) -> None:
+    """Fill the copies that `trimmed` made, if it did, with the rows as they are now."""
+    if ids is None:
+        return
+    device = weight.device if isinstance(weight, Tensor) else weight.codes.device
+    made, _ = trimmed(weight, ids, device)
+    held, found = ([each] if isinstance(each, Tensor) else each.tensors for each in (rows, made))
+    refill(held, found)
 
 
 class DraftHead:

@@ -179,6 +179,9 @@ class OpenModules(ABC):
         self.launch, self.target_eps = launch, target_eps
         self.dtype = fusions[0].embedding.dtype
 
+    def refresh(self) -> None:  # noqa: B027
+        """As of a `Drafter`: here nothing is made of the target's checkpoint."""
+
     def read(self, hidden: Hidden | None, lanes: DecodeLanes) -> TargetHidden:
         """What the first module reads of the lanes that the target was fed.
 
@@ -301,3 +304,6 @@ class ModuleDrafter(Drafter):
         self.streams, self.step_streams = opened.streams, opened.step_streams
         self._limit = setting.limit
         self._draft_tokens = setting.buffers["draft_tokens"]
+
+    def refresh(self) -> None:
+        self._opened.refresh()

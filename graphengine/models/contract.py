@@ -509,6 +509,13 @@ class Model(Protocol):
         """What the bits depend on besides plans and dtype, for chunks of these sizes."""
         ...
 
+    def refresh(self) -> None:
+        """Compute anew, in place, what was made of the weights when the model was opened.
+
+        Queued on the current stream, once other values are in the weights.
+        """
+        ...
+
     def decode(
         self,
         row: DecodeLanes,

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, make_drafter
-from graphengine.kernels import FP8_KV
+from graphengine.kernels import FP8_KV, PackedWeight
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
+from graphengine.models.contract import WHOLE, Model, ModelConfig, Share, StoredLinear
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.rank_cuts import cut_linears, cut_to
 from graphengine.models.ranks import of_rank
@@ -25,6 +25,7 @@ from graphengine.models.stored import (
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
 from graphengine.opening.memory import MemoryPlan, plan_memory
+from graphengine.opening.updating import LoadedWeights
 from graphengine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -48,13 +49,17 @@ class Found(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The parts of an engine: weights are loaded, nothing else is allocated."""
+    """The parts of an engine: weights are loaded, nothing else is allocated.
+
+    loaded  where each weight came from
+    """
 
     model: Model
     memory: MemoryPlan
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     drafter: Drafter
+    loaded: LoadedWeights
 
 
 def open_checkpoint(
@@ -108,8 +113,13 @@ def load_checkpoint(
         wanted = destinations(checkpoint, weights)
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
         linears = weights.linears()
+        all_wanted, all_linears = {*wanted}, linears + drafter.linears()
         if share != WHOLE:
-            of_all = whole.allocate(device="meta", dtype=memory.dtype)
+            of_all, drafted = whole.allocate(device="meta", dtype=memory.dtype), None
+            if drafter.own_checkpoint is None:
+                drafted = drafter.whole_weights(memory.dtype)
+            all_wanted |= {*destinations(checkpoint, of_all), *(drafted.named() if drafted else ())}
+            all_linears = of_all.linears() + (drafted.linears() if drafted else [])
             linears = cut_linears(of_all, weights, share)
             checkpoint = drafter.cut(cut_to(checkpoint, of_all, weights, share))
         linears += drafter.linears()
@@ -125,4 +135,16 @@ def load_checkpoint(
     )
     if ids and share == WHOLE:
         calibrate(model, memory, config, drafter, ids)
-    return Opened(model, memory, tokenizer, eos_ids, drafter)
+    loaded = LoadedWeights(
+        checkpoint=checkpoint,
+        whole=whole,
+        wanted=wanted,
+        packed=_packed(linears),
+        all_wanted=all_wanted,
+        all_packed=_packed(all_linears),
+    )
+    return Opened(model, memory, tokenizer, eos_ids, drafter, loaded)
+
+
+def _packed(linears: Sequence[StoredLinear]) -> list[StoredLinear]:
+    return [linear for linear in linears if isinstance(linear.weight, PackedWeight)]

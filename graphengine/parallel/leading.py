@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
-from graphengine.models.contract import Share
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.contract import Share, StoredWeights
+from graphengine.models.given_tensors import GivenTensors, as_checkpoint
 from graphengine.opening.calibration import calibrate
 from graphengine.opening.loading import (
     Found,
@@ -26,6 +29,7 @@ from graphengine.opening.loading import (
     read_checkpoint,
 )
 from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.updating import LoadedWeights
 from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.rank import kept_parts, state_digest
@@ -100,7 +104,7 @@ class LeadingRuntime(Runtime):
         # As many bytes as a load has at most.
         self.record_piece = memory.load_bytes // 2
         self._found, self._dtype = found, memory.dtype
-        self._fingerprints: tuple[str, str] | None = None
+        self._fingerprints: dict[str, str] = {}
         self._parts = kept_parts(self, self._meeting, found)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
@@ -147,23 +151,39 @@ class LeadingRuntime(Runtime):
                 self.ranks.send(kind, tuple(map(int, each)))
             super().copy_kept(copies)
 
-    def fingerprints(self) -> tuple[str, str]:
-        """Those of one rank with all weights, which are read again when they are first asked for.
+    def _model_fingerprint(self) -> str:
+        """That of one rank with all weights, which are read again when it is first asked for.
 
-        A drafter's is of this rank's weights where its checkpoint does not tell all. ValueError
-        where a checkpoint has changed.
+        ValueError where the checkpoint has changed.
         """
-        if self._fingerprints is None:
-            found, name = self._found, self._found.whole.embedding_name
-            model = found.whole.allocate(device="meta", dtype=self._dtype)
-            drafted = found.drafter.whole_weights(self._dtype)
-            _, drafter = super().fingerprints()
-            if drafted is not None:
-                source = found.drafter.whole_checkpoint or found.checkpoint
-                drafter = whole_fingerprint(drafted, source, name, self.device)
-            fingerprint = whole_fingerprint(model, found.checkpoint, name, self.device)
-            self._fingerprints = fingerprint, drafter
-        return self._fingerprints
+        if "model" not in self._fingerprints:
+            whole = self._found.whole.allocate(device="meta", dtype=self._dtype)
+            source = self._found.checkpoint
+            self._fingerprints["model"] = self._whole_fingerprint(whole, source)
+        return self._fingerprints["model"]
+
+    def _drafter_fingerprint(self) -> str:
+        """The same of the drafter; that of this rank's weights where a checkpoint does not tell all
+        as they are.
+        """
+        drafted = self._found.drafter.whole_weights(self._dtype)
+        if drafted is None:
+            return super()._drafter_fingerprint()
+        if "drafter" not in self._fingerprints:
+            source = self._found.drafter.whole_checkpoint or self._found.checkpoint
+            self._fingerprints["drafter"] = self._whole_fingerprint(drafted, source)
+        return self._fingerprints["drafter"]
+
+    def _whole_fingerprint(self, weights: StoredWeights, source: Checkpoint) -> str:
+        name = self._found.whole.embedding_name
+        return whole_fingerprint(weights, source, name, self.device)
+
+    def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
+        """Fill the weights of all ranks, each with its part of the values."""
+        with as_checkpoint(given) as folder, self.ranks.explained():
+            self.ranks.send(Kind.UPDATE, data=os.fsencode(folder))
+            super().update_weights(loaded, given)
+            self.ranks.wait_until_done()
 
     def scales_id(self) -> str:
         """Digits of the scales that one rank with all heads would have; waits for all ranks."""

@@ -55,6 +55,7 @@ class Kind(IntEnum):
     COPY_BLOCK  those of a `BlockCopy`
     READ_BLOCKS, WRITE_BLOCKS  (): of `KeptParts`; data are the blocks, int32
     READ_STATES, WRITE_STATES  (place): of `KeptParts`
+    UPDATE      (): `Runtime.update_weights`; data are the path of a checkpoint with the tensors
     READ_SCALES ()
     """
 
@@ -70,7 +71,8 @@ class Kind(IntEnum):
     WRITE_BLOCKS = 10
     READ_STATES = 11
     WRITE_STATES = 12
-    READ_SCALES = 13
+    UPDATE = 13
+    READ_SCALES = 14
 
 
 class Command(NamedTuple):

@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from graphengine.models.contract import Share
 from graphengine.opening.calibration import calibrate
 from graphengine.opening.loading import Found, load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
+from graphengine.opening.updating import LoadedWeights
 from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.link import Command, Kind, LinkMemory, RankEnd, Stage
 from graphengine.parallel.meeting import Meeting
@@ -115,12 +117,14 @@ class _Rank:
         runtime = Runtime(opened.model, memory, config, opened.drafter, group=meeting)
         meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
-        self._follow(runtime, meeting, kept_parts(runtime, meeting, found))
+        self._follow(runtime, meeting, kept_parts(runtime, meeting, found), opened.loaded)
         runtime.close()
         # The process takes its own memory along, which others may still have.
         meeting.leave()
 
-    def _follow(self, runtime: Runtime, meeting: Meeting, parts: KeptParts) -> None:
+    def _follow(
+        self, runtime: Runtime, meeting: Meeting, parts: KeptParts, loaded: LoadedWeights
+    ) -> None:
         """Do what the driver does, command by command, until it closes."""
 
         def due() -> Command | None:
@@ -157,6 +161,8 @@ class _Rank:
                 parts.write_states(numbers[0], None)
             elif kind is Kind.READ_SCALES:
                 parts.scales_id()
+            elif kind is Kind.UPDATE:
+                runtime.update_weights(loaded, loaded.in_folder(Path(os.fsdecode(data))))
             elif kind is Kind.TELL:
                 runtime.synchronize()
                 self._end.say(state_digest(runtime.buffers))

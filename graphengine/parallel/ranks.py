@@ -154,6 +154,11 @@ class Ranks:
         )
         self.check()
 
+    def wait_until_done(self) -> None:
+        """Wait until all ranks have done what was sent, which may be as long as loading."""
+        number = self._end.sent
+        self._wait(lambda: self._end.least_done() >= number, _LOAD_LIMIT_S, f"command {number}")
+
     def tell(self) -> list[str]:
         """Digests of all other ranks' device-owned state, after all that was sent."""
         number = self.send(Kind.TELL)

@@ -27,7 +27,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Files of over 90 s on an H200 with 30 processes beside each other, the longest first.
 SHARDS = {
-    "tests/kernels/experts/test_packed_experts_gluon.py": 8,
+    "tests/kernels/experts/test_packed_experts_gluon.py": 4,
     "tests/graphengine/models/test_gemma3.py": 4,
     "tests/graphengine/models/test_hybrids.py": 6,
     "tests/kernels/recurrent/test_gated_delta.py": 4,
@@ -51,6 +51,7 @@ SHARDS = {
     "tests/kernels/attention/test_prefill_gluon.py": 2,
     "tests/kernels/linear/test_packed_linear.py": 3,
     "tests/kernels/linear/test_packed_chunk_fp8.py": 2,
+    "tests/graphengine/program/test_graphs.py": 4,
 }
 ALONE = re.compile(r"\bmark\.alone\b")
 """What a file with a test that runs alone has in it."""
@@ -153,8 +154,10 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def run(job: Job, gpus: Sequence[str], limit: float) -> Outcome:
-    """The job's tests in a process that sees these GPUs; without any, those that this one sees."""
+def run(job: Job, gpus: Sequence[str], limit: float, threads: int = 0) -> Outcome:
+    """The job's tests in a process that sees these GPUs; without any, those that this one sees.
+    `threads` for torch's CPU kernels; 0: as many as it likes.
+    """
     support = str(Path(__file__).resolve().parent)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (support, os.environ.get("PYTHONPATH")))),
@@ -163,6 +166,8 @@ def run(job: Job, gpus: Sequence[str], limit: float) -> Outcome:
     }
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "native", "-m", job.marker, *job.paths]
     begun = time.monotonic()
     try:
@@ -214,12 +219,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-    processes = options.processes or max(1, (os.cpu_count() or 1) - 2)
+    cores = os.cpu_count() or 1
+    processes = options.processes or max(1, cores - 2)
+    threads = max(1, cores // processes)
 
     def go(numbered: tuple[int, Job]) -> Outcome:
         number, job = numbered
         own = [gpus[number % len(gpus)]] if gpus else []
-        outcome = run(job, own, options.limit)
+        outcome = run(job, own, options.limit, threads)
         report(outcome, options.out)
         return outcome
 

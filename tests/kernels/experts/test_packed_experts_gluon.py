@@ -22,7 +22,7 @@ from graphengine.kernels.experts.reference import expert_product_reference, expe
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from launches.compilation import record_launch
@@ -42,9 +42,12 @@ WIDE = LinearPlan("dot", block_m=32, block_k=128, stages=3)
 TALL = LinearPlan("dot", block_m=64, block_k=64, stages=2)
 
 
-def random_experts(name: str, E: int, M: int, K: int, *, swiglu: bool, idle: set[int]) -> Any:
-    """Random experts and what they mean, float32 [E, M, K]; `idle` ones hold NaN or 255."""
-    packed = [pack(random_quantised(name, M, K, seed=e), swiglu=swiglu) for e in range(E)]
+def random_experts(
+    name: str, E: int, M: int, K: int, *, swiglu: bool, idle: set[int], device: str
+) -> PackedExperts:
+    """Random experts [E, M, K]; `idle` ones hold NaN or 255."""
+    drawn = (random_quantised(name, M, K, seed=e) for e in range(E))
+    packed = [pack(to_device(weight, device), swiglu=swiglu) for weight in drawn]
     one = packed[0]
 
     def room(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -67,8 +70,8 @@ def random_experts(name: str, E: int, M: int, K: int, *, swiglu: bool, idle: set
     return experts
 
 
-def to_device(experts: PackedExperts, device: str) -> PackedExperts:
-    return PackedExperts(*(p.to(device) if isinstance(p, torch.Tensor) else p for p in experts))
+def to_device(weight: QuantisedWeight, device: str) -> QuantisedWeight:
+    return QuantisedWeight(*(p.to(device) if isinstance(p, torch.Tensor) else p for p in weight))
 
 
 class Case:
@@ -96,21 +99,29 @@ class Case:
             slot[1], x[1], chosen[1], share[1] = -1, NAN, 2**31 - 1, NAN
         idle = set(range(E)) - set(chosen[slot >= 0].flatten().tolist())
         self.E = E
-        self.slot = slot.int()
-        self.routes = Routes(chosen.int(), share)
-        self.squares = (torch.rand(3, lanes, generator=random) + 0.5) * hidden / 3
-        self.gate_up = random_experts(name, E, 2 * ffn, hidden, swiglu=True, idle=idle)
-        self.down = random_experts(name, E, hidden, ffn, swiglu=False, idle=idle)
+        squares = (torch.rand(3, lanes, generator=random) + 0.5) * hidden / 3
+        kept: dict[str, Any] = {"idle": idle, "device": device}
+        self.gate_up = random_experts(name, E, 2 * ffn, hidden, swiglu=True, **kept)
+        self.down = random_experts(name, E, hidden, ffn, swiglu=False, **kept)
         live = int(chosen[0, 0])
-        self.x = (x / (self.gate_up.floats(live).square().mean() * hidden).sqrt()).to(dtype)
-        a = normal(lanes * top_k, ffn) / (self.down.floats(live).square().mean() * ffn).sqrt()
+        sizes = [
+            float(each.floats(live).square().mean() * each.shape[2]) ** 0.5
+            for each in (self.gate_up, self.down)
+        ]
+        a = normal(lanes * top_k, ffn) / sizes[1]
         a.view(lanes, top_k, ffn)[slot < 0] = NAN
-        self.a = a.to(dtype)
-        self.gate_up_bias, self.down_bias = (
-            normal(E, 2 * ffn).to(dtype),
-            normal(E, hidden).to(dtype),
-        )
-        self.stream, self.norm = normal(lanes, hidden), normal(hidden).to(dtype)
+
+        def there(tensor: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+            return tensor.to(device, to)
+
+        self.device = device
+        self.slot, self.squares = there(slot, torch.int32), there(squares, torch.float32)
+        self.routes = Routes(there(chosen, torch.int32), there(share, torch.float32))
+        self.x, self.a = there(x / sizes[0], dtype), there(a, dtype)
+        self.gate_up_bias = there(normal(E, 2 * ffn), dtype)
+        self.down_bias = there(normal(E, hidden), dtype)
+        self.stream = there(normal(lanes, hidden), torch.float32)
+        self.norm = there(normal(hidden), dtype)
         self.clamped: ClampedSwiglu | None = ClampedSwiglu(limit=1.5, slope=1.7)
         self._move(device)
 
@@ -150,7 +161,7 @@ class Case:
 
 def launch(case: Case, call: Any) -> Any:
     """Run the launch; without a GPU in an emulation, with copies late and early."""
-    if case.x.is_cuda:
+    if case.device == "cuda":
         return call()
     found: list[Any] = []
     recorded = record_launch(EXPERTS, lambda: found.append(call()), DECODE)
