@@ -115,7 +115,7 @@ class EngineConfig:
     expert_parallel: bool = option(
         False,
         doc="""whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in
-        place of a part of each; on a CPU alone, as no kernel leaves other ranks' experts out""",
+        place of a part of each""",
         flag=Flag(),
     )
     data_parallel: int = option(
@@ -525,35 +525,11 @@ class EngineConfig:
         object.__setattr__(self, "draft_len_schedule", schedule.steps)
 
     def _check_ranks(self) -> None:
-        """ValueError for what several ranks cannot do yet, and for what takes several."""
+        """ValueError for what takes several ranks, and for what some cannot do."""
         if self.data_parallel > 1:
             self._check_data_ranks()
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError("expert_parallel=True is for several ranks, not tensor_parallel=1")
-        if self.expert_parallel and torch.device(self.device).type != "cpu":
-            raise ValueError(
-                f"expert_parallel=True is for ranks on a CPU, not for device={self.device!r}: no "
-                f"kernel leaves the experts of other ranks out"
-            )
-        if self.ranks == 1:
-            return
-        mode, drafters = self.mode, (MTP, Eagle3, NGram, UserProvided)
-        wants_one_rank = not isinstance(mode, drafters) or (
-            isinstance(mode, MTP | Eagle3)
-            and (mode.shape is not None or mode.min_confidence is not None)
-        )
-        alone: dict[str, bool] = {
-            "kv_dtype": self.kv_dtype != "auto",
-            "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
-            "prompt_embeds": self.prompt_embeds,
-            "speculative": mode is not None and wants_one_rank,
-        }
-        for name, is_asked in alone.items():
-            if is_asked:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is for an engine of one rank, not for "
-                    f"{self.ranks_option}"
-                )
 
     def _check_data_ranks(self) -> None:
         """ValueError for what ranks with requests of their own cannot do."""
@@ -570,9 +546,25 @@ class EngineConfig:
             )
         if torch.device(self.device).type != "cpu":
             raise ValueError(
-                f"data_parallel={ranks} is for ranks on a CPU, not for device={self.device!r}: no "
-                f"kernel leaves the experts of other ranks out"
+                f"data_parallel={ranks} is for ranks on a CPU, not for device={self.device!r}: "
+                f"ranks on GPUs do not hand their requests' results over yet"
             )
+        mode = self.mode
+        simple = mode is None or isinstance(mode, MTP | Eagle3 | NGram | UserProvided)
+        if isinstance(mode, MTP | Eagle3):
+            simple = mode.shape is None and mode.min_confidence is None
+        one_rank: dict[str, bool] = {
+            "kv_dtype": self.kv_dtype != "auto",
+            "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
+            "prompt_embeds": self.prompt_embeds,
+            "speculative": not simple,
+        }
+        for name, is_asked in one_rank.items():
+            if is_asked:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is for an engine of one rank, not for "
+                    f"{self.ranks_option}"
+                )
 
     @property
     def ranks(self) -> int:

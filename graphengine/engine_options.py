@@ -35,7 +35,7 @@ class EngineOptions(TypedDict, total=False):
 
     expert_parallel: bool
     """whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in place of
-    a part of each; on a CPU alone, as no kernel leaves other ranks' experts out
+    a part of each
     """
 
     data_parallel: int

@@ -25,9 +25,9 @@ from graphengine.core.waits import Waits
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.kernels import BITS, FP8_KV
-from graphengine.models.contract import Model, RankGroup
+from graphengine.models.contract import Model, RankGroup, StoredWeights
 from graphengine.models.given_tensors import GivenTensors
-from graphengine.models.kv_scales import scales_id
+from graphengine.models.kv_scales import scales_id, scales_of_ranks
 from graphengine.models.tuning import numerics_id
 from graphengine.observe.tracing import span
 from graphengine.opening.allocation import (
@@ -101,6 +101,7 @@ class Runtime(Waits):
         self.caches, self.program, self.kept = held.caches, held.program, held.kept
         self.stream = held.stream
         self._watched = held.stream
+        self._has_scales = memory.kv_dtype == FP8_KV
         self.launched = 0
         self._updated = ""
         self.device = memory.device
@@ -108,11 +109,13 @@ class Runtime(Waits):
         self.graphs: dict[GraphKey, Graph] = {}
         self._capture(memory)
         try:
-            self.prefill_cut, self.chunk_times = self._cut_prompts(memory, config)
+            self.prefill_cut, self.chunk_times = self._cut_prompts(memory, config, group)
         except BaseException:
             self.close()
             raise
-        self.numerics_id = _numerics_id(model, memory, held, self.prefill_cut, config)
+        self.numerics_id = _numerics_id(
+            model, memory, held, self.prefill_cut, config, self.kv_scales(group)
+        )
 
     def _capture(self, memory: MemoryPlan) -> None:
         """Compile, warm up and capture every graph, largest first, with padded rows only."""
@@ -144,22 +147,29 @@ class Runtime(Waits):
         self._clear()
 
     def _cut_prompts(
-        self, memory: MemoryPlan, config: EngineConfig
+        self, memory: MemoryPlan, config: EngineConfig, group: RankGroup | None
     ) -> tuple[PrefillCut, ChunkTimes | None]:
         """The cut that the config names or bounds, else at multiples of the largest bucket; and
         what was measured for it. ValueError where the smallest bucket exceeds the bound.
+
+        Ranks measure together, and of each time take the slowest one's, so that all go on alike;
+        the driver cuts prompts, and only there is it an error.
         """
         sizes, bound = memory.prefill_ladder.sizes, config.max_prefill_ms_per_step
         longest = longest_prompt(memory)
+        usual = PrefillCut(config.prefill_cut or ((0, sizes[-1]),)).within(longest)
         if bound is None:
-            return PrefillCut(config.prefill_cut or ((0, sizes[-1]),)).within(longest), None
+            return usual, None
         graphs = dict(zip(self.graphs, self.captured, strict=True))
         vocabulary = self.model.config.vocab_size
         with span("measure prefill"), self.on_stream():
             timer = ChunkTimer(graphs, self.buffers, self.caches, memory, config, vocabulary)
-            times = measure_chunks(timer, sizes, longest=longest, bound=bound)
+            chunk_ms = timer if group is None else partial(_slowest, timer, group, self.device)
+            times = measure_chunks(chunk_ms, sizes, longest=longest, bound=bound)
             timer.clear()
         self._clear()
+        if group is not None and group.share.rank:
+            return usual, times
         return cut_within(times, longest=longest, bound=bound).within(longest), times
 
     def _clear(self) -> None:
@@ -265,6 +275,22 @@ class Runtime(Waits):
             # What it took for a moment: no budget has it.
             torch.cuda.empty_cache()
 
+    def kv_scales(self, group: RankGroup | None = None) -> list[Tensor]:
+        """Of each fp8 cache the scales of all its layers, `[ranks, L, 2, G]` on the host; those of
+        this rank where there is no group.
+        """
+        drafter = self.program.drafter
+        held: list[StoredWeights] = [self.model.weights] if self._has_scales else []
+        if self._has_scales and drafter.needs.states:
+            assert drafter.weights is not None, "a drafter with KV has weights"
+            held.append(drafter.weights)
+        with self.on_stream():
+            return [scales_of_ranks(each, group) for each in held]
+
+    def scales_id(self) -> str:
+        """Digits of the scales of fp8 caches."""
+        return scales_id(layer for cache in self.kv_scales() for layer in cache[0])
+
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of a block of each cache in `read_blocks`, layers first."""
@@ -340,12 +366,25 @@ def _bits(cache: Tensor) -> Tensor:
     return cache.view(BITS[cache.element_size()])
 
 
+def _slowest(
+    chunk_ms: Callable[[int, int], float],
+    group: RankGroup,
+    device: torch.device,
+    tokens: int,
+    start: int,
+) -> float:
+    """`chunk_ms` of all ranks, the longest time."""
+    own = torch.tensor([[chunk_ms(tokens, start)]], dtype=torch.float32, device=device)
+    return float(group.gather(own).max())
+
+
 def _numerics_id(
     model: Model,
     memory: MemoryPlan,
     held: Allocation,
     prefill_cut: PrefillCut,
     config: EngineConfig,
+    kv_scales: Sequence[Tensor],
 ) -> str:
     """Hash of everything that the bits of an engine depend on."""
     prefill, ranks = memory.prefill_ladder.sizes, config.tensor_parallel
@@ -353,7 +392,7 @@ def _numerics_id(
     usual = prefill_cut.steps == ((0, prefill[-1]),)
     fp8: dict[str, str] = {}
     if memory.kv_dtype == FP8_KV:
-        fp8 = {"kv_dtype": str(memory.kv_dtype), "kv_scales": scales_id([model.weights])}
+        fp8 = {"kv_dtype": str(memory.kv_dtype), "kv_scales": scales_id(kv_scales[0].flatten(0, 1))}
     return numerics_id(
         model.config.linears,
         held.plans,

@@ -26,7 +26,6 @@ from torch import Tensor
 from graphengine.buckets import format_bytes
 from graphengine.checks import is_int
 from graphengine.core.engine_core import EngineCore
-from graphengine.models.kv_scales import scales_id
 from graphengine.models.tensor_files import save_whole
 from graphengine.prompt_embeds import EMBEDDED
 from graphengine.requests.context import Context, KeptState
@@ -388,8 +387,7 @@ def _dtypes(core: EngineCore) -> str:
     dtypes = core.memory.describe_dtypes()
     if core.memory.kv_dtype == core.memory.dtype:
         return dtypes
-    held = (core.runtime.model.weights, core.drafter.weights)
-    return f"{dtypes} of scales {scales_id(weights for weights in held if weights is not None)}"
+    return f"{dtypes} of scales {core.runtime.scales_id()}"
 
 
 def copy_out(

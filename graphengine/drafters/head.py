@@ -125,14 +125,14 @@ class DraftHead:
             self._sampling,
             count=count,
             ahead=ahead,
-            token_ids=self._vocabulary.token_ids,
+            token_ids=self._token_ids,
             pdl=launch.pdl,
         )
 
     def logits(self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
-        """Float32 [N, D]; `hidden` as of `tiles`. Padded lanes hold anything."""
+        """Float32 [N, D], of all ranks; `hidden` as of `tiles`. Padded lanes hold anything."""
         x, squares = _stream(hidden)
-        return linear(
+        own = linear(
             x,
             self._vocabulary.head,
             lanes.slot,
@@ -142,6 +142,7 @@ class DraftHead:
             plan=self._plan,
             launch=launch,
         )
+        return self._vocabulary.logits(own)
 
     def tiles(
         self,
@@ -179,7 +180,7 @@ class DraftHead:
         self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch, ahead: int
     ) -> DraftTiles:
         """As the target's full sampler does it, over the target's vocabulary."""
-        logits = self._vocabulary.logits(self.logits(hidden, lanes, launch))
+        logits = self.logits(hidden, lanes, launch)
         if self._token_ids is not None or logits.shape[1] != self._tokens:
             logits = spread_logits(
                 logits, self._token_ids, lanes.slot, vocabulary=self._tokens, pdl=launch.pdl

@@ -294,7 +294,7 @@ def _dflash(options: DFlash, target: Target) -> Drafter:
             f"k={options.k} drafts a step, and {checkpoint.path} is trained for blocks of "
             f"{read.trained_block} tokens, which draft {read.most_drafts}"
         )
-    return BlockDrafter(read, checkpoint, target.model, options.k)
+    return BlockDrafter(read, checkpoint, target.model, options.k, target.share)
 
 
 def _token_ids(checkpoint: Checkpoint) -> object:

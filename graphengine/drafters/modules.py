@@ -111,6 +111,8 @@ class DraftModules(ABC):
     weights: StoredWeights
     own_checkpoint: Checkpoint | None = None
     """Where they are read from; None: from the target's."""
+    whole_checkpoint: Checkpoint | None = None
+    """As of a `Drafter`."""
     wants_hidden: bool = True
     """Whether prefill must run all lanes through all of the target's layers."""
     reads_output: bool = True
@@ -253,6 +255,7 @@ class ModuleDrafter(Drafter):
     def __init__(self, modules: DraftModules, length: int, needs: DraftNeeds) -> None:
         self.modules = modules
         self.own_checkpoint = modules.own_checkpoint
+        self.whole_checkpoint = modules.whole_checkpoint
         self.needs = replace(
             needs,
             length=length,

@@ -100,6 +100,19 @@ class Cut(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
 
+def spans_of(
+    whole: Sequence[int], part: Sequence[int], rank: int, ranks: int
+) -> tuple[tuple[int, int], ...]:
+    """Of pieces that follow each other, (start, length) of what a rank has of each; ranks beside
+    each other may have the same.
+    """
+    spans, start = [], 0
+    for length, own in zip(whole, part, strict=True):
+        spans.append((start + rank * (length // own) // ranks * own, own))
+        start += length
+    return tuple(spans)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
     """A tensor in a safetensors file, or what is read of it: `shape` is that of the `cut`."""

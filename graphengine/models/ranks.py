@@ -27,6 +27,7 @@ from graphengine.models.blocks.squared_relu import SquaredRelu
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.contract import ModelConfig, Share, StoredWeights
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.dflash import DFlashConfig
 from graphengine.models.eagle3 import Eagle3Config
 from graphengine.models.hybrid import Block, HybridConfig
 from graphengine.models.linears import WeightForms
@@ -91,8 +92,21 @@ def eagle3_of_rank(config: Eagle3Config, share: Share) -> Eagle3Config:
     """
     if share.ranks == 1:
         return config
-    layer = _decoder_of_rank(config.layer, config.layer.num_layers, share, False)
-    return replace(config, layer=layer)
+    return replace(config, layer=_dense_of_rank(config.layer, share))
+
+
+def dflash_of_rank(config: DFlashConfig, share: Share) -> DFlashConfig:
+    """A block drafter's layers, split as the model's are; each rank has all of fc and the heads.
+
+    ValueError as of `of_rank`.
+    """
+    if share.ranks == 1:
+        return config
+    return replace(config, decoder=_dense_of_rank(config.decoder, share))
+
+
+def _dense_of_rank(config: DecoderConfig, share: Share) -> DecoderConfig:
+    return _decoder_of_rank(config, config.num_layers, share, False)
 
 
 def _layers_of_rank(config: ModelConfig, share: Share, expert_parallel: bool) -> ModelConfig:

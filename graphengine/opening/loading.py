@@ -108,7 +108,10 @@ def load_checkpoint(
     config: EngineConfig,
     progress: Callable[[int, int], None] | None = None,
 ) -> Opened:
-    """Allocate the weights, and load them; `progress` as of `open_checkpoint`."""
+    """Allocate the weights, and load them; `progress` as of `open_checkpoint`.
+
+    Where there are other ranks, who calls this has them `calibrate` together.
+    """
     checkpoint, share, whole, model_config, drafter, tokenizer, eos_ids, ids = found
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
@@ -127,7 +130,7 @@ def load_checkpoint(
         linears += drafter.linears()
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
-            read_kv_scales(checkpoint, weights, drafter)
+            read_kv_scales(checkpoint, weights, drafter, whole, share)
             unused = [name for name in unused if not is_kv_scale(name)]
     if unused:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
@@ -135,7 +138,7 @@ def load_checkpoint(
         max_seq_len=memory.max_seq_len,
         vocabulary=0 if tokenizer is None else 1 + max((tokenizer.largest_id, *eos_ids)),
     )
-    if ids:
+    if ids and share == WHOLE:
         calibrate(model, memory, config, drafter, ids)
     loaded = LoadedWeights(
         checkpoint=checkpoint,

@@ -307,6 +307,8 @@ def _plan(
             # Lanes of all ranks, as they come and as experts read them, and sums for all, two ways.
             parts = 5 * ranks
         workspace += parts * widest_step * model.hidden_size
+        # Logits of ranks side by side, and put together.
+        workspace += 2 * 4 * lanes * model.vocab_size
         if on_gpu:
             budget.add("NCCL (estimate)", _NCCL_BYTES, where)
             units = push_units(MAX_LANES, model.hidden_size, torch.float32)

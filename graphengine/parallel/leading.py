@@ -18,8 +18,10 @@ from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
 from graphengine.host.routes import RouteTable
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import Share, StoredWeights
 from graphengine.models.given_tensors import GivenTensors, as_checkpoint
+from graphengine.opening.calibration import calibrate
 from graphengine.opening.loading import (
     Found,
     Opened,
@@ -92,6 +94,9 @@ class LeadingRuntime(Runtime):
             ranks.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
         try:
+            if found.calibration:
+                ids = found.calibration
+                calibrate(opened.model, memory, config, opened.drafter, ids, self._meeting)
             super().__init__(opened.model, memory, config, opened.drafter, group=self._meeting)
             ranks.wait_for(Stage.FOLLOWING)
         except BaseException:
@@ -156,22 +161,25 @@ class LeadingRuntime(Runtime):
         """
         if "model" not in self._fingerprints:
             whole = self._found.whole.allocate(device="meta", dtype=self._dtype)
-            self._fingerprints["model"] = self._whole_fingerprint(whole)
+            source = self._found.checkpoint
+            self._fingerprints["model"] = self._whole_fingerprint(whole, source)
         return self._fingerprints["model"]
 
     def _drafter_fingerprint(self) -> str:
-        """The same of the drafter; EAGLE3's is of this rank's part."""
+        """The same of the drafter; that of this rank's weights where a checkpoint does not tell all
+        as they are.
+        """
         drafted = self._found.drafter.whole_weights(self._dtype)
         if drafted is None:
             return super()._drafter_fingerprint()
         if "drafter" not in self._fingerprints:
-            self._fingerprints["drafter"] = self._whole_fingerprint(drafted)
+            source = self._found.drafter.whole_checkpoint or self._found.checkpoint
+            self._fingerprints["drafter"] = self._whole_fingerprint(drafted, source)
         return self._fingerprints["drafter"]
 
-    def _whole_fingerprint(self, weights: StoredWeights) -> str:
-        found = self._found
-        name = found.whole.embedding_name
-        return whole_fingerprint(weights, found.checkpoint, name, self.device)
+    def _whole_fingerprint(self, weights: StoredWeights, source: Checkpoint) -> str:
+        name = self._found.whole.embedding_name
+        return whole_fingerprint(weights, source, name, self.device)
 
     def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
         """Fill the weights of all ranks, each with its part of the values."""
@@ -179,6 +187,14 @@ class LeadingRuntime(Runtime):
             self.ranks.send(Kind.UPDATE, data=os.fsencode(folder))
             super().update_weights(loaded, given)
             self.ranks.wait_until_done()
+
+    def scales_id(self) -> str:
+        """Digits of the scales that one rank with all heads would have; waits for all ranks."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.READ_SCALES)
+            found = self._parts.scales_id()
+            self._meeting.check()
+            return found
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:

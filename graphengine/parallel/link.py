@@ -60,6 +60,7 @@ class Kind(IntEnum):
     READ_STATES, WRITE_STATES  (place): of `KeptParts`
     DRAFTS      (): copy the drafts of all slots to where the driver has them
     UPDATE      (): `Runtime.update_weights`; data are the path of a checkpoint with the tensors
+    READ_SCALES ()
     """
 
     LOAD = 1
@@ -76,6 +77,7 @@ class Kind(IntEnum):
     WRITE_STATES = 12
     DRAFTS = 14
     UPDATE = 13
+    READ_SCALES = 14
 
 
 class Command(NamedTuple):

@@ -20,6 +20,7 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import BlockCopy, StateCopy
 from graphengine.models.contract import Share
+from graphengine.opening.calibration import calibrate
 from graphengine.opening.loading import Found, load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
 from graphengine.opening.updating import LoadedWeights
@@ -111,6 +112,9 @@ class _Rank:
         meeting = Meeting(
             self._start.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
+        if found.calibration:
+            ids = found.calibration
+            calibrate(opened.model, memory, config, opened.drafter, ids, meeting)
         shared = None
         if config.data_parallel > 1:
             shared = SharedRecords.of_rank(self._start.meeting, share.rank, config, memory)
@@ -179,6 +183,8 @@ class _Rank:
                 assert shared is not None, "these ranks have one driver's requests"
                 with runtime.on_stream():
                     shared.drafts.copy_(runtime.buffers["draft_tokens"])
+            elif kind is Kind.READ_SCALES:
+                parts.scales_id()
             elif kind is Kind.UPDATE:
                 runtime.update_weights(loaded, loaded.in_folder(Path(os.fsdecode(data))))
             elif kind is Kind.TELL:

@@ -114,14 +114,6 @@ class Experts:
         """The dimension along which ranks split a tensor of one expert; None: they do not."""
         return split if self.held is None else None
 
-    def own_routes(self, routes: Routes) -> Routes:
-        """By the places of the weights; an expert that another rank has is past the last one."""
-        if self.held is None:
-            return routes
-        place = routes.expert - self.held.start
-        there = (place >= 0) & (place < len(self.held))
-        return routes._replace(expert=torch.where(there, place, len(self.held)))
-
     @property
     def first_linears(self) -> Mapping[str, str]:
         """Of each weight, the first linear of a checkpoint whose rows it has; of all experts that
@@ -378,16 +370,23 @@ class ExpertsWeights:
     def _choose(self, lanes: RoutedLanes, launch: DecodeLaunch) -> Chosen:
         """What this rank's experts make of the lanes that chose them."""
         block, slot = self.block, lanes.slot
-        routes, experts = block.own_routes(lanes.routes), len(block.own)
+        routes, experts = lanes.routes, len(block.own)
         gate_up_plan = launch.plan("expert_gate_up", self.gate_up)
         down_plan = launch.plan("expert_down", self.down)
         # The family `fma` takes pairs one by one, and is part of the bits.
         in_dot = gate_up_plan.family == down_plan.family == "dot"
         grouping = None
-        pairs = (len(slot), block.router.top_k, experts)
+        pairs = (len(slot), block.router.top_k, block.experts)
         if in_dot and groups_pairs(*pairs, launch.tokens_per_row):
             size = decode_block(*pairs, _format(self.gate_up))
-            grouping = group_pairs(routes.expert, slot, experts=experts, size=size, pdl=launch.pdl)
+            grouping = group_pairs(
+                routes.expert,
+                slot,
+                experts=experts,
+                size=size,
+                held=block.held,
+                pdl=launch.pdl,
+            )
         gated = expert_swiglu(
             lanes.x,
             self.gate_up,
@@ -399,6 +398,7 @@ class ExpertsWeights:
             bias_E2F=self.gate_up_bias,
             clamped=block.clamped,
             grouping=grouping,
+            held=block.held,
             pdl=launch.pdl,
         )
         return Chosen(gated, slot, routes, grouping)
@@ -446,6 +446,7 @@ class ExpertsWeights:
             arrivals=launch.arrivals,
             bias_EH=self._own_bias(launch.share),
             grouping=chosen.grouping,
+            held=self.block.held,
             pdl=launch.pdl,
         )
         if launch.experts is not None:
@@ -490,10 +491,12 @@ class ExpertsWeights:
         if group is not None:
             lanes = lanes_of_all(lanes, group)
             out = lanes.x.new_empty(lanes.x.shape)
-        slot_M, routes = lanes.slot, block.own_routes(lanes.routes)
+        slot_M, routes, held = lanes.slot, lanes.routes, block.held
         up_tile, down_tile = self._chunk_tiles(len(slot_M), h.dtype)
         pairs = block.sharing * block.router.top_k
-        grouping = group_pairs(routes.expert, slot_M, experts=experts, size=up_tile.lanes, pdl=pdl)
+        grouping = group_pairs(
+            routes.expert, slot_M, experts=experts, size=up_tile.lanes, held=held, pdl=pdl
+        )
         gated = expert_swiglu(
             lanes.x,
             self.gate_up,
@@ -503,6 +506,7 @@ class ExpertsWeights:
             bias_E2F=self.gate_up_bias,
             clamped=block.clamped,
             grouping=grouping,
+            held=held,
             out=scratch.take(pairs * ffn).view(-1, ffn),
             pdl=pdl,
         )
@@ -513,6 +517,7 @@ class ExpertsWeights:
             routes,
             tile=down_tile,
             grouping=grouping,
+            held=held,
             bias_EH=self._own_bias(scratch.launch.share),
             products=scratch.take(pairs * hidden, after=pairs * ffn).view(-1, hidden),
             out=out,
@@ -528,7 +533,7 @@ class ExpertsWeights:
         """Of gates and ups, and of down; both take the pairs of one grouping."""
         block = self.block
         tiles = [
-            chunk_tile(lanes, block.router.top_k, len(block.own), columns, dtype, _format(weight))
+            chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
             for weight, columns in ((self.gate_up, block.hidden_size), (self.down, block.ffn_size))
         ]
         least = min(tile.lanes for tile in tiles)

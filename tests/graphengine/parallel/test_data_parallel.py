@@ -447,7 +447,7 @@ def test_what_cannot_be_shared_is_an_error(oracle: Any, monkeypatch: pytest.Monk
             "expert_parallel=True is for tensor_parallel: with data_parallel=2 ranks have whole "
             "experts anyway",
         ),
-        ({"device": "cuda"}, "data_parallel=2 is for ranks on a CPU, not for device='cuda': no"),
+        ({"device": "cuda"}, "data_parallel=2 is for ranks on a CPU, not for device='cuda': ranks"),
         (
             {"kv_dtype": "fp8"},
             "kv_dtype='fp8' is for an engine of one rank, not for data_parallel=2",

@@ -75,11 +75,14 @@ def to_device(weight: QuantisedWeight, device: str) -> QuantisedWeight:
 
 
 class Case:
-    """Operands of some lanes, the second padded; lanes choose among the first `used` experts."""
+    """Operands of some lanes, the second padded; lanes choose among the first `used` experts, but
+    those that are `routed`.
+    """
 
     def __init__(
         self, name: str, dtype: torch.dtype, *, lanes: int, hidden: int, ffn: int,
         used: int = 3, top_k: int = 2, E: int = 4, device: str = "cpu",
+        routed: dict[int, list[int]] | None = None,
     ) -> None:  # fmt: skip
         random = torch.Generator().manual_seed(lanes)
 
@@ -87,6 +90,8 @@ class Case:
             return torch.randn(shape, generator=random)
 
         chosen = torch.stack([torch.randperm(used, generator=random)[:top_k] for _ in range(lanes)])
+        for lane, experts in (routed or {}).items():
+            chosen[lane] = torch.tensor(experts)
         share = torch.rand(lanes, top_k, generator=random)
         slot = torch.arange(lanes)
         x = normal(lanes, hidden)
@@ -118,17 +123,26 @@ class Case:
         self.stream = there(normal(lanes, hidden), torch.float32)
         self.norm = there(normal(hidden), dtype)
         self.clamped: ClampedSwiglu | None = ClampedSwiglu(limit=1.5, slope=1.7)
+        self._move(device)
 
-    def grouping(self, size: int) -> Grouping | None:
+    def _move(self, device: str) -> None:
+        for name, value in list(vars(self).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(device))
+            elif isinstance(value, PackedExperts):
+                setattr(self, name, to_device(value, device))
+        self.routes = Routes(*(each.to(device) for each in self.routes))
+
+    def grouping(self, size: int, held: range | None = None) -> Grouping | None:
         if not size:
             return None
-        pairs = self.routes.expert.numel()
-        blocks = most_blocks(pairs, self.E, size)
+        pairs, experts = self.routes.expert.numel(), self.E if held is None else len(held)
+        blocks = most_blocks(pairs, experts + (held is not None), size)
         slot, expert = self.slot.cpu(), self.routes.expert.cpu()
         # Places that nobody may look at hold huge numbers.
         order, found = slot.new_full((pairs,), 2**30), slot.new_full((3, blocks), 2**30)
         grouping = Grouping(order, found, size)
-        group_pairs_reference(expert, slot, experts=self.E, out=grouping)
+        group_pairs_reference(expert, slot, experts=experts, held=held, out=grouping)
         return Grouping(order.to(self.slot.device), found.to(self.slot.device), size)
 
     def take(self, lane: int) -> Case:
@@ -241,6 +255,79 @@ def test_experts_mean_what_their_weights_mean(
     check(case, plan, sizes, assert_products_close)
 
 
+def slice_experts(experts: PackedExperts, held: range) -> PackedExperts:
+    """Some of them, in memory of their own."""
+    _, *shape = experts.shape
+    tensors = (
+        None if each is None else each[held.start : held.stop].clone()
+        for each in (experts.codes, experts.scales, experts.zeros, experts.row_scales)
+    )
+    return PackedExperts(experts.format, (len(held), *shape), experts.swiglu, *tensors)
+
+
+def check_held(
+    case: Case, plan: LinearPlan, held: range, sizes: tuple[int, ...], close: Any
+) -> None:
+    """Both products with the weights of some experts alone, in all forms with the same bits."""
+    case.gate_up, case.down = (slice_experts(each, held) for each in (case.gate_up, case.down))
+    case.gate_up_bias, case.down_bias = (
+        each[held.start : held.stop].clone() for each in (case.gate_up_bias, case.down_bias)
+    )
+    expert, live = case.routes.expert, case.slot >= 0
+    here = ((expert >= held.start) & (expert < held.stop) & live[:, None]).flatten()
+    of_swiglu = {
+        "squares_TN": case.squares, "eps": EPS, "bias_E2F": case.gate_up_bias,
+        "clamped": case.clamped, "held": held,
+    }  # fmt: skip
+    found = []
+    for size in sizes:
+        grouping = case.grouping(size, held)
+        a = torch.full_like(case.a, NAN)
+        forms = {"grouping": grouping, "held": held, "pdl": True}
+        operands = (case.x, case.gate_up, case.slot, case.routes)
+        launch(
+            case,
+            lambda a=a, operands=operands, forms=forms: expert_swiglu(
+                *operands, tile=plan, out=a, **of_swiglu | forms
+            ),
+        )
+        arrivals = case.slot.new_zeros(residual_arrivals(*case.stream.shape))
+        forms |= {"plan": plan, "arrivals": arrivals, "bias_EH": case.down_bias}
+        operands = (a, case.down, case.slot, case.routes)
+        part = launch(case, lambda operands=operands, forms=forms: expert_part(*operands, **forms))
+        assert not arrivals.any() and a[~here].isnan().all()
+        found.append((a, part))
+    (a, part), *others = found
+    of_swiglu["bias_EM"] = of_swiglu.pop("bias_E2F")
+    expected = expert_product_reference(
+        case.x, case.gate_up, case.slot, case.routes, swiglu=True, out=torch.zeros_like(a),
+        **of_swiglu,
+    )  # fmt: skip
+    close(a[here], expected[here], a.dtype)
+    summed = expert_sum_reference(
+        a, case.down, case.slot, case.routes, out_dtype=torch.float32, bias_EH=case.down_bias,
+        held=held,
+    )  # fmt: skip
+    close(part[live], summed[live], a.dtype)
+    for other, other_part in others:
+        assert torch.equal(other[here], a[here]) and torch.equal(other_part[live], part[live])
+
+
+@compiles
+@pytest.mark.parametrize(
+    "name, dtype, hidden, ffn, plan",
+    [
+        ("mxfp4", BF16, 160, 96, WIDE),
+        ("int4 with zeros", FP16, 136, 40, THIN),
+    ],
+)
+def test_experts_of_other_ranks_add_nothing(assert_products_close, name, dtype, hidden, ffn, plan):
+    """A lane has some of both, a lane has none here, and a lane has no others."""
+    routed = {0: [2, 0], 2: [0, 4], 3: [2, 1], 4: [1, 3]}
+    case = Case(name, dtype, lanes=5, hidden=hidden, ffn=ffn, used=5, E=5, routed=routed)
+    check_held(case, plan, range(1, 3), (0, 8), assert_products_close)
+
+
 @compiles
 @pytest.mark.parametrize(
     "plan, size, message",
@@ -316,3 +403,11 @@ def test_a_gpu_gives_a_pair_the_same_bits_in_any_company(assert_products_close):
         alone = swiglu(one, plan), *residual(one, plan)[:2]
         for found, among in zip(alone, all_of, strict=True):
             assert torch.equal(found[0], among[place])
+
+
+@gpu
+@pytest.mark.parametrize("plan", [None, WIDE, TALL], ids=str)
+def test_a_gpu_adds_what_is_held_alone(assert_products_close, plan):
+    case = Case("mxfp4", BF16, device="cuda", **GPT_OSS | {"used": 6})
+    plan = plan or expert_plan("swiglu", 5760, 2880, BF16, "dot", case.gate_up.format)
+    check_held(case, plan, range(1, 4), (0, 8, 16), assert_products_close)
