@@ -123,15 +123,6 @@ class Case:
         self.stream = there(normal(lanes, hidden), torch.float32)
         self.norm = there(normal(hidden), dtype)
         self.clamped: ClampedSwiglu | None = ClampedSwiglu(limit=1.5, slope=1.7)
-        self._move(device)
-
-    def _move(self, device: str) -> None:
-        for name, value in list(vars(self).items()):
-            if isinstance(value, torch.Tensor):
-                setattr(self, name, value.to(device))
-            elif isinstance(value, PackedExperts):
-                setattr(self, name, to_device(value, device))
-        self.routes = Routes(*(each.to(device) for each in self.routes))
 
     def grouping(self, size: int, held: range | None = None) -> Grouping | None:
         if not size:
