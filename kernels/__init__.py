@@ -249,6 +249,7 @@ from graphengine.kernels.logits.logits_triton import (
     USES_BAD_WORDS,
     USES_BIAS,
     USES_COUNTS,
+    USES_GRAMMAR,
     USES_MASK,
     USES_REPETITION,
 )
@@ -399,6 +400,7 @@ __all__ = [
     "USES_BAD_WORDS",
     "USES_BIAS",
     "USES_COUNTS",
+    "USES_GRAMMAR",
     "USES_MASK",
     "USES_REPETITION",
     "AcceptedPath",

@@ -5,9 +5,10 @@ and with the noise of that position. Where both agree on the distribution they a
 at any temperature. Verification asks only whether they did, so a draft's odds do not matter.
 
 Graphs of the full sampler, and those of prompts, also draw a draft through the request's filters,
-after its biases and penalties: the target does, and a token that it filters out is never accepted.
-Penalties count what was emitted, without the chain's own drafts. Masks and bad words are not
-applied: a grammar's mask is not known before the host has read the tokens before it.
+after its allowed ids, biases and penalties: the target does, and a token that it filters out is
+never accepted. Penalties count what was emitted, without the chain's own drafts. Bad words are not
+applied, and no masks of grammars: those after the newest token, which the same replay has sampled,
+are made by the host once it has read that, and those after a draft once it has read the draft.
 Source: the Gumbel coupling of M. Daliri, C. Musco, A. T. Suresh, "Coupling without Communication
 and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
 
@@ -23,6 +24,7 @@ from graphengine.drafters.base import DraftSetting
 from graphengine.kernels import (
     USES_BIAS,
     USES_COUNTS,
+    USES_MASK,
     USES_REPETITION,
     AnyWeight,
     DecodeLanes,
@@ -44,7 +46,7 @@ from graphengine.models.linears import WeightForms
 from graphengine.models.vocabulary import vocabulary_of
 
 # What is done to the logits of drafts.
-_STEPS = USES_BIAS | USES_REPETITION | USES_COUNTS
+_STEPS = USES_MASK | USES_BIAS | USES_REPETITION | USES_COUNTS
 
 
 def head_bytes(forms: WeightForms, rows: int, hidden: int, dtype: torch.dtype) -> int:
