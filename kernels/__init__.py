@@ -99,6 +99,8 @@ from graphengine.kernels.draft.markov import (
     MarkovHead,
     markov_draft,
     markov_draft_reference,
+    markov_logits,
+    markov_logits_reference,
 )
 from graphengine.kernels.draft.model_draft import (
     ModelDraft,
@@ -576,6 +578,8 @@ __all__ = [
     "mamba_state_selective_copy_reference",
     "markov_draft",
     "markov_draft_reference",
+    "markov_logits",
+    "markov_logits_reference",
     "match_stop_sequences",
     "match_stop_sequences_reference",
     "move_path",

@@ -170,8 +170,16 @@ class DraftHead:
     def _filtered(
         self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch, ahead: int
     ) -> DraftTiles:
-        """As the target's full sampler does it, over the target's vocabulary."""
         logits = self._vocabulary.logits(self.logits(hidden, lanes, launch))
+        return self.drawn(logits, lanes, launch, ahead=ahead)
+
+    def drawn(
+        self, logits: Tensor, lanes: DecodeLanes, launch: DecodeLaunch, *, ahead: int
+    ) -> DraftTiles:
+        """The drafts `ahead` positions after each lane, as the target's full sampler draws tokens.
+
+        logits  float32 [N, D], which may be overwritten; as new as the launch before, unlike lanes
+        """
         if self._token_ids is not None or logits.shape[1] != self._tokens:
             logits = spread_logits(
                 logits, self._token_ids, lanes.slot, vocabulary=self._tokens, pdl=launch.pdl
