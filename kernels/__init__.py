@@ -71,6 +71,7 @@ from graphengine.kernels.draft.confidence import (
     withhold_drafts,
     withhold_drafts_reference,
 )
+from graphengine.kernels.draft.defer import defer_filtered, defer_filtered_reference
 from graphengine.kernels.draft.draft import (
     DraftTiles,
     FirstDraft,
@@ -515,6 +516,8 @@ __all__ = [
     "decode_attention_reference",
     "decode_attention_workspace_bytes",
     "decode_block",
+    "defer_filtered",
+    "defer_filtered_reference",
     "embed",
     "embed_reference",
     "empty_experts",

@@ -32,6 +32,7 @@ from graphengine.kernels import (
     LinearPlan,
     Residual,
     TopDrafts,
+    defer_filtered,
     empty_packed,
     linear,
     linear_sample,
@@ -108,16 +109,26 @@ class DraftHead:
         *,
         count: int,
         ahead: int,
+        filtered: bool = False,
     ) -> TopDrafts:
-        """The `count` best drafts `ahead` positions after each lane; `hidden` as of `tiles`."""
+        """The `count` best drafts `ahead` positions after each lane; arguments as of `tiles`.
+
+        What filters leave out comes after what they keep.
+        """
+        logits, token_ids = self.logits(hidden, lanes, launch), self._vocabulary.token_ids
+        slot, position = lanes.slot, lanes.position
+        if filtered:
+            logits = self._processed(self._vocabulary.logits(logits), lanes, launch)
+            token_ids = None
+            defer_filtered(logits, slot, position, self._sampling, ahead=ahead, pdl=launch.pdl)
         return top_drafts(
-            self.logits(hidden, lanes, launch),
-            lanes.slot,
-            lanes.position,
+            logits,
+            slot,
+            position,
             self._sampling,
             count=count,
             ahead=ahead,
-            token_ids=self._vocabulary.token_ids,
+            token_ids=token_ids,
             pdl=launch.pdl,
         )
 
@@ -180,15 +191,20 @@ class DraftHead:
 
         logits  float32 [N, D], which may be overwritten; as new as the launch before, unlike lanes
         """
+        processed = self._processed(logits, lanes, launch)
+        drawn = sample_tiles(
+            processed, lanes.slot, lanes.position, self._sampling, ahead=ahead, pdl=launch.pdl
+        )
+        return DraftTiles(*drawn)
+
+    def _processed(self, logits: Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
+        """Those of the target's vocabulary, changed as the target's are."""
         if self._token_ids is not None or logits.shape[1] != self._tokens:
             logits = spread_logits(
                 logits, self._token_ids, lanes.slot, vocabulary=self._tokens, pdl=launch.pdl
             )
         process_logits(logits, lanes, self._options, steps=_STEPS, pdl=launch.pdl)
-        drawn = sample_tiles(
-            logits, lanes.slot, lanes.position, self._sampling, ahead=ahead, pdl=launch.pdl
-        )
-        return DraftTiles(*drawn)
+        return logits
 
 
 def _stream(hidden: Residual | Tensor) -> tuple[Tensor, Tensor | None]:
