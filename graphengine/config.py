@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -86,6 +86,27 @@ def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
 def _usual_device() -> str:
     """Asked for each config, never at import: a process that queried the driver may not fork."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceDefaults:
+    """What options are that the caller leaves to the kind of device.
+
+    row_family  None: the one that fits an engine's lanes and `max_seq_len`
+    """
+
+    lookahead: int
+    row_family: RowFamily | None
+
+
+DEVICE_DEFAULTS = {
+    "cuda": DeviceDefaults(lookahead=1, row_family=None),
+    # The call that launches a step computes it there: one launched ahead delays the tokens of the
+    # step before. The reference of `fma` keeps the order of that kernel's sums, the one of `dot`
+    # is a matrix product, which is faster for a single row, too.
+    "cpu": DeviceDefaults(lookahead=0, row_family="dot"),
+}
+"""By the type of `EngineConfig.device`."""
 
 
 @documented
@@ -271,12 +292,12 @@ class EngineConfig:
             name="no-window-rings", inverse=True, help="layers with a window keep all tokens, too"
         ),
     )
-    lookahead: int = option(
-        1,
+    lookahead: int | None = option(
+        None,
         Bound("be 0 or 1", lambda steps: steps in (0, 1)),
         doc="""replays launched before the oldest one is collected, 0 or 1; it is 0 while a request
         with a grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it
-        to 0""",
+        to 0; None: 1 on a GPU, 0 on a CPU""",
         flag=Flag(),
     )
     memory_fraction: float = option(
@@ -347,8 +368,8 @@ class EngineConfig:
     row_family: RowFamily | None = option(
         None,
         doc="""the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot";
-        None: "fma" where a step has a single lane and max_seq_len is at most 4,096, "dot"
-        elsewhere""",
+        None: "fma" on a GPU where a step has a single lane and max_seq_len is at most 4,096,
+        "dot" elsewhere""",
         flag=Flag(),
     )
     speculative: Speculative | str | None = option(
@@ -644,18 +665,33 @@ class EngineConfig:
 
     @property
     def family(self) -> RowFamily:
-        """The engine's row family: the one asked for, or the one that fits the lanes of a step."""
-        return self.row_family or row_family(self.lanes, self.max_seq_len or _USUAL_SEQ_LEN)
+        """The engine's row family: `row_family`, the device's, or the one that fits its sizes."""
+        asked = self.row_family or self.device_defaults.row_family
+        return asked or row_family(self.lanes, self.max_seq_len or _USUAL_SEQ_LEN)
+
+    @property
+    def launched_ahead(self) -> int:
+        """Replays launched before the oldest is collected: `lookahead`, or the device's."""
+        return self.device_defaults.lookahead if self.lookahead is None else self.lookahead
+
+    @property
+    def device_defaults(self) -> DeviceDefaults:
+        """What options are that were left to the kind of device."""
+        return DEVICE_DEFAULTS[torch.device(self.device).type]
+
+    def of_rank(self, device: str) -> EngineConfig:
+        """The config of another rank, on its own device: what defaults say here holds there."""
+        return replace(self, device=device, lookahead=self.launched_ahead, row_family=self.family)
 
     @property
     def staging_blocks(self) -> int:
         """Copies of host-owned fields that may be in flight to the device at the same time."""
-        return (self.lookahead + 2) * self._loads_of_step
+        return (self.launched_ahead + 2) * self._loads_of_step
 
     @property
     def mailbox_entries(self) -> int:
         """Replays whose records a mailbox holds."""
-        return self._launches_of_step * (self.lookahead + 2)
+        return self._launches_of_step * (self.launched_ahead + 2)
 
     @property
     def _launches_of_step(self) -> int:

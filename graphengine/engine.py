@@ -214,6 +214,8 @@ class Engine:
     def step(self, timeout: float | None = None) -> list[Event]:
         """Launch what can be launched, then return the events of the oldest replay in flight.
 
+        On a CPU the launch itself computes the step, whatever the timeout.
+
         timeout  seconds to wait for that replay; None: until it is done; 0 or less: never blocks.
                  The list is empty if it was not done in time or only fed a part of a prompt, or if
                  drafts that a grammar's masks need did not arrive in time. A run of Python's

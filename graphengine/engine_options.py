@@ -145,9 +145,10 @@ class EngineOptions(TypedDict, total=False):
     which forks, snapshots and far rewinds of sessions go on from
     """
 
-    lookahead: int
+    lookahead: int | None
     """replays launched before the oldest one is collected, 0 or 1; it is 0 while a request with a
-    grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it to 0
+    grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it to 0;
+    None: 1 on a GPU, 0 on a CPU
     """
 
     memory_fraction: float
@@ -206,7 +207,8 @@ class EngineOptions(TypedDict, total=False):
 
     row_family: RowFamily | None
     """the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot"; None:
-    "fma" where a step has a single lane and max_seq_len is at most 4,096, "dot" elsewhere
+    "fma" on a GPU where a step has a single lane and max_seq_len is at most 4,096, "dot"
+    elsewhere
     """
 
     speculative: Speculative | str | None

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,27 @@ def no_user_tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHENGINE_CACHE_DIR", str(tmp_path_factory.mktemp("no-tables")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def usual_cpu_defaults() -> Iterator[Any]:
+    """Engines of this process have a GPU's defaults on a CPU, too: their tests are about the driver
+    that launches ahead, and about the row family that follows from sizes. `cpu_defaults` undoes it.
+    """
+    from graphengine.config import DEVICE_DEFAULTS
+
+    usual = DEVICE_DEFAULTS["cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DEVICE_DEFAULTS, "cpu", DEVICE_DEFAULTS["cuda"])
+        yield usual
+
+
+@pytest.fixture
+def cpu_defaults(usual_cpu_defaults: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines on a CPU have the defaults that users meet."""
+    from graphengine.config import DEVICE_DEFAULTS
+
+    monkeypatch.setitem(DEVICE_DEFAULTS, "cpu", usual_cpu_defaults)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -155,6 +155,8 @@ def info(options: argparse.Namespace) -> None:
         "decode_buckets": memory.ladder.sizes,
         "prefill_buckets": memory.prefill_ladder.sizes,
         "prefill_cut": _prefill_cut(config, memory),
+        "row_family": config.family,
+        "lookahead": config.launched_ahead,
         "speculative": describe(config.mode),
         "draft_lengths": memory.draft_lengths,
         "graphs": len(memory.graphs),

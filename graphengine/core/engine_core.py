@@ -115,7 +115,7 @@ class EngineCore:
             graphs=tuple(runtime.graphs),
             captures=runtime.captures,
             lanes=config.data_parallel * config.max_batch,
-            in_flight=3 * (config.lookahead + 1),
+            in_flight=3 * (config.launched_ahead + 1),
             stream=runtime.stream,
         )
         forced = config.forced_acceptance is not None
@@ -482,7 +482,7 @@ def new_scheduler(
         max_seq_len=memory.max_seq_len,
         ladder=memory.ladder,
         max_waiting=config.max_waiting,
-        lookahead=config.lookahead,
+        lookahead=config.launched_ahead,
         prefix_caching=config.prefix_caching,
         kept_blocks=0 if nothing else config.session_blocks,
         tokens_after=needs.tokens_after,

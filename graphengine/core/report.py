@@ -79,16 +79,13 @@ def make_report(
     config: EngineConfig, memory: MemoryPlan, runtime: Runtime, scheduler: Scheduling
 ) -> EngineReport:
     """The report of the engine with these parts, which may be closed."""
-    size = f"{config.lanes} lanes" if config.drafts else f"max_batch {config.max_batch}"
-    if config.lanes == 1:
-        size += f" and max_seq_len {memory.max_seq_len}"
     pdl = config.pdl and memory.device.type == "cuda"
-    why = "asked for" if config.row_family else f"for {size}"
     return EngineReport(
         memory=memory,
         kernels=(
-            f"row family {runtime.plans.family} ({why}), plans {runtime.plan_sources}, "
-            f"PDL {'on' if pdl else 'off'}, numerics {runtime.numerics_id}"
+            f"row family {runtime.plans.family} ({_why(config, memory)}), "
+            f"plans {runtime.plan_sources}, PDL {'on' if pdl else 'off'}, "
+            f"numerics {runtime.numerics_id}"
         ),
         kv=_kv_blocks(scheduler),
         compilation=runtime.compilation,
@@ -98,6 +95,18 @@ def make_report(
         counters=dict(scheduler.counters),
         ranks=config.ranks,
     )
+
+
+def _why(config: EngineConfig, memory: MemoryPlan) -> str:
+    """Where an engine's row family comes from."""
+    if config.row_family:
+        return "asked for"
+    if config.device_defaults.row_family:
+        return f"for a {memory.device.type.upper()}"
+    size = f"{config.lanes} lanes" if config.drafts else f"max_batch {config.max_batch}"
+    if config.lanes == 1:
+        size += f" and max_seq_len {memory.max_seq_len}"
+    return f"for {size}"
 
 
 def statistics(
@@ -217,7 +226,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "block_size": memory.block_size,
         "kv_blocks": memory.kv_blocks,
         "rings": [[ring.window, ring.blocks] for ring in memory.rings],
-        "lookahead": config.lookahead,
+        "lookahead": config.launched_ahead,
         "wait": config.wait,
         "collect_while_waiting": config.collect_while_waiting,
         "pdl": config.pdl,

@@ -22,12 +22,15 @@ from graphengine.kernels import (
     AnyWeight,
     BlockDraft,
     DecodeLanes,
+    DraftTiles,
+    MarkovHead,
     Residual,
     RowFamily,
     begin_block_draft,
     commit_block_draft,
     commit_draft,
     markov_draft,
+    markov_logits,
     new_residual,
 )
 from graphengine.models.checkpoint import Checkpoint
@@ -226,7 +229,7 @@ class BlockDrafter(Drafter):
     def _draft(
         self, begun: BlockDraft, residual: Residual, launch: DecodeLaunch, *, filtered: bool
     ) -> None:
-        """Run the blocks, and write their drafts; those of a sequential head without filters."""
+        """Run the blocks, and write their drafts."""
         weights, lanes = self.weights, begun.lanes
         output = run_block(
             weights, begun, residual, self._cache, self._block_table, self._tables, launch
@@ -240,9 +243,23 @@ class BlockDrafter(Drafter):
         logits = self._head.logits(output, lanes, launch)
         newest = begun.rows
         for index in range(self.length):
-            tiles = markov_draft(
-                logits, weights.markov, newest, self._sampling, index=index, pdl=launch.pdl
-            )
+            tiles = self._following(logits, weights.markov, newest, launch, index, filtered)
             newest = commit_draft(
                 tiles, newest, self._draft_tokens, index=index, limit=self._limit, pdl=launch.pdl
             )
+
+    def _following(
+        self,
+        logits: Tensor,
+        markov: MarkovHead,
+        newest: DecodeLanes,
+        launch: DecodeLaunch,
+        index: int,
+        filtered: bool,
+    ) -> DraftTiles:
+        """Each row's draft after `newest`, by its block's lane `index` and the sequential head."""
+        pdl = launch.pdl
+        if not filtered:
+            return markov_draft(logits, markov, newest, self._sampling, index=index, pdl=pdl)
+        following = markov_logits(logits, markov, newest, index=index, pdl=pdl)
+        return self._head.drawn(following, newest, launch, ahead=1)

@@ -110,7 +110,7 @@ class Ranks:
             start = RankStart(
                 share=Share(rank, ranks),
                 path=os.fspath(path),
-                config=replace(config, device=device),
+                config=config.of_rank(device),
                 memory=replace(memory, device=torch.device(device)),
                 link=link,
                 meeting=self.meeting,

@@ -121,9 +121,10 @@ def feed_prompt(engine: Engine, tokens: int) -> GraphKey:
 
     ValueError unless the engine is idle, with lookahead 0: otherwise they would hold the next step.
     """
-    if engine.busy or engine.config.lookahead:
+    ahead = engine.config.launched_ahead
+    if engine.busy or ahead:
         raise ValueError(
-            f"a prompt of {tokens} tokens on an engine of lookahead {engine.config.lookahead} that "
+            f"a prompt of {tokens} tokens on an engine of lookahead {ahead} that "
             f"is {'busy' if engine.busy else 'idle'}"
         )
     prompt = random_prompt(engine.model.config.vocab_size, tokens, seed=tokens)

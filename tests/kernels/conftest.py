@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +14,9 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 _HERE = Path(__file__).parent
 
 if INTERPRETED:
-    from triton.runtime import interpreter
+    from launches.interpreted import prepare_interpreter
 
-    _patch_lang_tensor = interpreter._patch_lang_tensor
-
-    def _patch_lang_tensor_and_index(tensor: Any, scope: Any) -> None:
-        """numpy 2.4 refuses `int(array([3]))`, by which triton 3.6 reads a loop's bounds."""
-        _patch_lang_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor_and_index
+    prepare_interpreter()
 
 
 # First, because `-m` deselects in a hook of the same name.

@@ -154,10 +154,8 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def run(job: Job, gpus: Sequence[str], limit: float, threads: int = 0) -> Outcome:
-    """The job's tests in a process that sees these GPUs; without any, those that this one sees.
-    `threads` for torch's CPU kernels; 0: as many as it likes.
-    """
+def run(job: Job, gpus: Sequence[str], limit: float) -> Outcome:
+    """The job's tests in a process that sees these GPUs; without any, those that this one sees."""
     support = str(Path(__file__).resolve().parent)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (support, os.environ.get("PYTHONPATH")))),
@@ -166,8 +164,6 @@ def run(job: Job, gpus: Sequence[str], limit: float, threads: int = 0) -> Outcom
     }
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if threads:
-        environment["OMP_NUM_THREADS"] = str(threads)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "native", "-m", job.marker, *job.paths]
     begun = time.monotonic()
     try:
@@ -219,14 +215,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-    cores = os.cpu_count() or 1
-    processes = options.processes or max(1, cores - 2)
-    threads = max(1, cores // processes)
+    processes = options.processes or max(1, (os.cpu_count() or 1) - 2)
 
     def go(numbered: tuple[int, Job]) -> Outcome:
         number, job = numbered
         own = [gpus[number % len(gpus)]] if gpus else []
-        outcome = run(job, own, options.limit, threads)
+        outcome = run(job, own, options.limit)
         report(outcome, options.out)
         return outcome
 

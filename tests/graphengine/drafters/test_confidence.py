@@ -114,10 +114,12 @@ def test_tokens_are_those_of_plain_decoding(device: str, name: str, lookahead: i
 
 
 def test_a_threshold_that_all_pass_withholds_nothing(device: str) -> None:
+    """Through filters too."""
+    jobs = [*JOBS, Job(PROMPT, sampled(20, seed=4, temperature=3.0, top_k=3))]
     counts = []
     for least in (None, 1e-30):
         with open_speculating(MTP(k=3, min_confidence=least), device=device) as engine:
-            outcomes(engine, JOBS)
+            outcomes(engine, jobs)
             counts.append(engine.acceptance.as_dict())
     assert counts[0] == counts[1]
 

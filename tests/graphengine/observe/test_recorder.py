@@ -208,7 +208,7 @@ def test_drafts_are_counted_as_the_engine_counts_them(device: str, mode: Any) ->
         requests = [engine.submit(prompt, greedy(40)) for prompt in (PROMPT, LONG, OTHER)]
         run(engine)
         assert_tells(recorder, requests)
-        assert_ordered(recorder, engine.config.lookahead)
+        assert_ordered(recorder, engine.config.launched_ahead)
         records = recorder.replays()
         decodes = records[records["kind"] == KINDS.index("decode")]
         assert (decodes["width"] == 1 + mode.k).all()

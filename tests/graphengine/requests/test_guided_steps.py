@@ -69,7 +69,7 @@ def test_steps_look_ahead_but_for_a_grammar(device: str) -> None:
         plain = [engine.submit(prompt, greedy(40)) for prompt in (PROMPT, OTHER)]
         for _ in range(4):
             engine.step()
-            assert len(engine.core.in_flight) == engine.config.lookahead == 1
+            assert len(engine.core.in_flight) == engine.config.launched_ahead == 1
         assert engine.counters["guided/steps"] == 0
         guided = engine.submit(LONG, regex(LIST))
         while not guided.finished:

@@ -29,6 +29,7 @@ from graphengine.kernels.norm_rope import activation
 KERNELS = Path(__file__).resolve().parents[3] / "kernels"
 # Seconds: only a test that has hung waits for so long.
 HUNG = 600
+of_sources = pytest.mark.skipif(INTERPRETED, reason="an ordinary process sees the same")
 
 
 class StandIn:
@@ -248,6 +249,7 @@ def test_a_pass_inside_a_pass_ends() -> None:
     assert kernel.kept == ["binary"]
 
 
+@of_sources
 def test_the_pass_does_not_import_torchs_compiler() -> None:
     """It takes seconds, more than all kernels from the cache."""
     code = (
@@ -368,6 +370,7 @@ def launched(tree: ast.AST) -> set[str]:
     }
 
 
+@of_sources
 def test_every_launch_can_be_compiled_only() -> None:
     trees = {str(path): ast.parse(path.read_text()) for path in KERNELS.rglob("*.py")}
     kernels = set().union(*map(jitted, trees.values()))
@@ -395,6 +398,7 @@ def taken_names(tree: ast.AST) -> list[str]:
     ]
 
 
+@of_sources
 def test_no_argument_has_a_name_that_triton_takes() -> None:
     """Natively it is another object then; a compiled or interpreted kernel does not show it."""
     trees = [ast.parse(path.read_text()) for path in KERNELS.rglob("*.py")]

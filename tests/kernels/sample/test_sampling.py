@@ -42,6 +42,9 @@ from graphengine.kernels.sample.sampling import (
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
+of_the_reference = pytest.mark.skipif(
+    INTERPRETED, reason="the reference is tested in an ordinary process"
+)
 INF, NAN = float("inf"), float("nan")
 HUGE, LOWEST = 2**31 - 1, -(2**31)
 TOLERANCE = 1e-5
@@ -234,6 +237,7 @@ def batches(draw: st.DrawFn) -> tuple[list[list[float]], list[Params], list[int]
     return logits, params, [*positions, *[5] * rows][:rows]
 
 
+@of_the_reference
 @given(batch=batches())
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_the_reference_agrees_with_the_slow_sampler(batch):
@@ -663,6 +667,7 @@ DRAWS = 4000
 LOGITS = np.array([2.0, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.0, -2.0, 0.25, -INF, 0.0], np.float32)
 
 
+@of_the_reference
 @pytest.mark.parametrize(
     ("params", "kept"),
     [
@@ -738,6 +743,7 @@ HUGE_ROWS = [
 ]
 
 
+@of_the_reference
 @pytest.mark.parametrize(("row", "weights", "options"), HUGE_ROWS)
 def test_frequencies_of_huge_logits(
     row: list[float], weights: dict[int, float], options: dict[str, float]
@@ -763,6 +769,7 @@ def test_the_floor_of_min_p_is_not_rounded_down(twin: Twin):
         assert len({*twin.tokens(rows, [kept] * 6, [*range(6)])}) > 1
 
 
+@of_the_reference
 def test_huge_logits_that_tie_over_many_tiles(device: str):
     """Any tiling finds the token, the kernels that have and that have not the logits in memory."""
     vocabulary = 3000

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from triton.runtime import interpreter
 
 from graphengine import Engine, SamplingParams
 from graphengine.kernels import PUSH_UNIT, PeerItems, Peers
 from graphengine.models.contract import Share
 from graphengine.parallel import leading, rank
 from graphengine.parallel.meeting import Meeting
+from launches.interpreted import prepare_interpreter
 
 PROMPTS = ["def fib(n):", "class Tree:\n"]
 PARAMS = [
@@ -85,20 +85,9 @@ def run_plain_twins() -> None:
             module.use_triton = lambda tensor: False
 
 
-def mend_interpreter() -> None:
-    """numpy 2.4 refuses `int(array([3]))`, by which triton 3.6 reads a loop's bounds."""
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_index(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_and_index
-
-
 def main(checkpoint: str) -> None:
     run_plain_twins()
-    mend_interpreter()
+    prepare_interpreter()
     torch.set_num_threads(1)
     leading.Meeting = rank.Meeting = PushingMeeting
     options = SIZES | {"tensor_parallel": 2, "wait_limit_s": 60.0}

@@ -1,0 +1,105 @@
+"""Triton's interpreter as tests use it: one fault mended, and three times as fast.
+
+It remembers what it otherwise works out again for each operation. Seen with triton 3.6 on tests of
+decode attention: a sixth of the time went to patching the language for each launch and each call of
+a device function, and nearly half to describing types and shapes. Numbers are computed as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import triton.language as tl
+from triton.language import core
+from triton.runtime import interpreter
+
+
+def prepare_interpreter() -> None:
+    """For the rest of the process, in which kernels are interpreted and none is compiled."""
+    _mend_loops()
+    _patch_once()
+    _remember_shapes()
+    _remember_dtypes()
+
+
+def _mend_loops() -> None:
+    """numpy 2.4 refuses `int(array([3]))`, by which triton 3.6 reads a loop's bounds."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_index
+
+
+def _patch_once() -> None:
+    """The language stays patched for good; Triton patches it for each launch, and device functions
+    leave it patched anyway.
+    """
+    patch, patched = interpreter._patch_lang, set[str]()
+
+    def patch_lang(fn: Any) -> interpreter._LangPatchScope:
+        languages = {
+            value.__name__
+            for value in fn.__globals__.values()
+            if inspect.ismodule(value) and value in (tl, core)
+        }
+        if not languages or languages - patched:
+            patch(fn)
+            patched.update(languages)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_lang
+
+
+def _remember_dtypes() -> None:
+    """NumPy's of scalars, pointers and blocks of them."""
+    find, found = interpreter._get_np_dtype, dict[str, Any]()
+
+    def np_dtype(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in found:
+            found[name] = find(kind)
+        return found[name]
+
+    interpreter._get_np_dtype = np_dtype
+
+
+def _remember_shapes() -> None:
+    init_type, init_tensor = core.block_type.__init__, core.tensor.__init__
+    equal = core.tuple.__eq__
+    types: dict[Any, dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def plain(values: Any) -> Any:
+        """The values of one of Triton's tuples; anything else stays."""
+        values = values.value if isinstance(values, core.constexpr) else values
+        return values.values if isinstance(values, core.tuple) else values
+
+    def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(core._unwrap_if_constexpr(size) for size in plain(shape))
+        key = (element_ty.name, getattr(element_ty, "address_space", None), sizes)
+        if key not in types:
+            init_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key])
+
+    def tensor_init(self: Any, handle: Any, kind: Any) -> None:
+        sizes = tuple(kind.shape) if kind.is_block() else ()
+        if sizes not in shapes:
+            init_tensor(self, handle, kind)
+            shapes[sizes] = (self.numel, self.shape)
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = shapes[sizes]
+
+    def tuple_eq(self: Any, other: Any) -> Any:
+        other = plain(other)
+        if isinstance(other, list | tuple):
+            return core.constexpr(self.values == list(other))
+        return equal(self, other)
+
+    core.block_type.__init__ = block_type_init
+    core.tensor.__init__ = tensor_init
+    core.tuple.__eq__ = tuple_eq
