@@ -125,10 +125,10 @@ class DraftHead:
 
         What filters leave out comes after what they keep.
         """
-        logits, token_ids = self.logits(hidden, lanes, launch), self._vocabulary.token_ids
+        logits, token_ids = self.logits(hidden, lanes, launch), self._token_ids
         slot, position = lanes.slot, lanes.position
         if filtered:
-            logits = self._processed(self._vocabulary.logits(logits), lanes, launch)
+            logits = self._processed(logits, lanes, launch)
             token_ids = None
             defer_filtered(logits, slot, position, self._sampling, ahead=ahead, pdl=launch.pdl)
         return top_drafts(
@@ -138,11 +138,7 @@ class DraftHead:
             self._sampling,
             count=count,
             ahead=ahead,
-<<<<<<< HEAD
-            token_ids=self._token_ids,
-=======
             token_ids=token_ids,
->>>>>>> w-blocktrain
             pdl=launch.pdl,
         )
 
@@ -196,11 +192,7 @@ class DraftHead:
     def _filtered(
         self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch, ahead: int
     ) -> DraftTiles:
-<<<<<<< HEAD
-        """As the target's full sampler does it, over the target's vocabulary."""
         logits = self.logits(hidden, lanes, launch)
-=======
-        logits = self._vocabulary.logits(self.logits(hidden, lanes, launch))
         return self.drawn(logits, lanes, launch, ahead=ahead)
 
     def drawn(
@@ -218,7 +210,6 @@ class DraftHead:
 
     def _processed(self, logits: Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
         """Those of the target's vocabulary, changed as the target's are."""
->>>>>>> w-blocktrain
         if self._token_ids is not None or logits.shape[1] != self._tokens:
             logits = spread_logits(
                 logits, self._token_ids, lanes.slot, vocabulary=self._tokens, pdl=launch.pdl
