@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import IntEnum, unique
 from mmap import mmap
 from multiprocessing.context import SpawnContext
 from pathlib import Path
@@ -44,6 +44,7 @@ class Stage(IntEnum):
     ENDED = 5
 
 
+@unique
 class Kind(IntEnum):
     """What a rank is to do, and the command's numbers.
 
@@ -75,9 +76,9 @@ class Kind(IntEnum):
     WRITE_BLOCKS = 10
     READ_STATES = 11
     WRITE_STATES = 12
-    DRAFTS = 14
     UPDATE = 13
-    READ_SCALES = 14
+    DRAFTS = 14
+    READ_SCALES = 15
 
 
 class Command(NamedTuple):
