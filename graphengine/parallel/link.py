@@ -61,7 +61,7 @@ class Kind(IntEnum):
     READ_STATES, WRITE_STATES  (place): of `KeptParts`
     DRAFTS      (): copy the drafts of all slots to where the driver has them
     UPDATE      (): `Runtime.update_weights`; data are the path of a checkpoint with the tensors
-    READ_SCALES ()
+    READ_SCALES (): `KeptParts.scales_id`
     """
 
     LOAD = 1
