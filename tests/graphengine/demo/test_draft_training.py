@@ -216,13 +216,13 @@ def check_short_training(folder: Path, metrics: dict[str, Any], said: str) -> No
 def test_short_trainings_give_drafters_whose_drafts_are_accepted(tmp_path: Path) -> None:
     text, head, block = tmp_path / "text.safetensors", tmp_path / "eagle3", tmp_path / "block"
     once = ("--own-text", str(text))
-    metrics = run_command(EAGLE3, head, "--steps", "40", "--draft-vocab", "1024", *once)
+    metrics = run_command(EAGLE3, head, "--steps", "25", "--draft-vocab", "1024", *once)
     check_short_training(head, metrics, "1024 most frequent tokens")
     # By chance one draft of 4,096 would be accepted.
     assert accepted(head, Eagle3(head, 3)) > 0.03
 
     written = text.read_bytes()
-    found = run_command(BLOCK, block, "--steps", "40", *once)
+    found = run_command(BLOCK, block, "--steps", "25", *once)
     check_short_training(block, found, "3 lanes, 3 drafts")
     assert text.read_bytes() == written
     assert found["own_tokens"] == metrics["own_tokens"] == 4 * 129
