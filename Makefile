@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The checks of `make test`, the longest first, so that two cores end at about the same time.
 CHECKS := draft-tests interpreter program-tests host-tests engine-tests model-tests other-tests types lint
 
-.PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize docs install
+.PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize docs pictures install
 
 demo: install
 	$(BIN)/graphengine generate --checkpoint demo --max-tokens 120 --temperature 0.7 --seed 7 \
@@ -89,6 +89,10 @@ docs: $(DOCS)/stamp
 	$(PYTHON) docs/site.py build/site-source
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
+# The pictures of docs/profiling.md.
+pictures: install
+	PYTHONPATH=tests/support $(BIN)/python tests/support/timelines/pictures.py profiles/pictures
+
 $(DOCS)/stamp:
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/pip install --quiet mkdocs-material==9.8.1 'mkdocstrings[python]'
@@ -105,8 +109,8 @@ $(VENV)/stamp: constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt triton setuptools wheel
 	$(BIN)/pip install --quiet --constraint constraints.txt numpy safetensors tokenizers \
-		jinja2 nvtx matplotlib huggingface_hub transformers compressed-tensors llguidance jsonschema \
-		prompt_toolkit pytest hypothesis ruff mypy
+		jinja2 nvtx huggingface_hub transformers compressed-tensors llguidance jsonschema \
+		prompt_toolkit ray pytest hypothesis ruff mypy
 	touch $@
 
 # Tests mostly wait for the compiler and for the host, so that files run side by side. NATIVE takes the

@@ -27,6 +27,7 @@ from graphengine.buckets.captured import (
     clear_blas_workspaces,
 )
 from graphengine.buckets.graphs.introspect import inspect_graph, programmatic_edges
+from graphengine.buckets.graphs.launches import KernelLaunch, read_launches
 from graphengine.buckets.graphs.nodes import count_nodes
 from graphengine.buckets.graphs.structure import GraphEdge, GraphNode, GraphStructure
 from graphengine.buckets.ladder import BucketLadder
@@ -52,6 +53,7 @@ __all__ = [
     "GraphEdge",
     "GraphNode",
     "GraphStructure",
+    "KernelLaunch",
     "Mailbox",
     "MailboxBroken",
     "MemoryBudget",
@@ -72,4 +74,5 @@ __all__ = [
     "format_bytes",
     "inspect_graph",
     "programmatic_edges",
+    "read_launches",
 ]

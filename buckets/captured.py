@@ -136,6 +136,11 @@ class CapturedGraph:
         return self._graph
 
     @property
+    def replays(self) -> int:
+        """How often `replay` was called."""
+        return self._replays
+
+    @property
     def step(self) -> Step:
         """The step program, which a tool may run eagerly; ValueError after `close()`."""
         if self._step is None:

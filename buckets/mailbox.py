@@ -41,8 +41,9 @@ class Mailbox:
     """A ring of `entries` x `lanes` x `items_per_lane` self-tagged 64-bit items.
 
     `tensor` is the int64 tensor [entries, lanes, items_per_lane] that the publishing kernel is
-    given; pinned host memory for a CUDA device, ordinary memory for the CPU. It lives, at one
-    address, until the mailbox is dropped.
+    given; pinned host memory for a CUDA device, ordinary memory for the CPU, or `words`, which
+    another process may read through a mailbox of its own. It lives, at one address, until the
+    mailbox is dropped. ValueError for `words` of another shape or dtype.
     """
 
     def __init__(
@@ -52,17 +53,22 @@ class Mailbox:
         items_per_lane: int = 2,
         *,
         device: torch.device | str,
+        words: torch.Tensor | None = None,
     ) -> None:
         if min(entries, lanes, items_per_lane) < 1:
             raise ValueError(f"a mailbox of {entries} entries x {lanes} lanes x {items_per_lane}")
         self.entries = entries
         self.lanes = lanes
         self.items_per_lane = items_per_lane
-        self.tensor = torch.zeros(
-            (entries, lanes, items_per_lane),
-            dtype=torch.int64,
-            pin_memory=torch.device(device).type == "cuda",
-        )
+        shape = (entries, lanes, items_per_lane)
+        if words is None:
+            on_gpu = torch.device(device).type == "cuda"
+            words = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        if words.shape != shape or words.dtype != torch.int64:
+            raise ValueError(
+                f"words are {words.dtype} {list(words.shape)}, for a mailbox of int64 {list(shape)}"
+            )
+        self.tensor = words
         self._items: NDArray[np.uint64] = self.tensor.numpy().view(np.uint64)
         # Every host of a CUDA device is little-endian: a word's high half is its second.
         self._tags: NDArray[np.uint32] = self._items.view(np.uint32).reshape(

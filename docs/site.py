@@ -34,6 +34,12 @@ API = {
     "Testing": [
         "testing.parity.assert_replay_matches_eager",
         "testing.poison.poison_padding",
+        "testing.outputs.assert_outputs_written",
+        "testing.replayed.assert_replayed",
+        "testing.dangling.assert_no_dangling_pointers",
+        "testing.host_scalars.assert_no_host_scalars",
+        "testing.pdl_waits.assert_pdl_waits",
+        "testing.pools.no_leaked_pool",
         "testing.invariants",
         "testing.watch",
         "testing.latency.latency_budget",

@@ -19,6 +19,18 @@ BUCKETS = (1, 4, 8)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+class Eager:
+    """Stands in for a graph where there is none, and counts like one."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.step = step
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.step()
+
+
 class Runner:
     """Attention-free decoding of up to 8 rows: `ids` and `lengths` in, `logits` out."""
 
@@ -29,28 +41,28 @@ class Runner:
         self.ids = torch.zeros(BUCKETS[-1], dtype=torch.int64, device=DEVICE)
         self.lengths = torch.ones(BUCKETS[-1], device=DEVICE)
         self.logits = torch.zeros(BUCKETS[-1], 64, device=DEVICE)
-        self.replays = {rows: self.capture(rows) for rows in reversed(BUCKETS)}
+        self.graphs = {rows: self.capture(rows) for rows in reversed(BUCKETS)}
 
     @torch.no_grad()
     def step(self, rows: int) -> None:
         hidden = self.table[self.ids[:rows]] / self.lengths[:rows, None]
         torch.matmul(hidden, self.head, out=self.logits[:rows])
 
-    def capture(self, rows: int) -> Callable[[], None]:
+    def capture(self, rows: int) -> torch.cuda.CUDAGraph | Eager:
         self.step(rows)  # a warm-up
         if DEVICE == "cpu":
-            return lambda: self.step(rows)
+            return Eager(lambda: self.step(rows))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step(rows)
-        return graph.replay
+        return graph
 
     def run(self, ids: list[int]) -> Tensor:
         """Logits of the first `len(ids)` rows; the rest of the bucket is padding."""
         rows = next(bucket for bucket in BUCKETS if bucket >= len(ids))
         self.ids[: len(ids)] = torch.tensor(ids, device=DEVICE)
-        self.replays[rows]()
+        self.graphs[rows].replay()
         return self.logits[: len(ids)]
 
 
@@ -64,14 +76,31 @@ def test_a_replay_computes_what_the_step_computes(
     runner: Runner, rows: int, assert_replay_matches_eager: Any
 ) -> None:
     buffers = {"lengths": runner.lengths[:rows], "logits": runner.logits[:rows]}
-    assert_replay_matches_eager(lambda: runner.step(rows), buffers, graph=runner.replays[rows])
+    assert_replay_matches_eager(lambda: runner.step(rows), buffers, graph=runner.graphs[rows])
 
 
 def test_padded_rows_change_nothing(runner: Runner, poison_padding: Any) -> None:
     runner.ids.copy_(torch.arange(8))
     padding = {"lengths": slice(5, None), "logits": slice(5, None)}
     buffers = {"lengths": runner.lengths, "logits": runner.logits}
-    poison_padding(buffers, runner.replays[8], padding=padding)
+    poison_padding(buffers, runner.graphs[8].replay, padding=padding)
+
+
+def test_a_batch_goes_to_the_smallest_bucket_that_holds_it(
+    runner: Runner, assert_replayed: Any
+) -> None:
+    graphs = {str(rows): graph for rows, graph in runner.graphs.items()}
+    with assert_replayed(graphs, {"4": 2, "8": 1}):
+        runner.run([3, 1, 4])
+        runner.run([3, 1, 4, 1])
+        runner.run([3, 1, 4, 1, 5])
+
+
+@pytest.mark.parametrize("rows", BUCKETS)
+def test_every_row_of_the_bucket_is_written(
+    runner: Runner, rows: int, assert_outputs_written: Any
+) -> None:
+    assert_outputs_written(runner.graphs[rows].replay, {"logits": runner.logits[:rows]})
 
 
 def test_a_batch_leaves_the_buffers_where_they_were(

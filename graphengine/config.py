@@ -136,7 +136,15 @@ class EngineConfig:
     expert_parallel: bool = option(
         False,
         doc="""whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in
-        place of a part of each; on a CPU alone, as no kernel leaves other ranks' experts out""",
+        place of a part of each""",
+        flag=Flag(),
+    )
+    data_parallel: int = option(
+        1,
+        within(1, 64),
+        doc="""ranks that have requests of their own, up to `max_batch` each, and share the experts
+        of a model: each has all other weights and some whole experts, which work for the requests
+        of all (attention data parallelism with expert parallelism); on a CPU alone""",
         flag=Flag(),
     )
     quantize: RoundedKind | None = option(
@@ -538,33 +546,57 @@ class EngineConfig:
         object.__setattr__(self, "draft_len_schedule", schedule.steps)
 
     def _check_ranks(self) -> None:
-        """ValueError for what several ranks cannot do yet, and for what takes several."""
+        """ValueError for what takes several ranks, and for what some cannot do."""
+        if self.data_parallel > 1:
+            self._check_data_ranks()
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError("expert_parallel=True is for several ranks, not tensor_parallel=1")
-        if self.expert_parallel and torch.device(self.device).type != "cpu":
+
+    def _check_data_ranks(self) -> None:
+        """ValueError for what ranks with requests of their own cannot do."""
+        ranks = self.data_parallel
+        if self.tensor_parallel > 1:
             raise ValueError(
-                f"expert_parallel=True is for ranks on a CPU, not for device={self.device!r}: no "
-                f"kernel leaves the experts of other ranks out"
+                f"data_parallel={ranks} and tensor_parallel={self.tensor_parallel}: ranks either "
+                f"have requests of their own, or split all of them"
             )
-        if self.tensor_parallel == 1:
-            return
-        mode, drafters = self.mode, (MTP, Eagle3, NGram, UserProvided)
-        wants_one_rank = not isinstance(mode, drafters) or (
-            isinstance(mode, MTP | Eagle3)
-            and (mode.shape is not None or mode.min_confidence is not None)
-        )
-        alone: dict[str, bool] = {
+        if self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel=True is for tensor_parallel: with data_parallel={ranks} ranks "
+                f"have whole experts anyway"
+            )
+        if torch.device(self.device).type != "cpu":
+            raise ValueError(
+                f"data_parallel={ranks} is for ranks on a CPU, not for device={self.device!r}: "
+                f"ranks on GPUs do not hand their requests' results over yet"
+            )
+        mode = self.mode
+        simple = mode is None or isinstance(mode, MTP | Eagle3 | NGram | UserProvided)
+        if isinstance(mode, MTP | Eagle3):
+            simple = mode.shape is None and mode.min_confidence is None
+        one_rank: dict[str, bool] = {
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "prompt_embeds": self.prompt_embeds,
-            "speculative": mode is not None and wants_one_rank,
+            "speculative": not simple,
         }
-        for name, is_asked in alone.items():
+        for name, is_asked in one_rank.items():
             if is_asked:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is for an engine of one rank, not for "
-                    f"tensor_parallel={self.tensor_parallel}"
+                    f"{self.ranks_option}"
                 )
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the engine, this one among them."""
+        return max(self.tensor_parallel, self.data_parallel)
+
+    @property
+    def ranks_option(self) -> str:
+        """The option that asks for them, for messages."""
+        name = "data_parallel" if self.data_parallel > 1 else "tensor_parallel"
+        return f"{name}={self.ranks}"
 
     @property
     def mode(self) -> Mode | None:
@@ -654,12 +686,22 @@ class EngineConfig:
     @property
     def staging_blocks(self) -> int:
         """Copies of host-owned fields that may be in flight to the device at the same time."""
-        return self.launched_ahead + 2
+        return (self.launched_ahead + 2) * self._loads_of_step
 
     @property
     def mailbox_entries(self) -> int:
         """Replays whose records a mailbox holds."""
-        return 2 * (self.launched_ahead + 2)
+        return self._launches_of_step * (self.launched_ahead + 2)
+
+    @property
+    def _launches_of_step(self) -> int:
+        """A decode, and the chunk of a prompt: ranks may have chunks that take different graphs."""
+        return 1 + self.data_parallel
+
+    @property
+    def _loads_of_step(self) -> int:
+        """Each chunk of other ranks may take a load before it, and so may the decode after them."""
+        return 1 if self.data_parallel == 1 else 3
 
     def sequence_limit(self, max_positions: int) -> int:
         """Tokens of the longest request with a model of so many positions; ValueError if

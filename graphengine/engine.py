@@ -23,16 +23,20 @@ from graphengine.core.misplaced import check_names
 from graphengine.core.report import EngineReport, StepReport, describe_step, make_report, statistics
 from graphengine.core.runtime import Runtime
 from graphengine.core.snapshots import SessionSnapshot
+from graphengine.core.weight_updates import WeightSource, update_weights
 from graphengine.drafters import Drafter
 from graphengine.engine_options import EngineOptions
 from graphengine.host.gate import Gate
-from graphengine.host.scheduler import Scheduler
+from graphengine.host.scheduling import Scheduling
 from graphengine.kernels import RowFamily
 from graphengine.models.contract import Model
 from graphengine.observe.recorder import Recorder
 from graphengine.opening.loading import Opened, open_checkpoint
 from graphengine.opening.memory import MemoryPlan
-from graphengine.parallel.leading import open_with_ranks
+from graphengine.opening.updating import LoadedWeights
+from graphengine.parallel.data_core import DataParallelCore
+from graphengine.parallel.data_runtime import DataParallelRuntime
+from graphengine.parallel.leading import LeadingRuntime, open_with_ranks
 from graphengine.prompts import Prompt
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.request import Event, Request
@@ -69,16 +73,17 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] = (),
         runtime: Runtime | None = None,
+        loaded: LoadedWeights | None = None,
     ) -> None:
-        if runtime is None and config.tensor_parallel > 1:
-            raise ValueError(
-                f"tensor_parallel={config.tensor_parallel}: from_pretrained starts the other ranks"
-            )
+        if runtime is None and config.ranks > 1:
+            raise ValueError(f"{config.ranks_option}: from_pretrained starts the other ranks")
         self.config = config
         self.memory = memory
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
-        self.core = EngineCore(
+        self._loaded = loaded
+        kind = DataParallelCore if config.data_parallel > 1 else EngineCore
+        self.core = kind(
             runtime or Runtime(model, memory, config, drafter),
             memory,
             config,
@@ -105,10 +110,11 @@ class Engine:
         progress  called with (bytes loaded, bytes in all) as weights arrive on the device
         options   in place of `config`, the fields of `EngineConfig`
 
-        With `tensor_parallel` above 1, processes are spawned, which import the program's main
-        module: it does this under `if __name__ == "__main__":`. RankFailed, a RuntimeError, if one
-        of them fails, here and in later calls. Where torchrun has started the ranks it spawns none,
-        and returns in the process of rank 0 alone: the others end with its engine.
+        With `tensor_parallel` or `data_parallel` above 1, processes are spawned, which import the
+        program's main module: it does this under `if __name__ == "__main__":`. RankFailed, a
+        RuntimeError, if one of them fails, here and in later calls. Where torchrun has started the
+        ranks it spawns none, and returns in the process of rank 0 alone: the others end with its
+        engine.
 
         FileNotFoundError where there is no such directory, or no `config.json` in it; ValueError
         for anything else that is wrong with checkpoint or options.
@@ -124,7 +130,7 @@ class Engine:
             )
         check_callable("progress", progress)
         opened, runtime = _open(path, config, progress)
-        model, memory, tokenizer, eos_ids, drafter = opened
+        model, memory, tokenizer, eos_ids, drafter, loaded = opened
         return cls(
             model,
             memory,
@@ -133,6 +139,7 @@ class Engine:
             eos_ids=eos_ids,
             drafter=drafter,
             runtime=runtime,
+            loaded=loaded,
         )
 
     @property
@@ -150,7 +157,7 @@ class Engine:
     # The core owns these; here they can only be read.
 
     @property
-    def scheduler(self) -> Scheduler:
+    def scheduler(self) -> Scheduling:
         """Slots, queue and KV blocks; for tools and tests."""
         return self.core.scheduler
 
@@ -344,12 +351,36 @@ class Engine:
         """
         return restore_session(self.core, source)
 
+    def update_weights(self, source: WeightSource) -> None:
+        """Put other values into the weights, in place: graphs and addresses stay as they are.
+
+        source  pairs of a name and a tensor, or a mapping, with names and shapes of the checkpoint
+                that the engine was opened from: all of its tensors or some, on any device. An
+                iterator is read to its end first; to hold fewer at a time, call it in pieces. Or
+                the directory of a whole checkpoint of the same model
+
+        Values are cast, fused, rounded (`quantize`) and split over ranks as they were at opening.
+        What is rounded together comes together: q, k and v, or gate and up. Tensors that the
+        checkpoint has and the engine does not use are left out; draft modules of the checkpoint are
+        updated, and drafters with a checkpoint of their own are not. The scales of an fp8 KV cache
+        stay.
+
+        KV of the older weights is dropped: cached prefixes are forgotten, and sessions keep their
+        tokens and are `evicted`, so that their next turn prefills them. Snapshots of the older
+        weights are refused from then on. It waits for the device.
+
+        ValueError while requests are unfinished, and, with names and both values, for tensors that
+        cannot be taken: then nothing is changed. An error while values are written breaks the
+        engine.
+        """
+        update_weights(self.core, self._loaded, source)
+
     @property
     def cache(self) -> torch.Tensor:
         """KV `[layers, blocks, 2, block_size, kv_heads, head_dim]` of the model, until `close`.
 
         Of a model with latents `[layers, blocks, 1, block_size, values]`. Layers that keep their
-        newest tokens in rings are not in it.
+        newest tokens in rings are not in it. With several ranks it is that of the first.
         """
         return self.runtime.caches[0][0]
 
@@ -407,6 +438,7 @@ class Engine:
         a ValueError. May be called again.
         """
         self.core.close()
+        self._loaded = None
 
     def __enter__(self) -> Self:
         return self
@@ -419,6 +451,7 @@ def _open(
     path: str | Path, config: EngineConfig, progress: runs.Progress | None
 ) -> tuple[Opened, Runtime | None]:
     """The parts of an engine, and the runtime of several ranks."""
-    if config.tensor_parallel > 1:
-        return open_with_ranks(path, config, progress)
+    if config.ranks > 1:
+        kind = DataParallelRuntime if config.data_parallel > 1 else LeadingRuntime
+        return open_with_ranks(path, config, progress, kind)
     return open_checkpoint(path, config, progress), None

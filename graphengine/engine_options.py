@@ -35,7 +35,13 @@ class EngineOptions(TypedDict, total=False):
 
     expert_parallel: bool
     """whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in place of
-    a part of each; on a CPU alone, as no kernel leaves other ranks' experts out
+    a part of each
+    """
+
+    data_parallel: int
+    """ranks that have requests of their own, up to `max_batch` each, and share the experts of a
+    model: each has all other weights and some whole experts, which work for the requests of all
+    (attention data parallelism with expert parallelism); on a CPU alone
     """
 
     quantize: RoundedKind | None

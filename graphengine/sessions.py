@@ -39,6 +39,7 @@ from graphengine.core import runs
 from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions, check_queue_options
 from graphengine.core.snapshots import SessionSnapshot, copy_out
+from graphengine.host.blocks import Reuse
 from graphengine.prompt_embeds import (
     EMBEDDED,
     NO_EMBEDS,
@@ -108,12 +109,17 @@ class Session:
         return self._turn
 
     @property
+    def _reuse(self) -> Reuse:
+        """What knows the blocks of its rank."""
+        return self._core.scheduler.home(self._context).reuse
+
+    @property
     def cached_tokens(self) -> int:
         """Tokens of which the session's blocks spare the next turn the prefill; 0 once closed.
 
         With `prefix_caching` the turn may find more, if others have prefilled the same tokens.
         """
-        return self._core.scheduler.reuse.cached_tokens(self._context, len(self))
+        return self._reuse.cached_tokens(self._context, len(self))
 
     @property
     def evicted(self) -> bool:
@@ -167,7 +173,7 @@ class Session:
         if n_tokens:
             del self._tokens[-n_tokens:]
             self._embeds = self._embeds.within(0, len(self._tokens))
-            self._core.scheduler.reuse.cut(self._context, len(self._tokens))
+            self._reuse.cut(self._context, len(self._tokens))
 
     def fork(self) -> Session:
         """Another session with the same tokens, which shares the blocks: nothing is copied.
@@ -176,7 +182,8 @@ class Session:
         blocks: its first turn prefills everything.
         """
         self._check_idle()
-        context, reuse = Context(evicted=self._context.evicted), self._core.scheduler.reuse
+        reuse = self._reuse
+        context = Context(evicted=self._context.evicted, rank=self._context.rank)
         if self._context.blocks and reuse.rings:
             context.evicted = True
         elif self._context.blocks:
@@ -247,10 +254,11 @@ class Session:
         Waits for the device. `Engine.restore_session` makes a session of either, in this process or
         another. No KV is copied where layers keep theirs in rings (`EngineConfig.window_rings`):
         the first turn of the session that is restored prefills everything. OSError where the file
-        cannot be written; it appears whole or not at all.
+        cannot be written; it appears whole or not at all. ValueError with `data_parallel`.
         """
         self._check_idle()
-        reuse, context = self._core.scheduler.reuse, self._context
+        _check_snapshots(self._core)
+        reuse, context = self._reuse, self._context
         blocks = [] if reuse.rings else context.blocks
         state = context.states[-1] if context.states else None
         rows = self._embeds.rows() if self._embeds else None
@@ -264,7 +272,7 @@ class Session:
         self._settle()
         if self._turn is not None:
             self._turn.cancel()
-        self._core.scheduler.reuse.close(self._context)
+        self._reuse.close(self._context)
 
     def __enter__(self) -> Self:
         return self
@@ -309,6 +317,7 @@ def open_session(core: EngineCore) -> Session:
 def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLike[str]) -> Session:
     """What `Engine.restore_session` says."""
     _check_sessions(core)
+    _check_snapshots(core)
     if isinstance(source, str | os.PathLike):
         source = SessionSnapshot.load(source)
     if not isinstance(source, SessionSnapshot):
@@ -351,7 +360,8 @@ def session_of(
     the first `position`, and `states` are those after them. ValueError, with both numbers, for more
     blocks than the pool has free or `session_blocks` allows, and for blocks without states.
     """
-    scheduler, context = core.scheduler, Context()
+    context = Context()
+    scheduler = core.scheduler.home(context)
     pool, most, reuse = scheduler.pool, core.config.session_blocks, scheduler.reuse
     if count and reuse.rings:
         raise ValueError(
@@ -388,3 +398,9 @@ def _check_sessions(core: EngineCore) -> None:
         raise ValueError(
             f"speculative={core.config.speculative!r} needs whole prompts: it has no sessions"
         )
+
+
+def _check_snapshots(core: EngineCore) -> None:
+    ranks = core.config.data_parallel
+    if ranks > 1:
+        raise ValueError(f"data_parallel={ranks}: sessions stay on their ranks, without snapshots")

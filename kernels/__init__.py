@@ -71,6 +71,7 @@ from graphengine.kernels.draft.confidence import (
     withhold_drafts,
     withhold_drafts_reference,
 )
+from graphengine.kernels.draft.defer import defer_filtered, defer_filtered_reference
 from graphengine.kernels.draft.draft import (
     DraftTiles,
     FirstDraft,
@@ -99,6 +100,8 @@ from graphengine.kernels.draft.markov import (
     MarkovHead,
     markov_draft,
     markov_draft_reference,
+    markov_logits,
+    markov_logits_reference,
 )
 from graphengine.kernels.draft.model_draft import (
     ModelDraft,
@@ -249,6 +252,7 @@ from graphengine.kernels.logits.logits_triton import (
     USES_BAD_WORDS,
     USES_BIAS,
     USES_COUNTS,
+    USES_GRAMMAR,
     USES_MASK,
     USES_REPETITION,
 )
@@ -399,6 +403,7 @@ __all__ = [
     "USES_BAD_WORDS",
     "USES_BIAS",
     "USES_COUNTS",
+    "USES_GRAMMAR",
     "USES_MASK",
     "USES_REPETITION",
     "AcceptedPath",
@@ -511,6 +516,8 @@ __all__ = [
     "decode_attention_reference",
     "decode_attention_workspace_bytes",
     "decode_block",
+    "defer_filtered",
+    "defer_filtered_reference",
     "embed",
     "embed_reference",
     "empty_experts",
@@ -574,6 +581,8 @@ __all__ = [
     "mamba_state_selective_copy_reference",
     "markov_draft",
     "markov_draft_reference",
+    "markov_logits",
+    "markov_logits_reference",
     "match_stop_sequences",
     "match_stop_sequences_reference",
     "move_path",

@@ -1,7 +1,8 @@
 """`graphengine acceptance`: tokens a step, and the time of one, by different drafters on a text.
 
 Prompts are cut from the text and continued, by each drafter at each temperature and batch size. A
-drafter's tokens must be those of plain decoding in its row family before its figures are reported.
+drafter's tokens must be those of plain decoding in its row family before its figures are reported,
+but for trees in half precision, which attend in other splits.
 With them comes the share of 4-grams that a continuation repeats: a model that loops is easy to
 draft for.
 """
@@ -22,13 +23,13 @@ from typing import Any, cast
 from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.cli.option_flags import add_flags
 from graphengine.config import DTYPES
-from graphengine.demo import checkpoint_path, eagle3_path, heldout_text
+from graphengine.demo import block_path, checkpoint_path, eagle3_path, heldout_text
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels import RowFamily
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_out, integers
-from graphengine.profiles.benchmark.eager import require_equal
+from graphengine.profiles.benchmark.eager import comparable, require_equal
 from graphengine.profiles.benchmark.engines import engine_options, freed
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.text import Column, Row, number, text_table
@@ -38,7 +39,7 @@ from graphengine.text.tokenizer import Tokenizer
 
 SCHEMA = 2
 MODES = ("mtp:3", "mtp:1:vanilla", "ngram:3", "ngram:5:3")
-DEMO_HEAD = "eagle3:demo"
+DEMO_DRAFTERS = {"eagle3:demo": eagle3_path(), "dflash:demo": block_path()}
 TEMPERATURES = "0,1"
 FILTERS = ("top_k", "top_p", "min_p")
 GRAM = 4
@@ -86,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", default="demo", help="directory or hub id; 'demo' is the packaged model")
     add("--text", type=Path, help="UTF-8 file (default: what the demo model was not trained on)")
     add("--speculative", action="append", metavar="MODE",
-        help=f"may be repeated (default: {', '.join(MODES)}); {DEMO_HEAD} is the packaged head of "
-        f"the demo model: {GRAMMAR}")  # fmt: skip
+        help=f"may be repeated (default: {', '.join(MODES)}); {' and '.join(DEMO_DRAFTERS)} name "
+        f"the packaged drafters of the demo model: {GRAMMAR}")  # fmt: skip
     add("--temperature", default=TEMPERATURES, help=f"one or several (default: {TEMPERATURES})")
     add("--stride", type=int, default=512, help="tokens from one prompt's begin to the next one's")
     add("--prompt-tokens", type=int, default=128)
@@ -167,14 +168,25 @@ def _read_options(options: argparse.Namespace) -> Study:
 
 
 def _modes(texts: Sequence[str]) -> dict[str, Speculative]:
-    head = f"eagle3:{eagle3_path()}"
-    found = {
-        text: parse_speculative(text.replace(DEMO_HEAD, head, 1)) for text in dict.fromkeys(texts)
-    }
+    found = {text: parse_speculative(_in_full(text)) for text in dict.fromkeys(texts)}
     modes = {text: mode for text, mode in found.items() if mode is not None}
     if len(modes) < len(found):
         raise ValueError("--speculative off accepts nothing: plain decoding is measured anyway")
     return modes
+
+
+def _in_full(text: str) -> str:
+    """A mode as text, with the place of a packaged drafter that it names."""
+    for name, path in DEMO_DRAFTERS.items():
+        text = text.replace(name, name.replace("demo", str(path)), 1)
+    return text
+
+
+def _in_short(text: str) -> str:
+    """The reverse, in any text."""
+    for path in DEMO_DRAFTERS.values():
+        text = text.replace(str(path), "demo")
+    return text
 
 
 def _numbers(text: str) -> list[float]:
@@ -280,25 +292,23 @@ def _run(engine: Engine, study: Study, temperature: float) -> _Run:
 def _row(engine: Engine, study: Study, temperature: float, plain: _Run) -> dict[str, Any]:
     """One drafter at one temperature; RuntimeError unless its tokens are those of plain decoding.
 
+    `equal_tokens` is None where an engine with a tree has numerics of its own: then nobody looked.
     `tokens_per_s` of all continuations, their prompts' prefill included; `ms_per_token` of one
     request, without its own.
     """
     run = _run(engine, study, temperature)
     # Where the package lies is nobody's business.
-    mode = describe(engine.config.mode).replace(str(eagle3_path()), "demo")
-    if run.numerics_id != plain.numerics_id:
-        raise RuntimeError(
-            f"{mode} has numerics {run.numerics_id}, plain decoding {plain.numerics_id}: their "
-            "tokens cannot be compared"
-        )
-    for index, pair in enumerate(zip(plain.results, run.results, strict=True)):
-        require_equal(pair, f"prompt {index} at temperature {temperature}, plain and {mode}:")
+    mode = _in_short(describe(engine.config.mode))
+    compared = comparable(engine, plain.numerics_id)
+    if compared:
+        for index, pair in enumerate(zip(plain.results, run.results, strict=True)):
+            require_equal(pair, f"prompt {index} at temperature {temperature}, plain and {mode}:")
     return {
         "mode": mode,
         "temperature": temperature,
         "acceptance": engine.acceptance.as_dict(),
         "repeated_4grams": repeated_grams([result.token_ids for result in run.results]),
-        "equal_tokens": sum(len(result.token_ids) for result in run.results),
+        "equal_tokens": sum(len(each.token_ids) for each in run.results) if compared else None,
         "tokens_per_s": run.tokens_per_s,
         "plain_tokens_per_s": plain.tokens_per_s,
         "ms_per_token": run.ms_per_token,
@@ -338,6 +348,7 @@ COLUMNS = (
     Column("ms/tok", lambda row: number(row["ms_per_token"], 4)),
     Column("plain", lambda row: number(row["plain_ms_per_token"], 4)),
     Column("family", lambda row: row["row_family"]),
+    Column("tokens", lambda row: "own" if row["equal_tokens"] is None else "checked"),
     Column("speculative mode", lambda row: row["speculative"]),
 )
 
@@ -349,8 +360,9 @@ def describe_document(document: Mapping[str, Any]) -> str:
     heading = (
         f"{document['checkpoint']} on {document['environment']['device']}: "
         f"{document['prompts']} prompts of {document['prompt_tokens']} tokens from "
-        f"{document['text']}, {document['new_tokens']} new tokens each; {filters}. Tokens checked "
-        f"against plain decoding of the same row family.\n"
+        f"{document['text']}, {document['new_tokens']} new tokens each; {filters}. Tokens are "
+        "checked against plain decoding of the same row family; a tree in half precision has its "
+        "own.\n"
         f"ms/tok: of one request, after its first token. looping: share of repeated {GRAM}-grams, "
         f"in the text itself {looping:.1f} %"
     )

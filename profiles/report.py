@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("file", type=Path, help="run.jsonl (recorder), run.sqlite (nsys) or trace.json (torch)")
     add("--against", type=Path, metavar="FILE", help="an earlier run to compare with")
     add("--deadline-ms", type=float, metavar="X", help="count the gaps that take longer")
-    add("--html", type=Path, metavar="FILE", help="write a report with plots; needs matplotlib")
+    add("--html", type=Path, metavar="FILE", help="write a page with charts and tables")
     add("--out", type=Path, metavar="FILE", help="write the JSON")
     add("--json", action="store_true", help="print the JSON instead of tables")
 

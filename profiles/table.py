@@ -29,7 +29,6 @@ from graphengine.profiles.text import (
     number,
     pauses,
     percentile,
-    read_ceiling,
     share,
 )
 
@@ -66,7 +65,7 @@ def markdown(results: Path = RESULTS) -> str:
         "Speculation": _speculation(documents),
         "Thousands of tokens in a row": _long_runs(documents),
         "Single measurements": [note for document in documents for note in _notes(document)],
-        "Files": [_source(path.name, found) for path, found in zip(paths, documents, strict=True)],
+        "Files": _files(paths, documents),
     }
     parts = [f"### {title}\n\n" + "\n".join(lines) for title, lines in sections.items() if lines]
     return "\n\n".join(parts)
@@ -244,23 +243,23 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
         notes.append(
             f"- {document['shape']}, {found['decoding']} requests decoding after "
             f"{found['prompt_tokens']:,} tokens each: admitting a prompt of "
-            f"{found['admitted_tokens']:,} tokens makes their longest gap "
-            f"{found['longest_gap_ms']:.2f} ms{allowed}, its first token takes "
+            f"{found['admitted_tokens']:,} tokens lengthens their longest gap to "
+            f"{found['longest_gap_ms']:.2f} ms{allowed}; its own first token takes "
             f"{found['ttft_ms']:,.0f} ms {file}."
         )
     section = document.get("contexts") or {}
     measured = [section.get("first_tokens") or {"ttft_ms": {}}, *document["rows"]]
     notes += [
         f"- {_model(document['shape'], each)}{_kv_of(each)}: TTFT after a prompt of "
-        f"{int(tokens):,} tokens is {took:.2f} ms {file}."
+        f"{int(tokens):,} tokens is {took:,.2f} ms {file}."
         for each in measured
         for tokens, took in each["ttft_ms"].items()
         if tokens not in IN_COLUMNS
     ]
     notes += [
-        f"- {document['shape']}, {each['live']} rows at a context of {each['context']:,} tokens "
-        f"were skipped{', ' + each['speculative'] if each['speculative'] else ''}: "
-        f"{each['reason']} {file}."
+        f"- {document['shape']}, {each['live']} rows at a context of {each['context']:,} tokens"
+        f"{' with ' + each['speculative'] if each['speculative'] else ''} were not measured, "
+        f"because they do not fit: {each['reason']} {file}."
         for each in section.get("skipped", ())
     ]
     notes += [
@@ -272,34 +271,69 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _source(name: str, document: Mapping[str, Any]) -> str:
-    """The source of the figures, and the device and versions they were measured with."""
+def _files(paths: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the numbers of files stand for. What all of them share is told once."""
+    machines = dict.fromkeys(_machine(document["environment"]) for document in documents)
+    told = (
+        f"Device and versions of all of these: {next(iter(machines))}. "
+        if len(machines) == 1
+        else ""
+    )
+    return [
+        f"{told}{FILES}",
+        "",
+        *(
+            _source(path.name, document, "" if told else _machine(document["environment"]))
+            for path, document in zip(paths, documents, strict=True)
+        ),
+    ]
+
+
+FILES = (
+    "TB/s is the bandwidth of reading memory, measured before and after the rows; shares are of "
+    "the larger. A star marks a commit that was noted after the run. Linears are called untuned if "
+    "their kernels used plans that `graphengine tune` had not measured."
+)
+
+
+def _machine(environment: Mapping[str, Any]) -> str:
+    return (
+        f"{environment['device']}, driver {environment['driver'] or NOTHING}, torch "
+        f"{environment['torch']}, triton {environment['triton']}"
+    )
+
+
+def _source(name: str, document: Mapping[str, Any], machine: str) -> str:
+    """A list item: the file, the code that was measured, and the conditions."""
     environment, ceiling = document["environment"], document["ceiling"]
-    versions = f"torch {environment['torch']}, triton {environment['triton']}"
-    commit = (environment["commit"] or "unknown")[:12]
-    changed = ", with uncommitted changes" if environment["uncommitted_changes"] else ""
-    changed += " (set afterwards)" if "recorded" in environment else ""
-    limit = "" if ceiling is None else f", read ceiling {read_ceiling(ceiling)}"
+    commit = f"commit {(environment['commit'] or 'unknown')[:12]}"
+    commit += r"\*" if "recorded" in environment else ""
+    commit += " with uncommitted changes" if environment["uncommitted_changes"] else ""
     rows = [*document["rows"], *context_cells(document)]
     first = rows[0]
-    chunk = first["engine"]["max_prefill_tokens_per_step"]
-    conditions = "" if chunk is None else f", at most {chunk} prompt tokens a step"
-    bound = first["engine"].get("max_prefill_ms_per_step")
-    conditions += "" if bound is None else f", at most {bound:g} ms of prefill a step"
-    buckets = first["engine"]["prefill_buckets"]
-    conditions += "" if max(buckets) <= 1024 else f", token buckets up to {max(buckets):,}"
-    conditions += "" if first["engine"]["pdl"] else ", without PDL"
-    plans = all_heuristic_plans(rows)
+    engine = first["engine"]
     fed = f"{first['prompt_tokens']} prompt"
     if not document["rows"]:
         fed = f"contexts of {document['contexts']['kv']} KV"
-    conditions += f"; heuristic plans of {' and '.join(plans)}" if plans else ""
-    return (
-        f"{document['number']}. `profiles/results/{name}`: {environment['device']}{limit}, driver "
-        f"{environment['driver'] or NOTHING}, {versions}, commit {commit}{changed}; "
-        f"{first['engine']['dtype']}, {fed} and {first['new_tokens']} new tokens, "
-        f"{first['runs']} run{'s' * (first['runs'] > 1)}{conditions}."
-    )
+    facts = [machine, commit, "" if ceiling is None else _bandwidth(ceiling), engine["dtype"]]
+    facts.append(f"{fed} and {first['new_tokens']} new tokens")
+    facts.append(f"{first['runs']} run{'s' * (first['runs'] > 1)}")
+    chunk = engine["max_prefill_tokens_per_step"]
+    facts.append("" if chunk is None else f"at most {chunk} prompt tokens a step")
+    bound = engine.get("max_prefill_ms_per_step")
+    facts.append("" if bound is None else f"at most {bound:g} ms of prefill a step")
+    largest = max(engine["prefill_buckets"])
+    facts.append("" if largest <= 1024 else f"token buckets up to {largest:,}")
+    facts.append("" if engine["pdl"] else "without PDL")
+    plans = all_heuristic_plans(rows)
+    untuned = f" Untuned: {' and '.join(plans)}." if plans else ""
+    shown = ", ".join(filter(None, facts))
+    return f"{document['number']}. `profiles/results/{name}`: {shown}.{untuned}"
+
+
+def _bandwidth(ceiling: Mapping[str, Any]) -> str:
+    after = ceiling.get("tb_s_after")
+    return f"{ceiling['tb_s']:.2f}{'' if after is None else f' and {after:.2f}'} TB/s"
 
 
 def render(page: str, table: str) -> str:

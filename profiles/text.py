@@ -12,10 +12,11 @@ NOTHING = "-"
 
 
 class Column(NamedTuple):
-    """A column's heading, and its cell for a row."""
+    """A column's heading, and its cell for a row; `left` holds words and is aligned to the left."""
 
     title: str
     cell: Callable[[Row], str]
+    left: bool = False
 
 
 def number(value: float | None, digits: int) -> str:
@@ -147,12 +148,14 @@ def _megabytes(row: Row) -> float | None:
 
 
 def text_table(columns: Sequence[Column], rows: Sequence[Row], *, header: bool = True) -> str:
-    """Right-aligned columns. Widths do not depend on the rows, which may come one at a time."""
+    """Right-aligned columns, two spaces apart at least. Widths do not depend on the rows, which may
+    come one at a time.
+    """
     widths = [max(len(column.title), 7) + 2 for column in columns]
     lines = [[column.title for column in columns]] if header else []
     lines += [[column.cell(row) for column in columns] for row in rows]
     return "\n".join(
-        "".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+        "".join(f"  {cell:>{width - 2}}" for cell, width in zip(line, widths, strict=True))
         for line in lines
     )
 

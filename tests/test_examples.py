@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
+import secrets
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from graphengine import Engine
+from graphengine.demo import checkpoint_path
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 ON_GPU = torch.cuda.is_available()
@@ -71,6 +77,46 @@ def test_a_prompt_has_what_an_encoder_sees() -> None:
     assert len(alone.prompt_token_ids) == 16 and alone.token_ids
 
 
+def test_rollouts_of_two_replicas_follow_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    # Otherwise Ray writes one into the home directory.
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    example = load("ray_rollouts")
+    (first, rollouts), (second, later) = example.main()
+    assert (first, second) == (0, 1)
+    weights = load_file(checkpoint_path() / "model.safetensors")
+    options = {"device": "cpu", "max_batch": 2, "max_seq_len": 64}
+    seeds = [replace(example.PARAMS, seed=100 + place) for place in range(len(rollouts))]
+    with Engine.from_pretrained("demo", **options) as engine:
+        for found in (rollouts, later):
+            expected = engine.generate(example.PROMPTS, seeds)
+            assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+            assert [each.logprobs for each in found] == [each.logprobs for each in expected]
+            example.train(weights, found)
+            engine.update_weights(weights)
+    assert rollouts[0].logprobs != later[0].logprobs
+
+
+def test_rollouts_have_routing(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    config = Qwen3MoeConfig(
+        vocab_size=256, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_experts=8,
+        num_experts_per_tok=4,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    example = load("ray_rollouts")
+    options = {"device": "cpu", "max_batch": 2, "max_seq_len": 64, "record_routing": True}
+    replica = example.Replica(str(tmp_path), **options)
+    with replica.engine:
+        _, results = replica.rollouts([[5, 6, 7]], [example.PARAMS])
+    (sent,) = pickle.loads(pickle.dumps(results))  # as Ray does
+    assert sent.routing.shape == (3 + len(sent.token_ids) - 1, 2, 4)
+    assert sent == results[0] and (sent.routing == results[0].routing).all()
+
+
 def test_the_shim_answers_over_http() -> None:
     shim = load("openai_shim")
 
@@ -106,12 +152,18 @@ def test_the_shim_answers_over_http() -> None:
     assert "max_tokens=-1 must be at least 1" in answers[2][1]["error"]["message"]
 
 
-@pytest.mark.parametrize("name", ["test_bucket_runner"])
-def test_graph_tests_pass(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("test_bucket_runner", "10 passed"),
+        ("test_compiled_model", "5 passed" if ON_GPU else "5 skipped"),
+    ],
+)
+def test_graph_tests_pass(name: str, end: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
     options = ["--rootdir", str(EXAMPLES), "--import-mode=importlib"]
     done = subprocess.run(
         [*command, *options, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 passed" in done.stdout
+    assert end in done.stdout

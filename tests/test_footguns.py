@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphengine.testing import (
     GraphCheckError,
+    assert_outputs_written,
     assert_pointers_stable,
     assert_replay_matches_eager,
     assert_rng_advances,
@@ -128,6 +129,21 @@ def test_an_output_is_overwritten_by_the_next_replay(device: str) -> None:
             {"inputs": inputs},
             graph=lambda: [predict(values) for values in inputs],
         )
+
+
+def test_a_result_of_the_warm_up_is_taken_for_one_of_a_replay(device: str) -> None:
+    """A graph that writes too little looks right as long as nobody clears its outputs."""
+    x, y = torch.ones(8, device=device), torch.zeros(8, device=device)
+
+    def step(rows: int) -> None:
+        torch.mul(x[:rows], 2, out=y[:rows])
+
+    step(8)
+    graph = capture(lambda: step(5), device)
+    graph.replay()
+    assert y.tolist() == [2] * 8, "which is right, though the graph wrote 5 of them"
+    with pytest.raises(GraphCheckError, match=r"did not write 3 of 8 elements of y .* at \[5\]"):
+        assert_outputs_written(graph.replay, {"y": y})
 
 
 def test_a_padded_lane_is_stale(device: str) -> None:

@@ -38,7 +38,7 @@ ALLOWED = {
         "graphengine.buckets",
         "graphengine.testing",
     },
-    "profiles": LIBRARIES | {"graphengine", "matplotlib"},
+    "profiles": LIBRARIES | {"graphengine"},
 }
 FORBIDDEN = {"graphengine": {"graphengine.profiles"}}
 
@@ -51,7 +51,16 @@ MODEL_DOORS = {
         *("contract", "linears", "states", "families", "stored", "chains"),
         *("mtp", "mtp_reading", "eagle3", "eagle3_reading"),
         *("dflash", "dflash_reading"),
-        *("checkpoint", "kv_scales", "quantised", "rank_cuts", "ranks", "routing", "tensor_files"),
+        *(
+            "checkpoint",
+            "given_tensors",
+            "kv_scales",
+            "quantised",
+            "rank_cuts",
+            "ranks",
+            "routing",
+            "tensor_files",
+        ),
         *("tuning", "tuning_tables", "plan_limits", "vocabulary"),
     )
 }

@@ -321,9 +321,14 @@ def test_the_wheel_holds_the_data_and_the_licence(wheel: Path) -> None:
     ]
     assert "\nName: graphengine-decode\n" in description
     assert "License-Expression: Apache-2.0 AND PSF-2.0\n" in description
+    # An index has the description and no other page to link to.
+    assert "\nDescription-Content-Type: text/markdown\n" in description
+    assert "\n# graphengine\n" in description
+    assert not re.findall(r"\]\((?!https?:)", description)
     assert "[console_scripts]\ngraphengine = graphengine.cli.main:main" in entry_points
     assert "[pytest11]\ngraphengine = graphengine.testing.plugin" in entry_points
     assert "graphengine/testing/README.md" in names
+    assert {f"graphengine/profiles/runs/page.{kind}" for kind in ("html", "css", "js")} <= names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"graphengine", metadata.split("/")[0]}
 

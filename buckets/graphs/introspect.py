@@ -12,7 +12,7 @@ The data and its JSON are in `structure.py`, text and drawings in `drawing.py`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsInt
 
 import torch
@@ -54,6 +54,7 @@ def inspect_graph(
     graph: torch.cuda.CUDAGraph | SupportsInt,
     *,
     bodies: Mapping[int, Sequence[SupportsInt]] | None = None,
+    on_kernel: Callable[[SupportsInt], object] | None = None,
 ) -> GraphStructure:
     """The structure of a `torch.cuda.CUDAGraph(keep_graph=True)`, or of a raw CUgraph handle.
 
@@ -64,11 +65,14 @@ def inspect_graph(
     The driver of CUDA 13.0 has no call for the bodies of a conditional node (13.2 has). The code
     that made the node has their handles and may pass them: `bodies` is {handle of the node: its
     bodies}.
+
+    `on_kernel` is called with the handle of each kernel node as it is read: node by node, those of
+    a nested graph where its node stands.
     """
     if low_level.driver is None:
         raise RuntimeError("looking inside a graph needs cuda-bindings (cuda.bindings.driver)")
     handle = graph.raw_cuda_graph() if isinstance(graph, torch.cuda.CUDAGraph) else int(graph)
-    return _Walker(bodies or {}).read(handle)
+    return _Walker(bodies or {}, on_kernel).read(handle)
 
 
 def programmatic_edges(graph: torch.cuda.CUDAGraph | SupportsInt) -> tuple[int, int]:
@@ -91,8 +95,13 @@ def demangle(name: str) -> str:
 class _Walker:
     """Reads graphs through the driver; remembers kernels' names, of which there are few."""
 
-    def __init__(self, bodies: Mapping[int, Sequence[SupportsInt]]) -> None:
+    def __init__(
+        self,
+        bodies: Mapping[int, Sequence[SupportsInt]],
+        on_kernel: Callable[[SupportsInt], object] | None,
+    ) -> None:
         self.bodies = bodies
+        self.on_kernel = on_kernel
         self.names: dict[tuple[str, int], str] = {}
 
     def read(self, graph: int) -> GraphStructure:
@@ -132,6 +141,8 @@ class _Walker:
         return GraphNode(index=index, kind=kind, **known)
 
     def read_kernel(self, handle: Any) -> dict[str, Any]:
+        if self.on_kernel is not None:
+            self.on_kernel(handle)
         (params,) = low_level.driver_call("cuGraphKernelNodeGetParams", handle)
         return {
             "name": self.kernel_name(params),

@@ -22,8 +22,8 @@ from graphengine.buckets.graphs import nodes
 from graphengine.config import EngineConfig
 from graphengine.engine import Engine
 from graphengine.observe.environment import triton_version
+from graphengine.testing.golden import file_name
 from graphengine.testing.graph_diff import GraphChange, diff_structures, normalise, summarise
-from graphengine.testing.snapshot import file_name
 from graphengine.testing.structures import read_structure
 
 INDEX = "index.json"

@@ -12,7 +12,7 @@ from graphengine.checks import is_int
 from graphengine.host.deadlines import Deadlines
 from graphengine.host.gate import Gate
 from graphengine.host.replay import Replay
-from graphengine.host.scheduler import Scheduler
+from graphengine.host.scheduling import Scheduling
 from graphengine.kernels import EMITTED, INVALID, LENGTH, STOP
 from graphengine.kernels.step.record import (
     EPOCH_MASK,
@@ -54,7 +54,7 @@ class Delivery:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduling,
         gate: Gate | None,
         recorder: Recorder,
         *,

@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Unpack
+from typing import Any, Protocol, Unpack
 
 from graphengine.buckets import BucketLadder
+from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
 from graphengine.core.delivery import Delivery
 from graphengine.core.intake import Intake, QueueOptions
 from graphengine.core.report import describe_engine
 from graphengine.core.runtime import Runtime
+from graphengine.core.waits import Waits
 from graphengine.drafters import Drafter, DraftNeeds, NoDrafter
 from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
+from graphengine.host.masks import MaskTable
 from graphengine.host.plan import Plan, PrefillChunk
 from graphengine.host.replay import Replay
 from graphengine.host.scheduler import Scheduler
+from graphengine.host.scheduling import Scheduling
 from graphengine.models.states import recurrent_states
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
@@ -43,8 +47,12 @@ from graphengine.program.graph_key import (
 from graphengine.prompt_embeds import EmbedsSpec
 from graphengine.prompts import Prompt
 from graphengine.requests.request import Event, Request
+from graphengine.requests.result import TokenLogprobs
 from graphengine.sampling_params import SamplingParams
 from graphengine.text.tokenizer import Tokenizer
+
+Collected = tuple[Replay, Payloads, Sequence[tuple[TokenLogprobs, ...] | None] | None]
+"""A replay, its record, and the log-probabilities of its lanes."""
 
 
 def _counts(core: EngineCore, plan: Plan) -> tuple[int, int]:
@@ -54,6 +62,14 @@ def _counts(core: EngineCore, plan: Plan) -> tuple[int, int]:
 def _counts_of_oldest(core: EngineCore, timeout: float | None) -> tuple[int, int]:
     oldest = core.in_flight[0][-1]
     return oldest.rows, len(oldest.requests)
+
+
+class LoadsSlots(Protocol):
+    """What `Runtime` does for requests that enter slots."""
+
+    masks: MaskTable
+
+    def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]: ...
 
 
 class EngineCore:
@@ -80,8 +96,10 @@ class EngineCore:
         self.memory = memory
         self.runtime = runtime
         self.drafter, self.needs = drafter, drafter.needs
-        self.scheduler = new_scheduler(memory, config, drafter.needs, runtime)
-        self.counters = self.scheduler.counters
+        # Of this rank, which has all requests unless others have their own.
+        self._own = new_scheduler(memory, config, drafter.needs, runtime)
+        self.counters = self._own.counters
+        self.scheduler = self._scheduling()
         self._schedule = config.schedule
         self.gate: Gate | None = None
         if config.gate_options is not None:
@@ -96,7 +114,7 @@ class EngineCore:
             description=self.description,
             graphs=tuple(runtime.graphs),
             captures=runtime.captures,
-            lanes=config.max_batch,
+            lanes=config.data_parallel * config.max_batch,
             in_flight=3 * (config.launched_ahead + 1),
             stream=runtime.stream,
         )
@@ -126,6 +144,10 @@ class EngineCore:
         self._owner: threading.Thread | None = None
         self._busy_in: str | None = None
         self._counter_of = {key: key.counter for key in runtime.graphs}
+
+    def _scheduling(self) -> Scheduling:
+        """What requests are queued with, and what they are retired from."""
+        return self._own
 
     # Entry.
 
@@ -207,11 +229,8 @@ class EngineCore:
             ready = not scheduler.guided or self._drafts_are_there(timeout)
             try:
                 while ready and len(self.in_flight) <= scheduler.lookahead:
-                    plan = self.plan()
-                    if plan is None:
+                    if not self.advance():
                         break
-                    self.load(plan)
-                    self.replay(plan)
             except BaseException as error:
                 self._break(error)
                 raise
@@ -223,48 +242,90 @@ class EngineCore:
             if self.recorder.recording:
                 self.recorder.delivered()
 
+    def settle(self, call: str) -> None:
+        """Read what is still in flight when no request is left: nothing runs until the next one.
+
+        ValueError, with their number, while there are unfinished requests, and inside a step.
+        """
+        self.check_open()
+        if self._busy_in is not None:
+            raise ValueError(f"{call}() called from inside {self._busy_in}, by an event callback")
+        if self.scheduler.busy:
+            requests = len(self.scheduler.active) + len(self.scheduler.waiting)
+            raise ValueError(
+                f"{call}() with unfinished requests ({requests}): drain() the engine first, or "
+                f"cancel them and step"
+            )
+        while self.in_flight:
+            self.collect(None)
+
+    def forget_kept(self) -> None:
+        """Drop all KV that sessions and prefixes keep, which older weights have made."""
+        # What is pending was computed with the weights as they were.
+        self.runtime.copy_kept(self._own.reuse.states.before)
+        self._own.reuse.forget()
+
+    def advance(self) -> bool:
+        """Plan, load and launch the next step; False if there is none before one is collected."""
+        plan = self.plan()
+        if plan is None:
+            return False
+        self.load(plan)
+        self.replay(plan)
+        return True
+
     @ranged("step/plan", lambda core: (0, len(core.scheduler.active)))
     def plan(self) -> Plan | None:
         """The scheduler's next plan, at the width that the gate and the schedule choose."""
         if self.recorder.recording:
             self.recorder.planning()
-        gate, live_rows = self.gate, len(self.scheduler.active)
-        if gate is not None:
-            self.scheduler.width = 1 + gate.next_drafts(live_rows)
+        live_rows = len(self._own.active)
+        self._choose_width(live_rows)
+        plan = self._own.plan()
+        if self.gate is not None and plan is not None and plan.rows:
+            self.gate.launched(live_rows)
+        return plan
+
+    def _choose_width(self, live_rows: int) -> None:
+        """Set the tokens of a row, as the gate and the schedule say for so many requests."""
+        if self.gate is not None:
+            self.scheduler.width = 1 + self.gate.next_drafts(live_rows)
         elif self._schedule is not None:
             self.scheduler.width = 1 + self._schedule.drafts(live_rows)
-        plan = self.scheduler.plan()
-        if gate is not None and plan is not None and plan.rows:
-            gate.launched(live_rows)
-        return plan
 
     @ranged("step/load", _counts)
     def load(self, plan: Plan) -> None:
         """Bring the host-owned fields that changed to the device: one staging block, one copy."""
         if self.recorder.recording:
             self.recorder.loading()
-        drafts = self.memory.tokens_per_step > 1
-        updates = host_updates(plan, self.scheduler.slots, speculative=drafts)
-        if plan.slots_changed and self.memory.rings:
-            slots, blocks = self.scheduler.slots, self.memory.table_blocks
-            updates |= ring_updates(slots, self.memory.rings, blocks)
-        if plan.slots_changed:
-            updates |= self.runtime.load_routes(self.scheduler.slots)
-        if plan.masks_changed:
-            # Before the host's drafts are used up.
-            updates |= self.runtime.masks.updates(plan, self.scheduler.slots)
-        if self.needs.host_drafts and plan.rows:
-            updates |= draft_updates(plan, self.scheduler.slots, self.counters)
+        updates = self._updates(plan, self._own.slots, self.runtime)
         if updates:
             self.runtime.load(updates)
             self.counters["loads"] += 1
+
+    def _updates(
+        self, plan: Plan, slots: Sequence[Request | None], runtime: LoadsSlots
+    ) -> dict[str, Any]:
+        """The host-owned fields that a rank's plan changes."""
+        drafts = self.memory.tokens_per_step > 1
+        updates = host_updates(plan, slots, speculative=drafts)
+        if plan.slots_changed and self.memory.rings:
+            updates |= ring_updates(slots, self.memory.rings, self.memory.table_blocks)
+        if plan.slots_changed:
+            updates |= runtime.load_routes(slots)
+        if plan.masks_changed:
+            # Before the host's drafts are used up.
+            updates |= runtime.masks.updates(plan, slots)
+        if self.needs.host_drafts and plan.rows:
+            updates |= draft_updates(plan, slots, self.counters)
+        return updates
 
     @ranged("step/replay", _counts)
     def replay(self, plan: Plan) -> None:
         """Queue the plan's swaps and replays on the stream."""
         if plan.swap_out or plan.swap_in:
             self.runtime.swap(len(plan.swap_out), len(plan.swap_in))
-        states = self.scheduler.reuse.states
+        states = self._own.reuse.states
         self.runtime.copy_kept(states.before)
         replays = []
         chunk = plan.prefill
@@ -283,8 +344,8 @@ class EngineCore:
             replays.append(self._launch(key, plan.rows, plan.epochs, plan.width, rows, None, full))
             if self.needs.own_graph:
                 # It publishes nothing, so nothing waits for it.
-                self._run(draft_key(rows, drafts, sampler), replays[-1])
-        if plan.masks_changed and self.scheduler.guided:
+                self._run(draft_key(rows, drafts, sampler), replays[-1:])
+        if plan.masks_changed and self._own.guided:
             self.counters["guided/steps"] += 1
             self.runtime.fetch_drafts()
         self.in_flight.append(tuple(replays))
@@ -301,19 +362,20 @@ class EngineCore:
     ) -> Replay:
         sequence = self.runtime.launched + 1
         replay = Replay(sequence, requests, epochs, width, rows, chunk, full)
-        self._run(key, replay)
+        self._run(key, (replay,))
         return replay
 
-    def _run(self, key: GraphKey, replay: Replay) -> None:
-        """Launch a graph, that of `replay` or the drafter's own after it."""
+    def _run(self, key: GraphKey, replays: Sequence[Replay]) -> None:
+        """Launch a graph, that of these replays of it, or the drafter's own after them."""
         if self.recorder.recording:
-            chunk, live = replay.chunk, len(replay.requests)
-            fed = 0 if chunk is None else chunk.count
-            if chunk is not None and chunk.noted:
+            live = sum(len(replay.requests) for replay in replays)
+            chunks = [replay.chunk for replay in replays if replay.chunk is not None]
+            fed = sum(chunk.count for chunk in chunks)
+            if chunks and chunks[0].noted:
                 # Its lanes are live, but nothing is fed.
                 live, fed = fed, 0
-            launch = self.runtime.replay
-            self.recorder.launch(launch, key, replay.sequence, live, replay.width, fed)
+            sequence, width = replays[0].sequence, replays[0].width
+            self.recorder.launch(self.runtime.replay, key, sequence, live, width, fed)
         else:
             self.runtime.replay(key)
         self.counters[self._counter_of[key]] += 1
@@ -327,19 +389,20 @@ class EngineCore:
         deadline = None if timeout is None else time.perf_counter() + timeout
         if self.config.collect_while_waiting and (timeout is None or timeout > 0):
             collect_due(runtime.mailbox.ready, replays[0].sequence, len(replays[0].requests))
-        records = []
+        records: list[Collected] = []
         try:
             for replay in replays:
                 left = None if deadline is None else max(0.0, deadline - time.perf_counter())
-                record = runtime.wait_tokens(replay.sequence, len(replay.requests), left)
+                waits = self._waits_of(replay)
+                record = waits.wait_tokens(replay.sequence, len(replay.requests), left)
                 if record is None:
                     return
                 logprobs = None
                 if replay.full:
-                    logprobs = runtime.wait_logprobs(replay, record, left)
+                    logprobs = waits.wait_logprobs(replay, record, left)
                     if logprobs is None:
                         return
-                if runtime.wait_routes(replay, record, left) is None:
+                if waits.wait_routes(replay, record, left) is None:
                     return
                 records.append((replay, record, logprobs))
         except Exception as error:
@@ -348,9 +411,9 @@ class EngineCore:
         now = time.perf_counter()
         try:
             self.in_flight.popleft()
-            runtime.buffers.acknowledge(replays[-1].sequence)
-            for replay, record, logprobs in records:
-                self.delivery.read_replay(replay, record, logprobs, now)
+            runtime.acknowledge(replays[-1].sequence)
+            for collected in self._together(records):
+                self.delivery.read_replay(*collected, now)
         except BaseException as error:
             self._break(error)
             raise
@@ -359,6 +422,14 @@ class EngineCore:
                 for replay in replays:
                     if replay.chunk is not None:
                         self.drafter.collect(replay.chunk)
+
+    def _waits_of(self, replay: Replay) -> Waits:
+        """What waits for the records of a replay."""
+        return self.runtime
+
+    def _together(self, records: list[Collected]) -> list[Collected]:
+        """What is delivered of a step: one of each launch."""
+        return records
 
     def _drafts_are_there(self, timeout: float | None) -> bool:
         """Whether nothing is in flight and the drafts arrive within `timeout` seconds."""
@@ -388,9 +459,13 @@ class EngineCore:
 
 
 def new_scheduler(
-    memory: MemoryPlan, config: EngineConfig, needs: DraftNeeds, runtime: Runtime
+    memory: MemoryPlan,
+    config: EngineConfig,
+    needs: DraftNeeds,
+    runtime: Runtime,
+    counters: Counter[str] | None = None,
 ) -> Scheduler:
-    """The scheduler of an engine with these sizes.
+    """The scheduler of an engine with these sizes, or of a rank with requests of its own.
 
     A recurrent layer's state follows from every token: without kept states no blocks are kept.
     """
@@ -414,6 +489,7 @@ def new_scheduler(
         note_all=config.relaxed_acceptance is not None or needs.notes,
         rings=memory.rings,
         state_places=memory.state_places,
+        counters=counters,
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from graphengine.kernels import PackedWeight
+from graphengine.kernels import BITS, PackedWeight
 from graphengine.models.contract import StoredLinear, StoredWeights
 
 _SAMPLES = 1024
@@ -48,3 +48,18 @@ def fingerprint_of(config: object, tensors: Iterable[tuple[str, Tensor]]) -> str
         samples.append(some.to(torch.float32, copy=True))
     digest.update(torch.cat(samples).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def updated_fingerprint(before: str, config: object, values: Mapping[str, Tensor]) -> str:
+    """Of weights that had the one before, once these values are in them; "" before an update of all
+    of them. It is of the sum of each tensor's bits, and of samples.
+    """
+    named = sorted(values.items())
+    sums = [int(_bits(value).sum()) for _, value in named]
+    samples = fingerprint_of(config, named) if named else ""
+    return hashlib.sha256(f"{before} {samples} {sums}".encode()).hexdigest()[:16]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A weight's values as integers, whose sum does not depend on the order."""
+    return tensor.contiguous().view(BITS[tensor.element_size()])

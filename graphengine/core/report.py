@@ -11,11 +11,12 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.drafters import Drafter
 from graphengine.host.gate import Gate
-from graphengine.host.scheduler import Scheduler
+from graphengine.host.scheduling import Scheduling
 from graphengine.kernels import KernelCompilation
 from graphengine.opening.memory import MemoryPlan
 from graphengine.prefill_cut import ChunkTimes, PrefillCut
 from graphengine.requests.acceptance import Acceptance
+from graphengine.requests.context import Context
 from graphengine.requests.request import Phase
 from graphengine.speculative import describe
 
@@ -75,7 +76,7 @@ class EngineReport:
 
 
 def make_report(
-    config: EngineConfig, memory: MemoryPlan, runtime: Runtime, scheduler: Scheduler
+    config: EngineConfig, memory: MemoryPlan, runtime: Runtime, scheduler: Scheduling
 ) -> EngineReport:
     """The report of the engine with these parts, which may be closed."""
     pdl = config.pdl and memory.device.type == "cuda"
@@ -92,7 +93,7 @@ def make_report(
         chunk_times=runtime.chunk_times,
         captures=runtime.captures,
         counters=dict(scheduler.counters),
-        ranks=config.tensor_parallel,
+        ranks=config.ranks,
     )
 
 
@@ -109,7 +110,7 @@ def _why(config: EngineConfig, memory: MemoryPlan) -> str:
 
 
 def statistics(
-    scheduler: Scheduler,
+    scheduler: Scheduling,
     acceptance: Acceptance,
     gate: Gate | None,
     drafter: Drafter,
@@ -123,19 +124,20 @@ def statistics(
     }
 
 
-def _kv_blocks(scheduler: Scheduler) -> dict[str, int | None]:
-    pool = scheduler.pool
+def _kv_blocks(scheduler: Scheduling) -> dict[str, int | None]:
+    """Of all ranks that have requests of their own; `session_blocks` of each."""
+    pools = scheduler.pools
     return {
-        "blocks": pool.count,
-        "vacant": pool.vacant,
-        "idle": len(pool.idle),
-        "session_blocks": pool.max_idle,
+        "blocks": sum(pool.count for pool in pools),
+        "vacant": sum(pool.vacant for pool in pools),
+        "idle": sum(len(pool.idle) for pool in pools),
+        "session_blocks": pools[0].max_idle,
     } | _states(scheduler)
 
 
-def _states(scheduler: Scheduler) -> dict[str, int | None]:
-    """Of a model with recurrent layers alone."""
-    states = scheduler.reuse.states
+def _states(scheduler: Scheduling) -> dict[str, int | None]:
+    """Of a model with recurrent layers alone, which has no experts to share."""
+    states = scheduler.home(Context()).reuse.states
     return {"session_states": states.count, "states": len(states.held)} if states else {}
 
 
@@ -190,7 +192,7 @@ class StepReport:
     finished: tuple[int, ...]
 
 
-def describe_step(scheduler: Scheduler) -> StepReport:
+def describe_step(scheduler: Scheduling) -> StepReport:
     """The report of the last step that `scheduler` planned."""
     moved = {
         kind: tuple(number for move, number in scheduler.moves if move == kind)
@@ -212,6 +214,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "architecture": runtime.model.config.architecture,
         "device": str(memory.device),
         "tensor_parallel": config.tensor_parallel,
+        "data_parallel": config.data_parallel,
         "dtype": str(memory.dtype).removeprefix("torch."),
         "weights": runtime.model.weights.bytes_by_kind(memory.dtype),
         "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import CapturedGraph, CaptureReport, Copied, capture_all
-from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
-from graphengine.core.fingerprints import fingerprint
+from graphengine.core.fingerprints import fingerprint, updated_fingerprint
+from graphengine.core.waits import Waits
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
-from graphengine.host.replay import Replay
 from graphengine.kernels import BITS, FP8_KV
-from graphengine.models.contract import Model, RankGroup
-from graphengine.models.kv_scales import scales_id
+from graphengine.models.contract import Model, RankGroup, StoredWeights
+from graphengine.models.given_tensors import GivenTensors
+from graphengine.models.kv_scales import scales_id, scales_of_ranks
 from graphengine.models.tuning import numerics_id
 from graphengine.observe.tracing import span
 from graphengine.opening.allocation import (
@@ -38,10 +38,11 @@ from graphengine.opening.allocation import (
     swap_blocks,
 )
 from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.records import RecordMemory
+from graphengine.opening.updating import LoadedWeights
 from graphengine.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.request import Request
-from graphengine.requests.result import TokenLogprobs
 
 
 class Graph(Protocol):
@@ -53,11 +54,12 @@ class Graph(Protocol):
 StandIn = TypeVar("StandIn", bound=Graph)
 
 
-class Runtime:
+class Runtime(Waits):
     """Allocates what `memory` planned for `model`, and captures every graph.
 
     All tensors keep their addresses until `close()`. One thread calls it. `group` is of the
-    model's ranks, of which this is one; None: it has no others.
+    model's ranks, of which this is one; None: it has no others. `records` are the memory of its
+    mailboxes, where another process reads them.
 
     model         weights and tables
     buffers       every tensor that a replay can see, except weights and caches
@@ -89,27 +91,31 @@ class Runtime:
         drafter: Drafter,
         *,
         group: RankGroup | None = None,
+        records: RecordMemory | None = None,
     ) -> None:
-        held = allocate(model, memory, config, drafter, group)
+        held = allocate(model, memory, config, drafter, group, records)
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.masks, self.routing = held.masks, held.routing
         self.caches, self.program, self.kept = held.caches, held.program, held.kept
         self.stream = held.stream
-        # What the waits query.
-        self._watched: Queryable | None = held.stream
+        self._watched = held.stream
+        self._has_scales = memory.kv_dtype == FP8_KV
         self.launched = 0
+        self._updated = ""
         self.device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
         self.graphs: dict[GraphKey, Graph] = {}
         self._capture(memory)
         try:
-            self.prefill_cut, self.chunk_times = self._cut_prompts(memory, config)
+            self.prefill_cut, self.chunk_times = self._cut_prompts(memory, config, group)
         except BaseException:
             self.close()
             raise
-        self.numerics_id = _numerics_id(model, memory, held, self.prefill_cut, config)
+        self.numerics_id = _numerics_id(
+            model, memory, held, self.prefill_cut, config, self.kv_scales(group)
+        )
 
     def _capture(self, memory: MemoryPlan) -> None:
         """Compile, warm up and capture every graph, largest first, with padded rows only."""
@@ -141,22 +147,29 @@ class Runtime:
         self._clear()
 
     def _cut_prompts(
-        self, memory: MemoryPlan, config: EngineConfig
+        self, memory: MemoryPlan, config: EngineConfig, group: RankGroup | None
     ) -> tuple[PrefillCut, ChunkTimes | None]:
         """The cut that the config names or bounds, else at multiples of the largest bucket; and
         what was measured for it. ValueError where the smallest bucket exceeds the bound.
+
+        Ranks measure together, and of each time take the slowest one's, so that all go on alike;
+        the driver cuts prompts, and only there is it an error.
         """
         sizes, bound = memory.prefill_ladder.sizes, config.max_prefill_ms_per_step
         longest = longest_prompt(memory)
+        usual = PrefillCut(config.prefill_cut or ((0, sizes[-1]),)).within(longest)
         if bound is None:
-            return PrefillCut(config.prefill_cut or ((0, sizes[-1]),)).within(longest), None
+            return usual, None
         graphs = dict(zip(self.graphs, self.captured, strict=True))
         vocabulary = self.model.config.vocab_size
         with span("measure prefill"), self.on_stream():
             timer = ChunkTimer(graphs, self.buffers, self.caches, memory, config, vocabulary)
-            times = measure_chunks(timer, sizes, longest=longest, bound=bound)
+            chunk_ms = timer if group is None else partial(_slowest, timer, group, self.device)
+            times = measure_chunks(chunk_ms, sizes, longest=longest, bound=bound)
             timer.clear()
         self._clear()
+        if group is not None and group.share.rank:
+            return usual, times
         return cut_within(times, longest=longest, bound=bound).within(longest), times
 
     def _clear(self) -> None:
@@ -197,57 +210,17 @@ class Runtime:
         if key.kind != "draft":
             self.launched += 1
 
+    def acknowledge(self, sequence: int) -> None:
+        """Replays up to this one have published: what was loaded for them has arrived."""
+        self.buffers.acknowledge(sequence)
+
     def fetch_drafts(self) -> None:
         """Queue the copy of the drafts to the host, where a grammar's masks depend on them."""
         with self.on_stream():
             self.masks.fetch_drafts()
 
-    # The waits. Each returns None if its data have not arrived within `timeout` seconds (None: up
-    # to the engine's `wait_limit_s`; 0: look once). It raises TimeoutError at that limit and
-    # MailboxBroken if the device failed.
-
-    def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
-        """The first `lanes` lanes published by replay `sequence`."""
-        return self.mailbox.wait(
-            sequence,
-            lanes,
-            timeout=timeout,
-            mode=self._mode,
-            limit=self._limit,
-            stream=self._watched,
-        )
-
-    def wait_logprobs(
-        self, replay: Replay, record: Payloads, timeout: float | None
-    ) -> list[tuple[TokenLogprobs, ...] | None] | None:
-        """The log-probabilities of each lane of a replay that published `record`."""
-        return self.logprobs.wait(
-            replay,
-            record,
-            timeout=timeout,
-            mode=self._mode,
-            limit=self._limit,
-            stream=self._watched,
-        )
-
-    def wait_routes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
-        """True once the requests of a replay that published `record` have their tokens' experts."""
-        if self.routing is None:
-            return True
-        return (
-            self.routing.wait(
-                replay,
-                record,
-                timeout=timeout,
-                mode=self._mode,
-                limit=self._limit,
-                stream=self._watched,
-            )
-            or None
-        )
-
     def wait_drafts(self, timeout: float | None) -> bool | None:
-        """True once the drafts of the last replay are on the host."""
+        """True once the drafts of the last replay are on the host; waits as `Waits` do."""
         return self.masks.wait(self.launched, timeout=timeout, mode=self._mode, limit=self._limit)
 
     # Calls from outside a step.
@@ -262,9 +235,61 @@ class Runtime:
             self.stream.synchronize()
 
     def fingerprints(self) -> tuple[str, str]:
-        """Of the weights of the model, and of those of its drafter: "" of one without."""
+        """Of the weights of the model, and of those of its drafter: "" of one without.
+
+        What was updated has one of its own, which the modules of the model's checkpoint share.
+        """
+        drafter, updated = self.program.drafter, self._updated
+        if updated and drafter.weights is not None and drafter.own_checkpoint is None:
+            return updated, updated
+        return updated or self._model_fingerprint(), self._drafter_fingerprint()
+
+    def _model_fingerprint(self) -> str:
+        """Of the weights that were loaded when it was opened."""
+        return fingerprint(self.model.weights)
+
+    def _drafter_fingerprint(self) -> str:
         drafted = self.program.drafter.weights
-        return fingerprint(self.model.weights), "" if drafted is None else fingerprint(drafted)
+        return "" if drafted is None else fingerprint(drafted)
+
+    def note_update(self, loaded: LoadedWeights, given: GivenTensors) -> None:
+        """Let fingerprints be others from now on, for `update_weights` with the same arguments."""
+        values, whole = loaded.used(given)
+        before = "" if whole else self._updated or self._model_fingerprint()
+        self._updated = updated_fingerprint(before, loaded.whole, values)
+
+    def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
+        """Fill weights with these values where they lie, and what was made of them.
+
+        Waits for it: no replay may be in flight. What the caller's stream does to the values is
+        waited for, too.
+        """
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self.on_stream(), torch.no_grad():
+            loaded.load(given)
+            self.model.refresh()
+            self.program.drafter.refresh()
+        self.synchronize()
+        if self.stream is not None:
+            # What it took for a moment: no budget has it.
+            torch.cuda.empty_cache()
+
+    def kv_scales(self, group: RankGroup | None = None) -> list[Tensor]:
+        """Of each fp8 cache the scales of all its layers, `[ranks, L, 2, G]` on the host; those of
+        this rank where there is no group.
+        """
+        drafter = self.program.drafter
+        held: list[StoredWeights] = [self.model.weights] if self._has_scales else []
+        if self._has_scales and drafter.needs.states:
+            assert drafter.weights is not None, "a drafter with KV has weights"
+            held.append(drafter.weights)
+        with self.on_stream():
+            return [scales_of_ranks(each, group) for each in held]
+
+    def scales_id(self) -> str:
+        """Digits of the scales of fp8 caches."""
+        return scales_id(layer for cache in self.kv_scales() for layer in cache[0])
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -341,12 +366,25 @@ def _bits(cache: Tensor) -> Tensor:
     return cache.view(BITS[cache.element_size()])
 
 
+def _slowest(
+    chunk_ms: Callable[[int, int], float],
+    group: RankGroup,
+    device: torch.device,
+    tokens: int,
+    start: int,
+) -> float:
+    """`chunk_ms` of all ranks, the longest time."""
+    own = torch.tensor([[chunk_ms(tokens, start)]], dtype=torch.float32, device=device)
+    return float(group.gather(own).max())
+
+
 def _numerics_id(
     model: Model,
     memory: MemoryPlan,
     held: Allocation,
     prefill_cut: PrefillCut,
     config: EngineConfig,
+    kv_scales: Sequence[Tensor],
 ) -> str:
     """Hash of everything that the bits of an engine depend on."""
     prefill, ranks = memory.prefill_ladder.sizes, config.tensor_parallel
@@ -354,7 +392,7 @@ def _numerics_id(
     usual = prefill_cut.steps == ((0, prefill[-1]),)
     fp8: dict[str, str] = {}
     if memory.kv_dtype == FP8_KV:
-        fp8 = {"kv_dtype": str(memory.kv_dtype), "kv_scales": scales_id([model.weights])}
+        fp8 = {"kv_dtype": str(memory.kv_dtype), "kv_scales": scales_id(kv_scales[0].flatten(0, 1))}
     return numerics_id(
         model.config.linears,
         held.plans,
@@ -368,6 +406,7 @@ def _numerics_id(
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
             **({} if ranks == 1 else {"tensor_parallel": ranks}),
             **({"expert_parallel": True} if config.expert_parallel else {}),
+            **({} if config.data_parallel == 1 else {"data_parallel": config.data_parallel}),
             **model.numerics(prefill),
         },
     )

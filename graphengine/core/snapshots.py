@@ -26,10 +26,9 @@ from torch import Tensor
 from graphengine.buckets import format_bytes
 from graphengine.checks import is_int
 from graphengine.core.engine_core import EngineCore
-from graphengine.models.kv_scales import scales_id
 from graphengine.models.tensor_files import save_whole
 from graphengine.prompt_embeds import EMBEDDED
-from graphengine.requests.context import KeptState
+from graphengine.requests.context import Context, KeptState
 from graphengine.speculative import (
     DFlash,
     DraftModel,
@@ -214,7 +213,7 @@ class SessionSnapshot:
             raise ValueError(f"the session has {found!r} caches, the engine {len(ours.caches)}")
         self._check_embeds(core)
         self._check_states(core)
-        most, blocks = core.scheduler.reuse.whole_blocks(len(ids)), None
+        most, blocks = core.scheduler.home(Context()).reuse.whole_blocks(len(ids)), None
         if core.runtime.state_shapes:
             most = -(-self.position // core.memory.block_size)
             blocks = most or None
@@ -388,8 +387,7 @@ def _dtypes(core: EngineCore) -> str:
     dtypes = core.memory.describe_dtypes()
     if core.memory.kv_dtype == core.memory.dtype:
         return dtypes
-    held = (core.runtime.model.weights, core.drafter.weights)
-    return f"{dtypes} of scales {scales_id(weights for weights in held if weights is not None)}"
+    return f"{dtypes} of scales {core.runtime.scales_id()}"
 
 
 def copy_out(
@@ -405,7 +403,7 @@ def copy_out(
     origin, runtime = origin_of(core), core.runtime
     if state is None:
         return SessionSnapshot.make(origin, token_ids, runtime.read_blocks(blocks), embeds=embeds)
-    runtime.copy_kept(core.scheduler.reuse.states.before)
+    runtime.copy_kept(core.scheduler.home(Context()).reuse.states.before)
     parts = runtime.read_states(state.place)
     caches = runtime.read_blocks(state.blocks)
     return SessionSnapshot.make(origin, token_ids, caches, parts, state.position, embeds)

@@ -1,7 +1,7 @@
 """A small real model in the package: the checkpoint, held-out text, and the training script.
 
-Nothing here imports torch; the training scripts are `python -m graphengine.demo.train` and, for an
-EAGLE3 head beside the model, `python -m graphengine.demo.train_eagle3`.
+Nothing here imports torch. The training scripts are `python -m graphengine.demo.train` and, for
+what drafts beside the model, `python -m graphengine.demo.train_eagle3` and `.train_block`.
 """
 
 from pathlib import Path
@@ -17,6 +17,11 @@ def checkpoint_path() -> Path:
 def eagle3_path() -> Path:
     """Directory of the EAGLE3 head for the demo model, as `Eagle3` and `eagle3:PATH` read it."""
     return _HERE / "eagle3"
+
+
+def block_path() -> Path:
+    """Directory of the block drafter for the demo model, as `DFlash` and `dflash:PATH` read it."""
+    return _HERE / "block"
 
 
 def heldout_text() -> str:

@@ -55,19 +55,30 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def rounded(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in bfloat16, on the CPU."""
+    return {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, tensor in weights.items()
+    }
+
+
+def save_weights(
+    folder: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> None:
+    """model.safetensors, as the weights are, and config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors makes the file readable only by its owner.
+    (folder / "model.safetensors").chmod(0o644)
+    write_json(folder / "config.json", config)
+
+
 def save_model(
     folder: Path, config: DemoConfig, tokenizer: Tokenizer, weights: Mapping[str, torch.Tensor]
 ) -> None:
     """Everything transformers needs; the weights are rounded to bfloat16."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rounded = {
-        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, tensor in weights.items()
-    }
-    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
-    # safetensors makes the file readable only by its owner.
-    (folder / "model.safetensors").chmod(0o644)
-    write_json(folder / "config.json", hugging_face_config(config))
+    save_weights(folder, rounded(weights), hugging_face_config(config))
     generation = {"eos_token_id": [END_OF_TEXT_ID], "pad_token_id": END_OF_TEXT_ID}
     write_json(folder / "generation_config.json", generation)
     save_tokenizer(tokenizer, folder, max_positions=config.max_positions)

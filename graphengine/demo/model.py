@@ -84,42 +84,42 @@ class Rope(NamedTuple):
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q [B,Q,T,D], k and v [B,G,T,D] -> [B,Q,T,D]."""
+    return grouped_attention(q, k, v, None)
+
+
+def grouped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen_TS: torch.Tensor | None
+) -> torch.Tensor:
+    """q [B,Q,T,D], k and v [B,G,S,D] -> [B,Q,T,D].
+
+    seen_TS  which keys each query sees; None: those of its row and before
+    """
     # Repeated explicitly: every attention backend of every torch version supports that.
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TS, is_causal=seen_TS is None)
 
 
-class ChainAttention:
-    """Attention of a draft module's later steps, with the cache of inference.
+class DraftAttention:
+    """Attention of drafts' rows, with the cache of inference.
 
-    The query of an anchor p sees the first step's rows 0..p, made from the target's hidden states,
-    then one row of each step since, including its own. Calling it appends that row.
+    They see rows of the window up to their anchors, which are made of the target's hidden states,
+    and those of their own draft. Calling it appends the rows that it is fed.
+
+    k, v       [B,G,T,D] of the window
+    anchors_R  int64, ascending: of each row that is fed. Those of one anchor are of one draft.
     """
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, anchors: torch.Tensor) -> None:
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, anchors_R: torch.Tensor) -> None:
         self.k, self.v = k, v
         rows = torch.arange(k.shape[2], device=k.device)
-        self.hidden_MT = rows > anchors[:, None]
-        self.chain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.seen = rows <= anchors_R[:, None]
+        self.own = anchors_R == anchors_R[:, None]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self.chain.append((k[:, :, None], v[:, :, None]))
-        batch, heads, anchors, size = q.shape
-        q = q.reshape(batch, k.shape[1], heads // k.shape[1], anchors, size) * size**-0.5
-        scores = q @ self.k[:, :, None].transpose(-1, -2)
-        scores = scores.float().masked_fill(self.hidden_MT, -torch.inf)
-        own = [(q * key).float().sum(-1, keepdim=True) for key, _ in self.chain]
-        # Softmax over both parts without joining them: the joined one has an odd row length.
-        top = torch.cat([scores.amax(-1, keepdim=True), *own], dim=-1).amax(-1, keepdim=True)
-        weights = (scores - top.detach()).exp()
-        total = weights.sum(-1, keepdim=True)
-        out = (weights.to(q.dtype) @ self.v[:, :, None]).float()
-        for score, (_, value) in zip(own, self.chain, strict=True):
-            weight = (score - top.detach()).exp()
-            total = total + weight
-            out = out + weight * value.float()
-        return (out / total).to(q.dtype).reshape(batch, heads, anchors, size)
+        self.k, self.v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
+        self.seen = torch.cat((self.seen, self.own), dim=1)
+        return grouped_attention(q, self.k, self.v, self.seen)
 
 
 class Attention(nn.Module):
@@ -140,13 +140,20 @@ class Attention(nn.Module):
         self, x: torch.Tensor, rope: Rope, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output, and the rows' keys and values."""
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rope.rotate(self.q_norm(q)), rope.rotate(self.k_norm(k))
+        q = rope.rotate(self.q_norm(self._heads(self.q_proj(x))))
+        k, v = self.keys_and_values(x, rope)
         out = attend(q, k, v).transpose(1, 2).flatten(2)
         return self.o_proj(out), k, v
+
+    def keys_and_values(self, x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B,G,T,D] each."""
+        k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        return rope.rotate(self.k_norm(k)), v
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[B,T,heads*D] -> [B,heads,T,D]."""
+        heads = x.shape[-1] // self.size
+        return x.view(*x.shape[:-1], heads, self.size).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -256,7 +263,7 @@ class DemoModel(nn.Module):
         fused = self.mtp.fuse(embedding, hidden_BTH)
         y, k, v = layer(fused, Rope.of(self.config, rows))
         outputs = [self.mtp.norm(y.index_select(1, anchors_M))]
-        attend = ChainAttention(k, v, anchors_M)
+        attend = DraftAttention(k, v, anchors_M)
         for step in range(1, DEPTH):
             rows = anchors_M + step
             x = self.mtp.fuse(embedding.index_select(1, rows), outputs[-1])

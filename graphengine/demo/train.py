@@ -17,11 +17,10 @@ from torch import nn
 from graphengine.demo import corpus as corpora
 from graphengine.demo.checkpoint import load_model, save_card, save_model
 from graphengine.demo.evaluate import default_batch, mean_loss, measure
+from graphengine.demo.logs import log
 from graphengine.demo.model import DEPTH, MTP_WEIGHTS, DemoConfig, DemoModel, training_losses
 from graphengine.demo.optimiser import Optimiser
 from graphengine.demo.tokenizer import encode, train_tokenizer
-
-START = time.monotonic()
 
 WARMUP = 0.02
 # Parts of the run after which the validation files are evaluated; the best weights are kept.
@@ -74,10 +73,6 @@ class Progress:
     step: int = 0
     best_loss: float = float("inf")
     best: dict[str, torch.Tensor] | None = None
-
-
-def log(text: str) -> None:
-    print(f"{time.monotonic() - START:7.1f} s  {text}", flush=True)
 
 
 def rate_factor(part: float) -> float:

@@ -184,6 +184,8 @@ class Drafter(ABC):
     """On which its KV depends, once `allocate` made them."""
     own_checkpoint: Checkpoint | None = None
     """Where they are read from; None: from the target's."""
+    whole_checkpoint: Checkpoint | None = None
+    """Where all ranks' are, as of `whole_weights`; None: in the target's."""
     streams: Mapping[int, Tensor] = MappingProxyType({})
     """[T or more, H] by layer of the target: where prefill leaves the stream after that layer.
     Known once it is opened."""
@@ -203,8 +205,8 @@ class Drafter(ABC):
         return self.needs.length
 
     def whole_weights(self, dtype: torch.dtype) -> StoredWeights | None:
-        """Those of all ranks together, on the device "meta", where ranks split those that the
-        target's checkpoint has; None: this one's are all.
+        """Those of all ranks together, on the device "meta", where ranks split them and a
+        checkpoint has them as they are; None: this one's are known by themselves.
         """
         return None
 
@@ -258,6 +260,11 @@ class Drafter(ABC):
     def open(self, setting: DraftSetting, cache: Tensor) -> None:  # noqa: B027
         """Take what the engine lends; `cache` is [layers, B + 1, 2, block_size, G, D] of blocks
         as in the target's cache, or empty.
+        """
+
+    def refresh(self) -> None:  # noqa: B027
+        """Compute anew, in place, what it made when it was opened of the target's weights, or of
+        its own that are from the target's checkpoint. Queued on the current stream.
         """
 
     # Captured.

@@ -22,20 +22,25 @@ from graphengine.kernels import (
     AnyWeight,
     BlockDraft,
     DecodeLanes,
+    DraftTiles,
+    MarkovHead,
     Residual,
     RowFamily,
     begin_block_draft,
     commit_block_draft,
     commit_draft,
     markov_draft,
+    markov_logits,
     new_residual,
 )
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import (
+    WHOLE,
     DecodeLaunch,
     Destinations,
     ModelConfig,
     PrefillLaunch,
+    Share,
     arrival_counters,
     most_arrival_counters,
 )
@@ -50,7 +55,9 @@ from graphengine.models.dflash import (
 )
 from graphengine.models.linears import Linears, in_formats, linear_name
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.states import all_lanes_reach
+from graphengine.models.rank_cuts import checkpoint_of_rank
+from graphengine.models.ranks import dflash_of_rank
+from graphengine.models.states import LayerStates, all_lanes_reach
 from graphengine.models.tuning import choose_plans
 
 _STREAMS = "block_streams"
@@ -59,18 +66,30 @@ _STREAMS = "block_streams"
 class BlockDrafter(Drafter):
     """`DFlash(path, k)`.
 
-    config      what was read of the checkpoint
+    read        what was read of the checkpoint
     checkpoint  where its weights are; None: whoever allocates it fills them
     target      beside which it is
     length      K
+    share       that this rank has of the layers, as of the target's; `config` has the sizes of it
     """
 
     weights: DFlashWeights
 
     def __init__(
-        self, config: DFlashConfig, checkpoint: Checkpoint | None, target: ModelConfig, length: int
+        self,
+        read: DFlashConfig,
+        checkpoint: Checkpoint | None,
+        target: ModelConfig,
+        length: int,
+        share: Share = WHOLE,
     ) -> None:
-        self.config, self.own_checkpoint = config, checkpoint
+        self.config = config = dflash_of_rank(read, share)
+        self._whole = read
+        self.whole_checkpoint = checkpoint
+        if checkpoint is not None:
+            self.own_checkpoint = checkpoint_of_rank(
+                checkpoint, allocate_dflash_weights, read, config, share
+            )
         self._head_form = target.forms.format_of(HEAD) if HEAD in target.forms else None
         self._width = config.block_of(length)
         # A block begins one position after the last verified one.
@@ -81,6 +100,13 @@ class BlockDrafter(Drafter):
             wants_hidden=not all_lanes_reach(target.states, max(config.layers)),
             reads_streams=True,
         )
+
+    def whole_weights(self, dtype: torch.dtype) -> DFlashWeights:
+        return allocate_dflash_weights(self._whole, device="meta", dtype=dtype)
+
+    @property
+    def whole_states(self) -> tuple[LayerStates, ...]:
+        return self._whole.states
 
     @property
     def _linears(self) -> Linears:
@@ -105,6 +131,8 @@ class BlockDrafter(Drafter):
                 dtype=sizes.dtype,
                 owner="device",
                 meaning=f"the target's stream after layers {layers}",
+                # Padded lanes of a chunk hold anything.
+                replicated=False,
             )
         ]
 
@@ -135,6 +163,7 @@ class BlockDrafter(Drafter):
             setting,
             plan=plans[linear_name(HEAD, head)],
             eps=config.output_eps,
+            group=setting.group,
         )
         self._sampling, self._limit = setting.sampling, setting.limit
         self._launch = setting.launch_with(plans)
@@ -200,7 +229,7 @@ class BlockDrafter(Drafter):
     def _draft(
         self, begun: BlockDraft, residual: Residual, launch: DecodeLaunch, *, filtered: bool
     ) -> None:
-        """Run the blocks, and write their drafts; those of a sequential head without filters."""
+        """Run the blocks, and write their drafts."""
         weights, lanes = self.weights, begun.lanes
         output = run_block(
             weights, begun, residual, self._cache, self._block_table, self._tables, launch
@@ -214,9 +243,23 @@ class BlockDrafter(Drafter):
         logits = self._head.logits(output, lanes, launch)
         newest = begun.rows
         for index in range(self.length):
-            tiles = markov_draft(
-                logits, weights.markov, newest, self._sampling, index=index, pdl=launch.pdl
-            )
+            tiles = self._following(logits, weights.markov, newest, launch, index, filtered)
             newest = commit_draft(
                 tiles, newest, self._draft_tokens, index=index, limit=self._limit, pdl=launch.pdl
             )
+
+    def _following(
+        self,
+        logits: Tensor,
+        markov: MarkovHead,
+        newest: DecodeLanes,
+        launch: DecodeLaunch,
+        index: int,
+        filtered: bool,
+    ) -> DraftTiles:
+        """Each row's draft after `newest`, by its block's lane `index` and the sequential head."""
+        pdl = launch.pdl
+        if not filtered:
+            return markov_draft(logits, markov, newest, self._sampling, index=index, pdl=pdl)
+        following = markov_logits(logits, markov, newest, index=index, pdl=pdl)
+        return self._head.drawn(following, newest, launch, ahead=1)

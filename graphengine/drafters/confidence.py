@@ -72,9 +72,8 @@ class EveryDraft:
 
 
 class SureDrafts(EveryDraft):
-    """Those are verified of which `withhold_drafts` is sure enough.
-
-    Their odds are those of the plain temperature, so they are not drawn through filters.
+    """Those are verified of which `withhold_drafts` is sure enough: by their odds among what a
+    request's filters keep.
 
     least  in (0, 1]
     """
@@ -127,7 +126,7 @@ class SureDrafts(EveryDraft):
     ) -> DraftTiles:
         assert chain is not None, "a chain of new_chain"
         return withhold_drafts(
-            self._head.top(hidden, lanes, launch, count=1, ahead=ahead),
+            self._head.top(hidden, lanes, launch, count=1, ahead=ahead, filtered=filtered),
             rows.slot,
             source,
             self._recent,

@@ -3,7 +3,8 @@
 As in Leviathan, Kalman, Matias (arXiv:2211.17192); `head.py` says how drafts are drawn. The model
 is fed the last two tokens after each verified step, since the last draft of the step before was
 never fed to it, and then its own drafts. Where it has recurrent layers, a prompt's last token is
-left to that, too: a state cannot take in a token twice.
+left to that, too: a state cannot take in a token twice. Each rank has all of the model: it is
+small, and the sums of ranks would take about as long as reading what they spare.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K drafts.
 """
@@ -32,6 +33,7 @@ from graphengine.kernels import (
 )
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import (
+    WHOLE,
     DecodeLaunch,
     Destinations,
     ModelConfig,
@@ -131,6 +133,9 @@ class DraftModelDrafter(Drafter):
             split_tokens=self.config.split_tokens(
                 self.plans.family, self._model.dtype, self._model.max_seq_len
             ),
+            reduce=None,
+            add_parts=None,
+            share=WHOLE,
         )
         self._limit = setting.limit
         self._draft_tokens = setting.buffers["draft_tokens"]

@@ -93,6 +93,7 @@ class DynamicGrowth(TreeGrowth):
         limit: int,
         fed: DecodeLanes | None = None,
         source: Tensor | None = None,
+        filtered: bool,
     ) -> None:
         count, top_k, most = rows.slot.numel(), self.tree.top_k, self.tree.depth
         found = Candidates.new(count, top_k, most, rows.slot.device)
@@ -101,7 +102,9 @@ class DynamicGrowth(TreeGrowth):
         above: TreeLanes | None = None
         for depth in range(1, most + 1):
             # A lane has the position of its hidden state, one before the token it is fed.
-            top = module.head.top(output.normed, lanes, launch, count=top_k, ahead=2)
+            top = module.head.top(
+                output.normed, lanes, launch, count=top_k, ahead=2, filtered=filtered
+            )
             children = Children(top, parents, score, source)
             if depth == most:
                 keep_best(children, rows, found, self._drafted, pdl=launch.pdl)

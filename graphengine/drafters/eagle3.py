@@ -45,7 +45,7 @@ from graphengine.models.eagle3 import (
 from graphengine.models.eagle3_reading import Eagle3Checkpoint
 from graphengine.models.linears import LinearPlans, Linears, in_formats, linear_name
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.rank_cuts import cut_to
+from graphengine.models.rank_cuts import checkpoint_of_rank
 from graphengine.models.ranks import eagle3_of_rank
 from graphengine.models.states import all_lanes_reach
 
@@ -63,6 +63,7 @@ class Eagle3Module(DraftModules):
     """
 
     config: Eagle3Config
+    whole: Eagle3Config
     weights: Eagle3Weights
     reads_output = False
     reads_streams = True
@@ -76,13 +77,11 @@ class Eagle3Module(DraftModules):
     ) -> None:
         self.whole, self.token_ids, self._order = read
         self.config = eagle3_of_rank(self.whole, share)
-        self.own_checkpoint = checkpoint
-        if checkpoint is not None and share != WHOLE:
-            of_all, own = (
-                allocate_eagle3_weights(each, device="meta", dtype=torch.float32)
-                for each in (self.whole, self.config)
+        self.whole_checkpoint = checkpoint
+        if checkpoint is not None:
+            self.own_checkpoint = checkpoint_of_rank(
+                checkpoint, allocate_eagle3_weights, self.whole, self.config, share
             )
-            self.own_checkpoint = cut_to(checkpoint, of_all, own, share)
         self._head_form = target.forms.format_of(HEAD) if HEAD in target.forms else None
         self.wants_hidden = not all_lanes_reach(target.states, max(self.config.layers))
 
@@ -123,6 +122,11 @@ class Eagle3Module(DraftModules):
         if head is not None and order is not None:
             head.copy_(head.index_select(0, order.to(head.device)))
         return {}
+
+    def whole_weights(self, dtype: torch.dtype) -> Eagle3Weights | None:
+        if self._order is not None:
+            return None
+        return allocate_eagle3_weights(self.whole, device="meta", dtype=dtype)
 
     def open(self, setting: DraftSetting, cache: Tensor, plans: LinearPlans) -> OpenEagle3:
         return OpenEagle3(self, setting, cache, plans)

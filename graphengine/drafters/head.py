@@ -5,9 +5,10 @@ and with the noise of that position. Where both agree on the distribution they a
 at any temperature. Verification asks only whether they did, so a draft's odds do not matter.
 
 Graphs of the full sampler, and those of prompts, also draw a draft through the request's filters,
-after its biases and penalties: the target does, and a token that it filters out is never accepted.
-Penalties count what was emitted, without the chain's own drafts. Masks and bad words are not
-applied: a grammar's mask is not known before the host has read the tokens before it.
+after its allowed ids, biases and penalties: the target does, and a token that it filters out is
+never accepted. Penalties count what was emitted, without the chain's own drafts. Bad words are not
+applied, and no masks of grammars: those after the newest token, which the same replay has sampled,
+are made by the host once it has read that, and those after a draft once it has read the draft.
 Source: the Gumbel coupling of M. Daliri, C. Musco, A. T. Suresh, "Coupling without Communication
 and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
 
@@ -23,6 +24,7 @@ from graphengine.drafters.base import DraftSetting
 from graphengine.kernels import (
     USES_BIAS,
     USES_COUNTS,
+    USES_MASK,
     USES_REPETITION,
     AnyWeight,
     DecodeLanes,
@@ -30,6 +32,7 @@ from graphengine.kernels import (
     LinearPlan,
     Residual,
     TopDrafts,
+    defer_filtered,
     empty_packed,
     linear,
     linear_sample,
@@ -40,11 +43,11 @@ from graphengine.kernels import (
     top_drafts,
 )
 from graphengine.models.contract import DecodeLaunch, RankGroup
-from graphengine.models.linears import WeightForms
+from graphengine.models.linears import WeightForms, refill
 from graphengine.models.vocabulary import vocabulary_of
 
 # What is done to the logits of drafts.
-_STEPS = USES_BIAS | USES_REPETITION | USES_COUNTS
+_STEPS = USES_MASK | USES_BIAS | USES_REPETITION | USES_COUNTS
 
 
 def head_bytes(forms: WeightForms, rows: int, hidden: int, dtype: torch.dtype) -> int:
@@ -70,6 +73,16 @@ def trimmed(
     ids = ids.to(device)
     rows = weight.index_select(0, ids) if isinstance(weight, Tensor) else select_rows(weight, ids)
     return rows, ids.int()
+
+
+def trim_again(rows: AnyWeight, weight: AnyWeight, ids: Tensor | None) -> None:
+    """Fill the copies that `trimmed` made, if it did, with the rows as they are now."""
+    if ids is None:
+        return
+    device = weight.device if isinstance(weight, Tensor) else weight.codes.device
+    made, _ = trimmed(weight, ids, device)
+    held, found = ([each] if isinstance(each, Tensor) else each.tensors for each in (rows, made))
+    refill(held, found)
 
 
 class DraftHead:
@@ -106,23 +119,33 @@ class DraftHead:
         *,
         count: int,
         ahead: int,
+        filtered: bool = False,
     ) -> TopDrafts:
-        """The `count` best drafts `ahead` positions after each lane; `hidden` as of `tiles`."""
+        """The `count` best drafts `ahead` positions after each lane; arguments as of `tiles`.
+
+        What filters leave out comes after what they keep.
+        """
+        logits, token_ids = self.logits(hidden, lanes, launch), self._token_ids
+        slot, position = lanes.slot, lanes.position
+        if filtered:
+            logits = self._processed(logits, lanes, launch)
+            token_ids = None
+            defer_filtered(logits, slot, position, self._sampling, ahead=ahead, pdl=launch.pdl)
         return top_drafts(
-            self.logits(hidden, lanes, launch),
-            lanes.slot,
-            lanes.position,
+            logits,
+            slot,
+            position,
             self._sampling,
             count=count,
             ahead=ahead,
-            token_ids=self._vocabulary.token_ids,
+            token_ids=token_ids,
             pdl=launch.pdl,
         )
 
     def logits(self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
-        """Float32 [N, D]; `hidden` as of `tiles`. Padded lanes hold anything."""
+        """Float32 [N, D], of all ranks; `hidden` as of `tiles`. Padded lanes hold anything."""
         x, squares = _stream(hidden)
-        return linear(
+        own = linear(
             x,
             self._vocabulary.head,
             lanes.slot,
@@ -132,6 +155,7 @@ class DraftHead:
             plan=self._plan,
             launch=launch,
         )
+        return self._vocabulary.logits(own)
 
     def tiles(
         self,
@@ -168,17 +192,30 @@ class DraftHead:
     def _filtered(
         self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch, ahead: int
     ) -> DraftTiles:
-        """As the target's full sampler does it, over the target's vocabulary."""
-        logits = self._vocabulary.logits(self.logits(hidden, lanes, launch))
+        logits = self.logits(hidden, lanes, launch)
+        return self.drawn(logits, lanes, launch, ahead=ahead)
+
+    def drawn(
+        self, logits: Tensor, lanes: DecodeLanes, launch: DecodeLaunch, *, ahead: int
+    ) -> DraftTiles:
+        """The drafts `ahead` positions after each lane, as the target's full sampler draws tokens.
+
+        logits  float32 [N, D], which may be overwritten; as new as the launch before, unlike lanes
+        """
+        processed = self._processed(logits, lanes, launch)
+        drawn = sample_tiles(
+            processed, lanes.slot, lanes.position, self._sampling, ahead=ahead, pdl=launch.pdl
+        )
+        return DraftTiles(*drawn)
+
+    def _processed(self, logits: Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
+        """Those of the target's vocabulary, changed as the target's are."""
         if self._token_ids is not None or logits.shape[1] != self._tokens:
             logits = spread_logits(
                 logits, self._token_ids, lanes.slot, vocabulary=self._tokens, pdl=launch.pdl
             )
         process_logits(logits, lanes, self._options, steps=_STEPS, pdl=launch.pdl)
-        drawn = sample_tiles(
-            logits, lanes.slot, lanes.position, self._sampling, ahead=ahead, pdl=launch.pdl
-        )
-        return DraftTiles(*drawn)
+        return logits
 
 
 def _stream(hidden: Residual | Tensor) -> tuple[Tensor, Tensor | None]:

@@ -1,7 +1,7 @@
 """No drafts: each prompt's hidden states go to a file, to train a drafter with.
 
 The prefill graphs leave a chunk's hidden states in static fields. The host copies them out once it
-has read the replay; nothing is launched in between.
+has read the replay; nothing is launched in between. Of several ranks the driver's does that.
 
 As in TensorRT-LLM's mode of this name, `hidden_states` are those after the final norm, which a
 draft module and the lm_head read, and `aux_hidden_states` the residual stream after the chosen
@@ -77,6 +77,8 @@ class HiddenStatesDrafter(Drafter):
                 dtype=sizes.dtype,
                 owner="device",
                 meaning=meanings[name],
+                # Padded lanes of a chunk hold anything.
+                replicated=False,
             )
             for name, width in widths.items()
             if width

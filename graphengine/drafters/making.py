@@ -74,10 +74,19 @@ class Target(NamedTuple):
     model: ModelConfig
     share: Share = WHOLE
 
+    @property
+    def split(self) -> Share:
+        """What this rank has of layers without experts."""
+        return WHOLE if self.config.data_parallel > 1 else self.share
+
     def modules(self, config: MtpConfig, vocabulary: Tensor | None) -> MtpModules:
         """What this rank has of draft modules."""
         return MtpModules(
-            config, vocabulary, self.share, expert_parallel=self.config.expert_parallel
+            config,
+            vocabulary,
+            self.share,
+            expert_parallel=self.config.expert_parallel,
+            data_parallel=self.config.data_parallel > 1,
         )
 
 
@@ -272,7 +281,7 @@ def _eagle3(options: Eagle3, target: Target) -> Drafter:
             f"prompt_embeds=True, but the embeddings of {checkpoint.path} have {width} values, and "
             f"those of a prompt {wanted}, as the model's: other drafters take them"
         )
-    module = Eagle3Module(read, checkpoint, target.model, target.share)
+    module = Eagle3Module(read, checkpoint, target.model, target.split)
     size = read.config.draft_vocabulary
     return module_drafter(module, options, target.config, target.model, size)
 
@@ -285,7 +294,7 @@ def _dflash(options: DFlash, target: Target) -> Drafter:
             f"k={options.k} drafts a step, and {checkpoint.path} is trained for blocks of "
             f"{read.trained_block} tokens, which draft {read.most_drafts}"
         )
-    return BlockDrafter(read, checkpoint, target.model, options.k)
+    return BlockDrafter(read, checkpoint, target.model, options.k, target.share)
 
 
 def _token_ids(checkpoint: Checkpoint) -> object:

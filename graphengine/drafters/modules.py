@@ -111,6 +111,8 @@ class DraftModules(ABC):
     weights: StoredWeights
     own_checkpoint: Checkpoint | None = None
     """Where they are read from; None: from the target's."""
+    whole_checkpoint: Checkpoint | None = None
+    """As of a `Drafter`."""
     wants_hidden: bool = True
     """Whether prefill must run all lanes through all of the target's layers."""
     reads_output: bool = True
@@ -176,6 +178,9 @@ class OpenModules(ABC):
         self.config, self.fusions, self.head = config, fusions, head
         self.launch, self.target_eps = launch, target_eps
         self.dtype = fusions[0].embedding.dtype
+
+    def refresh(self) -> None:  # noqa: B027
+        """As of a `Drafter`: here nothing is made of the target's checkpoint."""
 
     def read(self, hidden: Hidden | None, lanes: DecodeLanes) -> TargetHidden:
         """What the first module reads of the lanes that the target was fed.
@@ -250,6 +255,7 @@ class ModuleDrafter(Drafter):
     def __init__(self, modules: DraftModules, length: int, needs: DraftNeeds) -> None:
         self.modules = modules
         self.own_checkpoint = modules.own_checkpoint
+        self.whole_checkpoint = modules.whole_checkpoint
         self.needs = replace(
             needs,
             length=length,
@@ -298,3 +304,6 @@ class ModuleDrafter(Drafter):
         self.streams, self.step_streams = opened.streams, opened.step_streams
         self._limit = setting.limit
         self._draft_tokens = setting.buffers["draft_tokens"]
+
+    def refresh(self) -> None:
+        self._opened.refresh()

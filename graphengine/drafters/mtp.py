@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphengine.drafters.base import DraftSetting, Prefilled
-from graphengine.drafters.head import DraftHead, head_bytes, trimmed
+from graphengine.drafters.head import DraftHead, head_bytes, trim_again, trimmed
 from graphengine.drafters.modules import DraftModules, ModuleOutput, OpenModules
 from graphengine.kernels import DecodeLanes, Fusion, PrefillLanes, Residual, combine_hidden
 from graphengine.models.checkpoint import Checkpoint
@@ -39,7 +39,8 @@ class MtpModules(DraftModules):
 
     whole       of the modules that are run; `config` has the sizes of this rank's
     vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
-    share       that this rank has of them; with `expert_parallel` it has whole experts
+    share       that this rank has of them; with `expert_parallel` it has whole experts, and with
+                `data_parallel` these alone are shared
     """
 
     config: MtpConfig
@@ -53,9 +54,12 @@ class MtpModules(DraftModules):
         share: Share = WHOLE,
         *,
         expert_parallel: bool = False,
+        data_parallel: bool = False,
     ) -> None:
         self.whole, self.vocabulary, self.share = whole, vocabulary, share
-        self.config = modules_of_rank(whole, share, expert_parallel=expert_parallel)
+        self.config = modules_of_rank(
+            whole, share, expert_parallel=expert_parallel, data_parallel=data_parallel
+        )
 
     @property
     def linears(self) -> Linears:
@@ -99,7 +103,7 @@ class OpenMtp(OpenModules):
         self, modules: MtpModules, setting: DraftSetting, cache: Tensor, plans: LinearPlans
     ) -> None:
         target, config = setting.model.weights, modules.config
-        self._modules = modules.weights.opened()
+        self._weights, self._modules = modules.weights, modules.weights.opened()
         fusions = [
             Fusion(
                 embedding=target.embedding,
@@ -110,8 +114,11 @@ class OpenMtp(OpenModules):
             )
             for module in self._modules
         ]
+        self._target, self._ids = target, modules.vocabulary
+        self._head, token_ids = trimmed(target.lm_head, self._ids, target.embedding.device)
         head = DraftHead(
-            *trimmed(target.lm_head, modules.vocabulary, target.embedding.device),
+            self._head,
+            token_ids,
             setting,
             plan=plans[linear_name("lm_head", target.lm_head)],
             eps=config.output_eps,
@@ -122,6 +129,11 @@ class OpenMtp(OpenModules):
         self._kv = cache
         self._tables = rope_of(setting.model)
         self._block_table = setting.buffers["block_table"]
+
+    def refresh(self) -> None:
+        """Make its own norms, and its copies of the target's rows, anew."""
+        self._weights.refresh(self._modules)
+        trim_again(self._head, self._target.lm_head, self._ids)
 
     def run(
         self,

@@ -63,7 +63,6 @@ class TreeEagle(EagleDrafter):
         source: Tensor | None = None,
         filtered: bool,
     ) -> None:
-        # A tree's children are drawn without filters: what one token fails another may pass.
         self._growth.grow(
             self._module,
             rows,
@@ -72,4 +71,5 @@ class TreeEagle(EagleDrafter):
             limit=self._limit,
             fed=fed,
             source=source,
+            filtered=filtered,
         )

@@ -95,13 +95,15 @@ class TreeGrowth(ABC):
         limit: int,
         fed: DecodeLanes | None = None,
         source: Tensor | None = None,
+        filtered: bool,
     ) -> None:
         """Draft all nodes after a run of the module with this output.
 
-        rows    the lanes that are roots, one a row
-        limit   positions of the module's cache
-        fed     the lanes of that run, where they are more than `rows`
-        source  int32 [R]: which of these lanes is each row's
+        rows      the lanes that are roots, one a row
+        limit     positions of the module's cache
+        fed       the lanes of that run, where they are more than `rows`
+        source    int32 [R]: which of these lanes is each row's
+        filtered  as of `DraftHead.tiles`
         """
 
 
@@ -184,12 +186,15 @@ class StaticGrowth(TreeGrowth):
         limit: int,
         fed: DecodeLanes | None = None,
         source: Tensor | None = None,
+        filtered: bool,
     ) -> None:
         count = rows.slot.numel()
         lanes, parents = fed or rows, rows
         for generation in self._generations:
             # A lane has the position of its hidden state, one before the token it is fed.
-            top = module.head.top(output.normed, lanes, launch, count=generation.drawn, ahead=2)
+            top = module.head.top(
+                output.normed, lanes, launch, count=generation.drawn, ahead=2, filtered=filtered
+            )
             inner = count * generation.inner
             residual = module.new_stream(inner) if inner else None
             following = grow_tree(

@@ -389,6 +389,11 @@ class Reuse:
                 raise AssertionError(f"{len(pool.idle)} idle blocks have no keeper")
             self._evict_session(context, used)
 
+    def forget(self) -> None:
+        """Evict all that is kept, where no request uses any of it: it no longer holds."""
+        self.states.evict_all()
+        self.evict(len(self._pool.idle))
+
     def _evict_session(self, context: Context, left: int) -> None:
         """Take all but its first `left` blocks from a session; with `left` = 0 it is evicted."""
         self._pool.let_go(context.blocks[left:])

@@ -276,6 +276,11 @@ class KeptStates:
             idle = (each for each in self._held if any(block in pool.idle for block in each.blocks))
             self._evict(min(idle, key=_worth))
 
+    def evict_all(self) -> None:
+        """Let go of all that anybody has; sessions know that theirs was evicted."""
+        for state in tuple(self._held):
+            self._evict(state)
+
     def _place(self, *, most: int) -> int | None:
         """A place, if need be that of the state worth least, if that is worth `most` or less."""
         if not self._vacant:

@@ -35,10 +35,17 @@ class LogprobMailbox:
     """
 
     def __init__(
-        self, entries: int, lanes: int, items: int, top: int, *, device: torch.device
+        self,
+        entries: int,
+        lanes: int,
+        items: int,
+        top: int,
+        *,
+        device: torch.device,
+        words: torch.Tensor | None = None,
     ) -> None:
         self.items_of_token = logprob_items(top)
-        self._mailbox = _PartOfMailbox(entries, lanes, items, device=device)
+        self._mailbox = _PartOfMailbox(entries, lanes, items, device=device, words=words)
 
     @property
     def tensor(self) -> torch.Tensor:

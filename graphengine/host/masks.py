@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from graphengine.buckets import Part, StaticBuffers
 from graphengine.buckets.mailbox import BLOCK_SECONDS, WaitMode
 from graphengine.host.plan import Plan
-from graphengine.kernels import USES_MASK
+from graphengine.kernels import USES_GRAMMAR, USES_MASK
 from graphengine.requests.request import Request
 
 
@@ -87,7 +87,7 @@ class MaskTable:
     def _hold(self, slot: int, request: Request | None) -> bool:
         """Give the slot the masks of its request; False if it has them already."""
         processing = None if request is None else request.job.processing
-        if processing is None or not processing.flags & USES_MASK:
+        if processing is None or not processing.flags & (USES_MASK | USES_GRAMMAR):
             request = None
         number = None if request is None else request.id
         if number == self._held[slot]:

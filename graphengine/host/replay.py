@@ -13,7 +13,7 @@ class Replay(NamedTuple):
 
     A row of it emits up to `width` tokens: 1, and one more for each draft that was verified. A
     prefill fed `chunk`; a decode ran in a bucket of `rows`. A `full` one may have published
-    log-probabilities.
+    log-probabilities. The mailbox is that of `rank`.
     """
 
     sequence: int
@@ -23,3 +23,4 @@ class Replay(NamedTuple):
     rows: int = 0
     chunk: PrefillChunk | None = None
     full: bool = False
+    rank: int = 0

@@ -38,8 +38,9 @@ class RouteMailbox(Mailbox):
         routed: RoutedExperts,
         *,
         device: torch.device,
+        words: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(entries, lanes, items, device=device)
+        super().__init__(entries, lanes, items, device=device, words=words)
         self._shape = (routed.layers, routed.chosen)
         self._of_token = route_items(*self._shape)
         self._counts: NDArray[np.int64] = np.zeros(0, np.int64)

@@ -43,6 +43,7 @@ from graphengine.host.pool import BlockPool
 from graphengine.host.rings import WindowRing, WindowRings
 from graphengine.prefill_cut import PrefillCut
 from graphengine.prompt_embeds import NO_EMBEDS
+from graphengine.requests.context import Context
 from graphengine.requests.job import Job, Placement
 from graphengine.requests.request import Phase, QueueFull, Request
 
@@ -80,6 +81,7 @@ class Scheduler:
     tokens_after      tokens after a position on which its entries in the caches depend
     rings             how layers with a window keep the newest tokens alone; each slot has a ring
     state_places      kept states of recurrent layers, at most
+    counters          where it counts; None: in its own
     note_all          whether the prompt tokens that a request skips are noted on the device for
                       every request; otherwise only for requests with options on their logits
 
@@ -109,6 +111,7 @@ class Scheduler:
         note_all: bool = False,
         rings: Sequence[WindowRing] = (),
         state_places: int = 0,
+        counters: Counter[str] | None = None,
     ) -> None:
         assert tokens_per_step >= 1, f"{tokens_per_step=}"
         assert reserve_extra == 0 or max_seq_len is not None, f"{reserve_extra=} without a bound"
@@ -122,7 +125,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
         self.slots: list[Request | None] = [None] * slots
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter() if counters is None else counters
         self.reuse = Reuse(
             self.pool,
             block_size=block_size,
@@ -155,7 +158,17 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
+        """Whether a request is unfinished."""
         return bool(self.waiting or self.active)
+
+    @property
+    def pools(self) -> tuple[BlockPool, ...]:
+        """`pool`, as there may be several."""
+        return (self.pool,)
+
+    def home(self, context: Context) -> Scheduler:
+        """Whose blocks the context keeps: its own."""
+        return self
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -189,17 +202,16 @@ class Scheduler:
 
         Those that a vacant slot awaits at the next step do not wait for one.
         """
-        vacant, limit = self.slots.count(None), self._max_waiting
-        if limit is not None and len(self.waiting) + count - vacant > limit:
-            waiting = max(0, len(self.waiting) - vacant)
-            more = "another one" if count == 1 else f"{count} more"
-            slots = f" and {vacant} vacant slots" if vacant else ""
-            raise QueueFull(
-                f"{waiting} requests wait already: {more} would exceed max_waiting={limit}{slots}"
-            )
+        check_queue(len(self.waiting), self.slots.count(None), self._max_waiting, count)
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it could not run with the whole pool to itself."""
+        self.check_fits(request)
+        enqueue(self.waiting, request)
+        self._repeats = 0
+
+    def check_fits(self, request: Request) -> None:
+        """ValueError if the request could not run with the whole pool to itself."""
         job = request.job
         need = self._greatest_need(job)
         if need > self.pool.count:
@@ -210,13 +222,6 @@ class Scheduler:
                 f"{job.max_new_tokens} new){drafts} needs {need} KV blocks of "
                 f"{self.block_size} tokens; the pool has {self.pool.count}"
             )
-        waiting = self.waiting
-        if waiting and waiting[-1].priority > request.priority:
-            place = bisect_right(waiting, request.priority, key=lambda other: other.priority)
-            waiting.insert(place, request)
-        else:
-            waiting.append(request)
-        self._repeats = 0
 
     def retire(self, request: Request) -> None:
         """Remove a request in any phase, and free what it holds."""
@@ -238,10 +243,7 @@ class Scheduler:
             self._changes.slots = self._changes.tables = True
             self._changes.options |= job.processing is not None
             self._count_guided(job, -1)
-        request.phase = Phase.FINISHED
-        job.block_keys = None
-        # A finished request's handle may live long, and these are large.
-        job.embeds = NO_EMBEDS
+        finish(request)
         self.moves.append(("finished", request.id))
 
     def close(self) -> None:
@@ -544,6 +546,36 @@ class Scheduler:
         if chunk.final:
             placement.least = 1
             chunk.request.phase = Phase.DECODE
+
+
+def check_queue(waiting: int, vacant: int, limit: int | None, count: int) -> None:
+    """QueueFull unless `count` more requests may wait beside so many, for some of whom a slot is
+    vacant.
+    """
+    if limit is not None and waiting + count - vacant > limit:
+        more = "another one" if count == 1 else f"{count} more"
+        slots = f" and {vacant} vacant slots" if vacant else ""
+        raise QueueFull(
+            f"{max(0, waiting - vacant)} requests wait already: {more} would exceed "
+            f"max_waiting={limit}{slots}"
+        )
+
+
+def enqueue(waiting: deque[Request], request: Request) -> None:
+    """Add a request after those of its priority."""
+    if waiting and waiting[-1].priority > request.priority:
+        place = bisect_right(waiting, request.priority, key=lambda other: other.priority)
+        waiting.insert(place, request)
+    else:
+        waiting.append(request)
+
+
+def finish(request: Request) -> None:
+    """Note the end of a request that holds nothing any more."""
+    request.phase = Phase.FINISHED
+    request.job.block_keys = None
+    # A finished request's handle may live long, and these are large.
+    request.job.embeds = NO_EMBEDS
 
 
 def _count_launch(plan: Plan) -> None:

@@ -41,6 +41,8 @@ _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".
 
 # Dtypes of weights.
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+WEIGHT_DTYPES = tuple(_DTYPES.values())
+"""Of weights that are not quantised."""
 # Dtypes of other tensors, such as the offsets of a draft vocabulary and masks.
 _OTHER_DTYPES = {
     "I64": torch.int64,
@@ -96,6 +98,19 @@ class Cut(NamedTuple):
         """They: a view where there is one span, else a copy."""
         parts = [tensor.narrow(self.axis, *span) for span in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
+
+
+def spans_of(
+    whole: Sequence[int], part: Sequence[int], rank: int, ranks: int
+) -> tuple[tuple[int, int], ...]:
+    """Of pieces that follow each other, (start, length) of what a rank has of each; ranks beside
+    each other may have the same.
+    """
+    spans, start = [], 0
+    for length, own in zip(whole, part, strict=True):
+        spans.append((start + rank * (length // own) // ranks * own, own))
+        start += length
+    return tuple(spans)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +179,7 @@ class Checkpoint:
         generation_config = directory / "generation_config.json"
         quant_config = directory / "hf_quant_config.json"
         stored = _find_tensors(directory)
-        names = _whole_names(directory, stored)
+        names = whole_names(directory, stored)
         return cls(
             path=directory,
             config=_read_json_object(config),
@@ -487,14 +502,17 @@ def _download(hub_id: str) -> Path:
     return Path(snapshot)
 
 
-def _whole_names(directory: Path, stored: Collection[str]) -> dict[str, str]:
-    """The stored name of each tensor of the whole model; ValueError where two would be one."""
+def whole_names(source: Path, stored: Collection[str]) -> dict[str, str]:
+    """The stored name of each tensor of the whole model; ValueError where two would be one.
+
+    source  where they are stored, for errors
+    """
     names: dict[str, str] = {}
     for name in stored:
         whole = _whole_name(name, stored)
         if whole in names:
             raise ValueError(
-                f"{directory} has two tensors that are {whole} of the language model: "
+                f"{source} has two tensors that are {whole} of the language model: "
                 f"{names[whole]} and {name}"
             )
         names[whole] = name

@@ -265,6 +265,12 @@ class RankGroup(Protocol):
         """New `[ranks, N, C]`: the parts of all ranks, of one shape and any dtype, in order."""
         ...
 
+    def exchange(self, parts_RNC: Tensor, /) -> Tensor:
+        """New `[ranks, N, C]`: what each rank has for this one, where `parts_RNC[r]` is for rank r;
+        of one shape and any dtype on all ranks.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLaunch(Launch):
@@ -272,6 +278,8 @@ class PrefillLaunch(Launch):
 
     reduce       where its ranks meet; None: there is one
     share        of the model, that this rank has
+    experts      the ranks that the experts are spread over, each of which has lanes of its own;
+                 None: all lanes are on all ranks
     activations  what inputs of linears are rounded to that take it; None: nothing
     routes       what keeps, and may give, the experts of each lane; None: nothing does
     given        embeddings of lanes that have no token; None: every lane has one
@@ -279,6 +287,7 @@ class PrefillLaunch(Launch):
 
     reduce: Reduce | None = None
     share: Share = WHOLE
+    experts: RankGroup | None = None
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None
     given: GivenRows | None = None
@@ -297,7 +306,8 @@ class DecodeLaunch(Launch):
     `kernels/core/tree.py` what that means. Only grouped-query attention knows trees. `reduce` is
     where the ranks' parts of a product meet before it is added to the residual stream; with None
     there is one rank, and product and sum are one kernel. With `add_parts` meeting and sum are one.
-    `share` is this rank's part of the model.
+    `share` is this rank's part of the model. With `experts` ranks have lanes of their own, and meet
+    in layers with experts alone.
     `activations` are those of prefill: in decode they stay as they are. `routes` are of one step:
     those of a chunk have their own.
     """
@@ -309,6 +319,7 @@ class DecodeLaunch(Launch):
     reduce: Reduce | None = None
     add_parts: AddParts | None = None
     share: Share = WHOLE
+    experts: RankGroup | None = None
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None
 
@@ -320,7 +331,11 @@ class DecodeLaunch(Launch):
     def prefill(self) -> PrefillLaunch:
         """The same for the kernels of a chunk."""
         return PrefillLaunch(
-            pdl=self.pdl, reduce=self.reduce, share=self.share, activations=self.activations
+            pdl=self.pdl,
+            reduce=self.reduce,
+            share=self.share,
+            experts=self.experts,
+            activations=self.activations,
         )
 
 
@@ -507,6 +522,13 @@ class Model(Protocol):
 
     def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
         """What the bits depend on besides plans and dtype, for chunks of these sizes."""
+        ...
+
+    def refresh(self) -> None:
+        """Compute anew, in place, what was made of the weights when the model was opened.
+
+        Queued on the current stream, once other values are in the weights.
+        """
         ...
 
     def decode(

@@ -66,7 +66,15 @@ from graphengine.models.decoder_layer import (
     finish_prefill_layer,
     routed_of,
 )
-from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats, linear_name
+from graphengine.models.linears import (
+    PLAIN,
+    Linear,
+    Linears,
+    WeightForms,
+    in_formats,
+    linear_name,
+    refill,
+)
 from graphengine.models.states import LayerStates, StateTensors
 
 
@@ -226,7 +234,8 @@ class DecoderConfig:
         if not self.expert_layers:
             return counters
         # The router has one a lane, which is less.
-        return max(counters, residual_arrivals(lanes, self.hidden_size))
+        sharing = 1 if self.experts is None else self.experts.sharing
+        return max(counters, residual_arrivals(sharing * lanes, self.hidden_size))
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads."""
@@ -428,6 +437,17 @@ def _keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor]) -> None:
         streams[layer][: len(x)].copy_(x)
 
 
+def _computed(weights: DecoderWeights) -> tuple[tuple[LayerWeights, ...], Tensor]:
+    """Layers and final norm as they compute: with norms of their own where the checkpoint's lack 1.
+
+    All other tensors are those of the weights.
+    """
+    if not weights.config.norms_plus_one:
+        return weights.layers, weights.final_norm
+    layers = tuple(layer.with_norms_plus_one() for layer in weights.layers)
+    return layers, plus_one(weights.final_norm)
+
+
 class DecoderModel:
     """Weights and RoPE tables; logits have the first `vocabulary` ids, 0 for all.
 
@@ -437,10 +457,7 @@ class DecoderModel:
     def __init__(self, weights: DecoderWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
         self.config = config = weights.config
         self.weights = weights
-        self._layers, self._final_norm = weights.layers, weights.final_norm
-        if config.norms_plus_one:
-            self._layers = tuple(layer.with_norms_plus_one() for layer in weights.layers)
-            self._final_norm = plus_one(weights.final_norm)
+        self._layers, self._final_norm = _computed(weights)
         head = weights.lm_head
         self.lm_head: AnyWeight = head
         if vocabulary:
@@ -452,6 +469,13 @@ class DecoderModel:
         self.local_tables = self.tables
         if config.has_local_tables and config.local_rope is not None:
             self.local_tables = self._new_tables(config.local_rope, max_seq_len)
+
+    def refresh(self) -> None:
+        """Make its own norms anew, in place, of weights that have changed."""
+        layers, final_norm = _computed(self.weights)
+        for held, made in zip(self._layers, layers, strict=True):
+            refill(held.tensors(), made.tensors())
+        refill([self._final_norm], [final_norm])
 
     def _new_tables(self, rope: RopeConfig, max_seq_len: int) -> RopeTables:
         return RopeTables.of(

@@ -54,7 +54,15 @@ from graphengine.models.contract import (
     Weight,
 )
 from graphengine.models.decoder import ATTENTION, HEAD, MLP, DecoderConfig, kept_rows
-from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats, linear_name
+from graphengine.models.linears import (
+    PLAIN,
+    Linear,
+    Linears,
+    WeightForms,
+    in_formats,
+    linear_name,
+    refill,
+)
 from graphengine.models.states import LayerStates, StateTensors
 
 Recurring = Mamba2 | GatedDelta | ShortConv
@@ -298,6 +306,10 @@ class PartWeights:
     norm: Tensor
     block: BlockWeights
 
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        return [self.norm, *self.block.tensors()]
+
     def with_norms_plus_one(self) -> PartWeights:
         """The same where the checkpoint's norms lack 1."""
         block = self.block
@@ -336,7 +348,7 @@ class HybridWeights(ModelWeights):
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor, tied ones twice."""
-        of_parts = [each for part in self.parts for each in (part.norm, *part.block.tensors())]
+        of_parts = [tensor for part in self.parts for tensor in part.tensors()]
         return [self.embedding, self.final_norm, *tensors_of(self.lm_head), *of_parts]
 
     def kv_scales(self) -> dict[str, Tensor]:
@@ -357,6 +369,19 @@ class HybridWeights(ModelWeights):
         return HybridModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
 
 
+def _computed(weights: HybridWeights) -> tuple[tuple[PartWeights, ...], Tensor]:
+    """Parts and final norm as they compute: norms are their own where the checkpoint's lack 1, or
+    are scaled. All other tensors are those of the weights.
+    """
+    config, parts, final_norm = weights.config, weights.parts, weights.final_norm
+    if config.norms_plus_one:
+        final_norm = plus_one(final_norm)
+        parts = tuple(part.with_norms_plus_one() for part in parts)
+    if config.logits_scale != 1:
+        final_norm = final_norm.float() * config.logits_scale
+    return parts, final_norm
+
+
 class HybridModel:
     """Weights and attention's tables; logits have the first `vocabulary` ids, 0 for all.
 
@@ -374,12 +399,7 @@ class HybridModel:
                 self.lm_head = head[:vocabulary]
             else:
                 self.lm_head = first_rows(head, vocabulary)
-        final_norm, parts = weights.final_norm, weights.parts
-        if config.norms_plus_one:
-            final_norm = plus_one(final_norm)
-            parts = tuple(part.with_norms_plus_one() for part in parts)
-        if config.logits_scale != 1:
-            final_norm = final_norm.float() * config.logits_scale
+        parts, final_norm = _computed(weights)
         self._blocks = parts
         keeps = AttentionWeights | RecurringWeights
         kept = [index for index, part in enumerate(parts) if isinstance(part.block, keeps)]
@@ -397,6 +417,13 @@ class HybridModel:
             self.tables = RopeTables.of(
                 config.rope, head_dim=head_dim, max_seq_len=max_seq_len, device=device
             )
+
+    def refresh(self) -> None:
+        """Make its own norms anew, in place, of weights that have changed."""
+        parts, final_norm = _computed(self.weights)
+        for held, made in zip(self._blocks, parts, strict=True):
+            refill(held.tensors(), made.tensors())
+        refill(self._norms_after[-1:], [final_norm])
 
     @property
     def max_seq_len(self) -> int:

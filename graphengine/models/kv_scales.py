@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from graphengine.checks import shown
 from graphengine.kernels import FP8_MAX
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import StoredWeights
+from graphengine.models.checkpoint import Checkpoint, spans_of
+from graphengine.models.contract import WHOLE, RankGroup, Share, StoredWeights
 
 # Below the prefix of a layer's attention, for keys and for values.
 _NAMES = (("k_scale", "k_proj.k_scale"), ("v_scale", "v_proj.v_scale"))
@@ -34,16 +34,20 @@ def is_kv_scale(name: str) -> bool:
     return name.endswith(_ENDINGS)
 
 
-def load_kv_scales(checkpoint: Checkpoint, weights: StoredWeights) -> int:
+def load_kv_scales(
+    checkpoint: Checkpoint, weights: StoredWeights, heads: Sequence[int], share: Share = WHOLE
+) -> int:
     """Read the scales that a checkpoint has for layers of `weights`; returns for how many layers.
+
+    heads  kv heads of each layer on all ranks, of which this one has a share
 
     ValueError, with names and values, for a layer that has one for its keys or its values alone, or
     different ones under both names, and for scales of another shape than one number, or one a kv
     head, or that no model has.
     """
     read: dict[str, Tensor] = {}
-    rows: list[tuple[list[str], Tensor]] = []
-    for prefix, scales_2G in weights.kv_scales().items():
+    rows: list[tuple[list[str], int, Tensor]] = []
+    for (prefix, scales_2G), count in zip(weights.kv_scales().items(), heads, strict=True):
         found = [
             [prefix + name for name in names if prefix + name in checkpoint.tensors]
             for names in _NAMES
@@ -56,10 +60,10 @@ def load_kv_scales(checkpoint: Checkpoint, weights: StoredWeights) -> int:
                     f"{checkpoint.path} has {' and '.join(chain(*found))}, but no scale for the "
                     f"{kind} of {prefix.rstrip('.')}"
                 )
-            read |= {name: _to_read(checkpoint, name, heads=len(row)) for name in names}
-            rows.append((names, row))
+            read |= {name: _to_read(checkpoint, name, heads=count) for name in names}
+            rows.append((names, count, row))
     checkpoint.load(read)
-    for names, row in rows:
+    for names, count, row in rows:
         for name in names:
             _check_values(checkpoint, name, read[name])
         first, last = names[0], names[-1]
@@ -69,7 +73,8 @@ def load_kv_scales(checkpoint: Checkpoint, weights: StoredWeights) -> int:
                 f"{checkpoint.path} has two scales for the same KV, and they differ: "
                 f"{first}={shown(read[first].tolist())}, {last}={shown(read[last].tolist())}"
             )
-        row.copy_(values)
+        ((start, length),) = spans_of([count], [len(row)], *share)
+        row.copy_(values.expand(count)[start : start + length])
     return len(rows) // 2
 
 
@@ -112,10 +117,19 @@ def calibrate_kv_scales(weights: StoredWeights, cache: Tensor) -> None:
         scales_2G.copy_(torch.where(largest == 0, 1.0, largest / FP8_MAX))
 
 
-def scales_id(weights: Iterable[StoredWeights]) -> str:
-    """12 hexadecimal digits of the scales of all layers."""
+def scales_of_ranks(weights: StoredWeights, group: RankGroup | None) -> Tensor:
+    """Float32 `[ranks, L, 2, G]` on the host: those of each layer, as each rank has them. All ranks
+    call it.
+    """
+    own = torch.stack([*weights.kv_scales().values()])
+    if group is None:
+        return own[None].cpu()
+    return group.gather(own.flatten(1)).cpu().view(-1, *own.shape)
+
+
+def scales_id(scales_L2G: Iterable[Tensor]) -> str:
+    """12 hexadecimal digits of the scales of these layers."""
     digest = hashlib.blake2b(digest_size=6)
-    for each in weights:
-        for scales_2G in each.kv_scales().values():
-            digest.update(scales_2G.cpu().numpy().tobytes())
+    for scales in scales_L2G:
+        digest.update(scales.contiguous().numpy().tobytes())
     return digest.hexdigest()

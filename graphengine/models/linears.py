@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Self, TypeVar
 
 import torch
@@ -170,3 +170,10 @@ def stream_groups(linears: Linears, plans: LinearPlans) -> int:
         if linear.kind == "residual"
     ]
     return groups[-1] if groups else 1
+
+
+def refill(held: Iterable[Tensor], made: Iterable[Tensor]) -> None:
+    """Copy tensors into those that are held for the same; those that are the same one are left."""
+    for into, source in zip(held, made, strict=True):
+        if into is not source:
+            into.copy_(source)

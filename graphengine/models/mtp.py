@@ -61,7 +61,7 @@ from graphengine.models.decoder_layer import (
     routed_of,
 )
 from graphengine.models.hybrid import HybridConfig, HybridModel
-from graphengine.models.linears import Linear, Linears, WeightForms, in_formats
+from graphengine.models.linears import Linear, Linears, WeightForms, in_formats, refill
 from graphengine.models.states import LayerStates
 
 
@@ -322,6 +322,11 @@ class MtpWeights(StoredWeights):
         if not self.config.layer.norms_plus_one:
             return self.modules
         return tuple(module.with_norms_plus_one() for module in self.modules)
+
+    def refresh(self, opened: Iterable[MtpModuleWeights]) -> None:
+        """Make the norms of what `opened` has made anew, in place: weights have changed."""
+        for held, made in zip(opened, self.opened(), strict=True):
+            refill(held.tensors(), made.tensors())
 
     def linears(self) -> list[StoredLinear]:
         """Every module's products."""

@@ -5,11 +5,30 @@ They follow from the sizes of a whole model and of a rank's part of it, which `r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import TypeVar
 
-from graphengine.models.checkpoint import Checkpoint, Cut
-from graphengine.models.contract import Share, Stack, StoredLinear, StoredWeights, Weight
+import torch
+
+from graphengine.models.checkpoint import Checkpoint, Cut, spans_of
+from graphengine.models.contract import WHOLE, Share, Stack, StoredLinear, StoredWeights, Weight
 from graphengine.models.quantised.filling import dequantised_names
+
+Config = TypeVar("Config")
+
+
+def checkpoint_of_rank(
+    checkpoint: Checkpoint,
+    allocate: Callable[..., StoredWeights],
+    whole: Config,
+    part: Config,
+    share: Share,
+) -> Checkpoint:
+    """`cut_to` of weights that `allocate` makes of the configurations of all and of one rank."""
+    if share == WHOLE:
+        return checkpoint
+    of_all, own = (allocate(each, device="meta", dtype=torch.float32) for each in (whole, part))
+    return cut_to(checkpoint, of_all, own, share)
 
 
 def cut_to(
@@ -72,16 +91,3 @@ def _cuts(whole: StoredLinear, part: StoredLinear, share: Share) -> tuple[Cut, .
         )
         for (name, rows), (_, own) in zip(whole.parts, part.parts, strict=True)
     )
-
-
-def spans_of(
-    whole: Sequence[int], part: Sequence[int], rank: int, ranks: int
-) -> tuple[tuple[int, int], ...]:
-    """Of pieces that follow each other, (start, length) of what a rank has of each; ranks beside
-    each other may have the same.
-    """
-    spans, start = [], 0
-    for length, own in zip(whole, part, strict=True):
-        spans.append((start + rank * (length // own) // ranks * own, own))
-        start += length
-    return tuple(spans)

@@ -4,10 +4,10 @@ Ranks split heads and the width of feed-forwards: that of each expert, or they h
 Of recurrent layers they split heads or channels with all that these keep. A rank has all rows of
 its heads' queries, keys and values and of its gates and ups, and the columns of the products after
 them: a part of every sum, which `Reduce` completes. Embedding, norms, routers, latents and lm_head
-are on every rank. With fewer KV heads than ranks a KV head is on all ranks whose query heads share
-it. Codes of packed weights are split like other values, and scales with them. `rank_cuts.py` says
-what of a checkpoint that is.
-The scheme is Megatron-LM's (Shoeybi et al., 2019).
+are on every rank. Where each rank has requests of its own, experts alone are split. With fewer KV
+heads than ranks a KV head is on all ranks whose query heads share it. Codes of packed weights are
+split like other values, and scales with them. `rank_cuts.py` says what of a checkpoint that is. The
+scheme is Megatron-LM's (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from graphengine.models.blocks.squared_relu import SquaredRelu
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.contract import ModelConfig, Share, StoredWeights
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.dflash import DFlashConfig
 from graphengine.models.eagle3 import Eagle3Config
 from graphengine.models.hybrid import Block, HybridConfig
 from graphengine.models.linears import WeightForms
@@ -35,15 +36,24 @@ from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_
 from graphengine.models.rank_cuts import cut_linears
 
 
-def of_rank(config: ModelConfig, share: Share, *, expert_parallel: bool = False) -> ModelConfig:
+def of_rank(
+    config: ModelConfig,
+    share: Share,
+    *,
+    expert_parallel: bool = False,
+    data_parallel: bool = False,
+) -> ModelConfig:
     """The model with as many heads, and as wide feed-forwards, as one of the ranks has.
 
     expert_parallel  whether ranks have whole experts in place of a part of each
+    data_parallel    whether ranks split nothing but the experts, of which they have whole ones
 
     ValueError, with the numbers, for a model that these ranks cannot split.
     """
     if share.ranks == 1:
         return config
+    if data_parallel:
+        return _with_experts_of_rank(config, share)
     if expert_parallel and not (isinstance(config, DecoderConfig) and config.expert_layers):
         raise ValueError(
             f"expert_parallel=True, but no layer of this {config.architecture} has experts"
@@ -53,7 +63,11 @@ def of_rank(config: ModelConfig, share: Share, *, expert_parallel: bool = False)
 
 
 def modules_of_rank(
-    modules: MtpConfig, share: Share, *, expert_parallel: bool = False
+    modules: MtpConfig,
+    share: Share,
+    *,
+    expert_parallel: bool = False,
+    data_parallel: bool = False,
 ) -> MtpConfig:
     """The draft modules whose layers are split as the model's; each rank has whole projections.
 
@@ -61,6 +75,8 @@ def modules_of_rank(
     """
     if share.ranks == 1:
         return modules
+    if data_parallel:
+        return replace(modules, layer=_whole_but_experts(modules.layer, share))
     layer = _decoder_of_rank(modules.layer, modules.modules, share, expert_parallel)
     part = replace(modules, layer=layer)
     whole, own = (
@@ -76,8 +92,21 @@ def eagle3_of_rank(config: Eagle3Config, share: Share) -> Eagle3Config:
     """
     if share.ranks == 1:
         return config
-    layer = _decoder_of_rank(config.layer, config.layer.num_layers, share, False)
-    return replace(config, layer=layer)
+    return replace(config, layer=_dense_of_rank(config.layer, share))
+
+
+def dflash_of_rank(config: DFlashConfig, share: Share) -> DFlashConfig:
+    """A block drafter's layers, split as the model's are; each rank has all of fc and the heads.
+
+    ValueError as of `of_rank`.
+    """
+    if share.ranks == 1:
+        return config
+    return replace(config, decoder=_dense_of_rank(config.decoder, share))
+
+
+def _dense_of_rank(config: DecoderConfig, share: Share) -> DecoderConfig:
+    return _decoder_of_rank(config, config.num_layers, share, False)
 
 
 def _layers_of_rank(config: ModelConfig, share: Share, expert_parallel: bool) -> ModelConfig:
@@ -121,16 +150,41 @@ def _latent_of_rank(latent: LatentAttention, ranks: int) -> LatentAttention:
 
 def _experts_of_rank(experts: Experts, share: Share, expert_parallel: bool) -> Experts:
     """A part of each, or some of them; of the shared ones a part."""
-    rank, ranks = share
-    shared = experts.shared
+    ranks, shared = share.ranks, experts.shared
     if shared is not None:
         width = _divided(shared.ffn_size, ranks, "ffn columns of the shared experts")
         shared = replace(shared, ffn_size=width)
     if expert_parallel:
-        count = _divided(experts.experts, ranks, "experts of a layer")
-        return replace(experts, shared=shared, held=range(rank * count, (rank + 1) * count))
+        held = _whole_experts(experts.experts, share, "tensor_parallel")
+        return replace(experts, shared=shared, held=held)
     ffn = _divided(experts.ffn_size, ranks, "ffn columns of an expert")
     return replace(experts, shared=shared, ffn_size=ffn)
+
+
+def _with_experts_of_rank(config: ModelConfig, share: Share) -> ModelConfig:
+    """The whole model but for its experts. ValueError for one without."""
+    if isinstance(config, DecoderConfig) and config.expert_layers:
+        return _whole_but_experts(config, share)
+    raise ValueError(
+        f"data_parallel={share.ranks} spreads the experts of a model over ranks, and this "
+        f"{config.architecture} has none: {share.ranks} engines, each in a process of its own, "
+        f"serve it as well"
+    )
+
+
+def _whole_but_experts(config: DecoderConfig, share: Share) -> DecoderConfig:
+    """A decoder, or a draft module's layer, with some of its experts, if it has any."""
+    experts = config.experts
+    if experts is None or not config.expert_layers:
+        return config
+    held = _whole_experts(experts.experts, share, "data_parallel")
+    return replace(config, experts=replace(experts, held=held, sharing=share.ranks))
+
+
+def _whole_experts(count: int, share: Share, option: str) -> range:
+    """Those that a rank has of so many."""
+    of_each = _divided(count, share.ranks, "experts of a layer", option)
+    return range(share.rank * of_each, (share.rank + 1) * of_each)
 
 
 # Hybrids.
@@ -188,10 +242,12 @@ def _delta_of_rank(block: GatedDelta, ranks: int) -> GatedDelta:
 # What they have in common.
 
 
-def _divided(count: int, ranks: int, name: str) -> int:
-    """What each of the ranks has of so many. ValueError where they do not divide them."""
+def _divided(count: int, ranks: int, name: str, option: str = "tensor_parallel") -> int:
+    """What each of the ranks has of so many. ValueError, for `option`, where they do not divide
+    them.
+    """
     if count % ranks:
-        raise ValueError(f"tensor_parallel={ranks} does not divide the {count} {name}")
+        raise ValueError(f"{option}={ranks} does not divide the {count} {name}")
     return count // ranks
 
 

@@ -5,6 +5,7 @@ One domain, `graphengine`; the first part of a range's name is its category:
     step/plan       scheduling of one step
     step/load       staging and copy of the host-owned fields that changed
     step/replay     launches of one step
+    step/launch     both, where ranks have requests of their own
     step/collect    waiting for the oldest step in flight, and reading its tokens
     prefill         the launch of a prompt's chunk, inside step/replay
     compile         kernels of all graphs, compiled or read from disk

@@ -14,10 +14,10 @@ from torch import Tensor
 from graphengine.buckets import Mailbox, StaticBuffers
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftSetting, FieldSizes
-from graphengine.host.logprobs import LogprobMailbox, Logprobs
+from graphengine.host.logprobs import Logprobs
 from graphengine.host.masks import MaskTable
 from graphengine.host.rings import WindowRing
-from graphengine.host.routes import RouteMailbox, RouteTable, Routing
+from graphengine.host.routes import Routing
 from graphengine.kernels import (
     TREE_SPLIT,
     GivenRows,
@@ -31,9 +31,9 @@ from graphengine.models.states import RingTensors, StateTensors, cache_shape, re
 from graphengine.models.tuning import PlanOrigins, choose_plans
 from graphengine.models.vocabulary import vocabulary_of
 from graphengine.observe.tracing import span
-from graphengine.opening.inventory import Rings, mailboxes
 from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.records import RecordMemory, new_records
 from graphengine.program.fields import EMBEDS_FIELD, engine_fields
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
@@ -74,25 +74,23 @@ def allocate(
     config: EngineConfig,
     drafter: Drafter,
     group: RankGroup | None = None,
+    records: RecordMemory | None = None,
 ) -> Allocation:
     """Allocate what `memory` planned; the drafter, whose weights are there, is opened.
 
-    group  of the model's ranks; None: it has one
+    group    of the model's ranks; None: it has one
+    records  memory of the mailboxes; None: their own
     """
+    experts = None
+    if config.data_parallel > 1:
+        # Ranks meet for experts, and for nothing else.
+        experts, group = group, None
     on_gpu = memory.device.type == "cuda"
     plans, plan_sources = choose_plans(
         model.config.linears, memory.dtype, config.family, memory.device
     )
     buffers = _new_buffers(model, memory, config, drafter, plans)
-    rings = mailboxes(
-        config,
-        tokens_per_step=memory.tokens_per_step,
-        prefill_tokens=memory.prefill_ladder.sizes[-1],
-        routed=memory.routed,
-    )
-    mailbox = Mailbox(*rings.tokens, device=memory.device)
-    logprobs = _new_logprobs(rings, config.max_logprobs, memory.device)
-    routing = _new_routing(rings, memory)
+    mailbox, logprobs, routing = new_records(config, memory, records)
     states = model.config.states
     layers, *block = cache_shape(states, memory.block_size)
     in_rings = sum(len(ring.layers) for ring in memory.rings)
@@ -110,6 +108,7 @@ def allocate(
         reduce=None if group is None else group.reduce,
         add_parts=None if group is None else group.add_parts,
         share=WHOLE if group is None else group.share,
+        experts=experts,
         activations=memory.activations,
     )
     own_cache, own_area = _new_cache(memory, *drafter.needs.kv_block_shape(memory.block_size))
@@ -201,27 +200,6 @@ def _new_buffers(
     buffers = StaticBuffers(fields, memory.device, staging_blocks=config.staging_blocks)
     log.debug("static buffers\n%s", buffers.describe())
     return buffers
-
-
-def _new_logprobs(rings: Rings, top: int, device: torch.device) -> Logprobs:
-    """The mailboxes of log-probabilities, of as many entries as that of the tokens."""
-    tokens = LogprobMailbox(*rings.logprobs, top, device=device)
-    prompts = rings.prompt_logprobs
-    return Logprobs(tokens, prompts and LogprobMailbox(*prompts, top, device=device))
-
-
-def _new_routing(rings: Rings, memory: MemoryPlan) -> Routing | None:
-    """The mailboxes of experts, of as many entries as that of the tokens, and the records."""
-    routed = memory.routed
-    if routed is None:
-        return None
-    assert rings.routes is not None and rings.prompt_routes is not None, f"{rings=}"
-    slots = memory.ladder.max_batch
-    return Routing(
-        RouteMailbox(*rings.routes, routed, device=memory.device),
-        RouteMailbox(*rings.prompt_routes, routed, device=memory.device),
-        RouteTable(slots, memory.max_seq_len, routed, device=memory.device),
-    )
 
 
 def _routing_step(buffers: StaticBuffers, routing: Routing | None) -> RoutingStep | None:

@@ -16,8 +16,9 @@ from graphengine.checks import shown
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import Model, ModelConfig, StoredWeights
+from graphengine.models.contract import Model, ModelConfig, RankGroup, Share, StoredWeights
 from graphengine.models.kv_scales import calibrate_kv_scales, load_kv_scales
+from graphengine.models.states import paged_states
 from graphengine.observe.tracing import span
 from graphengine.opening.allocation import Allocation, allocate
 from graphengine.opening.memory import MemoryPlan, calibration_blocks
@@ -26,13 +27,24 @@ from graphengine.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-def read_kv_scales(checkpoint: Checkpoint, weights: StoredWeights, drafter: Drafter) -> None:
-    """Set the scales of the model's KV, and of its drafter's, that their checkpoints have."""
-    held = [("the model", checkpoint, weights)]
+def read_kv_scales(
+    checkpoint: Checkpoint,
+    weights: StoredWeights,
+    drafter: Drafter,
+    whole: ModelConfig,
+    share: Share,
+) -> None:
+    """Set the scales of the model's KV, and of its drafter's, that their checkpoints have.
+
+    whole  the model, of which this rank has a share
+    """
+    held = [("the model", checkpoint, weights, whole.states)]
     if drafter.weights is not None:
-        held.append(("the drafter", drafter.own_checkpoint or checkpoint, drafter.weights))
-    for whose, source, each in held:
-        found = load_kv_scales(source, each)
+        source = drafter.own_checkpoint or checkpoint
+        held.append(("the drafter", source, drafter.weights, drafter.whole_states))
+    for whose, source, each, states in held:
+        heads = [state.kv_heads for state in paged_states(states)]
+        found = load_kv_scales(source, each, heads, share)
         layers = len(each.kv_scales())
         log.info(
             "fp8 KV of %s: scales of %d of %d layers from %s, of the others 1.0",
@@ -74,16 +86,23 @@ def calibration_ids(
 
 
 def calibrate(
-    model: Model, memory: MemoryPlan, config: EngineConfig, drafter: Drafter, ids: Sequence[int]
+    model: Model,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    drafter: Drafter,
+    ids: Sequence[int],
+    group: RankGroup | None = None,
 ) -> None:
     """Set the scales by the `calibration_ids`, which are prefilled with KV in `memory.dtype`.
+
+    `group` is of the model's ranks, all of which do this; None: there is one.
 
     Everything an engine holds is allocated for it, with KV for these ids alone, and freed again;
     `memory.budget` counts what this KV takes beyond the engine's own. Nothing is captured, and
     `drafter` is not opened: a copy with the same weights is.
     """
     with span("calibrate"):
-        _measure(model, memory, config, copy(drafter), ids)
+        _measure(model, memory, config, copy(drafter), ids, group)
         if memory.device.type == "cuda":
             # The engine has another stream, for which torch would not use this memory again.
             clear_blas_workspaces()
@@ -92,12 +111,17 @@ def calibrate(
 
 
 def _measure(
-    model: Model, memory: MemoryPlan, config: EngineConfig, drafter: Drafter, ids: Sequence[int]
+    model: Model,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    drafter: Drafter,
+    ids: Sequence[int],
+    group: RankGroup | None,
 ) -> None:
     """Allocate, prefill and set the scales; afterwards nothing refers to what was allocated."""
     blocks = calibration_blocks(len(ids), memory.block_size)
     plan = replace(memory, kv_dtype=memory.dtype, kv_blocks=blocks, swap_blocks=0, rings=())
-    held = allocate(model, plan, config, drafter)
+    held = allocate(model, plan, config, drafter, group)
     with _on_stream(held):
         held.buffers.reset()
         _prefill(held, plan, ids)

@@ -123,7 +123,7 @@ class LinkShape(NamedTuple):
     stages: int = 4
     text: int = 1024
     commands: int = 8
-    header: int = 9
+    header: int = 10
 
     @classmethod
     def of_loads(cls, ranks: int, nbytes: int) -> LinkShape:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, make_drafter
-from graphengine.kernels import FP8_KV
+from graphengine.kernels import FP8_KV, PackedWeight
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
+from graphengine.models.contract import WHOLE, Model, ModelConfig, Share, StoredLinear
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.rank_cuts import cut_linears, cut_to
 from graphengine.models.ranks import of_rank
@@ -25,6 +25,7 @@ from graphengine.models.stored import (
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
 from graphengine.opening.memory import MemoryPlan, plan_memory
+from graphengine.opening.updating import LoadedWeights
 from graphengine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -48,13 +49,17 @@ class Found(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The parts of an engine: weights are loaded, nothing else is allocated."""
+    """The parts of an engine: weights are loaded, nothing else is allocated.
+
+    loaded  where each weight came from
+    """
 
     model: Model
     memory: MemoryPlan
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     drafter: Drafter
+    loaded: LoadedWeights
 
 
 def open_checkpoint(
@@ -72,7 +77,12 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
     model = with_state_dtype(model, config.state_dtype)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
     whole = model
-    model = of_rank(whole, share, expert_parallel=config.expert_parallel)
+    model = of_rank(
+        whole,
+        share,
+        expert_parallel=config.expert_parallel,
+        data_parallel=config.data_parallel > 1,
+    )
     drafter = make_drafter(config, checkpoint, model, share)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     calibration = calibration_ids(config, model, tokenizer)
@@ -98,21 +108,29 @@ def load_checkpoint(
     config: EngineConfig,
     progress: Callable[[int, int], None] | None = None,
 ) -> Opened:
-    """Allocate the weights, and load them; `progress` as of `open_checkpoint`."""
+    """Allocate the weights, and load them; `progress` as of `open_checkpoint`.
+
+    Where there are other ranks, who calls this has them `calibrate` together.
+    """
     checkpoint, share, whole, model_config, drafter, tokenizer, eos_ids, ids = found
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         wanted = destinations(checkpoint, weights)
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
         linears = weights.linears()
+        all_wanted, all_linears = {*wanted}, linears + drafter.linears()
         if share != WHOLE:
-            of_all = whole.allocate(device="meta", dtype=memory.dtype)
+            of_all, drafted = whole.allocate(device="meta", dtype=memory.dtype), None
+            if drafter.own_checkpoint is None:
+                drafted = drafter.whole_weights(memory.dtype)
+            all_wanted |= {*destinations(checkpoint, of_all), *(drafted.named() if drafted else ())}
+            all_linears = of_all.linears() + (drafted.linears() if drafted else [])
             linears = cut_linears(of_all, weights, share)
             checkpoint = drafter.cut(cut_to(checkpoint, of_all, weights, share))
         linears += drafter.linears()
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
-            read_kv_scales(checkpoint, weights, drafter)
+            read_kv_scales(checkpoint, weights, drafter, whole, share)
             unused = [name for name in unused if not is_kv_scale(name)]
     if unused:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
@@ -120,6 +138,18 @@ def load_checkpoint(
         max_seq_len=memory.max_seq_len,
         vocabulary=0 if tokenizer is None else 1 + max((tokenizer.largest_id, *eos_ids)),
     )
-    if ids:
+    if ids and share == WHOLE:
         calibrate(model, memory, config, drafter, ids)
-    return Opened(model, memory, tokenizer, eos_ids, drafter)
+    loaded = LoadedWeights(
+        checkpoint=checkpoint,
+        whole=whole,
+        wanted=wanted,
+        packed=_packed(linears),
+        all_wanted=all_wanted,
+        all_packed=_packed(all_linears),
+    )
+    return Opened(model, memory, tokenizer, eos_ids, drafter, loaded)
+
+
+def _packed(linears: Sequence[StoredLinear]) -> list[StoredLinear]:
+    return [linear for linear in linears if isinstance(linear.weight, PackedWeight)]

@@ -296,14 +296,19 @@ def _plan(
         # What a step takes and what it is given, as 32-bit ids.
         widest_step = max(lanes, chunks.sizes[-1])
         workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
-    ranks = config.tensor_parallel
+    ranks = config.ranks
     units = 0
     if ranks > 1:
         # The parts of all ranks, and their sum: of a product in float32, or in `dtype` of a chunk.
         widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
         # Experts have shared ones' part beside their own.
-        held = 1 if weights.routed is None else 2
-        workspace += (ranks + held) * widest_step * model.hidden_size
+        parts = ranks + (1 if weights.routed is None else 2)
+        if config.data_parallel > 1:
+            # Lanes of all ranks, as they come and as experts read them, and sums for all, two ways.
+            parts = 5 * ranks
+        workspace += parts * widest_step * model.hidden_size
+        # Logits of ranks side by side, and put together.
+        workspace += 2 * 4 * lanes * model.vocab_size
         if on_gpu:
             budget.add("NCCL (estimate)", _NCCL_BYTES, where)
             units = push_units(MAX_LANES, model.hidden_size, torch.float32)
@@ -603,6 +608,12 @@ def _add_state(
         budget.add("experts of tokens", route_bytes, pinned)
         table = 2 * config.max_batch * sizes.max_seq_len * ids
         budget.add("experts that requests replay", _host_bytes(table, on_gpu), pinned)
+    others = config.data_parallel - 1
+    if others:
+        # Of each the driver has what the host owns, staged, too, and what requests replay.
+        copies = (2 + config.staging_blocks) * sum(groups) + masks
+        copies += 0 if routed is None else table
+        budget.add(f"fields of {others} other rank{'s' * (others > 1)}", others * copies, "host")
     return max(groups)
 
 

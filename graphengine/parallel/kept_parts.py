@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from graphengine.core.runtime import Runtime
+from graphengine.models.checkpoint import spans_of
 from graphengine.models.contract import RankGroup
-from graphengine.models.rank_cuts import spans_of
+from graphengine.models.kv_scales import scales_id
 from graphengine.models.states import LayerStates, paged_states, recurrent_states
 
 BLOCKS_AT_ONCE = 16
@@ -96,6 +97,15 @@ class KeptParts:
         return tuple(each.whole_shape(shape) for shape, each in zip(shapes, pieces, strict=True))
 
     # Every rank calls each of these, with the same arguments but for what only the driver has.
+
+    def scales_id(self) -> str:
+        """As `Runtime.scales_id`, of all ranks together."""
+        scales = self._runtime.kv_scales(self._group)
+        return scales_id(
+            heads._replace(axis=1).together(of_ranks)
+            for cache, heads in zip(scales, self._heads, strict=True)
+            for of_ranks in cache.transpose(0, 1)
+        )
 
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
         """As `Runtime.read_blocks`, of all ranks together."""

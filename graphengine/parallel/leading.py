@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
-from graphengine.models.contract import Share
+from graphengine.host.routes import RouteTable
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.contract import Share, StoredWeights
+from graphengine.models.given_tensors import GivenTensors, as_checkpoint
+from graphengine.opening.calibration import calibrate
 from graphengine.opening.loading import (
     Found,
     Opened,
@@ -25,7 +30,8 @@ from graphengine.opening.loading import (
     read_checkpoint,
 )
 from graphengine.opening.memory import MemoryPlan
-from graphengine.parallel.link import Kind, Stage
+from graphengine.opening.updating import LoadedWeights
+from graphengine.parallel.link import ALL, Kind, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.rank import kept_parts, state_digest
 from graphengine.parallel.ranks import Ranks, rank_devices
@@ -37,9 +43,12 @@ from graphengine.requests.result import TokenLogprobs
 
 
 def open_with_ranks(
-    path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
+    path: str | Path,
+    config: EngineConfig,
+    progress: Callable[[int, int], None] | None,
+    kind: type[LeadingRuntime],
 ) -> tuple[Opened, LeadingRuntime]:
-    """What `open_checkpoint` opens, of rank 0 of `config.tensor_parallel`, and all ranks' runtime.
+    """What `open_checkpoint` opens, of rank 0 of `config.ranks`, and the `kind` of runtime of all.
 
     In a process of another rank that torchrun has started it does not return, but ends the process.
     ValueError, before a process is started, for what cannot be split; RankFailed if a rank fails.
@@ -47,7 +56,7 @@ def open_with_ranks(
     devices, share = rank_devices(config), launched_share(config)
     if share is not None and share.rank:
         follow(path, config, share, devices)
-    found = read_checkpoint(path, config, Share(0, config.tensor_parallel))
+    found = read_checkpoint(path, config, Share(0, config.ranks))
     memory = plan_checkpoint(found, config)
     launched = share is not None
     ranks = Ranks(found.checkpoint.path, config, memory, devices, launched=launched)
@@ -56,7 +65,7 @@ def open_with_ranks(
             opened = load_checkpoint(found, memory, config, progress)
             ranks.wait_for(Stage.LOADED)
             ranks.let(Stage.LOADED)
-            return opened, LeadingRuntime(opened, memory, config, ranks, found)
+            return opened, kind(opened, memory, config, ranks, found)
     except BaseException:
         ranks.broken = True
         ranks.close()
@@ -80,11 +89,14 @@ class LeadingRuntime(Runtime):
         found: Found,
     ) -> None:
         self.ranks = ranks
-        share = Share(0, config.tensor_parallel)
+        share = Share(0, config.ranks)
         self._meeting = Meeting(
             ranks.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
         try:
+            if found.calibration:
+                ids = found.calibration
+                calibrate(opened.model, memory, config, opened.drafter, ids, self._meeting)
             super().__init__(opened.model, memory, config, opened.drafter, group=self._meeting)
             ranks.wait_for(Stage.FOLLOWING)
         except BaseException:
@@ -96,7 +108,7 @@ class LeadingRuntime(Runtime):
         # As many bytes as a load has at most.
         self.record_piece = memory.load_bytes // 2
         self._found, self._dtype = found, memory.dtype
-        self._fingerprints: tuple[str, str] | None = None
+        self._fingerprints: dict[str, str] = {}
         self._parts = kept_parts(self, self._meeting, found)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
@@ -118,16 +130,15 @@ class LeadingRuntime(Runtime):
         if self.routing is not None:
             with self.ranks.explained():
                 for slot in self.routing.table.written:
-                    self._send_record(slot, updates["routing_len"][slot])
+                    self.send_record(self.routing.table, slot, updates["routing_len"][slot])
         return updates
 
-    def _send_record(self, slot: int, length: int) -> None:
-        """What a slot's request replays, to all ranks."""
-        assert self.routing is not None, f"{slot=}"
-        ids = self.routing.table.record(slot, length)
+    def send_record(self, table: RouteTable, slot: int, length: int, *, to: int = ALL) -> None:
+        """What a slot's request replays, of this table, to all ranks or one."""
+        ids = table.record(slot, length)
         for start in range(0, len(ids), self.record_piece):
             piece = ids[start : start + self.record_piece]
-            self.ranks.send(Kind.ROUTES, (slot, start), piece.tobytes())
+            self.ranks.send(Kind.ROUTES, (slot, start), piece.tobytes(), to=to)
 
     def swap(self, out: int, back: int) -> None:
         """Queue the copies of `Runtime.swap` on all ranks."""
@@ -143,23 +154,47 @@ class LeadingRuntime(Runtime):
                 self.ranks.send(kind, tuple(map(int, each)))
             super().copy_kept(copies)
 
-    def fingerprints(self) -> tuple[str, str]:
-        """Those of one rank with all weights, which are read again when they are first asked for.
+    def _model_fingerprint(self) -> str:
+        """That of one rank with all weights, which are read again when it is first asked for.
 
-        EAGLE3's is of this rank's part. ValueError where the checkpoint has changed.
+        ValueError where the checkpoint has changed.
         """
-        if self._fingerprints is None:
-            found = self._found
-            model = found.whole.allocate(device="meta", dtype=self._dtype)
-            drafted, name = found.drafter.whole_weights(self._dtype), found.whole.embedding_name
-            _, own = super().fingerprints()
-            self._fingerprints = (
-                whole_fingerprint(model, found.checkpoint, name, self.device),
-                own
-                if drafted is None
-                else whole_fingerprint(drafted, found.checkpoint, name, self.device),
-            )
-        return self._fingerprints
+        if "model" not in self._fingerprints:
+            whole = self._found.whole.allocate(device="meta", dtype=self._dtype)
+            source = self._found.checkpoint
+            self._fingerprints["model"] = self._whole_fingerprint(whole, source)
+        return self._fingerprints["model"]
+
+    def _drafter_fingerprint(self) -> str:
+        """The same of the drafter; that of this rank's weights where a checkpoint does not tell all
+        as they are.
+        """
+        drafted = self._found.drafter.whole_weights(self._dtype)
+        if drafted is None:
+            return super()._drafter_fingerprint()
+        if "drafter" not in self._fingerprints:
+            source = self._found.drafter.whole_checkpoint or self._found.checkpoint
+            self._fingerprints["drafter"] = self._whole_fingerprint(drafted, source)
+        return self._fingerprints["drafter"]
+
+    def _whole_fingerprint(self, weights: StoredWeights, source: Checkpoint) -> str:
+        name = self._found.whole.embedding_name
+        return whole_fingerprint(weights, source, name, self.device)
+
+    def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
+        """Fill the weights of all ranks, each with its part of the values."""
+        with as_checkpoint(given) as folder, self.ranks.explained():
+            self.ranks.send(Kind.UPDATE, data=os.fsencode(folder))
+            super().update_weights(loaded, given)
+            self.ranks.wait_until_done()
+
+    def scales_id(self) -> str:
+        """Digits of the scales that one rank with all heads would have; waits for all ranks."""
+        with self.ranks.explained():
+            self.ranks.send(Kind.READ_SCALES)
+            found = self._parts.scales_id()
+            self._meeting.check()
+            return found
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -25,8 +25,11 @@ from numpy.typing import NDArray
 from graphengine.opening.inventory import LinkShape
 
 _NUMBERS = 5
-# Of an entry's header: the command's number, its kind, numbers, bytes of the data, a checksum.
-_NUMBER, _KIND, _CHECK = 0, 1, 3 + _NUMBERS
+ALL = 0
+"""In place of a rank that a command is for; the driver, rank 0, sends itself none."""
+# Of an entry's header: the command's number, its kind, the rank, numbers, bytes of the data, a
+# checksum.
+_NUMBER, _KIND, _CHECK = 0, 1, 4 + _NUMBERS
 _STAGE, _DONE, _WHEN, _LENGTH = range(4)
 
 
@@ -55,6 +58,9 @@ class Kind(IntEnum):
     COPY_BLOCK  those of a `BlockCopy`
     READ_BLOCKS, WRITE_BLOCKS  (): of `KeptParts`; data are the blocks, int32
     READ_STATES, WRITE_STATES  (place): of `KeptParts`
+    DRAFTS      (): copy the drafts of all slots to where the driver has them
+    UPDATE      (): `Runtime.update_weights`; data are the path of a checkpoint with the tensors
+    READ_SCALES ()
     """
 
     LOAD = 1
@@ -69,14 +75,18 @@ class Kind(IntEnum):
     WRITE_BLOCKS = 10
     READ_STATES = 11
     WRITE_STATES = 12
+    DRAFTS = 14
+    UPDATE = 13
+    READ_SCALES = 14
 
 
 class Command(NamedTuple):
-    """A copy of an entry."""
+    """A copy of an entry; `to` is the rank that it is for, or `ALL`."""
 
     kind: Kind
     numbers: tuple[int, ...]
     data: bytes
+    to: int = ALL
 
 
 class LinkMemory(NamedTuple):
@@ -139,13 +149,23 @@ class DriverEnd:
         """The number of the last command that this rank has done."""
         return int(self._views.stages[rank, _DONE])
 
-    def send(self, kind: Kind, numbers: Sequence[int] = (), data: bytes | memoryview = b"") -> int:
-        """Write the next command, for which there must be room, and return its number."""
+    def send(
+        self,
+        kind: Kind,
+        numbers: Sequence[int] = (),
+        data: bytes | memoryview = b"",
+        *,
+        to: int = ALL,
+    ) -> int:
+        """Write the next command, for which there must be room, and return its number.
+
+        All ranks take it, and one of another rank than `to` does nothing.
+        """
         views, number = self._views, self.sent + 1
         assert self.has_room() and len(data) <= views.room, f"{number=} of {len(data)} bytes"
         at = number % views.entries
         entry = views.ring[at]
-        entry[_KIND:_CHECK] = (kind, *numbers, *[0] * (_NUMBERS - len(numbers)), len(data))
+        entry[_KIND:_CHECK] = (kind, to, *numbers, *[0] * (_NUMBERS - len(numbers)), len(data))
         views.data[at, : len(data)] = np.frombuffer(data, dtype=np.uint8)
         entry[_CHECK] = views.check_of(number, data)
         entry[_NUMBER] = number
@@ -193,13 +213,13 @@ class RankEnd:
         entry = views.ring[at]
         if entry[_NUMBER] != number:
             return None
-        kind, *numbers, size, check = entry[_KIND : _CHECK + 1].tolist()
+        kind, to, *numbers, size, check = entry[_KIND : _CHECK + 1].tolist()
         if not 0 <= size <= views.room:
             return None
         data = views.data[at, :size].tobytes()
         if views.check_of(number, data) != check:
             return None
-        return Command(Kind(kind), tuple(numbers), data)
+        return Command(Kind(kind), tuple(numbers), data, to)
 
     def finish(self) -> None:
         """The command that was taken is done."""

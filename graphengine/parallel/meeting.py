@@ -12,6 +12,7 @@ A rank's group is its own: torch.distributed's default group stays the host prog
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -114,12 +115,30 @@ class Meeting:
             return gathered
         # Gloo knows bytes of every dtype.
         parts = list(gathered.view(torch.uint8).unbind())
+        sent = part_NC.view(torch.uint8)
+        self._finish(lambda: self._group.allgather([parts], [sent]))
+        return gathered
+
+    def exchange(self, parts_RNC: Tensor) -> Tensor:
+        """New `[ranks, N, C]`: what each rank has for this one; MeetingFailed on a CPU.
+
+        On GPUs all parts go to all ranks.
+        """
+        parts_RNC = parts_RNC.contiguous()
+        if self._on_gpu:
+            gathered = self.gather(parts_RNC.flatten(0, 1))
+            return gathered.view(-1, *parts_RNC.shape)[:, self.share.rank].contiguous()
+        exchanged = torch.empty_like(parts_RNC)
+        sent, received = parts_RNC.view(torch.uint8), exchanged.view(torch.uint8)
+        self._finish(lambda: self._group.alltoall_base(received, sent, [], []))
+        return exchanged
+
+    def _finish(self, start: Callable[[], Any]) -> None:
+        """Wait for what gloo starts. MeetingFailed where a rank is gone or does not come."""
         try:
-            work = self._group.allgather([parts], [part_NC.view(torch.uint8)])
-            work.wait(timedelta(seconds=self.limit_s))
+            start().wait(timedelta(seconds=self.limit_s))
         except RuntimeError as error:
             raise MeetingFailed(str(error).partition("\n")[0]) from error
-        return gathered
 
     def _pushes(self, part: Tensor) -> Peers | None:
         """With what a part is pushed; None: it is not."""

@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -19,12 +20,15 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import BlockCopy, StateCopy
 from graphengine.models.contract import Share
+from graphengine.opening.calibration import calibrate
 from graphengine.opening.loading import Found, load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
+from graphengine.opening.updating import LoadedWeights
 from graphengine.parallel.kept_parts import KeptParts
-from graphengine.parallel.link import Command, Kind, LinkMemory, RankEnd, Stage
+from graphengine.parallel.link import ALL, Command, Kind, LinkMemory, RankEnd, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.processes import is_running
+from graphengine.parallel.shared_records import SharedRecords
 
 # A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
 # On a CPU the other ranks compute meanwhile.
@@ -108,15 +112,36 @@ class _Rank:
         meeting = Meeting(
             self._start.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
-        runtime = Runtime(opened.model, memory, config, opened.drafter, group=meeting)
+        if found.calibration:
+            ids = found.calibration
+            calibrate(opened.model, memory, config, opened.drafter, ids, meeting)
+        shared = None
+        if config.data_parallel > 1:
+            shared = SharedRecords.of_rank(self._start.meeting, share.rank, config, memory)
+        runtime = Runtime(
+            opened.model,
+            memory,
+            config,
+            opened.drafter,
+            group=meeting,
+            records=None if shared is None else shared.mailboxes,
+        )
         meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
-        self._follow(runtime, meeting, kept_parts(runtime, meeting, found))
+        parts = kept_parts(runtime, meeting, found)
+        self._follow(runtime, meeting, parts, opened.loaded, shared)
         runtime.close()
         # The process takes its own memory along, which others may still have.
         meeting.leave()
 
-    def _follow(self, runtime: Runtime, meeting: Meeting, parts: KeptParts) -> None:
+    def _follow(
+        self,
+        runtime: Runtime,
+        meeting: Meeting,
+        parts: KeptParts,
+        loaded: LoadedWeights,
+        shared: SharedRecords | None,
+    ) -> None:
         """Do what the driver does, command by command, until it closes."""
 
         def due() -> Command | None:
@@ -125,7 +150,10 @@ class _Rank:
 
         graphs = self._start.memory.graphs
         while True:
-            kind, numbers, data = self._wait(due)
+            kind, numbers, data, to = self._wait(due)
+            if to not in (ALL, self._start.share.rank):
+                self._end.finish()
+                continue
             if kind is Kind.CLOSE:
                 return
             if kind is Kind.LOAD:
@@ -151,6 +179,14 @@ class _Rank:
                 parts.read_states(numbers[0])
             elif kind is Kind.WRITE_STATES:
                 parts.write_states(numbers[0], None)
+            elif kind is Kind.DRAFTS:
+                assert shared is not None, "these ranks have one driver's requests"
+                with runtime.on_stream():
+                    shared.drafts.copy_(runtime.buffers["draft_tokens"])
+            elif kind is Kind.READ_SCALES:
+                parts.scales_id()
+            elif kind is Kind.UPDATE:
+                runtime.update_weights(loaded, loaded.in_folder(Path(os.fsdecode(data))))
             elif kind is Kind.TELL:
                 runtime.synchronize()
                 self._end.say(state_digest(runtime.buffers))

@@ -20,7 +20,7 @@ from graphengine.config import EngineConfig
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
-from graphengine.parallel.link import DriverEnd, Kind, LinkMemory, Stage
+from graphengine.parallel.link import ALL, DriverEnd, Kind, LinkMemory, Stage
 from graphengine.parallel.meeting import MeetingFailed
 from graphengine.parallel.processes import RankProcess, SpawnedRank
 from graphengine.parallel.rank import RankStart, run_rank
@@ -49,7 +49,7 @@ def rank_devices(config: EngineConfig) -> list[str]:
 
     All have one where the environment has `ONE_DEVICE`.
     """
-    ranks, device = config.tensor_parallel, torch.device(config.device)
+    ranks, device = config.ranks, torch.device(config.device)
     if device.type == "cpu":
         return ["cpu"] * ranks
     first = torch.cuda.current_device() if device.index is None else device.index
@@ -58,7 +58,7 @@ def rank_devices(config: EngineConfig) -> list[str]:
     found = torch.cuda.device_count()
     if first + ranks > found:
         raise ValueError(
-            f"tensor_parallel={ranks} from device cuda:{first} on takes {ranks} devices: torch "
+            f"{config.ranks_option} from device cuda:{first} on takes {ranks} devices: torch "
             f"finds {found}, of which {found - first} are left"
         )
     return [f"cuda:{first + rank}" for rank in range(ranks)]
@@ -130,11 +130,20 @@ class Ranks:
 
     # What ranks are told.
 
-    def send(self, kind: Kind, numbers: Sequence[int] = (), data: memoryview | bytes = b"") -> int:
-        """Write a command, once the slowest rank has room for it. RankFailed after the limit."""
+    def send(
+        self,
+        kind: Kind,
+        numbers: Sequence[int] = (),
+        data: memoryview | bytes = b"",
+        *,
+        to: int = ALL,
+    ) -> int:
+        """Write a command, for all ranks or one, once the slowest has room for it. RankFailed after
+        the limit.
+        """
         if not self._end.has_room():
             self._wait(self._end.has_room, self._limit, f"room for command {self._end.sent + 1}")
-        return self._end.send(kind, numbers, data)
+        return self._end.send(kind, numbers, data, to=to)
 
     def let(self, stage: Stage) -> None:
         """Let all ranks go on to this stage."""
@@ -154,11 +163,36 @@ class Ranks:
         )
         self.check()
 
+    def wait_until_done(self) -> None:
+        """Wait until all ranks have done what was sent, which may be as long as loading."""
+        number = self._end.sent
+        self._wait(lambda: self._end.least_done() >= number, _LOAD_LIMIT_S, f"command {number}")
+
     def tell(self) -> list[str]:
         """Digests of all other ranks' device-owned state, after all that was sent."""
         number = self.send(Kind.TELL)
         self._wait(lambda: self._end.least_done() >= number, self._limit, "digests")
         return [self._end.text(rank) for rank in range(1, 1 + len(self._processes))]
+
+    def wait_done(self, rank: int, number: int, timeout: float | None) -> bool:
+        """Whether a rank has done the command of this number within so many seconds.
+
+        None: RankFailed where it has not within the limit; as always where it never will.
+        """
+
+        def done() -> bool:
+            return self._end.done(rank) >= number
+
+        if timeout is None:
+            self._wait(done, self._limit, f"rank {rank} to have done command {number}")
+            return True
+        deadline = time.perf_counter() + timeout
+        while not done():
+            self.check()
+            if time.perf_counter() >= deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
 
     # How they are.
 

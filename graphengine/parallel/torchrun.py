@@ -45,13 +45,11 @@ def launched_share(config: EngineConfig) -> Share | None:
     rank, ranks, here = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     )
-    if ranks != config.tensor_parallel:
-        raise ValueError(
-            f"tensor_parallel={config.tensor_parallel}, but torchrun has started {ranks} processes"
-        )
+    if ranks != config.ranks:
+        raise ValueError(f"{config.ranks_option}, but torchrun has started {ranks} processes")
     if here != ranks:
         raise ValueError(
-            f"tensor_parallel={ranks} takes ranks of one host: torchrun has started {here} here"
+            f"{config.ranks_option} takes ranks of one host: torchrun has started {here} here"
         )
     return Share(rank, ranks)
 

@@ -16,7 +16,7 @@ import torch
 from graphengine.buckets import Field, Owner, Part
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
-from graphengine.host.plan import Plan
+from graphengine.host.plan import Plan, PrefillChunk
 from graphengine.host.rings import WindowRing
 from graphengine.kernels import BITS
 from graphengine.models.states import LayerStates, recurrent_fields
@@ -199,22 +199,36 @@ def host_updates(
                 [None if request is None else request.job.processing for request in slots]
             )
     if plan.prefill is not None:
-        chunk = plan.prefill
-        request, end = chunk.request, chunk.start + chunk.count
-        updates |= {
-            "prefill_tokens": _device_tokens(request, chunk.start, end),
-            "prefill_slot": [request.job.placed.slot],
-            "prefill_start": [chunk.start],
-            "prefill_count": [chunk.count],
-            "prefill_final": [int(chunk.final)],
-        }
-        if speculative or request.prompt_logprobs is not None:
-            following = _device_tokens(request, end, end + 1)
-            updates["prefill_next"] = following or [-1]
-        if request.job.embeds and not chunk.noted:
-            updates |= _embeds_update(request.job.embeds, chunk.start, end + 1)
+        updates |= chunk_updates(plan.prefill, speculative=speculative)
     if plan.swap_out or plan.swap_in:
         updates["swap_pairs"] = plan.swap_out or plan.swap_in
+    return updates
+
+
+NO_CHUNK: dict[str, Any] = {
+    "prefill_slot": [-1],
+    "prefill_start": [0],
+    "prefill_count": [0],
+    "prefill_final": [0],
+}
+"""The fields of a prefill that feeds nothing."""
+
+
+def chunk_updates(chunk: PrefillChunk, *, speculative: bool = False) -> dict[str, Any]:
+    """The fields of a prefill, as of `host_updates`."""
+    request, end = chunk.request, chunk.start + chunk.count
+    updates = {
+        "prefill_tokens": _device_tokens(request, chunk.start, end),
+        "prefill_slot": [request.job.placed.slot],
+        "prefill_start": [chunk.start],
+        "prefill_count": [chunk.count],
+        "prefill_final": [int(chunk.final)],
+    }
+    if speculative or request.prompt_logprobs is not None:
+        following = _device_tokens(request, end, end + 1)
+        updates["prefill_next"] = following or [-1]
+    if request.job.embeds and not chunk.noted:
+        updates |= _embeds_update(request.job.embeds, chunk.start, end + 1)
     return updates
 
 

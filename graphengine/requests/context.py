@@ -59,6 +59,7 @@ class Context:
              rings
     evicted  whether its blocks were taken away; a turn that gives it new ones clears this
     closed   whether no turn may give it blocks any more
+    rank     whose blocks they are, where ranks have requests of their own; None until a turn
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -66,3 +67,4 @@ class Context:
     ring: HeldRing | None = None
     evicted: bool = False
     closed: bool = False
+    rank: int | None = None

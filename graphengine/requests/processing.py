@@ -24,6 +24,7 @@ from graphengine.config import EngineConfig
 from graphengine.kernels import (
     USES_BAD_WORDS,
     USES_BIAS,
+    USES_GRAMMAR,
     USES_MASK,
     LogitsTensors,
 )
@@ -64,7 +65,9 @@ def make_processing(
     flags, values, mask = 0, dict[str, Any](), None
     if params.allowed_token_ids is not None:
         mask = _bitmask(params.allowed_token_ids, vocabulary)
-    if mask is not None or params.structured_outputs is not None:
+    if params.structured_outputs is not None:
+        flags |= USES_GRAMMAR
+    elif mask is not None:
         flags |= USES_MASK
     if params.bad_words:
         flags |= USES_BAD_WORDS

@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from graphengine.testing.dangling import assert_no_dangling_pointers
     from graphengine.testing.errors import GraphCheckError
     from graphengine.testing.graph_diff import (
         FieldChange,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         normalise,
         normalise_name,
     )
+    from graphengine.testing.host_scalars import assert_no_host_scalars
     from graphengine.testing.invariants import (
         assert_no_host_nodes,
         assert_pdl_edges,
@@ -36,8 +38,12 @@ if TYPE_CHECKING:
     from graphengine.testing.isolated import IsolatedRun, run_isolated
     from graphengine.testing.keeping import keep_graphs
     from graphengine.testing.latency import Latency, latency_budget
+    from graphengine.testing.outputs import assert_outputs_written
     from graphengine.testing.parity import assert_replay_matches_eager
+    from graphengine.testing.pdl_waits import assert_pdl_waits
     from graphengine.testing.poison import POISONS, CanaryPages, Poison, poison_padding
+    from graphengine.testing.pools import no_leaked_pool
+    from graphengine.testing.replayed import assert_replayed
     from graphengine.testing.snapshot import (
         GraphSnapshot,
         environment_key,
@@ -56,10 +62,15 @@ __all__ = [
     "IsolatedRun",
     "Latency",
     "Poison",
+    "assert_no_dangling_pointers",
     "assert_no_host_nodes",
+    "assert_no_host_scalars",
+    "assert_outputs_written",
     "assert_pdl_edges",
+    "assert_pdl_waits",
     "assert_pointers_stable",
     "assert_replay_matches_eager",
+    "assert_replayed",
     "assert_rng_advances",
     "check_no_alloc",
     "diff_structures",
@@ -69,6 +80,7 @@ __all__ = [
     "keep_graphs",
     "latency_budget",
     "no_alloc",
+    "no_leaked_pool",
     "no_sync",
     "normalise",
     "normalise_name",
@@ -78,6 +90,12 @@ __all__ = [
 ]
 
 _MODULES = {
+    "dangling": ("assert_no_dangling_pointers",),
+    "host_scalars": ("assert_no_host_scalars",),
+    "outputs": ("assert_outputs_written",),
+    "pdl_waits": ("assert_pdl_waits",),
+    "pools": ("no_leaked_pool",),
+    "replayed": ("assert_replayed",),
     "errors": ("GraphCheckError",),
     "graph_diff": (
         "FieldChange",

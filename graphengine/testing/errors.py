@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +11,15 @@ if TYPE_CHECKING:
 
 class GraphCheckError(AssertionError):
     """A check found a fault; the message says what happened and where."""
+
+
+MOST_LISTED = 10
+
+
+def listed(items: Sequence[str]) -> str:
+    """The first of them for a message, and how many more there are."""
+    more = len(items) - MOST_LISTED
+    return "; ".join(items[:MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def hide_frame(error: pytest.ExceptionInfo[BaseException]) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from types import TracebackType
 
 import torch
 
 from graphengine.buckets import GraphStructure
 from graphengine.testing.arguments import number, require_callable
-from graphengine.testing.errors import GraphCheckError, hide_frame
+from graphengine.testing.errors import GraphCheckError, hide_frame, listed
 from graphengine.testing.structures import Graph, read_structure, require_known, walk
 from graphengine.testing.tensors import (
     Buffers,
@@ -23,8 +24,6 @@ from graphengine.testing.tensors import (
 )
 
 __tracebackhide__ = hide_frame
-
-_MOST_LISTED = 10
 
 
 class PointerCheck:
@@ -88,7 +87,11 @@ def _places(buffers: Buffers) -> dict[str, str]:
 
 
 def assert_rng_advances(
-    replay: Callable[[], object], output: torch.Tensor, *, fixed: bool = False
+    replay: Callable[[], object],
+    output: torch.Tensor,
+    *,
+    fixed: bool = False,
+    generators: Mapping[str, torch.Generator] | None = None,
 ) -> None:
     """GraphCheckError if two replays leave the same values in `output`; with `fixed`, if not.
 
@@ -96,13 +99,28 @@ def assert_rng_advances(
     restored so that only the random numbers differ, `replay` does it. Use `fixed` for a step whose
     seed is a constant input. Both replays have effects: torch's generators have advanced when this
     returns, and `output` holds the second replay's values.
+
+    `generators`, by name, are those that the step draws from: each must advance with each replay.
+    One of your own stands still if it was not registered with the graph and its seed and offset
+    went into a kernel as numbers, if the step draws from torch's default generator instead, or if
+    the graph is launched past `CUDAGraph.replay`, which is what moves the offsets.
     """
     require_callable("replay", replay)
     require_tensor("the output", output)
     if not output.numel():
         raise ValueError(f"nothing to compare: the output ({describe(output)}) has no element")
-    first, second = (_after(replay, output) for _ in range(2))
+    if fixed and generators:
+        raise ValueError(
+            f"fixed=True with {len(generators)} generators, which would have to advance"
+        )
+    states = [_states(generators or {})]
+    results = []
+    for _ in range(2):
+        results.append(_after(replay, output))
+        states.append(_states(generators or {}))
+    first, second = results
     wrong = differing(first, second)
+    _require_advance(generators or {}, states)
     if not fixed and not wrong.any():
         start = first.flatten()[:4].tolist()
         raise GraphCheckError(
@@ -113,6 +131,36 @@ def assert_rng_advances(
         sides = "first replay", "second replay"
         what = describe_difference("output", first, second, wrong, sides=sides)
         raise GraphCheckError(f"two replays with a fixed seed differ in {what}")
+
+
+def _states(generators: Mapping[str, torch.Generator]) -> dict[str, torch.Tensor]:
+    for name, generator in generators.items():
+        if not isinstance(generator, torch.Generator):
+            raise ValueError(
+                f"generator {name!r} is of type {type(generator).__name__}, not a torch.Generator"
+            )
+    return {name: generator.get_state() for name, generator in generators.items()}
+
+
+def _require_advance(
+    generators: Mapping[str, torch.Generator], states: Sequence[Mapping[str, torch.Tensor]]
+) -> None:
+    """GraphCheckError for a generator whose state is the same before and after a replay."""
+    for replay, (before, after) in enumerate(pairwise(states), 1):
+        for name, generator in generators.items():
+            if torch.equal(before[name], after[name]):
+                raise GraphCheckError(
+                    f"generator {name!r} did not advance in replay {replay} of 2"
+                    f"{_offset_of(generator)}: the graph does not draw from it. Call "
+                    "graph.register_generator_state(generator) before the capture, hand the "
+                    "generator to each operation that draws, and replay by CUDAGraph.replay"
+                )
+
+
+def _offset_of(generator: torch.Generator) -> str:
+    if generator.device.type != "cuda":
+        return ""
+    return f" (seed {generator.initial_seed()}, offset {generator.get_offset()})"
 
 
 def _after(replay: Callable[[], object], output: torch.Tensor) -> torch.Tensor:
@@ -134,7 +182,7 @@ def assert_no_host_nodes(graph: Graph) -> None:
         if node.kind == "host"
     ]
     if found:
-        raise GraphCheckError(f"{len(found)} host nodes in the graph: {_listed(found)}")
+        raise GraphCheckError(f"{len(found)} host nodes in the graph: {listed(found)}")
     require_known(structure, "whether there are host nodes")
 
 
@@ -160,7 +208,7 @@ def assert_pdl_edges(graph: Graph, *, least: float = 1.0) -> None:
         ]
         raise GraphCheckError(
             f"{programmatic} of {edges} edges are programmatic ({programmatic / edges:.1%}), "
-            f"expected at least {least:.1%}; full: {_listed(full)}"
+            f"expected at least {least:.1%}; full: {listed(full)}"
         )
     if least:
         require_known(structure, "the share of programmatic edges")
@@ -169,8 +217,3 @@ def assert_pdl_edges(graph: Graph, *, least: float = 1.0) -> None:
 def _end(path: str, structure: GraphStructure, index: int) -> str:
     node = structure.nodes[index]
     return f"{path}{index} ({node.kind if node.name is None else node.name})"
-
-
-def _listed(items: Sequence[str]) -> str:
-    more = len(items) - _MOST_LISTED
-    return "; ".join(items[:_MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")

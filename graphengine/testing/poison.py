@@ -110,7 +110,7 @@ def poison_padding(
             for poison in poisons:
                 restore(tensors, original)
                 for name, mask in masks.items():
-                    _fill(tensors[name], mask, poison)
+                    fill(tensors[name], mask, poison)
                 torch.manual_seed(_SEED)
                 _run_poisoned(run, poison, masks)
                 _require_same(clean, tensors, masks, poison)
@@ -139,7 +139,8 @@ def _require_in_buffers(tensors: Mapping[str, torch.Tensor], result: object) -> 
         )
 
 
-def _fill(tensor: torch.Tensor, mask: torch.Tensor, poison: Poison) -> None:
+def fill(tensor: torch.Tensor, mask: torch.Tensor, poison: Poison) -> None:
+    """Write the poison where `mask` (bool, of the tensor's shape) is True."""
     value = torch.tensor(poison.value_for(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
         if tensor.dtype.is_complex:

@@ -9,8 +9,6 @@ them. Names of kernels are stored as normalised by `normalise_name`.
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import torch
 
 from graphengine.buckets import GraphStructure
 from graphengine.testing.errors import GraphCheckError, hide_frame
+from graphengine.testing.golden import file_name, unique_name
 from graphengine.testing.graph_diff import diff_text, normalise
 from graphengine.testing.structures import Graph, read_structure, require_known
 
@@ -25,9 +24,6 @@ __tracebackhide__ = hide_frame
 
 RECORD = "--graph-snapshot-update"
 """The option of pytest under which snapshots are written."""
-
-# Length of the readable part of a file's name; file systems allow 255 for all of it.
-_MOST_BYTES = 160
 
 
 def graph_snapshot(
@@ -182,26 +178,6 @@ def environment_key() -> str:
     else:
         found = triton.__version__
     return file_name(f"{device.lower()}_torch-{torch.__version__}_triton-{found}")
-
-
-def file_name(text: str) -> str:
-    """`text` as part of a path: runs of other characters than letters, digits, "_.+-" become
-    "-"."""
-    return re.sub(r"[^\w.+-]+", "-", text).strip("-.") or "-"
-
-
-def unique_name(*parts: str) -> str:
-    """A `file_name` of the parts that no other parts have.
-
-    It ends with a digest, unless there is one part that is a file name already.
-    """
-    if wrong := [part for part in parts if not isinstance(part, str)]:
-        raise ValueError(f"{wrong[0]!r} is of type {type(wrong[0]).__name__}, and a name is text")
-    readable = file_name(" ".join(parts)).encode()[:_MOST_BYTES].decode(errors="ignore")
-    if parts == (readable,):
-        return readable
-    text = "\0".join(parts).encode(errors="backslashreplace")
-    return f"{readable}-{hashlib.sha256(text).hexdigest()[:10]}"
 
 
 def _frequencies(structure: GraphStructure, most: int = 12) -> str:

@@ -100,17 +100,17 @@ def outside_of(
     buffers: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The tensors in `found` whose elements are not all in the memory of one buffer."""
-    spans = [_span(tensor) for tensor in buffers.values()]
+    spans = [span(tensor) for tensor in buffers.values()]
 
     def inside(tensor: torch.Tensor) -> bool:
-        first, end = _span(tensor)
+        first, end = span(tensor)
         return any(begin <= first and end <= stop for begin, stop in spans)
 
     return {name: tensor for name, tensor in found.items() if tensor.numel() and not inside(tensor)}
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address of the first byte, and of the byte after the last."""
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address of the first byte of a tensor, and of the byte after its last."""
     if not tensor.numel():
         return 0, 0
     steps = zip(tensor.stride(), tensor.shape, strict=True)

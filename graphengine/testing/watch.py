@@ -176,6 +176,9 @@ def check_no_alloc(
 ) -> None:
     """GraphCheckError if `replays` calls of `replay` allocate, by `no_alloc` or the driver.
 
+    Counted are allocations, not what is left of them: a tensor made and freed in each replay shows.
+    So does pinned memory that torch gives out, which a copy to the host in each step takes.
+
     The driver's free memory is compared before and after, following one call that is not counted.
     So memory taken without torch's allocator is seen; so is memory that other processes take
     meanwhile, for which `tolerance_bytes` must allow on a shared GPU. ValueError if `replays` is
@@ -187,16 +190,28 @@ def check_no_alloc(
     require_end(replay())
     torch.cuda.synchronize(device)
     free, _ = torch.cuda.mem_get_info(device)
+    pinned = _pinned_allocations()
     with no_alloc(device=device, tolerance_bytes=tolerance_bytes):
         for _ in range(replays):
             replay()
     torch.cuda.synchronize(device)
+    if more := _pinned_allocations() - pinned:
+        raise GraphCheckError(
+            f"{replays} replays took pinned memory of the host {more} times: allocate what a step "
+            "copies to once, before the first replay"
+        )
     lost = free - torch.cuda.mem_get_info(device)[0]
     if lost > tolerance_bytes:
         raise GraphCheckError(
             f"the driver's free memory fell by {format_bytes(lost)} over {replays} replays, of "
             f"which torch's allocator knows nothing; allowed are {tolerance_bytes} bytes"
         )
+
+
+def _pinned_allocations() -> int:
+    """How often torch has given out pinned memory; older ones count only what the driver gave."""
+    stats = torch.cuda.memory.host_memory_stats()
+    return int(stats.get("active_requests.allocated", stats.get("num_host_alloc", 0)))
 
 
 def _require_cuda(check: str) -> None:

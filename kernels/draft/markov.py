@@ -4,12 +4,14 @@ A block's lanes know nothing of what the others draft. So its drafts are drawn f
 each from the logits of its lane plus a product of low rank, w2 w1[token before], which says what
 follows that token. Source: deepseek-ai/DeepSpec, whose checkpoints call it a vanilla Markov head.
 
+A draft that goes through filters is drawn from those logits as a whole row: `markov_logits`.
+
 Letters: R rows, B lanes of a block, V vocabulary, r the rank, C tiles of the vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -68,47 +70,78 @@ def markov_draft(
         New tiles of R lanes; those of padded lanes are not written. ValueError for a shape, dtype
         or number that does not fit.
     """
-    M, vocabulary = check_logits(logits_MV)
-    rows = lanes.slot.numel()
-    check_lanes(rows, **lanes._asdict())
-    rank = _check_head(head, vocabulary)
-    stop_ids = check_parameters(params)
-    if rows < 1 or M % rows or not 0 <= index < M // rows:
-        raise ValueError(f"lane {index} of {rows} blocks is not among the logits of {M} lanes")
-    width = M // rows
-    padded = triton.next_power_of_2(rank)
-    block = min(_MOST, _ELEMENTS // padded)
+    _check(logits_MV, head, lanes, index)
+    stop_ids, block = check_parameters(params), _block_of(head)
     if not use_triton(logits_MV):
         tiles = markov_draft_reference(logits_MV, head, lanes, params, index=index, tile=block)
         return DraftTiles(*tiles)
+    rows, vocabulary = lanes.slot.numel(), logits_MV.shape[1]
     count = triton.cdiv(vocabulary, block)
     best = torch.empty((rows, count), dtype=torch.int64, device=logits_MV.device)
     health = lanes.slot.new_empty(rows, count)
-    launcher(_markov_kernel, (rows, count))(
+    sampler = (params.temperature, params.seed, params.stop_ids, params.min_len)
+    _launch(
+        _markov_kernel, logits_MV, head, lanes, index, *sampler, best, health, stop_ids, pdl=pdl
+    )
+    return DraftTiles(best, health)
+
+
+def markov_logits(
+    logits_MV: torch.Tensor,
+    head: MarkovHead,
+    lanes: DecodeLanes,
+    *,
+    index: int,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """What `markov_draft` draws from, new float32 [R, V]; one launch. Arguments as there.
+
+    Rows of padded lanes are not written.
+    """
+    _check(logits_MV, head, lanes, index)
+    if not use_triton(logits_MV):
+        return markov_logits_reference(logits_MV, head, lanes, index=index)
+    out = logits_MV.new_empty(lanes.slot.numel(), logits_MV.shape[1])
+    _launch(_markov_logits_kernel, logits_MV, head, lanes, index, out, pdl=pdl)
+    return out
+
+
+def _launch(
+    kernel: Any,
+    logits_MV: torch.Tensor,
+    head: MarkovHead,
+    lanes: DecodeLanes,
+    index: int,
+    *others: torch.Tensor | int,
+    pdl: bool,
+) -> None:
+    """`others` are the kernel's own arguments."""
+    rows, vocabulary = lanes.slot.numel(), logits_MV.shape[1]
+    rank, block = head.w1.shape[1], _block_of(head)
+    launcher(kernel, (rows, triton.cdiv(vocabulary, block)))(
         logits_MV,
         head,
         lanes,
-        params.temperature,
-        params.seed,
-        params.stop_ids,
-        params.min_len,
-        best,
-        health,
+        *others,
         logits_MV.stride(0),
         head.w1.stride(0),
         head.w2.stride(0),
         head.w1.shape[0],
         vocabulary,
-        stop_ids,
         index,
-        B=width,
+        B=logits_MV.shape[0] // rows,
         RANK=rank,
-        BLOCK_R=padded,
+        BLOCK_R=triton.next_power_of_2(rank),
         BLOCK_V=block,
         num_warps=4,
         **launch_options(pdl),
     )
-    return DraftTiles(best, health)
+
+
+def _block_of(head: MarkovHead) -> int:
+    """Logits that a program makes."""
+    padded: int = triton.next_power_of_2(head.w1.shape[1])
+    return min(_MOST, _ELEMENTS // padded)
 
 
 def markov_draft_reference(
@@ -121,14 +154,8 @@ def markov_draft_reference(
     tile: int = _MOST,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`markov_draft` in plain PyTorch."""
-    rows = lanes.slot.numel()
-    token = lanes.token.where(lanes.slot >= 0, 0)
-    unknown = (token < 0) | (token >= head.w1.shape[0])
-    before = head.w1[token.masked_fill(unknown, 0).long()].float()
-    bias = torch.stack([(head.w2.float() * row).sum(dim=1) for row in before])
-    logits = logits_MV.view(rows, -1, logits_MV.shape[1])[:, index] + bias
     return sample_tiles_reference(
-        logits.masked_fill(unknown[:, None], torch.nan),
+        markov_logits_reference(logits_MV, head, lanes, index=index),
         lanes.slot,
         lanes.position,
         unfiltered(params),
@@ -136,8 +163,30 @@ def markov_draft_reference(
     )
 
 
-def _check_head(head: MarkovHead, vocabulary: int) -> int:
-    """r; ValueError unless the factors fit each other and the vocabulary."""
+def markov_logits_reference(
+    logits_MV: torch.Tensor, head: MarkovHead, lanes: DecodeLanes, *, index: int
+) -> torch.Tensor:
+    """`markov_logits` in plain PyTorch."""
+    rows = lanes.slot.numel()
+    token = lanes.token.where(lanes.slot >= 0, 0)
+    unknown = (token < 0) | (token >= head.w1.shape[0])
+    before = head.w1[token.masked_fill(unknown, 0).long()].float()
+    bias = torch.stack([(head.w2.float() * row).sum(dim=1) for row in before])
+    logits = logits_MV.view(rows, -1, logits_MV.shape[1])[:, index] + bias
+    return logits.masked_fill(unknown[:, None], torch.nan)
+
+
+def _check(logits_MV: torch.Tensor, head: MarkovHead, lanes: DecodeLanes, index: int) -> None:
+    M, vocabulary = check_logits(logits_MV)
+    rows = lanes.slot.numel()
+    check_lanes(rows, **lanes._asdict())
+    _check_head(head, vocabulary)
+    if rows < 1 or M % rows or not 0 <= index < M // rows:
+        raise ValueError(f"lane {index} of {rows} blocks is not among the logits of {M} lanes")
+
+
+def _check_head(head: MarkovHead, vocabulary: int) -> None:
+    """ValueError unless the factors fit each other and the vocabulary."""
     w1, w2 = head
     check_rows(w1=w1, w2=w2)
     if w1.shape[1] != w2.shape[1] or w2.shape[0] != vocabulary or w1.dtype != w2.dtype:
@@ -147,7 +196,40 @@ def _check_head(head: MarkovHead, vocabulary: int) -> int:
         )
     if w1.shape[1] > MAX_RANK:
         raise ValueError(f"a head of rank {w1.shape[1]}: at most {MAX_RANK}")
-    return w1.shape[1]
+
+
+@triton.jit
+def _w2_tile(head, v, inside, w2_stride, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
+    """[BLOCK_V, BLOCK_R]: weights, which need not be waited for."""
+    r = tl.arange(0, BLOCK_R)
+    source = head.w2 + v[:, None].to(tl.int64) * w2_stride + r[None, :]
+    return tl.load(source, mask=inside[:, None] & (r < RANK)[None, :], other=0.0)
+
+
+@triton.jit
+def _following_logits(
+    logits_ptr,
+    head,
+    w2,
+    token,
+    lane,
+    v,
+    inside,
+    logits_stride,
+    w1_stride,
+    known_tokens,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """A lane's logits of the ids v, and what follows from the token before."""
+    r = tl.arange(0, BLOCK_R)
+    known = (token >= 0) & (token < known_tokens)
+    source = head.w1 + token.to(tl.int64) * w1_stride + r
+    before = tl.load(source, mask=known & (r < RANK), other=0.0)
+    bias = tl.sum(w2.to(tl.float32) * before.to(tl.float32)[None, :], 1)
+    source = logits_ptr + lane.to(tl.int64) * logits_stride + v
+    logits = tl.load(source, mask=inside, other=float("-inf"))
+    return tl.where(known, logits + bias, float("nan"))
 
 
 @triton.jit(do_not_specialize=["index"])
@@ -161,12 +243,12 @@ def _markov_kernel(
     min_len_ptr,
     best_ptr,
     health_ptr,
+    stop_ids,
     logits_stride,
     w1_stride,
     w2_stride,
     known_tokens,
     vocabulary,
-    stop_ids,
     index,
     B: tl.constexpr,
     RANK: tl.constexpr,
@@ -178,10 +260,8 @@ def _markov_kernel(
     row = tl.program_id(0)
     tile = tl.program_id(1)
     v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    r = tl.arange(0, BLOCK_R)
     inside = v < vocabulary
-    source = head.w2 + v[:, None].to(tl.int64) * w2_stride + r[None, :]
-    w2 = tl.load(source, mask=inside[:, None] & (r < RANK)[None, :], other=0.0)
+    w2 = _w2_tile(head, v, inside, w2_stride, RANK, BLOCK_R)
     wait_for_inputs(PDL)
 
     slot = tl.load(lanes.slot + row)
@@ -189,13 +269,20 @@ def _markov_kernel(
         return
     token = tl.load(lanes.token + row)
     position = tl.load(lanes.position + row) + 1
-    known = (token >= 0) & (token < known_tokens)
-    source = head.w1 + token.to(tl.int64) * w1_stride + r
-    before = tl.load(source, mask=known & (r < RANK), other=0.0)
-    bias = tl.sum(w2.to(tl.float32) * before.to(tl.float32)[None, :], 1)
-    lane = (row * B + index).to(tl.int64)
-    logits = tl.load(logits_ptr + lane * logits_stride + v, mask=inside, other=float("-inf"))
-    logits = tl.where(known, logits + bias, float("nan"))
+    logits = _following_logits(
+        logits_ptr,
+        head,
+        w2,
+        token,
+        row * B + index,
+        v,
+        inside,
+        logits_stride,
+        w1_stride,
+        known_tokens,
+        RANK,
+        BLOCK_R,
+    )
     ones = tl.zeros([1, 1], tl.int32)
     best, health = best_of_tile(
         logits[None, :],
@@ -213,3 +300,48 @@ def _markov_kernel(
     at = row * tl.num_programs(1) + tile + tl.arange(0, 1)
     tl.store(best_ptr + at, best)
     tl.store(health_ptr + at, health)
+
+
+@triton.jit(do_not_specialize=["index"])
+def _markov_logits_kernel(
+    logits_ptr,
+    head,
+    lanes,
+    out_ptr,
+    logits_stride,
+    w1_stride,
+    w2_stride,
+    known_tokens,
+    vocabulary,
+    index,
+    B: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row and tile, as above."""
+    row = tl.program_id(0)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = v < vocabulary
+    w2 = _w2_tile(head, v, inside, w2_stride, RANK, BLOCK_R)
+    wait_for_inputs(PDL)
+
+    if tl.load(lanes.slot + row) < 0:
+        return
+    token = tl.load(lanes.token + row)
+    logits = _following_logits(
+        logits_ptr,
+        head,
+        w2,
+        token,
+        row * B + index,
+        v,
+        inside,
+        logits_stride,
+        w1_stride,
+        known_tokens,
+        RANK,
+        BLOCK_R,
+    )
+    tl.store(out_ptr + row.to(tl.int64) * vocabulary + v, logits, mask=inside)

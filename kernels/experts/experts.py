@@ -15,7 +15,8 @@ in both families. Experts that no live lane has chosen are not read.
 
 The weights of all experts are one dense tensor [E, M, K], or in 8 or 4 bits `PackedExperts`; of a
 SwiGLU M is F gates, then F ups. Their biases, if there are any, are [E, M]: they are added before a
-SwiGLU and before an expert's weight.
+SwiGLU and before an expert's weight. One of several ranks may have those of some experts alone: the
+ids that are `held`. Products of other ones are not computed, and add nothing to a sum.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, E experts, H hidden, F ffn width of an
 expert, K input features and M rows of an expert's weight, T groups of columns.
@@ -40,6 +41,7 @@ from graphengine.kernels.experts.experts_triton import (
     product_kernel,
 )
 from graphengine.kernels.experts.grouping import Grouping
+from graphengine.kernels.experts.held import check_held, held_options
 from graphengine.kernels.experts.packed import (
     CodeArgs,
     PackedExperts,
@@ -86,6 +88,7 @@ def expert_swiglu(
     bias_E2F: torch.Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
     grouping: Grouping | None = None,
+    held: range | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -100,13 +103,14 @@ def expert_swiglu(
         bias_E2F: dense, in the weight's dtype, added after the division by rms.
         clamped: in place of silu(gate) * up.
         grouping: of `routes`, in blocks as the tile has them; None: pair by pair, in decode.
+        held: the ids that the weights and biases are of, in their order; None: all.
         out: dense [P, F] in x's dtype.
         pdl: the launch before may still run; it does not write the weight.
 
     Returns:
         [P, F] in x's dtype: pair p is that of lane p // k and of rank p % k. Accumulated and
-        finished in float32, rounded once. Pairs of padded lanes are not written. ValueError for
-        what does not fit.
+        finished in float32, rounded once. Pairs of padded lanes and of experts that are not held
+        are not written. ValueError for what does not fit.
     """
     check_rows(x_NH=x_NH)
     lanes, hidden = x_NH.shape
@@ -114,6 +118,7 @@ def expert_swiglu(
     if rows % 2:
         raise ValueError(f"experts need as many gate rows as up rows, not {rows} rows in all")
     _check_bias(bias_E2F, weight_E2FH, x_NH.dtype)
+    check_held(held, weight_E2FH.shape[0])
     _check_routes(routes, slot_N, lanes)
     if squares_TN is not None:
         check_squares(squares_TN, lanes)
@@ -129,6 +134,7 @@ def expert_swiglu(
             swiglu=True,
             bias_EM=bias_E2F,
             clamped=clamped,
+            held=held,
             out=out,
         )
     if isinstance(tile, LinearPlan) and takes(weight_E2FH, x_NH):
@@ -143,6 +149,7 @@ def expert_swiglu(
             eps=eps,
             bias_EM=bias_E2F,
             clamped=clamped,
+            held=held,
             out=out,
             pdl=pdl,
         )
@@ -151,7 +158,18 @@ def expert_swiglu(
     if one_by_one and isinstance(weight_E2FH, torch.Tensor):
         assert isinstance(tile, LinearPlan)
         _launch_fma_product(
-            x_NH, weight_E2FH, bias_E2F, clamped, slot_N, routes, tile, squares_TN, eps, out, pdl
+            x_NH,
+            weight_E2FH,
+            bias_E2F,
+            clamped,
+            slot_N,
+            routes,
+            tile,
+            squares_TN,
+            eps,
+            held,
+            out,
+            pdl,
         )
         return out
     _launch_product(
@@ -166,6 +184,7 @@ def expert_swiglu(
         swiglu=True,
         bias=bias_E2F,
         clamped=clamped,
+        held=held,
         out=out,
         pdl=pdl,
     )
@@ -239,6 +258,7 @@ def expert_residual(
         arrivals=arrivals,
         bias=bias_EH,
         grouping=grouping,
+        held=None,
         pdl=pdl,
     )
     return residual
@@ -254,19 +274,21 @@ def expert_part(
     arrivals: torch.Tensor | None,
     bias_EH: torch.Tensor | None = None,
     grouping: Grouping | None = None,
+    held: range | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """What `expert_residual` adds to the stream, alone: new float32 [N, H], for whoever has a part
-    of every sum. Padded lanes hold anything.
+    of every sum: that of the experts that are `held`. Padded lanes hold anything.
 
-    Arguments and errors as there.
+    Arguments and errors as there, and as of `expert_swiglu`.
     """
     lanes, hidden = len(slot_N), weight_EHF.shape[1]
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
     _check_bias(bias_EH, weight_EHF, a_PF.dtype)
+    check_held(held, weight_EHF.shape[0])
     if not use_triton(a_PF):
         return expert_sum_reference(
-            a_PF, weight_EHF, slot_N, routes, bias_EH=bias_EH, out_dtype=torch.float32
+            a_PF, weight_EHF, slot_N, routes, bias_EH=bias_EH, held=held, out_dtype=torch.float32
         )
     part = torch.empty((lanes, hidden), dtype=torch.float32, device=a_PF.device)
     _launch_down(
@@ -279,6 +301,7 @@ def expert_part(
         arrivals=arrivals,
         bias=bias_EH,
         grouping=grouping,
+        held=held,
         pdl=pdl,
     )
     return part
@@ -297,6 +320,7 @@ def expert_sum(
     *,
     tile: ProductTile,
     grouping: Grouping,
+    held: range | None = None,
     bias_EH: torch.Tensor | None = None,
     products: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -316,24 +340,36 @@ def expert_sum(
     lanes, hidden = len(slot_N), weight_EHF.shape[1]
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
     _check_bias(bias_EH, weight_EHF, a_PF.dtype)
+    check_held(held, weight_EHF.shape[0])
     out = _output(out, (lanes, hidden), a_PF.dtype, a_PF)
     if not use_triton(a_PF):
         return expert_sum_reference(
-            a_PF, weight_EHF, slot_N, routes, bias_EH=bias_EH, out_dtype=a_PF.dtype, out=out
+            a_PF,
+            weight_EHF,
+            slot_N,
+            routes,
+            bias_EH=bias_EH,
+            held=held,
+            out_dtype=a_PF.dtype,
+            out=out,
         )
     y = _output(products, (len(a_PF), hidden), a_PF.dtype, a_PF)
     tile = _tile(tile, grouping, weight_EHF)
-    _launch_product(a_PF, weight_EHF, slot_N, routes, tile, grouping, bias=bias_EH, out=y, pdl=pdl)
+    _launch_product(
+        a_PF, weight_EHF, slot_N, routes, tile, grouping, bias=bias_EH, held=held, out=y, pdl=pdl
+    )
     grid = (triton.cdiv(lanes, _SUM_LANES), triton.cdiv(hidden, _SUM_COLUMNS))
     launcher(combine_kernel, grid)(
         y,
         slot_N,
         routes.weight,
+        None if held is None else routes.expert,
         out,
         lanes,
         out.stride(0),
         M=hidden,
         TOP_K=routes.expert.shape[1],
+        **held_options(held),
         L=_SUM_LANES,
         BLOCK_M=_SUM_COLUMNS,
         num_warps=4,
@@ -353,6 +389,7 @@ def _launch_down(
     arrivals: torch.Tensor | None,
     bias: torch.Tensor | None,
     grouping: Grouping | None,
+    held: range | None,
     pdl: bool,
 ) -> None:
     """The product of down, and what becomes of the sum of each lane's experts, in one launch."""
@@ -371,6 +408,7 @@ def _launch_down(
             plan,
             grouping,
             bias_EM=bias,
+            held=held,
             out=y,
             stream=stream,
             arrivals=arrivals,
@@ -398,6 +436,7 @@ def _launch_down(
             BLOCK_K=plan.block_k,
             OVERLAP=plan.overlap,
             num_warps=plan.warps,
+            **held_options(held),
             **launch_options(pdl),
         )
         return
@@ -431,6 +470,7 @@ def _launch_down(
         OVERLAP=tile.overlap,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **held_options(held),
         **launch_options(pdl),
     )
 
@@ -448,6 +488,7 @@ def _launch_product(
     swiglu: bool = False,
     bias: torch.Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
+    held: range | None,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
@@ -485,6 +526,7 @@ def _launch_product(
         GROUP=group,
         OVERLAP=tile.overlap,
         **options,
+        **held_options(held),
         **launch_options(pdl),
     )
 
@@ -499,6 +541,7 @@ def _launch_fma_product(
     plan: LinearPlan,
     squares_TN: torch.Tensor | None,
     eps: float,
+    held: range | None,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
@@ -524,6 +567,7 @@ def _launch_fma_product(
         BLOCK_K=plan.block_k,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
+        **held_options(held),
         **launch_options(pdl),
     )
 

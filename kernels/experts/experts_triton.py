@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.experts.held import place_of_expert
 from graphengine.kernels.experts.packed_triton import packed_chain
 from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
 from graphengine.kernels.norm_rope.activation import gated
@@ -49,6 +50,8 @@ def product_kernel(
     EVEN_K: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -63,9 +66,11 @@ def product_kernel(
     tile = tl.program_id(1)
     wait_for_inputs(PDL, OVERLAP)
     expert, pair, there = _pairs_of_block(
-        slot_ptr, expert_ptr, order_ptr, blocks_ptr, TOP_K, BLOCKS, L
+        slot_ptr, expert_ptr, order_ptr, blocks_ptr, TOP_K, BLOCKS, FIRST, HELD, L
     )
     if expert < 0:
+        return
+    if HELD > 0 and expert >= HELD:
         return
     lane = pair // TOP_K
     squares = load_squares(squares_ptr, lane, there, lanes, GROUPS, L)
@@ -100,9 +105,13 @@ def _pairs_of_block(
     blocks_ptr,
     TOP_K: tl.constexpr,
     BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     L: tl.constexpr,
 ):
-    """The program's expert, -1 where it has none, its pairs [L], and which of them are there."""
+    """The place of the program's expert, -1 where it has none, its pairs [L], and which of them
+    are there.
+    """
     block = tl.program_id(0)
     row = tl.arange(0, L)
     if BLOCKS > 0:
@@ -114,6 +123,8 @@ def _pairs_of_block(
     else:
         live = tl.load(slot_ptr + block // TOP_K) >= 0
         expert = tl.load(expert_ptr + block, mask=live, other=-1)
+        if HELD > 0:
+            expert = tl.where(live, place_of_expert(expert, FIRST, HELD), -1)
         there = row == 0
         pair = tl.full((L,), block, tl.int32)
     return expert, pair, there
@@ -165,20 +176,43 @@ def down_kernel(
     EVEN_K: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """As `product_kernel`; the last of a lane's pairs to arrive adds all of them to the stream, or
-    stores their sum in place of one.
+    stores their sum in place of one. Pairs of other ranks' experts arrive with nothing.
 
-    A block has a lane once at most, as a lane's experts are different ones.
+    A block has a lane once at most, as a lane's experts are different ones; but a block of other
+    ranks' may have it more often.
     """
     tile = tl.program_id(1)
     wait_for_inputs(PDL, OVERLAP)
     expert, pair, there = _pairs_of_block(
-        slot_ptr, expert_ptr, order_ptr, blocks_ptr, TOP_K, BLOCKS, L
+        slot_ptr, expert_ptr, order_ptr, blocks_ptr, TOP_K, BLOCKS, FIRST, HELD, L
     )
     if expert < 0:
+        return
+    if HELD > 0 and expert >= HELD:
+        _arrive(
+            pair,
+            there,
+            tile,
+            tile * BLOCK_M + tl.arange(0, BLOCK_M),
+            y_ptr,
+            share_ptr,
+            expert_ptr,
+            arrivals_ptr,
+            lanes,
+            stream,
+            M,
+            TOP_K,
+            FIRST,
+            HELD,
+            L,
+            BLOCK_M,
+        )
         return
     x_ptrs = x_ptr + pair.to(tl.int64) * K
     if CODE == "":
@@ -195,13 +229,55 @@ def down_kernel(
     y_ptrs = y_ptr + pair.to(tl.int64)[:, None] * M + output[None, :]
     tl.store(y_ptrs, y, mask=there[:, None] & inside)
     tl.debug_barrier()
+    _arrive(
+        pair,
+        there,
+        tile,
+        output,
+        y_ptr,
+        share_ptr,
+        expert_ptr,
+        arrivals_ptr,
+        lanes,
+        stream,
+        M,
+        TOP_K,
+        FIRST,
+        HELD,
+        L,
+        BLOCK_M,
+    )
+
+
+@triton.jit
+def _arrive(
+    pair,
+    there,
+    tile,
+    output,
+    y_ptr,
+    share_ptr,
+    expert_ptr,
+    arrivals_ptr,
+    lanes,
+    stream,
+    M: tl.constexpr,
+    TOP_K: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Pairs [L] have what they add, if anything; the last of a lane's adds all of it up."""
     lane = pair // TOP_K
     arrival_ptrs = arrivals_ptr + lane * tl.num_programs(1) + tile
     arrived = tl.atomic_add(arrival_ptrs, tl.full((L,), 1, tl.int32), mask=there, sem="acq_rel")
     done = there & (arrived == TOP_K - 1)
     if tl.max(done.to(tl.int32), axis=0) > 0:
         tl.store(arrival_ptrs, tl.zeros((L,), tl.int32), mask=done)
-        total = _sum_of_pairs(y_ptr, share_ptr, lane, done, output, M, TOP_K, L, BLOCK_M)
+        total = _sum_of_pairs(
+            y_ptr, share_ptr, expert_ptr, lane, done, output, M, TOP_K, FIRST, HELD, L, BLOCK_M
+        )
         _add_to_stream(total, lane, done, tile, lanes, stream, M, L, BLOCK_M)
 
 
@@ -209,22 +285,32 @@ def down_kernel(
 def _sum_of_pairs(
     y_ptr,
     share_ptr,
+    expert_ptr,
     lane,
     live,
     output,
     M: tl.constexpr,
     TOP_K: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     L: tl.constexpr,
     B: tl.constexpr,
 ):
-    """The products [L, B] of lanes' pairs, each by its share, summed by rank."""
+    """The products [L, B] of lanes' pairs, each by its share, summed by rank; 0 of those whose
+    experts other ranks have.
+    """
     mask = live[:, None] & (output < M)[None, :]
     total = tl.zeros((L, B), dtype=tl.float32)
     for rank in range(TOP_K):
         pair = lane * TOP_K + rank
         share = tl.load(share_ptr + pair, mask=live, other=0.0)
         y_ptrs = y_ptr + pair.to(tl.int64)[:, None] * M + output[None, :]
-        y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        if HELD > 0:
+            expert = tl.load(expert_ptr + pair, mask=live, other=0)
+            here = place_of_expert(expert, FIRST, HELD) < HELD
+            y = tl.load(y_ptrs, mask=mask & here[:, None], other=0.0).to(tl.float32)
+        else:
+            y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
         total = tl.fma(tl.broadcast_to(share[:, None], (L, B)), y, total)
     return total
 
@@ -234,11 +320,14 @@ def combine_kernel(
     y_ptr,
     slot_ptr,
     share_ptr,
+    expert_ptr,
     out_ptr,
     lanes,
     out_stride,
     M: tl.constexpr,
     TOP_K: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     L: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
@@ -248,7 +337,9 @@ def combine_kernel(
     output = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     wait_for_inputs(PDL)
     live = tl.load(slot_ptr + lane, mask=lane < lanes, other=-1) >= 0
-    total = _sum_of_pairs(y_ptr, share_ptr, lane, live, output, M, TOP_K, L, BLOCK_M)
+    total = _sum_of_pairs(
+        y_ptr, share_ptr, expert_ptr, lane, live, output, M, TOP_K, FIRST, HELD, L, BLOCK_M
+    )
     out_ptrs = out_ptr + lane.to(tl.int64)[:, None] * out_stride + output[None, :]
     stored = live[:, None] & (output < M)[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=stored)
@@ -274,6 +365,8 @@ def fma_product_kernel(
     SLOPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -286,7 +379,9 @@ def fma_product_kernel(
     lane = pair // TOP_K
     if tl.load(slot_ptr + lane) < 0:
         return
-    expert = tl.load(expert_ptr + pair)
+    expert = place_of_expert(tl.load(expert_ptr + pair), FIRST, HELD)
+    if HELD > 0 and expert >= HELD:
+        return
     row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, True)
     weights = load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
     squares = load_squares(
@@ -321,11 +416,14 @@ def fma_down_kernel(
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program for a pair and BLOCK_M rows of its expert's down; the last of a lane's pairs to
-    arrive adds all of them to the stream, or stores their sum in place of one.
+    arrive adds all of them to the stream, or stores their sum in place of one. A pair of another
+    rank's expert arrives with nothing.
 
     The launch before must not write slots or experts.
     """
@@ -334,10 +432,32 @@ def fma_down_kernel(
     lane = pair // TOP_K
     live = tl.load(slot_ptr + lane, cache_modifier=".cg") >= 0
     expert = tl.load(expert_ptr + pair, mask=live, other=0, cache_modifier=".cg")
+    expert = place_of_expert(expert, FIRST, HELD)
     row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, False)
-    weights = load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
+    if HELD > 0:
+        weights = load_rows(row_ptrs, K, BLOCK_M, BLOCK_K, expert < HELD)
+    else:
+        weights = load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
     wait_for_inputs(PDL, OVERLAP)
     if not live:
+        return
+    if HELD > 0 and expert >= HELD:
+        _arrive_alone(
+            pair,
+            tile,
+            tile * BLOCK_M + tl.arange(0, BLOCK_M),
+            y_ptr,
+            share_ptr,
+            expert_ptr,
+            arrivals_ptr,
+            lanes,
+            stream,
+            M,
+            TOP_K,
+            FIRST,
+            HELD,
+            BLOCK_M,
+        )
         return
     y = tl.sum(multiply_rows(weights, x_ptr + pair.to(tl.int64) * K, K, BLOCK_M, BLOCK_K), 1)
     if bias_ptr is not None:
@@ -345,26 +465,67 @@ def fma_down_kernel(
     output = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(y_ptr + pair.to(tl.int64) * M + output, y, mask=output < M)
     tl.debug_barrier()
+    _arrive_alone(
+        pair,
+        tile,
+        output,
+        y_ptr,
+        share_ptr,
+        expert_ptr,
+        arrivals_ptr,
+        lanes,
+        stream,
+        M,
+        TOP_K,
+        FIRST,
+        HELD,
+        BLOCK_M,
+    )
+
+
+@triton.jit
+def _arrive_alone(
+    pair,
+    tile,
+    output,
+    y_ptr,
+    share_ptr,
+    expert_ptr,
+    arrivals_ptr,
+    lanes,
+    stream,
+    M: tl.constexpr,
+    TOP_K: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """`_arrive` of a single pair."""
+    lane = pair // TOP_K
     arrival_ptr = arrivals_ptr + lane * tl.num_programs(1) + tile
     if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == TOP_K - 1:
         tl.store(arrival_ptr, 0)
         row = tl.full((1,), lane, tl.int32)
         there = tl.full((1,), 1, tl.int1)
-        total = _sum_of_pairs(y_ptr, share_ptr, row, there, output, M, TOP_K, 1, BLOCK_M)
+        total = _sum_of_pairs(
+            y_ptr, share_ptr, expert_ptr, row, there, output, M, TOP_K, FIRST, HELD, 1, BLOCK_M
+        )
         _add_to_stream(total, row, there, tile, lanes, stream, M, 1, BLOCK_M)
 
 
 @triton.jit
-def load_rows(row_ptrs, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """All columns of weight rows, as tiles [BLOCK_M, BLOCK_K]."""
+def load_rows(row_ptrs, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, here=None):
+    """All columns of weight rows, as tiles [BLOCK_M, BLOCK_K]; nothing unless they are `here`."""
     k = tl.arange(0, BLOCK_K)
     tiles = ()
     for step in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         weight_ptrs = row_ptrs[:, None] + (step * BLOCK_K + k)[None, :]
-        if (step + 1) * BLOCK_K <= K:
+        in_k = (step * BLOCK_K + k < K)[None, :]
+        if here is not None:
+            tile = tl.load(weight_ptrs, mask=in_k & here, other=0.0, eviction_policy="evict_first")
+        elif (step + 1) * BLOCK_K <= K:
             tile = tl.load(weight_ptrs, eviction_policy="evict_first")
         else:
-            in_k = (step * BLOCK_K + k < K)[None, :]
             tile = tl.load(weight_ptrs, mask=in_k, other=0.0, eviction_policy="evict_first")
         tiles += (tile,)  # type: ignore[assignment]
     return tiles

@@ -1,7 +1,9 @@
 """Pairs of lane and expert, put together by expert on the device, in blocks that a program takes.
 
 How many pairs an expert has is known to the device alone: there are as many blocks as any routes
-may need, and those that are left over belong to no expert.
+may need, and those that are left over belong to no expert. Of one of several ranks that has some
+experts, the pairs of all others are grouped, too, as of one more expert after its own: down adds up
+a lane once all of its pairs have been there.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs (pair p is that of lane p // k and of rank
 p % k), E experts, B blocks.
@@ -19,6 +21,12 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32, check_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.experts.held import (
+    check_held,
+    held_options,
+    place_of_expert,
+    places_of,
+)
 
 # Pairs that a program of the kernel looks at together: at least one for each of its threads, as a
 # histogram wants.
@@ -29,9 +37,9 @@ class Grouping(NamedTuple):
     """The live pairs of all lanes by expert, of each in ascending order; valid like its tensors.
 
     order   int32 [P]: pairs; what is past the live ones holds anything
-    blocks  int32 [3, B]: expert, first place in `order`, and number of pairs of each block; those
-            of one expert follow each other, and all but its last are full. Past the last block the
-            expert is -1
+    blocks  int32 [3, B]: expert (the place of its weight), first place in `order`, and number of
+            pairs of each block; those of one expert follow each other, and all but its last are
+            full. Past the last block the expert is -1
     size    pairs of a full block
     """
 
@@ -46,14 +54,22 @@ def most_blocks(pairs: int, experts: int, size: int) -> int:
 
 
 def group_pairs(
-    expert_Nk: torch.Tensor, slot_N: torch.Tensor, *, experts: int, size: int, pdl: bool = False
+    expert_Nk: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    experts: int,
+    size: int,
+    held: range | None = None,
+    pdl: bool = False,
 ) -> Grouping:
     """Group pairs in blocks of at most `size`: one kernel, without a host sync.
 
     Args:
-        expert_Nk: int32, dense: ids in [0, experts), as `route` leaves them. Those of padded lanes
-            are not looked at.
+        expert_Nk: int32, dense: ids as `route` leaves them. Those of padded lanes are not looked
+            at.
         slot_N: int32, -1 = padded lane.
+        experts: those that weights are of.
+        held: their ids; None: all ids, which are in [0, experts).
         pdl: the launch before may still run.
 
     ValueError for a shape or dtype that does not fit, and where there is nothing to group.
@@ -65,25 +81,28 @@ def group_pairs(
     check_lanes(lanes, slot_N=slot_N)
     if experts < 1 or size < 1:
         raise ValueError(f"pairs of {experts} experts in blocks of {size}")
+    check_held(held, experts)
     pairs = lanes * top_k
-    count = most_blocks(pairs, experts, size)
+    groups = experts if held is None else experts + 1
+    count = most_blocks(pairs, groups, size)
     grouping = Grouping(slot_N.new_empty(pairs), slot_N.new_empty(3, count), size)
     if not use_triton(expert_Nk):
-        return group_pairs_reference(expert_Nk, slot_N, experts=experts, out=grouping)
-    launcher(_group_kernel, (experts,))(
+        return group_pairs_reference(expert_Nk, slot_N, experts=experts, held=held, out=grouping)
+    launcher(_group_kernel, (groups,))(
         expert_Nk,
         slot_N,
         grouping.order,
         grouping.blocks,
         PAIRS=pairs,
         TOP_K=top_k,
-        E=experts,
+        E=groups,
         # One more for pairs of padded lanes.
-        BINS=triton.next_power_of_2(experts + 1),
+        BINS=triton.next_power_of_2(groups + 1),
         SIZE=size,
         BLOCKS=count,
         CHUNK=max(_LEAST_CHUNK, min(_CHUNK, triton.next_power_of_2(pairs))),
         num_warps=4,
+        **held_options(held),
         **launch_options(pdl),
     )
     return grouping
@@ -102,6 +121,8 @@ def _group_kernel(
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program an expert. Each counts the pairs of all experts, to know where its own begin."""
@@ -109,7 +130,8 @@ def _group_kernel(
     own = tl.program_id(0)
     counts = tl.zeros((BINS,), tl.int32)
     for first in range(0, PAIRS, CHUNK):
-        counts += tl.histogram(_experts(expert_ptr, slot_ptr, first, PAIRS, TOP_K, E, CHUNK), BINS)
+        expert = _experts(expert_ptr, slot_ptr, first, PAIRS, TOP_K, E, CHUNK, FIRST, HELD)
+        counts += tl.histogram(expert, BINS)
     bins = tl.arange(0, BINS)
     counts = tl.where(bins < E, counts, 0)
     needed = (counts + SIZE - 1) // SIZE
@@ -131,7 +153,7 @@ def _group_kernel(
     if count > 0:
         place = start
         for first in range(0, PAIRS, CHUNK):
-            expert = _experts(expert_ptr, slot_ptr, first, PAIRS, TOP_K, E, CHUNK)
+            expert = _experts(expert_ptr, slot_ptr, first, PAIRS, TOP_K, E, CHUNK, FIRST, HELD)
             mine = expert == own
             before = tl.cumsum(mine.to(tl.int32), axis=0)
             pair = first + tl.arange(0, CHUNK)
@@ -148,18 +170,30 @@ def _experts(
     TOP_K: tl.constexpr,
     E: tl.constexpr,
     CHUNK: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
 ):
-    """Of the CHUNK pairs from `first` on the expert; E of those that are not there."""
+    """Of the CHUNK pairs from `first` on the expert's place; E of those that are not there."""
     pair = first + tl.arange(0, CHUNK)
     there = pair < PAIRS
     slot = tl.load(slot_ptr + pair // TOP_K, mask=there, other=-1)
-    return tl.load(expert_ptr + pair, mask=slot >= 0, other=E)
+    expert = tl.load(expert_ptr + pair, mask=slot >= 0, other=E)
+    if HELD > 0:
+        expert = tl.where(slot >= 0, place_of_expert(expert, FIRST, HELD), E)
+    return expert
 
 
 def group_pairs_reference(
-    expert_Nk: torch.Tensor, slot_N: torch.Tensor, *, experts: int, out: Grouping
+    expert_Nk: torch.Tensor,
+    slot_N: torch.Tensor,
+    *,
+    experts: int,
+    out: Grouping,
+    held: range | None = None,
 ) -> Grouping:
     """`group_pairs` in plain PyTorch."""
+    if held is not None:
+        expert_Nk, experts = places_of(expert_Nk, held), experts + 1
     live = (slot_N >= 0).repeat_interleave(expert_Nk.shape[1])
     ids = torch.where(live, expert_Nk.flatten(), experts)
     sorted_ids, order = ids.sort(stable=True)

@@ -15,6 +15,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.experts.grouping import Grouping
+from graphengine.kernels.experts.held import held_options
 from graphengine.kernels.experts.packed import PackedExperts
 from graphengine.kernels.experts.packed_gluon import packed_experts_kernel
 from graphengine.kernels.experts.plans import check_expert_plan
@@ -57,6 +58,7 @@ def launch_packed(
     eps: float = 0.0,
     bias_EM: torch.Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
+    held: range | None = None,
     out: torch.Tensor,
     stream: StreamArgs | SumArgs | None = None,
     arrivals: torch.Tensor | None = None,
@@ -121,5 +123,6 @@ def launch_packed(
         WARPS=plan.warps,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
+        **held_options(held),
         **launch_options(pdl),
     )

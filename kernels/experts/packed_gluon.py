@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.experts.held import place_of_expert
 from graphengine.kernels.linear.linear_gluon_epilogue import (
     load_rows,
     load_squares,
@@ -45,6 +46,7 @@ from graphengine.kernels.norm_rope.activation import gated
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 _gated = gluon.jit(gated.fn)
+_place_of_expert = gluon.jit(place_of_expert.fn)
 
 
 @gluon.jit(do_not_specialize=["lanes", "x_pitch", "eps"])
@@ -82,6 +84,8 @@ def packed_experts_kernel(
     STAGES: gl.constexpr,
     EVEN_K: gl.constexpr,
     WARPS: gl.constexpr,
+    FIRST: gl.constexpr,
+    HELD: gl.constexpr,
     PDL: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
@@ -89,8 +93,9 @@ def packed_experts_kernel(
 
     Without blocks a program takes a single pair, straight from the router. A SwiGLU reads the rows
     of lanes and stores its outputs. Down, which has a stream, reads those of pairs; the last of a
-    lane's pairs to arrive adds all of them to the stream, or stores their sum in place of one. The
-    other arguments are those of `packed_gluon.packed_kernel` and `experts_triton.down_kernel`.
+    lane's pairs to arrive adds all of them to the stream, or stores their sum in place of one.
+    Pairs of experts that other ranks have arrive with nothing. The other arguments are those of
+    `packed_gluon.packed_kernel` and `experts_triton.down_kernel`.
     """
     TILES: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     gl.static_assert(STAGES <= TILES and (STAGES > 1 or TILES == 1))
@@ -114,13 +119,18 @@ def packed_experts_kernel(
 
     if SWIGLU:
         _wait_for_inputs(PDL, OVERLAP)
-    block = _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K)
+    block = _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K, FIRST, HELD)
     expert = block[0]
     if SWIGLU and expert < 0:
         return
     # Of down a program without an expert asks for nothing, and waits.
     some = expert >= 0
     index = gl.maximum(expert, 0).to(gl.int64)
+    if HELD > 0:
+        if SWIGLU and expert >= HELD:
+            return
+        some = some & (expert < HELD)
+        index = gl.where(some, expert, 0).to(gl.int64)
     columns = gl.where(some, BLOCKS_K, 0)
     codes_ptr = weight.codes + index * (BLOCKS_M * BLOCKS_K * 256)
     places = code_places(
@@ -166,6 +176,25 @@ def packed_experts_kernel(
     if not SWIGLU:
         _wait_for_inputs(PDL, OVERLAP)
         if expert < 0:
+            return
+        if HELD > 0 and expert >= HELD:
+            _arrive(
+                pair,
+                there,
+                tile,
+                output,
+                norm,
+                out_ptr,
+                share_ptr,
+                expert_ptr,
+                arrivals_ptr,
+                lanes,
+                stream,
+                M,
+                TOP_K,
+                FIRST,
+                HELD,
+            )
             return
 
     x_row = x_pair // TOP_K if SWIGLU else x_pair
@@ -233,19 +262,81 @@ def packed_experts_kernel(
     else:
         gl.store(out_ptrs, whole, mask=stored)
         gl.thread_barrier()
-        lane = pair // TOP_K
-        arrival_ptrs = arrivals_ptr + lane * gl.num_programs(0) + tile
-        one = gl.full_like(pair, 1)
-        arrived = gl.atomic_add(arrival_ptrs, one, mask=there, sem="acq_rel")
-        done = there & (arrived == TOP_K - 1)
-        if gl.max(done.to(gl.int32), axis=0) > 0:
-            gl.store(arrival_ptrs, gl.zeros_like(pair), mask=done)
-            _add_pairs(out_ptr, share_ptr, lane, done, output, norm, tile, lanes, stream, M, TOP_K)
+        _arrive(
+            pair,
+            there,
+            tile,
+            output,
+            norm,
+            out_ptr,
+            share_ptr,
+            expert_ptr,
+            arrivals_ptr,
+            lanes,
+            stream,
+            M,
+            TOP_K,
+            FIRST,
+            HELD,
+        )
 
 
 @gluon.jit
-def _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K: gl.constexpr):
-    """The program's expert, -1 where it has none, the first place of its pairs, and how many."""
+def _arrive(
+    pair,
+    there,
+    tile,
+    output,
+    norm,
+    y_ptr,
+    share_ptr,
+    expert_ptr,
+    arrivals_ptr,
+    lanes,
+    stream,
+    M: gl.constexpr,
+    TOP_K: gl.constexpr,
+    FIRST: gl.constexpr,
+    HELD: gl.constexpr,
+):
+    """Pairs have what they add, if anything; the last of a lane's adds all of it up."""
+    lane = pair // TOP_K
+    arrival_ptrs = arrivals_ptr + lane * gl.num_programs(0) + tile
+    one = gl.full_like(pair, 1)
+    arrived = gl.atomic_add(arrival_ptrs, one, mask=there, sem="acq_rel")
+    done = there & (arrived == TOP_K - 1)
+    if gl.max(done.to(gl.int32), axis=0) > 0:
+        gl.store(arrival_ptrs, gl.zeros_like(pair), mask=done)
+        _add_pairs(
+            y_ptr,
+            share_ptr,
+            expert_ptr,
+            lane,
+            done,
+            output,
+            norm,
+            tile,
+            lanes,
+            stream,
+            M,
+            TOP_K,
+            FIRST,
+            HELD,
+        )
+
+
+@gluon.jit
+def _block(
+    slot_ptr,
+    expert_ptr,
+    blocks_ptr,
+    TOP_K: gl.constexpr,
+    FIRST: gl.constexpr,
+    HELD: gl.constexpr,
+):
+    """The place of the program's expert, -1 where it has none, the first place of its pairs, and
+    how many.
+    """
     start = gl.program_id(1)
     if blocks_ptr is not None:
         at = blocks_ptr + start
@@ -257,7 +348,7 @@ def _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K: gl.constexpr):
     else:
         # Both at once. The expert of a padded lane may be anything.
         slot = gl.load(slot_ptr + start // TOP_K, cache_modifier=".cg")
-        expert = gl.load(expert_ptr + start, cache_modifier=".cg")
+        expert = _place_of_expert(gl.load(expert_ptr + start, cache_modifier=".cg"), FIRST, HELD)
         expert = gl.where(slot >= 0, expert, -1)
         count = 1
     return expert, start, count
@@ -279,6 +370,7 @@ def _pairs(order_ptr, block, L: gl.constexpr, layout: gl.constexpr):
 def _add_pairs(
     y_ptr,
     share_ptr,
+    expert_ptr,
     lane,
     live,
     output,
@@ -288,9 +380,12 @@ def _add_pairs(
     stream,
     M: gl.constexpr,
     TOP_K: gl.constexpr,
+    FIRST: gl.constexpr,
+    HELD: gl.constexpr,
 ):
     """Add the products of lanes' pairs, each by its share and in the order of ranks, to the
     residual stream, and leave what the next norm needs; or store their sum, in place of a stream.
+    Pairs of experts that other ranks have add nothing.
     """
     stored = live[:, None] & (output < M)[None, :]
     at = lane.to(gl.int64)[:, None] * M + output[None, :]
@@ -302,7 +397,13 @@ def _add_pairs(
         pair = lane * TOP_K + rank
         shares += (gl.load(share_ptr + pair, mask=live, other=0.0),)  # type: ignore[assignment]
         y_ptrs = y_ptr + pair.to(gl.int64)[:, None] * M + output[None, :]
-        y = gl.load(y_ptrs, mask=stored, other=0.0, cache_modifier=".cg")
+        if HELD > 0:
+            expert = gl.load(expert_ptr + pair, mask=live, other=0)
+            here = _place_of_expert(expert, FIRST, HELD) < HELD
+            mask = stored & here[:, None]
+            y = gl.load(y_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+        else:
+            y = gl.load(y_ptrs, mask=stored, other=0.0, cache_modifier=".cg")
         products += (y,)  # type: ignore[assignment]
     total = gl.zeros_like(base)
     for rank in gl.static_range(TOP_K):

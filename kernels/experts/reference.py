@@ -1,8 +1,7 @@
 """The twins of `experts.py` in plain PyTorch; their order of sums is that of a CPU engine.
 
 They know nothing of blocks: a pair's bits are those of a product of `REFERENCE_ROWS` rows, of
-which it has one, and so the same in any company. Alone among the twins they know ids past the last
-expert: those of experts that are elsewhere, which add nothing.
+which it has one, and so the same in any company.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from graphengine.kernels.core.lanes import live_lanes
+from graphengine.kernels.experts.held import places_of
 from graphengine.kernels.experts.packed import PackedExperts
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.reference import REFERENCE_ROWS, matmul_group, sum_in_order
@@ -27,16 +27,18 @@ def expert_product_reference(
     swiglu: bool = False,
     bias_EM: torch.Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
+    held: range | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """The product of each live pair with its expert's weight, into rows of `out` [P, M or F].
 
-    Of a SwiGLU `x` has a row for each lane, of other products one for each pair.
+    Of a SwiGLU `x` has a row for each lane, of other products one for each pair. Pairs of experts
+    that are not `held` are left out.
     """
     top_k = routes.expert.shape[1]
     lanes = live_lanes(slot_N)
     pairs = (lanes[:, None] * top_k + torch.arange(top_k, device=lanes.device)).flatten()
-    chosen = routes.expert.flatten()[pairs]
+    chosen = places_of(routes.expert.flatten()[pairs], held)
     for expert in chosen[chosen < weight_EMK.shape[0]].unique().tolist():
         weight = _floats(weight_EMK, expert)
         for part in pairs[chosen == expert].split(REFERENCE_ROWS):
@@ -62,17 +64,18 @@ def expert_sum_reference(
     *,
     out_dtype: torch.dtype,
     bias_EH: torch.Tensor | None = None,
+    held: range | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each live lane's experts by rank, [N, H]; other lanes hold anything."""
     lanes, top_k = routes.expert.shape
     hidden = weight_EHF.shape[1]
     y = torch.empty((lanes * top_k, hidden), dtype=out_dtype, device=a_PF.device)
-    expert_product_reference(a_PF, weight_EHF, slot_N, routes, bias_EM=bias_EH, out=y)
+    expert_product_reference(a_PF, weight_EHF, slot_N, routes, bias_EM=bias_EH, held=held, out=y)
     live = live_lanes(slot_N)
     if out is None:
         out = torch.empty((lanes, hidden), dtype=out_dtype, device=a_PF.device)
-    elsewhere = routes.expert[live] >= weight_EHF.shape[0]
+    elsewhere = places_of(routes.expert[live], held) >= weight_EHF.shape[0]
     products = y.view(lanes, top_k, hidden)[live].float().masked_fill(elsewhere[..., None], 0.0)
     total = torch.zeros_like(products[:, 0])
     for rank in range(top_k):

@@ -48,6 +48,7 @@ from graphengine.kernels.logits.logits_triton import (
     USES_BAD_WORDS,
     USES_BIAS,
     USES_COUNTS,
+    USES_GRAMMAR,
     USES_MASK,
     USES_REPETITION,
     process_kernel,
@@ -221,7 +222,7 @@ def process_logits_reference(
         flags = int(tensors.flags[slot]) & steps
         before = range(j) if tree is None else ancestors_of(tree, lane)
         fed = [tokens[lane - j + node] for node in before] + [tokens[lane]]
-        if flags & USES_MASK:
+        if flags & (USES_MASK | USES_GRAMMAR):
             _mask_reference(logits_V, tensors.bitmask[slot], j)
         if flags & USES_BAD_WORDS:
             start = int(tensors.bad_words_start[slot])

@@ -16,13 +16,15 @@ USES_BAD_WORDS = 2
 USES_BIAS = 4
 USES_REPETITION = 8
 USES_COUNTS = 16  # frequency and presence
-ALL_STEPS = 31
+USES_GRAMMAR = 32  # a mask that changes with every token, in place of one that stays
+ALL_STEPS = 63
 
 _MASK = tl.constexpr(USES_MASK)
 _BAD_WORDS = tl.constexpr(USES_BAD_WORDS)
 _BIAS = tl.constexpr(USES_BIAS)
 _REPETITION = tl.constexpr(USES_REPETITION)
 _COUNTS = tl.constexpr(USES_COUNTS)
+_GRAMMAR = tl.constexpr(USES_GRAMMAR)
 
 # An entry of `counts`: this bit for the prompt, the others for the times that the id was emitted.
 IN_PROMPT = -(1 << 31)
@@ -205,7 +207,7 @@ def process_kernel(
             # Other threads than stored the biased logits read them.
             tl.debug_barrier()
         logits = tl.load(logits_ptr + ids, mask=inside, other=float("-inf"))
-        if (flags & _MASK) != 0:
+        if (flags & (_MASK | _GRAMMAR)) != 0:
             mask = slot * masks + tl.where(masks > 1, j, 0)
             word = tl.load(tensors.bitmask + mask * words + (ids >> 5), mask=inside, other=0)
             allowed = ((word >> (ids & 31)) & 1) != 0

@@ -299,14 +299,8 @@ def _candidates(
     value: NDArray[np.float32] = logits_V[columns]
     error = np.zeros(value.size, np.int32)
     if temperature > 0 and columns.size:
-        with np.errstate(over="ignore"):
-            least = -np.float32(np.inf)
-            if top_n_sigma > 0:
-                least = sigma_floor_reference(value, top_n_sigma) / temperature
-            value = np.clip(value / temperature, -LARGEST.value, LARGEST.value)
-        if 0 < top_k < columns.size or top_p < 1 or min_p > 0 or top_n_sigma > 0:
-            kept = _kept(value, least, int(top_k), float(top_p), min_p)
-            columns, value = columns[kept], value[kept]
+        value, kept = kept_reference(value, temperature, top_k, top_p, min_p, top_n_sigma)
+        columns, value = columns[kept], value[kept]
         noise = gumbel(philox_uint32(seed, position, id_V[columns]))
         scaled, value = value, value + noise
         left_out = _key(noise - (value - scaled)) & ~HEALTH.value
@@ -314,6 +308,25 @@ def _candidates(
         coarse = (size >= COARSE.value) & (size < LARGEST.value)
         error = np.where(coarse, left_out, 0).astype(np.int32)
     return health_V, columns, _Value(value, error)
+
+
+def kept_reference(
+    logits: NDArray[np.float32],
+    temperature: np.float32,
+    top_k: np.int32,
+    top_p: np.float32,
+    min_p: np.float32,
+    top_n_sigma: np.float32,
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """A sampled row's candidates over the temperature, and which of them the filters keep."""
+    with np.errstate(over="ignore"):
+        least = -np.float32(np.inf)
+        if top_n_sigma > 0:
+            least = sigma_floor_reference(logits, top_n_sigma) / temperature
+        scaled = np.clip(logits / temperature, -LARGEST.value, LARGEST.value)
+    if 0 < top_k < scaled.size or top_p < 1 or min_p > 0 or top_n_sigma > 0:
+        return scaled, _kept(scaled, least, int(top_k), float(top_p), min_p)
+    return scaled, np.ones(scaled.size, np.bool_)
 
 
 def _key(value: NDArray[np.float32]) -> NDArray[np.int64]:

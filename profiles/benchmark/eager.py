@@ -20,6 +20,7 @@ import torch
 from graphengine import Engine, Result, SamplingParams
 from graphengine.buckets import CapturedGraph
 from graphengine.program.graph_key import GraphKey
+from graphengine.speculative import describe
 
 Answer = TypeVar("Answer")
 
@@ -96,6 +97,23 @@ def require_begins(result: Result, beginning: Result, what: str) -> None:
     """RuntimeError unless the tokens of `result` begin with those of `beginning`."""
     begun = result.token_ids[: len(beginning.token_ids)]
     require_equal([beginning, replace(result, token_ids=begun)], what)
+
+
+def comparable(engine: Engine, plain_numerics: str) -> bool:
+    """Whether its tokens must be those of plain decoding with these numerics.
+
+    An engine with a tree of drafts attends in other splits in half precision, so its tokens may
+    differ where two are nearly equal. RuntimeError for any other drafter whose numerics differ.
+    """
+    if engine.numerics_id == plain_numerics:
+        return True
+    mode = engine.config.mode
+    if getattr(mode, "tree", None) is None:
+        raise RuntimeError(
+            f"{describe(mode)} has numerics {engine.numerics_id}, plain decoding in row family "
+            f"{engine.row_family} {plain_numerics}: their tokens cannot be compared"
+        )
+    return False
 
 
 def require_equal(results: Sequence[Result], what: str) -> None:

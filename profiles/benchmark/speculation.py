@@ -25,7 +25,7 @@ from graphengine.drafters.mtp import MtpModules
 from graphengine.kernels import RowFamily
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import measure
-from graphengine.profiles.benchmark.eager import drain, with_launches
+from graphengine.profiles.benchmark.eager import comparable, drain, with_launches
 from graphengine.profiles.benchmark.engines import engine_options, random_drafter
 from graphengine.profiles.benchmark.experts_read import step_experts
 from graphengine.profiles.benchmark.measure import Run, Work
@@ -249,7 +249,7 @@ class _PlainEngines(Plains):
 def measure_drafts(
     engine: Engine, work: Work, plains: Plains, *, run: Run | None = None, drafts_off: bool = True
 ) -> dict[str, Any]:
-    """A speculative engine's figures, after the check of its tokens.
+    """A speculative engine's figures, after the check of its tokens where they are comparable.
 
     k, forced          drafts verified, and accepted by force; None: as the target says
     tokens_per_step    for a row; `tokens_per_s` for all rows
@@ -266,12 +266,8 @@ def measure_drafts(
     run = run or measure.run_of(engine, work)
     config, same = engine.config, plains.need(engine.row_family)
     forced = config.forced_acceptance
-    if engine.numerics_id != same.numerics_id:
-        raise RuntimeError(
-            f"{describe(config.mode)} has numerics {engine.numerics_id}, plain decoding in row "
-            f"family {same.family} {same.numerics_id}: their tokens cannot be compared"
-        )
-    expected = same.results if forced is None else None
+    compared = comparable(engine, same.numerics_id)
+    expected = same.results if forced is None and compared else None
     figures = measure.decode(engine, work, expected, run=run)
     engine.acceptance.reset()
     _, launches = _one_run(engine, work, run)
@@ -279,7 +275,7 @@ def measure_drafts(
     wrong = [name for name in launches if f"/k{config.drafts}/" not in name]
     if wrong:
         raise RuntimeError(f"steps without {config.drafts} drafts were measured: {wrong}")
-    off = _drafts_off(engine, work, expected) if expected is not None and drafts_off else None
+    off = _drafts_off(engine, work, expected) if forced is None and drafts_off else None
     return {
         "k": config.drafts,
         "forced": forced,
@@ -336,7 +332,7 @@ def _one_run(engine: Engine, work: Work, run: Run) -> tuple[list[Result], dict[s
     return results, {key.name: count for key, count in launches.items() if key.kind == "decode"}
 
 
-def _drafts_off(engine: Engine, work: Work, expected: Sequence[Result]) -> float | None:
+def _drafts_off(engine: Engine, work: Work, expected: Sequence[Result] | None) -> float | None:
     """Milliseconds of a step at K = 0, by the engine's own graph for it."""
     if 0 not in engine.memory.draft_lengths or engine.gate is not None:
         return None

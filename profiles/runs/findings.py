@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from graphengine.profiles.runs.breakdown import OUTSIDE, Breakdown, break_down, replay_times
 from graphengine.profiles.runs.run_file import Run
+from graphengine.profiles.runs.units import MS, duration
 
 SHOWN = 10
 OVERLAPS = 3
@@ -84,7 +85,7 @@ def _judge(
     cause, text = _cause(run, found, place, grew, device, excess)
     waited = bool(overlap) and _is_sync(overlap[0][0]) and overlap[0][1] >= 0.5 * excess
     if cause in ("outside", "unknown") and waited:
-        cause, text = "sync", f"the caller waited in {overlap[0][0]} ({_span(overlap[0][1])})"
+        cause, text = "sync", f"the caller waited in {overlap[0][0]} ({duration(overlap[0][1])})"
     return Outlier(
         gap=gap,
         step=int(run.replays.step[run.gaps.last[gap]]),
@@ -108,13 +109,17 @@ def _cause(
     worst = max(host, key=lambda name: host[name], default=None)
     if worst is not None and host[worst] >= max(0.5 * excess, waited):
         if worst != OUTSIDE:
-            return worst, f"{HOST_STAGES[worst]} took {_span(host[worst])} more than usual"
+            return worst, f"{HOST_STAGES[worst]} took {duration(host[worst])} more than usual"
         if synchronised(found)[place]:
+            away = duration(found.parts[OUTSIDE][place])
             return "sync", (
-                f"the host was {_span(found.parts[OUTSIDE][place])} outside the engine, until the "
-                f"device was done: something waits for it there ({SYNCS})"
+                f"the host was outside the engine for {away}, until the device was done: something "
+                f"waits for the device there ({SYNCS})"
             )
-        return OUTSIDE, f"{_span(host[worst])} more between two calls of step(): the caller's code"
+        return (
+            OUTSIDE,
+            f"{duration(host[worst])} more between two calls of step(): the caller's code",
+        )
     if found.skipped[place] > 0:
         return "pause", f"{found.skipped[place]} steps went by without the request: it was paused"
     if found.prefilled[place] > 0:
@@ -123,16 +128,18 @@ def _cause(
     if larger is not None and not device < 0.3 * excess:
         return "bucket", larger
     bucket = run.replays.bucket[run.gaps.last[found.gap[place]]]
-    where = "computing" if run.on_host else "on the device"
+    where = "to compute" if run.on_host else "on the device"
     if device >= 0.5 * excess:
-        return "device", f"{bucket} took {_span(device)} more {where} than usual"
+        return "device", f"{bucket} took {duration(device)} more {where} than usual"
     if worst is None:
         return "unknown", "the source does not tell what the host did meanwhile"
     if np.isnan(device):
-        return "late", f"the host waited {_span(waited)} more; the device's time is not known"
+        return "late", f"the host waited {duration(waited)} more; the device's time is not known"
+    computed = f"only {duration(device)} longer" if device > 0 else "no longer"
     return "late", (
-        f"the host waited {_span(waited)} more, the device computed {_span(device)} more: the "
-        "replay began late, or the host did not poll: not scheduled, or in Python's collector"
+        f"the host waited {duration(waited)} more than usual, though the device computed "
+        f"{computed}: the replay began late, or the host looked late because it was not scheduled "
+        "or Python's collector ran"
     )
 
 
@@ -151,10 +158,6 @@ def synchronised(found: Breakdown) -> NDArray[np.bool_]:
     return near & away & at_once
 
 
-def _span(us: float) -> str:
-    return f"{us:.0f} us" if abs(us) < 10_000 else f"{us / 1e3:.1f} ms"
-
-
 def _larger_bucket(run: Run, found: Breakdown, place: int) -> str | None:
     """Whether the gap ended in a bucket with more rows than most gaps do."""
     rows, live = int(found.rows[place]), int(found.live[place])
@@ -165,8 +168,8 @@ def _larger_bucket(run: Run, found: Breakdown, place: int) -> str | None:
     usual = int(sizes[np.argmax(counts)])
     if rows <= usual:
         return None
-    text = f"a bucket of {rows} rows for {live} live ones; most steps have {usual}"
-    return text + (f": a bucket of {live} would do" if live < rows else "")
+    text = f"a bucket of {rows} rows for {live} live ones, while most steps have {usual}"
+    return text + (f"; a bucket of {live} would be enough" if live < rows else "")
 
 
 def _overlap(run: Run, gap: int) -> tuple[tuple[str, float], ...]:
@@ -196,9 +199,14 @@ def stands_out(run: Run, found: Breakdown, judged: Sequence[Outlier]) -> list[Fi
     for cause, members in groups.items():
         excess = sum(member.milliseconds - found.typical_ms for member in members)
         worst = members[0]
+        more = duration(1e3 * excess)
+        took = duration(1e3 * worst.milliseconds, MS)
+        longest = f"took {took} (step {worst.step}): {worst.text}"
         text = (
-            f"{len(members)} of {len(found)} gaps, {excess:.2f} ms above the usual in all; the "
-            f"longest, {worst.milliseconds:.3f} ms in step {worst.step}: {worst.text}"
+            f"{len(members):,} of {len(found):,} steps took longer than usual, by {more} in all. "
+            f"The longest {longest}"
+            if len(members) > 1
+            else f"1 of {len(found):,} steps took longer than usual, by {more}. It {longest}"
         )
         lines.append(Finding(cause=cause, count=len(members), excess_ms=excess, text=text))
     lines.sort(key=lambda line: -line.excess_ms)
@@ -211,9 +219,9 @@ def _hidden_syncs(found: Breakdown) -> list[Finding]:
     if not count:
         return []
     text = (
-        f"{count} of {len(found)} gaps, none of them an outlier: the host was outside the engine "
-        f"until the device was done, so something waits for it there ({SYNCS}); the host's own "
-        "work is then no longer hidden behind the device's"
+        f"in {count:,} of {len(found):,} steps, none of them an outlier, the host was outside the "
+        f"engine until the device was done: something waits for the device there ({SYNCS}). The "
+        "host's own work then no longer overlaps with the device's"
     )
     return [Finding(cause="sync", count=count, excess_ms=0.0, text=text)]
 
@@ -230,8 +238,9 @@ def _idle(run: Run, found: Breakdown) -> list[Finding]:
     worst = max(usual, key=lambda name: usual[name])
     where = "outside the engine" if worst == OUTSIDE else HOST_STAGES[worst]
     text = (
-        f"the device is idle for {100 * idle:.0f}% of a usual step: {_span(device)} of "
-        f"{_span(1e3 * found.typical_ms)}; the host is busiest {where}, {_span(usual[worst])}"
+        f"the device is idle for {100 * idle:.0f}% of a usual step: it computes for "
+        f"{duration(device)} of {duration(1e3 * found.typical_ms)}. The host's longest part is "
+        f"{where}, {duration(usual[worst])}"
     )
     return [Finding(cause="idle", count=len(found), excess_ms=0.0, text=text)]
 
@@ -249,14 +258,14 @@ def _padding(run: Run) -> list[Finding]:
         smaller = [size for size in sizes if most <= size < rows]
         if smaller:
             text = (
-                f"{len(live)} replays of {rows} rows had {most} live ones at most, though a bucket "
-                f"of {smaller[0]} is captured{_cost(run, int(rows))}"
+                f"{len(live):,} replays of {rows} rows had at most {most} live ones, though a "
+                f"bucket of {smaller[0]} is captured{_cost(run, int(rows))}"
             )
         elif padding >= PADDED and most < rows:
             text = (
-                f"{100 * padding:.0f}% of the rows of {len(live)} replays of {rows} rows were "
-                f"padding: at most {most} were live, and no captured bucket is smaller; add "
-                f"{most} to `buckets`{_cost(run, int(rows))}"
+                f"{100 * padding:.0f}% of the rows of {len(live):,} replays of {rows} rows were "
+                f"padding: at most {most} were live, and no smaller bucket that would hold them "
+                f"is captured. Add {most} to `buckets`{_cost(run, int(rows))}"
             )
         else:
             continue
@@ -279,7 +288,11 @@ def _cost(run: Run, rows: int) -> str:
     if not theirs:
         return ""
     share = 100 * (mine / theirs - 1)
-    return f" (its replays take {_span(mine)}, {share:+.0f}% against those of {other})"
+    more = "more" if share >= 0 else "less"
+    return (
+        f" (its replays take {duration(mine)}, {abs(share):.0f}% {more} than those of {other} "
+        f"row{'' if other == 1 else 's'})"
+    )
 
 
 def captured_rows(run: Run) -> list[int]:

@@ -1,100 +1,183 @@
-"""A report as one self-contained HTML file: plots, findings and tables."""
+"""A report as one self-contained HTML file: findings, plots and tables.
+
+page.html, page.css and page.js beside this file are its frame, its looks and the script that draws
+the charts. The page's own policy lets a browser run that script, known by its hash, and nothing
+else, and fetch nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.resources import files
+from string import Template
 from typing import Any
 
 from graphengine.profiles.runs.findings import judge_run
-from graphengine.profiles.runs.plots import all_plots
-from graphengine.profiles.runs.report_text import describe_report
+from graphengine.profiles.runs.plots import Bar, Plot, all_plots
+from graphengine.profiles.runs.report_sections import (
+    STAR,
+    Section,
+    Table,
+    comparison,
+    facts,
+    notes,
+    sections,
+)
 from graphengine.profiles.runs.run_file import Run
+from graphengine.profiles.runs.units import MS, duration
 
-TITLES = {
-    "over-steps": "Time between tokens, step by step",
-    "distribution": "How it is distributed",
-    "host-and-device": "Host against device",
-    "kernels": "Where the device's time goes",
-    "buckets": "Buckets and padding",
-    "captures": "What the captures cost",
-}
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #1b1f24; margin: 2rem auto; max-width: 62rem;
-       padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
-.facts, figcaption { color: #57606a } .tiles { display: flex; flex-wrap: wrap; gap: .6rem }
-.tile { border: 1px solid #d0d7de; border-radius: 6px; padding: .4rem .9rem }
-.tile b { display: block; font-size: 1.25rem } figure { margin: 0 }
-svg { width: 100%; height: auto } pre { overflow-x: auto; background: #f6f8fa; padding: .8rem;
-       font-size: 12px; line-height: 1.35 }
-li { margin: .3rem 0 } .cause { font-weight: 600 }
-"""
+MARKS = (
+    *("outside", "sync", "prefill", "bucket", "pause", "device"),
+    *("plan", "load", "launch", "deliver", "late", "unknown"),
+)
+"""Causes with a mark of their own in page.html, and its colour in page.css."""
 
 
 def html_report(run: Run, document: Mapping[str, Any], baseline: Run | None) -> str:
-    """The page; ValueError where matplotlib is missing."""
+    """The page."""
     found, judged, _ = judge_run(run)
     plots = all_plots(run, document, found, judged, baseline)
-    parts = [_head(document), _tiles(document), _findings(document)]
-    for name, drawn in plots.items():
-        parts.append(f'<h2>{TITLES[name]}</h2>\n<figure data-plot="{name}">{drawn}</figure>')
-    parts.append(f"<h2>All figures</h2>\n<pre>{escape(describe_report(document))}</pre>")
-    # JSON may hold lone surrogates, which cannot be written to a file.
-    body = "\n".join(parts).encode(errors="replace").decode()
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        # Whatever a name in a trace holds: a browser fetches nothing for this page.
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'\">\n"
-        f"<title>{escape(document['file'])}: latency</title>\n<style>{STYLE}</style>\n</head>\n"
-        f"<body>\n{body}\n</body>\n</html>\n"
+    parts = [_head(document), _tiles(document), _findings(document), _NO_SCRIPT]
+    parts += map(_section, comparison(document))
+    parts += map(_plot, plots)
+    parts += map(_section, sections(document))
+    charts = json.dumps([chart for plot in plots for chart in plot.charts], allow_nan=False)
+    script = _beside("page.js")
+    page = Template(_beside("page.html")).substitute(
+        title=escape(document["file"]),
+        style=_beside("page.css"),
+        body="\n".join(parts),
+        # Within a script element only the end tag has a meaning.
+        charts=charts.replace("<", "\\u003c"),
+        script=script,
+        script_hash=policy_hash(script),
     )
+    # JSON may hold lone surrogates, which cannot be written to a file.
+    return page.encode(errors="replace").decode()
+
+
+def policy_hash(script: str) -> str:
+    """`script` as a content security policy names it."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _beside(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+_NO_SCRIPT = (
+    "<noscript><p>The charts are drawn by a script in this file, which this browser does not run. "
+    "The bars and tables need none.</p></noscript>"
+)
 
 
 def _head(document: Mapping[str, Any]) -> str:
-    environment, engine = document["environment"] or {}, document["engine"] or {}
-    facts = [environment.get("device"), document["source"], f"{document['replays']} replays"]
-    facts += [
-        f"{name} {engine[name]}" for name in ("dtype", "max_batch", "lookahead") if name in engine
-    ]
-    facts += [f"{name} {environment[name]}" for name in ("torch", "date") if environment.get(name)]
-    shown = escape(", ".join(str(fact) for fact in facts if fact))
-    told = [*document["notes"]]
-    told += [f"not the same: {note}" for note in (document["against"] or {}).get("notes", ())]
-    notes = "".join(f"<p>Note: {escape(note)}</p>" for note in told)
-    return f'<h1>{escape(document["file"])}</h1>\n<p class="facts">{shown}</p>{notes}'
+    told = "".join(f"<p>Note: {escape(note)}</p>" for note in notes(document))
+    shown = escape(", ".join(facts(document)))
+    return f'<h1>{escape(document["file"])}</h1>\n<p class="muted">{shown}</p>{told}'
 
 
 def _tiles(document: Mapping[str, Any]) -> str:
     found = document["itl_ms"]
     tiles = [
-        (f"{found[name]:.3f} ms" + ("*" if name in found["unsupported"] else ""), f"ITL {name}")
+        (
+            duration(1e3 * found[name], MS) + ("*" if name in found["unsupported"] else ""),
+            f"ITL {name}",
+        )
         for name in ("p50", "p90", "p99", "p99.9", "max")
     ]
     tiles.append((f"{found['n']:,}", "gaps"))
     if document["ttft_ms"] is not None:
-        tiles.append((f"{document['ttft_ms']['p50']:.2f} ms", "TTFT p50"))
+        tiles.append((duration(1e3 * document["ttft_ms"]["p50"], MS), "TTFT p50"))
     deadline = document["deadline"]
     if deadline is not None:
         tiles.append((f"{100 * deadline['rate']:.3f}%", f"above {deadline['ms']:g} ms"))
     shown = "".join(
         f'<div class="tile"><b>{escape(value)}</b>{escape(name)}</div>' for value, name in tiles
     )
-    star = (
-        ""
-        if not found["unsupported"]
-        else (
-            '<p class="facts">* fewer values than this percentile needs: '
-            "a maximum by another name</p>"
-        )
-    )
-    return f'<div class="tiles">{shown}</div>{star}'
+    words = "ITL is the time between two tokens of a request, TTFT the time to its first token."
+    star = f" {STAR}." if found["unsupported"] else ""
+    return f'<div class="tiles">{shown}</div>\n<p class="muted">{words}{escape(star)}</p>'
+
+
+def _mark(cause: str) -> str:
+    if cause not in MARKS:
+        return ""
+    return f'<svg class="mark c-{cause}" aria-hidden="true"><use href="#mark-{cause}"/></svg> '
 
 
 def _findings(document: Mapping[str, Any]) -> str:
     items = "".join(
-        f'<li><span class="cause">{escape(one["cause"])}</span>: {escape(one["text"])}</li>'
+        f'<li>{_mark(one["cause"])}<span class="cause">{escape(one["cause"])}</span>: '
+        f"{escape(one['text'])}</li>"
         for one in document["stands_out"]
     )
-    return f"<h2>What stands out</h2>\n<ul>{items or '<li>nothing</li>'}</ul>"
+    return f"<h2>What stands out</h2>\n<ul>{items or '<li>Nothing.</li>'}</ul>"
+
+
+def _plot(plot: Plot) -> str:
+    charts = "".join(
+        f'<div class="chart" data-chart="{chart["name"]}"></div>' for chart in plot.charts
+    )
+    legend = "".join(
+        f'<li><span class="swatch fill c-{colour}"></span>{escape(meaning)}</li>'
+        for colour, meaning in plot.legend
+    )
+    return (
+        f'<h2>{escape(plot.title)}</h2>\n<figure data-plot="{plot.name}">'
+        f"<figcaption>{escape(plot.caption)}</figcaption>"
+        + (f'<ul class="legend">{legend}</ul>' if legend else "")
+        + (f'<div class="charts">{charts}</div>' if charts else _bars(plot.bars))
+        + "</figure>"
+    )
+
+
+def _bars(bars: Sequence[Bar]) -> str:
+    whole = [sum(value for _, value in track) for bar in bars for track in bar.tracks]
+    longest = max(whole) or 1.0
+
+    def track(parts: Sequence[tuple[str, float]]) -> str:
+        return "".join(
+            f'<span class="fill c-{colour}" style="width:{100 * value / longest:.2f}%"></span>'
+            for colour, value in parts
+            if value
+        )
+
+    return "".join(
+        f'<div class="bar"><div class="bar-text"><span>{escape(bar.name)}</span>'
+        f"<span>{escape(bar.text)}</span></div>"
+        + "".join(f'<div class="track">{track(parts)}</div>' for parts in bar.tracks)
+        + "</div>"
+        for bar in bars
+    )
+
+
+def _section(section: Section) -> str:
+    shown = [f"<h2>{escape(section.title)}</h2>"]
+    shown += [
+        _table(part) if isinstance(part, Table) else f"<p>{escape(part)}</p>"
+        for part in section.parts
+    ]
+    return "\n".join(shown)
+
+
+def _table(table: Table) -> str:
+    def row(tag: str, cells: Sequence[str]) -> str:
+        kinds = [' class="left name"' if column.left else "" for column in table.columns]
+        return "".join(
+            f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)
+        )
+
+    head = row("th", [column.title for column in table.columns])
+    body = "".join(
+        f"<tr>{row('td', [column.cell(one) for column in table.columns])}</tr>"
+        for one in table.rows
+    )
+    return (
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )

@@ -221,6 +221,19 @@ def test_the_stream_is_asked_now_and_then(clock: Clock, mailbox: Mailbox) -> Non
     assert stream.queries == 24  # every 2.01 ms: the first look at or past the two
 
 
+def test_two_mailboxes_of_the_same_words() -> None:
+    """One is written, and the other one read."""
+    words = torch.zeros(4, 3, 2, dtype=torch.int64)
+    written, read = (Mailbox(4, 3, device="cpu", words=words) for _ in range(2))
+    publish(written, 7, PAYLOADS)
+    assert read.wait(7, 3) == PAYLOADS
+    message = r"words are torch.int64 \[4, 3, 2\], for a mailbox of int64 \[4, 3, 3\]"
+    with pytest.raises(ValueError, match=message):
+        Mailbox(4, 3, 3, device="cpu", words=words)
+    with pytest.raises(ValueError, match=r"words are torch.int32 \[4, 3, 2\]"):
+        Mailbox(4, 3, device="cpu", words=words.int())
+
+
 def test_what_cannot_be_waited_for(mailbox: Mailbox) -> None:
     with pytest.raises(ValueError, match="replay 0: replays are counted from 1"):
         mailbox.ready(0, 1)

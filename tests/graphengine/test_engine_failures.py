@@ -340,6 +340,7 @@ def test_what_describes_an_engine_outlives_it(device: str) -> None:
         "step": engine.step,
         "stream": lambda: engine.stream(PROMPT),
         "submit": lambda: engine.submit(PROMPT),
+        "update_weights": lambda: engine.update_weights({}),
         **{name: partial(getattr, engine, name) for name in ("cache", "model", "runtime")},
     }
     for call in calls.values():

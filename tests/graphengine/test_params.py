@@ -271,6 +271,7 @@ def test_engine_defaults() -> None:
         "device": "cpu",
         "tensor_parallel": 1,
         "expert_parallel": False,
+        "data_parallel": 1,
         "dtype": None,
         "quantize": None,
         "quantize_lm_head": False,

@@ -337,8 +337,6 @@ def test_wrong_embeddings(device: str) -> None:
 def test_engines_that_take_none(small: Path) -> None:
     with pytest.raises(ValueError, match=r"prompt_embeds=True, but the draft model .* other draf"):
         open_engine(small, device="cpu", speculative=DraftModel(small, k=2), **SIZES)
-    with pytest.raises(ValueError, match="prompt_embeds=True is for an engine of one rank"):
-        open_engine(small, device="cpu", tensor_parallel=2, **SIZES)
 
 
 def test_rows_are_put_back_where_ids_have_none() -> None:

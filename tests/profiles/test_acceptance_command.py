@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graphengine import Engine
 from graphengine.cli import main as cli
-from graphengine.demo import eagle3_path, heldout_text
+from graphengine.demo import block_path, eagle3_path, heldout_text
 from graphengine.profiles import acceptance
 from graphengine.profiles.acceptance import prompt_starts, repeated_grams
 from graphengine.speculative import FORCE_ACCEPTED
@@ -107,7 +107,7 @@ def test_each_drafter_is_measured_at_each_temperature(run: Run, tmp_path: Path) 
     assert "top_k 40, top_p 0.95, min_p 0.01" in printed
 
 
-def test_the_demo_s_own_head_has_a_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_s_own_drafters_have_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
     studies: list[Any] = []
 
     def keep(study: Any, say: Any) -> Any:
@@ -115,10 +115,11 @@ def test_the_demo_s_own_head_has_a_short_name(monkeypatch: pytest.MonkeyPatch) -
         raise ValueError("enough")
 
     monkeypatch.setattr(acceptance, "measure", keep)
-    assert cli.main(["acceptance", *SMALL, "--speculative", "eagle3:demo:5"]) == 2
-    (mode,) = studies[0].modes.values()
-    assert list(studies[0].modes) == ["eagle3:demo:5"]
-    assert (Path(mode.path), mode.k) == (eagle3_path(), 5)
+    places = {"eagle3:demo:5": eagle3_path(), "dflash:demo:7": block_path()}
+    chosen = [option for name in places for option in ("--speculative", name)]
+    assert cli.main(["acceptance", *SMALL, *chosen]) == 2
+    assert {name: Path(mode.path) for name, mode in studies[0].modes.items()} == places
+    assert [mode.k for mode in studies[0].modes.values()] == [5, 7]
 
 
 def test_json_alone_is_printed_when_asked_for(run: Run, tmp_path: Path) -> None:

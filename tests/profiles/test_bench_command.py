@@ -402,9 +402,9 @@ def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -
     assert "a prompt of 128 tokens" not in shown and "a prompt of 1,024 tokens" not in shown
     assert "- tiny: TTFT after a prompt of 8,192 tokens is 210.50 ms (file 1)." in shown
     assert "- tiny, batch 1: vllm 1 takes 1.457 ms a step, 2.2 times as long (file 1)." in shown
-    assert "read ceiling 4.40 TB/s" in shown and "1. `profiles/results/bench-tiny.json`" in shown
+    assert ", 4.40 TB/s, " in shown and "1. `profiles/results/bench-tiny.json`" in shown
     assert "decoding after 9 tokens each: admitting a prompt of 40 tokens" in shown
-    assert " ms with `max_prefill_ms_per_step=1e+09`, its first token takes " in shown
+    assert " ms with `max_prefill_ms_per_step=1e+09`; its own first token takes " in shown
     assert ", at most 1e+09 ms of prefill a step" in shown
     for line in (LONG_PLAIN, LONG):
         assert line in shown
@@ -430,10 +430,10 @@ def test_contexts_have_a_table_of_their_own(run_bench: Bench, tmp_path: Path) ->
     figures = "6.896 | 75% | 7.125 | 1.015 | 1: 1.38 | 1 |"
     assert f"| tiny | 2 x 8,192 | float32 | 22 | {figures}" in shown
     for line in (
-        "- tiny: TTFT after a prompt of 32,768 tokens is 1080.25 ms (file 1).",
-        "- tiny, 8 rows at a context of 131,072 tokens were skipped: 65,600 KV blocks. Short (fil",
-        "were skipped, mtp eagle, k=1: 65,600 KV blocks. Short (file 1).",
-        "; float32, contexts of random KV and 14 new tokens, 1 run.",
+        "- tiny: TTFT after a prompt of 32,768 tokens is 1,080.25 ms (file 1).",
+        "- tiny, 8 rows at a context of 131,072 tokens were not measured, because they do not fit",
+        "131,072 tokens with mtp eagle, k=1 were not measured, because they do not fit: 65,600 KV",
+        ", float32, contexts of random KV and 14 new tokens, 1 run.",
     ):
         assert line in shown
 
@@ -461,6 +461,13 @@ def test_every_figure_names_its_file(tmp_path: Path) -> None:
     assert re.search(r"\| 0\.222 \|.*\| 2 \|\n", shown)
     assert re.search(r"\| 10,200 \| events \|.*\| 2 \|\n", shown)
     assert shown.index("\n1. `profiles/results/bench-a.json`") < shown.index("\n2. `profiles/")
+    # What the files share is told once.
+    assert shown.count("Device and versions of all of these: NVIDIA H200, driver ") == 1
+    assert shown.count("NVIDIA H200") == 1
+    source["environment"]["device"] = "NVIDIA H100"
+    (tmp_path / "bench-b.json").write_text(json.dumps(source))
+    apart = table.markdown(tmp_path)
+    assert "of all of these" not in apart and "bench-b.json`: NVIDIA H100, driver " in apart
 
 
 @pytest.mark.parametrize(("first", "second"), [(4.0, 4.4), (4.4, 4.0)])
@@ -518,7 +525,7 @@ def test_plans_that_nobody_measured_are_told(
     assert text.heuristic_plans(document["rows"][0]) == told
     assert (line in text.describe_document(document)) == bool(told)
     shown = table.markdown(tmp_path)
-    assert shown.endswith(f"5 runs; heuristic plans of {told}." if told else "5 runs.")
+    assert shown.endswith(f"5 runs. Untuned: {told}." if told else "5 runs.")
 
 
 def test_the_table_is_readable_as_text() -> None:
@@ -533,13 +540,13 @@ def test_a_commit_that_was_set_afterwards_is_marked(run_bench: Bench, tmp_path: 
     assert run_bench("--shape", "tiny", *options, *limit)[0] == 0
     shown = table.markdown(tmp_path)
     assert "2 runs, at most 8 prompt tokens a step, without PDL." in shown
-    assert "set afterwards" not in shown
+    assert r"\*, " not in shown
     document = json.loads(out.read_text())
     recorded = {"commit": None, "uncommitted_changes": None}
     document["environment"] |= {"commit": "0123456789ab" * 3, "recorded": recorded}
     document["environment"]["uncommitted_changes"] = False
     out.write_text(json.dumps(document))
-    assert "commit 0123456789ab (set afterwards);" in table.markdown(tmp_path)
+    assert r"commit 0123456789ab\*, " in table.markdown(tmp_path)
 
 
 @pytest.mark.parametrize("page", ["none", f"{table.BEGIN}", f"{table.BEGIN * 2}{table.END}"])

@@ -48,7 +48,7 @@ def test_a_bucket_that_is_too_large_is_found(tmp_path: Path) -> None:
     found = document(path)
     buckets = {row["bucket"]: row for row in found["buckets"]}
     assert buckets["decode/32/fast"]["padding"] == pytest.approx(30 / 32)
-    assert "add 2 to `buckets`" in " ".join(one["text"] for one in found["stands_out"])
+    assert "Add 2 to `buckets`" in " ".join(one["text"] for one in found["stands_out"])
 
 
 def test_a_long_prompt_is_recorded_as_a_prefill(tmp_path: Path) -> None:

@@ -51,8 +51,11 @@ def write_source(kind: str, folder: Path, timeline: Timeline) -> Path:
 
 SOURCES = ("recorder", "graph", "node", "torch")
 PLANTED: dict[str, tuple[dict[str, Any], str]] = {
-    "outside": ({"stalls": {100: 3000.0, 200: 2500.0}}, r"2 of 398 gaps, 5\.\d+ ms above"),
-    "sync": ({"syncs": {50, 51, 90}}, "3 of 398 gaps"),
+    "outside": (
+        {"stalls": {100: 3000.0, 200: 2500.0}},
+        r"2 of 398 steps took longer than usual, by 5\.\d+ ms",
+    ),
+    "sync": ({"syncs": {50, 51, 90}}, "3 of 398 steps"),
     "bucket": ({"larger": set(range(100, 130))}, "a bucket of 32 rows for 2 live ones"),
     "prefill": ({"prefills": {60}}, "it waited for 60 prompt tokens"),
     "device": ({"slower": {70: 200.0}}, "took 20. us more on the device"),
@@ -70,14 +73,14 @@ def test_a_planted_cause_is_found(source: str, cause: str, tmp_path: Path) -> No
     assert re.search(text, document["stands_out"][0]["text"])
     assert {one["cause"] for one in document["outliers"]} == {cause}
     if cause == "bucket":
-        assert "add 2 to `buckets`" in document["stands_out"][1]["text"]
+        assert "Add 2 to `buckets`" in document["stands_out"][1]["text"]
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_nothing_stands_out_in_a_quiet_run(source: str, tmp_path: Path) -> None:
     document = make_document(read_run(write_source(source, tmp_path, simulate())))
     assert document["stands_out"] == [] and document["outliers"] == []
-    assert "what stands out\n- nothing" in describe_report(document)
+    assert "What stands out\n- nothing" in describe_report(document)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -122,9 +125,9 @@ def test_the_table_tells_percentiles_and_marks_those_without_support(
     status, printed, _ = run_report(path, "--deadline-ms", "1")
     assert status == 0
     assert re.search(r"ITL ms +0\.303 +0\.305 +0\.306 +3\.\d+\* +3\.\d+ +398 +398", printed)
-    assert "deadline 1 ms: 1 of 398 gaps missed it, 0.251%" in printed
+    assert "1 of 398 gaps missed the deadline of 1 ms (0.251%), in 1 of 398 steps" in printed
     assert "TTFT ms" in printed and "3 graphs: 0.30 s, 6.0 MiB" in printed
-    assert "not told by this source: kernels" in printed
+    assert "Not told by this source\nkernels" in printed
 
 
 def test_the_json_is_the_document(run_report: Report, tmp_path: Path) -> None:
@@ -145,7 +148,7 @@ def test_two_runs_side_by_side(run_report: Report, tmp_path: Path) -> None:
     before = Export(tmp_path / "before.sqlite", simulate(seed=1), mode="node").path
     after = Export(tmp_path / "after.sqlite", simulate(factor=1.05, seed=2), mode="node").path
     status, printed, _ = run_report(after, "--against", before)
-    assert status == 0 and "against before.sqlite" in printed
+    assert status == 0 and "Compared with before.sqlite" in printed
     assert re.search(r"p50 +0\.\d+ +0\.\d+ +\+[45]\.\d% .* slower", printed)
     assert re.search(r"decode/1 dot_kernel +212\.\d+ +222\.\d+ +\+[45]\.\d% .* slower", printed)
 
@@ -261,7 +264,7 @@ def test_device_times_that_one_bucket_lacks_are_no_number(
             line["device_us"] = None
     path.write_text("\n".join(map(json.dumps, lines)))
     status, printed, _ = run_report(path)
-    assert status == 0 and "nan" not in printed and "add 2 to `buckets`" in printed
+    assert status == 0 and "nan" not in printed and "Add 2 to `buckets`" in printed
 
 
 @pytest.mark.parametrize("source", ["recorder", "graph"])

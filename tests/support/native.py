@@ -27,7 +27,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Files of over 90 s on an H200 with 30 processes beside each other, the longest first.
 SHARDS = {
-    "tests/kernels/experts/test_packed_experts_gluon.py": 8,
+    "tests/kernels/experts/test_packed_experts_gluon.py": 4,
     "tests/graphengine/models/test_gemma3.py": 4,
     "tests/graphengine/models/test_hybrids.py": 6,
     "tests/kernels/recurrent/test_gated_delta.py": 4,
@@ -51,6 +51,7 @@ SHARDS = {
     "tests/kernels/attention/test_prefill_gluon.py": 2,
     "tests/kernels/linear/test_packed_linear.py": 3,
     "tests/kernels/linear/test_packed_chunk_fp8.py": 2,
+    "tests/graphengine/program/test_graphs.py": 4,
 }
 ALONE = re.compile(r"\bmark\.alone\b")
 """What a file with a test that runs alone has in it."""

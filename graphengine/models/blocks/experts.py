@@ -3,7 +3,8 @@
 Decode runs the router with its product, and two kernels over the chosen experts, and one between
 them where pairs of lane and expert are grouped; a chunk of a prompt always groups them. With
 several ranks each has a part of every expert's width, or some experts, and the router, by which all
-choose alike: so one sum of ranks has the chosen experts and the shared ones.
+choose alike: so one sum of ranks has the chosen experts and the shared ones. Or each rank has lanes
+of its own and shares its experts with all others (`lanes_of_ranks.py`).
 
 Letters: N lanes, H hidden, F ffn width of an expert, E experts, k of a lane, P = N * k pairs.
 """
@@ -30,6 +31,7 @@ from graphengine.kernels import (
     Routes,
     WeightFormat,
     add_rms_norm,
+    add_to_residual,
     chunk_tile,
     decode_block,
     empty_experts,
@@ -42,6 +44,7 @@ from graphengine.kernels import (
     route,
     route_product,
 )
+from graphengine.models.blocks.lanes_of_ranks import RoutedLanes, lanes_of_all, sum_of_own
 from graphengine.models.blocks.streams import PrefillScratch, add_part, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.contract import DecodeLaunch, Reduce, Share, Stack, StoredLinear, Weight
@@ -62,6 +65,7 @@ class Experts:
     ffn_size   of each expert
     shared     a SwiGLU of every token, whose output is added after that of the chosen experts
     held       those that this rank has as a whole; None: the width of all
+    sharing    ranks with lanes of their own, for all of which these experts work
     corrected  whether experts are chosen by scores with a correction
     bias       whether the router's product and those of the experts have biases
     clamped    the experts' in place of silu(gate) * up
@@ -77,6 +81,7 @@ class Experts:
     norm_eps: float
     shared: Swiglu | None = None
     held: range | None = None
+    sharing: int = 1
     corrected: bool = False
     bias: bool = False
     clamped: ClampedSwiglu | None = None
@@ -109,14 +114,6 @@ class Experts:
         """The dimension along which ranks split a tensor of one expert; None: they do not."""
         return split if self.held is None else None
 
-    def own_routes(self, routes: Routes) -> Routes:
-        """By the places of the weights; an expert that another rank has is past the last one."""
-        if self.held is None:
-            return routes
-        place = routes.expert - self.held.start
-        there = (place >= 0) & (place < len(self.held))
-        return routes._replace(expert=torch.where(there, place, len(self.held)))
-
     @property
     def first_linears(self) -> Mapping[str, str]:
         """Of each weight, the first linear of a checkpoint whose rows it has; of all experts that
@@ -143,7 +140,7 @@ class Experts:
     @property
     def routed_width(self) -> int:
         """The same without the shared SwiGLU, which has its place past it."""
-        return self.router.top_k * (self.ffn_size + self.hidden_size)
+        return self.sharing * self.router.top_k * (self.ffn_size + self.hidden_size)
 
     @property
     def expert_parameters(self) -> int:
@@ -199,6 +196,7 @@ class Chosen(NamedTuple):
     """What the lanes' chosen experts have made of the stream, which down multiplies: `[P, F]`."""
 
     gated: Tensor
+    slot: Tensor
     routes: Routes
     grouping: Grouping | None
 
@@ -358,34 +356,52 @@ class ExpertsWeights:
             pdl=launch.pdl,
         )
         tell_routes(routes, slot)
-        routes, experts = block.own_routes(routes), len(block.own)
+        lanes = RoutedLanes(residual.scaled, slot, routes, residual.squares)
+        if launch.experts is not None:
+            lanes = lanes_of_all(lanes, launch.experts)
+        chosen = self._choose(lanes, launch)
+        if launch.reduce is None and launch.experts is None:
+            return self._add(chosen, shared, row, residual, next_norm, launch)
+        part = self._part(chosen, shared, row, launch)
+        if launch.experts is not None:
+            return add_to_residual(part, slot, residual, next_norm, pdl=launch.pdl)
+        return add_part(part, slot, residual, next_norm, launch=launch)
+
+    def _choose(self, lanes: RoutedLanes, launch: DecodeLaunch) -> Chosen:
+        """What this rank's experts make of the lanes that chose them."""
+        block, slot = self.block, lanes.slot
+        routes, experts = lanes.routes, len(block.own)
         gate_up_plan = launch.plan("expert_gate_up", self.gate_up)
         down_plan = launch.plan("expert_down", self.down)
         # The family `fma` takes pairs one by one, and is part of the bits.
         in_dot = gate_up_plan.family == down_plan.family == "dot"
         grouping = None
-        pairs = (len(slot), block.router.top_k, experts)
+        pairs = (len(slot), block.router.top_k, block.experts)
         if in_dot and groups_pairs(*pairs, launch.tokens_per_row):
             size = decode_block(*pairs, _format(self.gate_up))
-            grouping = group_pairs(routes.expert, slot, experts=experts, size=size, pdl=launch.pdl)
+            grouping = group_pairs(
+                routes.expert,
+                slot,
+                experts=experts,
+                size=size,
+                held=block.held,
+                pdl=launch.pdl,
+            )
         gated = expert_swiglu(
-            residual.scaled,
+            lanes.x,
             self.gate_up,
             slot,
             routes,
             tile=gate_up_plan,
-            squares_TN=residual.squares,
+            squares_TN=lanes.squares,
             eps=block.norm_eps,
             bias_E2F=self.gate_up_bias,
             clamped=block.clamped,
             grouping=grouping,
+            held=block.held,
             pdl=launch.pdl,
         )
-        chosen = Chosen(gated, routes, grouping)
-        if launch.reduce is None:
-            return self._add(chosen, shared, row, residual, next_norm, launch)
-        part = self._part(chosen, shared, row, launch)
-        return add_part(part, slot, residual, next_norm, launch=launch)
+        return Chosen(gated, slot, routes, grouping)
 
     def _add(
         self,
@@ -417,18 +433,24 @@ class ExpertsWeights:
     def _part(
         self, chosen: Chosen, shared: Tensor | None, row: DecodeLanes, launch: DecodeLaunch
     ) -> Tensor:
-        """Float32 `[N, H]`: what this rank has of all that is added to the stream."""
+        """Float32 `[N, H]`: what this rank has of all that is added to the stream.
+
+        Of its own lanes, which all ranks have worked for, that is all of it.
+        """
         part = expert_part(
             chosen.gated,
             self.down,
-            row.slot,
+            chosen.slot,
             chosen.routes,
             plan=launch.plan("expert_down", self.down),
             arrivals=launch.arrivals,
             bias_EH=self._own_bias(launch.share),
             grouping=chosen.grouping,
+            held=self.block.held,
             pdl=launch.pdl,
         )
+        if launch.experts is not None:
+            part = sum_of_own(part, launch.experts)
         if self.shared is not None and shared is not None:
             # One sum of ranks for both.
             part += self.shared.part(shared, row, launch)
@@ -448,9 +470,7 @@ class ExpertsWeights:
         `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`.
         """
         block, h, pdl = self.block, scratch.h, scratch.launch.pdl
-        experts, top_k, ffn = len(block.own), block.router.top_k, block.ffn_size
-        lanes, hidden = h.shape
-        up_tile, down_tile = self._chunk_tiles(lanes, h.dtype)
+        experts, ffn, hidden = len(block.own), block.ffn_size, block.hidden_size
         logits = _router_logits(h, self.gate)
         if self.gate_bias is not None:
             logits += self.gate_bias
@@ -464,35 +484,47 @@ class ExpertsWeights:
             expert_Nk=kept,
             pdl=pdl,
         )
-        routes = block.own_routes(routes)
         shared = None
         if self.shared is not None:
             shared = self._shared_chunk(slot, scratch)
-        grouping = group_pairs(routes.expert, slot, experts=experts, size=up_tile.lanes, pdl=pdl)
+        lanes, out, group = RoutedLanes(h, slot, routes), h, scratch.launch.experts
+        if group is not None:
+            lanes = lanes_of_all(lanes, group)
+            out = lanes.x.new_empty(lanes.x.shape)
+        slot_M, routes, held = lanes.slot, lanes.routes, block.held
+        up_tile, down_tile = self._chunk_tiles(len(slot_M), h.dtype)
+        pairs = block.sharing * block.router.top_k
+        grouping = group_pairs(
+            routes.expert, slot_M, experts=experts, size=up_tile.lanes, held=held, pdl=pdl
+        )
         gated = expert_swiglu(
-            h,
+            lanes.x,
             self.gate_up,
-            slot,
+            slot_M,
             routes,
             tile=up_tile,
             bias_E2F=self.gate_up_bias,
             clamped=block.clamped,
             grouping=grouping,
-            out=scratch.take(top_k * ffn).view(-1, ffn),
+            held=held,
+            out=scratch.take(pairs * ffn).view(-1, ffn),
             pdl=pdl,
         )
         summed = expert_sum(
             gated,
             self.down,
-            slot,
+            slot_M,
             routes,
             tile=down_tile,
             grouping=grouping,
+            held=held,
             bias_EH=self._own_bias(scratch.launch.share),
-            products=scratch.take(top_k * hidden, after=top_k * ffn).view(-1, hidden),
-            out=h,
+            products=scratch.take(pairs * hidden, after=pairs * ffn).view(-1, hidden),
+            out=out,
             pdl=pdl,
         )
+        if group is not None:
+            summed = sum_of_own(summed, group)
         eps = block.norm_eps
         for y in _summands(summed, shared, scratch.launch.reduce):
             add_rms_norm(stream, y, next_norm, slot, eps=eps, out_dtype=h.dtype, out=h, pdl=pdl)
@@ -501,7 +533,7 @@ class ExpertsWeights:
         """Of gates and ups, and of down; both take the pairs of one grouping."""
         block = self.block
         tiles = [
-            chunk_tile(lanes, block.router.top_k, len(block.own), columns, dtype, _format(weight))
+            chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
             for weight, columns in ((self.gate_up, block.hidden_size), (self.down, block.ffn_size))
         ]
         least = min(tile.lanes for tile in tiles)

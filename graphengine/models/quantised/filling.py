@@ -40,7 +40,7 @@ Reader = Callable[[StoredLinear, torch.device], Read]
 """Reads the weight for a linear; what is done to it is done on the device."""
 
 
-class _Changed(Mapping[str, Tensor]):
+class Changed(Mapping[str, Tensor]):
     """A checkpoint's tensors, each of which is changed when it is looked up."""
 
     def __init__(
@@ -75,7 +75,7 @@ def of_stack(tensors: Mapping[str, Tensor], stack: Stack | None) -> Mapping[str,
             raise ValueError(f"{name} has shape {[*tensor.shape]}, and there are {experts} experts")
         return tensor[expert]
 
-    return _Changed(tensors, part)
+    return Changed(tensors, part)
 
 
 def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
@@ -89,7 +89,7 @@ def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
             shape = (rows, linear.shape[1]) if cut is None else _whole(rows, linear.shape[1], cut)
             scheme = quantisation.scheme(name)
             assert scheme is not None, f"{name=} has a form and no scheme"
-            there = _Changed(of_stack(tensors, linear.stack), lambda _, each: each.to(device))
+            there = Changed(of_stack(tensors, linear.stack), lambda _, each: each.to(device))
             try:
                 found = read_weight(scheme, there, name, shape)
                 parts.append(_part(found.weight, cut, linear.weight))
@@ -117,19 +117,25 @@ def _part(whole: QuantisedWeight, cut: Cut | None, target: AnyWeight) -> Quantis
     return part_of(whole, cut, 1 if isinstance(target, Tensor) else target.format.rows)
 
 
-def rounding_reader(checkpoint: Checkpoint, embedding: str) -> Reader:
-    """Weights of 16 or 32 bits, rounded to the nearest codes.
+def rounded_names(linear: StoredLinear, stored: Collection[str], embedding: str) -> list[str]:
+    """The tensors of 16 or 32 bits that the weight of a linear is made of.
 
+    stored     names of the tensors that there are
     embedding  its name without ".weight", which stands for an lm_head that is not stored
     """
+    names = [f"{name}.weight" if linear.stack is None else name for name, _ in linear.parts]
+    if names == [f"{HEAD}.weight"] and names[0] not in stored:
+        return [f"{embedding}.weight"]
+    return names
+
+
+def rounding_reader(checkpoint: Checkpoint, embedding: str) -> Reader:
+    """Weights of 16 or 32 bits, rounded to the nearest codes; `embedding` as of `rounded_names`."""
     tensors = checkpoint.mapped()
 
     def read(linear: StoredLinear, device: torch.device) -> Read:
         assert isinstance(linear.weight, PackedWeight)
-        stack = linear.stack
-        names = [f"{name}.weight" if stack is None else name for name, _ in linear.parts]
-        if names == [f"{HEAD}.weight"] and names[0] not in checkpoint.tensors:
-            names = [f"{embedding}.weight"]
+        stack, names = linear.stack, rounded_names(linear, checkpoint.tensors, embedding)
         parts = [of_stack(tensors, stack)[name].to(device) for name in names]
         # Tensors that all experts are in have columns where a linear's have rows.
         parts = parts if stack is None else [part.t() for part in parts]

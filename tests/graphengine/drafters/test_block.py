@@ -149,11 +149,16 @@ class Follower:
             drafts[index] = token if index < right else (token + 1) % VOCAB
 
     def check_draft(self, draft: int, logits: torch.Tensor, position: int, which: str) -> None:
-        """Greedily, or with the request's temperature and the noise of the draft's position."""
-        temperature = self.request.params.temperature
-        if temperature:
+        """Greedily, or with the request's temperature and filters, and the noise of the draft's
+        position.
+        """
+        asked = self.request.params
+        for token, bias in (asked.logit_bias or {}).items():
+            logits[token] += bias
+        if asked.temperature:
             params = SamplingTensors.neutral(1)
-            params.temperature[0], params.seed[0] = temperature, self.request.params.seed
+            params.temperature[0], params.seed[0] = asked.temperature, asked.seed
+            params.top_k[0], params.top_p[0] = asked.top_k, asked.top_p
             ints = torch.tensor([0, position - 1], dtype=torch.int32)
             expected = int(sample_reference(logits[None], ints[:1], ints[1:], params))
             assert draft == expected, f"draft {which}, not {expected}"
@@ -247,6 +252,24 @@ def test_drafts_are_those_of_a_plain_forward(
         assert {1, 1 + accepted} <= {count for each in followers for count in each.counts}
         assert [request.token_ids for request in requests] == known
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_drafts_go_through_filters(pairs: dict[str, Pair], name: str) -> None:
+    """Those of a sequential head one after the other."""
+    pair, options = pairs[name], SMALL | {"device": "cpu", "lookahead": 0}
+    asked = [
+        sampled(9, seed=5, top_k=2, logit_bias={7: 3.0}),
+        sampled(9, seed=6, top_p=0.5),
+        greedy(9, logit_bias={7: 3.0}, **ENDLESS),
+    ]
+    prompts = prompts_of(21, 1, 6)
+    with open_plain(pair.path, **SMALL, device="cpu") as engine:
+        plain = [list(result.token_ids) for result in engine.generate(prompts, asked)]
+    with open_speculating(pair.mode(), pair.path, **options) as engine:
+        requests = [engine.submit(*each) for each in zip(prompts, asked, strict=True)]
+        follow(pair, engine, requests)
+        assert [request.token_ids for request in requests] == plain
 
 
 def test_up_to_the_last_position(pairs: dict[str, Pair]) -> None:

@@ -254,6 +254,7 @@ FILTERS: tuple[dict[str, Any], ...] = (
     {"top_n_sigma": 1.0},
     {"logit_bias": {11: 8.0, 300: 8.0}},
     {"top_k": 20, "top_p": 0.9, "min_p": 0.05, "logit_bias": {11: 8.0}},
+    {"allowed_token_ids": range(0, 4096, 2)},
 )
 
 

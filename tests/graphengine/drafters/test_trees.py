@@ -37,7 +37,7 @@ from engines.speculation import (
     serve,
 )
 from graphengine import Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
-from graphengine.draft_trees import StaticTree
+from graphengine.draft_trees import DynamicTree, StaticTree
 from graphengine.drafters import tree_growth
 from graphengine.drafters.making import _check_trees
 from graphengine.drafters.tree_growth import StaticGrowth
@@ -369,6 +369,20 @@ def test_options_on_logits(device: str, mode: Any) -> None:
     for ours, theirs in zip(trees, plain, strict=True):
         assert ours.token_ids == theirs.token_ids and ours.text == theirs.text
         assert ours.logprobs == theirs.logprobs
+
+
+@pytest.mark.parametrize("tree", [TREE, DynamicTree(nodes=9, top_k=3, depth=4)])
+def test_a_nodes_best_child_is_drawn_through_filters(device: str, tree: Any) -> None:
+    """Where they leave one token, it is that of greedy decoding, whatever the temperature."""
+    tokens, steps = [], []
+    with open_speculating(MTP(tree=tree), device=device, dtype="float32") as engine:
+        for filters in ({"temperature": 0.0}, {"temperature": 3.0, "top_k": 1, "seed": 3}):
+            before = engine.acceptance.steps
+            params = SamplingParams(**filters, **ENDLESS, max_tokens=40)
+            tokens.append([each.token_ids for each in engine.generate([PROMPT, OTHER], params)])
+            steps.append(engine.acceptance.steps - before)
+    assert tokens[0] == tokens[1]
+    assert steps[1] <= 1.2 * steps[0], f"{steps=}"
 
 
 def test_grammars_follow_every_path(device: str) -> None:

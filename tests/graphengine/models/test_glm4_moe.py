@@ -95,14 +95,17 @@ def test_packed_rows_are_exchanged_as_plain_ones(
     sizes = {"first_k_dense_replace": 9, "hidden_size": 128, "intermediate_size": 128}
     sizes |= {"num_hidden_layers": 2, "initializer_range": 0.1}
     source = glm_checkpoints[NAMES[0]].model.config.to_dict()
-    Glm4MoeForCausalLM(Glm4MoeConfig.from_dict(source | sizes)).save_pretrained(tmp_path)
+    # Of packed weights a GPU computes in half precision alone, and rounds what it has read so.
+    dtype = "float32" if device == "cpu" else "float16"
+    model = Glm4MoeForCausalLM(Glm4MoeConfig.from_dict(source | sizes))
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
     written = tmp_path / "quantised"
     write_quantised(Checkpoint.open(tmp_path), written, quantize)
     options: dict[str, Any] = {"device": device, "max_seq_len": 64, "lookahead": 0}
     rows = []
     for path, kind in ((tmp_path, None), (tmp_path, quantize), (written, None)):
         with Engine.from_pretrained(
-            path, dtype="float32", max_batch=2, quantize=kind, **options
+            path, dtype=dtype, max_batch=2, quantize=kind, **options
         ) as engine:
             seen = eager(engine)
             engine.generate([5, 9, 77, 3, 150, 8, 41, 6], greedy(2))

@@ -224,14 +224,14 @@ def test_ids_need_no_tokenizer_and_text_does(tmp_path: Path) -> None:
 def test_a_head_of_zeros_has_the_scale_one_and_no_other_is_made_of_nan() -> None:
     with open_engine(device="cpu", kv_dtype="fp8") as engine:
         weights = engine.model.weights
-        before = scales_id([weights])
+        before = scales_id(weights.kv_scales().values())
         cache = torch.zeros(3, 1, 2, 8, *engine.cache.shape[-2:])
         cache[1, 0, 1, 3, 0, 5] = -44.8
         calibrate_kv_scales(weights, cache)
         found = torch.tensor(scales_of(weights))
         assert float(found[1, 1, 0]) == pytest.approx(0.1)
         found[1, 1, 0] = 1.0
-        assert bool((found == 1.0).all()) and scales_id([weights]) != before
+        assert bool((found == 1.0).all()) and scales_id(weights.kv_scales().values()) != before
         cache[2, 0, 0, 0, 0, 0] = torch.nan
         with pytest.raises(
             ValueError, match=r"keys and values of model\.layers\.2\.self_attn reach"

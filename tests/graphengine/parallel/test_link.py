@@ -28,6 +28,7 @@ commands = st.builds(
     st.sampled_from(Kind),
     st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(tuple),
     st.binary(max_size=ROOM),
+    st.integers(0, RANKS),
 )
 
 
@@ -40,8 +41,9 @@ def test_every_rank_takes_every_command_once(sent: list[Command], data: st.DataO
     while waiting or any(len(each) < len(sent) for each in taken):
         who = data.draw(st.integers(0, 2))
         if who == 0 and waiting and driver.has_room():
-            kind, numbers, content = waiting.pop(0)
-            assert driver.send(kind, numbers, content) == driver.sent == len(sent) - len(waiting)
+            kind, numbers, content, to = waiting.pop(0)
+            number = driver.send(kind, numbers, content, to=to)
+            assert number == driver.sent == len(sent) - len(waiting)
             continue
         end, mine = ranks[who - 1], taken[who - 1]
         command = end.take()
@@ -71,17 +73,17 @@ def test_a_ring_is_full_while_one_rank_lags() -> None:
     assert driver.has_room()
 
 
-@pytest.mark.parametrize("word", range(1, 12))
+@pytest.mark.parametrize("word", range(1, 13))
 def test_a_damaged_command_is_never_there(word: int) -> None:
     """Wherever a bit of it differs; once all of it has arrived, it is."""
     memory, driver, (end, _) = linked()
-    driver.send(Kind.LOAD, (1, 2, 3, 4, 5), b"123456789abcdefghijklmno")
-    entry = np.frombuffer(memory.words, dtype=np.int64)[-ENTRIES * 12 :].reshape(ENTRIES, 12)[1]
+    driver.send(Kind.LOAD, (1, 2, 3, 4, 5), b"123456789abcdefghijklmno", to=2)
+    entry = np.frombuffer(memory.words, dtype=np.int64)[-ENTRIES * 13 :].reshape(ENTRIES, 13)[1]
     assert entry[0] == 1 and entry[1] == Kind.LOAD
     entry[word] ^= 1 << 17
     assert end.take() is None
     entry[word] ^= 1 << 17
-    assert end.take() == Command(Kind.LOAD, (1, 2, 3, 4, 5), b"123456789abcdefghijklmno")
+    assert end.take() == Command(Kind.LOAD, (1, 2, 3, 4, 5), b"123456789abcdefghijklmno", 2)
 
 
 def test_stages_and_texts() -> None:
@@ -95,4 +97,4 @@ def test_stages_and_texts() -> None:
     first.fail("x" * 9000, 77)
     assert driver.text(2) == "né" and driver.text(1) == "x" * 8192
     assert driver.failed_at(1) == 77 and driver.stage(1) is Stage.FAILED
-    assert SHAPE.words == 3 * 4 + 2 * 1024 + ENTRIES * 12
+    assert SHAPE.words == 3 * 4 + 2 * 1024 + ENTRIES * 13

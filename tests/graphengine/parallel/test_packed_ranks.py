@@ -83,12 +83,8 @@ def assert_as_one(
         assert engine.acceptance.accepted == accepted
         assert_equal_ranks(engine.runtime)
         # The weights are found to be the same, whoever has them.
-        if not isinstance(engine.config.mode, Eagle3):
-            with engine.restore_session(kept) as restored:
-                assert restored.cached_tokens == kept.blocks * engine.memory.block_size
-        else:
-            with pytest.raises(ValueError, match="the session is of drafter='"):
-                engine.restore_session(kept)
+        with engine.restore_session(kept) as restored:
+            assert restored.cached_tokens == kept.blocks * engine.memory.block_size
         assert packed_bytes(engine) < 0.7 * size or not size
 
 

@@ -24,7 +24,6 @@ from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
-from graphengine.speculative import MTP, DFlash, DraftModel, Eagle3
 
 PROMPT = "def fib(n):"
 
@@ -132,24 +131,6 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
             {"expert_parallel": True, "tensor_parallel": 1},
             "expert_parallel=True is for several ranks, not tensor_parallel=1",
         ),
-        ({"kv_dtype": "fp8"}, "kv_dtype='fp8' is for an engine of one rank"),
-        ({"max_prefill_ms_per_step": 5.0}, "max_prefill_ms_per_step=5.0 is for an engine of one"),
-        (
-            {"speculative": DraftModel(path="none", k=1)},
-            r"speculative=DraftModel\(.*\) is for an engine of one rank",
-        ),
-        (
-            {"speculative": DFlash(path="none", k=1)},
-            r"speculative=DFlash\(.*\) is for an engine of one rank, not for tensor_parallel=2",
-        ),
-        (
-            {"speculative": Eagle3(path="none", k=1, min_confidence=0.5)},
-            r"speculative=Eagle3\(.*\) is for an engine of one rank, not for tensor_parallel=2",
-        ),
-        (
-            {"speculative": MTP(tree=[[0], [1]])},
-            r"speculative=MTP\(.*\) is for an engine of one rank",
-        ),
     ],
 )
 def test_what_ranks_cannot_do_is_an_error(
@@ -158,13 +139,6 @@ def test_what_ranks_cannot_do_is_an_error(
     monkeypatch.setattr("graphengine.parallel.leading.Ranks", None)
     with pytest.raises(ValueError, match=message):
         open_engine(**{"device": "cpu", "tensor_parallel": 2} | options)
-
-
-def test_whole_experts_are_for_ranks_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    message = "expert_parallel=True is for ranks on a CPU, not for device='cuda': no kernel leaves"
-    with pytest.raises(ValueError, match=message):
-        EngineConfig(device="cuda", tensor_parallel=2, expert_parallel=True)
 
 
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,19 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from checkpoints.few_layers import block_drafter, few_layers
 from engines.small_engine import LONG, OTHER, PROMPT, greedy, open_engine, sampled
 from graphengine import Engine
 from graphengine.buckets import CapturedGraph
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.ranks import ONE_DEVICE, RankFailed
 from graphengine.program.graph_key import GraphKey
+from graphengine.speculative import MTP, DFlash, DraftModel, Speculative
 
 pytestmark = pytest.mark.gpu
 
@@ -73,6 +76,45 @@ def test_ranks_say_what_one_says(engine: Engine) -> None:
     assert_equal_ranks(engine)
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        MTP(k=3, min_confidence=0.3),
+        MTP(tree=[[0], [1], [0, 0]]),
+        DFlash(block_drafter(), k=3),
+        DraftModel(few_layers(), k=2),
+    ],
+    ids=lambda mode: type(mode).__name__ + ("-tree" if getattr(mode, "tree", None) else ""),
+)
+def test_drafts_change_no_token(engine: Engine, mode: Speculative) -> None:
+    expected = tokens(engine)
+    with open_ranks(speculative=mode) as drafting:
+        assert tokens(drafting) == expected
+        assert drafting.acceptance.accepted > 0
+        assert_equal_ranks(drafting)
+
+
+def test_ranks_have_fp8_caches_and_time_chunks() -> None:
+    options = {"kv_dtype": "fp8", "kv_calibration": LONG, "max_prefill_ms_per_step": 1000.0}
+    with open_ranks(**options) as engine:
+        said = tokens(engine)
+        assert engine.runtime.chunk_times is not None
+        assert_equal_ranks(engine)
+        assert tokens(engine) == said
+
+
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_ranks_have_some_experts_each(glm_checkpoints: dict[str, Any], max_batch: int) -> None:
+    """Pairs one by one in both row families, grouped, and those of chunks."""
+    oracle = glm_checkpoints["glm-norms-biases"]
+    options = {"device": "cuda", "dtype": "float32", "max_batch": max_batch, "wait_limit_s": 60.0}
+    options |= {"tensor_parallel": 2, "expert_parallel": True}
+    with open_engine(oracle.path, **options) as engine:
+        for result in engine.generate(oracle.prompts((3, 40, 17)), greedy(24, ignore_eos=True)):
+            oracle.assert_greedy(result)
+        assert_equal_ranks(engine)
+
+
 def test_replays_are_what_eager_steps_are(engine: Engine) -> None:
     """The driver's steps are eager, those of the other rank are replays."""
     params = sampled(12, seed=3, top_k=20)
@@ -107,6 +149,7 @@ def test_a_cancelled_request_leaves_ranks_in_step(engine: Engine) -> None:
     assert_equal_ranks(engine)
 
 
+@pytest.mark.alone  # Others change how much memory is free.
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_gone_ends_the_engine(fault: signal.Signals) -> None:
     free, _ = torch.cuda.mem_get_info()

@@ -256,3 +256,20 @@ def test_reports_say_so(engine: Engine, folder: Path) -> None:
     with open_engine(folder, 1) as alone:
         assert "ranks" not in str(alone.report())
         assert alone.numerics_id != engine.numerics_id
+
+
+def test_ranks_time_chunks_together(folder: Path, checkpoints: dict[str, Any]) -> None:
+    """The slowest one counts, and the driver cuts prompts: a short bound is an error there."""
+    prompts = checkpoints["qwen3-biases"].prompts((3, 100))
+    options: dict[str, Any] = {"prefill_buckets": (8, 16, 32), "max_seq_len": 128}
+    found = []
+    for bound in (None, 40.0):
+        with open_engine(folder, 2, max_prefill_ms_per_step=bound, **options) as engine:
+            times = engine.runtime.chunk_times
+            assert (times is None) == (bound is None)
+            found.append([each.token_ids for each in engine.generate(prompts, greedy())])
+            assert_equal_ranks(engine)
+    assert found[0] == found[1]
+    assert times is not None and all(ms > 0 for point in times.values() for _, ms in point)
+    with pytest.raises(ValueError, match="max_prefill_ms_per_step=1e-05 is too short: a chunk of"):
+        open_engine(folder, 2, max_prefill_ms_per_step=1e-5, **options)

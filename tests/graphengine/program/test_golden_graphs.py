@@ -53,9 +53,7 @@ GRAPHS: dict[str, tuple[str, ...]] = {
     "tiny-moe": ("decode/8/fast", "decode/8/full", *PREFILL),
 }  # fmt: skip
 
-# Drafts are drawn through filters since an H200 recorded these: three launches a draft more.
-_FILTERED = {"decode/2/k3/full", *PREFILL} - {"prefill/64/note"}
-OLDER_FILES: dict[str, set[str]] = {"mtp": _FILTERED, "tiny-delta": _FILTERED}
+OLDER_FILES: dict[str, set[str]] = {}
 """Graphs whose files are to be recorded again."""
 
 

@@ -116,6 +116,41 @@ def test_a_replay_of_which_a_call_runs_nothing_is_refused() -> None:
         assert_rng_advances(replay, y, fixed=True)
 
 
+def test_every_generator_advances_with_each_replay() -> None:
+    y, first, second = torch.zeros(8), torch.Generator(), torch.Generator()
+    generators = {"first": first, "second": second}
+
+    def replay() -> None:
+        y[:4].uniform_(generator=first)
+        y[4:].uniform_(generator=second)
+
+    assert_rng_advances(replay, y, generators=generators)
+    message = (
+        r"generator 'second' did not advance in replay 1 of 2: the graph does not draw from it"
+    )
+    with pytest.raises(GraphCheckError, match=message):
+        assert_rng_advances(lambda: y.uniform_(generator=first), y, generators=generators)
+
+    remaining = iter([second])
+
+    def draw_once() -> None:
+        y[:4].uniform_(generator=first)
+        y[4:].uniform_(generator=next(remaining, first))
+
+    with pytest.raises(
+        GraphCheckError, match="generator 'second' did not advance in replay 2 of 2"
+    ):
+        assert_rng_advances(draw_once, y, generators=generators)
+
+
+def test_generators_of_which_nothing_can_be_told_are_refused() -> None:
+    y = torch.zeros(8)
+    with pytest.raises(ValueError, match="generator 'mine' is of type int, not a torch"):
+        assert_rng_advances(y.uniform_, y, generators={"mine": 7})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="fixed=True with 1 generators, which would have to advan"):
+        assert_rng_advances(y.uniform_, y, fixed=True, generators={"mine": torch.Generator()})
+
+
 # Nodes and edges.
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
+import re
 import subprocess
 import sys
 import typing
@@ -20,7 +22,7 @@ from graphengine.testing import plugin
 
 pytest_plugins = ["pytester"]
 
-NEED_GPU = {"no_sync", "no_alloc", "check_no_alloc", "keep_graphs"}
+NEED_GPU = {"no_sync", "no_alloc", "check_no_alloc", "no_leaked_pool", "keep_graphs"}
 # Functions that check nothing by themselves.
 HELPERS = {
     "diff_structures",
@@ -47,7 +49,8 @@ def test_loading_imports_next_to_nothing() -> None:
     )
     imported = json.loads(done.stdout)
     ours = [name for name in imported if name.startswith("graphengine")]
-    assert ours == ["graphengine", "graphengine.testing", "graphengine.testing.plugin"]
+    own = ["graphengine.testing", "graphengine.testing.golden", "graphengine.testing.plugin"]
+    assert ours == ["graphengine", *own]
     assert len(imported) <= 10, imported
 
 
@@ -76,12 +79,13 @@ def test_fixtures_that_need_a_gpu_skip_without_one(
         def test_sync(no_sync): raise AssertionError
         def test_alloc(no_alloc): raise AssertionError
         def test_replays(check_no_alloc): raise AssertionError
+        def test_pool(no_leaked_pool): raise AssertionError
         def test_keep(keep_graphs): raise AssertionError
         def test_capture(needs_gpu): raise AssertionError
         """
     )
     result = pytester.runpytest_subprocess("-rs")
-    result.assert_outcomes(skipped=5)
+    result.assert_outcomes(skipped=6)
     result.stdout.fnmatch_lines(["SKIPPED*needs an NVIDIA GPU: torch.cuda.is_available() is False"])
 
 
@@ -255,5 +259,53 @@ def test_the_fault_of_the_page_is_told_natively(pytester: pytest.Pytester) -> No
 
 
 def test_the_page_lists_every_fixture() -> None:
-    text = README.read_text()
+    text = README.read_text().partition("## Recipes")[0]
     assert [name for name in fixtures() if f"`{name}" not in text] == []
+
+
+def test_pytest_shows_what_each_fixture_does(pytester: pytest.Pytester) -> None:
+    lines = pytester.runpytest("--fixtures", "-p", "no:hypothesispytest").outlines
+    for name in fixtures():
+        (place,) = [n for n, line in enumerate(lines) if re.match(rf"{name}( |$)", line)]
+        assert 30 < len(lines[place + 1]) < 90, name
+        assert lines[place + 2] == "", f"{name} takes more than a line"
+
+
+# The recipes.
+
+
+def recipes(language: str) -> list[str]:
+    text = README.read_text().partition("## Recipes")[2]
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_recipes_for_ci_workers_and_markers_work(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for_ci, for_workers, *_ = recipes("python")
+    (markers,) = recipes("toml")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pytester.makeconftest(for_ci + for_workers)
+    pytester.makepyprojecttoml(markers)
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.gpu
+        def test_it(needs_gpu): pass
+        """
+    )
+    pytester.runpytest_subprocess().assert_outcomes(skipped=1)
+    monkeypatch.setenv("REQUIRE_GPU", "1")
+    result = pytester.runpytest_subprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*REQUIRE_GPU is set, and torch.cuda.is_available() is False*"])
+
+
+def test_workers_get_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, for_workers, *_ = recipes("python")
+    for worker, expected in (("gw0", "0"), ("gw3", "3"), ("gw5", "1")):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        exec(for_workers, {})
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == expected

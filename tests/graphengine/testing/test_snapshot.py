@@ -12,13 +12,8 @@ import torch
 
 from graphengine.buckets import CapturedGraph, GraphNode, GraphStructure
 from graphengine.testing.errors import GraphCheckError
-from graphengine.testing.snapshot import (
-    RECORD,
-    GraphSnapshot,
-    environment_key,
-    file_name,
-    unique_name,
-)
+from graphengine.testing.golden import file_name, unique_name
+from graphengine.testing.snapshot import RECORD, GraphSnapshot, environment_key
 from graphengine.testing.structures import read_structure
 from planted.graphs import PLANTED, chain, nested, with_node
 

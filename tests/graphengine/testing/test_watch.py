@@ -23,6 +23,7 @@ class Device:
         self.waits = 0
         self.free = 2**30
         self.stats: dict[str, int] = {}
+        self.host_stats: dict[str, int] = {}
 
     def begin(self) -> None:
         """Before this the allocator has no statistics, as in torch."""
@@ -72,6 +73,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         ("mem_get_info", lambda _: (device.free, 2**31)),
     ):
         monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(torch.cuda.memory, "host_memory_stats", lambda: device.host_stats)
     monkeypatch.setattr(torch._C, "_cuda_synchronize", device.synchronize, raising=False)
     monkeypatch.setattr(watch, "_WAITS", ((torch._C, "_cuda_synchronize", "it"), *watch._WAITS[1:]))
     return device
@@ -255,6 +257,19 @@ def test_a_sound_capture_and_its_replays_pass_natively() -> None:
             graph.replay()
             captured.replay()
     captured.close()
+
+
+@pytest.mark.parametrize("counter", ["active_requests.allocated", "num_host_alloc"])
+def test_pinned_memory_in_each_replay_is_counted(device: Device, counter: str) -> None:
+    device.host_stats = {counter: 5}
+    check_no_alloc(lambda: None, replays=3)
+
+    def replay() -> None:
+        device.host_stats[counter] += 1
+
+    message = "3 replays took pinned memory of the host 3 times: allocate what a step copies"
+    with pytest.raises(GraphCheckError, match=message):
+        check_no_alloc(replay, replays=3)
 
 
 @pytest.mark.gpu

@@ -16,9 +16,10 @@ from graphengine.kernels.attention import decode
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.tree import TreeLanes, TreeTables
-from graphengine.kernels.draft import draft, dynamic_tree, top_drafts, tree
+from graphengine.kernels.draft import defer, draft, dynamic_tree, top_drafts, tree
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.logits import logits, logprobs
+from graphengine.kernels.sample import cutoff
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.step import begin, finish, move
 from graphengine.kernels.step.state import DecodeLanes, SlotState, StopTensors
@@ -112,6 +113,11 @@ def best() -> None:
     )
 
 
+def leave_for_last() -> None:
+    params = SamplingTensors.neutral(S)
+    defer.defer_filtered(torch.zeros(N, V), ints(N), ints(N), params, ahead=2, pdl=True)
+
+
 def fusion() -> draft.Fusion:
     return draft.Fusion(torch.zeros(V, H), torch.zeros(H), torch.zeros(H), 1e-6)
 
@@ -175,6 +181,7 @@ CASES = {
     "process": Case(process, (logits,), {"logits_ptr", "depth_ptr", "ancestor_ptr"}),
     "rank": Case(rank, (logprobs,), {"source_ptr"}),
     "best": Case(best, (top_drafts,), {"logits_ptr"}),
+    "defer": Case(leave_for_last, (defer, cutoff), {"logits_ptr", "cut_key_ptr", "cut_id_ptr"}),
     "take in": Case(take_in, (draft,), {"target_ptr", "count_ptr"}),
     "grow": Case(lambda: grow(2), (tree,), {"grow.token"}),
     "grow the last level": Case(lambda: grow(0), (tree,), {"grow.token"}),

@@ -17,7 +17,13 @@ from graphengine.kernels.draft.block import (
     commit_block_draft_reference,
 )
 from graphengine.kernels.draft.draft import DraftTiles
-from graphengine.kernels.draft.markov import MarkovHead, markov_draft, markov_draft_reference
+from graphengine.kernels.draft.markov import (
+    MarkovHead,
+    markov_draft,
+    markov_draft_reference,
+    markov_logits,
+    markov_logits_reference,
+)
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import (
@@ -150,6 +156,10 @@ def test_each_draft_follows_the_one_before(twin: Twin, rank: int) -> None:
         tiles = DraftTiles(*markov_draft_reference(*arguments, index=index))
     else:
         tiles = markov_draft(*arguments, index=index)
+    op = markov_logits_reference if twin.reference else markov_logits
+    whole = op(*arguments[:3], index=index).cpu()
+    torch.testing.assert_close(whole[:2], summed[:2], rtol=1e-5, atol=1e-5)
+    assert bool(whole[3].isnan().all())
     token = token_of_tiles_reference(tiles.best.cpu(), tiles.health.cpu())
     assert token[:2].tolist() == expected[:2].tolist() and int(token[3]) == -1
     assert int(token[0]) != int(params.stop_ids[0])
@@ -220,6 +230,9 @@ def test_kernels_compile_for_sm_90_and_wait_before_they_show() -> None:
             lambda: markov_draft(
                 new(14, vocabulary, dtype=torch.float32), head, lanes(rows), params, index=3,
                 pdl=True,
+            ),
+            lambda: markov_logits(
+                new(14, vocabulary, dtype=torch.float32), head, lanes(rows), index=3, pdl=True
             ),
         ],
     }  # fmt: skip

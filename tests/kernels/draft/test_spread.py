@@ -11,6 +11,7 @@ from graphengine.kernels import (
     USES_BAD_WORDS,
     USES_BIAS,
     USES_COUNTS,
+    USES_GRAMMAR,
     USES_MASK,
     USES_REPETITION,
     DecodeLanes,
@@ -80,7 +81,8 @@ def test_arguments_that_do_not_fit_are_refused(changed: dict[str, Any], message:
 def test_only_the_steps_that_are_named_are_done(twin: Any) -> None:
     """With all flags and some steps as with the flags of those alone."""
     _, process, device = twin
-    tokens, every = 40, (USES_MASK, USES_BAD_WORDS, USES_BIAS, USES_REPETITION, USES_COUNTS)
+    tokens = 40
+    every = (USES_MASK, USES_BAD_WORDS, USES_BIAS, USES_REPETITION, USES_COUNTS, USES_GRAMMAR)
 
     def ints(values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

@@ -22,7 +22,7 @@ from graphengine.kernels.experts.reference import expert_product_reference, expe
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from launches.compilation import record_launch
@@ -42,9 +42,12 @@ WIDE = LinearPlan("dot", block_m=32, block_k=128, stages=3)
 TALL = LinearPlan("dot", block_m=64, block_k=64, stages=2)
 
 
-def random_experts(name: str, E: int, M: int, K: int, *, swiglu: bool, idle: set[int]) -> Any:
-    """Random experts and what they mean, float32 [E, M, K]; `idle` ones hold NaN or 255."""
-    packed = [pack(random_quantised(name, M, K, seed=e), swiglu=swiglu) for e in range(E)]
+def random_experts(
+    name: str, E: int, M: int, K: int, *, swiglu: bool, idle: set[int], device: str
+) -> PackedExperts:
+    """Random experts [E, M, K]; `idle` ones hold NaN or 255."""
+    drawn = (random_quantised(name, M, K, seed=e) for e in range(E))
+    packed = [pack(to_device(weight, device), swiglu=swiglu) for weight in drawn]
     one = packed[0]
 
     def room(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -67,26 +70,28 @@ def random_experts(name: str, E: int, M: int, K: int, *, swiglu: bool, idle: set
     return experts
 
 
-def to_device(experts: PackedExperts, device: str) -> PackedExperts:
-    return PackedExperts(*(p.to(device) if isinstance(p, torch.Tensor) else p for p in experts))
+def to_device(weight: QuantisedWeight, device: str) -> QuantisedWeight:
+    return QuantisedWeight(*(p.to(device) if isinstance(p, torch.Tensor) else p for p in weight))
 
 
 class Case:
-    """Operands of some lanes, the second padded; lanes choose among the first `used` experts."""
+    """Operands of some lanes, the second padded; lanes choose among the first `used` experts, but
+    those that are `routed`.
+    """
 
     def __init__(
         self, name: str, dtype: torch.dtype, *, lanes: int, hidden: int, ffn: int,
         used: int = 3, top_k: int = 2, E: int = 4, device: str = "cpu",
+        routed: dict[int, list[int]] | None = None,
     ) -> None:  # fmt: skip
-        def there(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device)
-
         random = torch.Generator().manual_seed(lanes)
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=random)
 
         chosen = torch.stack([torch.randperm(used, generator=random)[:top_k] for _ in range(lanes)])
+        for lane, experts in (routed or {}).items():
+            chosen[lane] = torch.tensor(experts)
         share = torch.rand(lanes, top_k, generator=random)
         slot = torch.arange(lanes)
         x = normal(lanes, hidden)
@@ -94,33 +99,50 @@ class Case:
             slot[1], x[1], chosen[1], share[1] = -1, NAN, 2**31 - 1, NAN
         idle = set(range(E)) - set(chosen[slot >= 0].flatten().tolist())
         self.E = E
-        self.slot = slot.int()
-        self.routes = Routes(chosen.int(), share)
-        self.squares = (torch.rand(3, lanes, generator=random) + 0.5) * hidden / 3
-        self.gate_up = random_experts(name, E, 2 * ffn, hidden, swiglu=True, idle=idle)
-        self.down = random_experts(name, E, hidden, ffn, swiglu=False, idle=idle)
+        squares = (torch.rand(3, lanes, generator=random) + 0.5) * hidden / 3
+        kept: dict[str, Any] = {"idle": idle, "device": device}
+        self.gate_up = random_experts(name, E, 2 * ffn, hidden, swiglu=True, **kept)
+        self.down = random_experts(name, E, hidden, ffn, swiglu=False, **kept)
         live = int(chosen[0, 0])
-        self.x = (x / (self.gate_up.floats(live).square().mean() * hidden).sqrt()).to(dtype)
-        a = normal(lanes * top_k, ffn) / (self.down.floats(live).square().mean() * ffn).sqrt()
+        sizes = [
+            float(each.floats(live).square().mean() * each.shape[2]) ** 0.5
+            for each in (self.gate_up, self.down)
+        ]
+        a = normal(lanes * top_k, ffn) / sizes[1]
         a.view(lanes, top_k, ffn)[slot < 0] = NAN
-        self.a = a.to(dtype)
-        self.gate_up_bias, self.down_bias = (
-            normal(E, 2 * ffn).to(dtype),
-            normal(E, hidden).to(dtype),
-        )
-        self.stream, self.norm = normal(lanes, hidden), normal(hidden).to(dtype)
-        self.clamped: ClampedSwiglu | None = ClampedSwiglu(limit=1.5, slope=1.7)
 
-    def grouping(self, size: int) -> Grouping | None:
+        def there(tensor: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+            return tensor.to(device, to)
+
+        self.device = device
+        self.slot, self.squares = there(slot, torch.int32), there(squares, torch.float32)
+        self.routes = Routes(there(chosen, torch.int32), there(share, torch.float32))
+        self.x, self.a = there(x / sizes[0], dtype), there(a, dtype)
+        self.gate_up_bias = there(normal(E, 2 * ffn), dtype)
+        self.down_bias = there(normal(E, hidden), dtype)
+        self.stream = there(normal(lanes, hidden), torch.float32)
+        self.norm = there(normal(hidden), dtype)
+        self.clamped: ClampedSwiglu | None = ClampedSwiglu(limit=1.5, slope=1.7)
+        self._move(device)
+
+    def _move(self, device: str) -> None:
+        for name, value in list(vars(self).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(device))
+            elif isinstance(value, PackedExperts):
+                setattr(self, name, to_device(value, device))
+        self.routes = Routes(*(each.to(device) for each in self.routes))
+
+    def grouping(self, size: int, held: range | None = None) -> Grouping | None:
         if not size:
             return None
-        pairs = self.routes.expert.numel()
-        blocks = most_blocks(pairs, self.E, size)
+        pairs, experts = self.routes.expert.numel(), self.E if held is None else len(held)
+        blocks = most_blocks(pairs, experts + (held is not None), size)
         slot, expert = self.slot.cpu(), self.routes.expert.cpu()
         # Places that nobody may look at hold huge numbers.
         order, found = slot.new_full((pairs,), 2**30), slot.new_full((3, blocks), 2**30)
         grouping = Grouping(order, found, size)
-        group_pairs_reference(expert, slot, experts=self.E, out=grouping)
+        group_pairs_reference(expert, slot, experts=experts, held=held, out=grouping)
         return Grouping(order.to(self.slot.device), found.to(self.slot.device), size)
 
     def take(self, lane: int) -> Case:
@@ -139,7 +161,7 @@ class Case:
 
 def launch(case: Case, call: Any) -> Any:
     """Run the launch; without a GPU in an emulation, with copies late and early."""
-    if case.x.is_cuda:
+    if case.device == "cuda":
         return call()
     found: list[Any] = []
     recorded = record_launch(EXPERTS, lambda: found.append(call()), DECODE)
@@ -233,6 +255,79 @@ def test_experts_mean_what_their_weights_mean(
     check(case, plan, sizes, assert_products_close)
 
 
+def slice_experts(experts: PackedExperts, held: range) -> PackedExperts:
+    """Some of them, in memory of their own."""
+    _, *shape = experts.shape
+    tensors = (
+        None if each is None else each[held.start : held.stop].clone()
+        for each in (experts.codes, experts.scales, experts.zeros, experts.row_scales)
+    )
+    return PackedExperts(experts.format, (len(held), *shape), experts.swiglu, *tensors)
+
+
+def check_held(
+    case: Case, plan: LinearPlan, held: range, sizes: tuple[int, ...], close: Any
+) -> None:
+    """Both products with the weights of some experts alone, in all forms with the same bits."""
+    case.gate_up, case.down = (slice_experts(each, held) for each in (case.gate_up, case.down))
+    case.gate_up_bias, case.down_bias = (
+        each[held.start : held.stop].clone() for each in (case.gate_up_bias, case.down_bias)
+    )
+    expert, live = case.routes.expert, case.slot >= 0
+    here = ((expert >= held.start) & (expert < held.stop) & live[:, None]).flatten()
+    of_swiglu = {
+        "squares_TN": case.squares, "eps": EPS, "bias_E2F": case.gate_up_bias,
+        "clamped": case.clamped, "held": held,
+    }  # fmt: skip
+    found = []
+    for size in sizes:
+        grouping = case.grouping(size, held)
+        a = torch.full_like(case.a, NAN)
+        forms = {"grouping": grouping, "held": held, "pdl": True}
+        operands = (case.x, case.gate_up, case.slot, case.routes)
+        launch(
+            case,
+            lambda a=a, operands=operands, forms=forms: expert_swiglu(
+                *operands, tile=plan, out=a, **of_swiglu | forms
+            ),
+        )
+        arrivals = case.slot.new_zeros(residual_arrivals(*case.stream.shape))
+        forms |= {"plan": plan, "arrivals": arrivals, "bias_EH": case.down_bias}
+        operands = (a, case.down, case.slot, case.routes)
+        part = launch(case, lambda operands=operands, forms=forms: expert_part(*operands, **forms))
+        assert not arrivals.any() and a[~here].isnan().all()
+        found.append((a, part))
+    (a, part), *others = found
+    of_swiglu["bias_EM"] = of_swiglu.pop("bias_E2F")
+    expected = expert_product_reference(
+        case.x, case.gate_up, case.slot, case.routes, swiglu=True, out=torch.zeros_like(a),
+        **of_swiglu,
+    )  # fmt: skip
+    close(a[here], expected[here], a.dtype)
+    summed = expert_sum_reference(
+        a, case.down, case.slot, case.routes, out_dtype=torch.float32, bias_EH=case.down_bias,
+        held=held,
+    )  # fmt: skip
+    close(part[live], summed[live], a.dtype)
+    for other, other_part in others:
+        assert torch.equal(other[here], a[here]) and torch.equal(other_part[live], part[live])
+
+
+@compiles
+@pytest.mark.parametrize(
+    "name, dtype, hidden, ffn, plan",
+    [
+        ("mxfp4", BF16, 160, 96, WIDE),
+        ("int4 with zeros", FP16, 136, 40, THIN),
+    ],
+)
+def test_experts_of_other_ranks_add_nothing(assert_products_close, name, dtype, hidden, ffn, plan):
+    """A lane has some of both, a lane has none here, and a lane has no others."""
+    routed = {0: [2, 0], 2: [0, 4], 3: [2, 1], 4: [1, 3]}
+    case = Case(name, dtype, lanes=5, hidden=hidden, ffn=ffn, used=5, E=5, routed=routed)
+    check_held(case, plan, range(1, 3), (0, 8), assert_products_close)
+
+
 @compiles
 @pytest.mark.parametrize(
     "plan, size, message",
@@ -308,3 +403,11 @@ def test_a_gpu_gives_a_pair_the_same_bits_in_any_company(assert_products_close):
         alone = swiglu(one, plan), *residual(one, plan)[:2]
         for found, among in zip(alone, all_of, strict=True):
             assert torch.equal(found[0], among[place])
+
+
+@gpu
+@pytest.mark.parametrize("plan", [None, WIDE, TALL], ids=str)
+def test_a_gpu_adds_what_is_held_alone(assert_products_close, plan):
+    case = Case("mxfp4", BF16, device="cuda", **GPT_OSS | {"used": 6})
+    plan = plan or expert_plan("swiglu", 5760, 2880, BF16, "dot", case.gate_up.format)
+    check_held(case, plan, range(1, 4), (0, 8, 16), assert_products_close)

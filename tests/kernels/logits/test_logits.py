@@ -25,6 +25,7 @@ from graphengine.kernels.logits.logits_triton import (
     USES_BAD_WORDS,
     USES_BIAS,
     USES_COUNTS,
+    USES_GRAMMAR,
     USES_MASK,
     USES_REPETITION,
 )
@@ -63,7 +64,7 @@ class Slot:
     @property
     def flags(self) -> int:
         return (
-            USES_MASK * (self.allowed is not None)
+            (0 if self.allowed is None else USES_GRAMMAR if len(self.allowed) > 1 else USES_MASK)
             + USES_BAD_WORDS * (self.bad_words is not None)
             + USES_BIAS * (self.bias is not None)
             + USES_REPETITION * (self.repetition is not None)

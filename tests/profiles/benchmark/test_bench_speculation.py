@@ -21,6 +21,7 @@ from graphengine.models.dflash import usual_layers
 from graphengine.models.mtp import allocate_mtp_weights
 from graphengine.profiles import bench
 from graphengine.profiles.benchmark import measure
+from graphengine.profiles.benchmark.eager import comparable
 from graphengine.profiles.benchmark.engines import build_engine, random_drafter
 from graphengine.profiles.benchmark.measure import Work
 from graphengine.profiles.benchmark.shapes import Subject, random_module, random_tokens, step_bytes
@@ -314,6 +315,20 @@ def test_other_numerics_are_not_compared() -> None:
 
     with pytest.raises(RuntimeError, match="tokens cannot be compared"):
         list(measure_sweep(sweep(), WORK, CPU, other_blocks))
+
+
+def test_a_tree_with_numerics_of_its_own_is_measured_without_a_comparison() -> None:
+    tree = DynamicTree(nodes=3, top_k=2, depth=2)
+
+    @contextmanager
+    def other_blocks(options: dict[str, Any]) -> Iterator[Engine]:
+        block_size = 8 if options.get("speculative") else 16
+        with open_tiny(options | {"block_size": block_size}) as engine:
+            assert comparable(engine, engine.numerics_id)
+            yield engine
+
+    entries = list(measure_sweep(sweep(mode=MTP(tree=tree), forced=()), WORK, CPU, other_blocks))
+    assert [entry["k"] for entry in entries] == [3] and entries[0]["tokens_per_step"] >= 1
 
 
 def test_steps_without_drafts_are_no_speculative_step() -> None:

@@ -157,10 +157,7 @@ def write_echo(folder: Path, target: Path) -> Path:
     layers but the last. Its sequential head has each token follow itself, so that some of its
     drafts are right.
     """
-    tensors = load_file(target / "model.safetensors")
-    layers = json.loads((target / "config.json").read_text())["num_hidden_layers"]
-    embedding = tensors["model.embed_tokens.weight"].float()
-    lm_head = tensors.get("lm_head.weight", embedding).float()
+    layers, embedding, lm_head = _of_target(target)
     shape = BlockShape(
         layers=tuple(range(layers - 1)), windows=(0,), dspark=True, rank=64, mask=len(embedding) - 1
     )
@@ -168,6 +165,24 @@ def write_echo(folder: Path, target: Path) -> Path:
     drafter["lm_head.weight"] *= 0.1
     drafter["markov_head.markov_w2.weight"] = drafter["markov_head.markov_w1.weight"]
     return write_head(folder, block_config(shape, embedding, layers), drafter)
+
+
+def write_random(folder: Path, target: Path) -> Path:
+    """A DFlash drafter of random weights for the checkpoint in `target`, one of whose layers has a
+    window: what it drafts follows from all that it reads, and is hardly ever right.
+    """
+    layers, embedding, lm_head = _of_target(target)
+    shape = BlockShape(layers=tuple(range(layers - 1)), windows=(0, 9))
+    tensors = block_tensors(shape, embedding, lm_head)
+    return write_head(folder, block_config(shape, embedding, layers), tensors)
+
+
+def _of_target(target: Path) -> tuple[int, Tensor, Tensor]:
+    """The layers of the checkpoint in `target`, its embedding and its lm_head."""
+    tensors = load_file(target / "model.safetensors")
+    layers = json.loads((target / "config.json").read_text())["num_hidden_layers"]
+    embedding = tensors["model.embed_tokens.weight"].float()
+    return layers, embedding, tensors.get("lm_head.weight", embedding).float()
 
 
 @dataclass

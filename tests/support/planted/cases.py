@@ -32,7 +32,9 @@ class Case:
 PREAMBLE = """
 import ctypes, random, time
 import pytest, torch
-from graphengine.buckets import Field, GraphEdge, GraphNode, GraphStructure, StaticBuffers
+from graphengine.buckets import (
+    Field, GraphEdge, GraphNode, GraphStructure, KernelLaunch, StaticBuffers
+)
 
 def capture(step):
     side = torch.cuda.Stream()
@@ -103,6 +105,88 @@ def test_it(graph_snapshot):
     nodes = [GraphNode(index=i, kind="kernel", name=n) for i, n in enumerate(("norm", "linear"))]
     edges = [GraphEdge(source=0, target=1, type=<here>)]
     graph_snapshot(GraphStructure(nodes=tuple(nodes), edges=tuple(edges)), max_kernels=2)
+"""
+
+OUTPUTS = """
+def test_it(assert_outputs_written):
+    x, y = torch.ones(8), torch.full((8,), 2.0)
+    assert_outputs_written(lambda: <here>, {"y": y})
+"""
+
+DISPATCH = """
+class Graph:
+    replays = 0
+
+    def replay(self):
+        self.replays += 1
+        torch.add(x, 1, out=y)
+
+x, y = torch.zeros(8), torch.zeros(8)
+
+def test_it(assert_replayed):
+    graphs = {"4": Graph(), "8": Graph()}
+
+    def run(rows):
+        <here>
+
+    with assert_replayed(graphs, {"4": 1, "8": 1}, most_eager=2):
+        run(4)
+        run(5)
+"""
+
+# A stand-in for torch's allocator, with two tensors in one segment.
+MEMORY = """
+def test_it(assert_no_dangling_pointers, monkeypatch):
+    state = ["active_allocated", "active_allocated"]
+
+    def snapshot():
+        blocks = [{"size": 512, "state": each} for each in state]
+        return [{"device": 0, "address": 0x1000, "total_size": 1024, "blocks": blocks}]
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    data = [(0x1004).to_bytes(8, "little"), (3).to_bytes(4, "little")]
+    launch = KernelLaunch(path="0", name="attend", parameters=tuple(data))
+    <before>
+    with assert_no_dangling_pointers([launch]):
+        <inside>
+"""
+
+SCALARS = """
+def test_it(assert_no_host_scalars):
+    position = 5
+
+    def change():
+        nonlocal position
+        position = 7
+
+    def capture(step):
+        data = (0x1000).to_bytes(8, "little"), step().to_bytes(4, "little")
+        return [KernelLaunch(path="0", name="attend", grid=(<grid>, 1, 1), parameters=data)]
+
+    assert_no_host_scalars(lambda: <number>, change, capture=capture)
+"""
+
+# Of a kernel that stores one number, as ptxas takes it.
+WAITS = """
+PTX = '''
+.visible .entry attend(.param .u64 out)
+{
+    .reg .pred %p<2>;
+    .reg .b64 %rd<2>;
+    <here>
+    griddepcontrol.wait;
+    ld.param.b64 %rd1, [out];
+    st.global.b32 [%rd1], 0;
+$L_end:
+    ret;
+}
+'''
+
+def test_it(assert_pdl_waits):
+    nodes = [GraphNode(index=i, kind="kernel", name=n) for i, n in enumerate(("norm", "attend"))]
+    edges = [GraphEdge(source=0, target=1, type="programmatic", from_port=1)]
+    assert_pdl_waits(GraphStructure(nodes=tuple(nodes), edges=tuple(edges)), [PTX])
 """
 
 ISOLATED = """
@@ -302,6 +386,113 @@ CPU_CASES = [
         sound="generator=generator",
         planted="",
         message="*two replays with a fixed seed differ in output (float32 [[]8]), first at row 0*",
+    ),
+    Case(
+        check="assert_rng_advances",
+        fault="a step draws from another generator than its own",
+        program="""
+        def test_it(assert_rng_advances):
+            y, private = torch.zeros(8), torch.Generator()
+            assert_rng_advances(lambda: y.uniform_(<here>), y, generators={"private": private})
+        """,
+        sound="generator=private",
+        planted="",
+        message="*generator 'private' did not advance in replay 1 of 2: the graph does not draw*",
+    ),
+    Case(
+        check="assert_outputs_written",
+        fault="the last rows are those of the warm-up",
+        program=OUTPUTS,
+        sound="torch.mul(x, 2, out=y)",
+        planted="torch.mul(x[:5], 2, out=y[:5])",
+        message="*a replay did not write 3 of 8 elements of y (float32 [[]8]), first at [[]5]*",
+    ),
+    Case(
+        check="assert_outputs_written",
+        fault="a sum is added to what was there",
+        program=OUTPUTS,
+        sound="y.zero_().add_(x)",
+        planted="y.add_(x)",
+        message="*a replay reads an output before it writes it: what was there before changed y*",
+    ),
+    Case(
+        check="assert_replayed",
+        fault="a batch without a bucket of its size runs eagerly",
+        program=DISPATCH,
+        sound="graphs[min((b for b in graphs if int(b) >= rows), key=int)].replay()",
+        planted="graphs[str(rows)].replay() if str(rows) in graphs else torch.add(x, 1, out=y)",
+        message="*bucket '8' was replayed 0 times, expected 1. 1 of 2 steps ran without a graph*",
+    ),
+    Case(
+        check="assert_replayed",
+        fault="a batch goes to too large a bucket",
+        program=DISPATCH,
+        sound='graphs["4" if rows <= 4 else "8"].replay()',
+        planted='graphs["8"].replay()',
+        message="*bucket '4' was replayed 0 times, expected 1; bucket '8' was replayed 2 times*",
+    ),
+    Case(
+        check="assert_replayed",
+        fault="a part of the step runs beside the graph",
+        program=DISPATCH,
+        sound='graphs["4" if rows <= 4 else "8"].replay()',
+        planted='graphs["4" if rows <= 4 else "8"].replay(); y.exp_()',
+        message="*4 of torch's operations ran eagerly beside 2 replays, most_eager=2: 2 x aten.*",
+    ),
+    Case(
+        check="assert_no_dangling_pointers",
+        fault="memory that a kernel was given is freed",
+        program=MEMORY.replace("<before>", "pass").replace(
+            "<inside>", "state[<here>] = 'inactive'"
+        ),
+        sound="1",
+        planted="0",
+        message="*1 of 1 addresses in the graph are of memory that was freed: node 0 (attend), "
+        "parameter 0: 0x1004 in 512 B at 0x1000, freed*",
+    ),
+    Case(
+        check="assert_no_dangling_pointers",
+        fault="memory was freed before the capture ended",
+        program=MEMORY.replace("<before>", "state[<here>] = 'inactive'").replace(
+            "<inside>", "pass"
+        ),
+        sound="1",
+        planted="0",
+        message="*parameter 0: 0x1004 in 512 B at 0x1000, which is freed already*",
+    ),
+    Case(
+        check="assert_no_host_scalars",
+        fault="a kernel is given the position as a number",
+        program=SCALARS.replace("<grid>", "8").replace("<number>", "<here>"),
+        sound="0",
+        planted="position",
+        message="*1 values of the host are frozen in the graph: node 0 (attend), parameter 1: "
+        "5 -> 7. Give them to the kernel in a tensor*",
+    ),
+    Case(
+        check="assert_no_host_scalars",
+        fault="a grid follows the length",
+        program=SCALARS.replace("<grid>", "<here>").replace("<number>", "0"),
+        sound="8",
+        planted="position",
+        message="*node 0 (attend): grid (5, 1, 1) -> (7, 1, 1)*",
+    ),
+    Case(
+        check="assert_pdl_waits",
+        fault="a kernel does not wait",
+        program=WAITS.replace("griddepcontrol.wait;", "<here>", 1).replace("<here>", "", 1),
+        sound="griddepcontrol.wait;",
+        planted="",
+        message="*1 of 1 programmatic edges lead into a kernel that does not wait: 0 (norm) -> "
+        "1 (attend): it writes at line * (st.global.b32 *) before it has waited; it has 0 waits*",
+    ),
+    Case(
+        check="assert_pdl_waits",
+        fault="a padded program ends before the wait",
+        program=WAITS,
+        sound="",
+        planted="@%p1 bra $L_end;",
+        message="*1 (attend): it may end at line * (ret) before it has waited; it has 1 waits*",
     ),
     Case(
         check="assert_no_host_nodes",

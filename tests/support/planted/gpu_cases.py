@@ -30,6 +30,41 @@ def test_it({check}):
         step()
 """
 
+INCREMENT = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def increment(x, N: tl.constexpr):
+    place = tl.arange(0, N)
+    tl.store(x + place, tl.load(x + place) + 1)
+
+def test_it(assert_no_dangling_pointers):
+    held = {"x": torch.zeros(1024, device="cuda")}
+    graph = capture(lambda: increment[(1,)](held["x"], N=1024))
+    <before>
+    with assert_no_dangling_pointers(graph, buffers=dict(held)):
+        <inside>
+        graph.replay()
+"""
+
+REPLAYED = """
+def test_it(assert_replayed):
+    x, y = torch.zeros(8, device="cuda"), torch.zeros(8, device="cuda")
+    side = torch.cuda.Stream()
+
+    def step():
+        with torch.cuda.stream(<stream>):
+            torch.add(x, 1, out=y)
+
+    graph = capture(step)
+    replay = graph.replay
+    with assert_replayed({"8": graph}, {"8": 2}):
+        replay()
+        <dispatch>
+    torch.cuda.synchronize()
+"""
+
 GPU_CASES = [
     Case(
         check="no_sync",
@@ -115,6 +150,219 @@ GPU_CASES = [
         planted="2**24",
         message="*the driver's free memory fell by 160.0 MiB over 10 replays*",
         alone=True,
+    ),
+    Case(
+        check="check_no_alloc",
+        fault="pinned memory is taken with each replay",
+        program="""
+        def test_it(check_no_alloc):
+            x, kept = torch.zeros(8, device="cuda"), []
+            graph = capture(lambda: x.add_(1))
+
+            def replay():
+                graph.replay()
+                <here>
+
+            check_no_alloc(replay, replays=10, tolerance_bytes=2**25)
+        """,
+        sound="pass",
+        planted="kept.append(torch.empty(2**20, dtype=torch.uint8, pin_memory=True))",
+        message="*10 replays took pinned memory of the host 10 times*",
+        alone=True,
+    ),
+    Case(
+        check="no_leaked_pool",
+        fault="a capture fails by torch.cuda.graph",
+        program="""
+        from graphengine.buckets import CapturedGraph
+
+        x = torch.ones(1024, device="cuda")
+
+        def step():
+            y = x * 2
+            y.sum().item()
+
+        def careful():
+            captured = CapturedGraph(step, name="b", device="cuda")
+            with pytest.raises(RuntimeError):
+                captured.capture()
+            captured.close()
+
+        def careless():
+            graph = torch.cuda.CUDAGraph()
+            with pytest.raises(RuntimeError), torch.cuda.graph(graph):
+                step()
+
+        def test_it(no_leaked_pool):
+            step()
+            with no_leaked_pool():
+                <here>()
+        """,
+        sound="careful",
+        planted="careless",
+        message="*a capture of the block left something behind: *",
+        alone=True,
+    ),
+    Case(
+        check="no_leaked_pool",
+        fault="a graph is still held",
+        program="""
+        kept, x = [], torch.ones(1024, device="cuda")
+
+        def test_it(no_leaked_pool):
+            with no_leaked_pool():
+                kept.append(capture(lambda: (x * 2).sum()))
+                <here>
+        """,
+        sound="torch.cuda.synchronize(); kept.clear()",
+        planted="torch.cuda.synchronize()",
+        message="*left something behind: 1 private pools are still held: (*) with *",
+    ),
+    Case(
+        check="assert_outputs_written",
+        fault="the last rows are those of the warm-up",
+        program="""
+        def test_it(assert_outputs_written):
+            x, y = torch.ones(8, device="cuda"), torch.full((8,), 2.0, device="cuda")
+            graph = capture(lambda: torch.mul(x[:<here>], 2, out=y[:<here>]))
+            assert_outputs_written(graph.replay, {"y": y})
+        """,
+        sound="8",
+        planted="5",
+        message="*a replay did not write 3 of 8 elements of y (float32 [[]8]), first at [[]5]*",
+    ),
+    Case(
+        check="assert_replayed",
+        fault="a step runs without its graph",
+        program=REPLAYED.replace("<stream>", "torch.cuda.current_stream()").replace(
+            "<dispatch>", "<here>"
+        ),
+        sound="replay()",
+        planted="step()",
+        message="*bucket '8' was replayed 1 times, expected 2. 1 of 2 steps ran without a graph*",
+    ),
+    Case(
+        check="assert_replayed",
+        fault="a step runs on a stream that is not captured",
+        program=REPLAYED.replace("<stream>", "<here>").replace("<dispatch>", "replay()"),
+        sound="torch.cuda.current_stream()",
+        planted="side",
+        message="*graph '8' has 0 nodes: its step was not captured*",
+    ),
+    Case(
+        check="assert_no_dangling_pointers",
+        fault="a tensor that a launch of Triton was given is replaced",
+        program=INCREMENT.replace("<before>", "pass").replace("<inside>", "<here>"),
+        sound='held["x"].fill_(1)',
+        planted='held["x"] = torch.ones(1024, device="cuda")',
+        message="*addresses in the graph are of memory that was freed: x (float32 [[]1024]): "
+        "node 0 (increment), parameter 0: 0x* at 0x*, freed*",
+    ),
+    Case(
+        check="assert_no_dangling_pointers",
+        fault="nobody keeps a tensor that a launch of Triton was given",
+        program=INCREMENT.replace("<before>", "<here>").replace("<inside>", "pass"),
+        sound="pass",
+        planted='held["x"] = torch.ones(4096, device="cuda")',
+        message="*node 0 (increment), parameter 0: 0x* at 0x*, which is freed already*",
+    ),
+    Case(
+        check="assert_no_host_scalars",
+        fault="a kernel is given the position as a number",
+        program="""
+        import triton
+        import triton.language as tl
+
+        @triton.jit
+        def store(y, position, POINTER: tl.constexpr):
+            if POINTER:
+                tl.store(y + tl.load(position), 1.0)
+            else:
+                tl.store(y + position, 1.0)
+
+        def test_it(assert_no_host_scalars):
+            y, position = torch.zeros(8, device="cuda"), 5
+            on_device = torch.full((1,), 5, dtype=torch.int32, device="cuda")
+
+            def change():
+                nonlocal position
+                position = 7
+                on_device.fill_(7)
+
+            assert_no_host_scalars(lambda: store[(1,)](y, <here>), change)
+        """,
+        sound="on_device, POINTER=True",
+        planted="position, POINTER=False",
+        message="*1 values of the host are frozen in the graph: node 0 (store), parameter 1: "
+        "5 -> 7*",
+    ),
+    Case(
+        check="assert_pdl_waits",
+        fault="a kernel that starts early does not wait",
+        program="""
+        import triton
+        import triton.language as tl
+        from graphengine.kernels.core.pdl import wait_for_inputs
+
+        @triton.jit
+        def increment(x, N: tl.constexpr, PDL: tl.constexpr):
+            wait_for_inputs(PDL)
+            place = tl.arange(0, N)
+            tl.store(x + place, tl.load(x + place) + 1)
+
+        def test_it(assert_pdl_waits):
+            x, code = torch.zeros(8, device="cuda"), []
+
+            def step():
+                for _ in range(2):
+                    code.append(increment[(1,)](x, N=8, PDL=<here>, launch_pdl=True))
+
+            assert_pdl_waits(capture(step), code)
+        """,
+        sound="True",
+        planted="False",
+        message="*0 (increment) -> 1 (increment): it writes at line * before it has waited; it has "
+        "0 waits*",
+    ),
+    Case(
+        check="assert_rng_advances",
+        fault="a step draws from another generator than its own",
+        program="""
+        def test_it(assert_rng_advances):
+            y, private = torch.zeros(8, device="cuda"), torch.Generator(device="cuda")
+            private.manual_seed(7)
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(private)
+            y.uniform_(generator=private)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                y.uniform_(<here>)
+            assert_rng_advances(graph.replay, y, generators={"private": private})
+        """,
+        sound="generator=private",
+        planted="",
+        message="*generator 'private' did not advance in replay 1 of 2 (seed 7, offset *",
+    ),
+    Case(
+        check="assert_rng_advances",
+        fault="the graph is launched past torch's replay",
+        program="""
+        from graphengine.buckets.runtime import runtime
+
+        def test_it(assert_rng_advances):
+            y = torch.zeros(8, device="cuda")
+            graph = capture(lambda: y.uniform_())
+            handle = ctypes.c_void_p(int(graph.raw_cuda_graph_exec()))
+
+            def launch():
+                stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+                assert not runtime().cudaGraphLaunch(handle, stream)
+
+            assert_rng_advances(<here>, y)
+        """,
+        sound="graph.replay",
+        planted="launch",
+        message="*the random numbers are frozen: two replays left the same 8 elements*",
     ),
     Case(
         check="assert_replay_matches_eager",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
+from html import escape, unescape
 from pathlib import Path
+from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 INSTALL_SECONDS = 240
@@ -49,3 +53,32 @@ def run_chromium(chromium: str, page: Path, folder: Path, *options: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+def measure(
+    chromium: str, page: str, folder: Path, script: str, size: tuple[int, int], *options: str
+) -> Any:
+    """What `script` returns, run in a frame of `size` once the HTML `page` in it is laid out.
+
+    A window would be at least 500 pixels wide. The copy in the frame allows all inline scripts.
+    """
+    opened, count = re.subn(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
+    assert count == 1, count
+    run = (
+        "<script>setTimeout(() => { let found;"
+        f"try {{ found = (() => {{{script}}})() }} catch (error) {{ found = error.stack }}"
+        "parent.document.getElementById('measured').textContent = JSON.stringify(found);"
+        "}, 100)</script></body>"
+    )
+    framed = escape(opened.replace("</body>", run))
+    width, height = size
+    outer = folder / "measured.html"
+    outer.write_text(
+        '<!DOCTYPE html><meta charset="utf-8"><pre id="measured"></pre>'
+        f'<iframe width="{width}" height="{height}" style="border:0" srcdoc="{framed}"></iframe>',
+        encoding="utf-8",
+    )
+    wanted = ("--window-size=1400,1000", "--virtual-time-budget=1000", "--dump-dom")
+    printed = run_chromium(chromium, outer, folder, *wanted, *options)
+    (found,) = re.findall(r'<pre id="measured">(.*?)</pre>', printed, flags=re.DOTALL)
+    return json.loads(unescape(found))

@@ -1,0 +1,67 @@
+"""Waits for what replays publish, of this process or of another one whose mailboxes are mapped."""
+
+from __future__ import annotations
+
+from graphengine.buckets import Mailbox
+from graphengine.buckets.mailbox import Payloads, Queryable, WaitMode
+from graphengine.host.logprobs import Logprobs
+from graphengine.host.replay import Replay
+from graphengine.host.routes import Routing
+from graphengine.requests.result import TokenLogprobs
+
+
+class Waits:
+    """Those of a rank's mailboxes.
+
+    Each returns None if its data have not arrived within `timeout` seconds (None: up to the
+    engine's `wait_limit_s`; 0: look once). It raises TimeoutError at that limit and MailboxBroken
+    if the device failed.
+    """
+
+    mailbox: Mailbox
+    logprobs: Logprobs
+    routing: Routing | None
+    _mode: WaitMode
+    _limit: float
+    # What the waits query.
+    _watched: Queryable | None
+
+    def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
+        """The first `lanes` lanes published by replay `sequence`."""
+        return self.mailbox.wait(
+            sequence,
+            lanes,
+            timeout=timeout,
+            mode=self._mode,
+            limit=self._limit,
+            stream=self._watched,
+        )
+
+    def wait_logprobs(
+        self, replay: Replay, record: Payloads, timeout: float | None
+    ) -> list[tuple[TokenLogprobs, ...] | None] | None:
+        """The log-probabilities of each lane of a replay that published `record`."""
+        return self.logprobs.wait(
+            replay,
+            record,
+            timeout=timeout,
+            mode=self._mode,
+            limit=self._limit,
+            stream=self._watched,
+        )
+
+    def wait_routes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
+        """True once the requests of a replay that published `record` have their tokens' experts."""
+        if self.routing is None:
+            return True
+        return (
+            self.routing.wait(
+                replay,
+                record,
+                timeout=timeout,
+                mode=self._mode,
+                limit=self._limit,
+                stream=self._watched,
+            )
+            or None
+        )

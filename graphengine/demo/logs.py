@@ -1,0 +1,10 @@
+"""What the training scripts print."""
+
+import time
+
+START = time.monotonic()
+
+
+def log(text: str) -> None:
+    """A line, after the seconds that have passed."""
+    print(f"{time.monotonic() - START:7.1f} s  {text}", flush=True)

@@ -1,0 +1,155 @@
+"""The schedulers of ranks that have requests of their own, and the queue before all of them.
+
+A request waits in one queue until a rank has a vacant slot for it, and goes to the one that has the
+fewest requests. There it stays. A turn of a session goes to the rank that has the session's KV, and
+lets others pass while that one is full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from graphengine.host.plan import Plan
+from graphengine.host.pool import BlockPool
+from graphengine.host.scheduler import Move, Scheduler, check_queue, enqueue, finish
+from graphengine.requests.context import Context
+from graphengine.requests.request import Request
+
+
+class RankSchedulers:
+    """`Scheduling` over `ranks`, alike but for what they hold; they share their counters.
+
+    max_waiting  requests that may wait for a slot, of all ranks; None: any number
+    """
+
+    def __init__(self, ranks: Sequence[Scheduler], max_waiting: int | None) -> None:
+        self.ranks = tuple(ranks)
+        self.counters = self.ranks[0].counters
+        self.moves: list[tuple[Move, int]] = []
+        for each in self.ranks:
+            assert each.counters is self.counters, "ranks count apart"
+            each.moves = self.moves
+        self._max_waiting = max_waiting
+        self._queue: deque[Request] = deque()
+        # Of requests that were given to one.
+        self._rank_of: dict[Request, int] = {}
+
+    @property
+    def active(self) -> list[Request]:
+        """Of all ranks, rank by rank."""
+        return [request for each in self.ranks for request in each.active]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Those that a rank will admit, then those of no rank."""
+        return [*(request for each in self.ranks for request in each.waiting), *self._queue]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue) or any(each.busy for each in self.ranks)
+
+    @property
+    def guided(self) -> int:
+        return sum(each.guided for each in self.ranks)
+
+    @property
+    def lookahead(self) -> int:
+        return min(each.lookahead for each in self.ranks)
+
+    @property
+    def width(self) -> int:
+        return self.ranks[0].width
+
+    @width.setter
+    def width(self, width: int) -> None:
+        for each in self.ranks:
+            each.width = width
+
+    @property
+    def pools(self) -> tuple[BlockPool, ...]:
+        return tuple(each.pool for each in self.ranks)
+
+    @property
+    def fullest(self) -> int:
+        """Active requests of the rank that has the most."""
+        return max(len(each.active) for each in self.ranks)
+
+    def home(self, context: Context) -> Scheduler:
+        """That of the context's rank; of one without, which keeps nothing, any."""
+        return self.ranks[context.rank or 0]
+
+    def check_queue(self, count: int = 1) -> None:
+        """As `Scheduler.check_queue`, of all ranks."""
+        vacant = sum(each.slots.count(None) for each in self.ranks)
+        check_queue(len(self.waiting), vacant, self._max_waiting, count)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. ValueError if it could not run with the whole pool of a rank."""
+        self.ranks[0].check_fits(request)
+        enqueue(self._queue, request)
+
+    def collected(self, request: Request, width: int, count: int) -> None:
+        """As `Scheduler.collected`."""
+        rank = self._rank_of.get(request)
+        if rank is not None:
+            self.ranks[rank].collected(request, width, count)
+
+    def retire(self, request: Request) -> None:
+        """Remove a request in any phase, and free what it holds."""
+        rank = self._rank_of.pop(request, None)
+        if rank is not None:
+            self.ranks[rank].retire(request)
+            return
+        self._queue.remove(request)
+        finish(request)
+        self.moves.append(("finished", request.id))
+
+    def close(self) -> None:
+        """Cancel and retire all requests, and release the blocks of all sessions."""
+        for request in [*self._queue]:
+            request.cancel()
+            self.retire(request)
+        for each in self.ranks:
+            each.close()
+        self._rank_of.clear()
+
+    def plan(self) -> tuple[Plan | None, ...] | None:
+        """The next step of each rank, None for one that has nothing to launch; None if that is so
+        on all.
+        """
+        self._hand_out()
+        plans = tuple(each.plan() for each in self.ranks)
+        return plans if any(plan is not None for plan in plans) else None
+
+    def _hand_out(self) -> None:
+        """Give ranks the requests for which they have a vacant slot, first come, first served."""
+        if not self._queue:
+            return
+        for request in [*self._queue]:
+            rank = self._rank_for(request)
+            if rank is not None:
+                self._queue.remove(request)
+                self._rank_of[request] = rank
+                self.ranks[rank].submit(request)
+
+    def _rank_for(self, request: Request) -> int | None:
+        """The rank that has room for a request, the fewest others and the most free blocks."""
+        context = request.job.context
+        if context is not None and context.rank is not None:
+            return context.rank if _has_room(self.ranks[context.rank]) else None
+        vacant = [rank for rank, each in enumerate(self.ranks) if _has_room(each)]
+        if not vacant:
+            return None
+        rank = min(vacant, key=lambda rank: _load(self.ranks[rank]))
+        if context is not None:
+            context.rank = rank
+        return rank
+
+
+def _has_room(rank: Scheduler) -> bool:
+    return len(rank.active) + len(rank.waiting) < len(rank.slots)
+
+
+def _load(rank: Scheduler) -> tuple[int, int]:
+    return len(rank.active) + len(rank.waiting), -rank.pool.free

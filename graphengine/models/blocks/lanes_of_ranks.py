@@ -1,0 +1,78 @@
+"""Lanes of several ranks, each with requests of its own, in a layer whose experts are spread over
+them.
+
+Each rank routes its own lanes and brings them to all ranks, with what its experts need of them.
+Every rank lets its experts work for the lanes of all, and returns to each rank what its lanes got;
+there that is summed in the order of the ranks. So the bits of a lane follow from its experts'
+ranks, whoever its own rank is. Numbers of lanes are those of the graph on all ranks, as the lanes
+of a rank without requests are padded: no count is exchanged. This is the data flow of attention
+data parallelism with expert parallelism in SGLang and TensorRT-LLM, with padded in place of counted
+lanes.
+
+Letters: R ranks, N lanes of a rank, M = R * N lanes, H hidden, k experts of a lane, T partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import Routes, sum_parts
+from graphengine.models.contract import RankGroup
+
+_ALIGNMENT = 16
+
+
+class RoutedLanes(NamedTuple):
+    """What experts read of lanes.
+
+    x        `[N, H]` in the model's dtype, dense rows
+    slot     int32 `[N]`, -1 for a padded lane
+    routes   the experts of each
+    squares  float32 `[T, N]` of a norm that x still needs; None: it has it
+    """
+
+    x: Tensor
+    slot: Tensor
+    routes: Routes
+    squares: Tensor | None = None
+
+
+def lanes_of_all(lanes: RoutedLanes, group: RankGroup) -> RoutedLanes:
+    """Those of all ranks, M, in their order: one meeting."""
+    squares = [] if lanes.squares is None else [lanes.squares.t()]
+    parts = [lanes.x, lanes.slot[:, None], *lanes.routes, *squares]
+    x, slot, expert, weight, *summed = _gathered(parts, group)
+    return RoutedLanes(
+        x,
+        slot.view(-1),
+        Routes(expert, weight),
+        summed[0].t().contiguous() if summed else None,
+    )
+
+
+def sum_of_own(part_MH: Tensor, group: RankGroup) -> Tensor:
+    """`[N, H]`, of what the experts of all ranks made of this rank's lanes: one meeting."""
+    ranks = group.share.ranks
+    return sum_parts(group.exchange(part_MH.view(ranks, -1, part_MH.shape[1])))
+
+
+def _gathered(parts: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
+    """Each part, `[N, columns]`, of all ranks: dense `[M, columns]`."""
+    # Flat first: a dimension of one may have any stride, which no view of bytes takes.
+    rows = [part.reshape(-1).view(torch.uint8).view(len(part), -1) for part in parts]
+    starts, end = [], 0
+    for row in rows:
+        starts.append(end)
+        end += -(-row.shape[1] // _ALIGNMENT) * _ALIGNMENT
+    sent = rows[0].new_empty((len(rows[0]), end))
+    for start, row in zip(starts, rows, strict=True):
+        sent[:, start : start + row.shape[1]] = row
+    received = group.gather(sent).flatten(0, 1)
+    return [
+        received[:, start : start + row.shape[1]].contiguous().view(part.dtype)
+        for start, row, part in zip(starts, rows, parts, strict=True)
+    ]

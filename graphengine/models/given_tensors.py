@@ -1,0 +1,94 @@
+"""Tensors that somebody hands over, in the place of a checkpoint's files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Self
+
+from torch import Tensor
+
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.quantised.filling import Changed
+from graphengine.models.tensor_files import save_whole
+
+HANDED_OVER = Path("update_weights()")
+"""For errors, where tensors are from that are in no folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenTensors(Checkpoint):
+    """What is loaded from it are `values`, by the names of the whole language model.
+
+    `tensors` say how they are read: as those of a checkpoint with the same names and shapes, of
+    which a rank may read parts. `config` is that one's, too.
+
+    origin  the checkpoint in whose place they are
+    folder  a checkpoint that has the same values; None: they are in memory alone
+    """
+
+    values: Mapping[str, Tensor]
+    origin: Path
+    folder: Path | None
+
+    @classmethod
+    def in_place_of(
+        cls, checkpoint: Checkpoint, values: Mapping[str, Tensor], folder: Path | None = None
+    ) -> Self:
+        """The values, each in the place of the checkpoint's tensor of its name and shape."""
+        tensors = {
+            name: replace(checkpoint.tensors[name], dtype=value.dtype)
+            for name, value in values.items()
+        }
+        return cls(
+            path=folder or HANDED_OVER,
+            config=checkpoint.config,
+            generation_config=checkpoint.generation_config,
+            tensors=MappingProxyType(tensors),
+            quant_config=checkpoint.quant_config,
+            values=values,
+            origin=checkpoint.path,
+            folder=folder,
+        )
+
+    def mapped(self) -> Mapping[str, Tensor]:
+        """What is read of each value, when it is looked up."""
+        return Changed(self.values, self._part)
+
+    def _read(self, file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, self._part(name, self.values[name])
+
+    def _check_unchanged(self, file: Path, names: Sequence[str]) -> None:
+        """No file is read."""
+
+    def _part(self, name: str, value: Tensor) -> Tensor:
+        cut = self.tensors[name].cut
+        return value if cut is None else cut.part(value)
+
+
+@contextmanager
+def as_checkpoint(given: GivenTensors) -> Iterator[Path]:
+    """A checkpoint from which other processes may read the same values inside.
+
+    Those in memory are copied to the host and written to a temporary folder. OSError where that is
+    full.
+    """
+    if given.folder is not None:
+        yield given.folder.absolute()
+        return
+    with TemporaryDirectory(prefix="graphengine-weights-") as name:
+        folder = Path(name)
+        # Safetensors refuses tensors that share memory.
+        values = {key: value.to("cpu", copy=True) for key, value in given.values.items()}
+        save_whole(
+            {key: value.contiguous() for key, value in values.items()},
+            folder / "model.safetensors",
+        )
+        shutil.copy(given.origin / "config.json", folder)
+        yield folder

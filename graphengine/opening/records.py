@@ -1,0 +1,91 @@
+"""The mailboxes of an engine: of tokens, of log-probabilities, and of experts.
+
+They are in memory of their own, or in a file that another process maps too, which reads them there.
+"""
+
+from __future__ import annotations
+
+from mmap import mmap
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Mailbox
+from graphengine.config import EngineConfig
+from graphengine.host.logprobs import LogprobMailbox, Logprobs
+from graphengine.host.routes import RouteMailbox, RouteTable, Routing
+from graphengine.opening.inventory import Rings, RingShape, mailboxes
+from graphengine.opening.memory import MemoryPlan
+
+
+class RecordMemory:
+    """The memory of this file, which is made, with zeros, where there is none.
+
+    Whoever takes the same shapes in the same order has the same memory.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        with path.open("ab+") as file:
+            file.truncate(nbytes)
+            self._words = torch.frombuffer(mmap(file.fileno(), nbytes), dtype=torch.int64)
+
+    def take(self, shape: RingShape) -> Tensor:
+        """The next int64 `[entries, lanes, items]`."""
+        count = shape.nbytes // 8
+        taken, self._words = self._words[:count], self._words[count:]
+        return taken.view(tuple(shape))
+
+
+class Records(NamedTuple):
+    """The host's side of all mailboxes; `routing` is None without records of experts."""
+
+    mailbox: Mailbox
+    logprobs: Logprobs
+    routing: Routing | None
+
+
+def record_rings(config: EngineConfig, memory: MemoryPlan) -> Rings:
+    """The shapes of an engine's mailboxes."""
+    return mailboxes(
+        config,
+        tokens_per_step=memory.tokens_per_step,
+        prefill_tokens=memory.prefill_ladder.sizes[-1],
+        routed=memory.routed,
+    )
+
+
+def record_bytes(config: EngineConfig, memory: MemoryPlan) -> int:
+    """Bytes of `RecordMemory` for them."""
+    return sum(ring.nbytes for ring in record_rings(config, memory) if ring is not None)
+
+
+def new_records(
+    config: EngineConfig, memory: MemoryPlan, shared: RecordMemory | None = None
+) -> Records:
+    """The mailboxes, in `shared` or in new memory; those of log-probabilities and experts have as
+    many entries as that of the tokens.
+    """
+    rings, device = record_rings(config, memory), memory.device
+
+    def words(shape: RingShape) -> Tensor | None:
+        return None if shared is None else shared.take(shape)
+
+    mailbox = Mailbox(*rings.tokens, device=device, words=words(rings.tokens))
+    top, prompts = config.max_logprobs, rings.prompt_logprobs
+    logprobs = Logprobs(
+        LogprobMailbox(*rings.logprobs, top, device=device, words=words(rings.logprobs)),
+        prompts and LogprobMailbox(*prompts, top, device=device, words=words(prompts)),
+    )
+    routed = memory.routed
+    if routed is None:
+        return Records(mailbox, logprobs, None)
+    assert rings.routes is not None and rings.prompt_routes is not None, f"{rings=}"
+    tokens, chunks = (
+        RouteMailbox(*ring, routed, device=device, words=words(ring))
+        for ring in (rings.routes, rings.prompt_routes)
+    )
+    slots = memory.ladder.max_batch
+    table = RouteTable(slots, memory.max_seq_len, routed, device=device)
+    return Records(mailbox, logprobs, Routing(tokens, chunks, table))

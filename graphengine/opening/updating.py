@@ -1,0 +1,243 @@
+"""Other values for the weights of an engine that is open, by the code that loaded the first ones.
+
+Everything is checked before a value is written: names, dtypes and shapes against the checkpoint
+that the engine was opened from, and that rounded weights are whole and finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphengine.config import EngineConfig
+from graphengine.models.checkpoint import WEIGHT_DTYPES, Checkpoint, some, whole_names
+from graphengine.models.contract import Destinations, ModelConfig, StoredLinear
+from graphengine.models.given_tensors import HANDED_OVER, GivenTensors
+from graphengine.models.quantised.filling import rounded_names
+from graphengine.models.quantised.schemes import HEAD
+from graphengine.models.stored import load_weights, quantisation_of, read_model, with_state_dtype
+
+_HEAD = f"{HEAD}.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedWeights:
+    """What went where when a checkpoint was loaded.
+
+    checkpoint   as this rank read it
+    whole        the model of all ranks
+    wanted       destinations of its tensors, of the model and of the drafter
+    packed       linears whose weights are rounded or packed
+    all_wanted, all_packed  the same of all ranks together: names, and linears that may be on the
+                 device "meta"
+    """
+
+    checkpoint: Checkpoint
+    whole: ModelConfig
+    wanted: Destinations
+    packed: Sequence[StoredLinear]
+    all_wanted: Collection[str]
+    all_packed: Sequence[StoredLinear]
+
+    def read(self, path: str | PathLike[str], config: EngineConfig) -> GivenTensors:
+        """The tensors of another checkpoint of the same model, all of them and checked.
+
+        FileNotFoundError and ValueError as of `Checkpoint.open`, and ValueError, with both values,
+        for another model.
+        """
+        checkpoint = Checkpoint.open(path)
+        for each in (self.checkpoint, checkpoint):
+            _check_plain(each)
+        found = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
+        _check_same(self.whole, with_state_dtype(found, config.state_dtype), checkpoint.path)
+        values = checkpoint.mapped()
+        given = self.checked(values, checkpoint.path)
+        missing = sorted(self._in_use(given.values) - given.values.keys())
+        if missing:
+            raise ValueError(
+                f"{checkpoint.path} lacks {len(missing)} tensors that are in use: {some(missing)}"
+            )
+        return given
+
+    def in_folder(self, path: Path) -> GivenTensors:
+        """Those of a checkpoint that have been checked already, all or some."""
+        return self.checked(Checkpoint.open(path).mapped(), path)
+
+    def checked(
+        self,
+        tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        folder: Path | None = None,
+    ) -> GivenTensors:
+        """The tensors, where all of them can be loaded.
+
+        folder  of the checkpoint that they are from; None: they are in memory
+
+        ValueError, with the name and both values, says what is wrong. Nothing is changed.
+        """
+        _check_plain(self.checkpoint)
+        values = self._known(_named(tensors))
+        for name, value in values.items():
+            self._check_value(name, value)
+        values = self._untied(values)
+        for linear in self._made_of(values, self.all_packed):
+            self._check_parts(linear, values)
+        return GivenTensors.in_place_of(self.checkpoint, values, folder)
+
+    def load(self, given: GivenTensors) -> None:
+        """Fill the weights that the tensors are of, on the current stream, where they lie.
+
+        Tensors that nothing uses are left out.
+        """
+        wanted = {name: self.wanted[name] for name in given.values if name in self.wanted}
+        linears = self._made_of(given.values, self.packed)
+        load_weights(given, wanted, linears, self.whole.embedding_name)
+
+    def used(self, given: GivenTensors) -> tuple[dict[str, Tensor], bool]:
+        """Those of the tensors that some rank uses, and whether they are all that any uses."""
+        names = self._in_use(given.values)
+        values = {name: value for name, value in given.values.items() if name in names}
+        return values, len(values) == len(names)
+
+    # Names.
+
+    @property
+    def _embedding(self) -> str:
+        return f"{self.whole.embedding_name}.weight"
+
+    def _sources(self, linear: StoredLinear, values: Mapping[str, Tensor]) -> list[str]:
+        """What a rounded weight is made of; a tied lm_head of the one that is among the values."""
+        stored = values if self.whole.tie_embeddings else self.checkpoint.tensors
+        return rounded_names(linear, stored, self.whole.embedding_name)
+
+    def _in_use(self, values: Mapping[str, Tensor]) -> set[str]:
+        """Every tensor that some rank uses; of two tied weights the one that is loaded."""
+        packed = {name for each in self.all_packed for name in self._sources(each, values)}
+        return packed | {*self.all_wanted}
+
+    def _made_of(
+        self, values: Mapping[str, Tensor], linears: Sequence[StoredLinear]
+    ) -> list[StoredLinear]:
+        """Those of these packed linears that are made of some of the values."""
+        return [
+            linear
+            for linear in linears
+            if any(name in values for name in self._sources(linear, values))
+        ]
+
+    # Checks.
+
+    def _known(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values by their names in the whole model, all of which its checkpoint has."""
+        values = {name: given[old] for name, old in whole_names(HANDED_OVER, given).items()}
+        tied = {self._embedding, _HEAD} if self.whole.tie_embeddings else set()
+        known = self.checkpoint.tensors.keys() | tied
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} of {len(values)} tensors are not in {self.checkpoint.path}, which "
+                f"the engine was opened from: {some(unknown)}"
+            )
+        return values
+
+    def _check_value(self, name: str, value: Tensor) -> None:
+        tensors = self.checkpoint.tensors
+        stored = tensors[name if name in tensors else self._other_of_tied(name)].stored
+        # Tables that are no weights are left out later.
+        if value.dtype not in (*WEIGHT_DTYPES, stored.dtype):
+            dtypes = ", ".join(str(dtype) for dtype in WEIGHT_DTYPES)
+            raise ValueError(f"{name} has dtype {value.dtype}: weights are in one of {dtypes}")
+        if value.layout != torch.strided or value.is_meta or hasattr(value, "full_tensor"):
+            raise ValueError(
+                f"{name} is a {type(value).__name__} with layout {value.layout} on {value.device}: "
+                f"weights are whole, dense tensors (of a DTensor its full_tensor())"
+            )
+        if tuple(value.shape) != stored.shape:
+            raise ValueError(f"{name} has shape {[*value.shape]}, not {[*stored.shape]}")
+
+    def _other_of_tied(self, name: str) -> str:
+        return self._embedding if name == _HEAD else _HEAD
+
+    def _untied(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of a tied weight one value, by the name that is loaded. ValueError for two."""
+        if not self.whole.tie_embeddings:
+            return values
+        loaded = self._embedding if self._embedding in self.checkpoint.tensors else _HEAD
+        other = self._other_of_tied(loaded)
+        if other not in values:
+            return values
+        value = values.pop(other)
+        first = values.setdefault(loaded, value)
+        if first is not value and not torch.equal(first.float(), value.float().to(first.device)):
+            raise ValueError(
+                f"{other} differs from {loaded}, and the engine was opened with the two tied"
+            )
+        return values
+
+    def _check_parts(self, linear: StoredLinear, values: Mapping[str, Tensor]) -> None:
+        """ValueError unless a weight that is rounded as a whole is there as a whole, and finite."""
+        names = self._sources(linear, values)
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise ValueError(
+                f"{some(names)} are rounded together, and {len(missing)} of {len(names)} are "
+                f"missing: {some(missing)}"
+            )
+        for name in names:
+            if not bool(values[name].isfinite().all()):
+                raise ValueError(f"{name} has a number that is not finite: it cannot be rounded")
+
+
+def _named(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors by name. ValueError for anything else, and for a name that comes twice."""
+    pairs: Iterable[Any] = tensors.items() if isinstance(tensors, Mapping) else tensors
+    named: dict[str, Tensor] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(
+                f"update_weights() takes pairs of a name and a tensor, not {pair!r:.99}"
+            )
+        name, tensor = pair
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"update_weights() takes pairs of a name and a tensor, not {name!r:.99} and a "
+                f"{type(tensor).__name__}"
+            )
+        if name in named:
+            raise ValueError(f"{name} is there twice")
+        named[name] = tensor.detach()
+    return named
+
+
+def _check_plain(checkpoint: Checkpoint) -> None:
+    """ValueError for one with weights of 8 or 4 bits."""
+    quantisation = quantisation_of(checkpoint)
+    if quantisation is not None:
+        raise ValueError(
+            f"weights of {checkpoint.path} are quantised ({quantisation.method}): only those of 16 "
+            f"and 32 bits can be updated, and quantize= rounds them again"
+        )
+
+
+def _check_same(whole: ModelConfig, found: ModelConfig, path: Path) -> None:
+    """ValueError, with the first of the values that differ, for another model."""
+    if repr(whole) == repr(found):
+        return
+    if type(whole) is not type(found):
+        raise ValueError(
+            f"{path} is a {found.architecture}, the engine's model a {whole.architecture}"
+        )
+    name = next(
+        field.name
+        for field in fields(whole)  # type: ignore[arg-type]
+        if repr(getattr(whole, field.name)) != repr(getattr(found, field.name))
+    )
+    raise ValueError(
+        f"{path} is another model than the engine's: its {name} is {getattr(found, name)!r:.199}, "
+        f"the engine's {getattr(whole, name)!r:.199}"
+    )

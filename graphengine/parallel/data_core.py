@@ -1,0 +1,242 @@
+"""The core of an engine whose ranks have requests of their own.
+
+Each rank has a scheduler, as an engine of one rank has. A step is one of all ranks, which meet for
+experts in each layer: so all of them replay each graph that one needs, and a rank that has nothing
+for a graph replays it with every lane padded.
+
+Prompts' chunks take the graph of their own size and kind, whatever those of other ranks take, as
+their bits may depend on it: a step has as many prefill launches as its ranks' chunks have graphs.
+A decode takes the largest bucket that any rank needs, and the full sampler if one needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from graphengine.core.engine_core import Collected, EngineCore, chunk_key, new_scheduler
+from graphengine.core.waits import Waits
+from graphengine.host.plan import NOTHING, Plan, PrefillChunk
+from graphengine.host.rank_schedulers import RankSchedulers
+from graphengine.host.replay import Replay
+from graphengine.host.scheduler import Scheduler
+from graphengine.observe.tracing import ranged
+from graphengine.parallel.data_runtime import DataParallelRuntime, RankRuntime
+from graphengine.program.fields import NO_CHUNK, chunk_updates
+from graphengine.program.graph_key import GraphKey, decode_key, draft_key
+from graphengine.requests.request import Request
+
+Plans = tuple[Plan | None, ...]
+"""Of each rank; None for one that has nothing to launch."""
+
+
+def _counts(core: DataParallelCore, plans: Plans) -> tuple[int, int]:
+    """The largest bucket of a rank, and the rows of all."""
+    live = _live(plans)
+    return max(plan.bucket for plan in live), sum(len(plan.rows) for plan in live)
+
+
+class Seat:
+    """A rank as the core steps it.
+
+    rows  the requests of the rows that its decode graph has
+    fed   whether its prefill graphs have a chunk
+    """
+
+    def __init__(self, scheduler: Scheduler, runtime: DataParallelRuntime | RankRuntime) -> None:
+        self.scheduler, self.runtime = scheduler, runtime
+        self.rows: tuple[Request, ...] = ()
+        self.fed = False
+
+
+class DataParallelCore(EngineCore):
+    """`EngineCore` over the ranks that `runtime` leads."""
+
+    runtime: DataParallelRuntime
+
+    def _scheduling(self) -> RankSchedulers:
+        runtime, counters = self.runtime, self.counters
+        others = [
+            new_scheduler(self.memory, self.config, self.needs, runtime, counters)
+            for _ in runtime.others
+        ]
+        self._seats = [Seat(self._own, runtime)]
+        self._seats += [Seat(*pair) for pair in zip(others, runtime.others, strict=True)]
+        self._ranks = RankSchedulers([self._own, *others], self.config.max_waiting)
+        return self._ranks
+
+    def advance(self) -> bool:
+        """Plan, load and launch the next step of all ranks; False if there is none before one is
+        collected.
+        """
+        plans = self.plan_all()
+        if plans is None:
+            return False
+        self.launch_all(plans)
+        return True
+
+    def forget_kept(self) -> None:
+        """Drop what sessions and prefixes keep on each rank."""
+        for seat in self._seats:
+            seat.runtime.copy_kept(seat.scheduler.reuse.states.before)
+            seat.scheduler.reuse.forget()
+
+    @ranged("step/plan", lambda core: (0, len(core.scheduler.active)))
+    def plan_all(self) -> Plans | None:
+        """The next plan of each rank, all at the width that the fullest rank asks for."""
+        if self.recorder.recording:
+            self.recorder.planning()
+        live_rows = self._ranks.fullest
+        self._choose_width(live_rows)
+        plans = self._ranks.plan()
+        if self.gate is not None and plans is not None and _decodes(plans):
+            self.gate.launched(live_rows)
+        return plans
+
+    @ranged("step/launch", _counts)
+    def launch_all(self, plans: Plans) -> None:
+        """Load what each rank's plan changes, and queue the graphs of all plans on all ranks."""
+        if self.recorder.recording:
+            self.recorder.loading()
+        keys = self._keys(plans)
+        replays: list[Replay] = []
+        for number, key in enumerate(keys):
+            if key.kind == "draft":
+                # It publishes nothing, so nothing waits for it.
+                self._run(key, replays[-1:])
+                continue
+            for seat, plan in zip(self._seats, plans, strict=True):
+                self._load(seat, plan, key, first=number == 0, decodes=_decodes(plans))
+            replays += self._launch_on_all(key, plans)
+        self._fetch_drafts(plans)
+        self.in_flight.append(tuple(replays))
+
+    def _keys(self, plans: Plans) -> list[GraphKey]:
+        """The graphs of a step: one for each kind and size of chunks, rows, the drafter's."""
+        live = _live(plans)
+        chunks = [plan.prefill for plan in live if plan.prefill is not None]
+        keys = [*dict.fromkeys(chunk_key(chunk, self.memory.prefill_ladder) for chunk in chunks)]
+        if _decodes(plans):
+            full, drafts = any(plan.full for plan in live), live[0].width - 1
+            sampler = self.runtime.program.samplers[-1 if full else 0]
+            rows = max(plan.bucket for plan in live)
+            keys.append(decode_key(rows, drafts, sampler))
+            if self.needs.own_graph:
+                keys.append(draft_key(rows, drafts, sampler))
+        return keys
+
+    def _load(
+        self, seat: Seat, plan: Plan | None, key: GraphKey, *, first: bool, decodes: bool
+    ) -> None:
+        """Bring what a rank's plan changes there before a graph is replayed.
+
+        first    whether it is the step's first one; decodes: whether the step has a decode
+        """
+        updates: dict[str, Any] = {}
+        if first:
+            changes = _rank_plan(seat, plan, decodes=decodes)
+            updates = self._updates(changes, seat.scheduler.slots, seat.runtime)
+        if key.kind == "prefill":
+            updates |= self._chunk_updates(seat, plan, key)
+        if updates:
+            seat.runtime.load(updates)
+            self.counters["loads"] += 1
+        if first and plan is not None:
+            if plan.swap_out or plan.swap_in:
+                seat.runtime.swap(len(plan.swap_out), len(plan.swap_in))
+            seat.runtime.copy_kept(seat.scheduler.reuse.states.before)
+
+    def _chunk_updates(self, seat: Seat, plan: Plan | None, key: GraphKey) -> dict[str, Any]:
+        """The rank's chunk if it takes this graph, else none."""
+        chunk = self._chunk(plan, key)
+        if chunk is not None:
+            seat.fed = True
+            return chunk_updates(chunk, speculative=self.memory.tokens_per_step > 1)
+        fed, seat.fed = seat.fed, False
+        return NO_CHUNK if fed else {}
+
+    def _chunk(self, plan: Plan | None, key: GraphKey) -> PrefillChunk | None:
+        """What the plan feeds with this graph."""
+        chunk = None if plan is None else plan.prefill
+        if chunk is None or chunk_key(chunk, self.memory.prefill_ladder) != key:
+            return None
+        return chunk
+
+    def _launch_on_all(self, key: GraphKey, plans: Plans) -> list[Replay]:
+        """Replay a graph on all ranks; the replays of those that have requests in it."""
+        of_ranks = [self._replay_of(rank, plan, key) for rank, plan in enumerate(plans)]
+        replays = [replay for replay in of_ranks if replay is not None]
+        self._run(key, replays)
+        if key.kind == "prefill":
+            for replay in replays:
+                seat = self._seats[replay.rank]
+                seat.runtime.copy_kept(seat.scheduler.reuse.states.after)
+        return replays
+
+    def _replay_of(self, rank: int, plan: Plan | None, key: GraphKey) -> Replay | None:
+        """The next replay, of this graph, as a rank has it; None where it has no request in it."""
+        sequence = self.runtime.launched + 1
+        if plan is not None and key.kind == "decode" and plan.rows:
+            full = key.variant == "full"
+            return Replay(
+                sequence, plan.rows, plan.epochs, plan.width, key.size, full=full, rank=rank
+            )
+        chunk = self._chunk(plan, key) if key.kind == "prefill" else None
+        if chunk is None:
+            return None
+        job = chunk.request.job
+        full = job.processing is not None and not chunk.noted
+        requests, epochs = (chunk.request,), (job.placed.epoch,)
+        return Replay(sequence, requests, epochs, 1, chunk=chunk, full=full, rank=rank)
+
+    def _fetch_drafts(self, plans: Plans) -> None:
+        """Have the drafts come back of each rank where a grammar's masks depend on them."""
+        for seat, plan in zip(self._seats, plans, strict=True):
+            if plan is not None and plan.masks_changed and seat.scheduler.guided:
+                self.counters["guided/steps"] += 1
+                seat.runtime.fetch_drafts()
+
+    def _waits_of(self, replay: Replay) -> Waits:
+        return self._seats[replay.rank].runtime
+
+    def _together(self, records: list[Collected]) -> list[Collected]:
+        return [
+            _joined([*of_launch])
+            for _, of_launch in groupby(records, key=lambda collected: collected[0].sequence)
+        ]
+
+
+def _live(plans: Plans) -> list[Plan]:
+    return [plan for plan in plans if plan is not None]
+
+
+def _decodes(plans: Plans) -> bool:
+    return any(plan.rows for plan in _live(plans))
+
+
+def _rank_plan(seat: Seat, plan: Plan | None, *, decodes: bool) -> Plan:
+    """What the step changes on a rank, but for chunks, as its last decode had `seat.rows`."""
+    changes = NOTHING if plan is None else plan
+    changed = decodes and changes.rows != seat.rows
+    if changed:
+        seat.rows = changes.rows
+    if changes.prefill is None and changes.rows_changed == changed:
+        return changes
+    return replace(changes, prefill=None, rows_changed=changed)
+
+
+def _joined(records: list[Collected]) -> Collected:
+    """What all ranks published of one launch, rank by rank."""
+    if len(records) == 1:
+        return records[0]
+    replays = [replay for replay, _, _ in records]
+    joined = replays[0]._replace(
+        requests=tuple(request for replay in replays for request in replay.requests),
+        epochs=tuple(epoch for replay in replays for epoch in replay.epochs),
+    )
+    record = [lane for _, lanes, _ in records for lane in lanes]
+    if all(logprobs is None for _, _, logprobs in records):
+        return joined, record, None
+    found = [each for _, lanes, logprobs in records for each in (logprobs or [None] * len(lanes))]
+    return joined, record, found

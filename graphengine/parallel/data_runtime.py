@@ -1,0 +1,210 @@
+"""The runtimes of ranks that have requests of their own, as the driver has them.
+
+Each rank is told what its own slots hold, and all of them which graph is next. What a rank's
+requests get it publishes into a mailbox that the driver maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graphengine.buckets import Copied, StaticBuffers
+from graphengine.buckets.mailbox import Payloads
+from graphengine.config import EngineConfig
+from graphengine.core.runtime import Runtime
+from graphengine.core.waits import Waits
+from graphengine.host.kept_states import Copy, StateCopy
+from graphengine.host.masks import MaskTable
+from graphengine.host.replay import Replay
+from graphengine.opening.loading import Found, Opened
+from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.records import new_records
+from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.link import Kind
+from graphengine.parallel.ranks import Ranks
+from graphengine.parallel.shared_records import SharedRecords
+from graphengine.requests.request import Request
+from graphengine.requests.result import TokenLogprobs
+
+_DRAFTS = "draft_tokens"
+
+
+class DataParallelRuntime(LeadingRuntime):
+    """That of rank 0, which has requests like the others, and of the replays of all.
+
+    others  the other ranks, rank 1 first
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        memory: MemoryPlan,
+        config: EngineConfig,
+        ranks: Ranks,
+        found: Found,
+    ) -> None:
+        # Before the file is forgotten.
+        mapped = [
+            SharedRecords.of_rank(ranks.meeting, rank, config, memory)
+            for rank in range(1, config.ranks)
+        ]
+        super().__init__(opened, memory, config, ranks, found)
+        self.others = tuple(
+            RankRuntime(rank, self, shared, config, memory)
+            for rank, shared in enumerate(mapped, start=1)
+        )
+
+    # Of rank 0 alone.
+
+    def load(self, updates: Mapping[str, Any]) -> list[Copied]:
+        """Copy host-owned fields that changed to this rank's device."""
+        return Runtime.load(self, updates)
+
+    def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
+        """Keep the experts that this rank's requests replay; the fields to load that say so."""
+        return Runtime.load_routes(self, slots)
+
+    def swap(self, out: int, back: int) -> None:
+        """Queue the copies of `Runtime.swap` on this rank."""
+        Runtime.swap(self, out, back)
+
+    def copy_kept(self, copies: list[Copy]) -> None:
+        """Queue the copies of `Runtime.copy_kept` on this rank."""
+        Runtime.copy_kept(self, copies)
+
+    # Of all ranks.
+
+    def wait_drafts(self, timeout: float | None) -> bool | None:
+        """True once the drafts of the last replay that were asked for are on the host."""
+        own = super().wait_drafts(timeout)
+        return own and (all(each.wait_drafts(timeout) for each in self.others) or None)
+
+    def acknowledge(self, sequence: int) -> None:
+        """A rank has published replays up to this one; the others have, or are about to."""
+        self.wait_tokens(sequence, 1, None)
+        super().acknowledge(sequence)
+        for each in self.others:
+            each.buffers.acknowledge(sequence)
+
+    def close(self) -> None:
+        """End the other ranks, and free what this one holds. Nothing works afterwards."""
+        super().close()
+        for each in self.others:
+            each.close()
+
+
+class RankRuntime(Waits):
+    """Rank `rank` of those that `leading` leads: what the driver loads there, and what comes back.
+
+    buffers  as the rank has them, but for what the device owns; its drafts are those that the rank
+             copied last
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        leading: DataParallelRuntime,
+        shared: SharedRecords,
+        config: EngineConfig,
+        memory: MemoryPlan,
+    ) -> None:
+        self._rank, self._leading, self._ranks = rank, leading, leading.ranks
+        fields = [
+            field
+            for field in leading.buffers.fields
+            if field.owner == "host" or field.name == _DRAFTS
+        ]
+        self.buffers = StaticBuffers(fields, "cpu", staging_blocks=config.staging_blocks)
+        self._host_drafts = all(field.owner == "host" for field in fields)
+        self.masks = MaskTable(self.buffers, host_drafts=self._host_drafts)
+        self._drafts = shared.drafts
+        # The command that asked for drafts that have not arrived.
+        self._asked: int | None = None
+        self.mailbox, self.logprobs, self.routing = new_records(config, memory, shared.mailboxes)
+        self._mode, self._limit = config.wait, config.wait_limit_s
+        self._watched = _Working(self._ranks)
+
+    def load(self, updates: Mapping[str, Any]) -> None:
+        """As `Runtime.load`, on that rank."""
+        sequence, acknowledged = self._leading.launched + 1, self.buffers.acknowledged
+        with self._ranks.explained():
+            for each in self.buffers.load(updates, sequence=sequence):
+                numbers = (*each, sequence, acknowledged)
+                self._ranks.send(Kind.LOAD, numbers, self.buffers.image(each), to=self._rank)
+
+    def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
+        """As `Runtime.load_routes`, on that rank."""
+        if self.routing is None:
+            return {}
+        updates = self.routing.table.updates(slots)
+        with self._ranks.explained():
+            for slot in self.routing.table.written:
+                self._leading.send_record(
+                    self.routing.table, slot, updates["routing_len"][slot], to=self._rank
+                )
+        return updates
+
+    def swap(self, out: int, back: int) -> None:
+        """As `Runtime.swap`, on that rank."""
+        with self._ranks.explained():
+            self._ranks.send(Kind.SWAP, (out, back), to=self._rank)
+
+    def copy_kept(self, copies: list[Copy]) -> None:
+        """As `Runtime.copy_kept`, on that rank."""
+        with self._ranks.explained():
+            for each in copies:
+                kind = Kind.COPY_STATE if isinstance(each, StateCopy) else Kind.COPY_BLOCK
+                self._ranks.send(kind, tuple(map(int, each)), to=self._rank)
+        copies.clear()
+
+    def fetch_drafts(self) -> None:
+        """Ask for the drafts that the rank's last replay left."""
+        if not self._host_drafts:
+            with self._ranks.explained():
+                self._asked = self._ranks.send(Kind.DRAFTS, to=self._rank)
+
+    def wait_drafts(self, timeout: float | None) -> bool | None:
+        """True once the drafts that were asked for are there, as of `Runtime.wait_drafts`."""
+        if self._asked is None:
+            return True
+        with self._ranks.explained():
+            if not self._ranks.wait_done(self._rank, self._asked, timeout):
+                return None
+        self.buffers[_DRAFTS].copy_(self._drafts)
+        self.masks.fetch_drafts()
+        self._asked = None
+        return True
+
+    def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
+        """The first `lanes` lanes that the rank published by replay `sequence`."""
+        with self._ranks.explained():
+            return super().wait_tokens(sequence, lanes, timeout)
+
+    def wait_logprobs(
+        self, replay: Replay, record: Payloads, timeout: float | None
+    ) -> list[tuple[TokenLogprobs, ...] | None] | None:
+        """The log-probabilities of each lane of a replay that published `record`."""
+        with self._ranks.explained():
+            return super().wait_logprobs(replay, record, timeout)
+
+    def wait_routes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
+        """True once the requests of a replay that published `record` have their tokens' experts."""
+        with self._ranks.explained():
+            return super().wait_routes(replay, record, timeout)
+
+    def close(self) -> None:
+        """Let the mapped memory go."""
+        self.buffers.close()
+        del self.mailbox, self.logprobs, self.routing, self.masks, self._drafts
+
+
+class _Working:
+    """A rank for the mailbox to query in place of a stream: never idle, but it may have failed."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def query(self) -> bool:
+        self._ranks.check()
+        return False

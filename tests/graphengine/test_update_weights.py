@@ -1,0 +1,500 @@
+"""Weights that are updated in place: against an engine that was opened on the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
+from checkpoints.mtp_chains import HAS_CHAINS, SIZES, VOCAB, Chains
+from graphengine import Engine, SamplingParams
+from graphengine.core.weight_updates import update_weights
+from graphengine.demo import checkpoint_path
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.quantised.writer import write_quantised
+from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.ranks import RankFailed
+from graphengine.speculative import MTP, DraftVocabulary, Eagle3
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+PROMPTS = [[5, 3, 80], [*range(1, 72, 3)]]
+
+
+def open_engine(path: Path, **options: Any) -> Engine:
+    sizes = {"max_batch": 2, "max_seq_len": 96, "block_size": 8, "prefill_buckets": (8, 32)}
+    fixed = {"device": "cpu", "dtype": "float32", "wait_limit_s": 60.0}
+    return Engine.from_pretrained(path, **sizes | fixed | options)
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """A checkpoint's tensors by the names in its files."""
+    checkpoint = Checkpoint.open(path)
+    mapped = checkpoint.mapped()
+    return {checkpoint.stored_names.get(name, name): mapped[name].clone() for name in mapped}
+
+
+def other_weights(path: Path, folder: Path, seed: int = 1) -> Path:
+    """A checkpoint of the same model with other random weights."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = tensors_of(path)
+    tied = json.loads((path / "config.json").read_text()).get("tie_word_embeddings", False)
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.1)
+    if tied:
+        tensors.pop("lm_head.weight", None)
+    folder.mkdir()
+    for file in path.glob("*.json"):
+        if file.name != "model.safetensors.index.json":
+            shutil.copy(file, folder)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def said(engine: Engine) -> list[tuple[Any, ...]]:
+    results = engine.generate(PROMPTS, GREEDY)
+    return [(each.token_ids, each.logprobs) for each in results]
+
+
+def held(engine: Engine) -> list[Tensor]:
+    """Every weight, of the drafter, too, and the norms that the model has of its own."""
+    drafter = engine.core.drafter
+    model = engine.model
+    tensors = model.weights.tensors()
+    tensors += [] if drafter.weights is None else drafter.weights.tensors()
+    return [*tensors, model.first_norm]
+
+
+def assert_updates(path: Path, other: Path, **options: Any) -> None:
+    with open_engine(other, **options) as engine:
+        expected, accepted = said(engine), engine.acceptance.accepted
+    with open_engine(path, **options) as engine:
+        before = said(engine)
+        assert before != expected
+        addresses = [tensor.data_ptr() for tensor in held(engine)]
+        engine.update_weights(tensors_of(other).items())
+        found, drafted = engine.acceptance.accepted, said(engine)
+        assert drafted == expected
+        assert engine.acceptance.accepted - found == accepted
+        assert [tensor.data_ptr() for tensor in held(engine)] == addresses
+        engine.update_weights(str(path))
+        assert said(engine) == before
+        assert engine.counters["weights/updates"] == 2
+
+
+FAMILIES = ["llama-biases", "llama-tied-yarn", "qwen3-biases"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_decoders(
+    checkpoints: dict[str, Any], tmp_path: Path, name: str, quantize: str | None
+) -> None:
+    path = checkpoints[name].path
+    head = quantize is not None
+    options = {"quantize": quantize, "quantize_lm_head": head}
+    assert_updates(path, other_weights(path, tmp_path / "other"), **options)
+
+
+def test_windows_in_rings(tmp_path: Path) -> None:
+    """Gemma's norms lack 1, and a session has a ring."""
+    sizes = SIZES | {"sliding_window": 9, "head_dim": 64, "tie_word_embeddings": True}
+    kinds = ["sliding_attention", "full_attention"] * (SIZES["num_hidden_layers"] // 2 + 1)
+    kinds = kinds[: SIZES["num_hidden_layers"]]
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=kinds))
+    path = tmp_path / "gemma"
+    model.save_pretrained(path)
+    other = other_weights(path, tmp_path / "other")
+    assert_updates(path, other)
+    with open_engine(path) as engine, engine.session() as session:
+        assert engine.memory.rings
+        session.append(PROMPTS[1])
+        session.generate(GREEDY)
+        assert session.cached_tokens > 0
+        engine.update_weights(other)
+        assert session.evicted and session.cached_tokens == 0
+        found = session.generate(GREEDY)
+    with open_engine(other) as engine:
+        assert engine.generate(found.prompt_token_ids, GREEDY).token_ids == found.token_ids
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_experts(expert_checkpoints: dict[str, Any], tmp_path: Path, quantize: str | None) -> None:
+    path = expert_checkpoints["moe-some-layers"].path
+    assert_updates(path, other_weights(path, tmp_path / "other"), quantize=quantize)
+
+
+def test_latents(latent_checkpoints: dict[str, Any], tmp_path: Path) -> None:
+    path = latent_checkpoints["latent-groups"].path
+    assert_updates(path, other_weights(path, tmp_path / "other"))
+
+
+@pytest.mark.parametrize("name", ["granite-rope-limits", "nemotron-biases", "qwen", "lfm2-biases"])
+def test_hybrids(hybrids: dict[str, Any], tmp_path: Path, name: str) -> None:
+    path = hybrids[name].path
+    assert_updates(path, other_weights(path, tmp_path / "other"))
+
+
+@pytest.mark.skipif(not HAS_CHAINS, reason="needs transformers with chains of modules")
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_draft_modules_of_the_checkpoint(tmp_path: Path, quantize: str | None) -> None:
+    """With norms that lack 1, and rows of lm_head: their copies are made anew."""
+    path = Chains(tmp_path / "chains", "qwen3.5", 1).path
+    kept = torch.arange(0, VOCAB, 2)
+    offsets = {"d2t": kept - torch.arange(len(kept))}
+    save_file(tensors_of(path) | offsets, path / "model.safetensors")
+    other = other_weights(path, tmp_path / "other")
+    mode = MTP(k=2, draft_vocab=DraftVocabulary(tensor="d2t"))
+    head = quantize is not None
+    assert_updates(path, other, speculative=mode, quantize=quantize, quantize_lm_head=head)
+
+
+def test_a_head_with_a_checkpoint_of_its_own_stays(tmp_path: Path) -> None:
+    target = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 8}))
+    path, shape = tmp_path / "target", Shape()
+    target.save_pretrained(path)
+    embedding = target.get_input_embeddings().weight.detach()
+    tensors = head_tensors(shape, embedding, target.lm_head.weight.detach())
+    head = write_head(tmp_path / "head", head_config(shape, embedding), tensors)
+    other = other_weights(path, tmp_path / "other")
+    assert_updates(path, other, speculative=Eagle3(head, 2))
+    with open_engine(path, speculative=Eagle3(head, 2)) as engine:
+        weights = engine.core.drafter.weights
+        assert weights is not None
+        before = [tensor.clone() for tensor in weights.tensors()]
+        engine.update_weights(other)
+        assert all(map(torch.equal, weights.tensors(), before))
+
+
+def assert_equal_ranks(engine: Engine) -> None:
+    runtime = engine.runtime
+    assert isinstance(runtime, LeadingRuntime) and len(set(runtime.digests())) == 1
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_two_ranks_take_their_parts(
+    checkpoints: dict[str, Any], tmp_path: Path, quantize: str | None
+) -> None:
+    """Of tensors that are handed over, and of a checkpoint; snapshots go to one rank and back."""
+    path = checkpoints["llama-biases"].path
+    other = other_weights(path, tmp_path / "other")
+    options: dict[str, Any] = {"quantize": quantize, "lookahead": 0}
+    with (
+        open_engine(path, tensor_parallel=2, **options) as engine,
+        open_engine(path, **options) as alone,
+    ):
+        assert_equal_tokens(said(engine), said(alone))
+        for source in (tensors_of(other), path):
+            with engine.session() as session:
+                session.append(PROMPTS[1])
+                session.generate(GREEDY)
+                older = session.snapshot()
+            for each in (engine, alone):
+                each.update_weights(source)
+                with pytest.raises(ValueError, match="the session is of model="):
+                    each.restore_session(older)
+            assert_equal_tokens(said(engine), said(alone))
+            assert_equal_ranks(engine)
+            with alone.session() as session:
+                session.append(PROMPTS[1])
+                expected = session.generate(GREEDY)
+                kept = session.snapshot()
+            with engine.restore_session(kept) as session:
+                assert session.cached_tokens > 0
+                assert session.token_ids[-24:] == expected.token_ids
+        assert not list(Path(tempfile.gettempdir()).glob("graphengine-weights-*/model.safetensors"))
+        runtime = engine.runtime
+        assert isinstance(runtime, LeadingRuntime)
+        os.kill(runtime.ranks.pids[0], signal.SIGKILL)
+        with pytest.raises(RankFailed, match=r"rank 1 .*ended"):
+            engine.update_weights(path)
+        with pytest.raises(RuntimeError, match=r"is broken.* while weights were updated"):
+            engine.generate([5], GREEDY)
+
+
+def test_ranks_with_whole_experts(expert_checkpoints: dict[str, Any], tmp_path: Path) -> None:
+    """The driver hands over what others have, and checks it."""
+    path = expert_checkpoints["moe-even"].path
+    other = other_weights(path, tmp_path / "other")
+    options: dict[str, Any] = {"quantize": "int8", "lookahead": 0}
+    with open_engine(other, **options) as engine:
+        expected = said(engine)
+    ranks: dict[str, Any] = {"tensor_parallel": 2, "expert_parallel": True}
+    with open_engine(path, **ranks, **options) as engine:
+        values = tensors_of(other)
+        alone = "model.layers.1.mlp.experts.15.gate_proj.weight"
+        with pytest.raises(ValueError, match=r"together, and 1 of 2 are missing: .*15\.up_p"):
+            engine.update_weights({alone: values[alone]})
+        engine.update_weights(values)
+        assert_equal_tokens(said(engine), expected)
+        assert_equal_ranks(engine)
+
+
+def assert_equal_tokens(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> None:
+    """Sums of ranks differ in last bits."""
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+
+
+def test_kv_of_older_weights_is_dropped(checkpoints: dict[str, Any], tmp_path: Path) -> None:
+    path = checkpoints["llama-tied-yarn"].path
+    other = other_weights(path, tmp_path / "other")
+    prompt = [*range(40)]
+    with open_engine(path, prefix_caching=True) as engine, engine.session() as session:
+        first = engine.generate(prompt, GREEDY)
+        assert engine.generate(prompt, GREEDY).cached_tokens == 32
+        session.append(prompt[:20])
+        turn = session.generate(GREEDY)
+        assert session.cached_tokens > 0
+        older = session.snapshot()
+        kept = session.token_ids
+
+        engine.update_weights(tensors_of(other))
+        again = engine.generate(prompt, GREEDY)
+        assert again.cached_tokens == 0 and again.token_ids != first.token_ids
+        assert engine.generate(prompt, GREEDY).cached_tokens == 32
+        with pytest.raises(ValueError, match=r"the session is of model='\w{16}', the engine of"):
+            engine.restore_session(older)
+        assert session.token_ids == kept == (*prompt[:20], *turn.token_ids)
+        assert session.evicted and session.cached_tokens == 0
+        session.append([7])
+        found = session.generate(GREEDY)
+        newer = session.snapshot()
+        # All of the same values make the same model; after one of them it is another.
+        engine.update_weights(other)
+        engine.restore_session(newer).close()
+        engine.update_weights({"model.norm.weight": tensors_of(other)["model.norm.weight"]})
+        with pytest.raises(ValueError, match="the session is of model="):
+            engine.restore_session(newer)
+    with open_engine(other) as engine:
+        assert engine.generate([*kept, 7], GREEDY).token_ids == found.token_ids
+
+
+def test_states_of_older_weights_are_dropped(hybrids: dict[str, Any], tmp_path: Path) -> None:
+    path = hybrids["qwen"].path
+    other = other_weights(path, tmp_path / "other")
+    options: dict[str, Any] = {"prefix_caching": True, "session_states": 4}
+    with open_engine(path, **options) as engine, engine.session() as session:
+        session.append(PROMPTS[1])
+        session.generate(GREEDY)
+        assert session.cached_tokens > 0
+        engine.update_weights(tensors_of(other))
+        assert session.evicted and session.cached_tokens == 0
+        kv = engine.stats()["kv"]
+        assert kv["idle"] == 0 and kv["vacant"] == kv["blocks"]
+        found = session.generate(GREEDY)
+        assert found.cached_tokens == 0
+        prompt = found.prompt_token_ids
+    with open_engine(other) as engine:
+        assert engine.generate(prompt, GREEDY).token_ids == found.token_ids
+
+
+def test_some_of_the_tensors(checkpoints: dict[str, Any], tmp_path: Path) -> None:
+    """One after the other, in other dtypes and layouts, they are all of them."""
+    path = checkpoints["llama-biases"].path
+    other = other_weights(path, tmp_path / "other")
+    with open_engine(other) as engine:
+        expected = said(engine)
+    with open_engine(path) as engine:
+        for name, tensor in tensors_of(other).items():
+            value = tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+            engine.update_weights(iter([(name, torch.nn.Parameter(value))]))
+        assert said(engine) == expected
+        before = said(engine)
+        engine.update_weights([])
+        assert said(engine) == before
+
+
+def test_a_tied_head_has_two_names(checkpoints: dict[str, Any], tmp_path: Path) -> None:
+    path = checkpoints["llama-tied-yarn"].path
+    other = tensors_of(other_weights(path, tmp_path / "other"))
+    embedding = other.pop("model.embed_tokens.weight")
+    for quantize in (None, "int8"):
+        with open_engine(path, quantize=quantize, quantize_lm_head=quantize is not None) as engine:
+            found = []
+            for names in (["lm_head"], ["model.embed_tokens"], ["lm_head", "model.embed_tokens"]):
+                engine.update_weights(str(path))
+                given = {f"{name}.weight": embedding.clone() for name in names}
+                engine.update_weights(other | given)
+                found.append(said(engine))
+            assert found[0] == found[1] == found[2]
+            two = {"lm_head.weight": embedding, "model.embed_tokens.weight": embedding + 1}
+            with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens"):
+                engine.update_weights(two)
+            assert said(engine) == found[0]
+
+
+Q, K, UP = (f"model.layers.0.{name}.weight" for name in
+            ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj"))  # fmt: skip
+WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "name": (
+        lambda given: given | {"model.layers.9.mlp.up_proj.weight": given[Q]},
+        r"1 of \d+ tensors are not in .*, which the engine was opened from: model.layers.9.mlp",
+    ),
+    "shape": (
+        lambda given: given | {Q: given[Q][:-1]},
+        rf"{Q} has shape \[479, 72\], not \[480, 72\]",
+    ),
+    "dtype": (
+        lambda given: given | {UP: given[UP].to(torch.int8)},
+        rf"{UP} has dtype torch.int8: weights are in one of torch.float32, torch.float16, torch.bf",
+    ),
+    "layout": (
+        lambda given: given | {UP: given[UP].to_sparse()},
+        rf"{UP} is a Tensor with layout torch.sparse_coo on cpu: weights are whole, dense tensors",
+    ),
+    "meta": (lambda given: given | {UP: given[UP].to("meta")}, rf"{UP} is a Tensor .* on meta"),
+    "twice": (lambda given: [*given.items(), (Q, given[Q])], f"{Q} is there twice"),
+    "no tensor": (
+        lambda given: given | {Q: 3},
+        rf"takes pairs of a name and a tensor, not '{Q}' and a int",
+    ),
+    "no pair": (lambda given: [given[Q]], "takes pairs of a name and a tensor, not tensor"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_changes_nothing(checkpoints: dict[str, Any], case: str) -> None:
+    path = checkpoints["llama-biases"].path
+    change, message = WRONG[case]
+    given = change({name: tensor + 1 for name, tensor in tensors_of(path).items()})
+    with open_engine(path, prefix_caching=True) as engine:
+        before = [tensor.clone() for tensor in held(engine)]
+        engine.generate(PROMPTS[1], GREEDY)
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(given)
+        assert all(map(torch.equal, held(engine), before))
+        assert engine.generate(PROMPTS[1], GREEDY).cached_tokens > 0
+
+
+def test_what_is_rounded_together_comes_together(checkpoints: dict[str, Any]) -> None:
+    path = checkpoints["llama-biases"].path
+    with open_engine(path, quantize="int8") as engine:
+        before, given = said(engine), tensors_of(path)
+        with pytest.raises(ValueError, match=r"rounded together, and 2 of 3 are missing: .*k_pr"):
+            engine.update_weights({Q: given[Q] + 1})
+        given[K][3, 2] = float("inf")
+        with pytest.raises(ValueError, match=f"{K} has a number that is not finite"):
+            engine.update_weights(given)
+        assert said(engine) == before
+
+
+def test_another_model_is_refused(
+    checkpoints: dict[str, Any],
+    expert_checkpoints: dict[str, Any],
+    hybrids: dict[str, Any],
+    edited: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    path = checkpoints["llama-biases"].path
+    with open_engine(path) as engine:
+        before = said(engine)
+        turned = edited(path, config={"rms_norm_eps": 0.25})
+        with pytest.raises(ValueError, match=r"is another model than the engine's: its .*0\.25"):
+            engine.update_weights(turned)
+        with pytest.raises(ValueError, match="is another model than the engine's: its architect"):
+            engine.update_weights(expert_checkpoints["moe-every-layer"].path)
+        with pytest.raises(ValueError, match=r"is a Qwen3_5\w+, the engine's model a Llama"):
+            engine.update_weights(hybrids["qwen"].path)
+        with pytest.raises(FileNotFoundError, match="there is no such directory"):
+            engine.update_weights(tmp_path / "nowhere")
+        assert said(engine) == before
+
+
+def test_packed_checkpoints_are_refused(checkpoints: dict[str, Any], tmp_path: Path) -> None:
+    path = checkpoints["llama-biases"].path
+    write_quantised(Checkpoint.open(path), tmp_path / "packed", "int8")
+    message = r"packed are quantised \(compressed-tensors\): only those of 16 and 32 bits can be up"
+    with open_engine(path, quantize="int8") as engine:
+        before = said(engine)
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(tmp_path / "packed")
+        assert said(engine) == before
+    with open_engine(tmp_path / "packed") as engine:
+        for source in (tmp_path / "packed", path, {}):
+            with pytest.raises(ValueError, match=message):
+                engine.update_weights(source)
+        assert said(engine) == before
+        with pytest.raises(ValueError, match="is for engines that from_pretrained has opened"):
+            update_weights(engine.core, None, {})
+
+
+def test_requests_are_to_end_first(checkpoints: dict[str, Any]) -> None:
+    path = checkpoints["llama-biases"].path
+    with open_engine(path) as engine:
+        expected = engine.generate(PROMPTS[0], GREEDY)
+        request = engine.submit(PROMPTS[0], GREEDY)
+        for _ in range(4):
+            engine.step()
+        waiting = r"update_weights\(\) with unfinished requests \(1\): drain\(\)"
+        with pytest.raises(ValueError, match=waiting):
+            engine.update_weights(tensors_of(path))
+        engine.drain()
+        assert tuple(request.token_ids) == expected.token_ids
+        # What was launched ahead is read.
+        stopped = replace(GREEDY, stop_token_ids=expected.token_ids[5:6])
+        request = engine.submit(PROMPTS[0], stopped)
+        while not request.finished:
+            engine.step()
+        assert engine.core.in_flight
+        engine.update_weights(path)
+        assert not engine.core.in_flight
+
+        def update(event: object) -> None:
+            engine.update_weights(path)
+
+        engine.submit(PROMPTS[0], replace(GREEDY, max_tokens=1), on_event=update)
+        with pytest.raises(ValueError, match=r"update_weights\(\) called from inside step\(\)"):
+            engine.drain()
+        engine.drain()
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.update_weights(path)
+
+
+def test_an_error_amid_the_values_breaks_the_engine(
+    checkpoints: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints["llama-biases"].path
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError("planted")
+
+    with open_engine(path) as engine:
+        monkeypatch.setattr(engine.model, "refresh", fail)
+        with pytest.raises(MemoryError, match="planted"):
+            engine.update_weights(path)
+        with pytest.raises(RuntimeError, match=r"broken.*planted, while weights were updated"):
+            engine.generate([5], GREEDY)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_graphs_replay_with_other_weights(tmp_path: Path, quantize: str | None) -> None:
+    """Tensors of the device, as a trainer in the same process has them."""
+    path, other = checkpoint_path(), other_weights(checkpoint_path(), tmp_path / "other")
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "quantize": quantize}
+    with open_engine(other, **options) as engine:
+        expected = said(engine)
+    with open_engine(path, **options) as engine:
+        assert said(engine) != expected
+        addresses = [tensor.data_ptr() for tensor in held(engine)]
+        engine.update_weights((name, each.cuda()) for name, each in tensors_of(other).items())
+        assert said(engine) == expected
+        assert [tensor.data_ptr() for tensor in held(engine)] == addresses
