@@ -293,7 +293,7 @@ def test_engine_defaults() -> None:
         "state_dtype": "auto",
         "session_states": 4,
         "window_rings": True,
-        "lookahead": 1,
+        "lookahead": None,
         "memory_fraction": 0.9,
         "max_waiting": None,
         "max_stop_ids": 16,

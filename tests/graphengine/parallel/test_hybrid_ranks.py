@@ -25,6 +25,8 @@ from graphengine.models.ranks import of_rank
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, NGram
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 NAMES = ["granite-rope-limits", "nemotron-biases", "qwen", "lfm2-biases"]
 

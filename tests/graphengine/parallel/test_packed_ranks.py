@@ -17,6 +17,8 @@ from graphengine.core.runtime import Runtime
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import Eagle3
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 PROMPTS = [[5, 3, 80], [*range(1, 72, 3)]]
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 

@@ -26,6 +26,8 @@ from graphengine.models.checkpoint import Checkpoint
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, Speculative
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 SIZES: dict[str, Any] = {
     "vocab_size": 263, "max_position_embeddings": 512, "num_hidden_layers": 2,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 7, "pad_token_id": 0,

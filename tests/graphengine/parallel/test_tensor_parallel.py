@@ -33,6 +33,8 @@ from graphengine import Engine, SamplingParams
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, NGram, Speculative, UserProvided
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 PROMPT_LENGTHS = (1, 3, 17, 40)
 SIZES: dict[str, Any] = {
     "vocab_size": 263, "hidden_size": 64, "intermediate_size": 72, "num_attention_heads": 4,
