@@ -31,6 +31,8 @@ from graphengine.parallel.data_runtime import DataParallelRuntime
 from graphengine.parallel.ranks import RankFailed
 from graphengine.speculative import MTP, Eagle3, NGram, UserProvided
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 VOCABULARY = 263
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "max_position_embeddings": 512, "num_hidden_layers": 2,

@@ -29,6 +29,8 @@ from graphengine.speculative import (
     Suffix,
 )
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os\n"]
 GREEDY = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)] * 3
 # One of them draws through filters, as its drafts of a chain do.

@@ -18,6 +18,8 @@ from graphengine.opening.loading import load_checkpoint, plan_checkpoint, read_c
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, Eagle3, Speculative
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 PROMPTS = ["def fib(n):", "class Tree:\n"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
