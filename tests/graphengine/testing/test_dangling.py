@@ -203,6 +203,7 @@ def test_memory_that_another_tensor_took_is_seen_while_recording_natively() -> N
     with pytest.raises(GraphCheckError, match=message), check:
         address = held["x"].data_ptr()
         del held["x"]
-        held["x"] = torch.ones(1024, device="cuda")
-        assert held["x"].data_ptr() == address, "the allocator gives the block out again"
+        # Free blocks of earlier tests may be given out before it.
+        others = [torch.ones(1024, device="cuda") for _ in range(1000)]
+        assert address in {other.data_ptr() for other in others}, "the block is given out again"
     captured.close()
