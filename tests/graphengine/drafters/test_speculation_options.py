@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -772,6 +773,9 @@ def test_the_report_names_the_speculative_graphs(device: str) -> None:
             for sampler in ("fast", "full"):
                 assert f"decode/{rows}/k3/{sampler}" in text
                 assert f"decode/{rows}/{sampler}" in text
+        # Names of any length are apart from their numbers.
+        engine.generate([[5, 6, 7]], SamplingParams(temperature=1.0, top_k=5, max_tokens=8))
+        assert re.search(r"^  replays/decode/1/k3/full +[1-9]", str(engine.report()), re.MULTILINE)
 
 
 def test_stats_count_proposals_without_a_match(device: str) -> None:
