@@ -672,7 +672,8 @@ def test_a_draft_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None
     text = tmp_path / "text.txt"
     text.write_text("def f():\n    return 1\n" * 9)
     refused(None, vocabulary(text=text, size=4097), r"size=4097 must be an integer in \[1, 4096\]")
-    refused(None, vocabulary(text=tmp_path / "none.txt", size=9), r"draft_vocab text .*none\.txt")
+    with pytest.raises(FileNotFoundError, match=r"draft_vocab text .*none\.txt: there is no such"):
+        open_engine(device="cpu", speculative=vocabulary(text=tmp_path / "none.txt", size=9))
     refused(None, vocabulary(tensor="d2t"), r"no tensor 'd2t' of offsets")
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"\xff\xfe\xfa")
