@@ -12,3 +12,17 @@ def expand_user(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ValueError(f"path {os.fspath(path)!r}: {error}") from error
+
+
+def read_text(path: str | os.PathLike[str], what: str) -> str:
+    """A file's text in UTF-8; `what` it is stands before its path in errors.
+
+    FileNotFoundError where there is no such file, ValueError for one that cannot be read.
+    """
+    name = f"{what} {os.fspath(path)}"
+    try:
+        return expand_user(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{name}: there is no such file") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from error

@@ -109,6 +109,11 @@ def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:
     stream. ValueError, with the value and what is wanted, for a tensor that does not fit, and where
     `spec` is None: no engine takes any then.
     """
+    if not tensor.is_floating_point():
+        raise ValueError(
+            f"embeddings of shape {list(tensor.shape)} and {tensor.dtype} in a prompt: they are of "
+            f"floating point, and token ids are one list, [n]"
+        )
     if spec is None:
         raise ValueError(
             f"embeddings of shape {list(tensor.shape)} in a prompt are for an engine that is "
@@ -119,10 +124,10 @@ def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:
             f"embeddings of shape {list(tensor.shape)} in a prompt: the model takes "
             f"[n, {spec.hidden_size}]"
         )
-    if not tensor.is_floating_point():
+    if tensor.layout != torch.strided:
         raise ValueError(
-            f"embeddings of {tensor.dtype} in a prompt: they are of floating point, such as "
-            f"{spec.dtype}"
+            f"embeddings of shape {list(tensor.shape)} in a prompt have the layout "
+            f"{tensor.layout}: they are dense, {torch.strided}"
         )
     if tensor.is_meta:
         raise ValueError(f"embeddings of shape {list(tensor.shape)} on meta have no values")

@@ -12,6 +12,7 @@ from typing import cast
 
 from torch import Tensor
 
+from graphengine.checks import shown
 from graphengine.prompt_embeds import (
     EMBEDDED,
     NO_EMBEDS,
@@ -203,9 +204,11 @@ def token_ids_of(
     At most `limit` + 1 ids are read from an iterator, which may have no end. If there are more than
     `limit`, `too_many(number)` is the message of the ValueError.
     """
-    no_tokens = isinstance(tokens, str | bytes | Mapping) or getattr(tokens, "ndim", 1) == 0
+    no_tokens = isinstance(tokens, str | bytes | Mapping) or getattr(tokens, "ndim", 1) != 1
     if no_tokens or not isinstance(tokens, Iterable):
-        raise ValueError(f"{what}, not {tokens!r}")
+        shape = getattr(tokens, "shape", ())
+        given = f"{type(tokens).__name__} of shape {list(shape)}" if shape else shown(tokens)
+        raise ValueError(f"{what}, not {given}")
     limit = max(limit, 0)
     if isinstance(tokens, Sized) and len(tokens) > limit:
         raise ValueError(too_many(str(len(tokens))))
@@ -225,7 +228,7 @@ def token_id(token: object, vocab_size: int) -> int:
         with suppress(TypeError):  # an array of several
             index = operator.index(token)
     if not 0 <= index < vocab_size:
-        raise ValueError(f"token id {token!r} is outside the vocabulary of {vocab_size}")
+        raise ValueError(f"token id {shown(token)} is outside the vocabulary of {vocab_size}")
     return index
 
 

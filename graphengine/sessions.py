@@ -303,8 +303,10 @@ class Session:
             raise ValueError("the session is closed")
         self._settle()
         if self._turn is not None:
+            cancelled = self._turn.finish_reason == "cancelled"
             raise ValueError(
-                f"a turn of the session is under way, request {self._turn.id}: it must finish first"
+                f"a turn of the session is under way, request {self._turn.id}: "
+                + ("it is cancelled at the next step()" if cancelled else "it must finish first")
             )
 
 

@@ -51,7 +51,7 @@ def parse_speculative(text: str) -> Speculative | None:
     if mark:
         chain = parse_speculative(front)
         numbers = [_number(value, text) for value in sizes.split(":")]
-        if not isinstance(chain, MTP | Eagle3) or len(numbers) != 3:
+        if not isinstance(chain, MTP | Eagle3) or chain.tree is not None or len(numbers) != 3:
             raise _wrong(text)
         nodes, top_k, depth = numbers
         return replace(chain, tree=DynamicTree(nodes=nodes, top_k=top_k, depth=depth))

@@ -287,9 +287,15 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="graphengine", description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (generate, chat, info):
+    # An error shows the usage: all options, of which there are some sixty, would hide the error.
+    usages = {generate: "--prompt PROMPT [options]", chat: "[options]", info: "[options]"}
+    for command, usage in usages.items():
+        name = command.__name__
         sub = commands.add_parser(
-            command.__name__, help=command.__doc__, description=command.__doc__
+            name,
+            help=command.__doc__,
+            description=command.__doc__,
+            usage=f"graphengine {name} {usage}; --help lists the options",
         )
         sub.set_defaults(command=command)
         _add_engine_options(sub)

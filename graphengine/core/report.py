@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class EngineReport:
         device = f"device {memory.device}"
         if self.ranks > 1:
             device += f", the first of {self.ranks} ranks"
+        graphs = _column((capture.name for capture in self.captures), 18)
         lines = [
             f"{device}, {memory.describe_dtypes()}, max_seq_len {memory.max_seq_len}",
             self.kernels,
@@ -61,18 +62,24 @@ class EngineReport:
             _describe_kv(self.kv),
             *_describe_states(self.kv, memory),
             "",
-            f"{'graph':<18}{'nodes':>8}{'capture ms':>12}{'MiB':>10}",
+            f"{'graph':<{graphs}}{'nodes':>8}{'capture ms':>12}{'MiB':>10}",
         ]
         for capture in self.captures:
             nodes = "-" if capture.nodes is None else str(capture.nodes)
             lines.append(
-                f"{capture.name:<18}{nodes:>8}{capture.capture_ms:>12.1f}"
+                f"{capture.name:<{graphs}}{nodes:>8}{capture.capture_ms:>12.1f}"
                 f"{capture.bytes / 2**20:>10.2f}"
             )
         if self.counters:
             lines += ["", "counters"]
-            lines += [f"  {name:<24}{count}" for name, count in sorted(self.counters.items())]
+            width = _column(self.counters, 24)
+            lines += [f"  {name:<{width}}{count}" for name, count in sorted(self.counters.items())]
         return "\n".join(lines)
+
+
+def _column(names: Iterable[str], least: int) -> int:
+    """How wide a column of these names is, with a blank after the longest."""
+    return max([least, *(len(name) + 1 for name in names)])
 
 
 def make_report(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphengine.kernels import MAX_CORPUS
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.paths import expand_user
+from graphengine.paths import expand_user, read_text
 from graphengine.text.tokenizer import Tokenizer
 
 
@@ -19,10 +19,11 @@ def read_corpus(path: str | os.PathLike[str], checkpoint: Checkpoint, vocab_size
     """Its tokens: int32 [C] on the CPU.
 
     A file whose name ends in `.npy` holds integers [C] as NumPy saves them, any other a text in
-    UTF-8, which the checkpoint's tokenizer splits. ValueError names the file, and what is wrong.
+    UTF-8, which the checkpoint's tokenizer splits. ValueError names the file, and what is wrong;
+    FileNotFoundError where there is none.
     """
     name, file = os.fspath(path), expand_user(path)
-    ids = _saved_ids(name, file) if file.suffix == ".npy" else _text_ids(name, file, checkpoint)
+    ids = _saved_ids(name, file) if file.suffix == ".npy" else _text_ids(name, checkpoint)
     if not 1 <= ids.size <= MAX_CORPUS:
         raise ValueError(f"corpus {name} has {ids.size} tokens, not 1 to {MAX_CORPUS}")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -37,6 +38,8 @@ def read_corpus(path: str | os.PathLike[str], checkpoint: Checkpoint, vocab_size
 def _saved_ids(name: str, file: Path) -> np.ndarray:
     try:
         ids = np.load(file, allow_pickle=False)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"corpus {name}: there is no such file") from error
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"corpus {name}: {error}") from error
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -45,11 +48,8 @@ def _saved_ids(name: str, file: Path) -> np.ndarray:
     return ids
 
 
-def _text_ids(name: str, file: Path, checkpoint: Checkpoint) -> np.ndarray:
+def _text_ids(name: str, checkpoint: Checkpoint) -> np.ndarray:
     if not checkpoint.has_tokenizer:
         raise ValueError(f"{checkpoint.path} has no tokenizer.json to split corpus {name} with")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"corpus {name}: {error}") from error
+    text = read_text(name, "corpus")
     return np.array(Tokenizer.from_directory(checkpoint.path).encode(text), dtype=np.int64)

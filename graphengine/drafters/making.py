@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,7 +43,7 @@ from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.states import paged_states, recurrent_states
 from graphengine.models.stored import read_eos_ids, read_model
-from graphengine.paths import expand_user
+from graphengine.paths import read_text
 from graphengine.speculative import (
     MTP,
     DFlash,
@@ -318,10 +317,7 @@ def draft_vocabulary(
     assert options.text is not None and options.size is not None
     if not checkpoint.has_tokenizer:
         raise ValueError(f"{checkpoint.path} has no tokenizer.json to split {options.text} with")
-    try:
-        text = expand_user(options.text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"draft_vocab text {os.fspath(options.text)}: {error}") from error
+    text = read_text(options.text, "draft_vocab text")
     ids = Tokenizer.from_directory(checkpoint.path).encode(text)
     always = read_eos_ids(checkpoint, model)
     return frequent_tokens(ids, options.size, model.vocab_size, always=always)

@@ -142,6 +142,8 @@ def _causal(values: Mapping[str, Any], from_newest: bool) -> tuple[bool, ...]:
     """Of each layer."""
     count: int = values["num_hidden_layers"]
     types = values["layer_types"] or ["full_attention"] * count
+    if len(types) != count:
+        raise ValueError(f"config.json has {len(types)} layer_types for num_hidden_layers={count}")
     sliding = tuple(kind == "sliding_attention" for kind in types)
     if from_newest:
         if any(sliding):

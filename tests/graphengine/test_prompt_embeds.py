@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -309,7 +310,10 @@ def test_wrong_embeddings(device: str) -> None:
         cases: list[tuple[Any, str]] = [
             (torch.zeros(3, H + 1), rf"embeddings of shape \[3, {H + 1}\] .* takes \[n, {H}\]"),
             (torch.zeros(H), rf"embeddings of shape \[{H}\] in a prompt: the model takes"),
-            (torch.zeros(3, H, dtype=torch.int32), "embeddings of torch.int32 in a prompt"),
+            (torch.zeros(3, H, dtype=torch.int32), r"\[3, .* and torch.int32 in a prompt: they"),
+            (torch.zeros(1, 5, dtype=torch.int64), r"\[1, 5\] .* token ids are one list, \[n\]"),
+            (torch.zeros(3, H).to_sparse(), r"embeddings of shape \[3, .* layout torch.sparse_coo"),
+            (PromptParts([1], np.zeros((3, H))), rf"not ndarray of shape \[3, {H}\]"),
             (torch.zeros(3, H, device="meta"), r"embeddings of shape \[3, .* on meta have no"),
             (torch.zeros(128, H), "prompt of 128 tokens leaves no room .* max_seq_len=128"),
             (torch.zeros(0, H), "the prompt is empty"),

@@ -757,6 +757,15 @@ def test_a_turn_at_a_time(engine: Engine, tmp_path: Path) -> None:
         session.close()
         run(engine)
         assert turn.finish_reason == "cancelled"
+        with engine.session() as other:
+            other.append("x")
+            late = other.submit(greedy(8))
+            late.cancel()
+            message = f"under way, request {late.id}: it is cancelled at the next step"
+            with pytest.raises(ValueError, match=message):
+                other.append("y")
+            engine.step()
+            other.append("y")
         for call in calls:
             with pytest.raises(ValueError, match="the session is closed"):
                 call()

@@ -71,7 +71,7 @@ def test_a_text_names_a_mode(text: str, expected: Speculative | None) -> None:
         "ngram:3:", "ngram:٣", "ngram:1:2:3", "suffix:", "suffix:3:1",
         "model", "model:", "model::", "MTP", "eagle3",
         "eagle3:", "dflash", "dflash::", "ngram:tree:9:3:4", "off:tree:9:3:4", "mtp:tree:9:3",
-        "mtp:tree:9:3:x", "save-hidden", "save-hidden:",
+        "mtp:tree:9:3:x", "mtp:tree:9:3:4:tree:9:3:4", "save-hidden", "save-hidden:",
     ],
 )  # fmt: skip
 def test_any_other_text_shows_the_grammar(text: str) -> None:

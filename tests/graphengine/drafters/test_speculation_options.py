@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -671,7 +672,8 @@ def test_a_draft_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None
     text = tmp_path / "text.txt"
     text.write_text("def f():\n    return 1\n" * 9)
     refused(None, vocabulary(text=text, size=4097), r"size=4097 must be an integer in \[1, 4096\]")
-    refused(None, vocabulary(text=tmp_path / "none.txt", size=9), r"draft_vocab text .*none\.txt")
+    with pytest.raises(FileNotFoundError, match=r"draft_vocab text .*none\.txt: there is no such"):
+        open_engine(device="cpu", speculative=vocabulary(text=tmp_path / "none.txt", size=9))
     refused(None, vocabulary(tensor="d2t"), r"no tensor 'd2t' of offsets")
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"\xff\xfe\xfa")
@@ -772,6 +774,9 @@ def test_the_report_names_the_speculative_graphs(device: str) -> None:
             for sampler in ("fast", "full"):
                 assert f"decode/{rows}/k3/{sampler}" in text
                 assert f"decode/{rows}/{sampler}" in text
+        # Names of any length are apart from their numbers.
+        engine.generate([[5, 6, 7]], SamplingParams(temperature=1.0, top_k=5, max_tokens=8))
+        assert re.search(r"^  replays/decode/1/k3/full +[1-9]", str(engine.report()), re.MULTILINE)
 
 
 def test_stats_count_proposals_without_a_match(device: str) -> None:

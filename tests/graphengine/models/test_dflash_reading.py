@@ -145,6 +145,10 @@ def saying_inside(**settings: Any) -> Change:
 
 WRONG: dict[str, tuple[BlockShape, Change, str]] = {
     "no fc": (DFLASH, without("fc.weight"), r"checkpoint of 2 layers that lacks fc.weight"),
+    "types of fewer layers": (
+        DFLASH, saying(layer_types=["full_attention"]),
+        "config.json has 1 layer_types for num_hidden_layers=2",
+    ),
     "no norm": (DFLASH, without("hidden_norm.weight"), r"lacks hidden_norm.weight"),
     "no final norm": (DFLASH, without("norm.weight"), r"lacks model.norm.weight"),
     "no product": (
