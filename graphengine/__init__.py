@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from graphengine.core.report import StepReport
     from graphengine.core.snapshots import SessionSnapshot
     from graphengine.draft_trees import DynamicTree
+    from graphengine.draft_vocabulary import DraftVocabulary
     from graphengine.engine import Engine
     from graphengine.parallel.ranks import RankFailed
     from graphengine.prompts import Chat, PromptParts
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
         Auto,
         DFlash,
         DraftModel,
-        DraftVocabulary,
         Eagle3,
         GateOptions,
         NGram,
@@ -81,7 +81,7 @@ _HOMES = {
     "Auto": "graphengine.speculative",
     "Chat": "graphengine.prompts",
     "DraftModel": "graphengine.speculative",
-    "DraftVocabulary": "graphengine.speculative",
+    "DraftVocabulary": "graphengine.draft_vocabulary",
     "DFlash": "graphengine.speculative",
     "DynamicTree": "graphengine.draft_trees",
     "Eagle3": "graphengine.speculative",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from dataclasses import fields
 from typing import Any, TypeGuard
 
@@ -69,3 +70,15 @@ def keep_plain_numbers(options: Any) -> None:
             object.__setattr__(options, name, int(value))
         elif is_number(value):
             object.__setattr__(options, name, float(value))
+
+
+def check_path(name: str, value: object) -> None:
+    """ValueError for what names no file."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ValueError(f"{name}={value!r} must be a path")
+
+
+def check_at_least(name: str, value: object, least: int) -> None:
+    """ValueError unless it is an integer from `least` to 2**31 - 1."""
+    if not is_int(value) or not least <= value <= INT32_MAX:
+        raise ValueError(f"{name}={value!r} must be an integer in [{least}, {INT32_MAX}]")

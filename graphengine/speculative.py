@@ -3,28 +3,28 @@
 Each drafter's options are one `Mode` here; `graphengine.drafters` has the drafters themselves. With
 options alone nothing is read and nothing allocated: whether a mode fits a checkpoint is found out
 when an engine opens.
-
-A trimmed draft vocabulary is a choice of N target ids, ascending, one for each row of a smaller
-lm_head. It is written down as EAGLE3 checkpoints do: `target = draft + d2t[draft]`.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
-from safetensors import SafetensorError, safe_open
-
-from graphengine.checks import INT32_MAX, is_finite, is_int, is_number, keep_plain_numbers
+from graphengine.checks import (
+    INT32_MAX,
+    check_at_least,
+    check_path,
+    is_finite,
+    is_int,
+    is_number,
+    keep_plain_numbers,
+)
 from graphengine.draft_trees import StaticTree, Tree, TreeOption, check_tree, read_tree
+from graphengine.draft_vocabulary import DraftVocabulary, describe_vocabulary
 from graphengine.kernels import MAX_DRAFTS, MAX_LANES
 
 log = logging.getLogger(__name__)
@@ -63,36 +63,6 @@ class Mode(ABC):
     @abstractmethod
     def describe(self) -> str:
         """One line for reports, such as "mtp eagle, k=3"."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DraftVocabulary:
-    """The part of the vocabulary that a draft module scores: either a text's or a checkpoint's.
-
-    text    a UTF-8 file, of whose tokens the `size` most frequent are taken
-    size    how many; only with `text`
-    tensor  name of the checkpoint's tensor of offsets, `d2t`; int64, one for each draft id
-    """
-
-    text: PathName | None = None
-    size: int | None = None
-    tensor: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.text is None) == (self.tensor is None):
-            raise ValueError(
-                f"a draft vocabulary is of a text or of a tensor, one of them: "
-                f"text={self.text!r}, tensor={self.tensor!r}"
-            )
-        if self.tensor is not None:
-            if not isinstance(self.tensor, str) or not self.tensor:
-                raise ValueError(f"tensor={self.tensor!r} must be the name of a tensor")
-            if self.size is not None:
-                raise ValueError(f"size={self.size!r} is for a text: the tensor has its own")
-            return
-        _check_path("text", self.text)
-        _check_at_least("size", self.size, 1)
-        keep_plain_numbers(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +126,7 @@ class MTP(Mode):
         if self.own_graph:
             parts.append("own graph")
         if self.draft_vocab is not None:
-            parts.append(_describe_vocabulary(self.draft_vocab))
+            parts.append(describe_vocabulary(self.draft_vocab))
         parts += _describe_confidence(self.min_confidence)
         return ", ".join(parts)
 
@@ -215,7 +185,7 @@ class Suffix(Mode):
                 f"tokens"
             )
         if self.corpus is not None:
-            _check_path("corpus", self.corpus)
+            check_path("corpus", self.corpus)
         keep_plain_numbers(self)
 
     def describe(self) -> str:
@@ -240,7 +210,7 @@ class DraftModel(Mode):
     min_confidence: float | None = None
 
     def __post_init__(self) -> None:
-        _check_path("path", self.path)
+        check_path("path", self.path)
         check_drafts(self.k)
         _check_confidence(self.min_confidence)
         keep_plain_numbers(self)
@@ -255,7 +225,7 @@ class Eagle3(Mode):
     """An EAGLE3 checkpoint drafts: a layer that reads the target's residual stream after a few of
     its layers, with KV of its own.
 
-    path       its checkpoint: a directory or a hub id
+    path       its checkpoint: a directory or a hub id; "demo": the demo model's
     k          drafts a step
     own_graph  in a separate graph after the step's, not inside it
     layers     of the target, after which its stream is read, in the order of fc's columns; None:
@@ -274,7 +244,7 @@ class Eagle3(Mode):
     min_confidence: float | None = None
 
     def __post_init__(self) -> None:
-        _check_path("path", self.path)
+        check_path("path", self.path)
         _keep_tree(self)
         _check_confidence(self.min_confidence, self.tree)
         check_drafts(self.k)
@@ -304,7 +274,7 @@ class DFlash(Mode):
     """A DFlash or DSpark checkpoint drafts: a few layers that read the target's residual stream
     after some of its layers, and make a block of drafts in one run.
 
-    path    its checkpoint: a directory or a hub id
+    path    its checkpoint: a directory or a hub id; "demo": the demo model's
     k       drafts a step, at most those of the block that it is trained for: block_size - 1 of a
             DFlash of z-lab, block_size of DeepSpec's checkpoints
     layers  of the target, after which its stream is read, in the order of fc's columns; None: those
@@ -317,7 +287,7 @@ class DFlash(Mode):
     layers: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        _check_path("path", self.path)
+        check_path("path", self.path)
         check_drafts(self.k)
         if self.layers is not None:
             object.__setattr__(self, "layers", _ids("layers", self.layers, "layer numbers"))
@@ -383,8 +353,8 @@ class SaveHiddenStates(Mode):
     whole_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_path("directory", self.directory)
-        _check_at_least("write_interval", self.write_interval, 1)
+        check_path("directory", self.directory)
+        check_at_least("write_interval", self.write_interval, 1)
         if self.layers is not None:
             object.__setattr__(self, "layers", _ids("layers", self.layers, "layer numbers"))
         keep_plain_numbers(self)
@@ -443,7 +413,7 @@ class RelaxedAcceptance:
     end_token_ids: Sequence[int]
 
     def __post_init__(self) -> None:
-        _check_at_least("topk", self.topk, 1)
+        check_at_least("topk", self.topk, 1)
         if not is_number(self.delta) or not 0.0 <= self.delta <= 1.0:
             raise ValueError(f"delta={self.delta!r} must be a number in [0, 1]")
         for name in ("begin_token_ids", "end_token_ids"):
@@ -482,8 +452,8 @@ class GateOptions:
     max_live: int | None = None
 
     def __post_init__(self) -> None:
-        _check_at_least("window", self.window, 1)
-        _check_at_least("probe_every", self.probe_every, 1)
+        check_at_least("window", self.window, 1)
+        check_at_least("probe_every", self.probe_every, 1)
         for name in ("off_below", "on_above"):
             value = getattr(self, name)
             if not is_number(value) or not (value >= 0 and is_finite(value)):
@@ -491,7 +461,7 @@ class GateOptions:
         if self.off_below > self.on_above:
             raise ValueError(f"off_below={self.off_below} exceeds on_above={self.on_above}")
         if self.max_live is not None:
-            _check_at_least("max_live", self.max_live, 1)
+            check_at_least("max_live", self.max_live, 1)
         keep_plain_numbers(self)
 
 
@@ -594,101 +564,6 @@ def describe_drafts(mode: MTP | Eagle3) -> str:
     return f"k={mode.k}" if tree is None else tree.describe()
 
 
-def _describe_vocabulary(vocabulary: DraftVocabulary) -> str:
-    if vocabulary.text is None:
-        return f"draft vocabulary {vocabulary.tensor}"
-    return f"draft vocabulary of {vocabulary.size} tokens from {Path(vocabulary.text).name}"
-
-
-# Trimmed vocabularies.
-
-
-def frequent_tokens(
-    token_ids: Iterable[int], size: int, vocab_size: int, always: Iterable[int] = ()
-) -> torch.Tensor:
-    """The `size` most frequent ids of a tokenized text, ascending: int64 [size] on the CPU.
-
-    Equally frequent ones go by lower id, and so do those that make up for a text of fewer tokens.
-
-    Args:
-        token_ids: the text's, in any order.
-        size: how many to take, at most `vocab_size`.
-        vocab_size: ids are 0 .. vocab_size - 1; ValueError for any other.
-        always: ids that are taken in any case, end-of-sequence ids above all. ValueError if there
-            are more of them than `size`.
-    """
-    if not is_int(size) or not 1 <= size <= vocab_size:
-        raise ValueError(f"size={size!r} must be an integer in [1, {vocab_size}], the vocabulary")
-    chosen = set(always)
-    counts = Counter(token_ids)
-    for name, ids in (("always", chosen), ("the text", counts.keys())):
-        for token in ids:
-            if not is_int(token) or not 0 <= token < vocab_size:
-                raise ValueError(f"{name} has token {token!r}, the vocabulary has {vocab_size}")
-    if len(chosen) > size:
-        raise ValueError(f"always has {len(chosen)} tokens, more than size={size}")
-
-    for token in chosen:
-        counts.pop(token, None)
-    ranked = heapq.nsmallest(
-        size - len(chosen), counts.items(), key=lambda item: (-item[1], item[0])
-    )
-    chosen.update(token for token, _ in ranked)
-    for token in range(vocab_size):
-        if len(chosen) == size:
-            break
-        chosen.add(token)
-    return torch.tensor(sorted(int(token) for token in chosen), dtype=torch.int64)
-
-
-def target_ids(d2t: torch.Tensor, vocab_size: int, name: str = "d2t") -> torch.Tensor:
-    """The target's id of each draft id, `draft + d2t[draft]`: new int64 [N], ascending.
-
-    ValueError, which calls the tensor `name`, unless `d2t` is int64 [N] and the targets are
-    strictly ascending and within the vocabulary.
-    """
-    ids = offset_ids(d2t, vocab_size, name)
-    falling = torch.nonzero(ids[1:] <= ids[:-1])
-    if falling.numel():
-        draft = int(falling[0])
-        raise ValueError(
-            f"{name} maps drafts {draft} and {draft + 1} to tokens {int(ids[draft])} and "
-            f"{int(ids[draft + 1])}: they must ascend"
-        )
-    return ids
-
-
-def offset_ids(d2t: torch.Tensor, vocab_size: int, name: str = "d2t") -> torch.Tensor:
-    """`target_ids` in any order."""
-    shape = tuple(d2t.shape)
-    if d2t.dtype != torch.int64 or len(shape) != 1 or shape[0] < 1:
-        raise ValueError(f"{name} must be int64 [N], not {d2t.dtype} {shape}")
-    ids = d2t + torch.arange(d2t.numel(), device=d2t.device)
-    outside = torch.nonzero((ids < 0) | (ids >= vocab_size))
-    if outside.numel():
-        draft = int(outside[0])
-        raise ValueError(
-            f"{name} maps draft {draft} to token {int(ids[draft])}, the vocabulary has {vocab_size}"
-        )
-    return ids
-
-
-def read_offsets(file: str | os.PathLike[str], name: str, vocab_size: int) -> torch.Tensor:
-    """The tensor of offsets `name` of a safetensors file, checked as by `target_ids`; on the CPU.
-
-    ValueError names the file.
-    """
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            if name not in tensors.keys():  # noqa: SIM118  (no mapping: it has only the method)
-                raise ValueError(f"{os.fspath(file)} has no tensor {name}")
-            d2t: torch.Tensor = tensors.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{os.fspath(file)} cannot be read: {error}") from error
-    target_ids(d2t, vocab_size, f"{os.fspath(file)}: {name}")
-    return d2t
-
-
 def _describe_confidence(least: float | None) -> list[str]:
     return [] if least is None else [f"confidence from {least:g}"]
 
@@ -703,16 +578,6 @@ def _check_confidence(least: object, tree: object = None, style: str = "eagle") 
             f"min_confidence={least} goes with style='eagle' and without a tree, not with "
             f"style={style!r}, tree={tree!r}"
         )
-
-
-def _check_path(name: str, value: object) -> None:
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ValueError(f"{name}={value!r} must be a path")
-
-
-def _check_at_least(name: str, value: object, least: int) -> None:
-    if not is_int(value) or not least <= value <= INT32_MAX:
-        raise ValueError(f"{name}={value!r} must be an integer in [{least}, {INT32_MAX}]")
 
 
 def _ids(name: str, value: Any, meaning: str) -> tuple[int, ...]:

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from graphengine.draft_trees import DynamicTree
+from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.options import read_integers
 from graphengine.speculative import (
     MTP,
     Auto,
     DFlash,
     DraftModel,
-    DraftVocabulary,
     Eagle3,
     NGram,
     RelaxedAcceptance,

@@ -23,7 +23,7 @@ from typing import Any, cast
 from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.cli.option_flags import add_flags
 from graphengine.config import DTYPES
-from graphengine.demo import block_path, checkpoint_path, eagle3_path, heldout_text
+from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels import RowFamily
 from graphengine.models.checkpoint import Checkpoint
@@ -39,7 +39,6 @@ from graphengine.text.tokenizer import Tokenizer
 
 SCHEMA = 2
 MODES = ("mtp:3", "mtp:1:vanilla", "ngram:3", "ngram:5:3")
-DEMO_DRAFTERS = {"eagle3:demo": eagle3_path(), "dflash:demo": block_path()}
 TEMPERATURES = "0,1"
 FILTERS = ("top_k", "top_p", "min_p")
 GRAM = 4
@@ -87,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", default="demo", help="directory or hub id; 'demo' is the packaged model")
     add("--text", type=Path, help="UTF-8 file (default: what the demo model was not trained on)")
     add("--speculative", action="append", metavar="MODE",
-        help=f"may be repeated (default: {', '.join(MODES)}); {' and '.join(DEMO_DRAFTERS)} name "
-        f"the packaged drafters of the demo model: {GRAMMAR}")  # fmt: skip
+        help=f"may be repeated (default: {', '.join(MODES)}); eagle3:demo and dflash:demo are the "
+        f"packaged drafters of the demo model: {GRAMMAR}")  # fmt: skip
     add("--temperature", default=TEMPERATURES, help=f"one or several (default: {TEMPERATURES})")
     add("--stride", type=int, default=512, help="tokens from one prompt's begin to the next one's")
     add("--prompt-tokens", type=int, default=128)
@@ -168,25 +167,11 @@ def _read_options(options: argparse.Namespace) -> Study:
 
 
 def _modes(texts: Sequence[str]) -> dict[str, Speculative]:
-    found = {text: parse_speculative(_in_full(text)) for text in dict.fromkeys(texts)}
+    found = {text: parse_speculative(text) for text in dict.fromkeys(texts)}
     modes = {text: mode for text, mode in found.items() if mode is not None}
     if len(modes) < len(found):
         raise ValueError("--speculative off accepts nothing: plain decoding is measured anyway")
     return modes
-
-
-def _in_full(text: str) -> str:
-    """A mode as text, with the place of a packaged drafter that it names."""
-    for name, path in DEMO_DRAFTERS.items():
-        text = text.replace(name, name.replace("demo", str(path)), 1)
-    return text
-
-
-def _in_short(text: str) -> str:
-    """The reverse, in any text."""
-    for path in DEMO_DRAFTERS.values():
-        text = text.replace(str(path), "demo")
-    return text
 
 
 def _numbers(text: str) -> list[float]:
@@ -297,8 +282,7 @@ def _row(engine: Engine, study: Study, temperature: float, plain: _Run) -> dict[
     request, without its own.
     """
     run = _run(engine, study, temperature)
-    # Where the package lies is nobody's business.
-    mode = _in_short(describe(engine.config.mode))
+    mode = describe(engine.config.mode)
     compared = comparable(engine, plain.numerics_id)
     if compared:
         for index, pair in enumerate(zip(plain.results, run.results, strict=True)):

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from graphengine.config import EngineConfig
+from graphengine.demo import block_path, eagle3_path
 from graphengine.draft_trees import DynamicTree, Tree
+from graphengine.draft_vocabulary import DraftVocabulary, frequent_tokens, read_offsets, target_ids
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.block import BlockDrafter
 from graphengine.drafters.confidence import drafts_from
@@ -32,7 +34,7 @@ from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoint import DEMO, Checkpoint
 from graphengine.models.contract import WHOLE, ModelConfig, Share
 from graphengine.models.dflash_reading import read_dflash
 from graphengine.models.eagle3_reading import read_eagle3
@@ -48,16 +50,12 @@ from graphengine.speculative import (
     MTP,
     DFlash,
     DraftModel,
-    DraftVocabulary,
     Eagle3,
     Mode,
     NGram,
     SaveHiddenStates,
     Suffix,
     UserProvided,
-    frequent_tokens,
-    read_offsets,
-    target_ids,
 )
 from graphengine.text.tokenizer import Tokenizer
 
@@ -272,7 +270,7 @@ def _draft_model(options: DraftModel, target: Target) -> Drafter:
 
 
 def _eagle3(options: Eagle3, target: Target) -> Drafter:
-    checkpoint = Checkpoint.open(options.path)
+    checkpoint = Checkpoint.open(eagle3_path() if options.path == DEMO else options.path)
     read = read_eagle3(checkpoint, target.model, options.layers)
     width, wanted = read.config.hidden_size, target.model.hidden_size
     if target.config.prompt_embeds and width != wanted:
@@ -286,7 +284,7 @@ def _eagle3(options: Eagle3, target: Target) -> Drafter:
 
 
 def _dflash(options: DFlash, target: Target) -> Drafter:
-    checkpoint = Checkpoint.open(options.path)
+    checkpoint = Checkpoint.open(block_path() if options.path == DEMO else options.path)
     read = read_dflash(checkpoint, target.model, options.layers)
     if options.k > read.most_drafts:
         raise ValueError(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from graphengine.checks import INT32_MAX
+from graphengine.draft_vocabulary import offset_ids
 from graphengine.models import hf_config
 from graphengine.models.checkpoint import Checkpoint, some
 from graphengine.models.config_schema import HfConfig, Key, read_keys, unsupported
@@ -37,7 +38,6 @@ from graphengine.models.eagle3 import (
 )
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.llama import DEFAULTS, decoder_config
-from graphengine.speculative import offset_ids
 
 log = logging.getLogger(__name__)
 

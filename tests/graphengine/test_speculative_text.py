@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from graphengine.draft_trees import DynamicTree
+from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import (
     MTP,
     Auto,
     DFlash,
     DraftModel,
-    DraftVocabulary,
     Eagle3,
     NGram,
     RelaxedAcceptance,

@@ -28,11 +28,12 @@ from checkpoints.mtp_chains import HAS_CHAINS, SIZES, VOCAB, Chains
 from graphengine import Engine, SamplingParams
 from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
+from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.ranks import RankFailed
-from graphengine.speculative import MTP, DraftVocabulary, Eagle3
+from graphengine.speculative import MTP, Eagle3
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
 PROMPTS = [[5, 3, 80], [*range(1, 72, 3)]]

@@ -23,8 +23,9 @@ PACKAGES = {
 """The package that each folder is."""
 
 ROOMS = (
-    "checks", "options", "paths", "logits_params", "routing_record", "draft_trees", "speculative",
-    "speculative_text", "structured_outputs", "sampling_params", "prefill_cut", "draft_schedule",
+    "checks", "options", "paths", "logits_params", "routing_record", "draft_trees",
+    "draft_vocabulary", "speculative", "speculative_text", "structured_outputs",
+    "sampling_params", "prefill_cut", "draft_schedule",
     "config", "engine_options", "demo", "testing", "models", "text", "prompt_embeds", "prompts",
     "requests", "host",
     "drafters", "program", "observe", "opening", "core", "parallel", "sessions", "engine", "",

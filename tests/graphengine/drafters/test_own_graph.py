@@ -12,11 +12,12 @@ from checkpoints.mtp_modules import LAYOUTS, write_random
 from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run, sampled
 from graphengine import Engine, EngineConfig, Request
 from graphengine.demo import checkpoint_path
+from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.drafters import OwnGraphEagle, make_drafter
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.families import read_model_config
 from graphengine.opening.memory import plan_memory
-from graphengine.speculative import MTP, DraftVocabulary, GateOptions
+from graphengine.speculative import MTP, GateOptions
 
 PROMPTS = (PROMPT, LONG, OTHER, "import os\n")
 

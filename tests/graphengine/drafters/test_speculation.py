@@ -43,16 +43,9 @@ from engines.speculation import (
 from extent import extent
 from graphengine import DynamicTree, Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
+from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.kernels import Residual
-from graphengine.speculative import (
-    MTP,
-    Auto,
-    DraftModel,
-    DraftVocabulary,
-    NGram,
-    Speculative,
-    UserProvided,
-)
+from graphengine.speculative import MTP, Auto, DraftModel, NGram, Speculative, UserProvided
 
 WHOLE = checkpoint_path()
 """The demo with all of its layers, whose draft module is as often right as in use."""

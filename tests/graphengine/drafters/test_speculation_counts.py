@@ -27,16 +27,10 @@ from engines.speculation import (
 )
 from graphengine import Engine, Event, Request, SamplingParams
 from graphengine.demo import checkpoint_path
+from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.kernels import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_reference
-from graphengine.speculative import (
-    FORCE_ACCEPTED,
-    MTP,
-    DraftModel,
-    DraftVocabulary,
-    NGram,
-    UserProvided,
-)
+from graphengine.speculative import FORCE_ACCEPTED, MTP, DraftModel, NGram, UserProvided
 
 
 @pytest.fixture(autouse=True)

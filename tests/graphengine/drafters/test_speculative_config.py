@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from graphengine.draft_vocabulary import DraftVocabulary, frequent_tokens, read_offsets, target_ids
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
     FORCE_ACCEPTED,
@@ -25,7 +26,6 @@ from graphengine.speculative import (
     Auto,
     DFlash,
     DraftModel,
-    DraftVocabulary,
     Eagle3,
     GateOptions,
     NGram,
@@ -37,10 +37,7 @@ from graphengine.speculative import (
     check_speculative,
     describe,
     forced_acceptance,
-    frequent_tokens,
-    read_offsets,
     resolve_auto,
-    target_ids,
 )
 
 WORDS = DraftVocabulary(text="corpora/words.txt", size=32768)

@@ -38,17 +38,12 @@ from engines.speculation import (
 )
 from graphengine import Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
 from graphengine.draft_trees import DynamicTree, StaticTree
+from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.drafters import tree_growth
 from graphengine.drafters.making import _check_trees
 from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.models.states import Paged, Recurrent
-from graphengine.speculative import (
-    FORCE_ACCEPTED,
-    MTP,
-    DraftVocabulary,
-    GateOptions,
-    RelaxedAcceptance,
-)
+from graphengine.speculative import FORCE_ACCEPTED, MTP, GateOptions, RelaxedAcceptance
 
 SMALL: dict[str, Any] = {
     "max_batch": 3, "max_seq_len": 96, "block_size": 8, "prefill_buckets": (4, 16),

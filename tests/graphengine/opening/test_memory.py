@@ -14,6 +14,7 @@ from engines.small_engine import open_engine
 from graphengine import EngineConfig
 from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
+from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.drafters import NoDrafter, make_drafter
 from graphengine.kernels import MAX_LANES, WeightFormat, packed_form
 from graphengine.models import contract, plan_limits
@@ -28,7 +29,6 @@ from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.speculative import (
     MTP,
     DraftModel,
-    DraftVocabulary,
     GateOptions,
     NGram,
     RelaxedAcceptance,

@@ -30,11 +30,12 @@ from checkpoints.quantised_models import (
 )
 from checkpoints.successors import continuation, write_successors
 from graphengine import Engine, Result, SamplingParams
+from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.kernels import PackedWeight
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.writer import compressed_tensors
-from graphengine.speculative import MTP, DraftModel, DraftVocabulary
+from graphengine.speculative import MTP, DraftModel
 
 Eager = Callable[[Engine], dict[tuple[int, int], Tensor]]
 
