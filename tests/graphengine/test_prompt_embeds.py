@@ -16,7 +16,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 from checkpoints.mtp_modules import write_random
 from engines.small_engine import assert_idle, greedy, open_engine, run
 from graphengine import MTP, DraftModel, Engine, NGram, PromptParts
-from graphengine.prompt_embeds import Embeds, Run, embeds_of
+from graphengine.prompt_embeds import Embeds, EmbedsSpec, Run, embeds_at, embeds_of
 from graphengine.speculative import Speculative
 
 SIZES: dict[str, Any] = {"dtype": "float32", "prompt_embeds": True}
@@ -341,6 +341,15 @@ def test_wrong_embeddings(device: str) -> None:
 def test_engines_that_take_none(small: Path) -> None:
     with pytest.raises(ValueError, match=r"prompt_embeds=True, but the draft model .* other draf"):
         open_engine(small, device="cpu", speculative=DraftModel(small, k=2), **SIZES)
+
+
+def test_rows_are_rounded_to_the_model_s_dtype_and_known_by_what_is_fed() -> None:
+    given, spec = torch.rand(3, 4, dtype=torch.float64), EmbedsSpec(4, torch.bfloat16)
+    held, rounded = (embeds_at(rows, 1, spec) for rows in (given, given.bfloat16()))
+    (run,) = held.runs
+    assert run.start == 1 and torch.equal(run.rows, given.bfloat16())
+    ids = [7, -1, -1, -1]
+    assert held.identity(ids) == rounded.identity(ids)
 
 
 def test_rows_are_put_back_where_ids_have_none() -> None:
