@@ -29,6 +29,7 @@ from graphengine.buckets.captured import (
 from graphengine.buckets.graphs.introspect import inspect_graph, programmatic_edges
 from graphengine.buckets.graphs.nodes import count_nodes
 from graphengine.buckets.graphs.structure import GraphEdge, GraphNode, GraphStructure
+from graphengine.buckets.host_queue import HostQueue
 from graphengine.buckets.ladder import BucketLadder
 from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
 from graphengine.buckets.static import (
@@ -52,6 +53,7 @@ __all__ = [
     "GraphEdge",
     "GraphNode",
     "GraphStructure",
+    "HostQueue",
     "Mailbox",
     "MailboxBroken",
     "MemoryBudget",

@@ -112,6 +112,14 @@ class EngineConfig:
         (on a CPU all have it): the engine starts a process for each but the first""",
         flag=Flag(),
     )
+    pipeline_parallel: int = option(
+        1,
+        within(1, 64),
+        doc="""stages that the model's layers are split among, one after the other, each with a
+        device of its own from `device` on (on a CPU all have it): for a model that does not fit
+        one; the engine starts a process for each but one""",
+        flag=Flag(),
+    )
     expert_parallel: bool = option(
         False,
         doc="""whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in
@@ -525,6 +533,7 @@ class EngineConfig:
                 f"expert_parallel=True is for ranks on a CPU, not for device={self.device!r}: no "
                 f"kernel leaves the experts of other ranks out"
             )
+        self._check_stages()
         if self.tensor_parallel == 1:
             return
         mode, drafters = self.mode, (MTP, Eagle3, NGram, UserProvided)
@@ -544,6 +553,35 @@ class EngineConfig:
                     f"{name}={getattr(self, name)!r} is for an engine of one rank, not for "
                     f"tensor_parallel={self.tensor_parallel}"
                 )
+
+    def _check_stages(self) -> None:
+        """ValueError for what the stages of a pipeline cannot do."""
+        stages = self.pipeline_parallel
+        if stages == 1:
+            return
+        if self.tensor_parallel > 1:
+            raise ValueError(
+                f"pipeline_parallel={stages} and tensor_parallel={self.tensor_parallel}: a stage "
+                f"is not split among ranks, so one of them is 1"
+            )
+        alone: dict[str, bool] = {
+            "kv_dtype": self.kv_dtype != "auto",
+            "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
+            "prompt_embeds": self.prompt_embeds,
+            "record_routing": self.record_routing,
+            "speculative": not isinstance(self.mode, NGram | UserProvided | None),
+        }
+        for name, is_asked in alone.items():
+            if is_asked:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is for an engine of one stage, not for "
+                    f"pipeline_parallel={stages}"
+                )
+
+    @property
+    def ranks(self) -> int:
+        """Processes that the model is split among."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def mode(self) -> Mode | None:

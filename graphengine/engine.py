@@ -33,6 +33,7 @@ from graphengine.observe.recorder import Recorder
 from graphengine.opening.loading import Opened, open_checkpoint
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.leading import open_with_ranks
+from graphengine.parallel.pipelining import open_pipeline
 from graphengine.prompts import Prompt
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.request import Event, Request
@@ -70,9 +71,10 @@ class Engine:
         eos_ids: Sequence[int] = (),
         runtime: Runtime | None = None,
     ) -> None:
-        if runtime is None and config.tensor_parallel > 1:
+        if runtime is None and config.ranks > 1:
             raise ValueError(
-                f"tensor_parallel={config.tensor_parallel}: from_pretrained starts the other ranks"
+                f"tensor_parallel={config.tensor_parallel}, pipeline_parallel="
+                f"{config.pipeline_parallel}: from_pretrained starts the other ranks"
             )
         self.config = config
         self.memory = memory
@@ -417,6 +419,8 @@ def _open(
     path: str | Path, config: EngineConfig, progress: runs.Progress | None
 ) -> tuple[Opened, Runtime | None]:
     """The parts of an engine, and the runtime of several ranks."""
+    if config.pipeline_parallel > 1:
+        return open_pipeline(path, config, progress)
     if config.tensor_parallel > 1:
         return open_with_ranks(path, config, progress)
     return open_checkpoint(path, config, progress), None

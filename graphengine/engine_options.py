@@ -33,6 +33,12 @@ class EngineOptions(TypedDict, total=False):
     CPU all have it): the engine starts a process for each but the first
     """
 
+    pipeline_parallel: int
+    """stages that the model's layers are split among, one after the other, each with a device of
+    its own from `device` on (on a CPU all have it): for a model that does not fit one; the
+    engine starts a process for each but one
+    """
+
     expert_parallel: bool
     """whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in place of
     a part of each; on a CPU alone, as no kernel leaves other ranks' experts out

@@ -51,8 +51,8 @@ MODEL_DOORS = {
         *("contract", "linears", "states", "families", "stored", "chains"),
         *("mtp", "mtp_reading", "eagle3", "eagle3_reading"),
         *("dflash", "dflash_reading"),
-        *("checkpoint", "kv_scales", "quantised", "rank_cuts", "ranks", "routing", "tensor_files"),
-        *("tuning", "tuning_tables", "plan_limits", "vocabulary"),
+        *("checkpoint", "kv_scales", "quantised", "rank_cuts", "ranks", "routing", "stages"),
+        *("tensor_files", "tuning", "tuning_tables", "plan_limits", "vocabulary"),
     )
 }
 

@@ -137,7 +137,7 @@ def chat(options: argparse.Namespace) -> int:
 def info(options: argparse.Namespace) -> None:
     """Show what would be allocated and captured, by each rank; allocate and capture nothing."""
     config = EngineConfig(**_engine_options(options))
-    found = read_checkpoint(options.checkpoint, config, Share(0, config.tensor_parallel))
+    found = read_checkpoint(options.checkpoint, config, Share(0, config.ranks))
     memory, model = plan_checkpoint(found, config), found.model
     facts: dict[str, Any] = {
         "architecture": model.architecture,
@@ -146,6 +146,7 @@ def info(options: argparse.Namespace) -> None:
         "vocabulary": model.vocab_size,
         "device": str(memory.device),
         "tensor_parallel": config.tensor_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
         "dtype": str(memory.dtype).removeprefix("torch."),
         "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),
         "activations": memory.activations,

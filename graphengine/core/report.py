@@ -95,7 +95,7 @@ def make_report(
         chunk_times=runtime.chunk_times,
         captures=runtime.captures,
         counters=dict(scheduler.counters),
-        ranks=config.tensor_parallel,
+        ranks=config.ranks,
     )
 
 
@@ -203,6 +203,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "architecture": runtime.model.config.architecture,
         "device": str(memory.device),
         "tensor_parallel": config.tensor_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
         "dtype": str(memory.dtype).removeprefix("torch."),
         "weights": runtime.model.weights.bytes_by_kind(memory.dtype),
         "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from graphengine.buckets import CapturedGraph, CaptureReport, Copied, capture_all
+from graphengine.buckets import CapturedGraph, CaptureReport, Copied, HostQueue, capture_all
 from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
@@ -40,6 +40,7 @@ from graphengine.opening.allocation import (
 from graphengine.opening.memory import MemoryPlan
 from graphengine.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
+from graphengine.program.stages import StageGroup
 from graphengine.requests.request import Request
 from graphengine.requests.result import TokenLogprobs
 
@@ -57,7 +58,8 @@ class Runtime:
     """Allocates what `memory` planned for `model`, and captures every graph.
 
     All tensors keep their addresses until `close()`. One thread calls it. `group` is of the
-    model's ranks, of which this is one; None: it has no others.
+    model's ranks, of which this is one, and `stages` of the pipeline in which it is a stage; None:
+    there are no others.
 
     model         weights and tables
     buffers       every tensor that a replay can see, except weights and caches
@@ -89,14 +91,17 @@ class Runtime:
         drafter: Drafter,
         *,
         group: RankGroup | None = None,
+        stages: StageGroup | None = None,
     ) -> None:
-        held = allocate(model, memory, config, drafter, group)
+        held = allocate(model, memory, config, drafter, group, stages)
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.masks, self.routing = held.masks, held.routing
         self.caches, self.program, self.kept = held.caches, held.program, held.kept
         self.stream = held.stream
+        # Where copies are queued.
+        self._copies: torch.cuda.Stream | HostQueue | None = held.stream
         # What the waits query.
         self._watched: Queryable | None = held.stream
         self.launched = 0
@@ -173,7 +178,7 @@ class Runtime:
 
     def load(self, updates: Mapping[str, Any]) -> list[Copied]:
         """Copy host-owned fields that changed to the device: one staging block, one copy."""
-        return self.buffers.load(updates, sequence=self.launched + 1, stream=self.stream)
+        return self.buffers.load(updates, sequence=self.launched + 1, stream=self._copies)
 
     def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
         """Keep the experts that the slots' requests replay; the fields to load that say so."""
@@ -182,25 +187,29 @@ class Runtime:
     def swap(self, out: int, back: int) -> None:
         """Queue the copy of the first `out` of `swap_pairs` to the swap area, or `back` from it."""
         with self.on_stream():
-            swap_blocks(self.caches, self.buffers, out, back)
+            self._launch(partial(swap_blocks, self.caches, self.buffers, out, back))
 
     def copy_kept(self, copies: list[Copy]) -> None:
         """Queue these copies, and forget them."""
         if copies:
             with self.on_stream():
-                self.kept.copy(copies)
+                self._launch(partial(self.kept.copy, [*copies]))
             copies.clear()
 
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on the stream; one that publishes takes the next sequence number."""
-        self.graphs[key].replay()
+        self._launch(self.graphs[key].replay)
         if key.kind != "draft":
             self.launched += 1
 
     def fetch_drafts(self) -> None:
         """Queue the copy of the drafts to the host, where a grammar's masks depend on them."""
         with self.on_stream():
-            self.masks.fetch_drafts()
+            self._launch(self.masks.fetch_drafts)
+
+    def _launch(self, work: Callable[[], object]) -> None:
+        """Queue something on the stream, which on a CPU is done at once."""
+        work()
 
     # The waits. Each returns None if its data have not arrived within `timeout` seconds (None: up
     # to the engine's `wait_limit_s`; 0: look once). It raises TimeoutError at that limit and
@@ -349,7 +358,8 @@ def _numerics_id(
     config: EngineConfig,
 ) -> str:
     """Hash of everything that the bits of an engine depend on."""
-    prefill, ranks = memory.prefill_ladder.sizes, config.tensor_parallel
+    prefill = memory.prefill_ladder.sizes
+    ranks, stages = config.tensor_parallel, config.pipeline_parallel
     # The usual cut follows from the buckets.
     usual = prefill_cut.steps == ((0, prefill[-1]),)
     fp8: dict[str, str] = {}
@@ -367,6 +377,7 @@ def _numerics_id(
             **({} if memory.activations is None else {"activations": memory.activations}),
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
             **({} if ranks == 1 else {"tensor_parallel": ranks}),
+            **({} if stages == 1 else {"pipeline_parallel": stages}),
             **({"expert_parallel": True} if config.expert_parallel else {}),
             **model.numerics(prefill),
         },

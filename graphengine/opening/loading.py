@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graphengine.config import EngineConfig
-from graphengine.drafters import Drafter, make_drafter
+from graphengine.drafters import Drafter, DraftsElsewhere, make_drafter
 from graphengine.kernels import FP8_KV
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.rank_cuts import cut_linears, cut_to
 from graphengine.models.ranks import of_rank
+from graphengine.models.stages import of_stage, stage_of_rank
 from graphengine.models.stored import (
     destinations,
     load_weights,
@@ -66,17 +67,33 @@ def open_checkpoint(
 
 
 def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE) -> Found:
-    """Read what is in a checkpoint, of which this rank has a share."""
+    """Read what is in a checkpoint, of which this rank has a share, or a stage."""
     checkpoint = Checkpoint.open(path)
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
-    whole = model
+    whole, rank = model, share
+    if config.pipeline_parallel > 1:
+        share = WHOLE
     model = of_rank(whole, share, expert_parallel=config.expert_parallel)
     drafter = make_drafter(config, checkpoint, model, share)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     calibration = calibration_ids(config, model, tokenizer)
-    return Found(checkpoint, share, whole, model, drafter, tokenizer, tuple(eos_ids), calibration)
+    found = Found(checkpoint, share, whole, model, drafter, tokenizer, tuple(eos_ids), calibration)
+    return found_of_stage(found, rank) if config.pipeline_parallel > 1 else found
+
+
+def found_of_stage(found: Found, rank: Share) -> Found:
+    """What a rank of a pipeline has of a model that is not cut yet.
+
+    ValueError as of `of_stage`.
+    """
+    stage = stage_of_rank(rank)
+    last = stage.rank == stage.ranks - 1
+    return found._replace(
+        model=of_stage(found.whole, stage),
+        drafter=found.drafter if last else DraftsElsewhere(found.drafter),
+    )
 
 
 def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
@@ -114,7 +131,7 @@ def load_checkpoint(
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
             read_kv_scales(checkpoint, weights, drafter)
             unused = [name for name in unused if not is_kv_scale(name)]
-    if unused:
+    if unused and config.pipeline_parallel == 1:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
     model = weights.open(
         max_seq_len=memory.max_seq_len,

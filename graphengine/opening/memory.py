@@ -296,14 +296,19 @@ def _plan(
         # What a step takes and what it is given, as 32-bit ids.
         widest_step = max(lanes, chunks.sizes[-1])
         workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
-    ranks = config.tensor_parallel
+    ranks = config.ranks
     units = 0
-    if ranks > 1:
+    if config.pipeline_parallel > 1:
+        # The streams that come, and those that wait until the stage after takes them.
+        streams = 1 + config.mailbox_entries
+        workspace += streams * 4 * max(lanes, chunks.sizes[-1]) * model.hidden_size
+    if config.tensor_parallel > 1:
         # The parts of all ranks, and their sum: of a product in float32, or in `dtype` of a chunk.
         widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
         # Experts have shared ones' part beside their own.
         held = 1 if weights.routed is None else 2
         workspace += (ranks + held) * widest_step * model.hidden_size
+    if ranks > 1:
         if on_gpu:
             budget.add("NCCL (estimate)", _NCCL_BYTES, where)
             units = push_units(MAX_LANES, model.hidden_size, torch.float32)

@@ -27,7 +27,7 @@ from graphengine.opening.loading import (
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.link import Kind, Stage
 from graphengine.parallel.meeting import Meeting
-from graphengine.parallel.rank import kept_parts, state_digest
+from graphengine.parallel.rank import Joined, kept_parts, state_digest
 from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.parallel.torchrun import follow, launched_share
 from graphengine.parallel.whole_weights import whole_fingerprint
@@ -48,15 +48,29 @@ def open_with_ranks(
     if share is not None and share.rank:
         follow(path, config, share, devices)
     found = read_checkpoint(path, config, Share(0, config.tensor_parallel))
-    memory = plan_checkpoint(found, config)
+    memories = [plan_checkpoint(found, config)] * config.tensor_parallel
     launched = share is not None
-    ranks = Ranks(found.checkpoint.path, config, memory, devices, launched=launched)
+    ranks = Ranks(found.checkpoint.path, config, memories, devices, launched=launched)
+    return lead_ranks(ranks, found, memories[0], config, progress, LeadingRuntime)
+
+
+def lead_ranks(
+    ranks: Ranks,
+    found: Found,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    progress: Callable[[int, int], None] | None,
+    runtime: type[LeadingRuntime],
+) -> tuple[Opened, LeadingRuntime]:
+    """Load what rank 0 has, and open its runtime once all have loaded theirs. RankFailed if a rank
+    fails; after any error all are ended.
+    """
     try:
         with ranks.explained():
             opened = load_checkpoint(found, memory, config, progress)
             ranks.wait_for(Stage.LOADED)
             ranks.let(Stage.LOADED)
-            return opened, LeadingRuntime(opened, memory, config, ranks, found)
+            return opened, runtime(opened, memory, config, ranks, found)
     except BaseException:
         ranks.broken = True
         ranks.close()
@@ -80,12 +94,13 @@ class LeadingRuntime(Runtime):
         found: Found,
     ) -> None:
         self.ranks = ranks
-        share = Share(0, config.tensor_parallel)
+        share = Share(0, config.ranks)
         self._meeting = Meeting(
             ranks.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
         try:
-            super().__init__(opened.model, memory, config, opened.drafter, group=self._meeting)
+            joined = Joined.of(self._meeting, config)
+            super().__init__(opened.model, memory, config, opened.drafter, **joined._asdict())
             ranks.wait_for(Stage.FOLLOWING)
         except BaseException:
             self._meeting.abandon()
@@ -97,7 +112,7 @@ class LeadingRuntime(Runtime):
         self.record_piece = memory.load_bytes // 2
         self._found, self._dtype = found, memory.dtype
         self._fingerprints: tuple[str, str] | None = None
-        self._parts = kept_parts(self, self._meeting, found)
+        self._parts = kept_parts(self, joined, found)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
             self._watched = _Watched(self.stream, ranks)
@@ -230,7 +245,10 @@ class LeadingRuntime(Runtime):
         """
         with self.ranks.explained():
             self.synchronize()
-            return [state_digest(self.buffers), *self.ranks.tell()]
+            with self.on_stream():
+                self.program.flow.begin()
+            others = self.ranks.tell()
+            return [state_digest(self), *others]
 
     def close(self) -> None:
         """End the other ranks, and free what this one holds. Nothing works afterwards."""

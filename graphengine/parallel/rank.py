@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from graphengine.buckets import Copied, StaticBuffers
+from graphengine.buckets import Copied
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import BlockCopy, StateCopy
@@ -25,6 +25,8 @@ from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.link import Command, Kind, LinkMemory, RankEnd, Stage
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.processes import is_running
+from graphengine.parallel.stage_link import StageLink
+from graphengine.parallel.stage_parts import StageParts
 
 # A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
 # On a CPU the other ranks compute meanwhile.
@@ -108,15 +110,16 @@ class _Rank:
         meeting = Meeting(
             self._start.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
         )
-        runtime = Runtime(opened.model, memory, config, opened.drafter, group=meeting)
+        joined = Joined.of(meeting, config)
+        runtime = Runtime(opened.model, memory, config, opened.drafter, **joined._asdict())
         meeting.limit_s = config.wait_limit_s
         self._end.reach(Stage.FOLLOWING)
-        self._follow(runtime, meeting, kept_parts(runtime, meeting, found))
+        self._follow(runtime, meeting, kept_parts(runtime, joined, found))
         runtime.close()
         # The process takes its own memory along, which others may still have.
         meeting.leave()
 
-    def _follow(self, runtime: Runtime, meeting: Meeting, parts: KeptParts) -> None:
+    def _follow(self, runtime: Runtime, meeting: Meeting, parts: KeptParts | StageParts) -> None:
         """Do what the driver does, command by command, until it closes."""
 
         def due() -> Command | None:
@@ -153,7 +156,10 @@ class _Rank:
                 parts.write_states(numbers[0], None)
             elif kind is Kind.TELL:
                 runtime.synchronize()
-                self._end.say(state_digest(runtime.buffers))
+                with runtime.on_stream():
+                    runtime.program.flow.begin()
+                runtime.synchronize()
+                self._end.say(state_digest(runtime))
             self._end.finish()
 
     def _load(self, runtime: Runtime, numbers: tuple[int, ...], data: bytes) -> None:
@@ -186,24 +192,40 @@ def _blocks(data: bytes) -> list[int]:
     return found
 
 
-def kept_parts(runtime: Runtime, meeting: Meeting, found: Found) -> KeptParts:
+class Joined(NamedTuple):
+    """What a runtime is told of the other ranks: they are parts of its model, or stages of it."""
+
+    group: Meeting | None
+    stages: StageLink | None
+
+    @classmethod
+    def of(cls, meeting: Meeting, config: EngineConfig) -> Joined:
+        if config.pipeline_parallel == 1:
+            return cls(meeting, None)
+        return cls(None, StageLink(meeting, config.mailbox_entries))
+
+
+def kept_parts(runtime: Runtime, joined: Joined, found: Found) -> KeptParts | StageParts:
     """What this rank has of all that the model of `found`, and its drafter, keep."""
     drafter = found.drafter
+    if joined.stages is not None:
+        return StageParts(runtime, joined.stages, found.whole)
+    assert joined.group is not None, f"{joined=}"
     return KeptParts(
         runtime,
-        meeting,
+        joined.group,
         whole=(found.whole.states, drafter.whole_states),
         own=(found.model.states, drafter.needs.states),
     )
 
 
-def state_digest(buffers: StaticBuffers) -> str:
+def state_digest(runtime: Runtime) -> str:
     """SHA-256 of every device-owned field that all ranks have, in hexadecimal digits; waits for the
     current stream.
     """
-    digest = hashlib.sha256()
+    digest, buffers = hashlib.sha256(), runtime.buffers
     for field in buffers.fields:
-        if field.owner == "device" and field.replicated:
+        if runtime.program.flow.is_common(field):
             values = buffers[field.name].cpu().contiguous().view(torch.uint8)
             digest.update(field.name.encode() + values.numpy().tobytes())
     return digest.hexdigest()

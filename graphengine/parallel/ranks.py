@@ -49,7 +49,7 @@ def rank_devices(config: EngineConfig) -> list[str]:
 
     All have one where the environment has `ONE_DEVICE`.
     """
-    ranks, device = config.tensor_parallel, torch.device(config.device)
+    ranks, device = config.ranks, torch.device(config.device)
     if device.type == "cpu":
         return ["cpu"] * ranks
     first = torch.cuda.current_device() if device.index is None else device.index
@@ -57,8 +57,9 @@ def rank_devices(config: EngineConfig) -> list[str]:
         return [f"cuda:{first}"] * ranks
     found = torch.cuda.device_count()
     if first + ranks > found:
+        name = "tensor_parallel" if config.pipeline_parallel == 1 else "pipeline_parallel"
         raise ValueError(
-            f"tensor_parallel={ranks} from device cuda:{first} on takes {ranks} devices: torch "
+            f"{name}={ranks} from device cuda:{first} on takes {ranks} devices: torch "
             f"finds {found}, of which {found - first} are left"
         )
     return [f"cuda:{first + rank}" for rank in range(ranks)]
@@ -68,6 +69,7 @@ class Ranks:
     """The other ranks, once there is a process for each but the driver's, rank 0.
 
     path      of the checkpoint
+    memories  of each rank, rank 0 first, its plan; all load as many bytes
     launched  whether torchrun has started them; else they are spawned
     broken    whether driver and ranks may disagree: they are ended without being asked
     """
@@ -76,7 +78,7 @@ class Ranks:
         self,
         path: Path,
         config: EngineConfig,
-        memory: MemoryPlan,
+        memories: Sequence[MemoryPlan],
         devices: Sequence[str],
         *,
         launched: bool = False,
@@ -91,27 +93,30 @@ class Ranks:
         atexit.register(self._kill)
         try:
             if launched:
-                link, joined = lead(self._folder, memory, len(devices))
+                link, joined = lead(self._folder, memories[0], len(devices))
                 self._processes += joined
             else:
-                link = self._spawn(path, config, memory)
+                link = self._spawn(path, config, memories)
         except BaseException:
             self.broken = True
             self.close()
             raise
         self._end = DriverEnd(link)
 
-    def _spawn(self, path: Path, config: EngineConfig, memory: MemoryPlan) -> LinkMemory:
+    def _spawn(
+        self, path: Path, config: EngineConfig, memories: Sequence[MemoryPlan]
+    ) -> LinkMemory:
         """Start a process for each other rank."""
         context = multiprocessing.get_context("spawn")
         ranks = len(self._devices)
-        link = LinkMemory.allocate(context, LinkShape.of_loads(ranks - 1, memory.load_bytes))
+        shape = LinkShape.of_loads(ranks - 1, memories[0].load_bytes)
+        link = LinkMemory.allocate(context, shape)
         for rank, device in enumerate(self._devices[1:], start=1):
             start = RankStart(
                 share=Share(rank, ranks),
                 path=os.fspath(path),
                 config=replace(config, device=device),
-                memory=replace(memory, device=torch.device(device)),
+                memory=replace(memories[rank], device=torch.device(device)),
                 link=link,
                 meeting=self.meeting,
                 driver=os.getpid(),
