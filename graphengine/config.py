@@ -564,12 +564,14 @@ class EngineConfig:
                 f"pipeline_parallel={stages} and tensor_parallel={self.tensor_parallel}: a stage "
                 f"is not split among ranks, so one of them is 1"
             )
+        mode = self.mode
+        chain = isinstance(mode, MTP) and mode.shape is None and not mode.own_graph
         alone: dict[str, bool] = {
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "prompt_embeds": self.prompt_embeds,
             "record_routing": self.record_routing,
-            "speculative": not isinstance(self.mode, NGram | UserProvided | None),
+            "speculative": not (chain or isinstance(mode, NGram | UserProvided | None)),
         }
         for name, is_asked in alone.items():
             if is_asked:

@@ -29,6 +29,7 @@ class EngineReport:
     prefill_cut  where prompts are cut; `chunk_times` are those it was found with, None where
                  nothing was measured
     ranks        that have a part of the model each; all but `counters` and `kv` are of the first
+    stages       that have some of its layers each; all but `counters` and `kv` are of the last
     """
 
     memory: MemoryPlan
@@ -40,12 +41,15 @@ class EngineReport:
     captures: tuple[CaptureReport, ...]
     counters: Mapping[str, int]
     ranks: int = 1
+    stages: int = 1
 
     def __str__(self) -> str:
         memory = self.memory
         device = f"device {memory.device}"
         if self.ranks > 1:
             device += f", the first of {self.ranks} ranks"
+        if self.stages > 1:
+            device += f", the last of {self.stages} stages"
         lines = [
             f"{device}, {memory.describe_dtypes()}, max_seq_len {memory.max_seq_len}",
             self.kernels,
@@ -95,7 +99,8 @@ def make_report(
         chunk_times=runtime.chunk_times,
         captures=runtime.captures,
         counters=dict(scheduler.counters),
-        ranks=config.ranks,
+        ranks=config.tensor_parallel,
+        stages=config.pipeline_parallel,
     )
 
 

@@ -249,11 +249,14 @@ WHOLE = Share(0, 1)
 class LayerSpan(NamedTuple):
     """The layers from `first` on, up to and without `stop`, of a model of `layers`: what a stage of
     a pipeline has.
+
+    embeds  whether it has the embedding all the same where that is not before its layers
     """
 
     first: int
     stop: int
     layers: int
+    embeds: bool = False
 
     @property
     def begins(self) -> bool:

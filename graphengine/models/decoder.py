@@ -322,10 +322,10 @@ class DecoderConfig:
 
 
 def embedding_rows(vocab_size: int, span: LayerSpan | None, *, own_head: bool) -> int:
-    """Rows of the embedding of these layers: that of a stage which neither begins with it nor has
-    it for its head has one row, which every token is given and nobody reads.
+    """Rows of the embedding of these layers: a stage that neither begins with it nor has it for its
+    head has one row, whose values reach nobody.
     """
-    if span is None or span.begins or (span.ends and not own_head):
+    if span is None or span.begins or span.embeds or (span.ends and not own_head):
         return vocab_size
     return 1
 

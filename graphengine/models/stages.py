@@ -33,14 +33,15 @@ def rank_of_stage(stage: int, ranks: int) -> int:
     return (stage + 1) % ranks
 
 
-def of_stage(config: ModelConfig, share: Share) -> ModelConfig:
-    """The layers that stage `share.rank` of `share.ranks` has; all of them where it is alone.
+def of_stage(config: ModelConfig, share: Share, *, embeds: bool = False) -> ModelConfig:
+    """The layers that stage `share.rank` of `share.ranks` has.
+
+    embeds  whether it has the embedding, whichever it is
 
     ValueError, with the numbers, for a model that has too few.
     """
-    if share.ranks == 1:
-        return config
-    return _stage(config, stage_spans(config, share.ranks)[share.rank])
+    span = stage_spans(config, share.ranks)[share.rank]
+    return _stage(config, span._replace(embeds=embeds))
 
 
 def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:

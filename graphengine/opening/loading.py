@@ -89,11 +89,12 @@ def found_of_stage(found: Found, rank: Share) -> Found:
     ValueError as of `of_stage`.
     """
     stage = stage_of_rank(rank)
-    last = stage.rank == stage.ranks - 1
-    return found._replace(
-        model=of_stage(found.whole, stage),
-        drafter=found.drafter if last else DraftsElsewhere(found.drafter),
-    )
+    if stage.rank < stage.ranks - 1:
+        drafter: Drafter = DraftsElsewhere(found.drafter)
+        return found._replace(model=of_stage(found.whole, stage), drafter=drafter)
+    # Modules, which have layers of their own, embed what they draft.
+    modules = bool(found.drafter.needs.states)
+    return found._replace(model=of_stage(found.whole, stage, embeds=modules))
 
 
 def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:

@@ -167,6 +167,10 @@ class Ranks:
 
     # How they are.
 
+    def done(self, rank: int) -> int:
+        """Commands that a rank has done, of all that were sent."""
+        return self._end.done(rank)
+
     def check(self) -> None:
         """RankFailed if a rank has ended or raised."""
         reason = self._failure()
@@ -237,7 +241,7 @@ class Ranks:
     def _progress(self) -> str:
         """How far each rank is, for a message."""
         return ", ".join(
-            f"{self._named(rank)} has done {self._end.done(rank)} of {self._end.sent} commands"
+            f"{self._named(rank)} has done {self.done(rank)} of {self._end.sent} commands"
             for rank in range(1, 1 + len(self._processes))
         )
 

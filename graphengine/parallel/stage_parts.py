@@ -21,7 +21,10 @@ from graphengine.parallel.stage_link import StageLink
 
 
 class StageParts:
-    """Those of one stage's `runtime`, which has some layers of the `whole` model."""
+    """Those of one stage's `runtime`, which has some layers of the `whole` model.
+
+    What a drafter keeps is the driver's alone.
+    """
 
     def __init__(self, runtime: Runtime, link: StageLink, whole: ModelConfig) -> None:
         self._runtime, self._link = runtime, link
@@ -34,8 +37,8 @@ class StageParts:
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:
         """As `Runtime.block_shapes`, of all stages together."""
-        cache, _ = self._runtime.caches[0]
-        return ((sum(self._paged), *cache.shape[2:]),)
+        own, *others = ((len(cache), *cache.shape[2:]) for cache, _ in self._runtime.caches)
+        return ((sum(self._paged), *own[1:]), *others)
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -47,22 +50,22 @@ class StageParts:
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
         """As `Runtime.read_blocks`, of all stages together."""
         self._runtime.synchronize()
-        (own,) = Runtime.read_blocks(self._runtime, blocks)
+        own, *others = Runtime.read_blocks(self._runtime, blocks)
         parts = [[own.new_empty((layers, *own.shape[1:]))] for layers in self._paged]
         parts[self._link.share.rank] = [own]
         self._collect(parts)
-        return (torch.cat([part for (part,) in parts]),)
+        return (torch.cat([part for (part,) in parts]), *others)
 
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor] | None) -> None:
         """As `Runtime.write_blocks`; `kept` is the driver's alone."""
         self._runtime.synchronize()
-        cache, _ = self._runtime.caches[0]
+        (cache, _), others = self._runtime.caches[0], []
+        shape = (len(cache), len(blocks), *cache.shape[2:])
+        parts = [[torch.empty(shape, dtype=cache.dtype)] for _ in self._paged]
         if kept is not None:
-            parts = [[part] for part in torch.split(kept[0], self._paged)]
-        else:
-            shape = (len(cache), len(blocks), *cache.shape[2:])
-            parts = [[torch.empty(shape, dtype=cache.dtype)]] * len(self._paged)
-        Runtime.write_blocks(self._runtime, blocks, self._spread(parts))
+            whole, *others = kept
+            parts = [[part] for part in torch.split(whole, self._paged)]
+        Runtime.write_blocks(self._runtime, blocks, [*self._spread(parts), *others])
 
     def read_states(self, place: int) -> tuple[Tensor, ...]:
         """As `Runtime.read_states`, of all stages together."""
