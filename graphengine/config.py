@@ -40,11 +40,13 @@ from graphengine.speculative import (
     AUTO_MAX_LIVE,
     MTP,
     Auto,
+    DFlash,
     Eagle3,
     GateOptions,
     Mode,
     NGram,
     RelaxedAcceptance,
+    SaveHiddenStates,
     Speculative,
     UserProvided,
     check_rows,
@@ -565,13 +567,17 @@ class EngineConfig:
                 f"is not split among ranks, so one of them is 1"
             )
         mode = self.mode
-        chain = isinstance(mode, MTP) and mode.shape is None and not mode.own_graph
+        if isinstance(mode, Eagle3 | DFlash | SaveHiddenStates):
+            raise ValueError(
+                f"speculative={mode!r} reads the stream after layers of several stages: it is for "
+                f"an engine of one stage, not for pipeline_parallel={stages}"
+            )
         alone: dict[str, bool] = {
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "prompt_embeds": self.prompt_embeds,
             "record_routing": self.record_routing,
-            "speculative": not (chain or isinstance(mode, NGram | UserProvided | None)),
+            "speculative": isinstance(mode, MTP) and (mode.shape is not None or mode.own_graph),
         }
         for name, is_asked in alone.items():
             if is_asked:

@@ -87,7 +87,7 @@ class MemoryPlan:
     state_places   points at which states of recurrent layers are kept; `state_bytes` of each
     load_bytes     of the largest copy of what the host owns
     push_units     of memory in which ranks on GPUs get each other's parts: those of a decode step,
-                   in float32. 0 where there are none
+                   in float32; stages have none. 0 where there are no ranks
     """
 
     device: torch.device
@@ -311,7 +311,9 @@ def _plan(
     if ranks > 1:
         if on_gpu:
             budget.add("NCCL (estimate)", _NCCL_BYTES, where)
-            units = push_units(MAX_LANES, model.hidden_size, torch.float32)
+            units = 1
+            if config.tensor_parallel > 1:
+                units = push_units(MAX_LANES, model.hidden_size, torch.float32)
             budget.add("parts of all ranks", item_bytes(ranks, units), where)
         link = LinkShape.of_loads(ranks - 1, load_bytes)
         budget.add(f"link to {ranks - 1} other rank{'s' * (ranks > 2)}", 8 * link.words, "host")

@@ -32,7 +32,14 @@ from graphengine.opening.loading import found_of_stage, plan_checkpoint, read_ch
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.pipelining import PipelineRuntime, plan_stages
 from graphengine.parallel.ranks import RankFailed
-from graphengine.speculative import MTP, Suffix, UserProvided
+from graphengine.speculative import (
+    MTP,
+    DraftModel,
+    Eagle3,
+    SaveHiddenStates,
+    Speculative,
+    UserProvided,
+)
 
 PROMPT_LENGTHS = (1, 3, 17, 70)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=3)
@@ -70,22 +77,24 @@ def replies(engine: Engine, prompts: list[list[int]]) -> list[tuple[Any, ...]]:
     return [said(result) for result in engine.generate(prompts, params)]
 
 
-CASES = [
-    ("checkpoints", "llama-tied-yarn", 2),
-    ("expert_checkpoints", "moe-some-layers", 2),
-    ("hybrids", "qwen-half-tied", 2),
-]
-
-
-@pytest.mark.parametrize(("kind", "name", "stages"), CASES)
-def test_stages_say_what_one_process_says(
-    request: pytest.FixtureRequest, kind: str, name: str, stages: int
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("checkpoints", "llama-tied-yarn"), ("expert_checkpoints", "moe-some-layers")],
+)
+def test_two_stages_say_what_one_process_says(
+    request: pytest.FixtureRequest, kind: str, name: str
 ) -> None:
+    """Three layers are on two stages. A driver that is busy for longer than it waits itself is
+    waited for: when a request has ended, what was queued after it is still to be done.
+    """
     oracle = request.getfixturevalue(kind)[name]
     prompts = oracle.prompts(PROMPT_LENGTHS)
     with open_engine(oracle.path, 1) as alone:
         expected = replies(alone, prompts)
-    with open_engine(oracle.path, stages) as engine:
+    with open_engine(oracle.path, 2, wait_limit_s=5.0) as engine:
+        assert replies(engine, prompts) == expected
+        if kind == "checkpoints":
+            time.sleep(5.5)
         assert replies(engine, prompts) == expected
         assert_equal_stages(engine)
 
@@ -274,7 +283,7 @@ def test_sessions_go_on(
     assert_equal_stages(engine)
 
 
-def test_prefixes_and_states_of_a_hybrid(hybrids: dict[str, Any]) -> None:
+def test_a_hybrid_says_what_it_says_in_one_process(hybrids: dict[str, Any]) -> None:
     """States are kept by the stages whose layers recur, and drafts by n-grams change no token."""
     oracle = hybrids["qwen-half-tied"]
     options: dict[str, Any] = {"prefix_caching": True, "speculative": "ngram:3"}
@@ -283,7 +292,7 @@ def test_prefixes_and_states_of_a_hybrid(hybrids: dict[str, Any]) -> None:
     for stages in (1, 2):
         with open_engine(oracle.path, stages, **options) as engine:
             tokens = assert_rewinds(engine, oracle)
-            first, again = (engine.generate(prompt, greedy(40)) for _ in range(2))
+            first, again = (engine.generate(prompt, GREEDY) for _ in range(2))
             assert first.token_ids == again.token_ids and again.cached_tokens > 0
             assert engine.counters["states/kept"] > 2 and engine.acceptance.accepted > 0
             with engine.session() as session:
@@ -301,20 +310,32 @@ def test_prefixes_and_states_of_a_hybrid(hybrids: dict[str, Any]) -> None:
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_drafts_change_no_token() -> None:
-    """A module makes them where the last layer is; those of the caller come with loads."""
-    prompts = ["def fib(n):", "class Tree:\n", "import os\n"]
+PROMPTS = ["def fib(n):", "class Tree:\n", "import os\n"]
+
+
+@pytest.mark.parametrize("name", ["module", "model"])
+def test_drafts_are_those_of_one_process(name: str) -> None:
+    """They are made where the last layer is."""
+    modes: dict[str, Speculative] = {
+        "module": MTP(k=2, min_confidence=0.02),
+        "model": DraftModel(few_layers(), k=2),
+    }
+    found = []
+    for stages in (1, 2):
+        with open_engine(few_layers(), stages, speculative=modes[name]) as engine:
+            results = engine.generate(PROMPTS, greedy(40))
+            found.append(([said(result) for result in results], engine.acceptance.accepted))
+            if stages > 1:
+                assert_equal_stages(engine)
+    assert found[0] == found[1] and found[0][1] > 0
+
+
+def test_drafts_of_the_caller() -> None:
+    """They come with loads, to all stages."""
     with open_engine(few_layers(), 1) as alone:
-        expected = [each.token_ids for each in alone.generate(prompts, greedy())]
-    with open_engine(few_layers(), 1, speculative=MTP(k=2)) as alone:
-        alone.generate(prompts, greedy())
-        accepted = alone.acceptance.accepted
-    with open_engine(few_layers(), 2, speculative=MTP(k=2)) as engine:
-        assert [each.token_ids for each in engine.generate(prompts, greedy())] == expected
-        assert engine.acceptance.accepted == accepted > 0
-        assert_equal_stages(engine)
+        expected = [each.token_ids for each in alone.generate(PROMPTS, greedy())]
     with open_engine(few_layers(), 2, speculative=UserProvided(k=2)) as engine:
-        requests = [engine.submit(prompt, greedy()) for prompt in prompts]
+        requests = [engine.submit(prompt, greedy()) for prompt in PROMPTS]
         while engine.busy:
             engine.step()
             for request, tokens in zip(requests, expected, strict=True):
@@ -323,14 +344,6 @@ def test_drafts_change_no_token() -> None:
                     engine.draft(request, tokens[done : done + 2])
         assert [tuple(request.token_ids) for request in requests] == expected
         assert engine.acceptance.accepted > 0
-
-
-def test_a_driver_that_is_busy_is_waited_for() -> None:
-    """Longer than a stage is: what follows a request is still to be done when it has ended."""
-    with open_engine(few_layers(), 2, wait_limit_s=3.0) as engine:
-        expected = engine.generate("def fib(n):", greedy()).token_ids
-        time.sleep(3.5)
-        assert engine.generate("def fib(n):", greedy()).token_ids == expected
 
 
 def test_a_stage_that_is_killed_is_the_next_calls_error() -> None:
@@ -359,7 +372,11 @@ REFUSED = [
     ({"record_routing": True}, "record_routing=True is for an engine of one stage, not for pipel"),
     ({"speculative": MTP(k=2, own_graph=True)}, "own_graph=True.* is for an engine of one stage"),
     ({"speculative": MTP(tree=[[0], [1]])}, "tree=.* is for an engine of one stage, not for"),
-    ({"speculative": Suffix(k=3)}, "Suffix.* is for an engine of one stage, not for pipeline_para"),
+    (
+        {"speculative": Eagle3("here", k=2)},
+        "reads the stream after layers of several stages: it is",
+    ),
+    ({"speculative": SaveHiddenStates("here")}, "Save.* reads the stream after layers of several"),
 ]
 
 
