@@ -13,16 +13,17 @@ Work = Callable[[], object]
 
 
 class HostQueue:
-    """Work in its order. An error leaves what follows queued.
+    """Work in its order. After an error nothing more is done, as what follows would need it.
 
     done    calls so far
     queued  and those that are still to be made
     """
 
-    __slots__ = ("_work", "done")
+    __slots__ = ("_failed", "_work", "done")
 
     def __init__(self) -> None:
         self._work: deque[Work] = deque()
+        self._failed: BaseException | None = None
         self.done = 0
 
     @property
@@ -34,9 +35,20 @@ class HostQueue:
         self._work.append(work)
 
     def run(self, until: int | None = None) -> None:
-        """Do the first `until` of all calls that were ever queued; None: all."""
+        """Do the first `until` of all calls that were ever queued; None: all.
+
+        RuntimeError where one of them has failed before, with what it was.
+        """
         until = self.queued if until is None else until
         while self.done < until:
+            if self._failed is not None:
+                raise RuntimeError(
+                    f"call {self.done} of {self.queued} has failed before: {self._failed!r}"
+                ) from self._failed
             work = self._work.popleft()
             self.done += 1
-            work()
+            try:
+                work()
+            except BaseException as error:
+                self._failed = error
+                raise

@@ -87,6 +87,7 @@ class PipelineRuntime(LeadingRuntime):
         super().__init__(opened, memory, config, ranks, found)
         if self.stream is None:
             self._copies = self.queue
+            ranks.before_waiting = self.queue.run
 
     def _launch(self, work: Callable[[], object]) -> None:
         if self.stream is None:
@@ -100,7 +101,9 @@ class PipelineRuntime(LeadingRuntime):
         self._ends[self.launched] = self.queue.queued
 
     def synchronize(self) -> None:
-        """Do, and wait for, everything that was queued."""
+        """Do, and wait for, everything that was queued; nothing after ranks failed."""
+        if self.ranks.broken:
+            return
         with self.ranks.explained():
             self.queue.run()
             super().synchronize()

@@ -72,6 +72,8 @@ class Ranks:
     memories  of each rank, rank 0 first, its plan; all load as many bytes
     launched  whether torchrun has started them; else they are spawned
     broken    whether driver and ranks may disagree: they are ended without being asked
+    before_waiting  called where the slowest rank has no room for a command: does what ranks wait
+                    for, that the driver has put off
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Ranks:
         launched: bool = False,
     ) -> None:
         self.broken = False
+        self.before_waiting: Callable[[], object] = lambda: None
         self._limit = config.wait_limit_s
         self._folder = Path(tempfile.mkdtemp(prefix="graphengine-ranks-"))
         self.meeting = str(self._folder / "meeting")
@@ -138,6 +141,7 @@ class Ranks:
     def send(self, kind: Kind, numbers: Sequence[int] = (), data: memoryview | bytes = b"") -> int:
         """Write a command, once the slowest rank has room for it. RankFailed after the limit."""
         if not self._end.has_room():
+            self.before_waiting()
             self._wait(self._end.has_room, self._limit, f"room for command {self._end.sent + 1}")
         return self._end.send(kind, numbers, data)
 

@@ -21,7 +21,7 @@ class EarlyStage(StepProgram):
         lanes, residual = self._enter(rows, drafts)
         launch = replace(self.launch, tokens_per_row=1 + drafts)
         residual = self.model.decode(lanes, residual, self.states, launch)
-        self.flow.leave(residual.x)
+        self.flow.leave(residual)
         return self._finish()
 
     def prefill(self, tokens: int, kind: PrefillKind = "fast") -> StepOutputs:
@@ -36,7 +36,7 @@ class EarlyStage(StepProgram):
             launch=self.launch.prefill,
         )
         assert end.stream is not None, "the stream of all lanes was asked for"
-        self.flow.leave(end.stream)
+        self.flow.leave_chunk(end.stream)
         return self._finish()
 
     def note(self, tokens: int) -> None:

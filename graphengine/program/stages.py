@@ -81,6 +81,8 @@ class StageFlow(StepFlow):
         self._group, self._hidden = group, hidden
         names = [*_COMMITTED, *(["draft_tokens"] if drafts else [])]
         self._fed = {name: buffers[name] for name in names}
+        # Groups of squares that the stage before leaves, and whether the one after knows ours.
+        self._groups, self._told = 0, False
 
     @property
     def _first(self) -> bool:
@@ -108,9 +110,17 @@ class StageFlow(StepFlow):
         if self._first:
             return residual
         self._group.receive(residual.x)
+        if not self._groups:
+            self._groups = self._count_of_groups(residual.x.device)
         torch.mul(residual.x, norm_H, out=residual.scaled)
-        groups = len(residual.squares)
-        return residual._replace(squares=sums_of_squares(residual.x, groups).contiguous())
+        squares = sums_of_squares(residual.x, self._groups)
+        return residual._replace(squares=squares.contiguous())
+
+    def _count_of_groups(self, device: torch.device) -> int:
+        """Asked once, in the first step of all, which no graph has."""
+        count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._group.receive(count)
+        return int(count)
 
     def arrive_chunk(self, chunk: PrefillLanes) -> Tensor | None:
         if self._first:
@@ -120,6 +130,14 @@ class StageFlow(StepFlow):
         self._group.receive(stream)
         return stream
 
-    def leave(self, stream: Tensor) -> None:
-        """Pass a stream on, float32 [N or T, H], which is not changed afterwards."""
-        self._group.send(stream)
+    def leave(self, residual: Residual) -> None:
+        """Pass a decode step's stream on, which is not changed afterwards."""
+        self._group.send(residual.x)
+        if not self._told:
+            count = torch.tensor([len(residual.squares)], device=residual.x.device)
+            self._group.send(count)
+            self._told = True
+
+    def leave_chunk(self, stream_TH: Tensor) -> None:
+        """Pass a chunk's stream on, float32, which is not changed afterwards."""
+        self._group.send(stream_TH)

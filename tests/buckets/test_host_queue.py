@@ -21,15 +21,16 @@ def test_work_is_done_in_its_order() -> None:
     assert done == [*range(5)] and queue.done == queue.queued == 5
 
 
-def test_an_error_leaves_what_follows() -> None:
+def test_after_an_error_nothing_is_done() -> None:
     queue, done = HostQueue(), list[int]()
     queue.add(lambda: 1 // 0)
     queue.add(lambda: done.append(1))
     with pytest.raises(ZeroDivisionError):
         queue.run()
-    assert not done and queue.done == 1
-    queue.run()
-    assert done == [1]
+    with pytest.raises(RuntimeError, match="call 1 of 2 has failed before: ZeroDivisionError"):
+        queue.run()
+    assert not done and (queue.done, queue.queued) == (1, 2)
+    queue.run(1)
 
 
 def test_loads_keep_what_they_were_given() -> None:

@@ -25,6 +25,7 @@ from engines.family_checks import assert_rewinds
 from engines.logit_options import HAS_GRAMMARS, consistent, random_options
 from engines.small_engine import assert_idle, run
 from graphengine import Engine, EngineConfig, Result, SamplingParams
+from graphengine.host.kept_states import BlockCopy
 from graphengine.models.contract import Share
 from graphengine.models.families import read_model_config
 from graphengine.models.stages import stage_spans
@@ -211,6 +212,20 @@ def test_a_stage_is_at_the_next_chunk_while_another_is_at_the_one_before(engine:
     assert tuple(request.token_ids) == expected.token_ids
     assert request.logprobs == list(expected.logprobs or ())
     assert_equal_stages(engine)
+
+
+def test_ranks_with_a_full_ring_are_not_waited_for_in_vain(engine: Engine) -> None:
+    """They wait for what the driver has put off: it does that before it waits for room."""
+    expected = engine.generate([5, 6, 7], GREEDY).token_ids
+    request = engine.submit([5, 6, 7], GREEDY)
+    engine.step()
+    plan = engine.core.plan()
+    assert plan is not None and plan.rows
+    engine.core.load(plan)
+    engine.core.replay(plan)
+    runtime_of(engine).copy_kept([BlockCopy(0, 0) for _ in range(20)])
+    run(engine)
+    assert tuple(request.token_ids) == expected
 
 
 def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
