@@ -49,6 +49,11 @@ def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:
 
     Each stage has a layer that keeps keys and values, or latents. ValueError as of `of_stage`.
     """
+    if not isinstance(config, DecoderConfig | HybridConfig):
+        raise ValueError(
+            f"pipeline_parallel={stages} is for models of families that tell their layers apart, "
+            f"which this {config.architecture} does not"
+        )
     layers = config.num_layers
     if stages > layers:
         raise ValueError(
@@ -99,9 +104,5 @@ def _bounds(weights: Sequence[int], paged: Sequence[bool], stages: int) -> list[
 
 
 def _stage(config: ModelConfig, span: LayerSpan) -> ModelConfig:
-    if isinstance(config, DecoderConfig | HybridConfig):
-        return config.stage(span)
-    raise ValueError(
-        f"pipeline_parallel is for decoders of layers with attention, which this "
-        f"{config.architecture} is not"
-    )
+    assert isinstance(config, DecoderConfig | HybridConfig), f"{config=}"
+    return config.stage(span)

@@ -84,6 +84,7 @@ class MemoryPlan:
     draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
     graphs         all that are captured, in that order
     routed         the model's experts, where they are recorded
+    recurrent      whether some layer of the model, or of any of its stages, recurs
     state_places   points at which states of recurrent layers are kept; `state_bytes` of each
     load_bytes     of the largest copy of what the host owns
     push_units     of memory in which ranks on GPUs get each other's parts: those of a decode step,
@@ -108,6 +109,7 @@ class MemoryPlan:
     routed: RoutedExperts | None = None
     rings: tuple[WindowRing, ...] = ()
     ring_bytes: int = 0
+    recurrent: bool = False
     state_places: int = 0
     state_bytes: int = 0
     load_bytes: int = 0
@@ -388,6 +390,7 @@ def _plan(
         budget=budget,
         routed=routed,
         rings=rings,
+        recurrent=bool(recurrent),
         state_places=state_places,
         state_bytes=state_bytes if state_places else 0,
         load_bytes=load_bytes,

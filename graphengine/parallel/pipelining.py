@@ -59,8 +59,12 @@ def plan_stages(found: Found, config: EngineConfig) -> list[MemoryPlan]:
         kv_blocks=min(plan.kv_blocks for plan in plans),
         swap_blocks=min(plan.swap_blocks for plan in plans),
     )
+    recurrent = any(plan.recurrent for plan in plans)
     places = max(plan.state_places for plan in plans)
-    return [replace(plan_checkpoint(stage, least), state_places=places) for stage in stages]
+    return [
+        replace(plan_checkpoint(stage, least), recurrent=recurrent, state_places=places)
+        for stage in stages
+    ]
 
 
 class PipelineRuntime(LeadingRuntime):
@@ -111,7 +115,8 @@ class PipelineRuntime(LeadingRuntime):
     def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
         """The first `lanes` lanes published by replay `sequence`."""
         with self.ranks.explained():
-            self.queue.run(self._ends.pop(sequence, 0))
+            self.queue.run(self._ends.get(sequence, 0))
+            self._ends.pop(sequence, None)
         return super().wait_tokens(sequence, lanes, timeout)
 
     def wait_drafts(self, timeout: float | None) -> bool | None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from checkpoints import toy_family
 from checkpoints.few_layers import few_layers
 from engines.churn import Owners, write_tokenizer
 from engines.family_checks import assert_rewinds
@@ -28,7 +29,8 @@ from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.host.kept_states import BlockCopy
 from graphengine.models.contract import Share
 from graphengine.models.families import read_model_config
-from graphengine.models.stages import stage_spans
+from graphengine.models.stages import of_stage, stage_spans
+from graphengine.models.states import recurrent_states
 from graphengine.opening.loading import found_of_stage, plan_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.pipelining import PipelineRuntime, plan_stages
@@ -131,6 +133,23 @@ def test_each_stage_holds_its_part(checkpoints: dict[str, Any]) -> None:
         assert [lines(each)["weights"] for each in plans] == [part.nbytes for part in held]
         kept = [value for each in plans for key, value in lines(each).items() if "KV" in key]
         assert sum(kept) == next(value for key, value in lines(plan).items() if "KV" in key)
+
+
+@pytest.mark.parametrize("places", [0, 4])
+def test_stages_without_states_know_of_those_of_others(
+    hybrids: dict[str, Any], places: int
+) -> None:
+    """Else KV would be kept for a request whose states are not."""
+    sizes: dict[str, Any] = {"max_batch": 2, "max_seq_len": 64, "session_states": places}
+    config = EngineConfig(device="cpu", pipeline_parallel=2, **sizes)
+    found = read_checkpoint(hybrids["qwen-half-tied"].path, config, Share(0, 2))
+    recur = [
+        bool(recurrent_states(found_of_stage(found, Share(rank, 2)).model.states))
+        for rank in range(2)
+    ]
+    assert sorted(recur) == [False, True]
+    for plan in plan_stages(found, config):
+        assert plan.recurrent and plan.state_places == places
 
 
 def lines(memory: MemoryPlan) -> dict[str, int]:
@@ -359,6 +378,24 @@ def test_drafts_of_the_caller() -> None:
                     engine.draft(request, tokens[done : done + 2])
         assert [tuple(request.token_ids) for request in requests] == expected
         assert engine.acceptance.accepted > 0
+        assert_an_interrupt_breaks(engine)
+
+
+def assert_an_interrupt_breaks(engine: Engine) -> None:
+    """In what the driver had put off; how far that had come is unknown."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    runtime_of(engine).queue.add(interrupt)
+    request = engine.submit(PROMPTS[0], greedy())
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(RuntimeError, match=r"call \d+ of \d+ has failed before: KeyboardInterrupt"):
+        engine.step()
+    with pytest.raises(RuntimeError, match="the engine is broken, close it"):
+        engine.step()
+    assert not request.finished
 
 
 def test_a_stage_that_is_killed_is_the_next_calls_error() -> None:
@@ -424,6 +461,11 @@ def test_models_with_too_few_layers(
     oracle = request.getfixturevalue(kind)[name]
     with pytest.raises(ValueError, match=message):
         open_engine(oracle.path, stages)
+
+
+def test_a_family_that_has_no_stages() -> None:
+    with pytest.raises(ValueError, match="pipeline_parallel=2 is for models of families that tell"):
+        of_stage(toy_family.read_config(toy_family.CONFIG, "ToyForCausalLM"), Share(0, 2))
 
 
 def test_torchrun_starts_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
