@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,8 +34,10 @@ from graphengine.models.stages import of_stage, stage_spans
 from graphengine.models.states import recurrent_states
 from graphengine.opening.loading import found_of_stage, plan_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan
+from graphengine.parallel.meeting import MeetingFailed
 from graphengine.parallel.pipelining import PipelineRuntime, plan_stages
-from graphengine.parallel.ranks import RankFailed
+from graphengine.parallel.ranks import RankFailed, rank_devices
+from graphengine.parallel.stage_link import StageLink
 from graphengine.speculative import (
     MTP,
     DraftModel,
@@ -461,6 +464,27 @@ def test_models_with_too_few_layers(
     oracle = request.getfixturevalue(kind)[name]
     with pytest.raises(ValueError, match=message):
         open_engine(oracle.path, stages)
+
+
+def test_stages_take_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("is_available", True), ("device_count", 4), ("current_device", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    config = EngineConfig(device="cuda:1", pipeline_parallel=3)
+    assert rank_devices(config) == ["cuda:1", "cuda:2", "cuda:3"]
+    message = "pipeline_parallel=4 from device cuda:2 on takes 4 devices: torch finds 4, of which 2"
+    with pytest.raises(ValueError, match=message):
+        rank_devices(replace(config, device="cuda:2", pipeline_parallel=4))
+    shared: Any = SimpleNamespace(group=None, share=Share(0, 3))
+    with pytest.raises(MeetingFailed, match="3 stages need a GPU each: they share one"):
+        StageLink(shared, in_flight=1)
+
+
+def test_an_engine_of_parts_has_one_stage() -> None:
+    nothing: Any = None
+    config = EngineConfig(device="cpu", pipeline_parallel=2)
+    message = "tensor_parallel=1, pipeline_parallel=2: from_pretrained starts the other ranks"
+    with pytest.raises(ValueError, match=message):
+        Engine(nothing, nothing, config, drafter=nothing)
 
 
 def test_a_family_that_has_no_stages() -> None:
