@@ -92,8 +92,8 @@ def found_of_stage(found: Found, rank: Share) -> Found:
     if stage.rank < stage.ranks - 1:
         drafter: Drafter = DraftsElsewhere(found.drafter)
         return found._replace(model=of_stage(found.whole, stage), drafter=drafter)
-    # Modules, which have layers of their own, embed what they draft.
-    modules = bool(found.drafter.needs.states)
+    # Modules, whose layers are in the model's checkpoint, embed what they draft.
+    modules = bool(found.drafter.needs.states) and found.drafter.own_checkpoint is None
     return found._replace(model=of_stage(found.whole, stage, embeds=modules))
 
 
@@ -132,6 +132,7 @@ def load_checkpoint(
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
             read_kv_scales(checkpoint, weights, drafter)
             unused = [name for name in unused if not is_kv_scale(name)]
+    # Stages leave most of it to each other.
     if unused and config.pipeline_parallel == 1:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
     model = weights.open(

@@ -34,7 +34,9 @@ _SPIN_S = 2e-3
 # Between two looks afterwards, and where no command has come for a while.
 _PAUSE_S, _LONG_PAUSE_S, _IDLE_AFTER_S = 50e-6, 1e-3, 0.1
 
-_DRIVER_LIMIT_S = 1e7
+# For which a stage on a CPU waits for others. Its driver may be busy with other things, and does
+# wait for stages no longer than the engine's limit. Who is gone is seen at once.
+_STAGE_LIMIT_S = 1e7
 
 Thing = TypeVar("Thing")
 
@@ -114,9 +116,7 @@ class _Rank:
         )
         joined = Joined.of(meeting, config)
         runtime = Runtime(opened.model, memory, config, opened.drafter, **joined._asdict())
-        # On a CPU a stage waits for the driver while its program does other things between steps.
-        # The driver's own waits are bounded, and who is gone is seen at once.
-        meeting.limit_s = config.wait_limit_s if joined.stages is None else _DRIVER_LIMIT_S
+        meeting.limit_s = config.wait_limit_s if joined.stages is None else _STAGE_LIMIT_S
         self._end.reach(Stage.FOLLOWING)
         self._follow(runtime, meeting, kept_parts(runtime, joined, found))
         runtime.close()

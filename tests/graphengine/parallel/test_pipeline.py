@@ -101,7 +101,7 @@ def test_two_stages_say_what_one_process_says(
         assert replies(engine, prompts) == expected
         if kind == "checkpoints":
             time.sleep(5.5)
-        assert replies(engine, prompts) == expected
+            assert replies(engine, prompts) == expected
         assert_equal_stages(engine)
 
 
