@@ -56,7 +56,7 @@ class StageLink:
         """Wait for what this stage sends, which is of this shape and dtype."""
         try:
             work = self._group.recv([_bytes(tensor)], rank_of_stage(stage, self.share.ranks), 0)
-            self._wait(work)
+            self._wait(work, tensor)
         except RuntimeError as error:
             raise _failed(error) from error
 
@@ -67,17 +67,21 @@ class StageLink:
             sent = _bytes(tensor)
             work = self._group.send([sent], rank_of_stage(stage, self.share.ranks), 0)
             if tensor.device.type == "cuda":
-                self._wait(work)
+                self._wait(work, sent)
                 return
             self._sent.append((work, sent))
             while len(self._sent) > self._most:
-                self._wait(self._sent.popleft()[0])
+                self._wait(*self._sent.popleft())
         except RuntimeError as error:
             raise _failed(error) from error
 
-    def _wait(self, work: Any) -> None:
-        """Of a GPU the current stream waits, and no host."""
-        work.wait(timedelta(seconds=self._meeting.limit_s))
+    def _wait(self, work: Any, tensor: Tensor) -> None:
+        """Wait for what was done with a tensor; of a GPU the current stream waits, and no host."""
+        if tensor.device.type == "cuda":
+            # With a limit it would be the host.
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=self._meeting.limit_s))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
