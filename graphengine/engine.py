@@ -37,6 +37,7 @@ from graphengine.opening.updating import LoadedWeights
 from graphengine.parallel.data_core import DataParallelCore
 from graphengine.parallel.data_runtime import DataParallelRuntime
 from graphengine.parallel.leading import LeadingRuntime, open_with_ranks
+from graphengine.parallel.pipelining import open_pipeline
 from graphengine.prompts import Prompt
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.request import Event, Request
@@ -451,6 +452,8 @@ def _open(
     path: str | Path, config: EngineConfig, progress: runs.Progress | None
 ) -> tuple[Opened, Runtime | None]:
     """The parts of an engine, and the runtime of several ranks."""
+    if config.pipeline_parallel > 1:
+        return open_pipeline(path, config, progress)
     if config.ranks > 1:
         kind = DataParallelRuntime if config.data_parallel > 1 else LeadingRuntime
         return open_with_ranks(path, config, progress, kind)

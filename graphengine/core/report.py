@@ -30,6 +30,7 @@ class EngineReport:
     prefill_cut  where prompts are cut; `chunk_times` are those it was found with, None where
                  nothing was measured
     ranks        that have a part of the model each; all but `counters` and `kv` are of the first
+    stages       that have some of its layers each; all but `counters` and `kv` are of the last
     """
 
     memory: MemoryPlan
@@ -41,11 +42,14 @@ class EngineReport:
     captures: tuple[CaptureReport, ...]
     counters: Mapping[str, int]
     ranks: int = 1
+    stages: int = 1
 
     def __str__(self) -> str:
         memory = self.memory
         device = f"device {memory.device}"
-        if self.ranks > 1:
+        if self.stages > 1:
+            device += f", the last of {self.stages} stages"
+        elif self.ranks > 1:
             device += f", the first of {self.ranks} ranks"
         lines = [
             f"{device}, {memory.describe_dtypes()}, max_seq_len {memory.max_seq_len}",
@@ -94,6 +98,7 @@ def make_report(
         captures=runtime.captures,
         counters=dict(scheduler.counters),
         ranks=config.ranks,
+        stages=config.pipeline_parallel,
     )
 
 
@@ -215,6 +220,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "device": str(memory.device),
         "tensor_parallel": config.tensor_parallel,
         "data_parallel": config.data_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
         "dtype": str(memory.dtype).removeprefix("torch."),
         "weights": runtime.model.weights.bytes_by_kind(memory.dtype),
         "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),
