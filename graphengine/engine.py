@@ -111,11 +111,11 @@ class Engine:
         progress  called with (bytes loaded, bytes in all) as weights arrive on the device
         options   in place of `config`, the fields of `EngineConfig`
 
-        With `tensor_parallel` or `data_parallel` above 1, processes are spawned, which import the
-        program's main module: it does this under `if __name__ == "__main__":`. RankFailed, a
-        RuntimeError, if one of them fails, here and in later calls. Where torchrun has started the
-        ranks it spawns none, and returns in the process of rank 0 alone: the others end with its
-        engine.
+        With `tensor_parallel`, `data_parallel` or `pipeline_parallel` above 1, processes are
+        spawned, which import the program's main module: it does this under
+        `if __name__ == "__main__":`. RankFailed, a RuntimeError, if one of them fails, here and in
+        later calls. Where torchrun has started the ranks it spawns none, and returns in the process
+        of rank 0 alone: the others end with its engine. Stages of a pipeline are always spawned.
 
         FileNotFoundError where there is no such directory, or no `config.json` in it; ValueError
         for anything else that is wrong with checkpoint or options.

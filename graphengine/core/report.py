@@ -29,8 +29,8 @@ class EngineReport:
     compilation  kernels compiled or read from disk at opening; None on a CPU
     prefill_cut  where prompts are cut; `chunk_times` are those it was found with, None where
                  nothing was measured
-    ranks        that have a part of the model each; all but `counters` and `kv` are of the first
-    stages       that have some of its layers each; all but `counters` and `kv` are of the last
+    ranks        processes of the engine; all but `counters` and `kv` are of the first
+    stages       of the model's layers; the first rank has the last of them
     """
 
     memory: MemoryPlan

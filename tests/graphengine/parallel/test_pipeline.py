@@ -40,6 +40,7 @@ from graphengine.parallel.ranks import RankFailed, rank_devices
 from graphengine.parallel.stage_link import StageLink
 from graphengine.speculative import (
     MTP,
+    DFlash,
     DraftModel,
     Eagle3,
     SaveHiddenStates,
@@ -432,6 +433,7 @@ REFUSED = [
         {"speculative": Eagle3("here", k=2)},
         "reads the stream after layers of several stages: it is",
     ),
+    ({"speculative": DFlash("here", k=2)}, "DFlash.* reads the stream after layers of several"),
     ({"speculative": SaveHiddenStates("here")}, "Save.* reads the stream after layers of several"),
 ]
 
