@@ -30,6 +30,7 @@ from graphengine.buckets.graphs.introspect import inspect_graph, programmatic_ed
 from graphengine.buckets.graphs.launches import KernelLaunch, read_launches
 from graphengine.buckets.graphs.nodes import count_nodes
 from graphengine.buckets.graphs.structure import GraphEdge, GraphNode, GraphStructure
+from graphengine.buckets.host_queue import HostQueue
 from graphengine.buckets.ladder import BucketLadder
 from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
 from graphengine.buckets.static import (
@@ -53,6 +54,7 @@ __all__ = [
     "GraphEdge",
     "GraphNode",
     "GraphStructure",
+    "HostQueue",
     "KernelLaunch",
     "Mailbox",
     "MailboxBroken",

@@ -19,6 +19,7 @@ import contextlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args
@@ -28,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from graphengine.buckets.budget import format_bytes
+from graphengine.buckets.host_queue import HostQueue
 from graphengine.buckets.runtime import HOST_TO_DEVICE, runtime
 
 Owner = Literal["host", "device"]
@@ -172,7 +174,7 @@ class StaticBuffers:
         updates: Mapping[str, Any],
         *,
         sequence: int,
-        stream: torch.cuda.Stream | None = None,
+        stream: torch.cuda.Stream | HostQueue | None = None,
     ) -> list[Copied]:
         """Replace the contents of the named host-owned fields and copy their groups to the device.
 
@@ -181,7 +183,8 @@ class StaticBuffers:
         than its lane is filled up with the pad value (ragged block tables). A field of one lane
         takes a plain number too. A `Part` changes some lanes and pads none. Fields that are not
         named keep their contents. Values are copied: nothing of `updates` is kept. The copy is
-        queued on `stream`, or on the current one. torch does not know of a copy on `stream`: wait
+        queued on `stream`, or on the current one; on a CPU it is made at once, but for one in a
+        `HostQueue`. torch does not know of a copy on `stream`: wait
         for it before these buffers are closed or dropped.
 
         `sequence` is the number of the first replay that will be launched after this copy. The
@@ -388,7 +391,7 @@ class _Group:
         """Put these bytes of the image, and all between them and earlier ones, in the next copy."""
         self._changed = (min(self._changed[0], start), max(self._changed[1], stop))
 
-    def send(self, sequence: int, stream: torch.cuda.Stream | None) -> Copied:
+    def send(self, sequence: int, stream: torch.cuda.Stream | HostQueue | None) -> Copied:
         """Queue the copy before replay `sequence`: of the whole image if no bytes changed."""
         index = self._next
         start, stop = self._changed
@@ -396,7 +399,9 @@ class _Group:
             start, stop = 0, self.nbytes
         part = slice(start, stop)
         np.copyto(self._staging_arrays[index][part], self.image[part])
-        if stream is None or not self._copy_directly(index, start, stop - start, stream):
+        if isinstance(stream, HostQueue):
+            stream.add(partial(self.block[part].copy_, self._staging[index][part]))
+        elif stream is None or not self._copy_directly(index, start, stop - start, stream):
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 self.block[part].copy_(self._staging[index][part], non_blocking=True)
         self._changed = (self.nbytes, 0)

@@ -40,11 +40,13 @@ from graphengine.speculative import (
     AUTO_MAX_LIVE,
     MTP,
     Auto,
+    DFlash,
     Eagle3,
     GateOptions,
     Mode,
     NGram,
     RelaxedAcceptance,
+    SaveHiddenStates,
     Speculative,
     UserProvided,
     check_rows,
@@ -131,6 +133,14 @@ class EngineConfig:
         within(1, 64),
         doc="""ranks that the model is split among, each with a device of its own from `device` on
         (on a CPU all have it): the engine starts a process for each but the first""",
+        flag=Flag(),
+    )
+    pipeline_parallel: int = option(
+        1,
+        within(1, 64),
+        doc="""stages that the model's layers are split among, one after the other, each with a
+        device of its own from `device` on (on a CPU all have it): for a model that does not fit
+        one; the engine starts a process for each but one""",
         flag=Flag(),
     )
     expert_parallel: bool = option(
@@ -297,7 +307,7 @@ class EngineConfig:
         Bound("be 0 or 1", lambda steps: steps in (0, 1)),
         doc="""replays launched before the oldest one is collected, 0 or 1; it is 0 while a request
         with a grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it
-        to 0; None: 1 on a GPU, 0 on a CPU""",
+        to 0; None: 1 on a GPU or with pipeline_parallel, else 0""",
         flag=Flag(),
     )
     memory_fraction: float = option(
@@ -547,6 +557,8 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         """ValueError for what takes several ranks, and for what some cannot do."""
+        if self.pipeline_parallel > 1:
+            self._check_stages()
         if self.data_parallel > 1:
             self._check_data_ranks()
         if self.expert_parallel and self.tensor_parallel == 1:
@@ -587,15 +599,45 @@ class EngineConfig:
                     f"{self.ranks_option}"
                 )
 
+    def _check_stages(self) -> None:
+        """ValueError for what the stages of a pipeline cannot do."""
+        stages = self.pipeline_parallel
+        for name in ("tensor_parallel", "data_parallel"):
+            if getattr(self, name) > 1:
+                raise ValueError(
+                    f"pipeline_parallel={stages} and {name}={getattr(self, name)}: a stage is one "
+                    f"rank, and has no others beside it, so one of them is 1"
+                )
+        mode = self.mode
+        if isinstance(mode, Eagle3 | DFlash | SaveHiddenStates):
+            raise ValueError(
+                f"speculative={mode!r} reads the stream after layers of several stages: it is for "
+                f"an engine of one stage, not for pipeline_parallel={stages}"
+            )
+        alone: dict[str, bool] = {
+            "kv_dtype": self.kv_dtype != "auto",
+            "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
+            "prompt_embeds": self.prompt_embeds,
+            "record_routing": self.record_routing,
+            "speculative": isinstance(mode, MTP) and (mode.shape is not None or mode.own_graph),
+        }
+        for name, is_asked in alone.items():
+            if is_asked:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is for an engine of one stage, not for "
+                    f"pipeline_parallel={stages}"
+                )
+
     @property
     def ranks(self) -> int:
         """Processes of the engine, this one among them."""
-        return max(self.tensor_parallel, self.data_parallel)
+        return max(self.tensor_parallel, self.data_parallel) * self.pipeline_parallel
 
     @property
     def ranks_option(self) -> str:
         """The option that asks for them, for messages."""
-        name = "data_parallel" if self.data_parallel > 1 else "tensor_parallel"
+        names = ("data_parallel", "pipeline_parallel")
+        name = next((name for name in names if getattr(self, name) > 1), "tensor_parallel")
         return f"{name}={self.ranks}"
 
     @property
@@ -671,8 +713,11 @@ class EngineConfig:
 
     @property
     def launched_ahead(self) -> int:
-        """Replays launched before the oldest is collected: `lookahead`, or the device's."""
-        return self.device_defaults.lookahead if self.lookahead is None else self.lookahead
+        """Replays launched before the oldest is collected: `lookahead`, or the device's; those of a
+        pipeline are under way in other processes, whatever the device.
+        """
+        usual = 1 if self.pipeline_parallel > 1 else self.device_defaults.lookahead
+        return usual if self.lookahead is None else self.lookahead
 
     @property
     def device_defaults(self) -> DeviceDefaults:

@@ -37,6 +37,7 @@ from graphengine.opening.updating import LoadedWeights
 from graphengine.parallel.data_core import DataParallelCore
 from graphengine.parallel.data_runtime import DataParallelRuntime
 from graphengine.parallel.leading import LeadingRuntime, open_with_ranks
+from graphengine.parallel.pipelining import open_pipeline
 from graphengine.prompts import Prompt
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.request import Event, Request
@@ -110,11 +111,11 @@ class Engine:
         progress  called with (bytes loaded, bytes in all) as weights arrive on the device
         options   in place of `config`, the fields of `EngineConfig`
 
-        With `tensor_parallel` or `data_parallel` above 1, processes are spawned, which import the
-        program's main module: it does this under `if __name__ == "__main__":`. RankFailed, a
-        RuntimeError, if one of them fails, here and in later calls. Where torchrun has started the
-        ranks it spawns none, and returns in the process of rank 0 alone: the others end with its
-        engine.
+        With `tensor_parallel`, `data_parallel` or `pipeline_parallel` above 1, processes are
+        spawned, which import the program's main module: it does this under
+        `if __name__ == "__main__":`. RankFailed, a RuntimeError, if one of them fails, here and in
+        later calls. Where torchrun has started the ranks it spawns none, and returns in the process
+        of rank 0 alone: the others end with its engine. Stages of a pipeline are always spawned.
 
         FileNotFoundError where there is no such directory, or no `config.json` in it; ValueError
         for anything else that is wrong with checkpoint or options.
@@ -451,6 +452,8 @@ def _open(
     path: str | Path, config: EngineConfig, progress: runs.Progress | None
 ) -> tuple[Opened, Runtime | None]:
     """The parts of an engine, and the runtime of several ranks."""
+    if config.pipeline_parallel > 1:
+        return open_pipeline(path, config, progress)
     if config.ranks > 1:
         kind = DataParallelRuntime if config.data_parallel > 1 else LeadingRuntime
         return open_with_ranks(path, config, progress, kind)

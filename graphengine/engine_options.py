@@ -33,6 +33,12 @@ class EngineOptions(TypedDict, total=False):
     CPU all have it): the engine starts a process for each but the first
     """
 
+    pipeline_parallel: int
+    """stages that the model's layers are split among, one after the other, each with a device of
+    its own from `device` on (on a CPU all have it): for a model that does not fit one; the
+    engine starts a process for each but one
+    """
+
     expert_parallel: bool
     """whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in place of
     a part of each
@@ -148,7 +154,7 @@ class EngineOptions(TypedDict, total=False):
     lookahead: int | None
     """replays launched before the oldest one is collected, 0 or 1; it is 0 while a request with a
     grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it to 0;
-    None: 1 on a GPU, 0 on a CPU
+    None: 1 on a GPU or with pipeline_parallel, else 0
     """
 
     memory_fraction: float

@@ -59,6 +59,7 @@ MODEL_DOORS = {
             "rank_cuts",
             "ranks",
             "routing",
+            "stages",
             "tensor_files",
         ),
         *("tuning", "tuning_tables", "plan_limits", "vocabulary"),

@@ -39,6 +39,7 @@ from graphengine.models.checkpoint import Checkpoint, find_local
 from graphengine.models.contract import ModelWeights, Share
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan
+from graphengine.parallel.pipelining import plan_stages
 from graphengine.prefill_cut import PrefillCut
 from graphengine.sampling_params import SamplingParams
 from graphengine.speculative import GateOptions, describe
@@ -135,10 +136,16 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def info(options: argparse.Namespace) -> None:
-    """Show what would be allocated and captured, by each rank; allocate and capture nothing."""
+    """Show what would be allocated and captured, by each rank, or by all stages; allocate and
+    capture nothing.
+    """
     config = EngineConfig(**_engine_options(options))
     found = read_checkpoint(options.checkpoint, config, Share(0, config.ranks))
-    memory, model = plan_checkpoint(found, config), found.model
+    memories, model = [plan_checkpoint(found, config)], found.model
+    if config.pipeline_parallel > 1:
+        last, *others = plan_stages(found, config)
+        memories, model = [*others, last], found.whole
+    memory = memories[-1]
     facts: dict[str, Any] = {
         "architecture": model.architecture,
         "layers": model.num_layers,
@@ -147,6 +154,7 @@ def info(options: argparse.Namespace) -> None:
         "device": str(memory.device),
         "tensor_parallel": config.tensor_parallel,
         "data_parallel": config.data_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
         "dtype": str(memory.dtype).removeprefix("torch."),
         "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),
         "activations": memory.activations,
@@ -162,20 +170,23 @@ def info(options: argparse.Namespace) -> None:
         "graphs": len(memory.graphs),
     }
     kv = {
-        "kv_bytes_per_1000_tokens": memory.kv_bytes(1000),
+        "kv_bytes_per_1000_tokens": sum(each.kv_bytes(1000) for each in memories),
         "kv_tokens": memory.kv_blocks * memory.block_size,
         "kv_requests": memory.whole_requests,
         "kv_ring_bytes_per_slot": memory.ring_bytes,
     }
     if options.json:
-        budget = [asdict(line) for line in memory.budget.lines]
-        print(json.dumps(facts | kv | {"budget": budget}))
+        budgets = [[asdict(line) for line in each.budget.lines] for each in memories]
+        held = {"budget": budgets[0]} if len(budgets) == 1 else {"budgets": budgets}
+        print(json.dumps(facts | kv | held))
         return
     for name, value in facts.items():
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
         shown = f"{value:,}" if "parameters" in name else shown
-        print(f"{name.replace('_', ' '):<16} {shown}")
-    print(f"\n{memory.budget.table()}\n{memory.describe_kv()}")
+        print(f"{name.replace('_', ' '):<17} {shown}")
+    for stage, each in enumerate(memories):
+        title = f"stage {stage}\n" if len(memories) > 1 else ""
+        print(f"\n{title}{each.budget.table()}\n{each.describe_kv()}")
 
 
 def _parameters(weights: ModelWeights) -> dict[str, int]:

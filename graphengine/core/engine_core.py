@@ -31,7 +31,6 @@ from graphengine.host.plan import Plan, PrefillChunk
 from graphengine.host.replay import Replay
 from graphengine.host.scheduler import Scheduler
 from graphengine.host.scheduling import Scheduling
-from graphengine.models.states import recurrent_states
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
 from graphengine.opening.memory import MemoryPlan
@@ -469,7 +468,7 @@ def new_scheduler(
 
     A recurrent layer's state follows from every token: without kept states no blocks are kept.
     """
-    nothing = recurrent_states(runtime.model.config.states) and not memory.state_places
+    nothing = memory.recurrent and not memory.state_places
     return Scheduler(
         slots=config.max_batch,
         kv_blocks=memory.kv_blocks,

@@ -29,7 +29,8 @@ class EngineReport:
     compilation  kernels compiled or read from disk at opening; None on a CPU
     prefill_cut  where prompts are cut; `chunk_times` are those it was found with, None where
                  nothing was measured
-    ranks        that have a part of the model each; all but `counters` and `kv` are of the first
+    ranks        processes of the engine; all but `counters` and `kv` are of the first
+    stages       of the model's layers; the first rank has the last of them
     """
 
     memory: MemoryPlan
@@ -41,11 +42,14 @@ class EngineReport:
     captures: tuple[CaptureReport, ...]
     counters: Mapping[str, int]
     ranks: int = 1
+    stages: int = 1
 
     def __str__(self) -> str:
         memory = self.memory
         device = f"device {memory.device}"
-        if self.ranks > 1:
+        if self.stages > 1:
+            device += f", the last of {self.stages} stages"
+        elif self.ranks > 1:
             device += f", the first of {self.ranks} ranks"
         graphs = _column((capture.name for capture in self.captures), 18)
         lines = [
@@ -101,6 +105,7 @@ def make_report(
         captures=runtime.captures,
         counters=dict(scheduler.counters),
         ranks=config.ranks,
+        stages=config.pipeline_parallel,
     )
 
 
@@ -222,6 +227,7 @@ def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) 
         "device": str(memory.device),
         "tensor_parallel": config.tensor_parallel,
         "data_parallel": config.data_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
         "dtype": str(memory.dtype).removeprefix("torch."),
         "weights": runtime.model.weights.bytes_by_kind(memory.dtype),
         "kv_dtype": str(memory.kv_dtype).removeprefix("torch."),

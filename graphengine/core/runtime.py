@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from graphengine.buckets import CapturedGraph, CaptureReport, Copied, capture_all
+from graphengine.buckets import CapturedGraph, CaptureReport, Copied, HostQueue, capture_all
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
 from graphengine.core.fingerprints import fingerprint, updated_fingerprint
@@ -42,6 +42,7 @@ from graphengine.opening.records import RecordMemory
 from graphengine.opening.updating import LoadedWeights
 from graphengine.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
+from graphengine.program.stages import StageGroup
 from graphengine.requests.request import Request
 
 
@@ -58,8 +59,9 @@ class Runtime(Waits):
     """Allocates what `memory` planned for `model`, and captures every graph.
 
     All tensors keep their addresses until `close()`. One thread calls it. `group` is of the
-    model's ranks, of which this is one; None: it has no others. `records` are the memory of its
-    mailboxes, where another process reads them.
+    model's ranks, of which this is one, and `stages` of the pipeline in which it is a stage; None:
+    there are no others. `records` are the memory of its mailboxes, where another process reads
+    them.
 
     model         weights and tables
     buffers       every tensor that a replay can see, except weights and caches
@@ -91,15 +93,18 @@ class Runtime(Waits):
         drafter: Drafter,
         *,
         group: RankGroup | None = None,
+        stages: StageGroup | None = None,
         records: RecordMemory | None = None,
     ) -> None:
-        held = allocate(model, memory, config, drafter, group, records)
+        held = allocate(model, memory, config, drafter, group, stages, records)
         self.model = model
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.masks, self.routing = held.masks, held.routing
         self.caches, self.program, self.kept = held.caches, held.program, held.kept
         self.stream = held.stream
+        # Where copies are queued.
+        self._copies: torch.cuda.Stream | HostQueue | None = held.stream
         self._watched = held.stream
         self._has_scales = memory.kv_dtype == FP8_KV
         self.launched = 0
@@ -186,7 +191,7 @@ class Runtime(Waits):
 
     def load(self, updates: Mapping[str, Any]) -> list[Copied]:
         """Copy host-owned fields that changed to the device: one staging block, one copy."""
-        return self.buffers.load(updates, sequence=self.launched + 1, stream=self.stream)
+        return self.buffers.load(updates, sequence=self.launched + 1, stream=self._copies)
 
     def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
         """Keep the experts that the slots' requests replay; the fields to load that say so."""
@@ -195,18 +200,18 @@ class Runtime(Waits):
     def swap(self, out: int, back: int) -> None:
         """Queue the copy of the first `out` of `swap_pairs` to the swap area, or `back` from it."""
         with self.on_stream():
-            swap_blocks(self.caches, self.buffers, out, back)
+            self._launch(partial(swap_blocks, self.caches, self.buffers, out, back))
 
     def copy_kept(self, copies: list[Copy]) -> None:
         """Queue these copies, and forget them."""
         if copies:
             with self.on_stream():
-                self.kept.copy(copies)
+                self._launch(partial(self.kept.copy, [*copies]))
             copies.clear()
 
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on the stream; one that publishes takes the next sequence number."""
-        self.graphs[key].replay()
+        self._launch(self.graphs[key].replay)
         if key.kind != "draft":
             self.launched += 1
 
@@ -217,7 +222,11 @@ class Runtime(Waits):
     def fetch_drafts(self) -> None:
         """Queue the copy of the drafts to the host, where a grammar's masks depend on them."""
         with self.on_stream():
-            self.masks.fetch_drafts()
+            self._launch(self.masks.fetch_drafts)
+
+    def _launch(self, work: Callable[[], object]) -> None:
+        """Queue something on the stream, which on a CPU is done at once."""
+        work()
 
     def wait_drafts(self, timeout: float | None) -> bool | None:
         """True once the drafts of the last replay are on the host; waits as `Waits` do."""
@@ -387,7 +396,8 @@ def _numerics_id(
     kv_scales: Sequence[Tensor],
 ) -> str:
     """Hash of everything that the bits of an engine depend on."""
-    prefill, ranks = memory.prefill_ladder.sizes, config.tensor_parallel
+    prefill = memory.prefill_ladder.sizes
+    ranks, stages = config.tensor_parallel, config.pipeline_parallel
     # The usual cut follows from the buckets.
     usual = prefill_cut.steps == ((0, prefill[-1]),)
     fp8: dict[str, str] = {}
@@ -405,6 +415,7 @@ def _numerics_id(
             **({} if memory.activations is None else {"activations": memory.activations}),
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
             **({} if ranks == 1 else {"tensor_parallel": ranks}),
+            **({} if stages == 1 else {"pipeline_parallel": stages}),
             **({"expert_parallel": True} if config.expert_parallel else {}),
             **({} if config.data_parallel == 1 else {"data_parallel": config.data_parallel}),
             **model.numerics(prefill),

@@ -378,7 +378,7 @@ def origin_of(core: EngineCore) -> Origin:
         speculative=_without_path(core.config.mode) if core.needs.states else describe(None),
         drafter=drafter,
         numerics_id=core.runtime.numerics_id,
-        ranks=core.config.tensor_parallel,
+        ranks=core.config.ranks,
     )
 
 

@@ -23,6 +23,7 @@ from graphengine.drafters.base import (
 )
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
+from graphengine.drafters.elsewhere import DraftsElsewhere
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
 from graphengine.drafters.making import make_drafter
 from graphengine.drafters.needs import DraftNeeds
@@ -38,6 +39,7 @@ __all__ = [
     "DraftNeeds",
     "DraftSetting",
     "Drafter",
+    "DraftsElsewhere",
     "EagleDrafter",
     "FieldSizes",
     "HiddenStatesDrafter",

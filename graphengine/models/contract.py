@@ -246,6 +246,29 @@ WHOLE = Share(0, 1)
 """All of it."""
 
 
+class LayerSpan(NamedTuple):
+    """The layers from `first` on, up to and without `stop`, of a model of `layers`: what a stage of
+    a pipeline has.
+
+    embeds  whether it has the embedding all the same where that is not before its layers
+    """
+
+    first: int
+    stop: int
+    layers: int
+    embeds: bool = False
+
+    @property
+    def begins(self) -> bool:
+        """Whether the embedding is before them."""
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether lm_head is after them."""
+        return self.stop == self.layers
+
+
 class RankGroup(Protocol):
     """The ranks of a model, as one of them meets the others in a step."""
 
@@ -367,10 +390,12 @@ class PrefillEnd(NamedTuple):
 
     last    of the chunk's last lane, what `prefill_logits` needs: the model's own affair
     hidden  the stream after the final norm `[T, H]` in the model's dtype, where it was asked for
+    stream  float32 `[T, H]`: the stream itself, where `hidden` is there
     """
 
     last: tuple[Tensor, ...]
     hidden: Tensor | None
+    stream: Tensor | None = None
 
 
 # The model.
@@ -558,9 +583,13 @@ class Model(Protocol):
         *,
         all_lanes: bool = False,
         streams: Mapping[int, Tensor] = MappingProxyType({}),
+        stream: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> PrefillEnd:
         """A prompt chunk through the layers, as far as the states and `prefill_logits` need it.
+
+        `stream`, float32 [T, H], is what the layers before these have left, and is changed in
+        place; None: they begin with the tokens' embeddings.
 
         The states are updated as in `decode`. With `all_lanes` every lane goes all the way, for
         the reader of `PrefillEnd.hidden`; the logits' bits do not depend on it.

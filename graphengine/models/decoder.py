@@ -53,6 +53,7 @@ from graphengine.models.contract import (
     ONE_RANK,
     ChunkAttention,
     DecodeLaunch,
+    LayerSpan,
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
@@ -125,6 +126,8 @@ class DecoderConfig:
     """Whether each head's attention has a learned score of no token."""
     gated_attention: bool = False
     """Whether attention's sums are multiplied by sigmoids of gates."""
+    span: LayerSpan | None = None
+    """Which layers of a model these are; None: they are a model."""
 
     def window_of(self, layer: int) -> int:
         """Tokens that a query of the layer sees; 0: all."""
@@ -186,10 +189,38 @@ class DecoderConfig:
         """The same model with weights that are stored so."""
         return replace(self, forms=forms)
 
+    def stage(self, span: LayerSpan) -> DecoderConfig:
+        """These layers of the model, as a stage of a pipeline has them."""
+        own = range(span.first, span.stop)
+        return replace(
+            self,
+            num_layers=len(own),
+            windows=self.windows[span.first : span.stop],
+            expert_layers=tuple(each - span.first for each in self.expert_layers if each in own),
+            span=span,
+        )
+
+    @property
+    def _span(self) -> LayerSpan:
+        return self.span or LayerSpan(0, self.num_layers, self.num_layers)
+
+    @property
+    def prefixes(self) -> list[str]:
+        """Of the layers' tensors in the checkpoint."""
+        return [layer_prefix(index) for index in range(*self._span[:2])]
+
+    @property
+    def final_norm_name(self) -> str:
+        """Of the norm that reads the stream after the last layer, without ".weight"; after a stage
+        it is that of the layer which follows.
+        """
+        span = self._span
+        return "model.norm" if span.ends else f"{layer_prefix(span.stop)}input_layernorm"
+
     @property
     def linears(self) -> Linears:
         """Of a decode step: those of each layer, and lm_head, of which every rank has all."""
-        return self.linears_of([layer_prefix(index) for index in range(self.num_layers)])
+        return self.linears_of(self.prefixes)
 
     def linears_of(self, prefixes: Sequence[str]) -> Linears:
         """Those of layers with these prefixes in the checkpoint, and lm_head.
@@ -276,17 +307,18 @@ class DecoderConfig:
         layers = tuple(
             allocate_layer(
                 self,
-                layer_prefix(index),
+                prefix,
                 index,
                 window=self.window_of(index),
                 device=device,
                 dtype=dtype,
             )
-            for index in range(self.num_layers)
+            for index, prefix in enumerate(self.prefixes)
         )
-        embedding = new(self.vocab_size, hidden)
+        own_head = not self.tie_embeddings or HEAD in self.forms
+        embedding = new(embedding_rows(self.vocab_size, self.span, own_head=own_head), hidden)
         lm_head: AnyWeight = embedding
-        if not self.tie_embeddings or HEAD in self.forms:
+        if own_head and self._span.ends:
             shape = (self.vocab_size, hidden)
             lm_head = new_weight(self.forms, HEAD, shape, device=device, dtype=dtype)
         return DecoderWeights(
@@ -296,6 +328,15 @@ class DecoderConfig:
             final_norm=new(hidden),
             lm_head=lm_head,
         )
+
+
+def embedding_rows(vocab_size: int, span: LayerSpan | None, *, own_head: bool) -> int:
+    """Rows of the embedding of these layers: a stage that neither begins with it nor has it for its
+    head has one row, whose values reach nobody.
+    """
+    if span is None or span.begins or span.embeds or (span.ends and not own_head):
+        return vocab_size
+    return 1
 
 
 HEAD = "lm_head"
@@ -325,12 +366,12 @@ class DecoderWeights(ModelWeights):
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name. Ranks have the whole vocabulary each."""
-        names = {
-            f"{self.config.embedding_name}.weight": Weight(self.embedding),
-            "model.norm.weight": Weight(self.final_norm),
-        }
-        if not self.config.tie_embeddings and isinstance(self.lm_head, Tensor):
-            names["lm_head.weight"] = Weight(self.lm_head)
+        config = self.config
+        names = {f"{config.final_norm_name}.weight": Weight(self.final_norm)}
+        if len(self.embedding) == config.vocab_size:
+            names[f"{config.embedding_name}.weight"] = Weight(self.embedding)
+        if self.lm_head is not self.embedding and isinstance(self.lm_head, Tensor):
+            names[f"{HEAD}.weight"] = Weight(self.lm_head)
         for layer in self.layers:
             names |= layer.stored()
         return names
@@ -348,8 +389,8 @@ class DecoderWeights(ModelWeights):
     def kv_scales(self) -> dict[str, Tensor]:
         """Of every layer's keys and values, by the prefix of its attention."""
         return {
-            f"model.layers.{index}.self_attn.": scales
-            for index, layer in enumerate(self.layers)
+            layer.prefix + ATTENTION: scales
+            for layer in self.layers
             if (scales := layer.attention.kv_scales) is not None
         }
 
@@ -588,9 +629,13 @@ class DecoderModel:
         *,
         all_lanes: bool = False,
         streams: Mapping[int, Tensor] = MappingProxyType({}),
+        stream: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> PrefillEnd:
         """A prompt chunk through all layers, up to and with the attention of the last one.
+
+        `stream`, float32 [T, H], is what the layers before these have left, and is changed in
+        place; None: they begin with the tokens' embeddings.
 
         As in `decode` the cache receives the keys and values of the live lanes. What the last layer
         does after its attention matters to the sampled token alone: `prefill_logits` does it. With
@@ -603,7 +648,9 @@ class DecoderModel:
         config, weights, slot = self.config, self.weights, lanes.slot
         last = len(self._layers) - 1
         scale, given = weights.embedding_scale, launch.given
-        x = embed(lanes.token, weights.embedding, slot, scale=scale, given=given)
+        x = stream
+        if x is None:
+            x = embed(lanes.token, weights.embedding, slot, scale=scale, given=given)
         scratch = prefill_scratch(
             config,
             weights.layers,
@@ -628,7 +675,8 @@ class DecoderModel:
                 self._layers[last], self.norm_after(last), x, attended, slot, scratch
             )
             _keep_stream(x, last, streams)
-        return PrefillEnd((x_1H, attended_1A), scratch.h if all_lanes else None)
+            return PrefillEnd((x_1H, attended_1A), scratch.h, x)
+        return PrefillEnd((x_1H, attended_1A), None)
 
     def prefill_logits(
         self, end: PrefillEnd, slot_1: Tensor, *, launch: PrefillLaunch = ONE_RANK

@@ -47,13 +47,22 @@ from graphengine.models.contract import (
     ONE_RANK,
     ChunkAttention,
     DecodeLaunch,
+    LayerSpan,
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
     StoredLinear,
     Weight,
 )
-from graphengine.models.decoder import ATTENTION, HEAD, MLP, DecoderConfig, kept_rows
+from graphengine.models.decoder import (
+    ATTENTION,
+    HEAD,
+    MLP,
+    DecoderConfig,
+    embedding_rows,
+    kept_rows,
+    layer_prefix,
+)
 from graphengine.models.linears import (
     PLAIN,
     Linear,
@@ -96,6 +105,7 @@ class HybridConfig:
     logits_scale     what the logits are multiplied by
     norms_plus_one   whether norms of the stream, and of attention's heads, multiply by 1 + weight
     embedding_name, final_norm_name  in the checkpoint, without ".weight"
+    span             which layers of a model these are; None: they are a model
     """
 
     architecture: str
@@ -114,10 +124,21 @@ class HybridConfig:
     embedding_name: str = "model.embed_tokens"
     final_norm_name: str = "model.norm"
     forms: WeightForms = PLAIN
+    span: LayerSpan | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def stage(self, span: LayerSpan) -> HybridConfig:
+        """These layers of the model, as a stage of a pipeline has them: the norm that reads the
+        stream after them is that of the layer which follows.
+        """
+        stage = replace(self, layers=self.layers[span.first : span.stop], span=span)
+        if span.ends:
+            return stage
+        following = layer_prefix(span.stop) + self.layers[span.stop][0].norm
+        return replace(stage, final_norm_name=following, logits_scale=1.0)
 
     def untied(self) -> HybridConfig:
         """The same with a separate lm_head."""
@@ -143,9 +164,10 @@ class HybridConfig:
 
     def parts(self) -> Iterator[tuple[int, str, Part]]:
         """Each part with its layer's index, and with that layer's prefix in the checkpoint."""
+        first = 0 if self.span is None else self.span.first
         for index, layer in enumerate(self.layers):
             for part in layer:
-                yield index, f"model.layers.{index}.", part
+                yield index, layer_prefix(first + index), part
 
     def attending_decoder(self) -> HybridConfig | DecoderConfig:
         """A decoder of one layer such as those here that have attention and a SwiGLU with the names
@@ -194,11 +216,8 @@ class HybridConfig:
         Those of the last block are last of all but lm_head: they leave the residual stream.
         """
         prefixes: dict[Block, list[str]] = {}
-        for _, layer_prefix, part in self.parts():
-            prefixes[part.block] = [
-                *prefixes.pop(part.block, []),
-                layer_prefix + part.prefix,
-            ]
+        for _, prefix, part in self.parts():
+            prefixes[part.block] = [*prefixes.pop(part.block, []), prefix + part.prefix]
         linears = {name: each for block in prefixes for name, each in block.linears.items()}
         formats = {
             name: [self.forms.format_of(prefix + first) for prefix in of_block]
@@ -273,9 +292,10 @@ class HybridConfig:
             )
             for layer, prefix, part in self.parts()
         )
-        embedding = new(self.vocab_size, hidden)
+        own_head = not self.tie_embeddings or HEAD in forms
+        embedding = new(embedding_rows(self.vocab_size, self.span, own_head=own_head), hidden)
         lm_head: AnyWeight = embedding
-        if not self.tie_embeddings or HEAD in forms:
+        if own_head and (self.span is None or self.span.ends):
             shape = (self.vocab_size, hidden)
             lm_head = new_weight(forms, HEAD, shape, device=device, dtype=dtype)
         return HybridWeights(
@@ -335,11 +355,11 @@ class HybridWeights(ModelWeights):
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
-        names = {
-            f"{self.config.embedding_name}.weight": Weight(self.embedding),
-            f"{self.config.final_norm_name}.weight": Weight(self.final_norm),
-        }
-        if not self.config.tie_embeddings and isinstance(self.lm_head, Tensor):
+        config = self.config
+        names = {f"{config.final_norm_name}.weight": Weight(self.final_norm)}
+        if len(self.embedding) == config.vocab_size:
+            names[f"{config.embedding_name}.weight"] = Weight(self.embedding)
+        if self.lm_head is not self.embedding and isinstance(self.lm_head, Tensor):
             names[f"{HEAD}.weight"] = Weight(self.lm_head)
         for part in self.parts:
             names[f"{part.norm_name}.weight"] = Weight(part.norm)
@@ -498,9 +518,13 @@ class HybridModel:
         *,
         all_lanes: bool = False,
         streams: Mapping[int, Tensor] = MappingProxyType({}),
+        stream: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> PrefillEnd:
         """A prompt chunk through all blocks up to the last that keeps something.
+
+        `stream`, float32 [T, H], is what the layers before these have left, and is changed in
+        place; None: they begin with the tokens' embeddings.
 
         What follows it matters to the sampled token alone: `prefill_logits` does it. With
         `all_lanes` it is done for every lane as well; the logits' bits do not depend on it.
@@ -509,7 +533,9 @@ class HybridModel:
         """
         config, slot = self.config, lanes.slot
         scale, given = config.embedding_scale, launch.given
-        x = embed(lanes.token, self.weights.embedding, slot, scale=scale, given=given)
+        x = stream
+        if x is None:
+            x = embed(lanes.token, self.weights.embedding, slot, scale=scale, given=given)
         scratch = self._scratch(len(x), launch, outlived=all_lanes)
         rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
         caches, x_1H = iter(states.paged()), None
@@ -532,7 +558,9 @@ class HybridModel:
                 torch.mul(x, config.stream_scale, out=streams[part.layer][: len(x)])
         if x_1H is None:
             x_1H = x.index_select(0, lanes.last)
-        return PrefillEnd((x_1H,), scratch.h if all_lanes else None)
+        if all_lanes:
+            return PrefillEnd((x_1H,), scratch.h, x)
+        return PrefillEnd((x_1H,), None)
 
     def prefill_logits(
         self, end: PrefillEnd, slot_1: Tensor, *, launch: PrefillLaunch = ONE_RANK

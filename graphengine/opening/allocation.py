@@ -34,11 +34,13 @@ from graphengine.observe.tracing import span
 from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.records import RecordMemory, new_records
+from graphengine.program.early_stage import EarlyStage
 from graphengine.program.fields import EMBEDS_FIELD, engine_fields
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
 from graphengine.program.routing_step import RoutingStep
+from graphengine.program.stages import StageFlow, StageGroup
 from graphengine.program.step import StepProgram
 
 log = logging.getLogger(__name__)
@@ -74,11 +76,13 @@ def allocate(
     config: EngineConfig,
     drafter: Drafter,
     group: RankGroup | None = None,
+    stages: StageGroup | None = None,
     records: RecordMemory | None = None,
 ) -> Allocation:
     """Allocate what `memory` planned; the drafter, whose weights are there, is opened.
 
     group    of the model's ranks; None: it has one
+    stages   of the pipeline of which the model is a stage; None: it is in none
     records  memory of the mailboxes; None: their own
     """
     experts = None
@@ -116,7 +120,11 @@ def allocate(
         caches.append((own_cache, own_area))
     drafter.open(DraftSetting(model, buffers, launch, group, most_split), own_cache)
     relaxed = config.relaxed_acceptance
-    program = StepProgram(
+    flow = None
+    if stages is not None:
+        device_drafts = drafter.needs.length > 0 and not drafter.needs.host_drafts
+        flow = StageFlow(stages, buffers, model.config.hidden_size, drafts=device_drafts)
+    program = (StepProgram if flow is None or flow.last else EarlyStage)(
         model,
         buffers,
         StateTensors(
@@ -140,6 +148,7 @@ def allocate(
         routing=_routing_step(buffers, routing),
         given=_given_rows(model, buffers) if config.prompt_embeds else None,
         forced_acceptance=config.forced_acceptance,
+        flow=flow,
     )
     stream = torch.cuda.Stream(memory.device) if on_gpu else None  # type: ignore[no-untyped-call]
     if on_gpu:

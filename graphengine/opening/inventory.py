@@ -138,11 +138,11 @@ class LinkShape(NamedTuple):
 
 def window_rings(model: ModelConfig, config: EngineConfig, drafts: int) -> tuple[WindowRing, ...]:
     """Rings that are shorter than the longest request, of each window one; none if the KV of whole
-    prompts is asked for.
+    prompts is asked for, and none in a pipeline, whose stages have other windows each.
 
     drafts  of a step, at most
     """
-    if config.prefix_caching or not config.window_rings:
+    if config.prefix_caching or not config.window_rings or config.pipeline_parallel > 1:
         return ()
     layers: dict[int, list[int]] = {}
     for index, state in enumerate(paged_states(model.states)):

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graphengine.config import EngineConfig
-from graphengine.drafters import Drafter, make_drafter
+from graphengine.drafters import Drafter, DraftsElsewhere, make_drafter
 from graphengine.kernels import FP8_KV, PackedWeight
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import WHOLE, Model, ModelConfig, Share, StoredLinear
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.rank_cuts import cut_linears, cut_to
 from graphengine.models.ranks import of_rank
+from graphengine.models.stages import of_stage, stage_of_rank
 from graphengine.models.stored import (
     destinations,
     load_weights,
@@ -71,12 +72,14 @@ def open_checkpoint(
 
 
 def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE) -> Found:
-    """Read what is in a checkpoint, of which this rank has a share."""
+    """Read what is in a checkpoint, of which this rank has a share, or a stage."""
     checkpoint = Checkpoint.open(path)
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
-    whole = model
+    whole, rank = model, share
+    if config.pipeline_parallel > 1:
+        share = WHOLE
     model = of_rank(
         whole,
         share,
@@ -86,7 +89,22 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
     drafter = make_drafter(config, checkpoint, model, share)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     calibration = calibration_ids(config, model, tokenizer)
-    return Found(checkpoint, share, whole, model, drafter, tokenizer, tuple(eos_ids), calibration)
+    found = Found(checkpoint, share, whole, model, drafter, tokenizer, tuple(eos_ids), calibration)
+    return found_of_stage(found, rank) if config.pipeline_parallel > 1 else found
+
+
+def found_of_stage(found: Found, rank: Share) -> Found:
+    """What a rank of a pipeline has of a model that is not cut yet.
+
+    ValueError as of `of_stage`.
+    """
+    stage = stage_of_rank(rank)
+    if stage.rank < stage.ranks - 1:
+        drafter: Drafter = DraftsElsewhere(found.drafter)
+        return found._replace(model=of_stage(found.whole, stage), drafter=drafter)
+    # Modules, whose layers are in the model's checkpoint, embed what they draft.
+    modules = bool(found.drafter.needs.states) and found.drafter.own_checkpoint is None
+    return found._replace(model=of_stage(found.whole, stage, embeds=modules))
 
 
 def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
@@ -119,20 +137,22 @@ def load_checkpoint(
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
         linears = weights.linears()
         all_wanted, all_linears = {*wanted}, linears + drafter.linears()
-        if share != WHOLE:
+        if model_config is not whole:
             of_all, drafted = whole.allocate(device="meta", dtype=memory.dtype), None
             if drafter.own_checkpoint is None:
                 drafted = drafter.whole_weights(memory.dtype)
             all_wanted |= {*destinations(checkpoint, of_all), *(drafted.named() if drafted else ())}
             all_linears = of_all.linears() + (drafted.linears() if drafted else [])
-            linears = cut_linears(of_all, weights, share)
-            checkpoint = drafter.cut(cut_to(checkpoint, of_all, weights, share))
+            if share != WHOLE:
+                linears = cut_linears(of_all, weights, share)
+                checkpoint = drafter.cut(cut_to(checkpoint, of_all, weights, share))
         linears += drafter.linears()
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
             read_kv_scales(checkpoint, weights, drafter, whole, share)
             unused = [name for name in unused if not is_kv_scale(name)]
-    if unused:
+    # Stages leave most of it to each other.
+    if unused and config.pipeline_parallel == 1:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
     model = weights.open(
         max_seq_len=memory.max_seq_len,

@@ -84,10 +84,11 @@ class MemoryPlan:
     draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
     graphs         all that are captured, in that order
     routed         the model's experts, where they are recorded
+    recurrent      whether some layer of the model, or of any of its stages, recurs
     state_places   points at which states of recurrent layers are kept; `state_bytes` of each
     load_bytes     of the largest copy of what the host owns
     push_units     of memory in which ranks on GPUs get each other's parts: those of a decode step,
-                   in float32. 0 where there are none
+                   in float32; stages have none. 0 where there are no ranks
     """
 
     device: torch.device
@@ -108,6 +109,7 @@ class MemoryPlan:
     routed: RoutedExperts | None = None
     rings: tuple[WindowRing, ...] = ()
     ring_bytes: int = 0
+    recurrent: bool = False
     state_places: int = 0
     state_bytes: int = 0
     load_bytes: int = 0
@@ -298,7 +300,11 @@ def _plan(
         workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
     ranks = config.ranks
     units = 0
-    if ranks > 1:
+    if config.pipeline_parallel > 1:
+        # The streams that come, and those that wait until the stage after takes them.
+        streams = 1 + config.mailbox_entries
+        workspace += streams * 4 * max(lanes, chunks.sizes[-1]) * model.hidden_size
+    elif ranks > 1:
         # The parts of all ranks, and their sum: of a product in float32, or in `dtype` of a chunk.
         widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
         # Experts have shared ones' part beside their own.
@@ -309,9 +315,12 @@ def _plan(
         workspace += parts * widest_step * model.hidden_size
         # Logits of ranks side by side, and put together.
         workspace += 2 * 4 * lanes * model.vocab_size
+    if ranks > 1:
         if on_gpu:
             budget.add("NCCL (estimate)", _NCCL_BYTES, where)
-            units = push_units(MAX_LANES, model.hidden_size, torch.float32)
+            units = 1
+            if config.pipeline_parallel == 1:
+                units = push_units(MAX_LANES, model.hidden_size, torch.float32)
             budget.add("parts of all ranks", item_bytes(ranks, units), where)
         link = LinkShape.of_loads(ranks - 1, load_bytes)
         budget.add(f"link to {ranks - 1} other rank{'s' * (ranks > 2)}", 8 * link.words, "host")
@@ -386,6 +395,7 @@ def _plan(
         budget=budget,
         routed=routed,
         rings=rings,
+        recurrent=bool(recurrent),
         state_places=state_places,
         state_bytes=state_bytes if state_places else 0,
         load_bytes=load_bytes,

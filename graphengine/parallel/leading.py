@@ -31,9 +31,10 @@ from graphengine.opening.loading import (
 )
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.updating import LoadedWeights
+from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.link import ALL, Kind, Stage
 from graphengine.parallel.meeting import Meeting
-from graphengine.parallel.rank import kept_parts, state_digest
+from graphengine.parallel.rank import Joined, kept_parts, state_digest
 from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.parallel.torchrun import follow, launched_share
 from graphengine.parallel.whole_weights import whole_fingerprint
@@ -57,9 +58,23 @@ def open_with_ranks(
     if share is not None and share.rank:
         follow(path, config, share, devices)
     found = read_checkpoint(path, config, Share(0, config.ranks))
-    memory = plan_checkpoint(found, config)
+    memories = [plan_checkpoint(found, config)] * config.ranks
     launched = share is not None
-    ranks = Ranks(found.checkpoint.path, config, memory, devices, launched=launched)
+    ranks = Ranks(found.checkpoint.path, config, memories, devices, launched=launched)
+    return lead_ranks(ranks, found, memories[0], config, progress, kind)
+
+
+def lead_ranks(
+    ranks: Ranks,
+    found: Found,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    progress: Callable[[int, int], None] | None,
+    kind: type[LeadingRuntime],
+) -> tuple[Opened, LeadingRuntime]:
+    """Load what rank 0 has, and open its runtime once all have loaded theirs. RankFailed if a rank
+    fails; after any error all are ended.
+    """
     try:
         with ranks.explained():
             opened = load_checkpoint(found, memory, config, progress)
@@ -97,7 +112,8 @@ class LeadingRuntime(Runtime):
             if found.calibration:
                 ids = found.calibration
                 calibrate(opened.model, memory, config, opened.drafter, ids, self._meeting)
-            super().__init__(opened.model, memory, config, opened.drafter, group=self._meeting)
+            joined = Joined.of(self._meeting, config)
+            super().__init__(opened.model, memory, config, opened.drafter, **joined._asdict())
             ranks.wait_for(Stage.FOLLOWING)
         except BaseException:
             self._meeting.abandon()
@@ -109,7 +125,7 @@ class LeadingRuntime(Runtime):
         self.record_piece = memory.load_bytes // 2
         self._found, self._dtype = found, memory.dtype
         self._fingerprints: dict[str, str] = {}
-        self._parts = kept_parts(self, self._meeting, found)
+        self._parts = kept_parts(self, joined, found)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
             self._watched = _Watched(self.stream, ranks)
@@ -192,6 +208,7 @@ class LeadingRuntime(Runtime):
         """Digits of the scales that one rank with all heads would have; waits for all ranks."""
         with self.ranks.explained():
             self.ranks.send(Kind.READ_SCALES)
+            assert isinstance(self._parts, KeptParts), "stages have no fp8 KV"
             found = self._parts.scales_id()
             self._meeting.check()
             return found
@@ -265,7 +282,10 @@ class LeadingRuntime(Runtime):
         """
         with self.ranks.explained():
             self.synchronize()
-            return [state_digest(self.buffers), *self.ranks.tell()]
+            with self.on_stream():
+                self.program.flow.begin()
+            others = self.ranks.tell()
+            return [state_digest(self), *others]
 
     def close(self) -> None:
         """End the other ranks, and free what this one holds. Nothing works afterwards."""

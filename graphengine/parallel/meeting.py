@@ -90,6 +90,11 @@ class Meeting:
     def _peers(self) -> Peers | None:
         return None if self._memory is None else self._memory.peers
 
+    @property
+    def group(self) -> Any:
+        """Torch's, of gloo or NCCL; None where ranks share a GPU, and once it is closed."""
+        return self._group
+
     def reduce(self, part_NH: Tensor) -> Tensor:
         """A new tensor, the sum of all ranks' parts; see `Reduce`. MeetingFailed on a CPU."""
         peers = self._pushes(part_NH)

@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from graphengine.buckets import Copied, StaticBuffers
+from graphengine.buckets import Copied
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import BlockCopy, StateCopy
@@ -29,12 +29,18 @@ from graphengine.parallel.link import ALL, Command, Kind, LinkMemory, RankEnd, S
 from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.processes import is_running
 from graphengine.parallel.shared_records import SharedRecords
+from graphengine.parallel.stage_link import StageLink
+from graphengine.parallel.stage_parts import StageParts
 
 # A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
 # On a CPU the other ranks compute meanwhile.
 _SPIN_S = 2e-3
 # Between two looks afterwards, and where no command has come for a while.
 _PAUSE_S, _LONG_PAUSE_S, _IDLE_AFTER_S = 50e-6, 1e-3, 0.1
+
+# For which a stage on a CPU waits for others. Its driver may be busy with other things, and does
+# wait for stages no longer than the engine's limit. Who is gone is seen at once.
+_STAGE_LIMIT_S = 1e7
 
 Thing = TypeVar("Thing")
 
@@ -118,17 +124,18 @@ class _Rank:
         shared = None
         if config.data_parallel > 1:
             shared = SharedRecords.of_rank(self._start.meeting, share.rank, config, memory)
+        joined = Joined.of(meeting, config)
         runtime = Runtime(
             opened.model,
             memory,
             config,
             opened.drafter,
-            group=meeting,
+            **joined._asdict(),
             records=None if shared is None else shared.mailboxes,
         )
-        meeting.limit_s = config.wait_limit_s
+        meeting.limit_s = config.wait_limit_s if joined.stages is None else _STAGE_LIMIT_S
         self._end.reach(Stage.FOLLOWING)
-        parts = kept_parts(runtime, meeting, found)
+        parts = kept_parts(runtime, joined, found)
         self._follow(runtime, meeting, parts, opened.loaded, shared)
         runtime.close()
         # The process takes its own memory along, which others may still have.
@@ -138,7 +145,7 @@ class _Rank:
         self,
         runtime: Runtime,
         meeting: Meeting,
-        parts: KeptParts,
+        parts: KeptParts | StageParts,
         loaded: LoadedWeights,
         shared: SharedRecords | None,
     ) -> None:
@@ -184,12 +191,16 @@ class _Rank:
                 with runtime.on_stream():
                     shared.drafts.copy_(runtime.buffers["draft_tokens"])
             elif kind is Kind.READ_SCALES:
+                assert isinstance(parts, KeptParts), "stages have no fp8 KV"
                 parts.scales_id()
             elif kind is Kind.UPDATE:
                 runtime.update_weights(loaded, loaded.in_folder(Path(os.fsdecode(data))))
             elif kind is Kind.TELL:
                 runtime.synchronize()
-                self._end.say(state_digest(runtime.buffers))
+                with runtime.on_stream():
+                    runtime.program.flow.begin()
+                runtime.synchronize()
+                self._end.say(state_digest(runtime))
             self._end.finish()
 
     def _load(self, runtime: Runtime, numbers: tuple[int, ...], data: bytes) -> None:
@@ -222,24 +233,40 @@ def _blocks(data: bytes) -> list[int]:
     return found
 
 
-def kept_parts(runtime: Runtime, meeting: Meeting, found: Found) -> KeptParts:
+class Joined(NamedTuple):
+    """What a runtime is told of the other ranks: they are parts of its model, or stages of it."""
+
+    group: Meeting | None
+    stages: StageLink | None
+
+    @classmethod
+    def of(cls, meeting: Meeting, config: EngineConfig) -> Joined:
+        if config.pipeline_parallel == 1:
+            return cls(meeting, None)
+        return cls(None, StageLink(meeting, config.mailbox_entries))
+
+
+def kept_parts(runtime: Runtime, joined: Joined, found: Found) -> KeptParts | StageParts:
     """What this rank has of all that the model of `found`, and its drafter, keep."""
     drafter = found.drafter
+    if joined.stages is not None:
+        return StageParts(runtime, joined.stages, found.whole)
+    assert joined.group is not None, f"{joined=}"
     return KeptParts(
         runtime,
-        meeting,
+        joined.group,
         whole=(found.whole.states, drafter.whole_states),
         own=(found.model.states, drafter.needs.states),
     )
 
 
-def state_digest(buffers: StaticBuffers) -> str:
+def state_digest(runtime: Runtime) -> str:
     """SHA-256 of every device-owned field that all ranks have, in hexadecimal digits; waits for the
     current stream.
     """
-    digest = hashlib.sha256()
+    digest, buffers = hashlib.sha256(), runtime.buffers
     for field in buffers.fields:
-        if field.owner == "device" and field.replicated:
+        if runtime.program.flow.is_common(field):
             values = buffers[field.name].cpu().contiguous().view(torch.uint8)
             digest.update(field.name.encode() + values.numpy().tobytes())
     return digest.hexdigest()

@@ -68,20 +68,24 @@ class Ranks:
     """The other ranks, once there is a process for each but the driver's, rank 0.
 
     path      of the checkpoint
+    memories  of each rank, rank 0 first, its plan; all load as many bytes
     launched  whether torchrun has started them; else they are spawned
     broken    whether driver and ranks may disagree: they are ended without being asked
+    before_waiting  called where the slowest rank has no room for a command: does what ranks wait
+                    for, that the driver has put off
     """
 
     def __init__(
         self,
         path: Path,
         config: EngineConfig,
-        memory: MemoryPlan,
+        memories: Sequence[MemoryPlan],
         devices: Sequence[str],
         *,
         launched: bool = False,
     ) -> None:
         self.broken = False
+        self.before_waiting: Callable[[], object] = lambda: None
         self._limit = config.wait_limit_s
         self._folder = Path(tempfile.mkdtemp(prefix="graphengine-ranks-"))
         self.meeting = str(self._folder / "meeting")
@@ -91,27 +95,30 @@ class Ranks:
         atexit.register(self._kill)
         try:
             if launched:
-                link, joined = lead(self._folder, memory, len(devices))
+                link, joined = lead(self._folder, memories[0], len(devices))
                 self._processes += joined
             else:
-                link = self._spawn(path, config, memory)
+                link = self._spawn(path, config, memories)
         except BaseException:
             self.broken = True
             self.close()
             raise
         self._end = DriverEnd(link)
 
-    def _spawn(self, path: Path, config: EngineConfig, memory: MemoryPlan) -> LinkMemory:
+    def _spawn(
+        self, path: Path, config: EngineConfig, memories: Sequence[MemoryPlan]
+    ) -> LinkMemory:
         """Start a process for each other rank."""
         context = multiprocessing.get_context("spawn")
         ranks = len(self._devices)
-        link = LinkMemory.allocate(context, LinkShape.of_loads(ranks - 1, memory.load_bytes))
+        shape = LinkShape.of_loads(ranks - 1, memories[0].load_bytes)
+        link = LinkMemory.allocate(context, shape)
         for rank, device in enumerate(self._devices[1:], start=1):
             start = RankStart(
                 share=Share(rank, ranks),
                 path=os.fspath(path),
                 config=config.of_rank(device),
-                memory=replace(memory, device=torch.device(device)),
+                memory=replace(memories[rank], device=torch.device(device)),
                 link=link,
                 meeting=self.meeting,
                 driver=os.getpid(),
@@ -142,6 +149,7 @@ class Ranks:
         the limit.
         """
         if not self._end.has_room():
+            self.before_waiting()
             self._wait(self._end.has_room, self._limit, f"room for command {self._end.sent + 1}")
         return self._end.send(kind, numbers, data, to=to)
 
@@ -195,6 +203,10 @@ class Ranks:
         return True
 
     # How they are.
+
+    def done(self, rank: int) -> int:
+        """Commands that a rank has done, of all that were sent."""
+        return self._end.done(rank)
 
     def check(self) -> None:
         """RankFailed if a rank has ended or raised."""
@@ -266,7 +278,7 @@ class Ranks:
     def _progress(self) -> str:
         """How far each rank is, for a message."""
         return ", ".join(
-            f"{self._named(rank)} has done {self._end.done(rank)} of {self._end.sent} commands"
+            f"{self._named(rank)} has done {self.done(rank)} of {self._end.sent} commands"
             for rank in range(1, 1 + len(self._processes))
         )
 

@@ -54,6 +54,11 @@ def launched_share(config: EngineConfig) -> Share | None:
     return Share(rank, ranks)
 
 
+def processes_of_torchrun() -> int | None:
+    """How many it has started, this one among them; None: it has started none."""
+    return int(os.environ["WORLD_SIZE"]) if _STARTED in os.environ else None
+
+
 def lead(folder: Path, memory: MemoryPlan, ranks: int) -> tuple[LinkMemory, list[JoinedRank]]:
     """The driver's part: call the other ranks to `folder`, and wait until they are there."""
     store = _store(Share(0, ranks))

@@ -63,6 +63,7 @@ from graphengine.program.graph_key import PrefillKind, Sampler, samplers
 from graphengine.program.logits_step import LogitsStep, Processed, following_tokens
 from graphengine.program.relaxed import Relaxation
 from graphengine.program.routing_step import RoutingStep
+from graphengine.program.stages import StepFlow
 
 
 class StepOutputs(NamedTuple):
@@ -94,7 +95,10 @@ class StepProgram:
         routing: RoutingStep | None = None,
         given: GivenRows | None = None,
         forced_acceptance: int | None = None,
+        flow: StepFlow | None = None,
     ) -> None:
+        # Where the stream comes from.
+        self.flow = flow or StepFlow()
         self.drafter = drafter
         self.relaxation = relaxation
         self.routing = routing
@@ -117,31 +121,9 @@ class StepProgram:
 
     def decode(self, rows: int, sampler: Sampler, drafts: int = 0) -> StepOutputs:
         """Advance the requests of rows `0 .. rows - 1` by one token each, or by 1 + `drafts`."""
-        buffers, model, pdl = self.buffers, self.model, self.launch.pdl
-        config = model.config
-        table = buffers["draft_tokens"] if self._drafts else None
-        residual = new_residual(
-            rows * (1 + drafts),
-            config.hidden_size,
-            stream_groups(config.linears, self.launch.plans),
-            dtype=model.dtype,
-            device=buffers.device,
-        )
+        model, pdl = self.model, self.launch.pdl
         trees = self._trees(rows, drafts)
-        lanes = gather_and_embed(
-            self.state,
-            buffers["command_epoch"],
-            buffers["slot_of_row"][:rows],
-            model.weights.embedding,
-            model.first_norm,
-            residual,
-            draft_SK=table,
-            max_len_S=self.stopping.max_len,
-            num_speculative_tokens=drafts,
-            trees=trees,
-            embedding_scale=model.weights.embedding_scale,
-            pdl=pdl,
-        )
+        lanes, residual = self._enter(rows, drafts, trees)
         routes = None
         if self.routing is not None:
             routes = self.routing.begin(lanes.slot, lanes.position, pdl=pdl)
@@ -167,7 +149,7 @@ class StepProgram:
             relaxed_N=relaxed,
             forced=self.forced_acceptance if drafts else None,
             # The owner of the drafts' table clears those that were used.
-            draft_SK=None if self.drafter.needs.host_drafts else table,
+            draft_SK=None if self.drafter.needs.host_drafts else self._draft_table,
             sequences=None if processed is None else options.stops,
             history_SP=None if processed is None else options.history,
             tree=tree,
@@ -185,6 +167,40 @@ class StepProgram:
         self.drafter.propose(verified._replace(filtered=sampler == "full"))
         logits = None if processed is None else processed.logits
         return StepOutputs(logits, step.token_N, step.flags_R)
+
+    @property
+    def _draft_table(self) -> Tensor | None:
+        return self.buffers["draft_tokens"] if self._drafts else None
+
+    def _enter(
+        self, rows: int, drafts: int, trees: RowTrees | None = None
+    ) -> tuple[DecodeLanes, Residual]:
+        """What a decode step feeds, and its stream before the first layer."""
+        buffers, model = self.buffers, self.model
+        config = model.config
+        self.flow.begin()
+        residual = new_residual(
+            rows * (1 + drafts),
+            config.hidden_size,
+            stream_groups(config.linears, self.launch.plans),
+            dtype=model.dtype,
+            device=buffers.device,
+        )
+        lanes = gather_and_embed(
+            self.state,
+            buffers["command_epoch"],
+            buffers["slot_of_row"][:rows],
+            model.weights.embedding,
+            model.first_norm,
+            residual,
+            draft_SK=self._draft_table,
+            max_len_S=self.stopping.max_len,
+            num_speculative_tokens=drafts,
+            trees=trees,
+            embedding_scale=model.weights.embedding_scale,
+            pdl=self.launch.pdl,
+        )
+        return lanes, self.flow.arrive(residual, model.first_norm)
 
     def _trees(self, rows: int, drafts: int) -> RowTrees | None:
         """What says which nodes the lanes of a step are; None where they are chains."""
@@ -240,8 +256,7 @@ class StepProgram:
         buffers = self.buffers
         slot, start = buffers["prefill_slot"], buffers["prefill_start"]
         count, final = buffers["prefill_count"], buffers["prefill_final"]
-        apply_commands(self.state, buffers["command_epoch"])
-        chunk = gather_prefill(buffers["prefill_tokens"][:tokens], slot, start, count)
+        chunk = self._enter_chunk(tokens)
         attention = self._prefill_attention(chunk)
         drafter = self.drafter
         logits, hidden, routes = self._prefill_model(chunk, attention, kind)
@@ -293,6 +308,7 @@ class StepProgram:
             attention,
             all_lanes=self.drafter.needs.wants_hidden or kind == "prompt" or routes is not None,
             streams=self.drafter.streams,
+            stream=self.flow.arrive_chunk(chunk),
             launch=replace(launch, routes=routes),
         )
         slot = self.buffers["prefill_slot"]
@@ -308,22 +324,32 @@ class StepProgram:
         for penalties, the drafter, relaxed acceptance. Nothing is sampled, and the prefill that
         follows sets `kv_len`.
         """
-        buffers, slot = self.buffers, self.buffers["prefill_slot"]
-        apply_commands(self.state, buffers["command_epoch"])
-        chunk = gather_prefill(
-            buffers["prefill_tokens"][:tokens],
-            slot,
-            buffers["prefill_start"],
-            buffers["prefill_count"],
-        )
+        chunk = self._enter_chunk(tokens)
         self.logits_step.note_prompt(chunk)
-        nothing = torch.zeros_like(slot)
-        publish(self.mailbox.tensor, self.state, nothing, nothing, slot)
+        nothing = self._publish_nothing()
         attention = self._prefill_attention(chunk)
         noted = Prefilled(chunk, None, None, nothing, nothing, attention)
         if self.relaxation is not None:
             self.relaxation.follow_prompt(noted)
         self.drafter.note(noted)
+
+    def _enter_chunk(self, tokens: int) -> PrefillLanes:
+        """What a prefill feeds."""
+        buffers = self.buffers
+        apply_commands(self.state, buffers["command_epoch"])
+        return gather_prefill(
+            buffers["prefill_tokens"][:tokens],
+            buffers["prefill_slot"],
+            buffers["prefill_start"],
+            buffers["prefill_count"],
+        )
+
+    def _publish_nothing(self) -> Tensor:
+        """Count the replay, whose slots get no token; the zero that stands for none."""
+        slot = self.buffers["prefill_slot"]
+        nothing = torch.zeros_like(slot)
+        publish(self.mailbox.tensor, self.state, nothing, nothing, slot)
+        return nothing
 
     def _prefill_attention(self, chunk: PrefillLanes) -> Callable[..., Tensor]:
         return partial(

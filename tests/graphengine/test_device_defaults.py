@@ -23,6 +23,9 @@ CASES: list[tuple[dict[str, Any], tuple[int, str], tuple[int, str]]] = [
     ({"max_batch": 1, "speculative": NGram(k=3)}, (0, "dot"), (1, "dot")),
     ({"max_batch": 8}, (0, "dot"), (1, "dot")),
     ({"max_batch": 8, "speculative": UserProvided(2)}, (0, "dot"), (0, "dot")),
+    # Stages work at the same time on each device.
+    ({"max_batch": 8, "pipeline_parallel": 2}, (1, "dot"), (1, "dot")),
+    ({"max_batch": 8, "pipeline_parallel": 2, "lookahead": 0}, (0, "dot"), (0, "dot")),
     ({"max_batch": 1, "row_family": "fma"}, (0, "fma"), (1, "fma")),
     ({"max_batch": 2, "row_family": "fma", "lookahead": 1}, (1, "fma"), (1, "fma")),
     ({"max_batch": 1, "row_family": "dot", "lookahead": 0}, (0, "dot"), (0, "dot")),

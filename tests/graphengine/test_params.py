@@ -270,6 +270,7 @@ def test_engine_defaults() -> None:
     assert dataclasses.asdict(config) == {
         "device": "cpu",
         "tensor_parallel": 1,
+        "pipeline_parallel": 1,
         "expert_parallel": False,
         "data_parallel": 1,
         "dtype": None,

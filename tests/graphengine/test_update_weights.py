@@ -231,6 +231,38 @@ def test_two_ranks_take_their_parts(
             engine.generate([5], GREEDY)
 
 
+@pytest.mark.parametrize("kind", ["tied and rounded", "modules"])
+def test_two_stages_take_their_layers(
+    checkpoints: dict[str, Any], tmp_path: Path, kind: str
+) -> None:
+    """Of tensors that are handed over, of which the driver checks those of other stages, too, and
+    of a checkpoint; tokens and log-probabilities are those of one process, to the bit.
+    """
+    path, options = checkpoints["llama-tied-yarn"].path, dict[str, Any]()
+    if kind == "modules":
+        if not HAS_CHAINS:
+            pytest.skip("needs transformers with chains of modules")
+        path, options["speculative"] = Chains(tmp_path / "chains", "qwen3", 1).path, MTP(k=2)
+    else:
+        options |= {"quantize": "int8", "quantize_lm_head": True}
+    other = other_weights(path, tmp_path / "other")
+    with open_engine(other, **options) as alone:
+        expected = said(alone)
+    with open_engine(path, pipeline_parallel=2, **options) as engine:
+        before = said(engine)
+        assert before != expected
+        values = tensors_of(other)
+        if kind != "modules":
+            first = "model.layers.0.mlp.gate_proj.weight"
+            with pytest.raises(ValueError, match=r"together, and 1 of 2 are missing: .*0\.mlp\.up"):
+                engine.update_weights({first: values[first]})
+        engine.update_weights(values)
+        assert said(engine) == expected
+        assert_equal_ranks(engine)
+        engine.update_weights(path)
+        assert said(engine) == before
+
+
 def test_ranks_with_whole_experts(expert_checkpoints: dict[str, Any], tmp_path: Path) -> None:
     """The driver hands over what others have, and checks it."""
     path = expert_checkpoints["moe-even"].path

@@ -514,6 +514,25 @@ def test_info_shows_what_prefill_rounds(cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_captured")
+def test_info_shows_what_each_stage_would_hold(cli: Cli) -> None:
+    whole, cut = (
+        json.loads(cli("info", "--json", "--pipeline-parallel", stages)[1]) for stages in ("1", "3")
+    )
+    for name in ("layers", "parameters", "kv_bytes_per_1000_tokens", "kv_tokens"):
+        assert cut[name] == whole[name], name
+    assert (whole["pipeline_parallel"], cut["pipeline_parallel"]) == (1, 3)
+    assert "budgets" not in whole and "budget" not in cut and len(cut["budgets"]) == 3
+    (weights,) = (line["bytes"] for line in whole["budget"] if line["name"] == "weights")
+    for budget in cut["budgets"]:
+        (part,) = (line["bytes"] for line in budget if line["name"] == "weights")
+        assert part < 0.5 * weights
+    status, out, _ = cli("info", "--pipeline-parallel", "3")
+    assert status == 0 and re.findall(r"^stage \d$", out, re.MULTILINE) == [
+        "stage 0", "stage 1", "stage 2"
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
 def test_info_counts_the_drafter(cli: Cli) -> None:
     plain, mtp = (
         json.loads(cli("info", "--json", "--speculative", mode)[1]) for mode in ("off", "mtp:3")

@@ -110,7 +110,7 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
 def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
     config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
     memory = plan_checkpoint(read_checkpoint(few_layers(), config), config)
-    ranks = Ranks(tmp_path, config, memory, rank_devices(config))
+    ranks = Ranks(tmp_path, config, [memory] * 2, rank_devices(config))
     pids = ranks.pids
     message = r"rank 1 .* failed: FileNotFoundError: .*has no config.json\nTraceback"
     with pytest.raises(RankFailed, match=message):

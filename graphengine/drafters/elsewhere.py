@@ -1,0 +1,28 @@
+"""Drafts of another stage of a pipeline: here they are fed, and nothing makes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphengine.buckets import Field
+from graphengine.drafters.base import Drafter, FieldSizes, Prefilled, Verified
+from graphengine.drafters.needs import DraftNeeds
+
+
+class DraftsElsewhere(Drafter):
+    """A stage's part of `other`, which is where the target's last layer is."""
+
+    def __init__(self, other: Drafter) -> None:
+        needs, whole = DraftNeeds(), other.needs
+        self.needs = replace(needs, length=whole.length, host_drafts=whole.host_drafts)
+        self._other = other
+
+    def fields(self, sizes: FieldSizes) -> list[Field]:
+        # What the host loads has the same places on all stages.
+        return [field for field in self._other.fields(sizes) if field.owner == "host"]
+
+    def prepare(self, prefilled: Prefilled) -> None:
+        pass
+
+    def propose(self, verified: Verified) -> None:
+        pass

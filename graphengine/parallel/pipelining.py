@@ -1,0 +1,132 @@
+"""A pipeline of stages: the plans of all, and the runtime of the caller's, the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from graphengine.buckets import HostQueue
+from graphengine.buckets.mailbox import Payloads
+from graphengine.config import EngineConfig
+from graphengine.models.contract import Share
+from graphengine.models.given_tensors import GivenTensors
+from graphengine.opening.loading import (
+    Found,
+    Opened,
+    found_of_stage,
+    plan_checkpoint,
+    read_checkpoint,
+)
+from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.updating import LoadedWeights
+from graphengine.parallel.leading import LeadingRuntime, lead_ranks
+from graphengine.parallel.ranks import Ranks, rank_devices
+from graphengine.parallel.torchrun import processes_of_torchrun
+from graphengine.program.graph_key import GraphKey
+
+
+def open_pipeline(
+    path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
+) -> tuple[Opened, LeadingRuntime]:
+    """What `open_checkpoint` opens, of the last stage of `config.pipeline_parallel`, and all ranks'
+    runtime.
+
+    ValueError, before a process is started, for what has no stages; RankFailed if a rank fails.
+    """
+    started = processes_of_torchrun()
+    if started is not None:
+        raise ValueError(
+            f"pipeline_parallel={config.pipeline_parallel} starts processes of its own, and "
+            f"torchrun has started {started}"
+        )
+    devices = rank_devices(config)
+    found = read_checkpoint(path, config, Share(0, config.ranks))
+    memories = plan_stages(found, config)
+    ranks = Ranks(found.checkpoint.path, config, memories, devices)
+    return lead_ranks(ranks, found, memories[0], config, progress, PipelineRuntime)
+
+
+def plan_stages(found: Found, config: EngineConfig) -> list[MemoryPlan]:
+    """What each rank of a pipeline will hold, that of rank 0 first, from what rank 0 has found.
+
+    All have as many blocks as the one with the least room, and keep states at as many points.
+    ValueError, and OutOfBudget, as of `plan_checkpoint`.
+    """
+    ranks = config.ranks
+    stages = [found_of_stage(found, Share(rank, ranks)) for rank in range(ranks)]
+    plans = [plan_checkpoint(stage, config) for stage in stages]
+    least = replace(
+        config,
+        kv_blocks=min(plan.kv_blocks for plan in plans),
+        swap_blocks=min(plan.swap_blocks for plan in plans),
+    )
+    recurrent = any(plan.recurrent for plan in plans)
+    places = max(plan.state_places for plan in plans)
+    return [
+        replace(plan_checkpoint(stage, least), recurrent=recurrent, state_places=places)
+        for stage in stages
+    ]
+
+
+class PipelineRuntime(LeadingRuntime):
+    """The last stage's, which tells the stages before it each load, swap and replay.
+
+    On a CPU what it has to do itself is queued, and done when somebody waits for it: until then it
+    tells the others what comes next, and the first stage may be at a chunk before this one has come
+    to the chunk before.
+
+    queue  what is still to be done here; always empty on a GPU, whose stream does the same
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        memory: MemoryPlan,
+        config: EngineConfig,
+        ranks: Ranks,
+        found: Found,
+    ) -> None:
+        self.queue = HostQueue()
+        # Calls queued up to a replay, by its sequence number.
+        self._ends: dict[int, int] = {}
+        super().__init__(opened, memory, config, ranks, found)
+        if self.stream is None:
+            self._copies = self.queue
+            ranks.before_waiting = self.queue.run
+
+    def _launch(self, work: Callable[[], object]) -> None:
+        if self.stream is None:
+            self.queue.add(work)
+        else:
+            work()
+
+    def replay(self, key: GraphKey) -> None:
+        """Queue a graph on all ranks."""
+        super().replay(key)
+        self._ends[self.launched] = self.queue.queued
+
+    def synchronize(self) -> None:
+        """Do, and wait for, everything that was queued; nothing after ranks failed."""
+        if self.ranks.broken:
+            return
+        with self.ranks.explained():
+            self.queue.run()
+            super().synchronize()
+
+    def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
+        """Fill the weights of all stages, after everything that was queued."""
+        self.synchronize()
+        super().update_weights(loaded, given)
+
+    def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
+        """The first `lanes` lanes published by replay `sequence`."""
+        with self.ranks.explained():
+            self.queue.run(self._ends.get(sequence, 0))
+            self._ends.pop(sequence, None)
+        return super().wait_tokens(sequence, lanes, timeout)
+
+    def wait_drafts(self, timeout: float | None) -> bool | None:
+        """True once the drafts of the last replay are on the host."""
+        self.synchronize()
+        return super().wait_drafts(timeout)

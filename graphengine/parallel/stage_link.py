@@ -1,0 +1,93 @@
+"""How the stages of a pipeline meet: each sends to the next one, and the last one to all.
+
+On a CPU gloo carries what they send, over sockets of the loopback interface; on GPUs NCCL does,
+captured into the graphs. A send is not waited for, so that a stage goes on with the next chunk of a
+prompt while the stage after it is busy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphengine.models.stages import rank_of_stage, stage_of_rank
+from graphengine.parallel.meeting import Meeting, MeetingFailed
+
+
+class StageLink:
+    """One stage's side, over the `meeting` of all ranks; see `StageGroup`.
+
+    in_flight  sends that may be under way, before the next one waits for the oldest
+
+    MeetingFailed where stages share a GPU.
+    """
+
+    def __init__(self, meeting: Meeting, in_flight: int) -> None:
+        self._meeting, self._group = meeting, meeting.group
+        self.share = stage_of_rank(meeting.share)
+        if self._group is None:
+            raise MeetingFailed(f"{self.share.ranks} stages need a GPU each: they share one")
+        self._most = in_flight
+        # With their tensors, which a CPU reads while they are under way.
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+
+    def receive(self, tensor: Tensor) -> None:
+        """Wait for what the stage before sends. MeetingFailed on a CPU."""
+        self.receive_from(self.share.rank - 1, tensor)
+
+    def send(self, tensor: Tensor) -> None:
+        """Send to the stage after, without a wait for it. MeetingFailed on a CPU."""
+        self.send_to(self.share.rank + 1, tensor)
+
+    def spread(self, tensor: Tensor) -> None:
+        """Bring what the last stage has to all others. MeetingFailed on a CPU."""
+        rank, stages = self.share
+        if rank < stages - 1:
+            self.receive_from(stages - 1, tensor)
+            return
+        for stage in range(stages - 1):
+            self.send_to(stage, tensor)
+
+    def receive_from(self, stage: int, tensor: Tensor) -> None:
+        """Wait for what this stage sends, which is of this shape and dtype."""
+        try:
+            work = self._group.recv([_bytes(tensor)], rank_of_stage(stage, self.share.ranks), 0)
+            self._wait(work, tensor)
+        except RuntimeError as error:
+            raise _failed(error) from error
+
+    def send_to(self, stage: int, tensor: Tensor) -> None:
+        """Send to this stage, without a wait for it; nobody changes the tensor afterwards."""
+        tensor = tensor.contiguous()
+        try:
+            sent = _bytes(tensor)
+            work = self._group.send([sent], rank_of_stage(stage, self.share.ranks), 0)
+            if tensor.device.type == "cuda":
+                self._wait(work, sent)
+                return
+            self._sent.append((work, sent))
+            while len(self._sent) > self._most:
+                self._wait(*self._sent.popleft())
+        except RuntimeError as error:
+            raise _failed(error) from error
+
+    def _wait(self, work: Any, tensor: Tensor) -> None:
+        """Wait for what was done with a tensor; of a GPU the current stream waits, and no host."""
+        if tensor.device.type == "cuda":
+            # With a limit it would be the host.
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=self._meeting.limit_s))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory, as gloo knows it of every dtype."""
+    return tensor.view(torch.uint8)
+
+
+def _failed(error: RuntimeError) -> MeetingFailed:
+    return MeetingFailed(str(error).partition("\n")[0])

@@ -1,0 +1,118 @@
+"""What the stages of a pipeline keep of sequences, copied to and from the driver's memory as one
+model has it: each stage has some of its layers.
+
+The driver has the last stage. It takes from each other stage what that has, or sends it; all work
+through the same layers in the same order. Bytes travel as in a step, so that nothing but tensors of
+known shapes arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graphengine.core.runtime import Runtime
+from graphengine.models.contract import ModelConfig
+from graphengine.models.stages import stage_spans
+from graphengine.models.states import Recurrent, kept_shape, paged_states, recurrent_states
+from graphengine.parallel.stage_link import StageLink
+
+
+class StageParts:
+    """Those of one stage's `runtime`, which has some layers of the `whole` model.
+
+    What a drafter keeps is the driver's alone.
+    """
+
+    def __init__(self, runtime: Runtime, link: StageLink, whole: ModelConfig) -> None:
+        self._runtime, self._link = runtime, link
+        layers = [
+            whole.states[span.first : span.stop] for span in stage_spans(whole, link.share.ranks)
+        ]
+        self._paged = [len(paged_states(each)) for each in layers]
+        self._recurrent = [[*recurrent_states(each).values()] for each in layers]
+
+    @property
+    def block_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """As `Runtime.block_shapes`, of all stages together."""
+        own, *others = ((len(cache), *cache.shape[2:]) for cache, _ in self._runtime.caches)
+        return ((sum(self._paged), *own[1:]), *others)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """As `Runtime.state_shapes`, of all stages together."""
+        return tuple(kept_shape(state) for stage in self._recurrent for state in stage)
+
+    # Every rank calls each of these, with the same arguments but for what only the driver has.
+
+    def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
+        """As `Runtime.read_blocks`, of all stages together."""
+        self._runtime.synchronize()
+        own, *others = Runtime.read_blocks(self._runtime, blocks)
+        parts = [[own.new_empty((layers, *own.shape[1:]))] for layers in self._paged]
+        parts[self._link.share.rank] = [own]
+        self._collect(parts)
+        return (torch.cat([part for (part,) in parts]), *others)
+
+    def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor] | None) -> None:
+        """As `Runtime.write_blocks`; `kept` is the driver's alone."""
+        self._runtime.synchronize()
+        (cache, _), others = self._runtime.caches[0], []
+        shape = (len(cache), len(blocks), *cache.shape[2:])
+        parts = [[torch.empty(shape, dtype=cache.dtype)] for _ in self._paged]
+        if kept is not None:
+            whole, *others = kept
+            parts = [[part] for part in torch.split(whole, self._paged)]
+        Runtime.write_blocks(self._runtime, blocks, [*self._spread(parts), *others])
+
+    def read_states(self, place: int) -> tuple[Tensor, ...]:
+        """As `Runtime.read_states`, of all stages together."""
+        self._runtime.synchronize()
+        parts = [[*map(self._empty, stage)] for stage in self._recurrent]
+        parts[self._link.share.rank] = [*Runtime.read_states(self._runtime, place)]
+        self._collect(parts)
+        return tuple(part for stage in parts for part in stage)
+
+    def write_states(self, place: int, kept: Sequence[Tensor] | None) -> None:
+        """As `Runtime.write_states`; `kept` is the driver's alone."""
+        self._runtime.synchronize()
+        parts = [[*map(self._empty, stage)] for stage in self._recurrent]
+        if kept is not None:
+            left = iter(kept)
+            parts = [[next(left) for _ in stage] for stage in parts]
+        Runtime.write_states(self._runtime, place, self._spread(parts))
+
+    def _empty(self, state: Recurrent) -> Tensor:
+        return torch.empty(kept_shape(state), dtype=state.dtype or self._runtime.model.dtype)
+
+    def _collect(self, parts: list[list[Tensor]]) -> None:
+        """Bring each stage's tensors, on the host, to the driver."""
+        link, device = self._link, self._runtime.device
+        rank, stages = link.share
+        with self._runtime.on_stream():
+            if rank < stages - 1:
+                for part in parts[rank]:
+                    link.send_to(stages - 1, part.to(device))
+                return
+            for stage, tensors in enumerate(parts[:-1]):
+                for index, part in enumerate(tensors):
+                    arrived = part.to(device)
+                    link.receive_from(stage, arrived)
+                    tensors[index] = arrived.cpu()
+
+    def _spread(self, parts: list[list[Tensor]]) -> list[Tensor]:
+        """Bring each stage its tensors, on the host, from the driver; those of this one."""
+        link, device = self._link, self._runtime.device
+        rank, stages = link.share
+        with self._runtime.on_stream():
+            if rank == stages - 1:
+                for stage, tensors in enumerate(parts[:-1]):
+                    for part in tensors:
+                        link.send_to(stage, part.to(device))
+                return parts[-1]
+            arrived = [part.to(device) for part in parts[rank]]
+            for part in arrived:
+                link.receive_from(stages - 1, part)
+            return [part.cpu() for part in arrived]

@@ -1,0 +1,143 @@
+"""The steps of a pipeline's stages, each with some of a model's layers.
+
+    begin     a decode step: all stages take the state that the last one has
+    arrive    the residual stream comes from the stage before
+    leave     it goes to the stage after; the last one samples, and publishes
+
+What a decode step feeds follows from the device-owned state: the tokens that were sampled, drafts,
+and how far each slot is. The last stage alone commits tokens, and at the beginning of a decode step
+all stages copy that state: a few numbers a slot, and no logits. The chunks of a prompt need none of
+it, so a stage may feed the next chunk while the stage after it is at the one before.
+
+Letters: R rows of the bucket, W lanes of a row, N = R * W lanes, T tokens of a prefill bucket,
+S slots, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from graphengine.buckets import Field, StaticBuffers
+from graphengine.kernels import PrefillLanes, Residual, SlotState, sums_of_squares
+from graphengine.models.contract import Share
+
+# What the last stage commits, of `SlotState`: each stage counts its own replays.
+_COMMITTED = SlotState._fields[:-1]
+
+
+class StageGroup(Protocol):
+    """The stages of a pipeline, as one of them meets the others in a step."""
+
+    @property
+    def share(self) -> Share:
+        """The number of this stage, and how many there are."""
+        ...
+
+    def receive(self, tensor: Tensor, /) -> None:
+        """Wait for what the stage before sends, which is of this shape and dtype."""
+        ...
+
+    def send(self, tensor: Tensor, /) -> None:
+        """Send to the stage after, without a wait for it. Nobody changes the tensor afterwards."""
+        ...
+
+    def spread(self, tensor: Tensor, /) -> None:
+        """Send this to all others from the last stage; wait for it in the others."""
+        ...
+
+
+class StepFlow:
+    """Of a model that is not cut: nothing comes from elsewhere."""
+
+    def is_common(self, field: Field) -> bool:
+        """Whether all ranks have the same in this field, between two steps, after `begin`."""
+        return field.owner == "device" and field.replicated
+
+    def begin(self) -> None:
+        """Before a decode step."""
+
+    def arrive(self, residual: Residual, norm_H: Tensor) -> Residual:
+        """A decode step's stream before the first layer, scaled for its norm."""
+        return residual
+
+    def arrive_chunk(self, chunk: PrefillLanes) -> Tensor | None:
+        """Float32 [T, H]: a chunk's stream before the first layer; None: embeddings are it."""
+        return None
+
+
+class StageFlow(StepFlow):
+    """What stages pass on, as one of them takes part in it.
+
+    hidden  H
+    drafts  whether the device owns drafts, which are part of what a step feeds
+    """
+
+    def __init__(
+        self, group: StageGroup, buffers: StaticBuffers, hidden: int, *, drafts: bool
+    ) -> None:
+        self._group, self._hidden = group, hidden
+        names = [*_COMMITTED, *(["draft_tokens"] if drafts else [])]
+        self._fed = {name: buffers[name] for name in names}
+        # Groups of squares that the stage before leaves, and whether the one after knows ours.
+        self._groups, self._told = 0, False
+
+    @property
+    def _first(self) -> bool:
+        return self._group.share.rank == 0
+
+    @property
+    def last(self) -> bool:
+        rank, stages = self._group.share
+        return rank == stages - 1
+
+    def is_common(self, field: Field) -> bool:
+        return field.name in self._fed
+
+    def begin(self) -> None:
+        columns = [field.view(len(field), -1) for field in self._fed.values()]
+        told = torch.cat(columns, dim=1)
+        self._group.spread(told)
+        if self.last:
+            return
+        parts = torch.split(told, [column.shape[1] for column in columns], dim=1)
+        for column, part in zip(columns, parts, strict=True):
+            column.copy_(part)
+
+    def arrive(self, residual: Residual, norm_H: Tensor) -> Residual:
+        if self._first:
+            return residual
+        self._group.receive(residual.x)
+        if not self._groups:
+            self._groups = self._count_of_groups(residual.x.device)
+        torch.mul(residual.x, norm_H, out=residual.scaled)
+        squares = sums_of_squares(residual.x, self._groups)
+        return residual._replace(squares=squares.contiguous())
+
+    def _count_of_groups(self, device: torch.device) -> int:
+        """Asked once, in the first step of all, which no graph has."""
+        count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._group.receive(count)
+        return int(count)
+
+    def arrive_chunk(self, chunk: PrefillLanes) -> Tensor | None:
+        if self._first:
+            return None
+        shape = (len(chunk.token), self._hidden)
+        stream = torch.empty(shape, dtype=torch.float32, device=chunk.token.device)
+        self._group.receive(stream)
+        return stream
+
+    def leave(self, residual: Residual) -> None:
+        """Pass a decode step's stream on, which is not changed afterwards."""
+        self._group.send(residual.x)
+        if not self._told:
+            count = torch.tensor([len(residual.squares)], device=residual.x.device)
+            self._group.send(count)
+            self._told = True
+
+    def leave_chunk(self, stream_TH: Tensor) -> None:
+        """Pass a chunk's stream on, float32, which is not changed afterwards."""
+        self._group.send(stream_TH)
