@@ -15,13 +15,13 @@ def expand_user(path: str | os.PathLike[str]) -> Path:
 
 
 def read_text(path: str | os.PathLike[str], what: str) -> str:
-    """A file's text in UTF-8; `what` it is stands before its path in errors.
+    """A file's text in UTF-8, without a byte order mark; `what` it is precedes its path in errors.
 
     FileNotFoundError where there is no such file, ValueError for one that cannot be read.
     """
     name = f"{what} {os.fspath(path)}"
     try:
-        return expand_user(path).read_text(encoding="utf-8")
+        return expand_user(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{name}: there is no such file") from error
     except (OSError, ValueError) as error:

@@ -23,7 +23,7 @@ def read_corpus(path: str | os.PathLike[str], checkpoint: Checkpoint, vocab_size
     FileNotFoundError where there is none.
     """
     name, file = os.fspath(path), expand_user(path)
-    ids = _saved_ids(name, file) if file.suffix == ".npy" else _text_ids(name, checkpoint)
+    ids = _saved_ids(name, file) if file.suffix.lower() == ".npy" else _text_ids(name, checkpoint)
     if not 1 <= ids.size <= MAX_CORPUS:
         raise ValueError(f"corpus {name} has {ids.size} tokens, not 1 to {MAX_CORPUS}")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -40,8 +40,10 @@ def _saved_ids(name: str, file: Path) -> np.ndarray:
         ids = np.load(file, allow_pickle=False)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"corpus {name}: there is no such file") from error
-    except (OSError, ValueError, EOFError) as error:
+    except OSError as error:
         raise ValueError(f"corpus {name}: {error}") from error
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"corpus {name} is no array of integers as NumPy saves one") from error
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         kind = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else "an archive"
         raise ValueError(f"corpus {name} must be integers [C], not {kind}")

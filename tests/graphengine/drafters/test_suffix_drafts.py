@@ -147,10 +147,10 @@ def test_a_session_s_earlier_turns_are_searched(device: str) -> None:
 def test_a_corpus_is_read_as_text_or_as_ids(tmp_path: Path) -> None:
     """Both are the same tokens, held on the device, and part of the budget."""
     text, ids = tmp_path / "corpus.txt", tmp_path / "corpus.npy"
-    text.write_text("def main():\n    return 0\n" * 8, encoding="utf-8")
+    text.write_text("def main():\n    return 0\n" * 8, encoding="utf-8-sig")
     found = []
     with open_engine() as engine:
-        tokens = engine.tokenizer.encode(text.read_text())
+        tokens = engine.tokenizer.encode(text.read_text(encoding="utf-8-sig"))
     np.save(ids, np.array(tokens, dtype=np.uint16))
     for file in (text, ids):
         with open_speculating(Suffix(K, corpus=file)) as engine:
@@ -171,7 +171,8 @@ def test_a_corpus_is_read_as_text_or_as_ids(tmp_path: Path) -> None:
         ("low.npy", np.array([-1]), r"token -1 at index 0, the vocabulary has 4096"),
         ("float.npy", np.array([0.5]), r"must be integers \[C\], not float64 \(1,\)"),
         ("square.npy", np.zeros((2, 2), int), r"must be integers \[C\], not int64 \(2, 2\)"),
-        ("text.npy", "no array", r"corpus .*text\.npy: "),
+        ("text.npy", "no array", r"corpus .*text\.npy is no array of integers as NumPy saves one"),
+        ("text.NPY", "no array", r"corpus .*text\.NPY is no array of integers"),
     ],
 )
 def test_a_corpus_that_cannot_be_used_is_told(
