@@ -27,11 +27,13 @@ import sys
 from engines.pushing_ranks import PARAMS, PROMPTS, SIZES
 from graphengine import Engine
 
-print("begins", os.environ["RANK"])
+# A line at once: both processes write to one pipe, without a buffer.
+say = sys.stdout.write
+say(f"begins {os.environ['RANK']}\\n")
 with Engine.from_pretrained(sys.argv[1], tensor_parallel=2, **SIZES) as engine:
     results = engine.generate(PROMPTS, PARAMS)
 for result in results:
-    print("tokens", *result.token_ids)
+    say(f"tokens {' '.join(map(str, result.token_ids))}\\n")
 """
 SUPPORT = str(Path(pushing_ranks.__file__).parent.parent)
 
