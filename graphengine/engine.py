@@ -252,8 +252,10 @@ class Engine:
         return {each.id: each for each in (*self.scheduler.active, *self.scheduler.waiting)}
 
     def last_step(self) -> StepReport:
-        """The requests that the last `step()` left active, paused, resumed and finished."""
-        return describe_step(self.scheduler)
+        """The requests that the last `step()` left active, paused, resumed and finished, and the
+        bucket of the decode graph that it launched.
+        """
+        return describe_step(self.scheduler, self.core.decodes)
 
     @property
     def stop_callback(self) -> StopCallback | None:

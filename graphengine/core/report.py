@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.drafters import Drafter
 from graphengine.host.gate import Gate
+from graphengine.host.replay import Replay
 from graphengine.host.scheduling import Scheduling
 from graphengine.kernels import KernelCompilation
 from graphengine.opening.memory import MemoryPlan
@@ -190,28 +191,37 @@ def _describe_kv(kv: Mapping[str, int | None]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """Ids of requests, each in the order in which it happened.
+    """Ids of requests, each in the order in which it happened, and the graph that decoded.
 
     active    in a slot and not paused when the report was made
     paused    paused by the step, to make room for older ones
     resumed   brought back by the step; one may be paused and resumed in the same step
     finished  ended by the step, for any reason
+    bucket    rows of the decode graph that the step launched last, unused ones included; 0: none
+    graph_request_count  requests that this launch serves; of all ranks with requests of their own
     """
 
     active: tuple[int, ...]
     paused: tuple[int, ...]
     resumed: tuple[int, ...]
     finished: tuple[int, ...]
+    bucket: int = 0
+    graph_request_count: int = 0
 
 
-def describe_step(scheduler: Scheduling) -> StepReport:
-    """The report of the last step that `scheduler` planned."""
+def describe_step(scheduler: Scheduling, decodes: Sequence[Replay]) -> StepReport:
+    """The report of the last step that `scheduler` planned, and launched these decodes in last."""
     moved = {
         kind: tuple(number for move, number in scheduler.moves if move == kind)
         for kind in ("paused", "resumed", "finished")
     }
     active = (request.id for request in scheduler.active if request.phase is not Phase.PAUSED)
-    return StepReport(active=tuple(active), **moved)
+    return StepReport(
+        active=tuple(active),
+        **moved,
+        bucket=max((replay.rows for replay in decodes), default=0),
+        graph_request_count=sum(len(replay.requests) for replay in decodes),
+    )
 
 
 def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> dict[str, Any]:

@@ -11,7 +11,7 @@ Letters: R rows, B lanes of a block, V vocabulary, r the rank, C tiles of the vo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -79,9 +79,21 @@ def markov_draft(
     count = triton.cdiv(vocabulary, block)
     best = torch.empty((rows, count), dtype=torch.int64, device=logits_MV.device)
     health = lanes.slot.new_empty(rows, count)
-    sampler = (params.temperature, params.seed, params.stop_ids, params.min_len)
-    _launch(
-        _markov_kernel, logits_MV, head, lanes, index, *sampler, best, health, stop_ids, pdl=pdl
+    shape, options = _shape(logits_MV, head, lanes, index)
+    launcher(_markov_kernel, (rows, count))(
+        logits_MV,
+        head,
+        lanes,
+        params.temperature,
+        params.seed,
+        params.stop_ids,
+        params.min_len,
+        best,
+        health,
+        stop_ids,
+        *shape,
+        **options,
+        **launch_options(pdl),
     )
     return DraftTiles(best, health)
 
@@ -101,41 +113,29 @@ def markov_logits(
     _check(logits_MV, head, lanes, index)
     if not use_triton(logits_MV):
         return markov_logits_reference(logits_MV, head, lanes, index=index)
-    out = logits_MV.new_empty(lanes.slot.numel(), logits_MV.shape[1])
-    _launch(_markov_logits_kernel, logits_MV, head, lanes, index, out, pdl=pdl)
+    rows, vocabulary = lanes.slot.numel(), logits_MV.shape[1]
+    out = logits_MV.new_empty(rows, vocabulary)
+    shape, options = _shape(logits_MV, head, lanes, index)
+    launcher(_markov_logits_kernel, (rows, triton.cdiv(vocabulary, _block_of(head))))(
+        logits_MV, head, lanes, out, *shape, **options, **launch_options(pdl)
+    )
     return out
 
 
-def _launch(
-    kernel: Any,
-    logits_MV: torch.Tensor,
-    head: MarkovHead,
-    lanes: DecodeLanes,
-    index: int,
-    *others: torch.Tensor | int,
-    pdl: bool,
-) -> None:
-    """`others` are the kernel's own arguments."""
-    rows, vocabulary = lanes.slot.numel(), logits_MV.shape[1]
-    rank, block = head.w1.shape[1], _block_of(head)
-    launcher(kernel, (rows, triton.cdiv(vocabulary, block)))(
-        logits_MV,
-        head,
-        lanes,
-        *others,
-        logits_MV.stride(0),
-        head.w1.stride(0),
-        head.w2.stride(0),
-        head.w1.shape[0],
-        vocabulary,
-        index,
-        B=logits_MV.shape[0] // rows,
-        RANK=rank,
-        BLOCK_R=triton.next_power_of_2(rank),
-        BLOCK_V=block,
-        num_warps=4,
-        **launch_options(pdl),
-    )
+def _shape(
+    logits_MV: torch.Tensor, head: MarkovHead, lanes: DecodeLanes, index: int
+) -> tuple[tuple[int, ...], dict[str, int]]:
+    """What both kernels are told of their operands: the last arguments, and the constants."""
+    rank = head.w1.shape[1]
+    strides = (logits_MV.stride(0), head.w1.stride(0), head.w2.stride(0))
+    options = {
+        "B": logits_MV.shape[0] // lanes.slot.numel(),
+        "RANK": rank,
+        "BLOCK_R": triton.next_power_of_2(rank),
+        "BLOCK_V": _block_of(head),
+        "num_warps": 4,
+    }
+    return (*strides, head.w1.shape[0], logits_MV.shape[1], index), options
 
 
 def _block_of(head: MarkovHead) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -309,16 +310,22 @@ def test_each_step_reports_who_is_active_and_who_finished(engine: Engine) -> Non
     ids = [request.id for request in requests]
     finished: list[int] = []
     engine.step()
-    assert engine.last_step() == StepReport(
+    report = engine.last_step()
+    assert replace(report, bucket=0, graph_request_count=0) == StepReport(
         active=tuple(ids[:3]), paused=(), resumed=(), finished=()
     )
+    decoded = []
     while engine.busy:
         ended = [event.request.id for event in engine.step() if event.finish_reason]
         report = engine.last_step()
+        assert report.graph_request_count <= report.bucket <= 3
+        assert bool(report.bucket) == bool(report.graph_request_count)
+        decoded.append(report.graph_request_count)
         assert list(report.finished) == ended
         finished += ended
         assert set(report.active) == {request.id for request in engine.scheduler.active}
     assert sorted(finished) == ids and finished[0] == ids[1]
+    assert max(decoded) == 3 and decoded[-1] in (0, 1)
     engine.step()
     assert engine.last_step() == StepReport(active=(), paused=(), resumed=(), finished=())
 
