@@ -93,17 +93,23 @@ def test_a_fault_of_a_rank_is_the_next_calls_error(
     assert_gone(pids, within_s=1.0)
 
 
-def test_a_rank_that_is_late_is_waited_for() -> None:
+def test_a_rank_that_is_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when it is to close. Ctrl-C, which reaches ranks, too, does nothing to them."""
+    monkeypatch.setattr("graphengine.parallel.ranks._CLOSE_S", 0.3)
     with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=20.0) as engine:
         expected = engine.generate(PROMPT, greedy()).token_ids
         request = engine.submit(PROMPT, greedy())
         engine.step()
         (pid,) = ranks_of(engine).pids
+        os.kill(pid, signal.SIGINT)
         os.kill(pid, signal.SIGSTOP)
         subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -CONT {pid}"])
         while engine.busy:
             engine.step()
         assert tuple(request.token_ids) == expected
+        stop(ranks_of(engine))
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
     assert_gone([pid], within_s=1.0)
 
 
