@@ -24,6 +24,8 @@ def update_weights(core: EngineCore, loaded: LoadedWeights | None, source: Weigh
         given = loaded.read(source, core.config)
     else:
         given = loaded.checked(source)
+    if not given.values:
+        return  # Nothing is outdated.
     core.runtime.note_update(loaded, given)
     core.forget_kept()
     try:

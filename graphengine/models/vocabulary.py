@@ -61,7 +61,8 @@ class VocabularyPart(Vocabulary):
         return self._beside(best_NC), self._beside(health_NC)
 
     def _beside(self, part_NC: Tensor) -> Tensor:
-        return self._group.gather(part_NC).transpose(0, 1).flatten(1)
+        # With one tile a rank the flattened parts are a view.
+        return self._group.gather(part_NC).transpose(0, 1).flatten(1).contiguous()
 
     def logits(self, logits_NV: Tensor) -> Tensor:
         parts = self._group.gather(logits_NV)

@@ -195,6 +195,11 @@ class LoadedWeights:
 
 def _named(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The tensors by name. ValueError for anything else, and for a name that comes twice."""
+    if not isinstance(tensors, Iterable):
+        raise ValueError(
+            f"update_weights() takes tensors by their names, or the path of a checkpoint, not "
+            f"{tensors!r:.99}"
+        )
     pairs: Iterable[Any] = tensors.items() if isinstance(tensors, Mapping) else tensors
     named: dict[str, Tensor] = {}
     for pair in pairs:

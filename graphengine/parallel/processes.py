@@ -24,6 +24,11 @@ class RankProcess(Protocol):
         """How it has ended, for a message; None while it has not."""
         ...
 
+    @property
+    def raised(self) -> bool:
+        """Whether an error of Python has ended it, as far as is known here."""
+        ...
+
     def kill(self) -> None:
         """End it at once, if it has not ended."""
         ...
@@ -53,6 +58,10 @@ class SpawnedRank:
             return f"was ended by signal {-code} ({signal.Signals(-code).name})"
         return f"ended with exit code {code}"
 
+    @property
+    def raised(self) -> bool:
+        return self._process.exitcode == 1
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -71,6 +80,10 @@ class JoinedRank:
 
     def ending(self) -> str | None:
         return None if is_running(self.pid) else "has ended"
+
+    @property
+    def raised(self) -> bool:
+        return False
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):

@@ -265,11 +265,12 @@ class Ranks:
         return None if follows and not consequences else reason
 
     def _unguarded(self, rank: int) -> str:
-        if self._end.stage(rank) is not Stage.STARTING:
+        """What a program lacks whose import has ended a rank; "" where something else has."""
+        if self._end.stage(rank) is not Stage.STARTING or not self._processes[rank - 1].raised:
             return ""
         return (
-            " before it began: a program that opens such an engine does so under "
-            '`if __name__ == "__main__":`, as its ranks import it, too'
+            " before it began: ranks import the program that starts them, so it is a file, and "
+            'opens such an engine under `if __name__ == "__main__":`'
         )
 
     def _named(self, rank: int) -> str:

@@ -387,7 +387,7 @@ def check_tiles(best_RC: torch.Tensor, health_RC: torch.Tensor, rows: int) -> in
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
                 f"{name} must be a dense {dtype} {list(shape)}, "
-                f"not {tensor.dtype} {list(tensor.shape)}"
+                f"not {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
             )
     return shape[1]
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
 from checkpoints.mtp_chains import HAS_CHAINS, SIZES, VOCAB, Chains
-from graphengine import Engine, SamplingParams
+from graphengine import Engine, SamplingParams, SessionSnapshot
 from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
 from graphengine.draft_vocabulary import DraftVocabulary
@@ -256,6 +256,8 @@ def test_two_stages_take_their_layers(
             first = "model.layers.0.mlp.gate_proj.weight"
             with pytest.raises(ValueError, match=r"together, and 1 of 2 are missing: .*0\.mlp\.up"):
                 engine.update_weights({first: values[first]})
+        engine.update_weights({})
+        assert said(engine) == before
         engine.update_weights(values)
         assert said(engine) == expected
         assert_equal_ranks(engine)
@@ -350,9 +352,12 @@ def test_some_of_the_tensors(checkpoints: dict[str, Any], tmp_path: Path) -> Non
             value = tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
             engine.update_weights(iter([(name, torch.nn.Parameter(value))]))
         assert said(engine) == expected
-        before = said(engine)
-        engine.update_weights([])
-        assert said(engine) == before
+        with engine.session() as session:
+            session.append(PROMPTS[1])
+            session.generate(GREEDY)
+            engine.update_weights([])
+            assert session.cached_tokens > 0
+        assert said(engine) == expected
 
 
 def test_a_tied_head_has_two_names(checkpoints: dict[str, Any], tmp_path: Path) -> None:
@@ -399,6 +404,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
         lambda given: given | {Q: 3},
         rf"takes pairs of a name and a tensor, not '{Q}' and a int",
     ),
+    "nothing": (lambda given: None, "takes tensors by their names, or the path .*, not None"),
     "no pair": (lambda given: [given[Q]], "takes pairs of a name and a tensor, not tensor"),
 }
 
@@ -423,10 +429,49 @@ def test_what_is_rounded_together_comes_together(checkpoints: dict[str, Any]) ->
         before, given = said(engine), tensors_of(path)
         with pytest.raises(ValueError, match=r"rounded together, and 2 of 3 are missing: .*k_pr"):
             engine.update_weights({Q: given[Q] + 1})
-        given[K][3, 2] = float("inf")
-        with pytest.raises(ValueError, match=f"{K} has a number that is not finite"):
-            engine.update_weights(given)
+        for value in ("inf", "nan"):
+            given[K][3, 2] = float(value)
+            with pytest.raises(ValueError, match=f"{K} has a number that is not finite"):
+                engine.update_weights(given)
         assert said(engine) == before
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_tensors_that_are_rounded_count_as_all_do(
+    checkpoints: dict[str, Any], tmp_path: Path, quantize: str | None
+) -> None:
+    """A checkpoint without them is refused, and after others the model is another, which depends on
+    what the remaining ones were.
+    """
+    path = checkpoints["llama-biases"].path
+    partial = other_weights(path, tmp_path / "partial")
+    other = tensors_of(partial)
+    kept = {name: value for name, value in other.items() if name != UP}
+    save_file(kept, partial / "model.safetensors")
+    pair = {name: other[name] for name in (UP, UP.replace("up_proj", "gate_proj"))}
+
+    def snapshot(engine: Engine) -> SessionSnapshot:
+        with engine.session() as session:
+            session.append(PROMPTS[1])
+            session.generate(GREEDY)
+            return session.snapshot()
+
+    with open_engine(path, quantize=quantize) as engine:
+        before = said(engine)
+        with pytest.raises(ValueError, match=rf"lacks 1 .*tensors.*: {UP}$"):
+            engine.update_weights(partial)
+        assert said(engine) == before
+        kept_before = snapshot(engine)
+        engine.update_weights(pair)
+        kept_between = snapshot(engine)
+        engine.update_weights(pair | {UP: pair[UP] + 0.25})
+        for each in (kept_before, kept_between):
+            with pytest.raises(ValueError, match="the session is of model="):
+                engine.restore_session(each)
+        engine.update_weights(other)
+        engine.update_weights(pair)
+        with pytest.raises(ValueError, match="the session is of model="):
+            engine.restore_session(kept_between)
 
 
 def test_another_model_is_refused(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import SamplingTensors, linear, linear_sample, pack
-from graphengine.kernels.sample.sampling import token_of_tiles_reference
+from graphengine.kernels.sample.sampling import check_tiles, token_of_tiles_reference
 from graphengine.models.contract import Share
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.vocabulary import Vocabulary, vocabulary_of
@@ -66,6 +66,7 @@ def test_the_best_and_the_logits_are_those_of_one_rank(
         best = part.candidates(own[0], own[0])[0]
         group.parts = [health for _, health in found]
         health = part.candidates(own[1], own[1])[0]
+        check_tiles(best, health, LANES)
         assert torch.equal(token_of_tiles_reference(best, health), expected)
         group.parts = products
         torch.testing.assert_close(part.logits(product), logits)

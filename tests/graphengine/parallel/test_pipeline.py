@@ -202,6 +202,10 @@ def test_three_stages_say_what_one_process_says(
         expected = replies(alone, prompts)
     assert replies(engine, prompts) == expected
     assert_equal_stages(engine)
+    # Of these fields, and no fewer.
+    fields, flow = engine.runtime.buffers.fields, engine.runtime.program.flow
+    common = {field.name for field in fields if flow.is_common(field)}
+    assert common == {"next_token", "kv_len", "running", "epoch"}
 
 
 def test_a_stage_is_at_the_next_chunk_while_another_is_at_the_one_before(engine: Engine) -> None:

@@ -93,17 +93,23 @@ def test_a_fault_of_a_rank_is_the_next_calls_error(
     assert_gone(pids, within_s=1.0)
 
 
-def test_a_rank_that_is_late_is_waited_for() -> None:
+def test_a_rank_that_is_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when it is to close. Ctrl-C, which reaches ranks, too, does nothing to them."""
+    monkeypatch.setattr("graphengine.parallel.ranks._CLOSE_S", 0.3)
     with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=20.0) as engine:
         expected = engine.generate(PROMPT, greedy()).token_ids
         request = engine.submit(PROMPT, greedy())
         engine.step()
         (pid,) = ranks_of(engine).pids
+        os.kill(pid, signal.SIGINT)
         os.kill(pid, signal.SIGSTOP)
         subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -CONT {pid}"])
         while engine.busy:
             engine.step()
         assert tuple(request.token_ids) == expected
+        stop(ranks_of(engine))
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
     assert_gone([pid], within_s=1.0)
 
 
@@ -117,6 +123,17 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
         ranks.wait_for(Stage.LOADED)
     ranks.close()
     assert_gone(pids, within_s=1.0)
+
+
+def test_a_rank_that_is_killed_while_it_starts() -> None:
+    """No advice to a program that has nothing to do with it."""
+    config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
+    memory = plan_checkpoint(read_checkpoint(few_layers(), config), config)
+    ranks = Ranks(few_layers(), config, [memory] * 2, rank_devices(config))
+    kill(ranks)
+    with pytest.raises(RankFailed, match=r"rank 1 \(process \d+, cpu\) was ended by .*KILL\)$"):
+        ranks.wait_for(Stage.LOADED)
+    ranks.close()
 
 
 # What is wrong before there is a process.
@@ -213,4 +230,4 @@ def test_ranks_end_with_their_driver(tmp_path: Path, sent: signal.Signals) -> No
 def test_a_program_without_a_guard_is_told(tmp_path: Path) -> None:
     _, errors = start(tmp_path, "").communicate(timeout=60)
     assert "RankFailed: rank 1 " in errors and "ended with exit code 1 before it began" in errors
-    assert 'opens such an engine does so under `if __name__ == "__main__":`' in errors
+    assert 'so it is a file, and opens such an engine under `if __name__ == "__main__":`' in errors

@@ -87,6 +87,20 @@ def assert_equal_ranks(engine: Engine) -> None:
     assert len(set(digests(engine))) == 1
 
 
+def test_a_bit_that_differs_is_seen(engine: Engine) -> None:
+    """Else ranks would be equal whatever they have."""
+    buffers = engine.runtime.buffers
+    names = {field.name for field in buffers.fields if field.owner == "device" and field.replicated}
+    assert {"next_token", "kv_len", "running", "epoch", "sequence"} <= names
+    assert_equal_ranks(engine)
+    for name in names:
+        first = buffers[name].view(torch.uint8).view(-1)[:1]
+        first ^= 1
+        assert len(set(digests(engine))) == engine.config.tensor_parallel, name
+        first ^= 1
+    assert_equal_ranks(engine)
+
+
 @pytest.mark.parametrize(("name", "ranks"), FAMILIES)
 def test_families_are_those_of_transformers(
     checkpoints: dict[str, Any],
