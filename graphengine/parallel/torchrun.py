@@ -60,8 +60,16 @@ def processes_of_torchrun() -> int | None:
 
 
 def lead(folder: Path, memory: MemoryPlan, ranks: int) -> tuple[LinkMemory, list[JoinedRank]]:
-    """The driver's part: call the other ranks to `folder`, and wait until they are there."""
+    """The driver's part: call the other ranks to `folder`, and wait until they are there.
+
+    ValueError for a second engine: they have ended with the first one.
+    """
     store = _store(Share(0, ranks))
+    if store.check(["call"]):
+        raise ValueError(
+            f"torchrun's other processes ({ranks - 1}) have ended with the first engine of this "
+            f"program, which can have no second one"
+        )
     shape = LinkShape.of_loads(ranks - 1, memory.load_bytes)
     link = LinkMemory.of_file(folder / _LINK, shape)
     call = {

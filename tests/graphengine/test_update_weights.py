@@ -24,8 +24,9 @@ from transformers import (
 )
 
 from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
+from checkpoints.few_layers import few_layers
 from checkpoints.mtp_chains import HAS_CHAINS, SIZES, VOCAB, Chains
-from graphengine import Engine, SamplingParams, SessionSnapshot
+from graphengine import Engine, SamplingParams
 from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
 from graphengine.draft_vocabulary import DraftVocabulary
@@ -450,28 +451,38 @@ def test_tensors_that_are_rounded_count_as_all_do(
     save_file(kept, partial / "model.safetensors")
     pair = {name: other[name] for name in (UP, UP.replace("up_proj", "gate_proj"))}
 
-    def snapshot(engine: Engine) -> SessionSnapshot:
-        with engine.session() as session:
-            session.append(PROMPTS[1])
-            session.generate(GREEDY)
-            return session.snapshot()
-
     with open_engine(path, quantize=quantize) as engine:
         before = said(engine)
         with pytest.raises(ValueError, match=rf"lacks 1 .*tensors.*: {UP}$"):
             engine.update_weights(partial)
         assert said(engine) == before
-        kept_before = snapshot(engine)
-        engine.update_weights(pair)
-        kept_between = snapshot(engine)
-        engine.update_weights(pair | {UP: pair[UP] + 0.25})
-        for each in (kept_before, kept_between):
+        for each in (path, pair):
+            engine.update_weights(each)
+        with engine.session() as session:
+            session.append(PROMPTS[1])
+            session.generate(GREEDY)
+            kept = session.snapshot()
+        for whole, some in ((path, pair | {UP: pair[UP] + 0.25}), (other, pair)):
+            engine.update_weights(whole)
+            engine.update_weights(some)
             with pytest.raises(ValueError, match="the session is of model="):
-                engine.restore_session(each)
-        engine.update_weights(other)
-        engine.update_weights(pair)
-        with pytest.raises(ValueError, match="the session is of model="):
-            engine.restore_session(kept_between)
+                engine.restore_session(kept)
+        for each in (path, pair):
+            engine.update_weights(each)
+        engine.restore_session(kept).close()
+
+
+def test_modules_of_a_checkpoint_are_not_left_as_they_were(tmp_path: Path) -> None:
+    tensors = tensors_of(few_layers())
+    name = next(name for name in tensors if "mtp" in name)
+    partial = other_weights(few_layers(), tmp_path / "partial")
+    kept = {other: value for other, value in tensors.items() if other != name}
+    save_file(kept, partial / "model.safetensors")
+    with (
+        open_engine(few_layers(), speculative=MTP(k=2)) as engine,
+        pytest.raises(ValueError, match=f"partial lacks 1 tensors that are in use: {name}"),
+    ):
+        engine.update_weights(partial)
 
 
 def test_another_model_is_refused(
