@@ -586,18 +586,7 @@ class EngineConfig:
         simple = mode is None or isinstance(mode, MTP | Eagle3 | NGram | UserProvided)
         if isinstance(mode, MTP | Eagle3):
             simple = mode.shape is None and mode.min_confidence is None
-        one_rank: dict[str, bool] = {
-            "kv_dtype": self.kv_dtype != "auto",
-            "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
-            "prompt_embeds": self.prompt_embeds,
-            "speculative": not simple,
-        }
-        for name, is_asked in one_rank.items():
-            if is_asked:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is for an engine of one rank, not for "
-                    f"{self.ranks_option}"
-                )
+        self._check_alone("rank", speculative=not simple)
 
     def _check_stages(self) -> None:
         """ValueError for what the stages of a pipeline cannot do."""
@@ -614,18 +603,27 @@ class EngineConfig:
                 f"speculative={mode!r} reads the stream after layers of several stages: it is for "
                 f"an engine of one stage, not for pipeline_parallel={stages}"
             )
-        alone: dict[str, bool] = {
+        self._check_alone(
+            "stage",
+            record_routing=self.record_routing,
+            speculative=isinstance(mode, MTP) and (mode.shape is not None or mode.own_graph),
+        )
+
+    def _check_alone(self, part: str, **more: bool) -> None:
+        """ValueError for an option that is set, and that neither ranks with requests of their own
+        nor stages have; `more` are options that this kind of part has not, and whether they are.
+        """
+        asked = {
             "kv_dtype": self.kv_dtype != "auto",
             "max_prefill_ms_per_step": self.max_prefill_ms_per_step is not None,
             "prompt_embeds": self.prompt_embeds,
-            "record_routing": self.record_routing,
-            "speculative": isinstance(mode, MTP) and (mode.shape is not None or mode.own_graph),
+            **more,
         }
-        for name, is_asked in alone.items():
+        for name, is_asked in asked.items():
             if is_asked:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is for an engine of one stage, not for "
-                    f"pipeline_parallel={stages}"
+                    f"{name}={getattr(self, name)!r} is for an engine of one {part}, not for "
+                    f"{self.ranks_option}"
                 )
 
     @property

@@ -255,7 +255,7 @@ class Engine:
         """The requests that the last `step()` left active, paused, resumed and finished, and the
         bucket of the decode graph that it launched.
         """
-        return describe_step(self.scheduler, self.core.decodes)
+        return describe_step(self.scheduler, self.core.newest)
 
     @property
     def stop_callback(self) -> StopCallback | None:

@@ -138,8 +138,8 @@ class EngineCore:
             cancelled=self.delivery.cancelled,
         )
         self.in_flight: deque[tuple[Replay, ...]] = deque()
-        # What the last step launched last, without its chunks of prompts.
-        self.decodes: tuple[Replay, ...] = ()
+        # What the last step launched last.
+        self.newest: tuple[Replay, ...] = ()
         self.closed = False
         self.broken: str | None = None
         self._owner: threading.Thread | None = None
@@ -226,14 +226,14 @@ class EngineCore:
         try:
             scheduler = self.scheduler
             scheduler.moves.clear()
-            self.decodes = ()
+            self.newest = ()
             self.delivery.end_due()
             ready = not scheduler.guided or self._drafts_are_there(timeout)
             try:
                 while ready and len(self.in_flight) <= scheduler.lookahead:
                     if not self.advance():
                         break
-                    self.decodes = tuple(each for each in self.in_flight[-1] if not each.chunk)
+                    self.newest = self.in_flight[-1]
             except BaseException as error:
                 self._break(error)
                 raise

@@ -209,8 +209,9 @@ class StepReport:
     graph_request_count: int = 0
 
 
-def describe_step(scheduler: Scheduling, decodes: Sequence[Replay]) -> StepReport:
-    """The report of the last step that `scheduler` planned, and launched these decodes in last."""
+def describe_step(scheduler: Scheduling, newest: Sequence[Replay]) -> StepReport:
+    """The report of the last step that `scheduler` planned, which launched these replays last."""
+    decodes = [replay for replay in newest if replay.chunk is None]
     moved = {
         kind: tuple(number for move, number in scheduler.moves if move == kind)
         for kind in ("paused", "resumed", "finished")
