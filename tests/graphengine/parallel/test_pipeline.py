@@ -22,9 +22,8 @@ from transformers import LlamaConfig
 
 from checkpoints import toy_family
 from checkpoints.few_layers import few_layers
-from engines.churn import Owners, write_tokenizer
+from engines.churn import Owners, come_and_go, write_tokenizer
 from engines.family_checks import assert_rewinds
-from engines.logit_options import HAS_GRAMMARS, consistent, random_options
 from engines.small_engine import assert_idle, run
 from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.host.kept_states import BlockCopy
@@ -255,34 +254,11 @@ def test_ranks_with_a_full_ring_are_not_waited_for_in_vain(engine: Engine) -> No
     assert tuple(request.token_ids) == expected
 
 
-def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
-    options: dict[str, Any] = {"max_tokens": dice.randrange(1, 50)}
-    if dice.random() < 0.4:
-        options |= random_options(dice, vocab_size, grammars=HAS_GRAMMARS)
-    if dice.random() < 0.5:
-        options["temperature"] = 0.0
-    else:
-        options |= {"top_k": dice.choice([0, 20]), "top_p": dice.choice([1.0, 0.8])}
-    return SamplingParams(**consistent(options))
-
-
 def test_requests_that_come_and_go_have_their_own_tokens(engine: Engine, folder: Path) -> None:
     """With pauses and cancels; each has what it gets alone in one process."""
     dice = random.Random(5)
     owners = Owners(engine, dice)
-    counters, vocab = engine.counters, engine.model.config.vocab_size
-    names = ("pauses", "resumes", "finished/cancelled", "slot_reuses")
-    for _ in range(200):
-        if counters["tokens"] > 300 and all(counters[name] for name in names):
-            break
-        for _ in range(dice.randrange(8)):
-            prompt = [dice.randrange(vocab) for _ in range(dice.randrange(1, 60))]
-            owners.submit(prompt, random_params(dice, vocab))
-        for _ in range(dice.randrange(20)):
-            engine.step(timeout=dice.choice([None, 0]))
-            owners.disturb()
-        assert_equal_stages(engine)
-    assert all(counters[name] for name in names), counters
+    come_and_go(owners, engine, dice, tokens=300, rested=lambda: assert_equal_stages(engine))
     owners.leave()
     run(engine)
     assert_idle(engine)

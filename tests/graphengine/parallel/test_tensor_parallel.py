@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,8 @@ from transformers import (
 )
 
 from checkpoints.few_layers import few_layers
-from engines.churn import Owners, write_tokenizer
+from engines.churn import Owners, come_and_go, write_tokenizer
 from engines.family_checks import assert_rewinds
-from engines.logit_options import HAS_GRAMMARS, consistent, random_options
 from engines.small_engine import assert_idle, run
 from graphengine import Engine, SamplingParams
 from graphengine.parallel.leading import LeadingRuntime
@@ -146,36 +146,17 @@ def engine(folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
-    options: dict[str, Any] = {"max_tokens": dice.randrange(1, 50)}
-    if dice.random() < 0.4:
-        options |= random_options(dice, vocab_size, grammars=HAS_GRAMMARS)
-    if dice.random() < 0.5:
-        options["temperature"] = 0.0
-    else:
-        options |= {"top_k": dice.choice([0, 20]), "top_p": dice.choice([1.0, 0.8])}
-    return SamplingParams(**consistent(options))
-
-
 def test_requests_that_come_and_go_have_their_own_tokens(engine: Engine) -> None:
     """With pauses and cancels, however long the driver is busy with other things between steps."""
     dice = random.Random(3)
     owners = Owners(engine, dice)
-    counters, vocab = engine.counters, engine.model.config.vocab_size
-    names = ("pauses", "resumes", "finished/cancelled", "slot_reuses")
-    for _ in range(200):
-        if counters["tokens"] > 250 and all(counters[name] for name in names):
-            break
-        for _ in range(dice.randrange(8)):
-            prompt = [dice.randrange(vocab) for _ in range(dice.randrange(1, 60))]
-            owners.submit(prompt, random_params(dice, vocab))
-        for _ in range(dice.randrange(20)):
-            engine.step(timeout=dice.choice([None, 0]))
-            owners.disturb()
-            assert_equal_ranks(engine)
+
+    def rested() -> None:
         if dice.random() < 0.2:
             time.sleep(dice.random() * 0.1)
-    assert all(counters[name] for name in names), counters
+
+    equal = partial(assert_equal_ranks, engine)
+    come_and_go(owners, engine, dice, tokens=250, stepped=equal, rested=rested)
     owners.leave()
     run(engine)
     assert_idle(engine)

@@ -6,14 +6,14 @@ import dataclasses
 import random
 import string
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from engines.logit_options import HAS_GRAMMARS
+from engines.logit_options import HAS_GRAMMARS, consistent, random_options
 from graphengine import Engine, Event, Request, SamplingParams
 
 
@@ -138,3 +138,46 @@ class Owners:
             ),
             *(name for name in ("late", "stopped") if not getattr(self, name)),
         ]
+
+
+COUNTED = ("pauses", "resumes", "finished/cancelled", "slot_reuses")
+
+
+def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:
+    """Greedy or sampled, some with options on logits."""
+    options: dict[str, Any] = {"max_tokens": dice.randrange(1, 50)}
+    if dice.random() < 0.4:
+        options |= random_options(dice, vocab_size, grammars=HAS_GRAMMARS)
+    if dice.random() < 0.5:
+        options["temperature"] = 0.0
+    else:
+        options |= {"top_k": dice.choice([0, 20]), "top_p": dice.choice([1.0, 0.8])}
+    return SamplingParams(**consistent(options))
+
+
+def come_and_go(
+    owners: Owners,
+    engine: Engine,
+    dice: random.Random,
+    *,
+    tokens: int,
+    stepped: Callable[[], None] = lambda: None,
+    rested: Callable[[], None] = lambda: None,
+) -> None:
+    """Submit, step and disturb until the engine has so many tokens, and each of `COUNTED` came.
+
+    `stepped` is called after each step, `rested` after some of them. The last requests go on.
+    """
+    counters, vocab = engine.counters, engine.model.config.vocab_size
+    for _ in range(200):
+        if counters["tokens"] > tokens and all(counters[name] for name in COUNTED):
+            break
+        for _ in range(dice.randrange(8)):
+            prompt = [dice.randrange(vocab) for _ in range(dice.randrange(1, 60))]
+            owners.submit(prompt, random_params(dice, vocab))
+        for _ in range(dice.randrange(20)):
+            engine.step(timeout=dice.choice([None, 0]))
+            owners.disturb()
+            stepped()
+        rested()
+    assert all(counters[name] for name in COUNTED), counters
