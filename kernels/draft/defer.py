@@ -102,8 +102,8 @@ def defer_filtered_reference(
             continue
         _, kept = kept_reference(logits[columns], temperature, *filters)
         far = columns[~kept]
-        lowered = logits[far] - np.float32(FAR.value) * temperature
-        logits_NV[lane, torch.from_numpy(far)] = torch.from_numpy(lowered)
+        logits[far] -= np.float32(FAR.value) * temperature
+        logits_NV[lane] = torch.from_numpy(logits)
 
 
 @triton.jit

@@ -37,7 +37,7 @@ SHARDS = {
     "tests/graphengine/models/test_windows.py": 3,
     "tests/kernels/linear/test_packed_chunk.py": 2,
     "tests/kernels/attention/test_decode_rows.py": 4,
-    "tests/graphengine/testing/test_planted_faults.py": 3,
+    "tests/graphengine/testing/test_planted_faults.py": 6,
     "tests/graphengine/drafters/test_speculation_churn.py": 2,
     "tests/kernels/linear/test_linear_sample.py": 3,
     "tests/graphengine/models/test_parity.py": 2,

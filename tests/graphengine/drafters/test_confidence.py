@@ -12,6 +12,7 @@ from engines.speculation import (
     DRAFTING,
     ENDLESS,
     Job,
+    dtype_of,
     open_plain,
     open_speculating,
     outcomes,
@@ -104,7 +105,7 @@ def test_tokens_are_those_of_plain_decoding(device: str, name: str, lookahead: i
     stopped = Job(PROMPT, greedy(24, stop_token_ids=[40, 300, 301, 13]))
     long = (greedy(24, **ENDLESS), sampled(24, seed=1), sampled(24, seed=2, temperature=0.7))
     jobs = [*(Job(PROMPT, params) for params in long), stopped, Job("x", greedy(1))]
-    options: dict[str, Any] = {"device": device, "max_seq_len": 64}
+    options: dict[str, Any] = {"device": device, "max_seq_len": 64, **dtype_of(name)}
     with open_plain(**options) as plain:
         expected = outcomes(plain, jobs)
     options |= {"lookahead": lookahead, "kv_blocks": 9, "swap_blocks": 40}

@@ -20,6 +20,7 @@ from engines.speculation import (
     ENDLESS,
     Tokens,
     demo_jobs,
+    dtype_of,
     open_plain,
     open_speculating,
     run_with,
@@ -45,7 +46,8 @@ def nothing_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", DRAFTING)
 def test_an_event_has_the_tokens_of_a_step(device: str, name: str, lookahead: int) -> None:
     called: list[Event] = []
-    with open_speculating(DRAFTING[name], device=device, lookahead=lookahead) as engine:
+    options = {"device": device, "lookahead": lookahead, **dtype_of(name)}
+    with open_speculating(DRAFTING[name], **options) as engine:
         requests = [
             engine.submit(job.prompt, job.params, on_event=called.append) for job in demo_jobs()
         ]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+pytest.importorskip("compressed_tensors")
 from checkpoints.few_layers import HEAD_LAYERS, eagle3_head, few_layers
 from checkpoints.quantised_models import KINDS, write_model
 from graphengine import Engine, SamplingParams

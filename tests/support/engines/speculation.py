@@ -237,3 +237,10 @@ DRAFTING = {
     "dflash": DFlash(block_drafter(), k=3),
 }
 """One of each way to draft on the device, by the demo model."""
+
+
+def dtype_of(name: str) -> dict[str, Any]:
+    """Of an engine with `DRAFTING[name]` of which some drafts are to be right. Those of random
+    weights guess the text that the demo says in float32, and never the one in bfloat16.
+    """
+    return {"dtype": "float32"} if name in ("eagle3", "dflash") else {}
