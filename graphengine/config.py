@@ -706,8 +706,18 @@ class EngineConfig:
     @property
     def family(self) -> RowFamily:
         """The engine's row family: `row_family`, the device's, or the one that fits its sizes."""
+        return self._family_of(self.lanes)
+
+    @property
+    def chain_family(self) -> RowFamily:
+        """That of drafts which follow a draft: a launch has one lane a row, however many lanes
+        verification has.
+        """
+        return self._family_of(self.max_batch)
+
+    def _family_of(self, lanes: int) -> RowFamily:
         asked = self.row_family or self.device_defaults.row_family
-        return asked or row_family(self.lanes, self.max_seq_len or _USUAL_SEQ_LEN)
+        return asked or row_family(lanes, self.max_seq_len or _USUAL_SEQ_LEN)
 
     @property
     def launched_ahead(self) -> int:

@@ -242,8 +242,17 @@ class Drafter(ABC):
 
     # Opening.
 
-    def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
+    def allocate(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        family: RowFamily,
+        chain_family: RowFamily,
+    ) -> Destinations:
         """Allocate its weights and choose its kernels' plans, where it has any.
+
+        family        of launches with all lanes of a step
+        chain_family  of launches with one lane a row
 
         Returns the destinations of the tensors that it takes from the target's checkpoint.
         """

@@ -142,7 +142,13 @@ class BlockDrafter(Drafter):
     def arrivals_at_most(self, lanes: int) -> int:
         return most_arrival_counters(self.config, self._linears, lanes)
 
-    def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
+    def allocate(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        family: RowFamily,
+        chain_family: RowFamily,
+    ) -> Destinations:
         self.weights = allocate_dflash_weights(self.config, device=str(device), dtype=dtype)
         self.plans, self.plan_sources = choose_plans(self._linears, dtype, family, device)
         if self.own_checkpoint is None:
@@ -161,7 +167,7 @@ class BlockDrafter(Drafter):
             head,
             None,
             setting,
-            plan=plans[linear_name(HEAD, head)],
+            linear=linear_name(HEAD, head),
             eps=config.output_eps,
             group=setting.group,
         )

@@ -81,9 +81,17 @@ class DraftModelDrafter(Drafter):
         )
         self.own_checkpoint = checkpoint
 
-    def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
+    def allocate(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        family: RowFamily,
+        chain_family: RowFamily,
+    ) -> Destinations:
         self.weights = self.config.allocate(device=str(device), dtype=dtype)
-        self.plans, self.plan_sources = choose_plans(self.config.linears, dtype, family, device)
+        linears = self.config.linears
+        self.plans, self.plan_sources = choose_plans(linears, dtype, family, device)
+        self.chain_plans, _ = choose_plans(linears, dtype, chain_family, device)
         own = self.own_checkpoint
         name = self.weights.config.embedding_name
         load_weights(own, destinations(own, self.weights), self.weights.linears(), name)
@@ -98,7 +106,11 @@ class DraftModelDrafter(Drafter):
         return self.config.allocate(device="meta", dtype=dtype).nbytes
 
     def arrivals(self, rows: int, lanes: int) -> int:
-        return arrival_counters(self.config, self.config.linears, self.plans, self.lanes_of(rows))
+        config, linears = self.config, self.config.linears
+        return max(
+            arrival_counters(config, linears, self.plans, self.lanes_of(rows)),
+            arrival_counters(config, linears, self.chain_plans, rows),
+        )
 
     def arrivals_at_most(self, lanes: int) -> int:
         return most_arrival_counters(self.config, self.config.linears, lanes)
@@ -123,7 +135,7 @@ class DraftModelDrafter(Drafter):
             self.weights.lm_head,
             None,
             setting,
-            plan=self.plans[linear_name("lm_head", self.weights.lm_head)],
+            linear=linear_name("lm_head", self.weights.lm_head),
             eps=self.config.norm_eps,
         )
         self._drafts = self._choice.opened(head, buffers)
@@ -178,7 +190,7 @@ class DraftModelDrafter(Drafter):
         model, limit, pdl = self._model, self._limit, launch.pdl
         embedding, norm = model.weights.embedding, model.first_norm
         scale = model.weights.embedding_scale
-        residual = self._new_stream(self.lanes_of(count_R.numel()))
+        residual = self._new_stream(self.lanes_of(count_R.numel()), launch)
         first = begin_model_draft(
             token_N,
             count_R,
@@ -218,7 +230,8 @@ class DraftModelDrafter(Drafter):
                     pdl=pdl,
                 )
                 return
-            residual = self._new_stream(count_R.numel())
+            launch = replace(launch, plans=self.chain_plans)
+            residual = self._new_stream(count_R.numel(), launch)
             rows = advance_model_draft(
                 tiles,
                 rows,
@@ -235,12 +248,12 @@ class DraftModelDrafter(Drafter):
             fed, source = rows, None
             hidden = model.decode(rows, residual, self._states, launch)
 
-    def _new_stream(self, lanes: int) -> Residual:
+    def _new_stream(self, lanes: int, launch: DecodeLaunch) -> Residual:
         config = self.config
         return new_residual(
             lanes,
             config.hidden_size,
-            stream_groups(config.linears, self.plans),
+            stream_groups(config.linears, launch.plans),
             dtype=self._model.dtype,
             device=self._states.cache.device,
         )

@@ -113,6 +113,7 @@ class EagleDrafter(ModuleDrafter):
     ) -> None:
         """Draft from a run with this output, and `length` - 1 times from what was drafted.
 
+        launch  of the first draft
         rows    the lanes that the drafts follow, one a row
         fed     the lanes of that run, where they are more than `rows`
         source  int32 [R]: which of these lanes is each row's
@@ -143,6 +144,7 @@ class EagleDrafter(ModuleDrafter):
                     pdl=launch.pdl,
                 )
                 return
+            launch = replace(self._chain_launch, pdl=launch.pdl)
             residual = opened.new_stream(rows.slot.numel())
             following = advance_module_draft(
                 tiles,

@@ -154,7 +154,7 @@ class OpenEagle3(OpenModules):
             weight,
             None if ids is None else ids.to(device, torch.int32),
             setting,
-            plan=plans[linear_name(HEAD, weight)],
+            linear=linear_name(HEAD, weight),
             eps=config.output_eps,
             group=setting.group,
         )

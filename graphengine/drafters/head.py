@@ -29,7 +29,6 @@ from graphengine.kernels import (
     AnyWeight,
     DecodeLanes,
     DraftTiles,
-    LinearPlan,
     Residual,
     TopDrafts,
     defer_filtered,
@@ -91,7 +90,7 @@ class DraftHead:
     weight    [D, H], the rows of the draft vocabulary
     token_ids int32 [D], ascending: the token of each row; None: row v is token v
     setting   the target's, whose parameters and options on logits count
-    plan      how the product is cut
+    linear    the name of its product among a launch's plans
     eps       of the norm whose scaled stream is fed
     group     of the ranks that share its rows; None: there is one
     """
@@ -102,13 +101,13 @@ class DraftHead:
         token_ids: Tensor | None,
         setting: DraftSetting,
         *,
-        plan: LinearPlan,
+        linear: str,
         eps: float,
         group: RankGroup | None = None,
     ) -> None:
         self._vocabulary = vocabulary_of(weight, group, token_ids)
         self._sampling, self._options = setting.sampling, setting.options
-        self._plan, self._eps = plan, eps
+        self._linear, self._eps = linear, eps
         self._token_ids, self._tokens = token_ids, self._options.counts.shape[1]
 
     def top(
@@ -152,7 +151,7 @@ class DraftHead:
             squares_TN=squares,
             eps=self._eps,
             out_dtype=torch.float32,
-            plan=self._plan,
+            plan=launch.plans[self._linear],
             launch=launch,
         )
         return self._vocabulary.logits(own)
@@ -184,7 +183,7 @@ class DraftHead:
             token_ids=self._vocabulary.token_ids,
             squares_TN=squares,
             eps=self._eps,
-            plan=self._plan,
+            plan=launch.plans[self._linear],
             launch=launch,
         )
         return DraftTiles(*self._vocabulary.candidates(best, health))

@@ -271,10 +271,18 @@ class ModuleDrafter(Drafter):
     def whole_states(self) -> tuple[LayerStates, ...]:
         return self.modules.whole.states
 
-    def allocate(self, device: torch.device, dtype: torch.dtype, family: RowFamily) -> Destinations:
+    def allocate(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        family: RowFamily,
+        chain_family: RowFamily,
+    ) -> Destinations:
         wanted = self.modules.allocate(device, dtype)
         self.weights = self.modules.weights
-        self.plans, self.plan_sources = choose_plans(self.modules.linears, dtype, family, device)
+        linears = self.modules.linears
+        self.plans, self.plan_sources = choose_plans(linears, dtype, family, device)
+        self.chain_plans, _ = choose_plans(linears, dtype, chain_family, device)
         return wanted
 
     def cut(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -294,13 +302,18 @@ class ModuleDrafter(Drafter):
 
     def arrivals(self, rows: int, lanes: int) -> int:
         widest = max(lanes, lanes // (1 + self.length) * self.needs.lanes_of_row)
-        return arrival_counters(self.modules.config, self.modules.linears, self.plans, widest)
+        config, linears = self.modules.config, self.modules.linears
+        return max(
+            arrival_counters(config, linears, self.plans, widest),
+            arrival_counters(config, linears, self.chain_plans, rows),
+        )
 
     def arrivals_at_most(self, lanes: int) -> int:
         return most_arrival_counters(self.modules.config, self.modules.linears, lanes)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
         self._opened = opened = self.modules.open(setting, cache, self.plans)
+        self._chain_launch = replace(opened.launch, plans=self.chain_plans)
         self.streams, self.step_streams = opened.streams, opened.step_streams
         self._limit = setting.limit
         self._draft_tokens = setting.buffers["draft_tokens"]

@@ -120,7 +120,7 @@ class OpenMtp(OpenModules):
             self._head,
             token_ids,
             setting,
-            plan=plans[linear_name("lm_head", target.lm_head)],
+            linear=linear_name("lm_head", target.lm_head),
             eps=config.output_eps,
             group=setting.group,
         )

@@ -134,7 +134,7 @@ def load_checkpoint(
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         wanted = destinations(checkpoint, weights)
-        wanted |= drafter.allocate(memory.device, memory.dtype, config.family)
+        wanted |= drafter.allocate(memory.device, memory.dtype, config.family, config.chain_family)
         linears = weights.linears()
         all_wanted, all_linears = {*wanted}, linears + drafter.linears()
         if model_config is not whole:

@@ -127,7 +127,7 @@ def _random_engine(
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         fill_random(weights.named(), weights.linears())
         # Apart, as a drafter may have names of the target's for tensors of its own.
-        drafts = drafter.allocate(memory.device, memory.dtype, config.family)
+        drafts = drafter.allocate(memory.device, memory.dtype, config.family, config.chain_family)
         fill_random(drafts, drafter.linears(), seed=SEED + 1)
         if memory.device.type == "cuda":
             torch.cuda.synchronize(memory.device)

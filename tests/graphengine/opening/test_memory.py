@@ -98,7 +98,7 @@ def test_the_budget_holds_all_that_is_allocated(options: dict[str, Any], tmp_pat
 
     before = storages()
     weights = MODEL.allocate(device="cpu", dtype=plan.dtype)
-    drafter.allocate(plan.device, plan.dtype, config.family)
+    drafter.allocate(plan.device, plan.dtype, config.family, config.chain_family)
     model = weights.open(max_seq_len=plan.max_seq_len)
     held = allocate(model, plan, config, drafter)
     made = {at: size for at, size in storages().items() if at not in before}
@@ -170,7 +170,7 @@ def test_the_kv_that_calibrates_is_in_the_budget_and_freed(
     gc.collect()
     before = storages()
     weights = MODEL.allocate(device="cpu", dtype=plan.dtype)
-    wanted = drafter.allocate(plan.device, plan.dtype, config.family)
+    wanted = drafter.allocate(plan.device, plan.dtype, config.family, config.chain_family)
     DEMO.load(weights.named() | wanted)
     del wanted
     model = weights.open(max_seq_len=plan.max_seq_len)

@@ -125,7 +125,7 @@ def test_what_is_planned_is_allocated(windows: tuple[int, ...], drafts: DraftMod
     model = replace(MODEL, windows=windows)  # type: ignore[type-var]
     plan = plan_memory(model, config, checkpoint_dtype=torch.float32, drafter=drafter)
     weights = model.allocate(device="cpu", dtype=plan.dtype)
-    drafter.allocate(plan.device, plan.dtype, config.family)
+    drafter.allocate(plan.device, plan.dtype, config.family, config.chain_family)
     held = allocate(weights.open(max_seq_len=plan.max_seq_len), plan, config, drafter)
     rings, budget = held.program.states.rings, lines(plan)
     assert len(rings) == len(plan.rings) > 0

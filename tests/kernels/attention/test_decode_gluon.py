@@ -99,9 +99,14 @@ def test_takes_long_splits_of_half_precision(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_grid_is_what_there_can_be_up_to_two_programs_a_multiprocessor() -> None:
     assert launch_of(rows=1, max_seq_len=512).grid == (1 * 8 * 2,)
     assert launch_of(rows=8, max_seq_len=4096).grid == (264,)
-    # A tile of 32 rows holds 8 lanes of 4 query heads; more lanes are another head.
-    assert launch_of(rows=1, width=8, max_seq_len=512).grid == (1 * 8 * 2,)
-    assert launch_of(rows=1, width=16, max_seq_len=512).grid == (1 * 8 * 2 * 2,)
+    # A tile of 16 rows holds 4 lanes of 4 query heads; more lanes are another head.
+    assert launch_of(rows=1, width=4, max_seq_len=512).grid == (1 * 8 * 2,)
+    assert launch_of(rows=1, width=5, max_seq_len=512).grid == (1 * 8 * 2 * 2,)
+    # Of 32 rows where the programs are too many to find room at once.
+    for max_seq_len, rows in ((16 * 256, 16), (16 * 256 + 1, 32)):
+        launch = launch_of(rows=1, width=8, max_seq_len=max_seq_len)
+        assert launch.arguments["shape"].rows.value == rows
+        assert launch.grid == (min(264, 8 * -(-max_seq_len // 256) * (32 // rows)),)
 
 
 def test_very_long_tables_put_more_splits_together_at_once() -> None:
