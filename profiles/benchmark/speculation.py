@@ -234,7 +234,8 @@ class _PlainEngines(Plains):
     """Each is measured when it is first needed."""
 
     def __init__(self, work: Work, options: Mapping[str, Any], open_engine: Open) -> None:
-        super().__init__(EngineConfig(max_batch=options["max_batch"], device="cpu").family)
+        usual = {**options, "row_family": None}
+        super().__init__(EngineConfig(**engine_options(usual)).family)
         self._work, self._options, self._open = work, options, open_engine
 
     def need(self, family: RowFamily) -> Plain:

@@ -260,6 +260,28 @@ def test_an_engine_may_have_more_slots_than_live_rows() -> None:
     assert [*entry["launches"]] == ["decode/1/k1/fast"]
 
 
+@pytest.mark.parametrize(
+    ("device", "fastest"),
+    [("cpu", "dot"), pytest.param("cuda", "fma", marks=pytest.mark.gpu)],
+)
+@pytest.mark.usefixtures("cpu_defaults")
+def test_the_fastest_plain_engine_is_what_the_device_takes_unasked(
+    device: str, fastest: str
+) -> None:
+    """Whatever family the row asks for."""
+    options: dict[str, Any] = {**CPU, "device": device, "row_family": "fma"}
+    opened: list[str] = []
+
+    @contextmanager
+    def noted(options: dict[str, Any]) -> Iterator[Engine]:
+        with open_tiny(options) as engine:
+            opened.append(engine.row_family)
+            yield engine
+
+    (plain,) = measure_sweep(sweep(lengths=(0,), forced=()), WORK, options, noted)
+    assert opened == [plain["row_family"]] == [fastest]
+
+
 def test_steps_are_launches(entries: list[dict[str, Any]]) -> None:
     """15 tokens after the first: one replay is launched ahead of the end."""
     for entry in entries[1:]:
