@@ -198,9 +198,10 @@ def attend(
 def _tile_rows(of_kv_head: int, units: int, at_once: int) -> int:
     """M for so many lanes and query heads of a kv head; no bit depends on it.
 
-    Of 32 rows a tile is read once for twice as many heads, but a thread's registers do not hold
-    their sums: a step of one row of 6 lanes took 14 us a layer, one of 1 lane 7.4. Where programs
-    of 16 rows find room beside each other they are faster.
+    With 32 rows a tile is read once for twice as many heads, but a thread's registers do not hold
+    their sums. On an H200 a layer of Llama 8B takes 14 us with 6 lanes of one row then, 9.2 with 8
+    lanes in tiles of 16, 7.4 with one lane. So tiles have 16 where programs of those are not too
+    many to run at once.
 
     units  that there are at most of one tile of rows
     """
