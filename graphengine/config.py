@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,16 +9,17 @@ from typing import Literal
 
 import torch
 
-from graphengine.buckets import BucketLadder, WaitMode
+from graphengine.buckets import WaitMode
 from graphengine.checks import INT32_MAX, is_finite, is_int, shown
+from graphengine.devices import DTYPES, check_device, usual_device
 from graphengine.draft_schedule import DraftSchedule
+from graphengine.engine_sizes import USUAL_SEQ_LEN, EngineSizes
 from graphengine.kernels import (
     FMA_LANES,
     MAX_LANES,
     MAX_LOGPROBS,
     ActivationKind,
     RowFamily,
-    row_family,
 )
 from graphengine.options import (
     NOT_NEGATIVE,
@@ -37,13 +37,10 @@ from graphengine.options import (
 )
 from graphengine.prefill_cut import PrefillCut
 from graphengine.speculative import (
-    AUTO_MAX_LIVE,
     MTP,
-    Auto,
     DFlash,
     Eagle3,
     GateOptions,
-    Mode,
     NGram,
     RelaxedAcceptance,
     SaveHiddenStates,
@@ -52,15 +49,12 @@ from graphengine.speculative import (
     check_rows,
     check_speculative,
     forced_acceptance,
-    resolve_auto,
 )
 from graphengine.speculative_text import (
     RELAXED_GRAMMAR,
     parse_relaxed_acceptance,
     parse_speculative,
 )
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 KvDtype = Literal["auto", "fp8"]
 StateDtype = Literal["auto", "float32", "bfloat16"]
@@ -71,7 +65,6 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 # Positions and blocks have 32-bit numbers on the device.
 _INDEX = at_most(INT32_MAX)
-_USUAL_SEQ_LEN = 4096
 _POSITIVE = Bound("be positive and finite", lambda value: value > 0 and is_finite(value))
 
 
@@ -85,39 +78,13 @@ def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(int, part)) for part in parts)
 
 
-def _usual_device() -> str:
-    """Asked for each config, never at import: a process that queried the driver may not fork."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceDefaults:
-    """What options are that the caller leaves to the kind of device.
-
-    row_family  None: the one that fits an engine's lanes and `max_seq_len`
-    """
-
-    lookahead: int
-    row_family: RowFamily | None
-
-
-DEVICE_DEFAULTS = {
-    "cuda": DeviceDefaults(lookahead=1, row_family=None),
-    # The call that launches a step computes it there: one launched ahead delays the tokens of the
-    # step before. The reference of `fma` keeps the order of that kernel's sums, the one of `dot`
-    # is a matrix product, which is faster for a single row, too.
-    "cpu": DeviceDefaults(lookahead=0, row_family="dot"),
-}
-"""By the type of `EngineConfig.device`."""
-
-
 @documented
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
+class EngineConfig(EngineSizes):
     """Sizes and policies of one engine. Every shape of every captured graph follows from this."""
 
     device: str = option(
-        factory=_usual_device,
+        factory=usual_device,
         doc="""one of "cuda", "cuda:1", "cpu"; by default "cuda" where torch finds a GPU when the
         config is made""",
         flag=Flag(),
@@ -461,14 +428,7 @@ class EngineConfig:
             )
 
     def _check_device(self) -> None:
-        found = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,4}))?", str(self.device))
-        kind, number = found.groups() if found else (None, None)
-        if kind is None or (kind == "cpu" and number not in (None, "0")):
-            raise ValueError(f"device={self.device!r}: must be 'cpu', 'cuda' or 'cuda:N'")
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device={self.device!r}, but torch finds no CUDA device")
-        if kind == "cuda" and number and int(number) >= (devices := torch.cuda.device_count()):
-            raise ValueError(f"device={self.device!r}, but torch finds {devices} CUDA devices")
+        check_device(self.device)
         if self.dtype not in (None, "auto") and self.torch_dtype not in DTYPES.values():
             raise ValueError(f"dtype={self.dtype}: must be one of {', '.join(DTYPES)}, auto")
 
@@ -499,7 +459,7 @@ class EngineConfig:
         if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
             raise ValueError(f"kv_calibration={shown(prompt)} must be text or a list of token ids")
         # Before the ids are looked at: a range may have any number of them.
-        self.check_calibration_length(prompt, self.max_seq_len or _USUAL_SEQ_LEN)
+        self.check_calibration_length(prompt, self.max_seq_len or USUAL_SEQ_LEN)
         for index, token in enumerate(prompt):
             if not is_int(token) or not 0 <= token <= INT32_MAX:
                 raise ValueError(
@@ -626,148 +586,9 @@ class EngineConfig:
                     f"{self.ranks_option}"
                 )
 
-    @property
-    def ranks(self) -> int:
-        """Processes of the engine, this one among them."""
-        return max(self.tensor_parallel, self.data_parallel) * self.pipeline_parallel
-
-    @property
-    def ranks_option(self) -> str:
-        """The option that asks for them, for messages."""
-        names = ("data_parallel", "pipeline_parallel")
-        name = next((name for name in names if getattr(self, name) > 1), "tensor_parallel")
-        return f"{name}={self.ranks}"
-
-    @property
-    def mode(self) -> Mode | None:
-        """`speculative`, with `Auto` resolved."""
-        mode = self.speculative
-        assert not isinstance(mode, str), f"{mode=}"
-        return resolve_auto(self.max_batch) if isinstance(mode, Auto) else mode
-
-    @property
-    def drafts(self) -> int:
-        """K: drafts a step feeds after each row's last token, at most."""
-        return 0 if self.mode is None else self.mode.k
-
-    @property
-    def gate_options(self) -> GateOptions | None:
-        """`gate`, or the one of `Auto`, which looks only at the number of requests."""
-        if self.gate is not None or not isinstance(self.speculative, Auto):
-            return self.gate
-        sizes = BucketLadder(self.max_batch, self.buckets).sizes
-        most = min(AUTO_MAX_LIVE, MAX_LANES // (1 + self.drafts))
-        fitting = max((size for size in sizes if size <= most), default=most)
-        return GateOptions(off_below=0.0, on_above=0.0, max_live=fitting)
-
-    @property
-    def schedule(self) -> DraftSchedule | None:
-        """`draft_len_schedule` as it was read."""
-        steps = self.draft_len_schedule
-        return None if steps is None else DraftSchedule.read(steps)
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        """Drafts that decode graphs verify, ascending: (0,) of an engine that has none."""
-        schedule = self.schedule
-        return tuple(sorted({0, self.drafts})) if schedule is None else schedule.lengths
-
-    def drafts_for(self, live: int) -> int:
-        """Drafts a row of a step with so many live requests, at most."""
-        gate, schedule = self.gate_options, self.schedule
-        if gate is not None and gate.max_live is not None and live > gate.max_live:
-            return 0
-        return self.drafts if schedule is None else schedule.drafts(live)
-
-    def drafts_of(self, rows: int) -> int:
-        """Drafts a row of the bucket of so many rows, at most: those for the fewest it serves."""
-        sizes = BucketLadder(self.max_batch, self.buckets).sizes
-        return self.drafts_for(1 + max((size for size in sizes if size < rows), default=0))
-
-    @property
-    def draft_rows(self) -> int:
-        """The largest bucket whose rows may have drafts."""
-        sizes = BucketLadder(self.max_batch, self.buckets).sizes
-        return max((rows for rows in sizes if self.drafts_of(rows)), default=sizes[0])
-
-    @property
-    def widest_rows(self) -> int:
-        """The bucket of those with drafts that feeds the most tokens; of equals the largest."""
-        sizes = BucketLadder(self.max_batch, self.buckets).sizes
-        drafting = [rows for rows in sizes if rows <= self.draft_rows]
-        return max(drafting, key=lambda rows: (rows * (1 + self.drafts_of(rows)), rows))
-
-    @property
-    def lanes(self) -> int:
-        """Tokens that the widest decode step feeds."""
-        rows = self.widest_rows
-        return max(self.max_batch, rows * (1 + self.drafts_of(rows)))
-
-    @property
-    def family(self) -> RowFamily:
-        """The engine's row family: `row_family`, the device's, or the one that fits its sizes."""
-        return self._family_of(self.lanes)
-
-    @property
-    def chain_family(self) -> RowFamily:
-        """That of drafts which follow a draft: a launch has one lane a row, however many lanes
-        verification has.
-        """
-        return self._family_of(self.max_batch)
-
-    def _family_of(self, lanes: int) -> RowFamily:
-        asked = self.row_family or self.device_defaults.row_family
-        return asked or row_family(lanes, self.max_seq_len or _USUAL_SEQ_LEN)
-
-    @property
-    def launched_ahead(self) -> int:
-        """Replays launched before the oldest is collected: `lookahead`, or the device's; those of a
-        pipeline are under way in other processes, whatever the device.
-        """
-        usual = 1 if self.pipeline_parallel > 1 else self.device_defaults.lookahead
-        return usual if self.lookahead is None else self.lookahead
-
-    @property
-    def device_defaults(self) -> DeviceDefaults:
-        """What options are that were left to the kind of device."""
-        return DEVICE_DEFAULTS[torch.device(self.device).type]
-
     def of_rank(self, device: str) -> EngineConfig:
         """The config of another rank, on its own device: what defaults say here holds there."""
         return replace(self, device=device, lookahead=self.launched_ahead, row_family=self.family)
-
-    @property
-    def staging_blocks(self) -> int:
-        """Copies of host-owned fields that may be in flight to the device at the same time."""
-        return (self.launched_ahead + 2) * self._loads_of_step
-
-    @property
-    def mailbox_entries(self) -> int:
-        """Replays whose records a mailbox holds."""
-        return self._launches_of_step * (self.launched_ahead + 2)
-
-    @property
-    def _launches_of_step(self) -> int:
-        """A decode, and the chunk of a prompt: ranks may have chunks that take different graphs."""
-        return 1 + self.data_parallel
-
-    @property
-    def _loads_of_step(self) -> int:
-        """Each chunk of other ranks may take a load before it, and so may the decode after them."""
-        return 1 if self.data_parallel == 1 else 3
-
-    def sequence_limit(self, max_positions: int) -> int:
-        """Tokens of the longest request with a model of so many positions; ValueError if
-        `max_seq_len` asks for more.
-        """
-        if self.max_seq_len is None:
-            return min(max_positions, _USUAL_SEQ_LEN)
-        if self.max_seq_len > max_positions:
-            raise ValueError(
-                f"max_seq_len={self.max_seq_len} exceeds the model's "
-                f"max_position_embeddings={max_positions}"
-            )
-        return self.max_seq_len
 
     def check_eos_ids(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
         """The checkpoint's end-of-sequence ids. ValueError if a request cannot have so many."""
@@ -778,8 +599,3 @@ class EngineConfig:
                 f"{len(eos_ids)} holds them"
             )
         return eos_ids
-
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """`dtype`, whose name may be given instead; None where the checkpoint decides."""
-        return DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype

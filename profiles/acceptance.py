@@ -22,8 +22,8 @@ from typing import Any, cast
 
 from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.cli.option_flags import add_flags
-from graphengine.config import DTYPES
 from graphengine.demo import checkpoint_path, heldout_text
+from graphengine.devices import DTYPES
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels import RowFamily
 from graphengine.models.checkpoint import Checkpoint

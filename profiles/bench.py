@@ -24,7 +24,7 @@ import torch
 
 from graphengine import Engine, EngineConfig
 from graphengine.cli.option_flags import add_flags
-from graphengine.config import DTYPES
+from graphengine.devices import DTYPES
 from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_apart, check_out, integers
 from graphengine.profiles.benchmark import measure, speculation

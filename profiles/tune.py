@@ -38,7 +38,8 @@ import torch
 import triton
 
 from graphengine.cli.option_flags import add_flags
-from graphengine.config import DTYPES, EngineConfig
+from graphengine.config import EngineConfig
+from graphengine.devices import DTYPES
 from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily
 from graphengine.models import tuning, tuning_tables
 from graphengine.models.checkpoint import Checkpoint, stored_dtype

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphengine.checks import INT32_MAX
-from graphengine.config import DTYPES
 from graphengine.demo import checkpoint_path
+from graphengine.devices import DTYPES
 from graphengine.paths import expand_user
 
 Progress = Callable[[int, int], None]

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from graphengine.checks import shown
-from graphengine.config import DTYPES
+from graphengine.devices import DTYPES
 from graphengine.kernels import RopeConfig, RopeKind
 from graphengine.models.config_schema import (
     KEYS,

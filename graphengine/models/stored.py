@@ -12,7 +12,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from graphengine.config import DTYPES, RoundedKind, StateDtype
+from graphengine.config import RoundedKind, StateDtype
+from graphengine.devices import DTYPES
 from graphengine.models.checkpoint import Checkpoint, Progress, eos_token_ids, some
 from graphengine.models.config_schema import unknown_keys
 from graphengine.models.contract import Destinations, ModelConfig, ModelWeights, StoredLinear

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from graphengine.config import DTYPES
+from graphengine.devices import DTYPES
 from graphengine.kernels import LinearKind, LinearPlan, RowFamily, WeightFormat
 from graphengine.models.linears import Linear
 from graphengine.models.plan_limits import check_plan

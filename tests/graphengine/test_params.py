@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from graphengine.config import DTYPES, EngineConfig
+from graphengine.config import EngineConfig
 from graphengine.demo import checkpoint_path
+from graphengine.devices import DTYPES
 from graphengine.engine_options import EngineOptions
 from graphengine.requests.job import Job
 from graphengine.requests.request import Event, Phase, Request, Timings

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from engines.named_graphs import graph_names, graph_of, replace_graph
 from graphengine import Engine, Request, SamplingParams
 from graphengine.buckets import inspect_graph, programmatic_edges
-from graphengine.config import DTYPES
 from graphengine.demo import checkpoint_path
+from graphengine.devices import DTYPES
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.models.blocks import gqa

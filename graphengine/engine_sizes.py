@@ -1,0 +1,189 @@
+"""What follows from an engine's options: its ranks, its drafts by live requests, the lanes of its
+widest step, its row family, and how many launches may be under way.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graphengine.buckets import BucketLadder
+from graphengine.devices import DEVICE_DEFAULTS, DTYPES, DeviceDefaults
+from graphengine.draft_schedule import DraftSchedule
+from graphengine.kernels import MAX_LANES, RowFamily, row_family
+from graphengine.speculative import (
+    AUTO_MAX_LIVE,
+    Auto,
+    GateOptions,
+    Mode,
+    Speculative,
+    resolve_auto,
+)
+
+USUAL_SEQ_LEN = 4096
+"""Tokens of the longest request where `max_seq_len` is left out, if the model holds as many."""
+
+
+class EngineSizes:
+    """What `EngineConfig` makes of its options; those that it looks at are declared here, and their
+    table is there.
+    """
+
+    __slots__ = ()
+
+    device: str
+    dtype: torch.dtype | str | None
+    tensor_parallel: int
+    pipeline_parallel: int
+    data_parallel: int
+    max_batch: int
+    max_seq_len: int | None
+    buckets: tuple[int, ...] | None
+    lookahead: int | None
+    row_family: RowFamily | None
+    speculative: Speculative | str | None
+    gate: GateOptions | None
+    draft_len_schedule: dict[int, int] | tuple[tuple[int, int], ...] | None
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the engine, this one among them."""
+        return max(self.tensor_parallel, self.data_parallel) * self.pipeline_parallel
+
+    @property
+    def ranks_option(self) -> str:
+        """The option that asks for them, for messages."""
+        names = ("data_parallel", "pipeline_parallel")
+        name = next((name for name in names if getattr(self, name) > 1), "tensor_parallel")
+        return f"{name}={self.ranks}"
+
+    @property
+    def mode(self) -> Mode | None:
+        """`speculative`, with `Auto` resolved."""
+        mode = self.speculative
+        assert not isinstance(mode, str), f"{mode=}"
+        return resolve_auto(self.max_batch) if isinstance(mode, Auto) else mode
+
+    @property
+    def drafts(self) -> int:
+        """K: drafts a step feeds after each row's last token, at most."""
+        return 0 if self.mode is None else self.mode.k
+
+    @property
+    def gate_options(self) -> GateOptions | None:
+        """`gate`, or the one of `Auto`, which looks only at the number of requests."""
+        if self.gate is not None or not isinstance(self.speculative, Auto):
+            return self.gate
+        sizes = BucketLadder(self.max_batch, self.buckets).sizes
+        most = min(AUTO_MAX_LIVE, MAX_LANES // (1 + self.drafts))
+        fitting = max((size for size in sizes if size <= most), default=most)
+        return GateOptions(off_below=0.0, on_above=0.0, max_live=fitting)
+
+    @property
+    def schedule(self) -> DraftSchedule | None:
+        """`draft_len_schedule` as it was read."""
+        steps = self.draft_len_schedule
+        return None if steps is None else DraftSchedule.read(steps)
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Drafts that decode graphs verify, ascending: (0,) of an engine that has none."""
+        schedule = self.schedule
+        return tuple(sorted({0, self.drafts})) if schedule is None else schedule.lengths
+
+    def drafts_for(self, live: int) -> int:
+        """Drafts a row of a step with so many live requests, at most."""
+        gate, schedule = self.gate_options, self.schedule
+        if gate is not None and gate.max_live is not None and live > gate.max_live:
+            return 0
+        return self.drafts if schedule is None else schedule.drafts(live)
+
+    def drafts_of(self, rows: int) -> int:
+        """Drafts a row of the bucket of so many rows, at most: those for the fewest it serves."""
+        sizes = BucketLadder(self.max_batch, self.buckets).sizes
+        return self.drafts_for(1 + max((size for size in sizes if size < rows), default=0))
+
+    @property
+    def draft_rows(self) -> int:
+        """The largest bucket whose rows may have drafts."""
+        sizes = BucketLadder(self.max_batch, self.buckets).sizes
+        return max((rows for rows in sizes if self.drafts_of(rows)), default=sizes[0])
+
+    @property
+    def widest_rows(self) -> int:
+        """The bucket of those with drafts that feeds the most tokens; of equals the largest."""
+        sizes = BucketLadder(self.max_batch, self.buckets).sizes
+        drafting = [rows for rows in sizes if rows <= self.draft_rows]
+        return max(drafting, key=lambda rows: (rows * (1 + self.drafts_of(rows)), rows))
+
+    @property
+    def lanes(self) -> int:
+        """Tokens that the widest decode step feeds."""
+        rows = self.widest_rows
+        return max(self.max_batch, rows * (1 + self.drafts_of(rows)))
+
+    @property
+    def family(self) -> RowFamily:
+        """The engine's row family: `row_family`, the device's, or the one that fits its sizes."""
+        return self._family_of(self.lanes)
+
+    @property
+    def chain_family(self) -> RowFamily:
+        """That of drafts which follow a draft: a launch has one lane a row, however many lanes
+        verification has.
+        """
+        return self._family_of(self.max_batch)
+
+    def _family_of(self, lanes: int) -> RowFamily:
+        asked = self.row_family or self.device_defaults.row_family
+        return asked or row_family(lanes, self.max_seq_len or USUAL_SEQ_LEN)
+
+    @property
+    def launched_ahead(self) -> int:
+        """Replays launched before the oldest is collected: `lookahead`, or the device's; those of a
+        pipeline are under way in other processes, whatever the device.
+        """
+        usual = 1 if self.pipeline_parallel > 1 else self.device_defaults.lookahead
+        return usual if self.lookahead is None else self.lookahead
+
+    @property
+    def device_defaults(self) -> DeviceDefaults:
+        """What options are that were left to the kind of device."""
+        return DEVICE_DEFAULTS[torch.device(self.device).type]
+
+    @property
+    def staging_blocks(self) -> int:
+        """Copies of host-owned fields that may be in flight to the device at the same time."""
+        return (self.launched_ahead + 2) * self._loads_of_step
+
+    @property
+    def mailbox_entries(self) -> int:
+        """Replays whose records a mailbox holds."""
+        return self._launches_of_step * (self.launched_ahead + 2)
+
+    @property
+    def _launches_of_step(self) -> int:
+        """A decode, and the chunk of a prompt: ranks may have chunks that take different graphs."""
+        return 1 + self.data_parallel
+
+    @property
+    def _loads_of_step(self) -> int:
+        """Each chunk of other ranks may take a load before it, and so may the decode after them."""
+        return 1 if self.data_parallel == 1 else 3
+
+    def sequence_limit(self, max_positions: int) -> int:
+        """Tokens of the longest request with a model of so many positions; ValueError if
+        `max_seq_len` asks for more.
+        """
+        if self.max_seq_len is None:
+            return min(max_positions, USUAL_SEQ_LEN)
+        if self.max_seq_len > max_positions:
+            raise ValueError(
+                f"max_seq_len={self.max_seq_len} exceeds the model's "
+                f"max_position_embeddings={max_positions}"
+            )
+        return self.max_seq_len
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """`dtype`, whose name may be given instead; None where the checkpoint decides."""
+        return DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
