@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeGuard
 
@@ -82,3 +83,9 @@ def check_at_least(name: str, value: object, least: int) -> None:
     """ValueError unless it is an integer from `least` to 2**31 - 1."""
     if not is_int(value) or not least <= value <= INT32_MAX:
         raise ValueError(f"{name}={value!r} must be an integer in [{least}, {INT32_MAX}]")
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """For messages: the first `most` names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,12 +1,10 @@
 """Checkpoints in Hugging Face layout: their contents, and loading their weights to the device.
 
 Only JSON and safetensors are read: nothing in a checkpoint is ever executed or unpickled.
-Everything a file's header says is checked against the file before a byte of weights is touched.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,15 +12,25 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self, TypeGuard
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from graphengine.checks import INT32_MAX
+from graphengine.checks import INT32_MAX, is_int, some
 from graphengine.demo import checkpoint_path
 from graphengine.devices import DTYPES
+from graphengine.models.json_files import read_json_object
+from graphengine.models.tensor_files import (
+    DTYPE_NAMES,
+    MOST_NAMED,
+    WEIGHT_DTYPES,
+    Cut,
+    TensorInfo,
+    find_tensors,
+    read_header,
+)
 from graphengine.paths import expand_user
 
 Progress = Callable[[int, int], None]
@@ -31,35 +39,11 @@ Destinations = Mapping[str, Tensor | Sequence[Tensor]]
 DEMO = "demo"
 """Names the packaged model wherever a path may stand; a folder of that name is "./demo"."""
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
 # The same weights in other layouts, which some repositories also hold.
 _HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
-_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
-
-# Dtypes of weights.
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-WEIGHT_DTYPES = tuple(_DTYPES.values())
-"""Of weights that are not quantised."""
-# Dtypes of other tensors, such as the offsets of a draft vocabulary and masks.
-_OTHER_DTYPES = {
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-_DTYPE_NAMES = {dtype: name for name, dtype in (_DTYPES | _OTHER_DTYPES).items()}
+_WEIGHT_NAMES = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
 # Parts of a model that may be saved alone, without their prefix in the whole model.
 _BASE_MODEL = "model."
 _BASE_MODEL_PARTS = ("embed_tokens.", "layers.", "norm.", "mtp_layers.")
@@ -71,76 +55,8 @@ _LANGUAGE_MODELS = {
     "model.language_model.": "model.",
     "backbone.": "model.",
 }
-# safetensors itself refuses larger headers.
-_MAX_HEADER_BYTES = 100_000_000
 # Destination bytes filled at a time: a cast on the way to a device needs that much host memory.
 _COPY_BYTES = 256 << 20
-# Tensors that a message names, of a file that may lack thousands.
-_NAMED = 5
-
-
-class Cut(NamedTuple):
-    """Of the `whole` values that a tensor has along `axis`, those of some spans.
-
-    spans  (start, length) of each, ascending
-    """
-
-    axis: int
-    spans: tuple[tuple[int, int], ...]
-    whole: int
-
-    @property
-    def length(self) -> int:
-        """Values of all spans."""
-        return sum(length for _, length in self.spans)
-
-    def part(self, tensor: Tensor) -> Tensor:
-        """They: a view where there is one span, else a copy."""
-        parts = [tensor.narrow(self.axis, *span) for span in self.spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
-
-
-def spans_of(
-    whole: Sequence[int], part: Sequence[int], rank: int, ranks: int
-) -> tuple[tuple[int, int], ...]:
-    """Of pieces that follow each other, (start, length) of what a rank has of each; ranks beside
-    each other may have the same.
-    """
-    spans, start = [], 0
-    for length, own in zip(whole, part, strict=True):
-        spans.append((start + rank * (length // own) // ranks * own, own))
-        start += length
-    return tuple(spans)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorInfo:
-    """A tensor in a safetensors file, or what is read of it: `shape` is that of the `cut`."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    file: Path
-    cut: Cut | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def part(self, cut: Cut) -> TensorInfo:
-        """The same tensor, of which only this part is read."""
-        assert self.cut is None, f"{self} is a part already"
-        assert sum(cut.spans[-1]) <= cut.whole == self.shape[cut.axis], f"{cut=} of {self}"
-        return replace(self, shape=self._shape_with(cut.axis, cut.length), cut=cut)
-
-    @property
-    def stored(self) -> TensorInfo:
-        """The whole tensor, as the file has it."""
-        if self.cut is None:
-            return self
-        return replace(self, shape=self._shape_with(self.cut.axis, self.cut.whole), cut=None)
-
-    def _shape_with(self, axis: int, length: int) -> tuple[int, ...]:
-        return (*self.shape[:axis], length, *self.shape[axis + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,15 +94,15 @@ class Checkpoint:
             raise FileNotFoundError(f"{directory} has no config.json")
         generation_config = directory / "generation_config.json"
         quant_config = directory / "hf_quant_config.json"
-        stored = _find_tensors(directory)
+        stored = find_tensors(directory)
         names = whole_names(directory, stored)
         return cls(
             path=directory,
-            config=_read_json_object(config),
+            config=read_json_object(config),
             generation_config=(
-                _read_json_object(generation_config) if generation_config.is_file() else {}
+                read_json_object(generation_config) if generation_config.is_file() else {}
             ),
-            quant_config=_read_json_object(quant_config) if quant_config.is_file() else None,
+            quant_config=read_json_object(quant_config) if quant_config.is_file() else None,
             tensors=MappingProxyType({name: stored[old] for name, old in names.items()}),
             stored_names=MappingProxyType(
                 {name: old for name, old in names.items() if name != old}
@@ -243,7 +159,7 @@ class Checkpoint:
     def have_equal_values(self, one: str, other: str) -> bool:
         """Whether two weights are equal. ValueError if one cannot be read."""
         first, second = self.tensors[one], self.tensors[other]
-        if first.shape != second.shape or {first.dtype, second.dtype} - set(_DTYPES.values()):
+        if first.shape != second.shape or {first.dtype, second.dtype} - set(WEIGHT_DTYPES):
             return False
         for name, info in ((one, first), (other, second)):
             self._check_unchanged(info.file, [name])
@@ -285,18 +201,18 @@ class Checkpoint:
         if missing:
             raise ValueError(
                 f"{self.path} lacks {len(missing)} of {len(targets)} tensors: "
-                f"{some(missing, _NAMED)}"
+                f"{some(missing, MOST_NAMED)}"
             )
         pairs = [(name, tensor) for name, tensors in targets.items() for tensor in tensors]
         unread = [
-            f"{name} in {_DTYPE_NAMES[self.tensors[name].dtype]}"
+            f"{name} in {DTYPE_NAMES[self.tensors[name].dtype]}"
             for name in targets
-            if self.tensors[name].dtype not in _DTYPES.values()
+            if self.tensors[name].dtype not in WEIGHT_DTYPES
         ]
         if unread:
             raise ValueError(
                 f"{self.path} has {len(unread)} weights of another dtype than "
-                f"{', '.join(_DTYPES)}: {some(unread, _NAMED)}"
+                f"{_WEIGHT_NAMES}: {some(unread, MOST_NAMED)}"
             )
         wrong = [
             f"{name} has shape {list(self.tensors[name].shape)}, not {list(tensor.shape)}"
@@ -305,20 +221,20 @@ class Checkpoint:
         ]
         if wrong:
             raise ValueError(
-                f"{self.path} has {len(wrong)} tensors of a wrong shape: {some(wrong, _NAMED)}"
+                f"{self.path} has {len(wrong)} tensors of a wrong shape: {some(wrong, MOST_NAMED)}"
             )
         not_floating = [
             f"{name} to {tensor.dtype}" for name, tensor in pairs if not tensor.is_floating_point()
         ]
         if not_floating:
             raise ValueError(
-                f"weights can only be cast to floats, not {some(not_floating, _NAMED)}"
+                f"weights can only be cast to floats, not {some(not_floating, MOST_NAMED)}"
             )
         return targets
 
     def _check_unchanged(self, file: Path, names: Sequence[str]) -> None:
         """Read the header again: a mapped file that has shrunk would kill the process."""
-        header = _read_header(file)
+        header = read_header(file)
         for name in names:
             if header.get(self.stored_names.get(name, name)) != self.tensors[name].stored:
                 raise ValueError(f"{file} has changed since it was opened: tensor {name}")
@@ -378,7 +294,7 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(item == -1 or (_is_count(item) and item <= INT32_MAX) for item in ids):
+        if not all(item == -1 or (is_int(item) and 0 <= item <= INT32_MAX) for item in ids):
             raise ValueError(
                 f"{checkpoint.path}: {source} has eos_token_id={value!r}: must be token ids, "
                 f"integers in [0, {INT32_MAX}], or -1 for none"
@@ -399,10 +315,10 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     floats = {
         name: tensor.dtype
         for name, tensor in checkpoint.tensors.items()
-        if tensor.dtype in _DTYPES.values()
+        if tensor.dtype in WEIGHT_DTYPES
     }
     if not floats:
-        raise ValueError(f"{checkpoint.path} has no weight in one of {', '.join(_DTYPES)}")
+        raise ValueError(f"{checkpoint.path} has no weight in one of {_WEIGHT_NAMES}")
     # Scales of quantised weights may be in another dtype, and come first.
     weights = [dtype for name, dtype in floats.items() if name.endswith(".weight")]
     return (weights or [*floats.values()])[0]
@@ -528,147 +444,3 @@ def _whole_name(name: str, names: Collection[str]) -> str:
             return alone + name.removeprefix(prefix)
     whole = _BASE_MODEL + name
     return whole if name.startswith(_BASE_MODEL_PARTS) and whole not in names else name
-
-
-def _find_tensors(directory: Path) -> dict[str, TensorInfo]:
-    single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
-    if single.is_file():
-        return _read_header(single)
-    if index.is_file():
-        return _read_sharded(index)
-    others = sorted(f.name for f in directory.iterdir() if f.suffix in _OTHER_FORMATS)
-    if others:
-        raise ValueError(
-            f"{directory} has {some(others, _NAMED)}: only safetensors are read "
-            f"({_SINGLE_FILE}, or shards and {_INDEX_FILE})"
-        )
-    raise ValueError(f"{directory} has neither {_SINGLE_FILE} nor {_INDEX_FILE}")
-
-
-def _read_sharded(index: Path) -> dict[str, TensorInfo]:
-    weight_map = _read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map of tensor names to files")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _is_plain_name(shard):
-            raise ValueError(
-                f"{index} puts tensor {name} into {shard!r}: "
-                "must be the name of a .safetensors file beside the index"
-            )
-    headers = {}
-    for shard in dict.fromkeys(weight_map.values()):
-        file = index.parent / shard
-        if not file.is_file():
-            count = sum(value == shard for value in weight_map.values())
-            raise ValueError(f"{index} names {shard} for {count} tensors, but there is no {file}")
-        headers[shard] = _read_header(file)
-    astray = [
-        f"{name} in {shard}" for name, shard in weight_map.items() if name not in headers[shard]
-    ]
-    if astray:
-        raise ValueError(
-            f"{index} names {len(astray)} tensors that are not there: {some(astray, _NAMED)}"
-        )
-    return {name: headers[shard][name] for name, shard in weight_map.items()}
-
-
-def _is_plain_name(shard: str) -> bool:
-    """Whether the name is that of a safetensors file in the index's own directory."""
-    return shard.endswith(".safetensors") and not re.search(r"[/\\\0]", shard)
-
-
-def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of a safetensors file: 8 bytes of header length, a JSON header, the data."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or 8 + length > size:
-            raise ValueError(
-                f"{file} is truncated or no safetensors file: it has {size} bytes, "
-                f"8 and a header of {length} are needed"
-            )
-        if length > _MAX_HEADER_BYTES:
-            raise ValueError(
-                f"{file} has a header of {length} bytes, the limit is {_MAX_HEADER_BYTES}"
-            )
-        text = stream.read(length)
-    header = _parse_json_object(text, f"the header of {file}")
-    header.pop("__metadata__", None)
-    if not header:
-        raise ValueError(f"{file} holds no tensor")
-    spans = {name: _parse_entry(file, name, entry) for name, entry in header.items()}
-    _check_layout(file, {name: span for name, (_, span) in spans.items()}, size - 8 - length)
-    return {name: info for name, (info, _) in spans.items()}
-
-
-def _parse_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
-    """A header entry as (tensor, (begin, end)) with offsets into the data."""
-    fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(span, 2):
-        raise ValueError(f"{file} describes tensor {name} as {entry!r}: not a safetensors entry")
-    dtypes = _DTYPES | _OTHER_DTYPES
-    if dtype not in dtypes:
-        raise ValueError(
-            f"{file} has tensor {name} in {dtype} with shape {shape}: "
-            f"tensors must be one of {', '.join(dtypes)}"
-        )
-    info = TensorInfo(shape=tuple(shape), dtype=dtypes[dtype], file=file)
-    begin, end = span
-    if end - begin != info.nbytes:
-        raise ValueError(
-            f"{file} gives tensor {name} {end - begin} bytes, but {dtype} with shape {shape} "
-            f"takes {info.nbytes}"
-        )
-    return info, (begin, end)
-
-
-def _check_layout(file: Path, spans: Mapping[str, tuple[int, int]], data_bytes: int) -> None:
-    """Tensors follow each other without gap or overlap, from the first byte of data to the last."""
-    position = 0
-    for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
-        if begin != position:
-            raise ValueError(
-                f"{file} puts tensor {name} at byte {begin} of the data: expected {position}"
-            )
-        if end > data_bytes:
-            raise ValueError(
-                f"{file} is truncated: tensor {name} ends at byte {end} of the data, "
-                f"the file has {data_bytes}"
-            )
-        position = end
-    if position != data_bytes:
-        raise ValueError(f"{file} has {data_bytes} bytes of data, its tensors take {position}")
-
-
-def _read_json_object(file: Path) -> dict[str, Any]:
-    return _parse_json_object(file.read_bytes(), str(file))
-
-
-def _parse_json_object(text: bytes, what: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} must be a JSON object, it is {type(value).__name__}")
-    return value
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_counts(value: Any, length: int | None = None) -> TypeGuard[list[int]]:
-    return (
-        isinstance(value, list)
-        and (length is None or len(value) == length)
-        and all(_is_count(item) for item in value)
-    )
-
-
-def some(names: Sequence[str], most: int = 3) -> str:
-    """For messages: the first `most` names, and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

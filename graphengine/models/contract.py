@@ -38,7 +38,6 @@ from graphengine.kernels import (
     RowFamily,
     TreeLanes,
 )
-from graphengine.models.checkpoint import Cut
 from graphengine.models.linears import (
     LinearPlans,
     Linears,
@@ -48,6 +47,7 @@ from graphengine.models.linears import (
 )
 from graphengine.models.routing import StepRoutes
 from graphengine.models.states import LayerStates, StateTensors
+from graphengine.models.tensor_files import Cut
 
 Destinations = dict[str, Tensor]
 """Names of a checkpoint's tensors -> the views that are to hold them."""

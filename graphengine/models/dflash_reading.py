@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
-from graphengine.checks import INT32_MAX
+from graphengine.checks import INT32_MAX, some
 from graphengine.kernels import MAX_RANK
 from graphengine.models import hf_config
-from graphengine.models.checkpoint import Checkpoint, some
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.config_schema import Key, read_keys, unsupported
 from graphengine.models.contract import ModelConfig
 from graphengine.models.dflash import DFlashConfig, allocate_dflash_weights

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.checks import INT32_MAX
+from graphengine.checks import INT32_MAX, some
 from graphengine.draft_vocabulary import offset_ids
 from graphengine.models import hf_config
-from graphengine.models.checkpoint import Checkpoint, some
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.config_schema import HfConfig, Key, read_keys, unsupported
 from graphengine.models.contract import ModelConfig
 from graphengine.models.eagle3 import (

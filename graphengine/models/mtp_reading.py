@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from graphengine.models.checkpoint import Checkpoint, some
+from graphengine.checks import some
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.config_schema import MTP_KEYS, language_model, read_keys, unsupported
 from graphengine.models.contract import ModelConfig
 from graphengine.models.decoder import DecoderConfig

@@ -12,9 +12,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from graphengine.checks import some
 from graphengine.config import RoundedKind, StateDtype
 from graphengine.devices import DTYPES
-from graphengine.models.checkpoint import Checkpoint, Progress, eos_token_ids, some
+from graphengine.models.checkpoint import Checkpoint, Progress, eos_token_ids
 from graphengine.models.config_schema import unknown_keys
 from graphengine.models.contract import Destinations, ModelConfig, ModelWeights, StoredLinear
 from graphengine.models.families import read_model_config

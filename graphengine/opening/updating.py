@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphengine.checks import some
 from graphengine.config import EngineConfig
-from graphengine.models.checkpoint import WEIGHT_DTYPES, Checkpoint, some, whole_names
+from graphengine.models.checkpoint import Checkpoint, whole_names
 from graphengine.models.contract import Destinations, ModelConfig, StoredLinear
 from graphengine.models.given_tensors import HANDED_OVER, GivenTensors
 from graphengine.models.quantised.filling import rounded_names
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.stored import load_weights, quantisation_of, read_model, with_state_dtype
+from graphengine.models.tensor_files import WEIGHT_DTYPES
 
 _HEAD = f"{HEAD}.weight"
 

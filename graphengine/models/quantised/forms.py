@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from graphengine.checks import some
 from graphengine.config import RoundedKind
 from graphengine.kernels import (
     PackedForm,
@@ -20,7 +21,7 @@ from graphengine.kernels import (
     empty_packed,
     packed_form,
 )
-from graphengine.models.checkpoint import Checkpoint, some
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import Stack, StoredLinear
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.concatenate import are_same, joined_format

@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from graphengine.checks import some
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
-from graphengine.models.checkpoint import Checkpoint, some
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.config_schema import unsupported
 from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise

@@ -13,13 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from graphengine.models.checkpoint import (
-    Checkpoint,
-    Cut,
-    TensorInfo,
-    eos_token_ids,
-    stored_dtype,
-)
+from graphengine.models.checkpoint import Checkpoint, eos_token_ids, stored_dtype
+from graphengine.models.tensor_files import Cut, TensorInfo
 
 INDEX = "model.safetensors.index.json"
 
@@ -319,7 +314,7 @@ def test_a_header_length_beyond_the_file_is_named(single: Path) -> None:
 
 
 def test_a_giant_header_is_refused(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphengine.models.checkpoint._MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr("graphengine.models.tensor_files._MAX_HEADER_BYTES", 100)
     with pytest.raises(ValueError, match=r"has a header of \d+ bytes, the limit is 100"):
         Checkpoint.open(single)
 
