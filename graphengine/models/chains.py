@@ -22,7 +22,8 @@ from graphengine.kernels.experts.router import route_reference
 from graphengine.kernels.linear.residual import add_to_residual_reference
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.contract import DecodeLaunch, Model, ModelConfig
-from graphengine.models.decoder import HEAD, DecoderConfig, DecoderModel, layer_prefix
+from graphengine.models.decoder import HEAD, DecoderConfig, DecoderModel
+from graphengine.models.decoder_layer import layer_prefix
 from graphengine.models.hybrid import Block, HybridConfig, Part
 from graphengine.models.linears import WeightForms
 

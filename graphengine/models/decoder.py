@@ -26,7 +26,6 @@ from graphengine.kernels import (
     Activation,
     AnyWeight,
     DecodeLanes,
-    Kept,
     PrefillLanes,
     Residual,
     RopeConfig,
@@ -41,10 +40,10 @@ from graphengine.kernels import (
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
 from graphengine.models.blocks.mla import LatentAttention
-from graphengine.models.blocks.norms import PostNorms, plus_one
+from graphengine.models.blocks.norms import plus_one
 from graphengine.models.blocks.streams import (
-    PrefillScratch,
-    coded_columns,
+    keep_stream,
+    kept_rows,
     new_weight,
     tensors_of,
 )
@@ -62,9 +61,14 @@ from graphengine.models.contract import (
     Weight,
 )
 from graphengine.models.decoder_layer import (
+    ATTENTION,
+    MLP,
     LayerWeights,
+    allocate_layer,
     decode_layer,
     finish_prefill_layer,
+    layer_prefix,
+    prefill_scratch,
     routed_of,
 )
 from graphengine.models.linears import (
@@ -157,6 +161,13 @@ class DecoderConfig:
             sinks=self.sinks,
             gated=self.gated_attention,
         )
+
+    def attention_of(self, layer: int) -> GroupedQueryAttention | LatentAttention:
+        """The same with the layer's window."""
+        attention = self.attention
+        if isinstance(attention, LatentAttention):
+            return attention
+        return replace(attention, window=self.window_of(layer))
 
     @property
     def mlp(self) -> Swiglu:
@@ -306,10 +317,11 @@ class DecoderConfig:
         hidden = self.hidden_size
         layers = tuple(
             allocate_layer(
-                self,
                 prefix,
-                index,
-                window=self.window_of(index),
+                self.attention_of(index),
+                self.feed_forward(index),
+                self.forms,
+                post_norms=self.post_norms,
                 device=device,
                 dtype=dtype,
             )
@@ -340,13 +352,6 @@ def embedding_rows(vocab_size: int, span: LayerSpan | None, *, own_head: bool) -
 
 
 HEAD = "lm_head"
-ATTENTION, MLP = "self_attn.", "mlp."
-"""Prefixes of a layer's blocks in the checkpoint, below the layer's own."""
-
-
-def layer_prefix(index: int) -> str:
-    """Of a layer's tensors in the checkpoint."""
-    return f"model.layers.{index}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -407,75 +412,6 @@ class DecoderWeights(ModelWeights):
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
         """The model, with RoPE for sequences of at most this many tokens."""
         return DecoderModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
-
-
-def allocate_layer(
-    config: DecoderConfig,
-    prefix: str,
-    index: int = 0,
-    *,
-    device: str,
-    dtype: torch.dtype,
-    window: int = 0,
-) -> LayerWeights:
-    """Uninitialised weights of the layer of this prefix, which is such as the model's of this
-    index; `device="meta"` allocates nothing.
-    """
-    forms = config.forms
-    attention = config.attention
-    if isinstance(attention, GroupedQueryAttention):
-        attention = replace(attention, window=window)
-    input_norm, ffn_norm, *post_norms = (
-        torch.empty(config.hidden_size, device=device, dtype=dtype)
-        for _ in range(4 if config.post_norms else 2)
-    )
-    return LayerWeights(
-        prefix=prefix,
-        input_norm=input_norm,
-        attention=attention.allocate(prefix + ATTENTION, forms, device=device, dtype=dtype),
-        ffn_norm=ffn_norm,
-        mlp=config.feed_forward(index).allocate(prefix + MLP, forms, device=device, dtype=dtype),
-        post_norms=PostNorms(*post_norms) if post_norms else None,
-    )
-
-
-def prefill_scratch(
-    config: DecoderConfig,
-    layers: Sequence[LayerWeights],
-    lanes: int,
-    *,
-    like: Tensor,
-    launch: PrefillLaunch,
-    outlived: bool = False,
-) -> PrefillScratch:
-    """What these layers compute a chunk in, in the dtype of `like`, on its device."""
-    widths = [layer.mlp.prefill_width(lanes) for layer in layers]
-    return PrefillScratch(
-        lanes,
-        config.hidden_size,
-        max(config.attention.prefill_width, *widths),
-        like=like,
-        launch=launch,
-        coded=coded_columns(
-            (each.weight for layer in layers for each in layer.linears() if not each.expert),
-            launch.activations,
-        ),
-        outlived=outlived,
-    )
-
-
-def kept_rows(
-    streams: Mapping[int, Tensor], layer: int, residual: Residual, scale: float = 1.0
-) -> Kept | None:
-    """Where decode leaves the stream after a layer; None: nowhere."""
-    if layer not in streams:
-        return None
-    return Kept(streams[layer][: len(residual.x)], scale)
-
-
-def _keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor]) -> None:
-    if layer in streams:
-        streams[layer][: len(x)].copy_(x)
 
 
 def _computed(weights: DecoderWeights) -> tuple[tuple[LayerWeights, ...], Tensor]:
@@ -652,7 +588,6 @@ class DecoderModel:
         if x is None:
             x = embed(lanes.token, weights.embedding, slot, scale=scale, given=given)
         scratch = prefill_scratch(
-            config,
             weights.layers,
             len(x),
             like=weights.embedding,
@@ -668,13 +603,13 @@ class DecoderModel:
             if index == last:
                 break
             finish_prefill_layer(layer, self.norm_after(index), x, attended, slot, scratch)
-            _keep_stream(x, index, streams)
+            keep_stream(x, index, streams)
         x_1H, attended_1A = (rows.index_select(0, lanes.last) for rows in (x, attended))
         if all_lanes:
             finish_prefill_layer(
                 self._layers[last], self.norm_after(last), x, attended, slot, scratch
             )
-            _keep_stream(x, last, streams)
+            keep_stream(x, last, streams)
             return PrefillEnd((x_1H, attended_1A), scratch.h, x)
         return PrefillEnd((x_1H, attended_1A), None)
 
@@ -685,8 +620,6 @@ class DecoderModel:
         last = self._layers[-1]
         x_1H, attended_1A = end.last
         weights = self.weights
-        scratch = prefill_scratch(
-            self.config, weights.layers[-1:], 1, like=weights.embedding, launch=launch
-        )
+        scratch = prefill_scratch(weights.layers[-1:], 1, like=weights.embedding, launch=launch)
         finish_prefill_layer(last, self._final_norm, x_1H, attended_1A, slot_1, scratch)
         return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)

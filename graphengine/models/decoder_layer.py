@@ -8,16 +8,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from graphengine.kernels import DecodeLanes, Kept, Residual
-from graphengine.models.blocks.experts import ExpertsWeights
-from graphengine.models.blocks.gqa import AttentionWeights, RopeTables
-from graphengine.models.blocks.mla import LatentAttentionWeights
+from graphengine.models.blocks.experts import Experts, ExpertsWeights
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.mla import LatentAttention, LatentAttentionWeights
 from graphengine.models.blocks.norms import NextNorm, PostNorms, Sandwich, plus_one
-from graphengine.models.blocks.streams import PrefillScratch
-from graphengine.models.blocks.swiglu import SwigluWeights
-from graphengine.models.contract import DecodeLaunch, RoutedExperts, StoredLinear, Weight
+from graphengine.models.blocks.streams import PrefillScratch, coded_columns
+from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
+from graphengine.models.contract import (
+    DecodeLaunch,
+    PrefillLaunch,
+    RoutedExperts,
+    StoredLinear,
+    Weight,
+)
+from graphengine.models.linears import WeightForms
+
+ATTENTION, MLP = "self_attn.", "mlp."
+"""Prefixes of a layer's blocks in the checkpoint, below the layer's own."""
+
+
+def layer_prefix(index: int) -> str:
+    """Of a layer's tensors in the checkpoint."""
+    return f"model.layers.{index}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +103,31 @@ class LayerWeights:
         )
 
 
+def allocate_layer(
+    prefix: str,
+    attention: GroupedQueryAttention | LatentAttention,
+    feed_forward: Swiglu | Experts,
+    forms: WeightForms,
+    *,
+    post_norms: bool = False,
+    device: str,
+    dtype: torch.dtype,
+) -> LayerWeights:
+    """Uninitialised weights of the layer of this prefix; `device="meta"` allocates nothing."""
+    input_norm, ffn_norm, *after = (
+        torch.empty(attention.hidden_size, device=device, dtype=dtype)
+        for _ in range(4 if post_norms else 2)
+    )
+    return LayerWeights(
+        prefix=prefix,
+        input_norm=input_norm,
+        attention=attention.allocate(prefix + ATTENTION, forms, device=device, dtype=dtype),
+        ffn_norm=ffn_norm,
+        mlp=feed_forward.allocate(prefix + MLP, forms, device=device, dtype=dtype),
+        post_norms=PostNorms(*after) if after else None,
+    )
+
+
 def routed_of(layers: Sequence[LayerWeights]) -> RoutedExperts | None:
     """The experts of those of the layers that have some; None: none has."""
     held = [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsWeights)]
@@ -143,6 +184,31 @@ def decode_feed_forward(
     else:
         residual = layer.mlp.decode(row, residual, layer.after_mlp(next_norm), launch)
     return residual._replace(kept=None)
+
+
+def prefill_scratch(
+    layers: Sequence[LayerWeights],
+    lanes: int,
+    *,
+    like: Tensor,
+    launch: PrefillLaunch,
+    outlived: bool = False,
+) -> PrefillScratch:
+    """What these layers compute a chunk in, in the dtype of `like`, on its device."""
+    attention = layers[0].attention.block
+    widths = [layer.mlp.prefill_width(lanes) for layer in layers]
+    return PrefillScratch(
+        lanes,
+        attention.hidden_size,
+        max(attention.prefill_width, *widths),
+        like=like,
+        launch=launch,
+        coded=coded_columns(
+            (each.weight for layer in layers for each in layer.linears() if not each.expert),
+            launch.activations,
+        ),
+        outlived=outlived,
+    )
 
 
 def finish_prefill_layer(

@@ -43,8 +43,13 @@ from graphengine.models.contract import (
     StoredWeights,
     Weight,
 )
-from graphengine.models.decoder import DecoderConfig, allocate_layer, layer_prefix
-from graphengine.models.decoder_layer import LayerWeights, decode_feed_forward
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.decoder_layer import (
+    LayerWeights,
+    allocate_layer,
+    decode_feed_forward,
+    layer_prefix,
+)
 from graphengine.models.linears import Linear, Linears
 from graphengine.models.states import LayerStates
 from graphengine.models.stream_readers import StreamReaders, layers_like
@@ -227,10 +232,11 @@ def allocate_dflash_weights(
 
     layers = tuple(
         allocate_layer(
-            decoder,
             layer_prefix(index),
-            index,
-            window=decoder.window_of(index),
+            decoder.attention_of(index),
+            decoder.feed_forward(index),
+            decoder.forms,
+            post_norms=decoder.post_norms,
             device=device,
             dtype=dtype,
         )

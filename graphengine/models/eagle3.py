@@ -42,11 +42,13 @@ from graphengine.models.contract import (
     StoredWeights,
     Weight,
 )
-from graphengine.models.decoder import ATTENTION, MLP, DecoderConfig, prefill_scratch
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.decoder_layer import (
     LayerWeights,
+    allocate_layer,
     decode_feed_forward,
     finish_prefill_layer,
+    prefill_scratch,
 )
 from graphengine.models.linears import PLAIN, Linear, Linears
 from graphengine.models.states import LayerStates
@@ -213,13 +215,8 @@ def allocate_eagle3_weights(
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, device=device, dtype=dtype)
 
-    prefix = names.layer
-    layer = LayerWeights(
-        prefix=prefix,
-        input_norm=new(hidden),
-        attention=config.attention.allocate(prefix + ATTENTION, PLAIN, device=device, dtype=dtype),
-        ffn_norm=new(hidden),
-        mlp=config.layer.mlp.allocate(prefix + MLP, PLAIN, device=device, dtype=dtype),
+    layer = allocate_layer(
+        names.layer, config.attention, config.layer.mlp, PLAIN, device=device, dtype=dtype
     )
     return Eagle3Weights(
         config=config,
@@ -304,8 +301,8 @@ def eagle3_prefill(
     stream_TH  float32, what the layer adds to; it becomes y. Padded lanes hold anything.
     Other arguments as of `eagle3_decode`; `attention` as of `Model.prefill`.
     """
-    layer, config = weights.layer, weights.config.layer
-    scratch = prefill_scratch(config, [layer], len(stream_TH), like=combined_T2H, launch=launch)
+    layer = weights.layer
+    scratch = prefill_scratch([layer], len(stream_TH), like=combined_T2H, launch=launch)
     attended = weights.attention.attend(
         chunk, kv, block_table, tables, attention, scratch, fed=combined_T2H
     )

@@ -39,6 +39,7 @@ from graphengine.models.blocks.squared_relu import SquaredRelu, SquaredReluWeigh
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     coded_columns,
+    kept_rows,
     new_weight,
     tensors_of,
 )
@@ -54,15 +55,8 @@ from graphengine.models.contract import (
     StoredLinear,
     Weight,
 )
-from graphengine.models.decoder import (
-    ATTENTION,
-    HEAD,
-    MLP,
-    DecoderConfig,
-    embedding_rows,
-    kept_rows,
-    layer_prefix,
-)
+from graphengine.models.decoder import HEAD, DecoderConfig, embedding_rows
+from graphengine.models.decoder_layer import ATTENTION, MLP, layer_prefix
 from graphengine.models.linears import (
     PLAIN,
     Linear,

@@ -48,16 +48,13 @@ from graphengine.models.contract import (
     StoredWeights,
     Weight,
 )
-from graphengine.models.decoder import (
-    DecoderConfig,
-    DecoderModel,
-    allocate_layer,
-    prefill_scratch,
-)
+from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.decoder_layer import (
     LayerWeights,
+    allocate_layer,
     decode_layer,
     finish_prefill_layer,
+    prefill_scratch,
     routed_of,
 )
 from graphengine.models.hybrid import HybridConfig, HybridModel
@@ -378,7 +375,13 @@ def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) 
                 dtype=dtype,
             ),
             layer=allocate_layer(
-                config.layer, prefix + config.layout.layer, index, device=device, dtype=dtype
+                prefix + config.layout.layer,
+                config.layer.attention,
+                config.layer.feed_forward(index),
+                config.layer.forms,
+                post_norms=config.layer.post_norms,
+                device=device,
+                dtype=dtype,
             ),
             final_norm=new(hidden),
         )
@@ -456,7 +459,7 @@ def mtp_prefill(
     x = chunk_product(
         combined_T2H, module.projection, None, out=x, activations=launch.activations
     ).float()
-    scratch = prefill_scratch(config.layer, [layer], lanes, like=combined_T2H, launch=launch)
+    scratch = prefill_scratch([layer], lanes, like=combined_T2H, launch=launch)
     rms_norm(
         x,
         layer.input_norm,

@@ -8,7 +8,7 @@ Letters: N or T lanes, H hidden, K columns of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 
 import torch
@@ -18,6 +18,7 @@ from graphengine.kernels import (
     Activation,
     ActivationKind,
     AnyWeight,
+    Kept,
     LinearPlan,
     PackedExperts,
     PackedWeight,
@@ -175,6 +176,21 @@ def _whole_product(
     whole = launch.reduce(part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch))
     whole = whole if bias is None else whole + bias.float()
     return Product(whole, sums_of_squares(whole, 1).contiguous())
+
+
+def kept_rows(
+    streams: Mapping[int, Tensor], layer: int, residual: Residual, scale: float = 1.0
+) -> Kept | None:
+    """Where decode leaves the stream after a layer; None: nowhere."""
+    if layer not in streams:
+        return None
+    return Kept(streams[layer][: len(residual.x)], scale)
+
+
+def keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor]) -> None:
+    """The same in a chunk, whose stream after the layer is `x`."""
+    if layer in streams:
+        streams[layer][: len(x)].copy_(x)
 
 
 class PrefillScratch:

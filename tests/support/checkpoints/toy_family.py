@@ -38,6 +38,7 @@ from graphengine.models.blocks.streams import (
     add_chunk_product,
     add_product,
     chunk_product,
+    kept_rows,
 )
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.config_schema import HfConfig, read_key
@@ -51,7 +52,6 @@ from graphengine.models.contract import (
     StoredLinear,
     Weight,
 )
-from graphengine.models.decoder import kept_rows
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates, Recurrent, StateTensors
 
