@@ -24,22 +24,17 @@ from graphengine.host.rings import WindowRing
 from graphengine.kernels import (
     FP8_KV,
     MAX_LANES,
-    PACKED_COLUMNS,
     ActivationKind,
     code_bytes,
     item_bytes,
     push_units,
-    takes_fp8,
 )
 from graphengine.models.contract import ModelConfig, RoutedExperts, most_arrival_counters
-from graphengine.models.linears import Linear
 from graphengine.models.plan_limits import MAX_SPLITS
 from graphengine.models.states import (
-    LayerStates,
     cache_shape,
     kept_bytes,
     kv_scale_bytes,
-    paged_states,
     recurrent_states,
 )
 from graphengine.opening.host_memory import available_host_bytes
@@ -49,6 +44,14 @@ from graphengine.opening.inventory import (
     mailboxes,
     prefill_ladder,
     window_rings,
+)
+from graphengine.opening.requirements import (
+    check_coded,
+    check_fp8,
+    check_fp8_states,
+    check_packed,
+    coded_linears,
+    recorded_experts,
 )
 from graphengine.prefill_cut import PrefillCut
 from graphengine.program.fields import EMBEDS_FIELD, engine_fields
@@ -64,8 +67,6 @@ _KERNELS_PER_PROMPT_PART = 8
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 # Channels and buffers of a group of one host, rounded up.
 _NCCL_BYTES = 512 * 2**20
-# Compute capability of the first GPUs that convert e4m3.
-_LEAST_FP8 = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,14 +238,11 @@ def _plan(
     dtype = config.torch_dtype or (checkpoint_dtype if device.type == "cuda" else torch.float32)
     kv_dtype = FP8_KV if config.kv_dtype == "fp8" else dtype
     if kv_dtype == FP8_KV:
-        _check_fp8(device)
-        _check_fp8_states(model.architecture, (*model.states, *drafter.needs.states))
-    _check_packed(model, device, dtype)
-    if config.activations is not None and not _coded_linears(model):
-        raise ValueError(
-            f"activations={config.activations!r} is for linears in e4m3 with a scale a row or for "
-            f"128 columns: those of this {model.architecture} are in {_formats(model, dtype)}"
-        )
+        check_fp8(device)
+        check_fp8_states(model.architecture, (*model.states, *drafter.needs.states))
+    check_packed(model, device, dtype)
+    if config.activations is not None:
+        check_coded(model, config.activations, dtype)
     max_seq_len = config.sequence_limit(model.max_positions)
     ladder = BucketLadder(config.max_batch, config.buckets)
     chunks = prefill_ladder(config, max_seq_len)
@@ -264,7 +262,7 @@ def _plan(
     pinned: Where = "pinned" if on_gpu else "host"
     budget = MemoryBudget()
     weights = model.allocate(device="meta", dtype=dtype)
-    routed = _recorded_experts(model, config, weights.routed)
+    routed = recorded_experts(model, config, weights.routed)
     kinds = weights.bytes_by_kind(dtype)
     for kind, size in kinds.items():
         budget.add("weights" if len(kinds) == 1 else f"weights in {kind}", size, where)
@@ -325,7 +323,7 @@ def _plan(
         link = LinkShape.of_loads(ranks - 1, load_bytes)
         budget.add(f"link to {ranks - 1} other rank{'s' * (ranks > 2)}", 8 * link.words, "host")
     if config.activations is not None:
-        widest = max(linear.columns for linear in _coded_linears(model))
+        widest = max(linear.columns for linear in coded_linears(model))
         workspace += code_bytes(chunks.sizes[-1], widest)
     budget.add("workspace (estimate)", workspace, where)
     graphs = graph_keys(config, ladder, chunks, draft_lengths, own_graph=needs.own_graph)
@@ -407,76 +405,6 @@ def _plan(
 def calibration_blocks(tokens: int, block_size: int) -> int:
     """Blocks, without the dummy, of the cache that a prompt of so many tokens is calibrated in."""
     return -(-tokens // block_size)
-
-
-def _recorded_experts(
-    model: ModelConfig, config: EngineConfig, routed: RoutedExperts | None
-) -> RoutedExperts | None:
-    """The model's experts, where they are recorded; ValueError if they are asked for in vain."""
-    if not config.record_routing:
-        return None
-    if routed is None:
-        raise ValueError(
-            f"record_routing=True, but no layer of this {model.architecture} has experts"
-        )
-    return routed
-
-
-def _check_fp8(device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < _LEAST_FP8:
-        raise ValueError(
-            f"kv_dtype='fp8' needs a GPU of compute capability "
-            f"{'.'.join(map(str, _LEAST_FP8))} or more: {device} has {major}.{minor}"
-        )
-
-
-def _check_fp8_states(architecture: str, layers: Sequence[LayerStates]) -> None:
-    latent = next((state for state in paged_states(layers) if not state.kv_heads), None)
-    if latent is not None:
-        raise ValueError(
-            f"kv_dtype='fp8' is for caches of keys and values: layers of this {architecture} keep "
-            f"latents of {math.prod(latent.entry)} values, which have no scales"
-        )
-
-
-def _check_packed(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """ValueError, before anything is loaded, for what the kernels of a GPU would refuse."""
-    packed = {name: linear for name, linear in model.linears.items() if linear.weight is not None}
-    if device.type != "cuda" or not packed:
-        return
-    if dtype == torch.float32:
-        raise ValueError(
-            f"dtype={dtype}: with packed weights ({', '.join(packed)}) a GPU computes in float16 "
-            f"or bfloat16"
-        )
-    for name, linear in packed.items():
-        if linear.columns % PACKED_COLUMNS:
-            raise ValueError(
-                f"{name} is packed, with {linear.columns} columns: a GPU takes a multiple of "
-                f"{PACKED_COLUMNS}"
-            )
-
-
-def _coded_linears(model: ModelConfig) -> list[Linear]:
-    """Those whose inputs prefill rounds with fp8 activations: neither lm_head's nor experts'."""
-    return [
-        linear
-        for linear in model.linears.values()
-        if linear.kind != "sample"
-        and linear.weight is not None
-        and not linear.experts
-        and takes_fp8(linear.weight, linear.columns)
-    ]
-
-
-def _formats(model: ModelConfig, dtype: torch.dtype) -> str:
-    """What the linears of the layers are stored in."""
-    weights = [linear.weight for linear in model.linears.values() if linear.kind != "sample"]
-    plain = str(dtype).removeprefix("torch.")
-    return ", ".join(dict.fromkeys(plain if weight is None else weight.label for weight in weights))
 
 
 def _check_one_request(

@@ -21,7 +21,7 @@ from graphengine.models import contract, plan_limits
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.families import read_model_config
 from graphengine.models.linears import WeightForms
-from graphengine.opening import calibration, memory
+from graphengine.opening import calibration, memory, requirements
 from graphengine.opening.allocation import Allocation, allocate
 from graphengine.opening.calibration import calibrate
 from graphengine.opening.memory import MemoryPlan, plan_memory
@@ -233,11 +233,11 @@ def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> No
         return 8, 6
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    memory._check_fp8(torch.device("cpu"))
+    requirements.check_fp8(torch.device("cpu"))
     assert not asked
     message = "kv_dtype='fp8' needs a GPU of compute capability 8.9 or more: cuda has 8.6"
     with pytest.raises(ValueError, match=message):
-        memory._check_fp8(torch.device("cuda"))
+        requirements.check_fp8(torch.device("cuda"))
 
 
 def test_what_a_gpu_does_not_multiply_is_refused_before_it_is_loaded(
@@ -256,13 +256,13 @@ def test_what_a_gpu_does_not_multiply_is_refused_before_it_is_loaded(
         ),
         (odd, torch.bfloat16, "down.int8-1x0 is packed, with 556 columns: a GPU takes a multiple"),
     ):
-        memory._check_packed(model, cpu, dtype)
+        requirements.check_packed(model, cpu, dtype)
         with pytest.raises(ValueError, match=message):
-            memory._check_packed(model, gpu, dtype)
-    memory._check_packed(packed, gpu, torch.float16)
-    memory._check_packed(MODEL, gpu, torch.float32)
+            requirements.check_packed(model, gpu, dtype)
+    requirements.check_packed(packed, gpu, torch.float16)
+    requirements.check_packed(MODEL, gpu, torch.float32)
     asked: list[object] = []
-    monkeypatch.setattr(memory, "_check_packed", lambda *given: asked.append(given))
+    monkeypatch.setattr(memory, "check_packed", lambda *given: asked.append(given))
     planned(dtype="float16")
     assert asked == [(MODEL, cpu, torch.float16)]
 

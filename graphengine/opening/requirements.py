@@ -1,0 +1,98 @@
+"""What options ask of a model, of its weights and of a GPU, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from graphengine.config import EngineConfig
+from graphengine.kernels import PACKED_COLUMNS, ActivationKind, takes_fp8
+from graphengine.models.contract import ModelConfig, RoutedExperts
+from graphengine.models.linears import Linear
+from graphengine.models.states import LayerStates, paged_states
+
+# Compute capability of the first GPUs that convert e4m3.
+_LEAST_FP8 = (8, 9)
+
+
+def recorded_experts(
+    model: ModelConfig, config: EngineConfig, routed: RoutedExperts | None
+) -> RoutedExperts | None:
+    """The model's experts, where they are recorded; ValueError if they are asked for in vain."""
+    if not config.record_routing:
+        return None
+    if routed is None:
+        raise ValueError(
+            f"record_routing=True, but no layer of this {model.architecture} has experts"
+        )
+    return routed
+
+
+def check_fp8(device: torch.device) -> None:
+    """ValueError for a GPU that cannot convert an fp8 KV cache."""
+    if device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < _LEAST_FP8:
+        raise ValueError(
+            f"kv_dtype='fp8' needs a GPU of compute capability "
+            f"{'.'.join(map(str, _LEAST_FP8))} or more: {device} has {major}.{minor}"
+        )
+
+
+def check_fp8_states(architecture: str, layers: Sequence[LayerStates]) -> None:
+    """ValueError for layers whose caches have no scales."""
+    latent = next((state for state in paged_states(layers) if not state.kv_heads), None)
+    if latent is not None:
+        raise ValueError(
+            f"kv_dtype='fp8' is for caches of keys and values: layers of this {architecture} keep "
+            f"latents of {math.prod(latent.entry)} values, which have no scales"
+        )
+
+
+def check_packed(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError, before anything is loaded, for what the kernels of a GPU would refuse."""
+    packed = {name: linear for name, linear in model.linears.items() if linear.weight is not None}
+    if device.type != "cuda" or not packed:
+        return
+    if dtype == torch.float32:
+        raise ValueError(
+            f"dtype={dtype}: with packed weights ({', '.join(packed)}) a GPU computes in float16 "
+            f"or bfloat16"
+        )
+    for name, linear in packed.items():
+        if linear.columns % PACKED_COLUMNS:
+            raise ValueError(
+                f"{name} is packed, with {linear.columns} columns: a GPU takes a multiple of "
+                f"{PACKED_COLUMNS}"
+            )
+
+
+def coded_linears(model: ModelConfig) -> list[Linear]:
+    """Those whose inputs prefill rounds with fp8 activations: neither lm_head's nor experts'."""
+    return [
+        linear
+        for linear in model.linears.values()
+        if linear.kind != "sample"
+        and linear.weight is not None
+        and not linear.experts
+        and takes_fp8(linear.weight, linear.columns)
+    ]
+
+
+def check_coded(model: ModelConfig, activations: ActivationKind, dtype: torch.dtype) -> None:
+    """ValueError unless some linear takes rounded inputs."""
+    if not coded_linears(model):
+        raise ValueError(
+            f"activations={activations!r} is for linears in e4m3 with a scale a row or for "
+            f"128 columns: those of this {model.architecture} are in {_formats(model, dtype)}"
+        )
+
+
+def _formats(model: ModelConfig, dtype: torch.dtype) -> str:
+    """What the linears of the layers are stored in."""
+    weights = [linear.weight for linear in model.linears.values() if linear.kind != "sample"]
+    plain = str(dtype).removeprefix("torch.")
+    return ", ".join(dict.fromkeys(plain if weight is None else weight.label for weight in weights))
