@@ -62,7 +62,7 @@ MODEL_DOORS = {
             "stages",
             "tensor_files",
         ),
-        *("tuning", "tuning_tables", "plan_limits", "vocabulary"),
+        *("tuning", "tuning_tables", "plan_limits", "vocabulary", "weights"),
     )
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import BITS, PackedWeight
-from graphengine.models.contract import StoredLinear, StoredWeights
+from graphengine.models.weights import StoredLinear, StoredWeights
 
 _SAMPLES = 1024
 

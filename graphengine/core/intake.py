@@ -10,7 +10,7 @@ from graphengine.checks import check_callable, is_finite, is_int, is_number
 from graphengine.config import EngineConfig
 from graphengine.core.misplaced import QUEUE_OPTIONS, check_names
 from graphengine.drafters import DraftNeeds
-from graphengine.models.contract import RoutedExperts
+from graphengine.models.weights import RoutedExperts
 from graphengine.opening.memory import MemoryPlan
 from graphengine.prompt_embeds import EmbedsSpec, PromptTokens
 from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of

@@ -25,10 +25,11 @@ from graphengine.core.waits import Waits
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.kernels import BITS, FP8_KV
-from graphengine.models.contract import Model, RankGroup, StoredWeights
+from graphengine.models.contract import Model, RankGroup
 from graphengine.models.given_tensors import GivenTensors
 from graphengine.models.kv_scales import scales_id, scales_of_ranks
 from graphengine.models.tuning import numerics_id
+from graphengine.models.weights import StoredWeights
 from graphengine.observe.tracing import span
 from graphengine.opening.allocation import (
     Allocation,

@@ -43,16 +43,10 @@ from graphengine.requests.processing import logits_tensors
 if TYPE_CHECKING:
     from graphengine.host.plan import PrefillChunk
     from graphengine.models.checkpoint import Checkpoint
-    from graphengine.models.contract import (
-        DecodeLaunch,
-        Destinations,
-        Model,
-        RankGroup,
-        StoredLinear,
-        StoredWeights,
-    )
+    from graphengine.models.contract import DecodeLaunch, Model, RankGroup
     from graphengine.models.linears import LinearPlans
     from graphengine.models.states import LayerStates
+    from graphengine.models.weights import Destinations, StoredLinear, StoredWeights
 
 
 class OfTree(NamedTuple):

@@ -37,7 +37,6 @@ from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import (
     WHOLE,
     DecodeLaunch,
-    Destinations,
     ModelConfig,
     PrefillLaunch,
     Share,
@@ -59,6 +58,7 @@ from graphengine.models.rank_cuts import checkpoint_of_rank
 from graphengine.models.ranks import dflash_of_rank
 from graphengine.models.states import LayerStates, all_lanes_reach
 from graphengine.models.tuning import choose_plans
+from graphengine.models.weights import Destinations
 
 _STREAMS = "block_streams"
 

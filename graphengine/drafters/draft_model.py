@@ -35,7 +35,6 @@ from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import (
     WHOLE,
     DecodeLaunch,
-    Destinations,
     ModelConfig,
     ModelWeights,
     arrival_counters,
@@ -45,6 +44,7 @@ from graphengine.models.linears import linear_name, stream_groups
 from graphengine.models.states import StateTensors, recurrent_fields, recurrent_tensors
 from graphengine.models.stored import destinations, load_weights
 from graphengine.models.tuning import choose_plans
+from graphengine.models.weights import Destinations
 
 _WHOSE = "draft_"
 """What the names of its static fields begin with."""

@@ -32,7 +32,7 @@ from graphengine.kernels import (
     combine_hidden,
 )
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import WHOLE, DecodeLaunch, Destinations, ModelConfig, Share
+from graphengine.models.contract import WHOLE, DecodeLaunch, ModelConfig, Share
 from graphengine.models.eagle3 import (
     Eagle3Config,
     Eagle3Weights,
@@ -48,6 +48,7 @@ from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.rank_cuts import checkpoint_of_rank
 from graphengine.models.ranks import eagle3_of_rank
 from graphengine.models.states import all_lanes_reach
+from graphengine.models.weights import Destinations
 
 _STREAMS = "eagle3_streams"
 

@@ -32,17 +32,11 @@ from graphengine.kernels import (
     new_residual,
 )
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import (
-    DecodeLaunch,
-    Destinations,
-    StoredLinear,
-    StoredWeights,
-    arrival_counters,
-    most_arrival_counters,
-)
+from graphengine.models.contract import DecodeLaunch, arrival_counters, most_arrival_counters
 from graphengine.models.linears import LinearPlans, Linears
 from graphengine.models.states import LayerStates
 from graphengine.models.tuning import choose_plans
+from graphengine.models.weights import Destinations, StoredLinear, StoredWeights
 
 Hidden = Residual | Tensor
 """A stream scaled for its final norm, or plain rows."""

@@ -13,14 +13,7 @@ from graphengine.drafters.head import DraftHead, head_bytes, trim_again, trimmed
 from graphengine.drafters.modules import DraftModules, ModuleOutput, OpenModules
 from graphengine.kernels import DecodeLanes, Fusion, PrefillLanes, Residual, combine_hidden
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import (
-    WHOLE,
-    ChunkAttention,
-    DecodeLaunch,
-    Destinations,
-    Share,
-    StoredLinear,
-)
+from graphengine.models.contract import WHOLE, ChunkAttention, DecodeLaunch, Share
 from graphengine.models.linears import LinearPlans, Linears, linear_name
 from graphengine.models.mtp import (
     MtpConfig,
@@ -32,6 +25,7 @@ from graphengine.models.mtp import (
 )
 from graphengine.models.rank_cuts import cut_linears, cut_to
 from graphengine.models.ranks import modules_of_rank
+from graphengine.models.weights import Destinations, StoredLinear
 
 
 class MtpModules(DraftModules):

@@ -18,7 +18,7 @@ from graphengine.buckets.mailbox import TAG_MASK, Payloads
 from graphengine.host.replay import Replay
 from graphengine.kernels import route_items, unpack_state
 from graphengine.kernels.step.record import EPOCH_MASK, EPOCH_SHIFT
-from graphengine.models.contract import RoutedExperts
+from graphengine.models.weights import RoutedExperts
 from graphengine.requests.request import Request
 from graphengine.requests.routes import RecordedRoutes
 

@@ -56,9 +56,6 @@ from graphengine.models.contract import (
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
-    RoutedExperts,
-    StoredLinear,
-    Weight,
 )
 from graphengine.models.decoder_layer import (
     ATTENTION,
@@ -81,6 +78,7 @@ from graphengine.models.linears import (
     refill,
 )
 from graphengine.models.states import LayerStates, StateTensors
+from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

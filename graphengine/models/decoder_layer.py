@@ -18,14 +18,9 @@ from graphengine.models.blocks.mla import LatentAttention, LatentAttentionWeight
 from graphengine.models.blocks.norms import NextNorm, PostNorms, Sandwich, plus_one
 from graphengine.models.blocks.streams import PrefillScratch, coded_columns
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
-from graphengine.models.contract import (
-    DecodeLaunch,
-    PrefillLaunch,
-    RoutedExperts,
-    StoredLinear,
-    Weight,
-)
+from graphengine.models.contract import DecodeLaunch, PrefillLaunch
 from graphengine.models.linears import WeightForms
+from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
 
 ATTENTION, MLP = "self_attn.", "mlp."
 """Prefixes of a layer's blocks in the checkpoint, below the layer's own."""

@@ -35,14 +35,7 @@ from torch import Tensor
 from graphengine.kernels import BlockDraft, MarkovHead, Residual, linear, rms_norm
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
 from graphengine.models.blocks.streams import chunk_product
-from graphengine.models.contract import (
-    DecodeLaunch,
-    ModelConfig,
-    PrefillLaunch,
-    StoredLinear,
-    StoredWeights,
-    Weight,
-)
+from graphengine.models.contract import DecodeLaunch, ModelConfig, PrefillLaunch
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.decoder_layer import (
     LayerWeights,
@@ -53,6 +46,7 @@ from graphengine.models.decoder_layer import (
 from graphengine.models.linears import Linear, Linears
 from graphengine.models.states import LayerStates
 from graphengine.models.stream_readers import StreamReaders, layers_like
+from graphengine.models.weights import StoredLinear, StoredWeights, Weight
 
 USUAL_LAYERS = 5
 """Of a published drafter, and of its target that it reads."""

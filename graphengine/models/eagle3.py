@@ -33,15 +33,7 @@ from graphengine.kernels import (
 )
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
 from graphengine.models.blocks.streams import chunk_product
-from graphengine.models.contract import (
-    ChunkAttention,
-    DecodeLaunch,
-    ModelConfig,
-    PrefillLaunch,
-    StoredLinear,
-    StoredWeights,
-    Weight,
-)
+from graphengine.models.contract import ChunkAttention, DecodeLaunch, ModelConfig, PrefillLaunch
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.decoder_layer import (
     LayerWeights,
@@ -53,6 +45,7 @@ from graphengine.models.decoder_layer import (
 from graphengine.models.linears import PLAIN, Linear, Linears
 from graphengine.models.states import LayerStates
 from graphengine.models.stream_readers import StreamReaders, layers_like
+from graphengine.models.weights import StoredLinear, StoredWeights, Weight
 
 
 def usual_layers(target: ModelConfig) -> tuple[int, ...]:

@@ -52,8 +52,6 @@ from graphengine.models.contract import (
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
-    StoredLinear,
-    Weight,
 )
 from graphengine.models.decoder import HEAD, DecoderConfig, embedding_rows
 from graphengine.models.decoder_layer import ATTENTION, MLP, layer_prefix
@@ -67,6 +65,7 @@ from graphengine.models.linears import (
     refill,
 )
 from graphengine.models.states import LayerStates, StateTensors
+from graphengine.models.weights import StoredLinear, Weight
 
 Recurring = Mamba2 | GatedDelta | ShortConv
 RecurringWeights = Mamba2Weights | GatedDeltaWeights | ShortConvWeights

@@ -18,8 +18,9 @@ from torch import Tensor
 from graphengine.checks import shown
 from graphengine.kernels import FP8_MAX
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import WHOLE, RankGroup, Share, StoredWeights
+from graphengine.models.contract import WHOLE, RankGroup, Share
 from graphengine.models.tensor_files import spans_of
+from graphengine.models.weights import StoredWeights
 
 # Below the prefix of a layer's attention, for keys and for values.
 _NAMES = (("k_scale", "k_proj.k_scale"), ("v_scale", "v_proj.v_scale"))

@@ -43,10 +43,6 @@ from graphengine.models.contract import (
     Model,
     ModelConfig,
     PrefillLaunch,
-    RoutedExperts,
-    StoredLinear,
-    StoredWeights,
-    Weight,
 )
 from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.decoder_layer import (
@@ -60,6 +56,7 @@ from graphengine.models.decoder_layer import (
 from graphengine.models.hybrid import HybridConfig, HybridModel
 from graphengine.models.linears import Linear, Linears, WeightForms, in_formats, refill
 from graphengine.models.states import LayerStates
+from graphengine.models.weights import RoutedExperts, StoredLinear, StoredWeights, Weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,10 @@ from typing import TypeVar
 import torch
 
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import WHOLE, Share, Stack, StoredLinear, StoredWeights, Weight
+from graphengine.models.contract import WHOLE, Share
 from graphengine.models.quantised.filling import dequantised_names
 from graphengine.models.tensor_files import Cut, spans_of
+from graphengine.models.weights import Stack, StoredLinear, StoredWeights, Weight
 
 Config = TypeVar("Config")
 

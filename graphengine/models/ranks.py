@@ -25,7 +25,7 @@ from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.short_conv import ShortConv
 from graphengine.models.blocks.squared_relu import SquaredRelu
 from graphengine.models.blocks.swiglu import Swiglu
-from graphengine.models.contract import ModelConfig, Share, StoredWeights
+from graphengine.models.contract import ModelConfig, Share
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.dflash import DFlashConfig
 from graphengine.models.eagle3 import Eagle3Config
@@ -34,6 +34,7 @@ from graphengine.models.linears import WeightForms
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
 from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_rows
 from graphengine.models.rank_cuts import cut_linears
+from graphengine.models.weights import StoredWeights
 
 
 def of_rank(

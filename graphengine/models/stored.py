@@ -17,7 +17,7 @@ from graphengine.config import RoundedKind, StateDtype
 from graphengine.devices import DTYPES
 from graphengine.models.checkpoint import Checkpoint, Progress, eos_token_ids
 from graphengine.models.config_schema import unknown_keys
-from graphengine.models.contract import Destinations, ModelConfig, ModelWeights, StoredLinear
+from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.families import read_model_config
 from graphengine.models.hybrid import HybridConfig
 from graphengine.models.kv_scales import is_kv_scale
@@ -33,6 +33,7 @@ from graphengine.models.quantised.filling import (
 )
 from graphengine.models.quantised.forms import rounded_forms, stored_forms
 from graphengine.models.quantised.schemes import Quantisation
+from graphengine.models.weights import Destinations, StoredLinear
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from graphengine.buckets import BucketLadder
 from graphengine.config import EngineConfig
 from graphengine.host.rings import WindowRing, ring_blocks
 from graphengine.kernels import logprob_items, route_items
-from graphengine.models.contract import ModelConfig, RoutedExperts
+from graphengine.models.contract import ModelConfig
 from graphengine.models.states import paged_states
+from graphengine.models.weights import RoutedExperts
 from graphengine.program.graph_key import (
     GraphKey,
     PrefillKind,

@@ -11,7 +11,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftsElsewhere, make_drafter
 from graphengine.kernels import FP8_KV, PackedWeight
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.contract import WHOLE, Model, ModelConfig, Share, StoredLinear
+from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.rank_cuts import cut_linears, cut_to
 from graphengine.models.ranks import of_rank
@@ -23,6 +23,7 @@ from graphengine.models.stored import (
     read_model,
     with_state_dtype,
 )
+from graphengine.models.weights import StoredLinear
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
 from graphengine.opening.memory import MemoryPlan, plan_memory

@@ -29,7 +29,7 @@ from graphengine.kernels import (
     item_bytes,
     push_units,
 )
-from graphengine.models.contract import ModelConfig, RoutedExperts, most_arrival_counters
+from graphengine.models.contract import ModelConfig, most_arrival_counters
 from graphengine.models.plan_limits import MAX_SPLITS
 from graphengine.models.states import (
     cache_shape,
@@ -37,6 +37,7 @@ from graphengine.models.states import (
     kv_scale_bytes,
     recurrent_states,
 )
+from graphengine.models.weights import RoutedExperts
 from graphengine.opening.host_memory import available_host_bytes
 from graphengine.opening.inventory import (
     LinkShape,

@@ -9,9 +9,10 @@ import torch
 
 from graphengine.config import EngineConfig
 from graphengine.kernels import PACKED_COLUMNS, ActivationKind, takes_fp8
-from graphengine.models.contract import ModelConfig, RoutedExperts
+from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import Linear
 from graphengine.models.states import LayerStates, paged_states
+from graphengine.models.weights import RoutedExperts
 
 # Compute capability of the first GPUs that convert e4m3.
 _LEAST_FP8 = (8, 9)

@@ -19,8 +19,9 @@ from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
 from graphengine.host.routes import RouteTable
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import Share, StoredWeights
+from graphengine.models.contract import Share
 from graphengine.models.given_tensors import GivenTensors, as_checkpoint
+from graphengine.models.weights import StoredWeights
 from graphengine.opening.calibration import calibrate
 from graphengine.opening.loading import (
     Found,

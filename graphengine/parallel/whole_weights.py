@@ -12,10 +12,10 @@ from torch import Tensor
 from graphengine.core.fingerprints import fingerprint_of, packed_linears
 from graphengine.kernels import AnyWeight, PackedWeight
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import StoredLinear, StoredWeights
 from graphengine.models.quantised.filling import Reader, dequantised_names, fill_packed
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.stored import reader_of
+from graphengine.models.weights import StoredLinear, StoredWeights
 
 
 def whole_fingerprint(

@@ -21,7 +21,7 @@ from graphengine.demo import checkpoint_path
 from graphengine.kernels import PackedWeight, packed_form
 from graphengine.kernels.linear.packed import POWER_FACTOR
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import ModelConfig, StoredLinear
+from graphengine.models.contract import ModelConfig
 from graphengine.models.eagle3 import Eagle3Config
 from graphengine.models.eagle3_reading import Eagle3Checkpoint
 from graphengine.models.families import read_model_config
@@ -30,6 +30,7 @@ from graphengine.models.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.states import Paged, recurrent_states
 from graphengine.models.stored import read_model
+from graphengine.models.weights import StoredLinear
 
 DEMO = "demo"
 SEED = 0

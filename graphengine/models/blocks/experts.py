@@ -47,9 +47,10 @@ from graphengine.kernels import (
 from graphengine.models.blocks.lanes_of_ranks import RoutedLanes, lanes_of_all, sum_of_own
 from graphengine.models.blocks.streams import PrefillScratch, add_part, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
-from graphengine.models.contract import DecodeLaunch, Reduce, Share, Stack, StoredLinear, Weight
+from graphengine.models.contract import DecodeLaunch, Reduce, Share
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.routing import layer_ids, tell_routes
+from graphengine.models.weights import Stack, StoredLinear, Weight
 
 SHARED = "shared_experts."
 """Prefix of the shared SwiGLU's tensors in the checkpoint, below the block's own."""

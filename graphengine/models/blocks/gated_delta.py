@@ -33,9 +33,10 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import DecodeLaunch, StoredLinear, Weight
+from graphengine.models.contract import DecodeLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates, Recurrent
+from graphengine.models.weights import StoredLinear, Weight
 
 RING, STATE = "conv", "delta"
 """Names of what a layer keeps: inputs of the convolution, and the heads' states."""

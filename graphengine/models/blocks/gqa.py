@@ -42,15 +42,10 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import (
-    ChunkAttention,
-    DecodeLaunch,
-    PrefillLaunch,
-    StoredLinear,
-    Weight,
-)
+from graphengine.models.contract import ChunkAttention, DecodeLaunch, PrefillLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import Paged
+from graphengine.models.weights import StoredLinear, Weight
 
 
 class RopeTables(NamedTuple):

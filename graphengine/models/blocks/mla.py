@@ -40,9 +40,10 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import ChunkAttention, DecodeLaunch, StoredLinear, Weight
+from graphengine.models.contract import ChunkAttention, DecodeLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import Paged
+from graphengine.models.weights import StoredLinear, Weight
 
 # Of the norms of latents, whatever the config says of the others.
 _EPS = 1e-6

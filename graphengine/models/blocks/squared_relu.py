@@ -20,9 +20,10 @@ from graphengine.models.blocks.streams import (
     new_weight,
     tensors_of,
 )
-from graphengine.models.contract import DecodeLaunch, StoredLinear, Weight
+from graphengine.models.contract import DecodeLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates
+from graphengine.models.weights import StoredLinear, Weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,8 +30,9 @@ from graphengine.models.blocks.streams import (
     part_product,
     tensors_of,
 )
-from graphengine.models.contract import DecodeLaunch, StoredLinear, Weight
+from graphengine.models.contract import DecodeLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
+from graphengine.models.weights import StoredLinear, Weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

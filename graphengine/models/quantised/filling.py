@@ -16,7 +16,6 @@ from torch import Tensor
 from graphengine.kernels import AnyWeight, PackedWeight, QuantisedWeight, pack
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import Stack, StoredLinear
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.concatenate import concatenate, in_order
 from graphengine.models.quantised.config import read_quantisation
@@ -25,6 +24,7 @@ from graphengine.models.quantised.readers import is_plain, read_weight
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.schemes import HEAD, Quantisation
 from graphengine.models.tensor_files import Cut
+from graphengine.models.weights import Stack, StoredLinear
 
 STACKED_ENDS = ("_blocks", "_scales")
 """Of tensors with codes and scales of all experts, after the name that 16 bits have."""

@@ -22,13 +22,13 @@ from graphengine.kernels import (
     packed_form,
 )
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import Stack, StoredLinear
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.concatenate import are_same, joined_format
 from graphengine.models.quantised.filling import is_of_weight, of_stack
 from graphengine.models.quantised.readers import is_plain, read_order, read_weight
 from graphengine.models.quantised.rounding import KIND_FORMATS, check_columns
 from graphengine.models.quantised.schemes import HEAD, Quantisation, WeightScheme
+from graphengine.models.weights import Stack, StoredLinear
 
 
 def stored_forms(

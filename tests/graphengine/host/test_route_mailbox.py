@@ -14,7 +14,7 @@ from graphengine.host.plan import PrefillChunk
 from graphengine.host.replay import Replay
 from graphengine.host.routes import RouteMailbox, RouteTable, Routing
 from graphengine.kernels import EMITTED, pack_state, route_items
-from graphengine.models.contract import RoutedExperts
+from graphengine.models.weights import RoutedExperts
 from graphengine.requests.job import Job
 from graphengine.requests.routes import RecordedRoutes
 

@@ -32,14 +32,7 @@ from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.streams import add_product
 from graphengine.models.blocks.swiglu import Swiglu
-from graphengine.models.contract import (
-    WHOLE,
-    DecodeLaunch,
-    ModelWeights,
-    Reduce,
-    Share,
-    StoredWeights,
-)
+from graphengine.models.contract import WHOLE, DecodeLaunch, ModelWeights, Reduce, Share
 from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.mtp import (
@@ -54,6 +47,7 @@ from graphengine.models.mtp import (
 from graphengine.models.ranks import modules_of_rank, of_rank
 from graphengine.models.routing import observed_routes
 from graphengine.models.states import StateTensors, cache_shape
+from graphengine.models.weights import StoredWeights
 
 RANKS, SLOTS, BLOCK, LENGTH = 2, 2, 8, 32
 CONFIG = DecoderConfig(

@@ -49,11 +49,10 @@ from graphengine.models.contract import (
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
-    StoredLinear,
-    Weight,
 )
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms
 from graphengine.models.states import LayerStates, Recurrent, StateTensors
+from graphengine.models.weights import StoredLinear, Weight
 
 ARCHITECTURE = "ToyForCausalLM"
 RECURRENT = (1, "mix")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from graphengine.kernels import empty_packed, packed_form
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import StoredLinear
 from graphengine.models.quantised import filling
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
+from graphengine.models.weights import StoredLinear
 
 FORM = packed_form(KIND_FORMATS["int8"], torch.float32)
 
