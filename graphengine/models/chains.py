@@ -24,7 +24,8 @@ from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.contract import DecodeLaunch, Model, ModelConfig
 from graphengine.models.decoder import HEAD, DecoderConfig, DecoderModel
 from graphengine.models.decoder_layer import layer_prefix
-from graphengine.models.hybrid import Block, HybridConfig, Part
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.hybrid_parts import Block, Part
 from graphengine.models.linears import WeightForms
 
 

@@ -15,7 +15,8 @@ from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.config_schema import GRANITE_KEYS, HfConfig, unsupported
-from graphengine.models.hybrid import HybridConfig, Part
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.hybrid_parts import Part
 from graphengine.models.mamba_config import time_step_limits, with_plain_limits
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=2048, keys=GRANITE_KEYS)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +29,11 @@ from graphengine.kernels import (
     linear,
     rms_norm,
 )
-from graphengine.models.blocks.gated_delta import GatedDelta, GatedDeltaWeights
+from graphengine.models.blocks.gated_delta import GatedDelta
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
-from graphengine.models.blocks.mamba2 import Mamba2, Mamba2Weights
+from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.norms import plus_one
-from graphengine.models.blocks.short_conv import ShortConv, ShortConvWeights
-from graphengine.models.blocks.squared_relu import SquaredRelu, SquaredReluWeights
+from graphengine.models.blocks.squared_relu import SquaredReluWeights
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     coded_columns,
@@ -55,6 +53,14 @@ from graphengine.models.contract import (
 )
 from graphengine.models.decoder import HEAD, DecoderConfig, embedding_rows
 from graphengine.models.decoder_layer import ATTENTION, MLP, layer_prefix
+from graphengine.models.hybrid_parts import (
+    Block,
+    Part,
+    PartWeights,
+    RecurringWeights,
+    products,
+    states_of,
+)
 from graphengine.models.linears import (
     PLAIN,
     Linear,
@@ -66,23 +72,6 @@ from graphengine.models.linears import (
 )
 from graphengine.models.states import LayerStates, StateTensors
 from graphengine.models.weights import StoredLinear, Weight
-
-Recurring = Mamba2 | GatedDelta | ShortConv
-RecurringWeights = Mamba2Weights | GatedDeltaWeights | ShortConvWeights
-Block = GroupedQueryAttention | Recurring | Swiglu | SquaredRelu
-BlockWeights = AttentionWeights | RecurringWeights | SwigluWeights | SquaredReluWeights
-
-
-class Part(NamedTuple):
-    """A block of a layer; names are those in the checkpoint, below the layer's own prefix.
-
-    norm    of the norm before it, without ".weight"
-    prefix  of the block's tensors
-    """
-
-    norm: str
-    prefix: str
-    block: Block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +214,7 @@ class HybridConfig:
     def states(self) -> tuple[LayerStates, ...]:
         """What each layer's mixer keeps."""
         return tuple(
-            tuple(state for part in layer for state in _states_of(part.block))
+            tuple(state for part in layer for state in states_of(part.block))
             for layer in self.layers
         )
 
@@ -298,37 +287,6 @@ class HybridConfig:
             final_norm=new(hidden),
             lm_head=lm_head,
         )
-
-
-def _states_of(block: Block) -> LayerStates:
-    match block:
-        case GroupedQueryAttention():
-            return (block.state,)
-        case Mamba2() | GatedDelta() | ShortConv():
-            return block.states
-        case _:
-            return ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartWeights:
-    """A block's weights, its layer's index, and the norm before it with its name."""
-
-    layer: int
-    norm_name: str
-    norm: Tensor
-    block: BlockWeights
-
-    def tensors(self) -> list[Tensor]:
-        """Every weight tensor."""
-        return [self.norm, *self.block.tensors()]
-
-    def with_norms_plus_one(self) -> PartWeights:
-        """The same where the checkpoint's norms lack 1."""
-        block = self.block
-        if isinstance(block, AttentionWeights):
-            block = block.with_norms_plus_one()
-        return replace(self, norm=plus_one(self.norm), block=block)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -463,7 +421,7 @@ class HybridModel:
             (weight, bias, next_norm if linear.kind == "residual" else None)
             for part, next_norm in self._parts()
             for (base, linear), (weight, bias) in zip(
-                part.block.block.linears.items(), _products(part.block), strict=True
+                part.block.block.linears.items(), products(part.block), strict=True
             )
             if linear_name(base, weight) == name
         ]
@@ -596,20 +554,6 @@ class HybridModel:
             ),
             outlived=outlived,
         )
-
-
-def _products(block: BlockWeights) -> list[tuple[AnyWeight, Tensor | None]]:
-    """Weight and bias of each of a block's linears, in the order of a step."""
-    match block:
-        case AttentionWeights():
-            return [(block.qkv, block.qkv_bias), (block.output, block.output_bias)]
-        case SwigluWeights():
-            return [(block.gate_up, block.gate_up_bias), (block.down, block.down_bias)]
-        case SquaredReluWeights():
-            return [(block.up, block.up_bias), (block.down, block.down_bias)]
-        case GatedDeltaWeights():
-            return [(block.projection, None), (block.output, None)]
-    return [(block.projection, block.projection_bias), (block.output, block.output_bias)]
 
 
 def _recurrent(states: StateTensors, layer: int) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.short_conv import ShortConv
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.config_schema import LFM2_KEYS, HfConfig
-from graphengine.models.hybrid import HybridConfig, Part
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.hybrid_parts import Part
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=128_000, keys=LFM2_KEYS)
 _ATTENTION, _CONV = "full_attention", "conv"

@@ -13,7 +13,8 @@ from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.squared_relu import SquaredRelu
 from graphengine.models.config_schema import NEMOTRON_KEYS, HfConfig, unsupported
-from graphengine.models.hybrid import Block, HybridConfig, Part
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.hybrid_parts import Block, Part
 from graphengine.models.mamba_config import time_step_limits, with_plain_limits
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, keys=NEMOTRON_KEYS)

@@ -21,7 +21,8 @@ from graphengine.models.config_schema import (
     check_neutral,
     unsupported,
 )
-from graphengine.models.hybrid import HybridConfig, Part
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.hybrid_parts import Part
 
 DEFAULTS = hf_config.FamilyDefaults(
     max_positions=32_768, head_dim=256, keys=QWEN3_5_KEYS, rotated=(0.25, 0.5, 1.0)

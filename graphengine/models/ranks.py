@@ -29,7 +29,8 @@ from graphengine.models.contract import ModelConfig, Share
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.dflash import DFlashConfig
 from graphengine.models.eagle3 import Eagle3Config
-from graphengine.models.hybrid import Block, HybridConfig
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.hybrid_parts import Block
 from graphengine.models.linears import WeightForms
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
 from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_rows
