@@ -16,6 +16,7 @@ import torch
 from graphengine import EngineConfig
 from graphengine.cli import main as cli
 from graphengine.profiles import bench, table, text
+from graphengine.profiles.benchmark import options as bench_options
 from graphengine.profiles.benchmark.ceiling import ReadCeiling
 from graphengine.profiles.benchmark.shapes import model_shape, step_bytes
 from timelines.small_bench import Bench, bench_command
@@ -301,7 +302,7 @@ def test_what_fails_late_takes_nothing_with_it(
     def fail(*arguments: object, **options: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(bench, "require_peer", lambda name: None)
+    monkeypatch.setattr(bench_options, "require_peer", lambda name: None)
     monkeypatch.setattr(bench, "run_peer", fail)
     out = tmp_path / "bench.json"
     sizes = ("--shape", "tiny", "--batch", "2", "--ttft-tokens", "5")

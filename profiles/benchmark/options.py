@@ -1,0 +1,284 @@
+"""The options of `graphengine bench`: what is asked for, and the engines that this takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphengine import EngineConfig
+from graphengine.cli.option_flags import add_flags
+from graphengine.devices import DTYPES
+from graphengine.profiles.arguments import integers
+from graphengine.profiles.benchmark import speculation
+from graphengine.profiles.benchmark.contexts import Contexts, kernel_work, read_contexts
+from graphengine.profiles.benchmark.contexts import add_arguments as add_context_arguments
+from graphengine.profiles.benchmark.engines import engine_options
+from graphengine.profiles.benchmark.measure import (
+    ADMITTED_NEW_TOKENS,
+    CHECKED_FIRST_TOKENS,
+    SAMPLERS,
+    Work,
+)
+from graphengine.profiles.benchmark.peers import PEERS, require_peer
+from graphengine.profiles.benchmark.shapes import DEMO, NAMES, Subject
+from graphengine.profiles.benchmark.speculation import Sweep, check_sweep, read_sweep
+
+TTFT_TOKENS = (128, 1024)
+ENGINE_FLAGS = (
+    *("device", "row_family", "prefill_buckets"),
+    *("max_prefill_tokens_per_step", "max_prefill_ms_per_step", "kv_dtype"),
+    "state_dtype",
+    *("quantize", "quantize_lm_head", "activations"),
+)
+DEFAULT_SLOTS = EngineConfig(device="cpu").max_batch
+DEFAULT_SEQ_LEN = 4096
+"""`max_seq_len` of an engine by default, for a model with at least as many positions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """One invocation: what is measured, on which engines.
+
+    options         options of every engine, except the sizes that each measurement chooses
+    default_engine  add a row with one live request in an engine of the default sizes
+    ttft_tokens     prompt lengths; those that the model cannot hold are left out
+    long_tokens     gaps to measure in the sized engines with one live request; 0: none
+    record          file for a recording; then there is one row
+    admission       length of a prompt that is admitted while seven requests decode; 0: none
+    sweep           the speculative engines to compare with each row's plain one
+    contexts        the tokens before the steps of each batch; None: there are rows instead
+    """
+
+    subject: Subject
+    options: dict[str, Any]
+    works: tuple[Work, ...]
+    max_batch: int | None
+    max_seq_len: int | None
+    default_engine: bool
+    ttft_tokens: tuple[int, ...]
+    long_tokens: int
+    record: Path | None
+    admission: int
+    kernels: bool
+    peers: tuple[str, ...]
+    sweep: Sweep | None
+    contexts: Contexts | None
+
+    @property
+    def device(self) -> str:
+        return str(self.options.get("device", EngineConfig().device))
+
+    @property
+    def limit(self) -> int:
+        """Prompt and new tokens of a request in the engines of the rows."""
+        return _given(self.max_seq_len, self.subject.model.max_positions)
+
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """The `ttft_tokens` that the engines of the rows hold."""
+        return tuple(tokens for tokens in self.ttft_tokens if tokens < self.limit)
+
+    def rows(self) -> Iterator[tuple[Work, dict[str, Any]]]:
+        """The work of each row, and the sizes of its engine."""
+        if self.contexts is not None:
+            return
+        for work in self.works:
+            firsts = (min(n + CHECKED_FIRST_TOKENS, self.limit) for n in self.first_tokens)
+            need = max([work.prompt_tokens + work.new_tokens, *firsts])
+            sizes = {
+                "max_batch": _given(self.max_batch, work.live),
+                "max_seq_len": _given(self.max_seq_len, need),
+            }
+            yield work, sizes
+        if self.default_engine:
+            yield replace(self.works[0], live=1), {"max_batch": DEFAULT_SLOTS}
+
+    @property
+    def admission_sizes(self) -> dict[str, Any]:
+        """Of the engine in which a prompt is admitted."""
+        return {"max_batch": DEFAULT_SLOTS, "max_seq_len": self.max_seq_len}
+
+    def prefill_sizes(self, tokens: int) -> dict[str, Any]:
+        """Of the engine whose prefill kernels are timed with a prompt of so many tokens."""
+        return {
+            "max_batch": 1,
+            "max_seq_len": _given(self.max_seq_len, tokens + 1),
+            "lookahead": 0,
+        }
+
+    def kernel_sizes(self, work: Work) -> dict[str, Any]:
+        """Of the engine whose kernels are timed at this work."""
+        return {
+            "max_batch": _given(self.max_batch, work.live),
+            "max_seq_len": _given(
+                self.max_seq_len,
+                min(work.prompt_tokens + max(work.new_tokens, 128), self.limit),
+            ),
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `graphengine bench`."""
+    add = parser.add_argument
+    add("--shape", help=f"{', '.join(NAMES)} (default: demo); random weights but for demo")
+    add("--checkpoint", help="directory or hub id, in place of a shape")
+    add("--batch", help="live requests, a row each (default: 1,8,32; with drafts 1,8; recorded 1)")
+    add_context_arguments(parser)
+    add("--prompt-tokens", type=int, default=128)
+    add("--new-tokens", type=int, default=256)
+    add("--runs", type=int, default=5, help="runs of each row, after one to warm up")
+    add("--sampler", choices=SAMPLERS, default="fast", help="greedy, or top-k 50")
+    add("--max-batch", type=int, help="slots of every engine (default: the row's batch)")
+    add("--max-seq-len", type=int, help="of every engine (default: what the row needs)")
+    add("--ttft-tokens", help="prompt lengths (default: 128,1024 where the model holds them)")
+    add_flags(parser, EngineConfig, only=ENGINE_FLAGS)
+    add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--no-pdl", action="store_true", help="without programmatic dependent launch")
+    add(
+        "--long",
+        type=int,
+        default=0,
+        metavar="N",
+        help="gaps of N tokens, for batch 1; again while Python's collector has more to do",
+    )
+    add(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines of every replay of N tokens (of the runs without --long), of one batch; "
+        "tells what recording costs",
+    )
+    add(
+        "--admission",
+        type=int,
+        nargs="?",
+        const=1024,
+        default=0,
+        metavar="N",
+        help="gaps of 7 requests while a prompt of N tokens (1024) is admitted",
+    )
+    speculation.add_arguments(parser)
+    add("--kernels", action="store_true", help="time of each kernel, without PDL; on a GPU")
+    add("--peer", action="append", default=[], help=f"compare with: {', '.join(PEERS)}")
+    add("--out", type=Path, help="JSON file to write")
+    add("--json", action="store_true", help="print the JSON instead of tables")
+    add("--verbose", action="store_true", help="log budget and captures")
+
+
+def read_options(options: argparse.Namespace) -> Bench:
+    """The options, checked as far as can be done before anything is built."""
+    if options.shape is not None and options.checkpoint is not None:
+        raise ValueError(f"--shape {options.shape} and --checkpoint {options.checkpoint}: give one")
+    for peer in options.peer:
+        require_peer(peer)
+    if options.peer and options.sampler != "fast":
+        raise ValueError(f"--peer {options.peer[0]} decodes greedily, not --sampler full")
+    for name in ("long", "admission"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"--{name} {getattr(options, name)} must not be negative")
+    # As everywhere, the checkpoint 'demo' is the packaged model; it is one of the shapes here.
+    if options.checkpoint in (None, DEMO):
+        subject = Subject.of_shape(options.shape or DEMO)
+    else:
+        subject = Subject.of_checkpoint(options.checkpoint)
+    sweep = read_sweep(options, subject)
+    usual = "1" if options.record is not None else "1,8,32" if sweep is None else "1,8"
+    batches = integers(options.batch or usual, "batch")
+    if options.record is not None and len(batches) > 1:
+        raise ValueError(f"--record {options.record} takes one batch, not {options.batch}")
+    if options.max_batch is not None and options.max_batch < max(batches):
+        raise ValueError(f"--max-batch {options.max_batch} is less than a batch of {max(batches)}")
+    lengths = integers(options.ttft_tokens, "ttft-tokens") if options.ttft_tokens else TTFT_TOKENS
+    wanted = {name: getattr(options, name) for name in (*ENGINE_FLAGS, "dtype")}
+    wanted["pdl"] = False if options.no_pdl else None
+    # There is no row for the engine of default sizes if sizes are given, if it would be too short,
+    # or if a row is recorded.
+    sized = (options.max_batch, options.max_seq_len) != (None, None) or options.record is not None
+    too_long = options.prompt_tokens + options.new_tokens > DEFAULT_SEQ_LEN
+    works = tuple(
+        Work(
+            live=batch,
+            prompt_tokens=options.prompt_tokens,
+            new_tokens=options.new_tokens,
+            runs=options.runs,
+            sampler=options.sampler,
+        )
+        for batch in batches
+    )
+    asked = Bench(
+        subject=subject,
+        options=engine_options(wanted),
+        works=works,
+        max_batch=options.max_batch,
+        max_seq_len=options.max_seq_len,
+        default_engine=1 in batches
+        and not (sized or too_long or sweep is not None or options.row_family == "fma"),
+        contexts=read_contexts(options, subject),
+        ttft_tokens=tuple(lengths),
+        long_tokens=options.long,
+        record=options.record,
+        admission=options.admission,
+        kernels=options.kernels,
+        peers=tuple(dict.fromkeys(options.peer)),
+        sweep=sweep,
+    )
+    _check_engines(asked)
+    return asked
+
+
+def _check_engines(bench: Bench) -> None:
+    """ValueError unless the config of each engine of `bench` is large enough for its work."""
+    sizes = [sizes for _, sizes in bench.rows()]
+    contexts = bench.contexts
+    if contexts is not None:
+        kernels = map(kernel_work, bench.works) if bench.kernels else ()
+        contexts.check([*bench.works, *kernels], bench.subject)
+        longest = contexts.lengths[-1]
+        sizes = [contexts.options(work, longest) for work in bench.works]
+    rows = tuple(sizes)
+    if bench.admission:
+        sizes.append(bench.admission_sizes)
+    if bench.kernels and contexts is None:
+        sizes += [bench.kernel_sizes(work) for work in bench.works]
+    for chosen in sizes:
+        EngineConfig(**bench.options | engine_options(chosen))
+    if bench.sweep is not None:
+        for chosen in rows:
+            check_sweep(bench.sweep, bench.subject, bench.options | engine_options(chosen))
+    _check_device(bench.device)
+    most, limit = bench.subject.model.max_positions, bench.limit
+    if limit > most:
+        raise ValueError(f"--max-seq-len {limit} exceeds the {most} positions of the model")
+    work = bench.works[0]
+    tokens = work.prompt_tokens + work.new_tokens
+    if tokens > limit and contexts is None:
+        raise ValueError(
+            f"{work.prompt_tokens} prompt and {work.new_tokens} new tokens exceed "
+            f"max_seq_len={limit}"
+        )
+    limit = _given(bench.max_seq_len, min(most, DEFAULT_SEQ_LEN))
+    if bench.admission and max(tokens, bench.admission + ADMITTED_NEW_TOKENS) > limit:
+        raise ValueError(
+            f"--admission {bench.admission}: that prompt with {ADMITTED_NEW_TOKENS} new tokens, "
+            f"and {tokens} tokens of each other request, must fit into max_seq_len={limit}"
+        )
+
+
+def _check_device(name: str) -> None:
+    """ValueError unless torch has this device."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r}: must be 'cpu', 'cuda' or 'cuda:N'") from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device={name!r}, but torch finds {count} CUDA devices")
+
+
+def _given(value: int | None, otherwise: int) -> int:
+    return otherwise if value is None else value
