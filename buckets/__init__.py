@@ -26,6 +26,7 @@ from graphengine.buckets.captured import (
     capture_all,
     clear_blas_workspaces,
 )
+from graphengine.buckets.fields import Field, Owner, buffer_bytes, field_groups
 from graphengine.buckets.graphs.introspect import inspect_graph, programmatic_edges
 from graphengine.buckets.graphs.launches import KernelLaunch, read_launches
 from graphengine.buckets.graphs.nodes import count_nodes
@@ -33,15 +34,7 @@ from graphengine.buckets.graphs.structure import GraphEdge, GraphNode, GraphStru
 from graphengine.buckets.host_queue import HostQueue
 from graphengine.buckets.ladder import BucketLadder
 from graphengine.buckets.mailbox import Mailbox, MailboxBroken, WaitMode
-from graphengine.buckets.static import (
-    Copied,
-    Field,
-    Owner,
-    Part,
-    StaticBuffers,
-    buffer_bytes,
-    field_groups,
-)
+from graphengine.buckets.static import Copied, Part, StaticBuffers
 from graphengine.buckets.timing import ReplayTimer
 
 __all__ = [

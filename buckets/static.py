@@ -16,61 +16,20 @@ says so.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
-from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from graphengine.buckets.budget import format_bytes
+from graphengine.buckets.fields import NUMPY_DTYPES, Field, Owner, field_groups, layout
 from graphengine.buckets.host_queue import HostQueue
+from graphengine.buckets.lane_values import LaneValues
 from graphengine.buckets.runtime import HOST_TO_DEVICE, runtime
-
-Owner = Literal["host", "device"]
-
-ALIGNMENT = 64  # bytes; every field starts at a multiple of it
-
-_NUMPY_DTYPES = {
-    torch.bool: np.dtype(np.bool_),
-    torch.uint8: np.dtype(np.uint8),
-    torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-    torch.float16: np.dtype(np.float16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
-    """One row of the table: a tensor of `shape` (lanes first) and `dtype`, filled with `pad`.
-
-    `meaning` is for people: what the values are and what the pad value stands for. The host-owned
-    fields of one `group` are copied together. Processes that work on one thing together have the
-    same values in it, unless it is not `replicated`: where padded lanes hold anything, or each has
-    a part of something.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    owner: Owner = "host"
-    pad: int | float = 0
-    meaning: str = ""
-    group: str = ""
-    replicated: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +93,7 @@ class StaticBuffers:
         self._lanes: dict[str, _Lanes] = {}
         tensors: dict[str, torch.Tensor] = {}
         for fields_of_group in field_groups(self.fields):
-            offsets, size = _layout(fields_of_group)
+            offsets, size = layout(fields_of_group)
             group = _Group(len(self._groups), size, self.device, staging_blocks)
             self._groups.append(group)
             for field in fields_of_group:
@@ -437,18 +396,17 @@ class _Group:
 
 
 class _Lanes:
-    """A host-owned field in the host's image: checks the values of a load, then stores them."""
+    """A host-owned field in the host's image: takes the values of a load, once they are checked."""
 
-    __slots__ = ("array", "field", "group", "lane_shape", "offset")
+    __slots__ = ("array", "field", "group", "offset", "values")
 
     def __init__(self, field: Field, group: _Group, part: slice) -> None:
         self.field = field
         self.group = group
-        self.lane_shape = field.shape[1:]
         self.offset = part.start
+        self.values = LaneValues(field)
         image = group.image[part]
-        self.array: NDArray[Any] = image.view(_NUMPY_DTYPES[field.dtype]).reshape(field.shape)
-        self._cast(np.asarray(field.pad))
+        self.array: NDArray[Any] = image.view(self.values.dtype).reshape(field.shape)
 
     def store(self, first: int | None, values: NDArray[Any]) -> None:
         if first is None:
@@ -464,136 +422,13 @@ class _Lanes:
     def prepare(self, value: Any) -> tuple[int | None, NDArray[Any]]:
         """The first lane of a `Part` or None, and the values; ValueError if they do not fit."""
         if not isinstance(value, Part):
-            return None, self._prepare(value)
-        values = self._prepare(value.values)
+            return None, self.values.read(value)
+        values = self.values.read(value.values)
         if not 0 <= value.first <= len(self.array) - len(values):
-            raise self._error(
+            raise self.values.error(
                 f"has {len(self.array)} lanes, got {len(values)} from lane {value.first} on"
             )
         return value.first, values
-
-    def _prepare(self, value: Any) -> NDArray[Any]:
-        """`value` as [n, *lane_shape] of the field's dtype, n <= lanes; ValueError if it is not."""
-        plain = self._plain_numbers(value) if not self.lane_shape else self._plain_lists(value)
-        if plain is not None:
-            return plain
-        array = _as_array(value)
-        if array is None and not self.lane_shape:
-            array = _as_array([self.field.pad if item is None else item for item in value])
-        if array is None:
-            return self._prepare_ragged(list(value))
-        if array.ndim == 0 and self.field.shape == (1,):
-            array = array.reshape(1)
-        if array.ndim == 0:
-            raise self._error(f"takes a list of up to {len(self.array)} lanes, got {value!r}")
-        self._require_lanes(len(array))
-        if len(array) == 0:
-            return self.array[:0]
-        if array.shape[1:] == self.lane_shape:
-            return self._cast(array)
-        return self._padded(array, self.field.shape)
-
-    def _plain_numbers(self, value: Any) -> NDArray[Any] | None:
-        """`value` if it is a list of Python's numbers, or None, for a field of numbers.
-
-        Most loads have such values: a check with arrays takes 10 us a field, and a request that
-        starts sets 15 fields. None for all else, and for values that may be out of range.
-        """
-        if not isinstance(value, list | tuple) or len(value) > len(self.array):
-            return None
-        types = set(map(type, value))
-        if NoneType in types:
-            value = [self.field.pad if item is None else item for item in value]
-            types = set(map(type, value))
-        dtype = self.array.dtype
-        plain = {int, float} if dtype == np.float32 else {int} if dtype.kind == "i" else set()
-        if not types or not types <= plain:
-            return None
-        # NaN is not below anything, and an array holds no integers of more than 64 bits.
-        if dtype.kind == "f" and not all(abs(item) < 2**63 for item in value):
-            return None
-        try:
-            return np.array(value, dtype)
-        except OverflowError:
-            return None
-
-    def _plain_lists(self, value: Any) -> NDArray[Any] | None:
-        """`value` if it is a list of lists of Python's integers, or None, that fit their lanes.
-
-        Block tables are such lists. None for all else.
-        """
-        if not isinstance(value, list) or not 0 < len(value) <= len(self.array):
-            return None
-        values = np.full((len(value), *self.lane_shape), self.field.pad, dtype=self.array.dtype)
-        lanes = zip(values, value, strict=True)
-        fits = (item is None or self._store_integers(lane, item) for lane, item in lanes)
-        return values if all(fits) else None
-
-    def _prepare_ragged(self, items: list[Any]) -> NDArray[Any]:
-        self._require_lanes(len(items))
-        values = np.full((len(items), *self.lane_shape), self.field.pad, dtype=self.array.dtype)
-        for lane, item in enumerate(items):
-            if item is None:
-                continue
-            array = _as_array(item)
-            if array is None:
-                raise self._error(f"lane {lane} is no array of numbers: {item!r}")
-            values[lane] = self._padded(array, self.lane_shape)
-        return values
-
-    def _store_integers(self, lane: NDArray[Any], item: Any) -> bool:
-        """Put a list of integers that fits into its lane; False for all else.
-
-        A check with arrays takes 6 us a lane.
-        """
-        if not isinstance(item, list | tuple) or lane.ndim != 1 or lane.dtype.kind not in "iu":
-            return False
-        if len(item) > len(lane) or any(type(value) is not int for value in item):
-            return False
-        try:
-            lane[: len(item)] = item
-        except OverflowError:
-            return False
-        return True
-
-    def _padded(self, array: NDArray[Any], room: tuple[int, ...]) -> NDArray[Any]:
-        """`array`, cast, in the corner of a padded array that is as wide as `room` allows."""
-        values = np.full(room, self.field.pad, dtype=self.array.dtype)
-        if array.size > 0:
-            if array.ndim != len(room) or any(map(operator.gt, array.shape, room)):
-                raise self._error(f"values of shape {array.shape} do not fit in {room}")
-            values[tuple(slice(extent) for extent in array.shape)] = self._cast(array)
-        return values
-
-    def _require_lanes(self, count: int) -> None:
-        if count > len(self.array):
-            raise self._error(f"has {len(self.array)} lanes, got {count}")
-
-    def _cast(self, array: NDArray[Any]) -> NDArray[Any]:
-        dtype = self.array.dtype
-        if array.dtype == dtype:
-            return array
-        if array.dtype.kind not in ("biuf" if dtype.kind == "f" else "biu"):
-            raise self._error(f"takes {dtype}, got {array.dtype} such as {array.flat[0]!r}")
-        with np.errstate(over="ignore"):
-            values = array.astype(dtype)
-        if not np.can_cast(array.dtype, dtype):
-            lost = np.isinf(values) & ~np.isinf(array) if dtype.kind == "f" else values != array
-            if lost.any():
-                raise self._error(f"takes {dtype}, {array[lost][0]} is outside its range")
-        return values
-
-    def _error(self, what: str) -> ValueError:
-        return ValueError(f"field {self.field.name!r} {what}")
-
-
-def _as_array(value: Any) -> NDArray[Any] | None:
-    """`value` as an array; None if numpy cannot make a rectangular array of numbers of it."""
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        return None
-    return None if array.dtype == object and array.ndim > 0 else array
 
 
 def _check_table(fields: tuple[Field, ...]) -> None:
@@ -608,30 +443,5 @@ def _check_table(fields: tuple[Field, ...]) -> None:
             raise ValueError(f"field {name!r}: owner={field.owner!r} is neither host nor device")
         if not field.shape or min(field.shape) < 1:
             raise ValueError(f"field {name!r}: shape {field.shape} has no lanes")
-        if field.owner == "host" and field.dtype not in _NUMPY_DTYPES:
+        if field.owner == "host" and field.dtype not in NUMPY_DTYPES:
             raise ValueError(f"field {name!r}: the host cannot write {field.dtype}")
-
-
-def field_groups(fields: Sequence[Field]) -> list[list[Field]]:
-    """The host-owned fields, by group."""
-    owned = [field for field in fields if field.owner == "host"]
-    names = dict.fromkeys(field.group for field in owned)
-    return [[field for field in owned if field.group == name] for name in names]
-
-
-def buffer_bytes(fields: Sequence[Field]) -> tuple[int, int]:
-    """Bytes that `StaticBuffers` of these fields takes on the device, and how many of them the host
-    owns. The host's image and each staging block take the host-owned bytes again.
-    """
-    owned = sum(_layout(group)[1] for group in field_groups(fields))
-    return owned + sum(field.nbytes for field in fields if field.owner == "device"), owned
-
-
-def _layout(fields: list[Field]) -> tuple[dict[str, int], int]:
-    """Byte offset of each field in the shared block, and the block's size."""
-    offsets: dict[str, int] = {}
-    end = 0
-    for field in fields:
-        offsets[field.name] = end
-        end += -(-field.nbytes // ALIGNMENT) * ALIGNMENT
-    return offsets, end

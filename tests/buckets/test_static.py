@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphengine.buckets import Field, Part, StaticBuffers, static
+from graphengine.buckets import Field, Part, StaticBuffers, lane_values, static
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LANES, WIDTH = 4, 3
@@ -412,8 +412,8 @@ def test_plain_lists_are_taken_and_refused_as_all_others(value: Any) -> None:
             quick = outcome(name)
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patch.setattr(static._Lanes, "_plain_numbers", long_way)
-            patch.setattr(static._Lanes, "_plain_lists", long_way)
+            patch.setattr(lane_values.LaneValues, "_plain_numbers", long_way)
+            patch.setattr(lane_values.LaneValues, "_plain_lists", long_way)
             assert outcome(name) == quick, name
 
 
