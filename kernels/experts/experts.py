@@ -34,12 +34,12 @@ from graphengine.kernels.core.lanes import check_lanes, check_rows, check_vector
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.experts.experts_triton import (
-    combine_kernel,
     down_kernel,
     fma_down_kernel,
     fma_product_kernel,
     product_kernel,
 )
+from graphengine.kernels.experts.experts_triton_sums import combine_kernel
 from graphengine.kernels.experts.grouping import Grouping
 from graphengine.kernels.experts.held import check_held, held_options
 from graphengine.kernels.experts.packed import (
