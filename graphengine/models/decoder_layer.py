@@ -12,9 +12,10 @@ from torch import Tensor
 
 from graphengine.kernels import DecodeLanes, Kept, Residual
 from graphengine.models.blocks.experts import ExpertsWeights
-from graphengine.models.blocks.gqa import AttentionWeights, RopeTables
+from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.blocks.mla import LatentAttentionWeights
 from graphengine.models.blocks.norms import NextNorm, PostNorms, Sandwich, plus_one
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import PrefillScratch
 from graphengine.models.blocks.swiglu import SwigluWeights
 from graphengine.models.contract import DecodeLaunch, RoutedExperts, StoredLinear, Weight
