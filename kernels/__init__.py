@@ -86,8 +86,6 @@ from graphengine.kernels.draft.draft import (
     commit_draft_reference,
 )
 from graphengine.kernels.draft.dynamic_tree import (
-    Candidates,
-    Children,
     DraftedTrees,
     Expanded,
     expand_tree,
@@ -141,6 +139,7 @@ from graphengine.kernels.draft.tree import (
     grow_tree,
     grow_tree_reference,
 )
+from graphengine.kernels.draft.tree_candidates import Candidates, Children
 from graphengine.kernels.draft.vanilla import (
     DraftChain,
     Emitted,

@@ -312,7 +312,7 @@ def test_safe_loading_is_not_unpickling() -> None:
     [
         "from graphengine.models import llama",
         "from graphengine.models.decoder import DecoderModel",
-        "if TYPE_CHECKING:\n    from graphengine.models.blocks.gqa import RopeTables",
+        "if TYPE_CHECKING:\n    from graphengine.models.blocks.rope_tables import RopeTables",
         "import graphengine.models.qwen3",
         "def f():\n    from .models import decoder",
     ],

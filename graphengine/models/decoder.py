@@ -38,9 +38,10 @@ from graphengine.kernels import (
     rms_norm,
 )
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
-from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.norms import plus_one
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (
     keep_stream,
     kept_rows,

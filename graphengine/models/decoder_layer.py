@@ -13,9 +13,10 @@ from torch import Tensor
 
 from graphengine.kernels import DecodeLanes, Kept, Residual
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
-from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.mla import LatentAttention, LatentAttentionWeights
 from graphengine.models.blocks.norms import NextNorm, PostNorms, Sandwich, plus_one
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import PrefillScratch, coded_columns
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.contract import DecodeLaunch, PrefillLaunch

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import BlockDraft, MarkovHead, Residual, linear, rms_norm
-from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product
 from graphengine.models.contract import DecodeLaunch, ModelConfig, PrefillLaunch
 from graphengine.models.decoder import DecoderConfig

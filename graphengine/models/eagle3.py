@@ -31,7 +31,8 @@ from graphengine.kernels import (
     Residual,
     linear_squares,
 )
-from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product
 from graphengine.models.contract import ChunkAttention, DecodeLaunch, ModelConfig, PrefillLaunch
 from graphengine.models.decoder import DecoderConfig

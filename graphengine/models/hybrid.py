@@ -30,9 +30,10 @@ from graphengine.kernels import (
     rms_norm,
 )
 from graphengine.models.blocks.gated_delta import GatedDelta
-from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.norms import plus_one
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.squared_relu import SquaredReluWeights
 from graphengine.models.blocks.streams import (
     PrefillScratch,

@@ -33,8 +33,8 @@ from graphengine.kernels import (
     linear_residual,
     rms_norm,
 )
-from graphengine.models.blocks.gqa import RopeTables
 from graphengine.models.blocks.norms import plus_one
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product, new_weight, tensors_of
 from graphengine.models.contract import (
     ONE_RANK,

@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 import torch
 
 from graphengine.kernels import RowFamily
-from graphengine.models.blocks.gqa import GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.contract import ModelConfig
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hybrid import HybridConfig

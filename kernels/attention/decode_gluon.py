@@ -41,13 +41,18 @@ from graphengine.kernels.attention.decode_gluon_heads import (
     load_heads,
     shared_layout,
 )
+from graphengine.kernels.attention.decode_gluon_ring import (
+    copy_tile,
+    fill_ring,
+    load_entries,
+    ring_layout,
+    stream_tokens,
+)
 from graphengine.kernels.attention.decode_gluon_units import (
     Shape,
-    cache_offsets,
     first_split,
     heads_of,
     is_seen,
-    named,
     schedule_of,
     unit_after,
     unit_at,
@@ -275,16 +280,6 @@ def _copy_layout(columns):
 
 
 @gluon.constexpr_function
-def _ring_layout(columns, streams, fp8):
-    """`_copy_layout` of [streams, tokens, columns]."""
-    piece = 16 if fp8 else 8
-    across = min(columns // piece, 32)
-    return gl.BlockedLayout(
-        [1, 1, piece], [1, 32 // across, across], [streams, 4 // streams, 1], [2, 1, 0]
-    )
-
-
-@gluon.constexpr_function
 def _join_layout(columns, streams):
     """`sums_layout` of [streams, rows, D']."""
     across = min(columns // 4, 32)
@@ -329,7 +324,7 @@ def decode_attention_kernel(
     STAGES: gl.constexpr = shape.stages
     STREAMS: gl.constexpr = shape.streams
     copied: gl.constexpr = _copy_layout(shape.padded)
-    ringed: gl.constexpr = _ring_layout(shape.padded, STREAMS, shape.fp8)
+    ringed: gl.constexpr = ring_layout(shape.padded, STREAMS, shape.fp8)
     product: gl.constexpr = gl.NVMMADistributedLayout(
         [2, 0], [STREAMS, 1, 4 // STREAMS], [1, 16, 8]
     )
@@ -349,7 +344,7 @@ def decode_attention_kernel(
     end = ((gl.program_id(0) + 1) * units // gl.num_programs(0)).to(gl.int32)
     tiles = (end - first) * TILES
     unit = unit_at(schedule, first, shape)
-    ahead, entries = _fill_ring(schedule, source, ring, first, tiles, unit, shape, ringed)
+    ahead, entries = fill_ring(schedule, source, ring, first, tiles, unit, shape, ringed)
 
     _wait_for_inputs(PDL, True)
     if failed:
@@ -414,10 +409,10 @@ def decode_attention_kernel(
             if step < tiles:
                 # The tile is no longer read.
                 gl.thread_barrier()
-                _copy_tile(source, ring, stage, entries, ahead, step % TILES, True, shape)
+                copy_tile(source, ring, stage, entries, ahead, step % TILES, True, shape)
                 if (step + 1) % TILES == 0:
                     ahead = unit_after(schedule, ahead, first + (step + 1) // TILES, shape)
-                entries = _entries(
+                entries = load_entries(
                     source, ahead, (step + 1) % TILES, step + 1 < tiles, shape, ringed
                 )
             async_copy.commit_group()
@@ -450,73 +445,6 @@ def decode_attention_kernel(
 
 
 @gluon.jit
-def _fill_ring(schedule, source, ring, first, tiles, unit, shape, ringed: gl.constexpr):
-    """Ask for the first tiles; the unit and the block table's entries of the next one."""
-    TILES: gl.constexpr = shape.split // shape.tile
-    ahead = unit
-    # All entries first: a copy of the second tile would wait for the first tile's otherwise.
-    entries = ()
-    units = ()
-    for i in gl.static_range(shape.stages):
-        entries += (_entries(source, ahead, i % TILES, i < tiles, shape, ringed),)  # type: ignore[assignment]
-        units += (ahead,)  # type: ignore[assignment]
-        if (i + 1) % TILES == 0:
-            ahead = unit_after(schedule, ahead, first + (i + 1) // TILES, shape)
-    for i in gl.static_range(shape.stages):
-        of = named(units[i])
-        _copy_tile(source, ring, i, entries[i], of, i % TILES, i < tiles, shape)
-        async_copy.commit_group()
-    t: gl.constexpr = shape.stages % TILES
-    return ahead, _entries(source, ahead, t, tiles > shape.stages, shape, ringed)
-
-
-@gluon.jit
-def _stream_tokens(start, shape, layout: gl.constexpr):
-    """Positions [streams, tokens] of a tile's tokens, in order."""
-    TOKENS: gl.constexpr = shape.tile // shape.streams
-    stream = gl.arange(0, shape.streams, gl.SliceLayout(1, layout))
-    return (
-        start + stream[:, None] * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))[None, :]
-    )
-
-
-@gluon.jit
-def _tile_tokens(unit, t, shape, ringed: gl.constexpr):
-    """Positions [streams, tokens] of the tokens of a unit's tile `t`."""
-    start = unit.split * shape.split + t * shape.tile
-    return _stream_tokens(start, shape, gl.SliceLayout(2, ringed))
-
-
-@gluon.jit
-def _entries(source, unit, t, live, shape, ringed: gl.constexpr):
-    """Entries of the block table [T] for the cached tokens of a unit's tile `t`."""
-    _, block_table_ptr, _, table_stride, _ = source
-    token = _tile_tokens(unit, t, shape, ringed)
-    table_row_ptr = block_table_ptr + unit.slot.to(gl.int64) * table_stride
-    mask = (token < unit.cached) & live
-    if shape.window > 0:
-        mask &= is_seen(unit, token, shape)
-    return gl.load(table_row_ptr + token // shape.block_size, mask=mask, other=0)
-
-
-@gluon.jit
-def _copy_tile(source, ring, stage, entries, unit, t, live, shape):
-    """Ask for the keys and values of a unit's tile `t`; those that are not cached become 0."""
-    kv_ptr, _, kv_pitch, _, _ = source
-    keys, values = ring
-    ringed: gl.constexpr = entries.type.layout.parent
-    token = _tile_tokens(unit, t, shape, ringed)
-    dim = gl.arange(0, shape.padded, gl.SliceLayout(0, gl.SliceLayout(1, ringed)))[None, None, :]
-    ptrs = (kv_ptr + cache_offsets(unit, entries, token, kv_pitch, shape))[:, :, None] + dim
-    mask = ((token < unit.cached) & live)[:, :, None] & (dim < shape.D)
-    if shape.window > 0:
-        mask &= is_seen(unit, token, shape)[:, :, None]
-    async_copy.async_copy_global_to_shared(keys.index(stage), ptrs, mask)
-    ptrs += shape.block_size * shape.G * shape.D
-    async_copy.async_copy_global_to_shared(values.index(stage), ptrs, mask)
-
-
-@gluon.jit
 def _attend_tile(queries, keys, values, start, position, state, factor, shape):
     """`state` after a tile: sums of values [M, D'] (of e4m3: even dimensions first), largest score
     [M] in log2 units, and weights [M, T], of which each column is a sum over tiles.
@@ -536,7 +464,7 @@ def _attend_tile(queries, keys, values, start, position, state, factor, shape):
     scores = mma_v2(q, right, gl.zeros_like(total)) * factor
     if shape.softcap > 0:
         scores = _capped(scores, shape.softcap)
-    token = _stream_tokens(start, shape, gl.SliceLayout(1, layout))
+    token = stream_tokens(start, shape, gl.SliceLayout(1, layout))
     position = gl.convert_layout(position, per_row)
     scores = gl.where(token[:, None, :] <= position[None, :, None], scores, float("-inf"))
     if shape.window > 0:

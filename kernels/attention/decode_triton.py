@@ -2,11 +2,7 @@
 
 Letters: N lanes of a launch, W lanes of a row, Q query heads, G kv heads, D head_dim, D' padded to
 what `tl.dot` wants. A head has a partial for the token itself and one for each split.
-
-A lane's siblings are the lanes of its row that come before it; in a tree, its ancestors. Their
-tokens are keys of its splits, but appended by this very launch: what other programs write cannot be
-read here. So each program computes the few that its splits want, from the QKV product and by the
-code that appends them.
+`decode_triton_heads.py` says what a lane's siblings are.
 """
 
 from __future__ import annotations
@@ -14,10 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphengine.kernels.attention.decode_triton_heads import (
+    insert_sibling_keys,
+    insert_sibling_values,
+    load_angles,
+    load_sibling_keys,
+    of_bytes,
+    rotated,
+)
 from graphengine.kernels.attention.scores import tanh
 from graphengine.kernels.core.paged import cache_offsets, quantised_bits
 from graphengine.kernels.core.pdl import wait_for_inputs
-from graphengine.kernels.norm_rope.rope import scale_head
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -160,7 +163,7 @@ def decode_attention_kernel(
         DEPTH if ROW_LANES == 1 else 0,
     )
     partner = tl.where(dim < D // 2, dim + D // 2, dim - D // 2)
-    cos, sin = _load_angles(cos_ptr, sin_ptr, position, inside, dim, D)
+    cos, sin = load_angles(cos_ptr, sin_ptr, position, inside, dim, D)
     appended = position if DEPTH == 0 else own_token
     own_entry = cache_offsets(table_row_ptr, appended, inside, kv_block_stride, BLOCK_SIZE, G * D)
 
@@ -181,7 +184,7 @@ def decode_attention_kernel(
         # All at once, before the first use of any: a trip to L2 each would be a long way.
         row_lane = siblings if DEPTH == 0 else (lane % ROW_LANES).to(tl.int32)
         sibling_ptr = qkv_row_ptr - row_lane * qkv_stride + (Q + kv_head) * D
-        raw_keys = _load_sibling_keys(
+        raw_keys = load_sibling_keys(
             sibling_ptr,
             qkv_stride,
             cos_ptr,
@@ -196,7 +199,7 @@ def decode_attention_kernel(
             SPLIT,
             SIBLINGS,
         )
-        values = _insert_sibling_values(
+        values = insert_sibling_values(
             values,
             sibling_ptr + G * D,
             qkv_stride,
@@ -211,7 +214,7 @@ def decode_attention_kernel(
             FP8,
             WINDOW,
         )
-    q = _rotated(
+    q = rotated(
         qkv_row_ptr + (kv_head * GROUP + row)[:, None] * D,
         head_mask,
         dim,
@@ -228,7 +231,7 @@ def decode_attention_kernel(
     if first_split == 0:
         own_row = tl.zeros([1], tl.int32)
         own_key_ptrs = qkv_row_ptr + (Q + kv_head) * D + own_row[:, None]
-        own_key = _rotated(
+        own_key = rotated(
             own_key_ptrs, dim_mask[None, :], dim, partner, cos, sin, k_norm_ptr, eps, D, NORMED
         )
         own_value = tl.load(own_key_ptrs + G * D + dim[None, :], mask=dim_mask[None, :], other=0.0)
@@ -240,8 +243,8 @@ def decode_attention_kernel(
             value_bytes = quantised_bits(own_value.to(tl.float32), value_scale)
             tl.store(kv_bytes_ptr + append_at, key_bytes, mask=append_mask)
             tl.store(kv_bytes_ptr + value_at, value_bytes, mask=append_mask)
-            own_key = _of_bytes(key_bytes, q.dtype)
-            own_value = _of_bytes(value_bytes, q.dtype)
+            own_key = of_bytes(key_bytes, q.dtype)
+            own_value = of_bytes(value_bytes, q.dtype)
         else:
             tl.store(kv_ptr + append_at, own_key, mask=append_mask)
             tl.store(kv_ptr + value_at, own_value, mask=append_mask)
@@ -255,7 +258,7 @@ def decode_attention_kernel(
 
     if first_split < used:
         if ROW_LANES > 1:
-            keys = _insert_sibling_keys(
+            keys = insert_sibling_keys(
                 keys,
                 raw_keys,
                 siblings,
@@ -394,136 +397,6 @@ def _load_older(
 
 
 @triton.jit
-def _of_bytes(x, dtype: tl.constexpr):
-    """What the bytes of e4m3 stand for."""
-    return x.to(tl.float8e4nv, bitcast=True).to(dtype)
-
-
-@triton.jit
-def _load_angles(cos_ptr, sin_ptr, position, mask, dim, D: tl.constexpr):
-    """Cosines and signed sines [D'] of the angles at `position`, for `_rotate`; 0 unless `mask`."""
-    HALF: tl.constexpr = D // 2
-    is_lower = dim < HALF
-    angle = position.to(tl.int64) * HALF + tl.where(is_lower, dim, dim - HALF)
-    angle_mask = (dim < D) & mask
-    cos = tl.load(cos_ptr + angle, mask=angle_mask, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=angle_mask, other=0.0)
-    return cos, tl.where(is_lower, -sin, sin)
-
-
-@triton.jit
-def _is_sibling_of_split(i, siblings, cached, split, SPLIT: tl.constexpr):
-    """Whether lane `i` of the row is a sibling with a token in the split."""
-    offset = cached + i - split * SPLIT
-    return (i < siblings) & (offset >= 0) & (offset < SPLIT)
-
-
-@triton.jit
-def _load_sibling_keys(
-    sibling_ptr,
-    qkv_stride,
-    cos_ptr,
-    sin_ptr,
-    siblings,
-    ancestor_ptr,
-    cached,
-    split,
-    dim,
-    partner,
-    D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SIBLINGS: tl.constexpr,
-):
-    """For each sibling that a lane may have (x, other, cos, sin) for `_rotate`: x is [1, D'].
-
-    `sibling_ptr` is the key of the row's first lane. Nothing is read of a lane that is no sibling
-    of the split.
-    """
-    raw_keys = ()
-    for i in tl.static_range(SIBLINGS):
-        wanted = _is_sibling_of_split(i, siblings, cached, split, SPLIT)
-        mask = ((dim < D) & wanted)[None, :]
-        row_lane = i
-        if ancestor_ptr is not None:
-            row_lane = tl.load(ancestor_ptr + i, mask=wanted, other=0).to(tl.int64)
-        head_ptrs = sibling_ptr + row_lane * qkv_stride + tl.zeros([1], tl.int32)[:, None]
-        x = tl.load(head_ptrs + dim[None, :], mask=mask, other=0.0)
-        other = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0)
-        cos, sin = _load_angles(cos_ptr, sin_ptr, cached + i, wanted, dim, D)
-        raw_keys += ((x, other, cos, sin),)  # type: ignore[assignment]
-    return raw_keys
-
-
-@triton.jit
-def _insert_sibling_keys(
-    keys,
-    raw_keys,
-    siblings,
-    cached,
-    split,
-    dim,
-    partner,
-    k_norm_ptr,
-    eps,
-    key_scale,
-    D: tl.constexpr,
-    NORMED: tl.constexpr,
-    FP8: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SIBLINGS: tl.constexpr,
-):
-    """`keys` [tokens, D'] of a split with those of the siblings in it, as they are appended.
-
-    One by one: a norm of several rows at once would sum in another order than the own key's.
-    """
-    for i in tl.static_range(SIBLINGS):
-        if _is_sibling_of_split(i, siblings, cached, split, SPLIT):
-            x, other, cos, sin = raw_keys[i]
-            key = _rotate(x, other, dim, partner, cos, sin, k_norm_ptr, eps, D, NORMED)
-            if FP8:
-                key = _of_bytes(quantised_bits(key.to(tl.float32), key_scale), key.dtype)
-            # The gather leaves `key` as it is. The compiler does not carry layouts of registers
-            # through it: in the tile's layout a norm would sum in another order than the own key's.
-            key = tl.gather(tl.reshape(key, [key.shape[1]]), dim, axis=0)
-            is_its_token = split * SPLIT + tl.arange(0, SPLIT) == cached + i
-            keys = tl.where(is_its_token[:, None], key[None, :], keys)
-    return keys
-
-
-@triton.jit
-def _insert_sibling_values(
-    values,
-    sibling_ptr,
-    qkv_stride,
-    ancestor_ptr,
-    token,
-    first_seen,
-    cached,
-    position,
-    dim,
-    value_scale,
-    D: tl.constexpr,
-    FP8: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """`values` [tokens, D'] with those of the siblings; `sibling_ptr` is the value of the first."""
-    rows = (token - cached).to(tl.int64) * qkv_stride
-    mask = ((token >= cached) & (token < position))[:, None] & (dim < D)[None, :]
-    if WINDOW:
-        mask &= (token >= first_seen)[:, None]
-    if ancestor_ptr is not None:
-        is_sibling = (token >= cached) & (token < position)
-        row_lane = tl.load(ancestor_ptr + (token - cached), mask=is_sibling, other=0)
-        rows = row_lane.to(tl.int64) * qkv_stride
-    ptrs = sibling_ptr + rows[:, None] + dim[None, :]
-    if FP8:
-        new = tl.load(ptrs, mask=mask, other=0.0)
-        new = _of_bytes(quantised_bits(new.to(tl.float32), value_scale), values.dtype)
-        return tl.where(mask, new, values)
-    return tl.load(ptrs, mask=mask, other=values)
-
-
-@triton.jit
 def _capped(scores, SOFTCAP: tl.constexpr):
     """Scores in log2 units after the soft cap, which is in the scores' own."""
     cap_log2: tl.constexpr = SOFTCAP * LOG2E
@@ -561,57 +434,6 @@ def _attend_split(
     tl.store(sum_ptr + partial, tl.sum(weights, axis=1), mask=row_mask)
     mask = row_mask[:, None] & (dim < D)[None, :]
     tl.store(acc_ptr + partial[:, None] * D + dim[None, :], acc, mask=mask)
-
-
-@triton.jit
-def _rotated(
-    head_ptrs,
-    mask,
-    dim,
-    partner,
-    cos,
-    signed_sin,
-    weight_ptr,
-    eps,
-    D: tl.constexpr,
-    NORMED: tl.constexpr,
-):
-    """Heads [rows, D'] at `head_ptrs` [rows, 1], normed if NORMED and rotated, in their own dtype.
-
-    The other half of each pair is loaded a second time, which spares shuffling registers.
-    """
-    x = tl.load(head_ptrs + dim[None, :], mask=mask, other=0.0)
-    other = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0)
-    return _rotate(x, other, dim, partner, cos, signed_sin, weight_ptr, eps, D, NORMED)
-
-
-@triton.jit
-def _rotate(
-    x,
-    other,
-    dim,
-    partner,
-    cos,
-    signed_sin,
-    weight_ptr,
-    eps,
-    D: tl.constexpr,
-    NORMED: tl.constexpr,
-):
-    """Heads `x` [rows, D'], `other` the other half of each pair, as `_rotated` gives them.
-
-    Rounded where `rope_append` rounds.
-    """
-    dtype = x.dtype
-    x = x.to(tl.float32)
-    other = other.to(tl.float32)
-    if NORMED:
-        weight = tl.load(weight_ptr + dim, mask=dim < D, other=0.0)
-        partner_weight = tl.load(weight_ptr + partner, mask=dim < D, other=0.0)
-        scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / D + eps)
-        x = scale_head(x, scale[:, None], weight[None, :], dtype)
-        other = scale_head(other, scale[:, None], partner_weight[None, :], dtype)
-    return (x * cos[None, :] + other * signed_sin[None, :]).to(dtype)
 
 
 @triton.jit

@@ -2,15 +2,13 @@
 
     top_drafts -> expand_tree -> (module, lm_head) -> top_drafts -> expand_tree -> ... -> keep_best
 
-The score of a draft is the logarithm of its probability and of those of its ancestors, multiplied.
 Each depth's candidates are the T best drafts after each lane of the run before; of these the T with
 the best scores are expanded: they are the lanes of the next run. At the end the K best candidates
 of all depths are kept. Source: EAGLE-2 (Li et al., arXiv:2406.16858), section 4.
 
-Candidates of a row are numbered from 0: T of depth 1, then T * T of each depth; draft r after lane
-b of a run is candidate b * T + r of its depth. Of equal scores the lower number is better. A score
-is at most the parent's, whose number is lower, so a candidate's ancestors are kept before it is:
-in the order of their scores the kept ones are the nodes 1, 2, ... of a tree (`core/tree.py`).
+Scores, numbers and order of candidates are those of `tree_candidates.py`. A score is at most the
+parent's, whose number is lower, so a candidate's ancestors are kept before it is: in the order of
+their scores the kept ones are the nodes 1, 2, ... of a tree (`core/tree.py`).
 
 In the module's cache lane b of the run at depth g has entry 1 + (g - 1) * T + b after its root's.
 
@@ -28,7 +26,6 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.dispatch import use_triton
-from graphengine.kernels.core.lanes import check_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.core.tree import TreeLanes, TreeTables, check_tree_lanes, check_tree_tables
@@ -48,50 +45,26 @@ from graphengine.kernels.draft.draft_triton import (
     store_combined,
     store_lane,
 )
-from graphengine.kernels.draft.top_drafts import TopDrafts
+from graphengine.kernels.draft.tree_candidates import (
+    NOTHING,
+    Candidates,
+    Children,
+    check_children,
+    check_found,
+    child_args,
+    children_reference,
+    first_candidate,
+    load_children,
+    load_parents,
+    next_best,
+    number_of,
+    ranked,
+)
 from graphengine.kernels.linear.residual import Residual
-from graphengine.kernels.sample.candidates import LAST_ID, sortable_key, value_of_key
+from graphengine.kernels.sample.candidates import value_of_key
 from graphengine.kernels.step.state import DecodeLanes
 
-_NOTHING = tl.constexpr(-(2**63))
 _EVERYTHING = tl.constexpr(2**63 - 1)
-
-
-class Candidates(NamedTuple):
-    """What was found for each row; what is read of a row, was written in the same growth."""
-
-    score: torch.Tensor
-    """float32 [R, C]: -inf where there is none."""
-    token: torch.Tensor
-    """int32 [R, C]"""
-    expanded: torch.Tensor
-    """int32 [R, D - 1, T]: the number of each lane of the runs at depth 1, 2, ...; -1 for none."""
-
-    @classmethod
-    def new(cls, rows: int, top_k: int, depth: int, device: torch.device) -> Candidates:
-        """Uninitialised, for trees at least 2 deep."""
-        count = first_candidate(depth, top_k)
-        score = torch.empty(rows, count, dtype=torch.float32, device=device)
-        token = torch.empty_like(score, dtype=torch.int32)
-        return cls(score, token, token.new_empty(rows, depth - 1, top_k))
-
-
-class Children(NamedTuple):
-    """The drafts after the lanes of a run."""
-
-    drafts: TopDrafts
-    """T of each of its M lanes; alone as new as the launch before."""
-    parents: DecodeLanes
-    """R * P lanes; their tokens are not read. A padded one has no children."""
-    score: torch.Tensor | None = None
-    """float32 [R * P], of the parents; None for the roots, whose score is 0."""
-    source: torch.Tensor | None = None
-    """int32 [R * P]: the lane of the run that each parent is; None: M is R * P."""
-
-    @property
-    def top_k(self) -> int:
-        """T"""
-        return self.drafts.token.shape[1]
 
 
 class Expanded(NamedTuple):
@@ -112,11 +85,6 @@ class DraftedTrees(NamedTuple):
     parent: torch.Tensor
     """int32 [S, K]: the number of each one's parent."""
     tables: TreeTables
-
-
-def first_candidate(depth: int, top_k: int) -> int:
-    """The number of the first candidate at a depth, 1 and up; how many there are above it."""
-    return 0 if depth == 1 else top_k + (depth - 2) * top_k * top_k
 
 
 def expand_tree(
@@ -156,9 +124,9 @@ def expand_tree(
         New lanes at the positions after their parents'. ValueError for a shape or dtype that does
         not fit.
     """
-    count, parents = _check_children(children, rows)
+    count, parents = check_children(children, rows)
     top_k = children.top_k
-    most = _check_found(found, count, top_k)
+    most = check_found(found, count, top_k)
     if not 1 <= depth <= most:
         raise ValueError(f"depth {depth} is not above the last of trees that are {most + 1} deep")
     if parents != (1 if depth == 1 else top_k) or (above is None) != (depth == 1):
@@ -179,7 +147,7 @@ def expand_tree(
     score = torch.empty_like(lanes.slot, dtype=torch.float32)
     args, options = fusion_args(hidden, fusion, hidden_eps, count * top_k, residual)
     launcher(_expand_kernel, (count * top_k,))(
-        _child_args(children),
+        child_args(children),
         _ExpandArgs(
             row_slot=rows.slot,
             row_position=rows.position,
@@ -225,7 +193,7 @@ def expand_tree_reference(
 ) -> Expanded:
     """Plain twin of `expand_tree`."""
     count, top_k = rows.slot.numel(), children.top_k
-    score_RC, token_RC = _children_reference(children, count)
+    score_RC, token_RC = children_reference(children, count)
     parents, of_depth = score_RC.shape[1] // top_k, first_candidate(depth, top_k)
     there = slice(of_depth, of_depth + score_RC.shape[1])
     found.score[:, there], found.token[:, there] = score_RC, token_RC
@@ -280,9 +248,9 @@ def keep_best(
 
     ValueError for a shape or dtype that does not fit.
     """
-    count, parents = _check_children(children, rows)
+    count, parents = check_children(children, rows)
     top_k = children.top_k
-    depth = 1 + _check_found(found, count, top_k)
+    depth = 1 + check_found(found, count, top_k)
     if parents != top_k:
         raise ValueError(f"{parents} parents a row are not the {top_k} lanes of the last run")
     slots, nodes = trees.draft.shape[0], check_draft_table(trees.draft)
@@ -300,7 +268,7 @@ def keep_best(
     older = first_candidate(depth, top_k)
     block_c = triton.next_power_of_2(older + top_k * top_k)
     launcher(_keep_kernel, (count,))(
-        _child_args(children),
+        child_args(children),
         found,
         rows.slot,
         trees.draft,
@@ -323,7 +291,7 @@ def keep_best_reference(
     children: Children, rows: DecodeLanes, found: Candidates, trees: DraftedTrees
 ) -> None:
     """Plain twin of `keep_best`: one row, and one node after the other."""
-    score_RC, token_RC = _children_reference(children, rows.slot.numel())
+    score_RC, token_RC = children_reference(children, rows.slot.numel())
     score_RC = torch.cat([found.score, score_RC], dim=1)
     token_RC = torch.cat([found.token, token_RC], dim=1)
     nodes, T = trees.draft.shape[1], children.top_k
@@ -351,69 +319,6 @@ def keep_best_reference(
             trees.tables.ancestor[slot, node, : len(path)] = torch.tensor(path, dtype=torch.int32)
 
 
-def _children_reference(children: Children, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score and token of each row's candidates, [R, P * T]; -inf where there is none."""
-    (token, value), parents, score, source = children
-    lanes = torch.arange(parents.slot.numel()) if source is None else source.long()
-    has_parent = parents.slot >= 0
-    lanes = lanes.to(token.device).where(has_parent, 0)
-    token, value = token[lanes], value[lanes].clamp(max=0.0)
-    if score is not None:
-        value = score[:, None] + value
-    value = value.where(has_parent[:, None] & (token >= 0), -torch.inf)
-    return value.view(rows, -1), token.view(rows, -1)
-
-
-def _check_children(children: Children, rows: DecodeLanes) -> tuple[int, int]:
-    """(R, P); ValueError unless the lanes and drafts fit each other."""
-    (token, value), parents, score, source = children
-    count, lanes = rows.slot.numel(), parents.slot.numel()
-    check_lanes(count, **{f"rows.{name}": field for name, field in rows._asdict().items()})
-    check_lanes(lanes, **{f"parents.{name}": field for name, field in parents._asdict().items()})
-    if count < 1 or lanes < 1 or lanes % count:
-        raise ValueError(f"{lanes} parents are no whole number of lanes for each of {count} rows")
-    for name, part, dtype in (("token", token, torch.int32), ("value", value, torch.float32)):
-        shape = tuple(part.shape)
-        if part.dtype != dtype or len(shape) != 2 or not part.is_contiguous():
-            raise ValueError(
-                f"a draft's {name} must be dense {dtype} [M, T], not {part.dtype} {shape}"
-            )
-        if shape != tuple(token.shape):
-            raise ValueError(f"drafts of shape {tuple(token.shape)} have values of shape {shape}")
-    if source is not None:
-        check_lanes(lanes, source=source)
-    elif token.shape[0] != lanes:
-        raise ValueError(f"drafts of {token.shape[0]} lanes are not those of {lanes} parents")
-    if score is not None and (score.dtype != torch.float32 or tuple(score.shape) != (lanes,)):
-        raise ValueError(f"score must be float32 [{lanes}], not {score.dtype} {tuple(score.shape)}")
-    return count, lanes // count
-
-
-def _check_found(found: Candidates, rows: int, top_k: int) -> int:
-    """D - 1; ValueError unless the tensors are those of trees of one depth."""
-    runs = found.expanded.shape[1] if found.expanded.dim() == 3 else 0
-    shape = (rows, first_candidate(1 + runs, top_k))
-    sizes = ((rows, runs, top_k), shape, shape)
-    parts = (found.expanded, found.score, found.token)
-    dtypes = (torch.int32, torch.float32, torch.int32)
-    for part, size, dtype in zip(parts, sizes, dtypes, strict=True):
-        fits = tuple(part.shape) == size and part.dtype == dtype and part.is_contiguous()
-        if runs < 1 or not fits:
-            raise ValueError(
-                f"candidates of {rows} rows and {top_k} drafts a lane must be dense {dtype} "
-                f"{list(size)}, not {part.dtype} {list(part.shape)}"
-            )
-    return runs
-
-
-class _ChildArgs(NamedTuple):
-    token: torch.Tensor
-    value: torch.Tensor
-    slot: torch.Tensor
-    score: torch.Tensor | None
-    source: torch.Tensor | None
-
-
 class _ExpandArgs(NamedTuple):
     row_slot: torch.Tensor
     row_position: torch.Tensor
@@ -427,54 +332,6 @@ class _ExpandArgs(NamedTuple):
     lane_position: torch.Tensor
     lane_score: torch.Tensor
     lane_ancestor: torch.Tensor
-
-
-def _child_args(children: Children) -> _ChildArgs:
-    (token, value), parents, score, source = children
-    return _ChildArgs(token, value, parents.slot, score, source)
-
-
-@triton.jit
-def _load_parents(children, row, child, wanted, P: tl.constexpr, T: tl.constexpr):
-    """(whether each child's parent is live, its score, its lane of the run); before the wait."""
-    parent = row * P + child // T
-    has_parent = tl.load(children.slot + parent, mask=wanted, other=-1, cache_modifier=".cg") >= 0
-    score = tl.zeros_like(child).to(tl.float32)
-    if children.score is not None:
-        score = tl.load(children.score + parent, mask=has_parent, other=0.0, cache_modifier=".cg")
-    source = parent
-    if children.source is not None:
-        source = tl.load(children.source + parent, mask=has_parent, other=0, cache_modifier=".cg")
-    return has_parent, score, source
-
-
-@triton.jit
-def _load_children(children, child, has_parent, score, source, T: tl.constexpr):
-    """(score, token) of each child; -inf and -1 for none."""
-    at = source * T + child % T
-    token = tl.load(children.token + at, mask=has_parent, other=-1)
-    value = tl.load(children.value + at, mask=has_parent, other=0.0)
-    value = score + tl.minimum(value, 0.0)
-    return tl.where(token >= 0, value, float("-inf")), token
-
-
-@triton.jit
-def _ranked(score, number):
-    """int64 in the order of scores; of equal ones the lower number is above."""
-    packed = (sortable_key(score).to(tl.int64) << 32) | (number ^ LAST_ID).to(tl.int64)
-    return tl.where(score > float("-inf"), packed, _NOTHING)
-
-
-@triton.jit
-def _next_best(packed, last):
-    """The greatest below `last`; nothing if there is none."""
-    return tl.max(tl.where(packed < last, packed, _NOTHING), 0)
-
-
-@triton.jit
-def _number_of(packed):
-    """The number of a candidate that is there."""
-    return (packed & LAST_ID).to(tl.int32) ^ LAST_ID
 
 
 @triton.jit(do_not_specialize=["depth", "of_depth", "limit"])
@@ -510,21 +367,21 @@ def _expand_kernel(
     root = tl.load(expand.row_position + row, mask=live, other=0, cache_modifier=".cg")
     c = tl.arange(0, BLOCK_C)
     inside = live & (c < P * T)
-    has_parent, score, source = _load_parents(children, row, c, inside, P, T)
+    has_parent, score, source = load_parents(children, row, c, inside, P, T)
     weight = load_weight(fusion.embedding_norm, H, BLOCK_H)
     wait_for_inputs(PDL)
 
-    score, token = _load_children(children, c, has_parent, score, source, T)
+    score, token = load_children(children, c, has_parent, score, source, T)
     if place == 0:
         at = row * columns + of_depth + c
         tl.store(expand.score + at, score, mask=inside)
         tl.store(expand.token + at, token, mask=inside)
-    packed = _ranked(score, c)
+    packed = ranked(score, c)
     best = tl.max(packed, 0)
     for _ in range(place):
-        best = _next_best(packed, best)
-    found = best != _NOTHING
-    chosen = tl.where(found, _number_of(best), 0)
+        best = next_best(packed, best)
+    found = best != NOTHING
+    chosen = tl.where(found, number_of(best), 0)
     tl.store(
         expand.expanded + (row * runs + depth - 1) * T + place,
         tl.where(found, of_depth + chosen, -1),
@@ -592,19 +449,19 @@ def _keep_kernel(
     )
     child = tl.maximum(c - OLDER, 0)
     fresh = live & (c >= OLDER) & (c < OLDER + T * T)
-    has_parent, score, source = _load_parents(children, row, child, fresh, T, T)
+    has_parent, score, source = load_parents(children, row, child, fresh, T, T)
     wait_for_inputs(PDL)
 
-    score, token = _load_children(children, child, has_parent, score, source, T)
-    packed = _ranked(tl.where(is_older, older, score), c)
+    score, token = load_children(children, child, has_parent, score, source, T)
+    packed = ranked(tl.where(is_older, older, score), c)
     w = tl.arange(0, BLOCK_W)
     best = tl.full([], _EVERYTHING, tl.int64)
     # Of each node its candidate and that one's token.
     of_W = tl.full([BLOCK_W], -1, tl.int32)
     token_W = tl.full([BLOCK_W], -1, tl.int32)
     for node in range(1, NODES + 1):
-        best = _next_best(packed, best)
-        number = tl.where(best != _NOTHING, _number_of(best), -1)
+        best = next_best(packed, best)
+        number = tl.where(best != NOTHING, number_of(best), -1)
         of_W = tl.where(w == node, number, of_W)
         fresh_token = tl.sum(tl.where(c == number, token, 0), 0)
         token_W = tl.where((w == node) & (number >= OLDER), fresh_token, token_W)

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.experts.experts_triton_sums import arrive, arrive_alone, sum_of_rows
 from graphengine.kernels.experts.held import place_of_expert
 from graphengine.kernels.experts.packed_triton import packed_chain
-from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
 from graphengine.kernels.norm_rope.activation import gated
 
 
@@ -84,7 +84,7 @@ def product_kernel(
             x_ptrs, weight_ptr, expert, tile, there, M, K, L, BLOCK_M, BLOCK_K, CODE, GROUP, SWIGLU
         )
     if GROUPS > 0:
-        total = _sum_of_rows(squares, L, squares.shape[1])
+        total = sum_of_rows(squares, L, squares.shape[1])
         y = y * (1.0 / tl.sqrt_rn(total / K + eps))[:, None]
     if bias_ptr is not None:
         y = y + _biases(bias_ptr, expert, tile, M, BLOCK_M, SWIGLU)[None, :]
@@ -195,7 +195,7 @@ def down_kernel(
     if expert < 0:
         return
     if HELD > 0 and expert >= HELD:
-        _arrive(
+        arrive(
             pair,
             there,
             tile,
@@ -229,7 +229,7 @@ def down_kernel(
     y_ptrs = y_ptr + pair.to(tl.int64)[:, None] * M + output[None, :]
     tl.store(y_ptrs, y, mask=there[:, None] & inside)
     tl.debug_barrier()
-    _arrive(
+    arrive(
         pair,
         there,
         tile,
@@ -247,102 +247,6 @@ def down_kernel(
         L,
         BLOCK_M,
     )
-
-
-@triton.jit
-def _arrive(
-    pair,
-    there,
-    tile,
-    output,
-    y_ptr,
-    share_ptr,
-    expert_ptr,
-    arrivals_ptr,
-    lanes,
-    stream,
-    M: tl.constexpr,
-    TOP_K: tl.constexpr,
-    FIRST: tl.constexpr,
-    HELD: tl.constexpr,
-    L: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Pairs [L] have what they add, if anything; the last of a lane's adds all of it up."""
-    lane = pair // TOP_K
-    arrival_ptrs = arrivals_ptr + lane * tl.num_programs(1) + tile
-    arrived = tl.atomic_add(arrival_ptrs, tl.full((L,), 1, tl.int32), mask=there, sem="acq_rel")
-    done = there & (arrived == TOP_K - 1)
-    if tl.max(done.to(tl.int32), axis=0) > 0:
-        tl.store(arrival_ptrs, tl.zeros((L,), tl.int32), mask=done)
-        total = _sum_of_pairs(
-            y_ptr, share_ptr, expert_ptr, lane, done, output, M, TOP_K, FIRST, HELD, L, BLOCK_M
-        )
-        _add_to_stream(total, lane, done, tile, lanes, stream, M, L, BLOCK_M)
-
-
-@triton.jit
-def _sum_of_pairs(
-    y_ptr,
-    share_ptr,
-    expert_ptr,
-    lane,
-    live,
-    output,
-    M: tl.constexpr,
-    TOP_K: tl.constexpr,
-    FIRST: tl.constexpr,
-    HELD: tl.constexpr,
-    L: tl.constexpr,
-    B: tl.constexpr,
-):
-    """The products [L, B] of lanes' pairs, each by its share, summed by rank; 0 of those whose
-    experts other ranks have.
-    """
-    mask = live[:, None] & (output < M)[None, :]
-    total = tl.zeros((L, B), dtype=tl.float32)
-    for rank in range(TOP_K):
-        pair = lane * TOP_K + rank
-        share = tl.load(share_ptr + pair, mask=live, other=0.0)
-        y_ptrs = y_ptr + pair.to(tl.int64)[:, None] * M + output[None, :]
-        if HELD > 0:
-            expert = tl.load(expert_ptr + pair, mask=live, other=0)
-            here = place_of_expert(expert, FIRST, HELD) < HELD
-            y = tl.load(y_ptrs, mask=mask & here[:, None], other=0.0).to(tl.float32)
-        else:
-            y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-        total = tl.fma(tl.broadcast_to(share[:, None], (L, B)), y, total)
-    return total
-
-
-@triton.jit(do_not_specialize=["lanes"])
-def combine_kernel(
-    y_ptr,
-    slot_ptr,
-    share_ptr,
-    expert_ptr,
-    out_ptr,
-    lanes,
-    out_stride,
-    M: tl.constexpr,
-    TOP_K: tl.constexpr,
-    FIRST: tl.constexpr,
-    HELD: tl.constexpr,
-    L: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program for L lanes and BLOCK_M outputs: the products of their pairs, summed by rank."""
-    lane = tl.program_id(0) * L + tl.arange(0, L)
-    output = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    wait_for_inputs(PDL)
-    live = tl.load(slot_ptr + lane, mask=lane < lanes, other=-1) >= 0
-    total = _sum_of_pairs(
-        y_ptr, share_ptr, expert_ptr, lane, live, output, M, TOP_K, FIRST, HELD, L, BLOCK_M
-    )
-    out_ptrs = out_ptr + lane.to(tl.int64)[:, None] * out_stride + output[None, :]
-    stored = live[:, None] & (output < M)[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["lanes", "eps"])
@@ -442,7 +346,7 @@ def fma_down_kernel(
     if not live:
         return
     if HELD > 0 and expert >= HELD:
-        _arrive_alone(
+        arrive_alone(
             pair,
             tile,
             tile * BLOCK_M + tl.arange(0, BLOCK_M),
@@ -465,7 +369,7 @@ def fma_down_kernel(
     output = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(y_ptr + pair.to(tl.int64) * M + output, y, mask=output < M)
     tl.debug_barrier()
-    _arrive_alone(
+    arrive_alone(
         pair,
         tile,
         output,
@@ -481,36 +385,6 @@ def fma_down_kernel(
         HELD,
         BLOCK_M,
     )
-
-
-@triton.jit
-def _arrive_alone(
-    pair,
-    tile,
-    output,
-    y_ptr,
-    share_ptr,
-    expert_ptr,
-    arrivals_ptr,
-    lanes,
-    stream,
-    M: tl.constexpr,
-    TOP_K: tl.constexpr,
-    FIRST: tl.constexpr,
-    HELD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """`_arrive` of a single pair."""
-    lane = pair // TOP_K
-    arrival_ptr = arrivals_ptr + lane * tl.num_programs(1) + tile
-    if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == TOP_K - 1:
-        tl.store(arrival_ptr, 0)
-        row = tl.full((1,), lane, tl.int32)
-        there = tl.full((1,), 1, tl.int1)
-        total = _sum_of_pairs(
-            y_ptr, share_ptr, expert_ptr, row, there, output, M, TOP_K, FIRST, HELD, 1, BLOCK_M
-        )
-        _add_to_stream(total, row, there, tile, lanes, stream, M, 1, BLOCK_M)
 
 
 @triton.jit
@@ -540,61 +414,6 @@ def multiply_rows(tiles, x_row_ptr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOC
         x = tl.load(x_row_ptr + step * BLOCK_K + k, mask=step * BLOCK_K + k < K, other=0.0)
         sums += tiles[step].to(tl.float32) * x.to(tl.float32)[None, :]
     return sums
-
-
-@triton.jit
-def _add_to_stream(
-    y, lane, live, tile, lanes, stream, M: tl.constexpr, L: tl.constexpr, B: tl.constexpr
-):
-    """Add float32 sums [L, B] to the residual stream, and leave what the next norm needs; or store
-    them, in place of a stream.
-
-    Every operation is the same in whatever layout the sums come, as different kernels call this.
-    """
-    output = tile * B + tl.arange(0, B)
-    stored = live[:, None] & (output < M)[None, :]
-    at = lane.to(tl.int64)[:, None] * M + output[None, :]
-    if len(stream) < STREAM_FIELDS:
-        tl.store(stream.x + at, y, mask=stored)
-    else:
-        norm = tl.load(stream.next_norm + output, mask=output < M, other=0.0).to(tl.float32)
-        x = tl.load(stream.x + at, mask=stored, other=0.0) + y
-        tl.store(stream.x + at, x, mask=stored)
-        tl.store(
-            stream.scaled + at, (x * norm[None, :]).to(stream.scaled.dtype.element_ty), mask=stored
-        )
-        if len(stream) == KEEPING_FIELDS:
-            kept = (x * stream.kept_scale).to(stream.kept.dtype.element_ty)
-            kept_rows = lane.to(tl.int64)[:, None] * stream.kept_stride
-            tl.store(stream.kept + kept_rows + output[None, :], kept, mask=stored)
-        squares = _sum_of_squares(tl.where(stored, x, 0.0), L, B)
-        tl.store(stream.squares + tile * lanes + lane, squares, mask=live)
-
-
-@triton.jit
-def _sum_of_squares(x, L: tl.constexpr, B: tl.constexpr):
-    """Of each row of [L, B]; the compiler is left no product to fuse with a sum."""
-    even, odd = tl.split(tl.reshape(x, (L, B // 2, 2)))
-    return _sum_of_rows(tl.fma(even, even, odd * odd), L, B // 2)
-
-
-@triton.jit
-def _sum_of_rows(x, L: tl.constexpr, B: tl.constexpr):
-    """Of each row of [L, B]: pairs of neighbours, and pairs of these again.
-
-    This order is written down; that of `tl.sum` follows from the layout, which may be another one
-    where lanes are looked up.
-    """
-    sums = x
-    for step in tl.static_range(_log2(B)):
-        even, odd = tl.split(tl.reshape(sums, (L, (B // 2) >> step, 2)))
-        sums = even + odd
-    return tl.reshape(sums, (L,))
-
-
-@triton.constexpr_function
-def _log2(number):
-    return number.bit_length() - 1
 
 
 @triton.constexpr_function

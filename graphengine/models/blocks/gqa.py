@@ -1,13 +1,12 @@
 """Grouped-query attention with RoPE: two kernels and a product in decode, one and two in prefill.
 
-Letters: N lanes, H hidden, D head_dim, Q query heads, G kv heads, P positions.
+Letters: N lanes, H hidden, D head_dim, Q query heads, G kv heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from graphengine.kernels import (
     DecodeLanes,
     PrefillLanes,
     Residual,
-    RopeConfig,
     RowFamily,
     attention_split,
     decode_attention,
@@ -31,9 +29,9 @@ from graphengine.kernels import (
     paged_prefill_attention,
     prefill_attention_workspace_bytes,
     rope_append,
-    rope_tables,
 )
 from graphengine.models.blocks.norms import NextNorm, plus_one
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
@@ -46,36 +44,6 @@ from graphengine.models.contract import ChunkAttention, DecodeLaunch, PrefillLau
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import Paged
 from graphengine.models.weights import StoredLinear, Weight
-
-
-class RopeTables(NamedTuple):
-    """What the attention layers of a model, and those of its draft modules, have in common.
-
-    cos, sin  float32 `[P, D/2]` of P = max_seq_len positions
-    """
-
-    cos: Tensor
-    sin: Tensor
-    max_seq_len: int
-
-    @classmethod
-    def of(
-        cls, rope: RopeConfig, *, head_dim: int, max_seq_len: int, device: torch.device
-    ) -> RopeTables:
-        """The tables of this many positions."""
-        tables = rope_tables(rope, head_dim=head_dim, max_positions=max_seq_len, device=device)
-        return cls(*tables, max_seq_len)
-
-    @classmethod
-    def still(cls, *, head_dim: int, max_seq_len: int, device: torch.device) -> RopeTables:
-        """Tables by which nothing turns, for attention without RoPE: the bits stay as they are."""
-        half = (max_seq_len, head_dim // 2)
-        return cls(torch.ones(half, device=device), torch.zeros(half, device=device), max_seq_len)
-
-    @staticmethod
-    def nbytes(head_dim: int, max_seq_len: int) -> int:
-        """Bytes of both tables."""
-        return max_seq_len * head_dim * 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,8 +31,8 @@ from graphengine.kernels import (
     linear,
     rms_norm,
 )
-from graphengine.models.blocks.gqa import RopeTables
 from graphengine.models.blocks.norms import NextNorm
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,

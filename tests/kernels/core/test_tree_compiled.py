@@ -17,6 +17,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.tree import TreeLanes, TreeTables
 from graphengine.kernels.draft import defer, draft, dynamic_tree, top_drafts, tree
+from graphengine.kernels.draft.tree_candidates import Candidates, Children
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.logits import logits, logprobs
 from graphengine.kernels.sample import cutoff
@@ -139,17 +140,17 @@ def grow(inner: int) -> None:
     )  # fmt: skip
 
 
-def children(depth: int) -> dynamic_tree.Children:
+def children(depth: int) -> Children:
     """Of 3 drafts a lane: after lanes of a run of more at depth 1, then after 3 lanes a row."""
     if depth == 1:
         of_run = top_drafts.TopDrafts(ints(N, 3), torch.zeros(N, 3))
-        return dynamic_tree.Children(of_run, lanes(R), None, ints(R))
+        return Children(of_run, lanes(R), None, ints(R))
     of_run = top_drafts.TopDrafts(ints(3 * R, 3), torch.zeros(3 * R, 3))
-    return dynamic_tree.Children(of_run, lanes(3 * R), torch.zeros(3 * R))
+    return Children(of_run, lanes(3 * R), torch.zeros(3 * R))
 
 
 def expand(depth: int) -> None:
-    found = dynamic_tree.Candidates.new(R, 3, 3, torch.device("cpu"))
+    found = Candidates.new(R, 3, 3, torch.device("cpu"))
     above = None if depth == 1 else TreeLanes(ints(3 * R), ints(3 * R), ints(3 * R, 3))
     dynamic_tree.expand_tree(
         children(depth), torch.zeros(N, H), lanes(R), found,
@@ -160,7 +161,7 @@ def expand(depth: int) -> None:
 
 
 def keep() -> None:
-    found = dynamic_tree.Candidates.new(R, 3, 3, torch.device("cpu"))
+    found = Candidates.new(R, 3, 3, torch.device("cpu"))
     tables = TreeTables(ints(S, W), ints(S, W, 3))
     trees = dynamic_tree.DraftedTrees(ints(S, W - 1), ints(S, W - 1), tables)
     dynamic_tree.keep_best(children(3), lanes(R), found, trees, pdl=True)

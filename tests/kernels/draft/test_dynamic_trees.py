@@ -15,8 +15,6 @@ from extent import extent
 from graphengine.kernels.core.tree import TreeLanes, TreeTables
 from graphengine.kernels.draft.draft import Fusion, combine_hidden_reference
 from graphengine.kernels.draft.dynamic_tree import (
-    Candidates,
-    Children,
     DraftedTrees,
     Expanded,
     expand_tree,
@@ -25,6 +23,7 @@ from graphengine.kernels.draft.dynamic_tree import (
     keep_best_reference,
 )
 from graphengine.kernels.draft.top_drafts import TopDrafts
+from graphengine.kernels.draft.tree_candidates import Candidates, Children
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.step.state import DecodeLanes
 

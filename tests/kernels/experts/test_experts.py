@@ -368,8 +368,11 @@ def test_compiled_kernels_have_the_same_bits_grouped_and_not(
         "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "fma"),
         "down_plan": FMA,
     }
-    module = importlib.import_module("graphengine.kernels.experts.experts")
-    with launches_handed_to(partial(run_launch, late=late), module):
+    modules = (
+        importlib.import_module(f"graphengine.kernels.experts.{name}")
+        for name in ("experts", "launches")
+    )
+    with launches_handed_to(partial(run_launch, late=late), *modules):
         whole = decode(case, grouped=False, **plans)
         grouped = decode(case, grouped=True, **plans)
         single = decode(case, grouped=False, **fma)

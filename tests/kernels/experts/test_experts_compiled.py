@@ -31,7 +31,10 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel canno
 
 HIDDEN, FFN, EXPERTS, TOP_K = 2048, 768, 128, 8
 experts = importlib.import_module("graphengine.kernels.experts.experts")
-packed_decode = importlib.import_module("graphengine.kernels.experts.packed_decode")
+launchers = [
+    importlib.import_module(f"graphengine.kernels.experts.{name}")
+    for name in ("launches", "packed_decode")
+]
 
 
 class Operands:
@@ -77,7 +80,7 @@ def of_gate_up(operands, tile, squares=True):
             grouping=operands.grouping,
             pdl=True,
         ),
-        packed_decode,
+        *launchers,
     )
 
 
@@ -97,7 +100,7 @@ def of_down(operands, plan):
             grouping=operands.grouping,
             pdl=True,
         ),
-        packed_decode,
+        *launchers,
     )
 
 

@@ -43,6 +43,7 @@ SMALL = LinearPlan("dot", block_m=32, block_k=32, stages=2)
 FMA = LinearPlan("fma", block_m=16, block_k=32)
 HIDDEN, FFN = 40, 24
 EXPERTS = importlib.import_module("graphengine.kernels.experts.experts")
+LAUNCHES = importlib.import_module("graphengine.kernels.experts.launches")
 GROUPING = importlib.import_module("graphengine.kernels.experts.grouping")
 
 
@@ -242,7 +243,7 @@ def test_compiled_kernels_add_what_is_held(
     ]
     if form == "fma":
         plans = [expert_plan("swiglu", 2 * FFN, HIDDEN, dtype, "fma"), FMA]
-    with launches_handed_to(partial(run_launch, late=late), EXPERTS, GROUPING):
+    with launches_handed_to(partial(run_launch, late=late), EXPERTS, LAUNCHES, GROUPING):
         grouping = case.grouping() if form in ("grouped", "chunk") else None
         if form == "chunk":
             tile = ProductTile(DECODE_BLOCK, 32, 32, warps=4, stages=2)
@@ -260,7 +261,7 @@ def test_compiled_kernels_wait_and_keep_their_rings() -> None:
     case = Case.random(6, 6, 3, range(2, 4), torch.bfloat16, "cpu")
     for plan, early in ((SMALL, set()), (FMA, {"slot_ptr", "expert_ptr", "weight_ptr"})):
         found: list[Any] = []
-        with launches_handed_to(found.append, EXPERTS):
+        with launches_handed_to(found.append, EXPERTS, LAUNCHES):
             case.part(case.x.new_zeros(18, FFN), plan, None)
         found[0].arguments["PDL"] = True
         compiled, names = compile_kernel(found[0])

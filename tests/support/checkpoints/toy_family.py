@@ -32,7 +32,8 @@ from graphengine.kernels import (
     linear,
     rms_norm,
 )
-from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention, RopeTables
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
+from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
