@@ -20,8 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphengine.kernels import PUSH_UNIT, Peers, push_gather, push_sum, push_to_residual, sum_parts
-from graphengine.models.contract import AddParts, Share
+from graphengine.kernels import (
+    PUSH_UNIT,
+    ExpertLanes,
+    Peers,
+    push_gather,
+    push_lanes,
+    push_own_sum,
+    push_own_to_residual,
+    push_sum,
+    push_to_residual,
+    sum_parts,
+)
+from graphengine.models.contract import AddOwn, AddParts, Share
 from graphengine.parallel.peer_memory import PeerMemory, devices_of
 
 log = logging.getLogger(__name__)
@@ -124,19 +135,36 @@ class Meeting:
         self._finish(lambda: self._group.allgather([parts], [sent]))
         return gathered
 
-    def exchange(self, parts_RNC: Tensor) -> Tensor:
-        """New `[ranks, N, C]`: what each rank has for this one; MeetingFailed on a CPU.
-
-        On GPUs all parts go to all ranks.
+    def sum_own(self, parts_RNC: Tensor) -> Tensor:
+        """New `[N, C]`, the sum of what all ranks have for this one, in their order; MeetingFailed
+        on a CPU.
         """
         parts_RNC = parts_RNC.contiguous()
-        if self._on_gpu:
-            gathered = self.gather(parts_RNC.flatten(0, 1))
-            return gathered.view(-1, *parts_RNC.shape)[:, self.share.rank].contiguous()
+        peers = self._pushes(parts_RNC[0])
+        if peers is not None:
+            return push_own_sum(peers, parts_RNC, pdl=self._pdl)
         exchanged = torch.empty_like(parts_RNC)
         sent, received = parts_RNC.view(torch.uint8), exchanged.view(torch.uint8)
-        self._finish(lambda: self._group.alltoall_base(received, sent, [], []))
-        return exchanged
+        if self._on_gpu:
+            self._group.alltoall_base(received, sent, [], []).wait()
+        else:
+            self._finish(lambda: self._group.alltoall_base(received, sent, [], []))
+        return sum_parts(exchanged)
+
+    @property
+    def add_own(self) -> AddOwn | None:
+        """What pushes what ranks have for each other of a decode step, and adds the sum; None where
+        nothing does.
+        """
+        peers = self._peers
+        return None if peers is None else partial(push_own_to_residual, peers)
+
+    def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
+        """The lanes of all ranks, in one launch; None where nothing pushes so many."""
+        peers = self._peers
+        if peers is None or lanes.units > peers.units:
+            return None
+        return push_lanes(peers, lanes, pdl=self._pdl)
 
     def _finish(self, start: Callable[[], Any]) -> None:
         """Wait for what gloo starts. MeetingFailed where a rank is gone or does not come."""

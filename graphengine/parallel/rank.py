@@ -123,7 +123,8 @@ class _Rank:
             calibrate(opened.model, memory, config, opened.drafter, ids, meeting)
         shared = None
         if config.data_parallel > 1:
-            shared = SharedRecords.of_rank(self._start.meeting, share.rank, config, memory)
+            meeting_file = self._start.meeting
+            shared = SharedRecords.of_rank(meeting_file, share.rank, config, memory, written=True)
         joined = Joined.of(meeting, config)
         runtime = Runtime(
             opened.model,
@@ -140,6 +141,8 @@ class _Rank:
         runtime.close()
         # The process takes its own memory along, which others may still have.
         meeting.leave()
+        if shared is not None:
+            shared.mailboxes.close()
 
     def _follow(
         self,

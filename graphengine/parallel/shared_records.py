@@ -26,13 +26,22 @@ class SharedRecords(NamedTuple):
 
     @classmethod
     def of_rank(
-        cls, meeting: str, rank: int, config: EngineConfig, memory: MemoryPlan
+        cls,
+        meeting: str,
+        rank: int,
+        config: EngineConfig,
+        memory: MemoryPlan,
+        *,
+        written: bool = False,
     ) -> SharedRecords:
-        """In a file beside that of the ranks' `meeting`."""
+        """In a file beside that of the ranks' `meeting`, of which graphs write what is `written`:
+        the rank's own. Errors as of `RecordMemory`.
+        """
         slots, drafts = config.max_batch, memory.tokens_per_step - 1
         # In words of two.
         table = RingShape(1, slots, -(-drafts // 2))
         path = Path(meeting).with_name(f"records-{rank}")
-        shared = RecordMemory(path, table.nbytes + record_bytes(config, memory))
+        device = memory.device if written and memory.device.type == "cuda" else None
+        shared = RecordMemory(path, table.nbytes + record_bytes(config, memory), device)
         words = shared.take(table).view(torch.int32).view(slots, 2 * table.items)
         return cls(shared, words[:, :drafts])

@@ -2,9 +2,9 @@
 
 An item is one aligned 64-bit word: 32 bits of a rank's part in the low half, a tag in the high one.
 A rank stores the items of its part, or of what it has for each rank, straight into the memory of
-every rank, its own among them, and polls its own memory until the items of all ranks have the tag that is due. A 64-bit access is
-never torn, and no item is believed because of another one: so neither fences nor flags are needed,
-and it does not matter in what order stores arrive.
+every rank, its own among them, and polls its own memory until the items of all ranks have the tag
+that is due. A 64-bit access is never torn, and no item is believed because of another one: so
+neither fences nor flags are needed, and it does not matter in what order stores arrive.
 
 Memory is in units of UNIT items. The tag of a unit counts the launches that have used it, on all
 ranks alike; it is the device's own, so replays advance it, and wraps at 2**32. A launch writes

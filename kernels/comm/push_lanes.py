@@ -44,9 +44,16 @@ class ExpertLanes(NamedTuple):
     squares: torch.Tensor | None = None
     """float32 [T, N] of a norm that x still needs; None: it has it."""
 
+    @property
+    def units(self) -> int:
+        """Units that `push_lanes` takes."""
+        (lanes, hidden), top_k = self.x.shape, self.expert.shape[1]
+        groups = 0 if self.squares is None else len(self.squares)
+        return lane_units(lanes, hidden, self.x.dtype, top_k, groups)
+
 
 def lane_units(lanes: int, hidden: int, dtype: torch.dtype, top_k: int, groups: int) -> int:
-    """Units that `push_lanes` takes, of lanes with so many groups of squares."""
+    """Units that `push_lanes` takes of such lanes, with so many groups of squares."""
     widths = (-(-hidden * dtype.itemsize // 4), 1, top_k, top_k, groups)
     return sum(-(-lanes * width // UNIT) for width in widths)
 
@@ -66,7 +73,7 @@ def push_lanes(peers: Peers, lanes: ExpertLanes, *, pdl: bool = False) -> Expert
     x, slot, expert, weight, squares = lanes
     (N, H), top_k = x.shape, expert.shape[1]
     groups = 0 if squares is None else len(squares)
-    units = lane_units(N, H, x.dtype, top_k, groups)
+    units = lanes.units
     if units > peers.units:
         raise ValueError(
             f"{N} lanes of {H} values in {x.dtype}, {top_k} experts and {groups} sums take {units} "
@@ -117,9 +124,14 @@ def _check(lanes: ExpertLanes) -> None:
 
 def push_lanes_reference(lanes_of_ranks: list[ExpertLanes]) -> ExpertLanes:
     """What `push_lanes` returns on each rank, in plain PyTorch."""
-    x, slot, expert, weight, squares = zip(*lanes_of_ranks, strict=True)
-    summed = None if squares[0] is None else torch.cat(squares, dim=1)
-    return ExpertLanes(*map(torch.cat, (x, slot, expert, weight)), summed)
+    squares = [each.squares for each in lanes_of_ranks if each.squares is not None]
+    return ExpertLanes(
+        torch.cat([each.x for each in lanes_of_ranks]),
+        torch.cat([each.slot for each in lanes_of_ranks]),
+        torch.cat([each.expert for each in lanes_of_ranks]),
+        torch.cat([each.weight for each in lanes_of_ranks]),
+        torch.cat(squares, dim=1) if squares else None,
+    )
 
 
 @triton.jit(do_not_specialize=["lanes", "rank", "units"])

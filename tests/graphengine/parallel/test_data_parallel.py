@@ -26,9 +26,10 @@ from engines.small_engine import run, step_until
 from graphengine import Engine, EngineConfig, Request, Result, SamplingParams
 from graphengine.host.rank_schedulers import RankSchedulers
 from graphengine.models.checkpoint import Checkpoint
+from graphengine.parallel import ranks
 from graphengine.parallel.data_core import DataParallelCore
 from graphengine.parallel.data_runtime import DataParallelRuntime
-from graphengine.parallel.ranks import RankFailed
+from graphengine.parallel.ranks import RankFailed, rank_devices
 from graphengine.speculative import MTP, Eagle3, NGram, UserProvided
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -392,6 +393,23 @@ def test_what_it_says_of_itself(engine: Engine) -> None:
     assert (kv["blocks"], kv["session_blocks"]) == (34, None)
 
 
+def test_results_of_ranks_on_gpus_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write them there; who has no such memory, or no GPU, has them where files are."""
+    for name, value in (("is_available", True), ("device_count", 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    on_gpus = EngineConfig(device="cuda", data_parallel=2)
+    assert rank_devices(replace(on_gpus, device="cuda:0")) == ["cuda:0", "cuda:1"]
+    monkeypatch.setattr(ranks, "_MEMORY", Path("/"))
+    assert ranks._place(on_gpus) == Path("/")
+    for other in (
+        EngineConfig(device="cpu", data_parallel=2),
+        EngineConfig(device="cuda", tensor_parallel=2),
+    ):
+        assert ranks._place(other) is None
+    monkeypatch.setattr(ranks, "_MEMORY", Path("/none"))
+    assert ranks._place(on_gpus) is None
+
+
 # Faults.
 
 
@@ -449,16 +467,12 @@ def test_what_cannot_be_shared_is_an_error(oracle: Any, monkeypatch: pytest.Monk
             "expert_parallel=True is for tensor_parallel: with data_parallel=2 ranks have whole "
             "experts anyway",
         ),
-        ({"device": "cuda"}, "data_parallel=2 is for ranks on a CPU, not for device='cuda': ranks"),
         (
             {"kv_dtype": "fp8"},
             "kv_dtype='fp8' is for an engine of one rank, not for data_parallel=2",
         ),
     ],
 )
-def test_options_that_do_not_go_together(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(**{"device": "cpu", "data_parallel": 2} | options)

@@ -475,7 +475,7 @@ def test_what_no_stream_takes_of_each_is_an_error(parts, own, message: str):
     [
         (
             {"x": torch.zeros(2, 8).mT},
-            r"x must be a dense float \[N, H\], not torch.float32 \[8, 2",
+            r"x must be a dense float \[N, H\], not .* \[8, 2",
         ),
         ({"x": torch.zeros(2, 7).half()}, "7 values in torch.float16 is no multiple of 4 bytes"),
         ({"slot": torch.zeros(3, dtype=torch.int32)}, r"slot must be a dense \[2\], not \(3,\)"),
