@@ -154,7 +154,8 @@ class EngineConfig:
         within(1, 64),
         doc="""ranks that have requests of their own, up to `max_batch` each, and share the experts
         of a model: each has all other weights and some whole experts, which work for the requests
-        of all (attention data parallelism with expert parallelism)""",
+        of all (attention data parallelism with expert parallelism), and a device of its own from
+        `device` on (on a CPU all have it)""",
         flag=Flag(),
     )
     quantize: RoundedKind | None = option(

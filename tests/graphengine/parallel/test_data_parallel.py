@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,15 @@ from engines.logit_options import HAS_GRAMMARS, consistent, random_options
 from engines.small_engine import run, step_until
 from graphengine import Engine, EngineConfig, Request, Result, SamplingParams
 from graphengine.host.rank_schedulers import RankSchedulers
+from graphengine.kernels import MAX_LANES, PUSH_UNIT, PeerItems, Peers, push_units
+from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.parallel import ranks
 from graphengine.parallel.data_core import DataParallelCore
 from graphengine.parallel.data_runtime import DataParallelRuntime
 from graphengine.parallel.ranks import RankFailed, rank_devices
 from graphengine.speculative import MTP, Eagle3, NGram, UserProvided
+from launches.compilation import graph_kernels
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -408,6 +412,32 @@ def test_results_of_ranks_on_gpus_are_in_memory(monkeypatch: pytest.MonkeyPatch)
         assert ranks._place(other) is None
     monkeypatch.setattr(ranks, "_MEMORY", Path("/none"))
     assert ranks._place(on_gpus) is None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel is not looked up")
+@pytest.mark.parametrize("family", ["glm_checkpoints", "expert_checkpoints"])
+def test_what_a_step_on_gpus_launches(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """One kernel brings the lanes of all ranks to experts, and one adds up what those made."""
+    names = {"glm_checkpoints": "glm-norms-biases", "expert_checkpoints": "moe-even"}
+    path = request.getfixturevalue(family)[names[family]].path
+    with open_engine(path, 2) as engine:
+        assert isinstance(engine.runtime, DataParallelRuntime)
+        hidden = engine.model.config.hidden_size
+        units = push_units(MAX_LANES, hidden, torch.float32) + 2
+        items = torch.zeros(2, 2, units, PUSH_UNIT, dtype=torch.int64)
+        peers = Peers(0, PeerItems.over_items(items, [items.data_ptr()] * 2))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runtime._meeting, "_memory", SimpleNamespace(peers=peers))
+            graphs = graph_kernels(engine)
+        layers = len(engine.model.config.expert_layers)
+        for name, kernels in graphs.items():
+            pushes = [each.name for each in kernels if each.name.startswith("_push")]
+            added = "_push_to_residual_kernel" if name.startswith("decode") else "_push_kernel"
+            # What only notes a prompt computes no layer.
+            met = 0 if name.endswith("/note") else layers
+            assert pushes == ["_push_lanes_kernel", added] * met, name
 
 
 # Faults.
