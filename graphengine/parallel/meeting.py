@@ -17,7 +17,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from graphengine.kernels import (
@@ -52,6 +54,8 @@ class Meeting:
     """Joins the other ranks, through a file that all of them name.
 
     units  of memory for pushes, on GPUs; pdl: their launches may overlap the ones before
+    watch  int64 [2], where kernels say that this rank has waited in vain, if another process is to
+           see it; None: in memory of its own
 
     MeetingFailed where ranks share a GPU and cannot map each other's memory.
     """
@@ -65,6 +69,7 @@ class Meeting:
         *,
         units: int = 1,
         pdl: bool = False,
+        watch: Tensor | None = None,
     ) -> None:
         self.share = share
         limit = timedelta(seconds=limit_s)
@@ -73,7 +78,7 @@ class Meeting:
         store.set_timeout(limit)
         self._memory: PeerMemory | None = None
         if self._on_gpu:
-            self._memory = PeerMemory(store, share, device, units)
+            self._memory = PeerMemory(store, share, device, units, watch)
             self._group = _nccl_group(store, share, device, self._memory.problem)
         else:
             self._group = _gloo_group(store, share, limit)
@@ -182,11 +187,8 @@ class Meeting:
 
     def check(self) -> None:
         """MeetingFailed once this rank has waited in vain: what it computes since is nothing."""
-        if self._watch is not None and self._watch[0]:
-            raise MeetingFailed(
-                f"rank {self.share.rank} of {self.share.ranks} waited {self.limit_s:g} s for the "
-                f"others' parts"
-            )
+        if self._watch is not None:
+            check_watch(self._watch, self.share, self.limit_s)
 
     def abandon(self) -> None:
         """End what is under way, which others may never answer."""
@@ -207,6 +209,14 @@ class Meeting:
         self._group = None
         if self._memory is not None:
             self._memory.close()
+
+
+def check_watch(watch: NDArray[np.int64], share: Share, limit_s: float) -> None:
+    """MeetingFailed once a rank has waited in vain: what it computes since is nothing."""
+    if watch[0]:
+        raise MeetingFailed(
+            f"rank {share.rank} of {share.ranks} waited {limit_s:g} s for the others' parts"
+        )
 
 
 def _gloo_group(store: Any, share: Share, limit: timedelta) -> Any:

@@ -115,16 +115,21 @@ class _Rank:
         opened = load_checkpoint(found, memory, config)
         self._end.reach(Stage.LOADED)
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
+        shared = None
+        if config.data_parallel > 1:
+            file = self._start.meeting
+            shared = SharedRecords.of_rank(file, share.rank, config, memory, written=True)
         meeting = Meeting(
-            self._start.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
+            self._start.meeting,
+            share,
+            memory.device,
+            units=memory.push_units,
+            pdl=config.pdl,
+            watch=None if shared is None else shared.watch,
         )
         if found.calibration:
             ids = found.calibration
             calibrate(opened.model, memory, config, opened.drafter, ids, meeting)
-        shared = None
-        if config.data_parallel > 1:
-            meeting_file = self._start.meeting
-            shared = SharedRecords.of_rank(meeting_file, share.rank, config, memory, written=True)
         joined = Joined.of(meeting, config)
         runtime = Runtime(
             opened.model,

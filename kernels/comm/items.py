@@ -65,10 +65,13 @@ class PeerItems(NamedTuple):
     nanoseconds for which one lasts at most."""
 
     @classmethod
-    def over_items(cls, items: torch.Tensor, addresses: Sequence[int]) -> PeerItems:
+    def over_items(
+        cls, items: torch.Tensor, addresses: Sequence[int], watch: torch.Tensor | None = None
+    ) -> PeerItems:
         """Of ranks that have exchanged nothing yet: `items` hold zeros on each of them.
 
-        The limit of waits is 0 until the host sets it.
+        The limit of waits is 0 until the host sets it. `watch` holds zeros, in memory that another
+        process reads, too; None: in memory of its own.
         """
         _, ranks, units, _ = items.shape
         assert len(addresses) == ranks, f"{ranks=}, {addresses=}"
@@ -77,7 +80,11 @@ class PeerItems(NamedTuple):
             addresses=torch.tensor(addresses, dtype=torch.int64, device=items.device),
             tags=torch.zeros(units, dtype=torch.int32, device=items.device),
             over=torch.zeros(1, dtype=torch.int32, device=items.device),
-            watch=torch.zeros(2, dtype=torch.int64, pin_memory=items.is_cuda),
+            watch=(
+                torch.zeros(2, dtype=torch.int64, pin_memory=items.is_cuda)
+                if watch is None
+                else watch
+            ),
         )
 
 

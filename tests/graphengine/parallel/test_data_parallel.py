@@ -469,6 +469,22 @@ def test_a_rank_that_is_gone_is_the_next_calls_error(
             engine.step()
 
 
+def test_what_a_rank_publishes_after_it_has_waited_in_vain_is_nothing(
+    oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_GRACE_S", 0.0)
+    with open_engine(oracle.path, 2) as engine:
+        assert isinstance(engine.runtime, DataParallelRuntime)
+        requests = [engine.submit(prompt, greedy(60)) for prompt in oracle.prompts((5, 9))]
+        step_until(engine, lambda: all(request.token_ids for request in requests))
+        (other,) = engine.runtime.others
+        # As the kernels of a rank on a GPU say it.
+        other._waits[0] = 1
+        with pytest.raises(RankFailed, match="ranks did not come within 60 s") as failed:
+            run(engine)
+        assert str(failed.value.__cause__) == "rank 1 of 2 waited 60 s for the others' parts"
+
+
 def test_what_cannot_be_shared_is_an_error(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphengine.parallel.leading.Ranks", None)
     with pytest.raises(

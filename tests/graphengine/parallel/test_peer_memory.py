@@ -20,7 +20,7 @@ from graphengine.kernels import (
 from graphengine.models.contract import Share
 from graphengine.parallel import meeting as meetings
 from graphengine.parallel import peer_memory
-from graphengine.parallel.meeting import Meeting, MeetingFailed
+from graphengine.parallel.meeting import OPENING_LIMIT_S, Meeting, MeetingFailed
 from graphengine.parallel.ranks import ONE_DEVICE, rank_devices
 
 Result = TypeVar("Result")
@@ -156,6 +156,23 @@ class Done(str):
 
     def wait(self) -> None:
         pass
+
+
+def test_another_process_may_read_whether_a_rank_has_waited_in_vain(
+    devices: dict[int, str], tmp_path: Path
+) -> None:
+    watch = torch.zeros(2, 2, dtype=torch.int64)
+
+    def rank_of(rank: int) -> Meeting:
+        share, place = Share(rank, 2), torch.device("cuda", rank)
+        return Meeting(str(tmp_path / "meeting"), share, place, units=UNITS, watch=watch[rank])
+
+    with ThreadPoolExecutor(2) as pool:
+        meetings = list(pool.map(rank_of, range(2)))
+    assert watch.tolist() == [[0, int(OPENING_LIMIT_S * 1e9)]] * 2
+    meetings[1].abandon()
+    meetings[0].check()
+    assert watch[:, 0].tolist() == [0, 1]
 
 
 def test_ranks_that_share_a_gpu_push_all(
