@@ -1,9 +1,13 @@
-"""Device memory that processes of one host share, by handles of CUDA's interprocess communication.
+"""Memory that processes of one host share, and kernels write.
+
+Device memory is shared by handles of CUDA's interprocess communication.
 
 A process exports memory of its own, and sends the handle to others, which map it: on another GPU
 that can reach the exporter's, or on the same one. Torch's symmetric memory refuses the latter.
 Physical memory lives until the last process has let it go.
-Source: CUDA Runtime API, "Device Management", `cudaIpc*`.
+Host memory, such as that of a file which several processes map, is page-locked where kernels are to
+write it.
+Sources: CUDA Runtime API, "Device Management", `cudaIpc*`; "Memory Management", `cudaHostRegister`.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import torch
 from graphengine.buckets.runtime import runtime
 
 HANDLE_BYTES = 64
+# `cudaHostRegisterPortable` and `cudaHostRegisterMapped`: for all devices, and their kernels.
+_FOR_KERNELS = 1 | 2
 # Lets this device reach another one's memory when that is mapped.
 _LAZY_PEER_ACCESS = 1
 
@@ -86,6 +92,28 @@ class MappedMemory:
         """Unmap it, once no kernel uses it any more."""
         with torch.cuda.device(self._device):
             _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self.address))
+
+
+class PageLocked:
+    """Pages of the host that kernels on `device` may write until `close()`, at their own address.
+
+    RuntimeError where CUDA refuses, as it may for pages of a disk's file.
+    """
+
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        self._device, self._memory = device, memory
+        nbytes = ctypes.c_size_t(memory.nbytes)
+        with torch.cuda.device(device):
+            _call("cudaHostRegister", self._pointer, nbytes, ctypes.c_uint(_FOR_KERNELS))
+
+    @property
+    def _pointer(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._memory.data_ptr())
+
+    def close(self) -> None:
+        """Let them be pages like others, once no kernel writes them any more."""
+        with torch.cuda.device(self._device):
+            _call("cudaHostUnregister", self._pointer)
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -121,7 +121,8 @@ class EngineConfig(EngineSizes):
         within(1, 64),
         doc="""ranks that have requests of their own, up to `max_batch` each, and share the experts
         of a model: each has all other weights and some whole experts, which work for the requests
-        of all (attention data parallelism with expert parallelism); on a CPU alone""",
+        of all (attention data parallelism with expert parallelism), and a device of its own from
+        `device` on (on a CPU all have it)""",
         flag=Flag(),
     )
     quantize: RoundedKind | None = option(
@@ -536,11 +537,6 @@ class EngineConfig(EngineSizes):
             raise ValueError(
                 f"expert_parallel=True is for tensor_parallel: with data_parallel={ranks} ranks "
                 f"have whole experts anyway"
-            )
-        if torch.device(self.device).type != "cpu":
-            raise ValueError(
-                f"data_parallel={ranks} is for ranks on a CPU, not for device={self.device!r}: "
-                f"ranks on GPUs do not hand their requests' results over yet"
             )
         mode = self.mode
         simple = mode is None or isinstance(mode, MTP | Eagle3 | NGram | UserProvided)

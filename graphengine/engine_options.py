@@ -47,7 +47,8 @@ class EngineOptions(TypedDict, total=False):
     data_parallel: int
     """ranks that have requests of their own, up to `max_batch` each, and share the experts of a
     model: each has all other weights and some whole experts, which work for the requests of all
-    (attention data parallelism with expert parallelism); on a CPU alone
+    (attention data parallelism with expert parallelism), and a device of its own from `device`
+    on (on a CPU all have it)
     """
 
     quantize: RoundedKind | None

@@ -51,8 +51,13 @@ from graphengine.kernels.attention.reference import (
 )
 from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers, item_bytes
-from graphengine.kernels.comm.push import push_gather, push_sum
-from graphengine.kernels.comm.push_residual import push_to_residual, push_units
+from graphengine.kernels.comm.push import push_gather, push_own_sum, push_sum
+from graphengine.kernels.comm.push_lanes import ExpertLanes, lane_units, push_lanes
+from graphengine.kernels.comm.push_residual import (
+    push_own_to_residual,
+    push_to_residual,
+    push_units,
+)
 from graphengine.kernels.comm.sums import sum_parts, sum_parts_reference
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
@@ -419,6 +424,7 @@ __all__ = [
     "DraftedTrees",
     "Emitted",
     "Expanded",
+    "ExpertLanes",
     "FinishedStep",
     "FirstDraft",
     "Fusion",
@@ -553,6 +559,7 @@ __all__ = [
     "item_bytes",
     "keep_best",
     "keep_best_reference",
+    "lane_units",
     "latent_append",
     "latent_append_reference",
     "latent_attention",
@@ -615,6 +622,9 @@ __all__ = [
     "publish_logprobs_reference",
     "publish_routes",
     "push_gather",
+    "push_lanes",
+    "push_own_sum",
+    "push_own_to_residual",
     "push_sum",
     "push_to_residual",
     "push_units",

@@ -28,6 +28,7 @@ from graphengine.kernels import (
     ActivationKind,
     AnyWeight,
     DecodeLanes,
+    ExpertLanes,
     GivenRows,
     Launch,
     LinearPlan,
@@ -69,6 +70,23 @@ class AddParts(Protocol):
         pdl: bool = False,
     ) -> Residual:
         """As `add_to_residual` of what `Reduce` makes of the part, but for groups of squares."""
+        ...
+
+
+class AddOwn(Protocol):
+    """Where the sum of what all ranks have for this one's lanes is added to the residual stream."""
+
+    def __call__(
+        self,
+        parts_RNH: Tensor,
+        slot_N: Tensor,
+        residual: Residual,
+        next_norm_H: Tensor,
+        *,
+        own_NH: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Residual:
+        """As `add_to_residual` of that sum and `own_NH`, but for groups of squares."""
         ...
 
 
@@ -125,10 +143,19 @@ class RankGroup(Protocol):
         """New `[ranks, N, C]`: the parts of all ranks, of one shape and any dtype, in order."""
         ...
 
-    def exchange(self, parts_RNC: Tensor, /) -> Tensor:
-        """New `[ranks, N, C]`: what each rank has for this one, where `parts_RNC[r]` is for rank r;
-        of one shape and any dtype on all ranks.
+    def sum_own(self, parts_RNC: Tensor, /) -> Tensor:
+        """New `[N, C]`: the sum, in the order of the ranks, of what each has for this one, where
+        `parts_RNC[r]` is for rank r; of one shape and float dtype on all ranks.
         """
+        ...
+
+    @property
+    def add_own(self) -> AddOwn | None:
+        """A kernel for that sum and the residual stream; None where there is none."""
+        ...
+
+    def push_lanes(self, lanes: ExpertLanes, /) -> ExpertLanes | None:
+        """Those of all ranks, in their order, by one kernel; None where none takes so many."""
         ...
 
 

@@ -27,6 +27,7 @@ from graphengine.kernels import (
     ActivationKind,
     code_bytes,
     item_bytes,
+    lane_units,
     push_units,
 )
 from graphengine.models.contract import ModelConfig, most_arrival_counters
@@ -68,6 +69,8 @@ _KERNELS_PER_PROMPT_PART = 8
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 # Channels and buffers of a group of one host, rounded up.
 _NCCL_BYTES = 512 * 2**20
+# Columns whose squares a program sums, at least, of a product of several lanes.
+_LEAST_SUMMED = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,6 +323,10 @@ def _plan(
             units = 1
             if config.pipeline_parallel == 1:
                 units = push_units(MAX_LANES, model.hidden_size, torch.float32)
+            if config.data_parallel > 1:
+                assert weights.routed is not None, "ranks share experts"
+                chosen = weights.routed.chosen
+                units = max(units, _units_of_lanes(model.hidden_size, dtype, chosen))
             budget.add("parts of all ranks", item_bytes(ranks, units), where)
         link = LinkShape.of_loads(ranks - 1, load_bytes)
         budget.add(f"link to {ranks - 1} other rank{'s' * (ranks > 2)}", 8 * link.words, "host")
@@ -401,6 +408,11 @@ def _plan(
         push_units=units,
         ring_bytes=sum(ring.blocks * len(ring.layers) for ring in rings) * layer_bytes,
     )
+
+
+def _units_of_lanes(hidden: int, dtype: torch.dtype, chosen: int) -> int:
+    """Units in which a rank's lanes of a decode step, with their experts, come to all ranks."""
+    return lane_units(MAX_LANES, hidden, dtype, chosen, -(-hidden // _LEAST_SUMMED))
 
 
 def calibration_blocks(tokens: int, block_size: int) -> int:

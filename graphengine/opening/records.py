@@ -5,6 +5,7 @@ They are in memory of their own, or in a file that another process maps too, whi
 
 from __future__ import annotations
 
+import os
 from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Mailbox
+from graphengine.buckets.shared_memory import PageLocked
 from graphengine.config import EngineConfig
 from graphengine.host.logprobs import LogprobMailbox, Logprobs
 from graphengine.host.routes import RouteMailbox, RouteTable, Routing
@@ -23,19 +25,42 @@ from graphengine.opening.memory import MemoryPlan
 class RecordMemory:
     """The memory of this file, which is made, with zeros, where there is none.
 
-    Whoever takes the same shapes in the same order has the same memory.
+    Whoever takes the same shapes in the same order has the same memory. `device` is whose kernels
+    write it; on a CPU, and for who only reads it, None.
+
+    With a device OSError where the file's disk, or memory, has no room for it, and RuntimeError
+    where CUDA refuses it.
     """
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, device: torch.device | None = None) -> None:
         with path.open("ab+") as file:
             file.truncate(nbytes)
+            if device is not None:
+                # What is mapped and has no room ends the process.
+                _make_room(file.fileno(), path, nbytes)
             self._words = torch.frombuffer(mmap(file.fileno(), nbytes), dtype=torch.int64)
+        self._locked = None if device is None else PageLocked(self._words, device)
+
+    def close(self) -> None:
+        """No kernel writes it any more. Who has taken memory still has it."""
+        if self._locked is not None:
+            self._locked.close()
+        self._locked = None
 
     def take(self, shape: RingShape) -> Tensor:
         """The next int64 `[entries, lanes, items]`."""
         count = shape.nbytes // 8
         taken, self._words = self._words[:count], self._words[count:]
         return taken.view(tuple(shape))
+
+
+def _make_room(file: int, path: Path, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{error.strerror}: a rank's results take {nbytes} bytes", str(path)
+        ) from error
 
 
 class Records(NamedTuple):

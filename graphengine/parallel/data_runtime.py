@@ -17,11 +17,13 @@ from graphengine.core.waits import Waits
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.masks import MaskTable
 from graphengine.host.replay import Replay
+from graphengine.models.contract import Share
 from graphengine.opening.loading import Found, Opened
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.records import new_records
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind
+from graphengine.parallel.meeting import check_watch
 from graphengine.parallel.ranks import Ranks
 from graphengine.parallel.shared_records import SharedRecords
 from graphengine.requests.request import Request
@@ -118,7 +120,8 @@ class RankRuntime(Waits):
         self.buffers = StaticBuffers(fields, "cpu", staging_blocks=config.staging_blocks)
         self._host_drafts = all(field.owner == "host" for field in fields)
         self.masks = MaskTable(self.buffers, host_drafts=self._host_drafts)
-        self._drafts = shared.drafts
+        self._drafts, self._waits = shared.drafts, shared.watch.numpy()
+        self._share = Share(rank, config.ranks)
         # The command that asked for drafts that have not arrived.
         self._asked: int | None = None
         self.mailbox, self.logprobs, self.routing = new_records(config, memory, shared.mailboxes)
@@ -179,14 +182,18 @@ class RankRuntime(Waits):
     def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
         """The first `lanes` lanes that the rank published by replay `sequence`."""
         with self._ranks.explained():
-            return super().wait_tokens(sequence, lanes, timeout)
+            found = super().wait_tokens(sequence, lanes, timeout)
+            check_watch(self._waits, self._share, self._limit)
+            return found
 
     def wait_logprobs(
         self, replay: Replay, record: Payloads, timeout: float | None
     ) -> list[tuple[TokenLogprobs, ...] | None] | None:
         """The log-probabilities of each lane of a replay that published `record`."""
         with self._ranks.explained():
-            return super().wait_logprobs(replay, record, timeout)
+            found = super().wait_logprobs(replay, record, timeout)
+            check_watch(self._waits, self._share, self._limit)
+            return found
 
     def wait_routes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
         """True once the requests of a replay that published `record` have their tokens' experts."""
@@ -196,7 +203,7 @@ class RankRuntime(Waits):
     def close(self) -> None:
         """Let the mapped memory go."""
         self.buffers.close()
-        del self.mailbox, self.logprobs, self.routing, self.masks, self._drafts
+        del self.mailbox, self.logprobs, self.routing, self.masks, self._drafts, self._waits
 
 
 class _Working:

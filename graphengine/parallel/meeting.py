@@ -17,11 +17,24 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from graphengine.kernels import PUSH_UNIT, Peers, push_gather, push_sum, push_to_residual, sum_parts
-from graphengine.models.contract import AddParts, Share
+from graphengine.kernels import (
+    PUSH_UNIT,
+    ExpertLanes,
+    Peers,
+    push_gather,
+    push_lanes,
+    push_own_sum,
+    push_own_to_residual,
+    push_sum,
+    push_to_residual,
+    sum_parts,
+)
+from graphengine.models.contract import AddOwn, AddParts, Share
 from graphengine.parallel.peer_memory import PeerMemory, devices_of
 
 log = logging.getLogger(__name__)
@@ -41,6 +54,8 @@ class Meeting:
     """Joins the other ranks, through a file that all of them name.
 
     units  of memory for pushes, on GPUs; pdl: their launches may overlap the ones before
+    watch  int64 [2], where kernels say that this rank has waited in vain, if another process is to
+           see it; None: in memory of its own
 
     MeetingFailed where ranks share a GPU and cannot map each other's memory.
     """
@@ -54,6 +69,7 @@ class Meeting:
         *,
         units: int = 1,
         pdl: bool = False,
+        watch: Tensor | None = None,
     ) -> None:
         self.share = share
         limit = timedelta(seconds=limit_s)
@@ -62,7 +78,7 @@ class Meeting:
         store.set_timeout(limit)
         self._memory: PeerMemory | None = None
         if self._on_gpu:
-            self._memory = PeerMemory(store, share, device, units)
+            self._memory = PeerMemory(store, share, device, units, watch)
             self._group = _nccl_group(store, share, device, self._memory.problem)
         else:
             self._group = _gloo_group(store, share, limit)
@@ -124,19 +140,36 @@ class Meeting:
         self._finish(lambda: self._group.allgather([parts], [sent]))
         return gathered
 
-    def exchange(self, parts_RNC: Tensor) -> Tensor:
-        """New `[ranks, N, C]`: what each rank has for this one; MeetingFailed on a CPU.
-
-        On GPUs all parts go to all ranks.
+    def sum_own(self, parts_RNC: Tensor) -> Tensor:
+        """New `[N, C]`, the sum of what all ranks have for this one, in their order; MeetingFailed
+        on a CPU.
         """
         parts_RNC = parts_RNC.contiguous()
-        if self._on_gpu:
-            gathered = self.gather(parts_RNC.flatten(0, 1))
-            return gathered.view(-1, *parts_RNC.shape)[:, self.share.rank].contiguous()
+        peers = self._pushes(parts_RNC[0])
+        if peers is not None:
+            return push_own_sum(peers, parts_RNC, pdl=self._pdl)
         exchanged = torch.empty_like(parts_RNC)
         sent, received = parts_RNC.view(torch.uint8), exchanged.view(torch.uint8)
-        self._finish(lambda: self._group.alltoall_base(received, sent, [], []))
-        return exchanged
+        if self._on_gpu:
+            self._group.alltoall_base(received, sent, [], []).wait()
+        else:
+            self._finish(lambda: self._group.alltoall_base(received, sent, [], []))
+        return sum_parts(exchanged)
+
+    @property
+    def add_own(self) -> AddOwn | None:
+        """What pushes what ranks have for each other of a decode step, and adds the sum; None where
+        nothing does.
+        """
+        peers = self._peers
+        return None if peers is None else partial(push_own_to_residual, peers)
+
+    def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
+        """The lanes of all ranks, in one launch; None where nothing pushes so many."""
+        peers = self._peers
+        if peers is None or lanes.units > peers.units:
+            return None
+        return push_lanes(peers, lanes, pdl=self._pdl)
 
     def _finish(self, start: Callable[[], Any]) -> None:
         """Wait for what gloo starts. MeetingFailed where a rank is gone or does not come."""
@@ -154,11 +187,8 @@ class Meeting:
 
     def check(self) -> None:
         """MeetingFailed once this rank has waited in vain: what it computes since is nothing."""
-        if self._watch is not None and self._watch[0]:
-            raise MeetingFailed(
-                f"rank {self.share.rank} of {self.share.ranks} waited {self.limit_s:g} s for the "
-                f"others' parts"
-            )
+        if self._watch is not None:
+            check_watch(self._watch, self.share, self.limit_s)
 
     def abandon(self) -> None:
         """End what is under way, which others may never answer."""
@@ -179,6 +209,14 @@ class Meeting:
         self._group = None
         if self._memory is not None:
             self._memory.close()
+
+
+def check_watch(watch: NDArray[np.int64], share: Share, limit_s: float) -> None:
+    """MeetingFailed once a rank has waited in vain: what it computes since is nothing."""
+    if watch[0]:
+        raise MeetingFailed(
+            f"rank {share.rank} of {share.ranks} waited {limit_s:g} s for the others' parts"
+        )
 
 
 def _gloo_group(store: Any, share: Share, limit: timedelta) -> Any:

@@ -21,11 +21,20 @@ _MAPPED = b"mapped"
 class PeerMemory:
     """Exchanges memory for `units` units with all other ranks, which do the same.
 
+    `watch` is of `PeerItems.over_items`.
+
     peers    what kernels push with; None where it did not work for all, or after `leave()`
     problem  why not, as the first rank has it that it did not work for; "" where it did
     """
 
-    def __init__(self, store: Any, share: Share, device: torch.device, units: int) -> None:
+    def __init__(
+        self,
+        store: Any,
+        share: Share,
+        device: torch.device,
+        units: int,
+        watch: torch.Tensor | None = None,
+    ) -> None:
         self.peers: Peers | None = None
         self._device = device
         self._own: ExportedMemory | None = None
@@ -54,7 +63,7 @@ class PeerMemory:
             self.close()
             return
         assert self._own is not None, f"{outcomes=}"
-        self.peers = Peers(share.rank, PeerItems.over_items(self._own.tensor, addresses))
+        self.peers = Peers(share.rank, PeerItems.over_items(self._own.tensor, addresses, watch))
 
     def leave(self) -> None:
         """Wait for what is queued, then unmap the others' memory: no kernel may use it again."""

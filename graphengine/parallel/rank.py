@@ -115,15 +115,21 @@ class _Rank:
         opened = load_checkpoint(found, memory, config)
         self._end.reach(Stage.LOADED)
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
+        shared = None
+        if config.data_parallel > 1:
+            file = self._start.meeting
+            shared = SharedRecords.of_rank(file, share.rank, config, memory, written=True)
         meeting = Meeting(
-            self._start.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
+            self._start.meeting,
+            share,
+            memory.device,
+            units=memory.push_units,
+            pdl=config.pdl,
+            watch=None if shared is None else shared.watch,
         )
         if found.calibration:
             ids = found.calibration
             calibrate(opened.model, memory, config, opened.drafter, ids, meeting)
-        shared = None
-        if config.data_parallel > 1:
-            shared = SharedRecords.of_rank(self._start.meeting, share.rank, config, memory)
         joined = Joined.of(meeting, config)
         runtime = Runtime(
             opened.model,
@@ -140,6 +146,8 @@ class _Rank:
         runtime.close()
         # The process takes its own memory along, which others may still have.
         meeting.leave()
+        if shared is not None:
+            shared.mailboxes.close()
 
     def _follow(
         self,

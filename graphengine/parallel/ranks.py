@@ -31,6 +31,8 @@ _LOAD_LIMIT_S = 600.0
 # For a rank whose peers are gone to say why, and for one that closes.
 _GRACE_S, _CLOSE_S = 2.0, 5.0
 _PAUSE_S = 1e-3
+# Linux has files in memory there.
+_MEMORY = Path("/dev/shm")
 # Errors that a rank's end leaves in the driver.
 _ABOUT_RANKS = (MeetingFailed, MailboxBroken, TimeoutError)
 
@@ -87,7 +89,7 @@ class Ranks:
         self.broken = False
         self.before_waiting: Callable[[], object] = lambda: None
         self._limit = config.wait_limit_s
-        self._folder = Path(tempfile.mkdtemp(prefix="graphengine-ranks-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="graphengine-ranks-", dir=_place(config)))
         self.meeting = str(self._folder / "meeting")
         self._devices = list(devices)
         self._processes: list[RankProcess] = []
@@ -313,6 +315,15 @@ class Ranks:
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
+
+
+def _place(config: EngineConfig) -> Path | None:
+    """Where the ranks' files are: in memory where kernels write into some; None: where others are.
+
+    CUDA may refuse pages of a disk's file.
+    """
+    written = config.data_parallel > 1 and torch.device(config.device).type == "cuda"
+    return _MEMORY if written and _MEMORY.is_dir() else None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -1,4 +1,6 @@
-"""The memory of another rank that the driver maps: the rank's mailboxes, and its drafts."""
+"""The memory of another rank that the driver maps: the rank's mailboxes, its drafts, and whether it
+has waited in vain.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,33 @@ class SharedRecords(NamedTuple):
 
     mailboxes  for `new_records`
     drafts     int32 `[S, K]`, a copy of the table when the driver asked for it last
+    watch      int64 `[2]`, of the rank's `Meeting`
     """
 
     mailboxes: RecordMemory
     drafts: Tensor
+    watch: Tensor
 
     @classmethod
     def of_rank(
-        cls, meeting: str, rank: int, config: EngineConfig, memory: MemoryPlan
+        cls,
+        meeting: str,
+        rank: int,
+        config: EngineConfig,
+        memory: MemoryPlan,
+        *,
+        written: bool = False,
     ) -> SharedRecords:
-        """In a file beside that of the ranks' `meeting`."""
+        """In a file beside that of the ranks' `meeting`, of which graphs write what is `written`:
+        the rank's own. Errors as of `RecordMemory`.
+        """
         slots, drafts = config.max_batch, memory.tokens_per_step - 1
         # In words of two.
-        table = RingShape(1, slots, -(-drafts // 2))
+        table, watch = RingShape(1, slots, -(-drafts // 2)), RingShape(1, 1, 2)
         path = Path(meeting).with_name(f"records-{rank}")
-        shared = RecordMemory(path, table.nbytes + record_bytes(config, memory))
+        device = memory.device if written and memory.device.type == "cuda" else None
+        nbytes = watch.nbytes + table.nbytes + record_bytes(config, memory)
+        shared = RecordMemory(path, nbytes, device)
+        watched = shared.take(watch).view(2)
         words = shared.take(table).view(torch.int32).view(slots, 2 * table.items)
-        return cls(shared, words[:, :drafts])
+        return cls(shared, words[:, :drafts], watched)

@@ -1,10 +1,10 @@
 """Items: how ranks give each other words without a barrier, inside a kernel.
 
 An item is one aligned 64-bit word: 32 bits of a rank's part in the low half, a tag in the high one.
-A rank stores the items of its part straight into the memory of every rank, its own among them, and
-polls its own memory until the items of all ranks have the tag that is due. A 64-bit access is
-never torn, and no item is believed because of another one: so neither fences nor flags are needed,
-and it does not matter in what order stores arrive.
+A rank stores the items of its part, or of what it has for each rank, straight into the memory of
+every rank, its own among them, and polls its own memory until the items of all ranks have the tag
+that is due. A 64-bit access is never torn, and no item is believed because of another one: so
+neither fences nor flags are needed, and it does not matter in what order stores arrive.
 
 Memory is in units of UNIT items. The tag of a unit counts the launches that have used it, on all
 ranks alike; it is the device's own, so replays advance it, and wraps at 2**32. A launch writes
@@ -65,10 +65,13 @@ class PeerItems(NamedTuple):
     nanoseconds for which one lasts at most."""
 
     @classmethod
-    def over_items(cls, items: torch.Tensor, addresses: Sequence[int]) -> PeerItems:
+    def over_items(
+        cls, items: torch.Tensor, addresses: Sequence[int], watch: torch.Tensor | None = None
+    ) -> PeerItems:
         """Of ranks that have exchanged nothing yet: `items` hold zeros on each of them.
 
-        The limit of waits is 0 until the host sets it.
+        The limit of waits is 0 until the host sets it. `watch` holds zeros, in memory that another
+        process reads, too; None: in memory of its own.
         """
         _, ranks, units, _ = items.shape
         assert len(addresses) == ranks, f"{ranks=}, {addresses=}"
@@ -77,7 +80,11 @@ class PeerItems(NamedTuple):
             addresses=torch.tensor(addresses, dtype=torch.int64, device=items.device),
             tags=torch.zeros(units, dtype=torch.int32, device=items.device),
             over=torch.zeros(1, dtype=torch.int32, device=items.device),
-            watch=torch.zeros(2, dtype=torch.int64, pin_memory=items.is_cuda),
+            watch=(
+                torch.zeros(2, dtype=torch.int64, pin_memory=items.is_cuda)
+                if watch is None
+                else watch
+            ),
         )
 
 
@@ -119,7 +126,8 @@ def push_options(peers: Peers) -> dict[str, Any]:
 def push_words_reference(
     items_of_ranks: Sequence[torch.Tensor], rank: int, words_UW: torch.Tensor, tags_U: torch.Tensor
 ) -> None:
-    """What `rank` stores in the items of all ranks, in plain PyTorch.
+    """What `rank` stores in the items of all ranks, or of those for which it has these words, in
+    plain PyTorch.
 
     words_UW  int32, UNIT columns: its words, of the first units
     tags_U    int32, of at least these units: the last ones, which are left as they are
@@ -143,17 +151,46 @@ def map_peers(peers, rank, RANKS: tl.constexpr):
 
 
 @triton.jit
+def same_for_all(words, RANKS: tl.constexpr):
+    """Words of a unit for `push_words`, which all ranks get."""
+    found = ()
+    for _ in tl.static_range(RANKS):
+        found += (words,)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def own_for_each(word_ptrs, mask, stride, rank, RANKS: tl.constexpr):
+    """Words of a unit for `push_words`, of which each rank gets its own: those for a rank are
+    `stride` words past those for the rank before it.
+
+    All are asked for before the first is used.
+    """
+    found = ()
+    for ahead in tl.static_range(1, RANKS + 1):
+        to = ((rank + ahead) % RANKS).to(tl.int64)
+        found += (tl.load(word_ptrs + to * stride, mask=mask, other=0),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
 def push_words(
     peers, mapped, words, unit, units, rank, over, RANKS: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Store this rank's int32 words of a unit at all ranks; where waits are over at itself."""
+    """Store int32 words of a unit at all ranks, for each those that are in its place in `mapped`;
+    where waits are over at this rank alone.
+    """
     tag = tl.load(peers.tags + unit) + 1
-    items = (tag.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     at = _places(unit, units, tag, rank, RANKS, UNIT)
     if over == 0:
         for each in tl.static_range(RANKS - 1):
-            tl.store(mapped[each] + at, items)
-    tl.store(mapped[RANKS - 1] + at, items)
+            tl.store(mapped[each] + at, _items(words[each], tag))
+    tl.store(mapped[RANKS - 1] + at, _items(words[RANKS - 1], tag))
+
+
+@triton.jit
+def _items(words, tag):
+    return (tag.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
@@ -162,8 +199,8 @@ def take_words(
 ):
     """The int32 words of all ranks in a unit, in their order; and whether waits are over.
 
-    It waits for them. Where waits are over the words are this rank's own. The unit has its new tag
-    afterwards.
+    It waits for them. Where waits are over the words are those that this rank has stored at itself.
+    The unit has its new tag afterwards.
     """
     tag = tl.load(peers.tags + unit) + 1
     item_ptrs = peers.items + _places(unit, units, tag, 0, RANKS, UNIT)

@@ -1,5 +1,6 @@
-"""All-gather and all-reduce by pushes: one kernel that stores this rank's part into the memory of
-all ranks, and takes theirs as it comes. `items` says how.
+"""All-gather, all-reduce and reduce-scatter by pushes: one kernel that stores this rank's part, or
+what it has for each rank, into the memory of all ranks, and takes theirs as it comes. `items` says
+how.
 
 Sums are float32, in the order of the ranks, rounded once: all ranks get the same bits, those of
 `sum_parts`.
@@ -18,8 +19,10 @@ from graphengine.kernels.comm.items import (
     UNIT,
     Peers,
     map_peers,
+    own_for_each,
     push_options,
     push_words,
+    same_for_all,
     sum_words,
     take_words,
 )
@@ -48,7 +51,7 @@ def push_gather(peers: Peers, part_NC: torch.Tensor, *, pdl: bool = False) -> to
         part_W.split(peers.units * UNIT), out_RW.split(peers.units * UNIT, dim=1), strict=True
     )
     for part, out in pieces:
-        _launch(peers, part, out, out_stride=out.stride(0), pdl=pdl)
+        _launch(peers, part[None], out, out_stride=out.stride(0), pdl=pdl)
     return gathered
 
 
@@ -63,14 +66,40 @@ def push_sum(peers: Peers, part_NC: torch.Tensor, *, pdl: bool = False) -> torch
     """
     if part_NC.dtype not in FLOAT_DTYPES:
         raise ValueError(f"parts are {part_NC.dtype}, not one of {FLOAT_DTYPES}")
-    part_W, total = _words_of(part_NC), torch.empty_like(part_NC)
-    out_W = total.view(-1).view(torch.int32)
-    size = peers.units * UNIT
-    pieces = zip(part_W.split(size), out_W.split(size), strict=True)
-    for part, out in pieces:
-        # The pointer's type is the dtype that is added in.
-        _launch(peers, part, out.view(part_NC.dtype), pdl=pdl)
+    total = torch.empty_like(part_NC)
+    _sum(peers, _words_of(part_NC)[None], total, pdl=pdl)
     return total
+
+
+def push_own_sum(peers: Peers, parts_RNC: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """`[N, C]`: the sum of what all ranks have for this one, from rank 0 on; else as `push_sum`.
+
+    Args:
+        parts_RNC: what this rank has for each rank, in their order; dense.
+
+    Returns:
+        A new tensor. ValueError for another shape, size or dtype, or another number of parts.
+    """
+    if parts_RNC.dim() != 3 or len(parts_RNC) != peers.ranks:
+        raise ValueError(
+            f"parts for {peers.ranks} ranks must be a dense [{peers.ranks}, N, C], not "
+            f"{list(parts_RNC.shape)}"
+        )
+    if parts_RNC.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"parts are {parts_RNC.dtype}, not one of {FLOAT_DTYPES}")
+    words = [_words_of(part) for part in parts_RNC]
+    total = torch.empty_like(parts_RNC[0])
+    _sum(peers, parts_RNC.view(-1).view(torch.int32).view(len(words), -1), total, pdl=pdl)
+    return total
+
+
+def _sum(peers: Peers, part_DW: torch.Tensor, total: torch.Tensor, *, pdl: bool) -> None:
+    """Push words for all ranks, D = 1, or for each its own, and add up what comes."""
+    size = peers.units * UNIT
+    out_W = total.view(-1).view(torch.int32)
+    for part, out in zip(part_DW.split(size, dim=1), out_W.split(size), strict=True):
+        # The pointer's type is the dtype that is added in.
+        _launch(peers, part, out.view(total.dtype), pdl=pdl)
 
 
 def _words_of(part: torch.Tensor) -> torch.Tensor:
@@ -84,29 +113,33 @@ def _words_of(part: torch.Tensor) -> torch.Tensor:
 
 
 def _launch(
-    peers: Peers, part_W: torch.Tensor, out: torch.Tensor, *, out_stride: int = 0, pdl: bool
+    peers: Peers, part_DW: torch.Tensor, out: torch.Tensor, *, out_stride: int = 0, pdl: bool
 ) -> None:
-    words = part_W.numel()
+    parts, words = part_DW.shape
     launcher(_push_kernel, (min(triton.cdiv(words, UNIT), PROGRAMS),))(
-        part_W,
+        part_DW,
         out,
         words,
+        part_DW.stride(0),
         out_stride,
+        OWN=parts > 1,
         SUM=out.dim() == 1,
         **push_options(peers),
         **launch_options(pdl),
     )
 
 
-@triton.jit(do_not_specialize=["words", "out_stride", "rank", "units"])
+@triton.jit(do_not_specialize=["words", "part_stride", "out_stride", "rank", "units"])
 def _push_kernel(
     part_ptr,
     out_ptr,
     words,
+    part_stride,
     out_stride,
     peers,
     rank,
     units,
+    OWN: tl.constexpr,
     SUM: tl.constexpr,
     RANKS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -115,7 +148,8 @@ def _push_kernel(
 ):
     """Each program so many units of words, all of which it stores before it waits for the first.
 
-    With SUM `out` are values of the dtype that is summed, else words of each rank.
+    With OWN there is a part for each rank, else one for all. With SUM `out` are values of the dtype
+    that is summed, else words of each rank.
     """
     first, step, end = tl.program_id(0), tl.num_programs(0), tl.cdiv(words, UNIT)
     mapped = map_peers(peers, rank, RANKS)
@@ -123,8 +157,12 @@ def _push_kernel(
     over = tl.load(peers.over)
     for unit in range(first, end, step):
         word = unit * UNIT + tl.arange(0, UNIT)
-        part = tl.load(part_ptr + word, mask=word < words, other=0)
-        push_words(peers, mapped, part, unit, units, rank, over, RANKS, UNIT)
+        if OWN:
+            pushed = own_for_each(part_ptr + word, word < words, part_stride, rank, RANKS)
+        else:
+            part = tl.load(part_ptr + word, mask=word < words, other=0)
+            pushed = same_for_all(part, RANKS)
+        push_words(peers, mapped, pushed, unit, units, rank, over, RANKS, UNIT)
     for unit in range(first, end, step):
         found, over = take_words(peers, unit, units, rank, over, RANKS, UNIT, TIMED)
         if SUM:

@@ -1,9 +1,10 @@
 """The residual stream and the sum of all ranks' parts of a product, in one kernel: x += sum, then
 what the next norm needs.
 
-It pushes as `push` does, and then does what `add_to_residual` does with a whole product.
+It pushes as `push` does, and then does what `add_to_residual` does with a whole product. Ranks have
+a part for all, or, where each has lanes of its own, one for each of them.
 
-Letters: N lanes, H hidden.
+Letters: R ranks, N lanes, H hidden.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from graphengine.kernels.comm.items import (
     UNIT,
     Peers,
     map_peers,
+    own_for_each,
     push_options,
     push_words,
+    same_for_all,
     sum_words,
     take_words,
 )
@@ -36,7 +39,7 @@ from graphengine.kernels.linear.residual_sum import leave_for_norm
 
 
 def push_units(lanes: int, hidden: int, dtype: torch.dtype) -> int:
-    """Units that `push_to_residual` takes: a lane has its own."""
+    """Units that `push_to_residual` takes, and `push_own_to_residual`: a lane has its own."""
     return lanes * _tiles(hidden, dtype)
 
 
@@ -63,12 +66,57 @@ def push_to_residual(
         What `add_to_residual` returns of `push_sum` in float32, but for the groups of `squares`.
         ValueError for a shape or dtype that does not fit, or for more than `peers` have units.
     """
-    lanes, H = residual.x.shape
-    dtype = part_NH.dtype
-    if dtype not in FLOAT_DTYPES or part_NH.shape != (lanes, H) or not part_NH.is_contiguous():
+    return _push(peers, part_NH[None], slot_N, residual, next_norm_H, bias_H=bias_H, pdl=pdl)
+
+
+def push_own_to_residual(
+    peers: Peers,
+    parts_RNH: torch.Tensor,
+    slot_N: torch.Tensor,
+    residual: Residual,
+    next_norm_H: torch.Tensor,
+    *,
+    own_NH: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> Residual:
+    """residual.x += sum of what all ranks have for this one + own, and what the norm needs.
+
+    Args:
+        parts_RNH: what this rank has for each rank, in their order; else as `part_NH` of
+            `push_to_residual`. The lanes of each part are those of its rank.
+        own_NH: dense float32: what is added after the sum; None: nothing.
+        slot_N, residual, next_norm_H, pdl: as of `push_to_residual`, of this rank's own lanes.
+
+    Returns:
+        What `add_to_residual` returns of `push_own_sum` in float32, plus own, but for the groups of
+        `squares`. ValueError as of `push_to_residual`, and for another number of parts.
+    """
+    if parts_RNH.dim() != 3 or len(parts_RNH) != peers.ranks:
         raise ValueError(
-            f"a part must be a dense float {[lanes, H]}, not {dtype} {list(part_NH.shape)}"
+            f"parts for {peers.ranks} ranks must be a dense [{peers.ranks}, N, H], not "
+            f"{list(parts_RNH.shape)}"
         )
+    if own_NH is not None:
+        check_vector("own", own_NH.view(-1), residual.x.numel(), torch.float32)
+    return _push(peers, parts_RNH, slot_N, residual, next_norm_H, own_NH=own_NH, pdl=pdl)
+
+
+def _push(
+    peers: Peers,
+    parts_DNH: torch.Tensor,
+    slot_N: torch.Tensor,
+    residual: Residual,
+    next_norm_H: torch.Tensor,
+    *,
+    bias_H: torch.Tensor | None = None,
+    own_NH: torch.Tensor | None = None,
+    pdl: bool,
+) -> Residual:
+    """With a part for all ranks, D = 1, or one for each of them."""
+    lanes, H = residual.x.shape
+    dtype, shape = parts_DNH.dtype, list(parts_DNH.shape[1:])
+    if dtype not in FLOAT_DTYPES or shape != [lanes, H] or not parts_DNH.is_contiguous():
+        raise ValueError(f"a part must be a dense float {[lanes, H]}, not {dtype} {shape}")
     if H * dtype.itemsize % 4:
         raise ValueError(f"a lane of {H} values in {dtype} is no multiple of 4 bytes")
     units, tiles = push_units(lanes, H, dtype), _tiles(H, dtype)
@@ -82,14 +130,15 @@ def push_to_residual(
     check_weight("next_norm", next_norm_H, H)
     if bias_H is not None:
         check_weight("bias", bias_H, H)
-    scaled = output_rows(residual.scaled, (lanes, H), dtype=residual.scaled.dtype, like=part_NH)
+    scaled = output_rows(residual.scaled, (lanes, H), dtype=residual.scaled.dtype, like=parts_DNH)
     check_kept(residual)
     kept, kept_scale = (None, 1.0) if residual.kept is None else residual.kept
     residual = residual._replace(squares=residual.x.new_empty(tiles, lanes))
     launcher(_push_to_residual_kernel, (min(units, PROGRAMS),))(
-        part_NH.view(torch.int32),
-        part_NH,
+        parts_DNH.view(torch.int32),
+        parts_DNH,
         next_norm_H if bias_H is None else bias_H,
+        own_NH,
         slot_N,
         residual.x,
         next_norm_H,
@@ -102,6 +151,7 @@ def push_to_residual(
         kept_scale,
         H=H,
         HAS_BIAS=bias_H is not None,
+        OWN=len(parts_DNH) > 1,
         **push_options(peers),
         **launch_options(pdl),
     )
@@ -118,6 +168,7 @@ def _push_to_residual_kernel(
     word_ptr,
     part_ptr,
     bias_ptr,
+    own_ptr,
     slot_ptr,
     x_ptr,
     next_ptr,
@@ -133,6 +184,7 @@ def _push_to_residual_kernel(
     units,
     H: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    OWN: tl.constexpr,
     RANKS: tl.constexpr,
     UNIT: tl.constexpr,
     TIMED: tl.constexpr,
@@ -140,7 +192,7 @@ def _push_to_residual_kernel(
 ):
     """Each program so many units, all of which it stores before it waits for the first.
 
-    A unit is a tile of a lane's columns.
+    A unit is a tile of a lane's columns. With OWN there is a part for each rank, else one for all.
     """
     DTYPE: tl.constexpr = part_ptr.dtype.element_ty
     PACKED: tl.constexpr = 32 // DTYPE.primitive_bitwidth
@@ -153,8 +205,13 @@ def _push_to_residual_kernel(
     for unit in range(first, end, step):
         word = unit % TILES * UNIT + tl.arange(0, UNIT)
         row_ptr = word_ptr + unit // TILES * WORDS
-        part = tl.load(row_ptr + word, mask=word < WORDS, other=0)
-        push_words(peers, mapped, part, unit, units, rank, over, RANKS, UNIT)
+        if OWN:
+            stride = lanes * WORDS
+            pushed = own_for_each(row_ptr + word, word < WORDS, stride, rank, RANKS)
+        else:
+            part = tl.load(row_ptr + word, mask=word < WORDS, other=0)
+            pushed = same_for_all(part, RANKS)
+        push_words(peers, mapped, pushed, unit, units, rank, over, RANKS, UNIT)
     for unit in range(first, end, step):
         lane, tile = unit // TILES, unit % TILES
         h = tile * UNIT * PACKED + tl.arange(0, UNIT * PACKED)
@@ -165,6 +222,8 @@ def _push_to_residual_kernel(
         bias = tl.zeros([UNIT * PACKED], dtype=tl.float32)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + h, mask=mask, other=0.0).to(tl.float32)
+        if own_ptr is not None:
+            bias += tl.load(own_ptr + lane * H + h, mask=mask & live, other=0.0)
         x_ptrs = x_ptr + lane * H + h
         x = tl.load(x_ptrs, mask=mask & live, other=0.0)
         found, over = take_words(peers, unit, units, rank, over, RANKS, UNIT, TIMED)

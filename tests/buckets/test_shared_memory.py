@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphengine.buckets import shared_memory
-from graphengine.buckets.shared_memory import HANDLE_BYTES, ExportedMemory, MappedMemory
+from graphengine.buckets.shared_memory import HANDLE_BYTES, ExportedMemory, MappedMemory, PageLocked
 
 DEVICE = torch.device("cuda:0")
 
@@ -85,3 +85,15 @@ def test_what_cannot_be_mapped_is_an_error(use: Any) -> None:
     use(None)
     with pytest.raises(RuntimeError, match="cudaMalloc: torch's CUDA runtime library was not"):
         ExportedMemory((2, 8), DEVICE)
+
+
+def test_pages_of_the_host_are_locked_and_let_go(use: Any) -> None:
+    library = use(Library())
+    PageLocked(torch.zeros(8, dtype=torch.int64), DEVICE).close()
+    assert library.calls == ["cudaHostRegister", "cudaHostUnregister"]
+
+
+def test_pages_that_cuda_refuses_are_an_error(use: Any) -> None:
+    use(Library("cudaHostRegister"))
+    with pytest.raises(RuntimeError, match="cudaHostRegister: cudaErrorInvalidValue"):
+        PageLocked(torch.zeros(8, dtype=torch.int64), DEVICE)

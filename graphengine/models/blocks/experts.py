@@ -31,7 +31,6 @@ from graphengine.kernels import (
     Routes,
     WeightFormat,
     add_rms_norm,
-    add_to_residual,
     chunk_tile,
     decode_block,
     empty_experts,
@@ -44,7 +43,12 @@ from graphengine.kernels import (
     route,
     route_product,
 )
-from graphengine.models.blocks.lanes_of_ranks import RoutedLanes, lanes_of_all, sum_of_own
+from graphengine.models.blocks.lanes_of_ranks import (
+    RoutedLanes,
+    add_sum_of_own,
+    lanes_of_all,
+    sum_of_own,
+)
 from graphengine.models.blocks.streams import PrefillScratch, add_part, tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.contract import DecodeLaunch, Reduce, Share
@@ -363,9 +367,14 @@ class ExpertsWeights:
         chosen = self._choose(lanes, launch)
         if launch.reduce is None and launch.experts is None:
             return self._add(chosen, shared, row, residual, next_norm, launch)
-        part = self._part(chosen, shared, row, launch)
+        part, own = self._part(chosen, launch), None
+        if self.shared is not None and shared is not None:
+            own = self.shared.part(shared, row, launch)
         if launch.experts is not None:
-            return add_to_residual(part, slot, residual, next_norm, pdl=launch.pdl)
+            return add_sum_of_own(part, own, slot, residual, next_norm, launch)
+        if own is not None:
+            # One sum of ranks for both.
+            part += own
         return add_part(part, slot, residual, next_norm, launch=launch)
 
     def _choose(self, lanes: RoutedLanes, launch: DecodeLaunch) -> Chosen:
@@ -431,14 +440,9 @@ class ExpertsWeights:
             return residual
         return self.shared.add(shared, row, residual, next_norm, launch)
 
-    def _part(
-        self, chosen: Chosen, shared: Tensor | None, row: DecodeLanes, launch: DecodeLaunch
-    ) -> Tensor:
-        """Float32 `[N, H]`: what this rank has of all that is added to the stream.
-
-        Of its own lanes, which all ranks have worked for, that is all of it.
-        """
-        part = expert_part(
+    def _part(self, chosen: Chosen, launch: DecodeLaunch) -> Tensor:
+        """Float32, a row for each lane: what this rank's experts have of the block's output."""
+        return expert_part(
             chosen.gated,
             self.down,
             chosen.slot,
@@ -450,12 +454,6 @@ class ExpertsWeights:
             held=self.block.held,
             pdl=launch.pdl,
         )
-        if launch.experts is not None:
-            part = sum_of_own(part, launch.experts)
-        if self.shared is not None and shared is not None:
-            # One sum of ranks for both.
-            part += self.shared.part(shared, row, launch)
-        return part
 
     def _own_bias(self, share: Share) -> Tensor | None:
         """Of down: the first rank adds those of the chosen experts, weighted, for all that have a

@@ -5,9 +5,9 @@ Each rank routes its own lanes and brings them to all ranks, with what its exper
 Every rank lets its experts work for the lanes of all, and returns to each rank what its lanes got;
 there that is summed in the order of the ranks. So the bits of a lane follow from its experts'
 ranks, whoever its own rank is. Numbers of lanes are those of the graph on all ranks, as the lanes
-of a rank without requests are padded: no count is exchanged. This is the data flow of attention
-data parallelism with expert parallelism in SGLang and TensorRT-LLM, with padded in place of counted
-lanes.
+of a rank without requests are padded: no count is exchanged. On GPUs a decode step has one kernel
+for either way. This is the data flow of attention data parallelism with expert parallelism in
+SGLang and TensorRT-LLM, with padded in place of counted lanes.
 
 Letters: R ranks, N lanes of a rank, M = R * N lanes, H hidden, k experts of a lane, T partial sums.
 """
@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.kernels import Routes, sum_parts
-from graphengine.models.contract import RankGroup
+from graphengine.kernels import ExpertLanes, Residual, Routes, add_to_residual
+from graphengine.models.contract import DecodeLaunch, RankGroup
 
 _ALIGNMENT = 16
 
@@ -43,21 +43,49 @@ class RoutedLanes(NamedTuple):
 
 def lanes_of_all(lanes: RoutedLanes, group: RankGroup) -> RoutedLanes:
     """Those of all ranks, M, in their order: one meeting."""
-    squares = [] if lanes.squares is None else [lanes.squares.t()]
-    parts = [lanes.x, lanes.slot[:, None], *lanes.routes, *squares]
-    x, slot, expert, weight, *summed = _gathered(parts, group)
-    return RoutedLanes(
-        x,
-        slot.view(-1),
-        Routes(expert, weight),
-        summed[0].t().contiguous() if summed else None,
-    )
+    own = ExpertLanes(lanes.x.contiguous(), lanes.slot, *lanes.routes, lanes.squares)
+    found = group.push_lanes(own)
+    if found is None:
+        found = _gathered_lanes(own, group)
+    return RoutedLanes(found.x, found.slot, Routes(found.expert, found.weight), found.squares)
 
 
 def sum_of_own(part_MH: Tensor, group: RankGroup) -> Tensor:
     """`[N, H]`, of what the experts of all ranks made of this rank's lanes: one meeting."""
-    ranks = group.share.ranks
-    return sum_parts(group.exchange(part_MH.view(ranks, -1, part_MH.shape[1])))
+    return group.sum_own(_by_rank(part_MH, group))
+
+
+def add_sum_of_own(
+    part_MH: Tensor,
+    own_NH: Tensor | None,
+    slot_N: Tensor,
+    residual: Residual,
+    next_norm_H: Tensor,
+    launch: DecodeLaunch,
+) -> Residual:
+    """`residual` plus `sum_of_own`, and what is this rank's alone, both float32: one meeting."""
+    group, pdl = launch.experts, launch.pdl
+    assert group is not None, "experts of one rank alone"
+    if group.add_own is not None:
+        parts = _by_rank(part_MH, group)
+        return group.add_own(parts, slot_N, residual, next_norm_H, own_NH=own_NH, pdl=pdl)
+    whole = sum_of_own(part_MH, group)
+    if own_NH is not None:
+        whole += own_NH
+    return add_to_residual(whole, slot_N, residual, next_norm_H, pdl=pdl)
+
+
+def _by_rank(part_MH: Tensor, group: RankGroup) -> Tensor:
+    return part_MH.view(group.share.ranks, -1, part_MH.shape[1])
+
+
+def _gathered_lanes(lanes: ExpertLanes, group: RankGroup) -> ExpertLanes:
+    """The lanes of all ranks, as bytes that are put together and apart."""
+    x, slot, expert, weight, squares = lanes
+    summed = [] if squares is None else [squares.t()]
+    x, slot, expert, weight, *summed = _gathered([x, slot[:, None], expert, weight, *summed], group)
+    of_all = summed[0].t().contiguous() if summed else None
+    return ExpertLanes(x, slot.view(-1), expert, weight, of_all)
 
 
 def _gathered(parts: Sequence[Tensor], group: RankGroup) -> list[Tensor]:

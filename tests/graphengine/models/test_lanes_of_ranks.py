@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from graphengine.kernels import Routes
-from graphengine.models.blocks.lanes_of_ranks import RoutedLanes, lanes_of_all, sum_of_own
-from graphengine.models.contract import Share
+from graphengine.kernels import ExpertLanes, Residual, Routes, add_to_residual
+from graphengine.kernels.linear.residual import new_residual
+from graphengine.models.blocks.lanes_of_ranks import (
+    RoutedLanes,
+    add_sum_of_own,
+    lanes_of_all,
+    sum_of_own,
+)
+from graphengine.models.contract import DecodeLaunch, RankGroup, Share
+from graphengine.models.linears import LinearPlans
 from graphengine.parallel.meeting import Meeting
 
 RANKS, LANES, HIDDEN, CHOSEN = 3, 2, 7, 3
@@ -81,3 +89,74 @@ def test_each_has_the_sum_for_its_own_lanes(tmp_path: Path, dtype: torch.dtype) 
         assert torch.equal(found, ((own[0] + own[1]) + own[2]).to(dtype))
 
     on_all_ranks(tmp_path, work)
+
+
+def launch_of(group: object) -> DecodeLaunch:
+    plans = LinearPlans({})
+    return DecodeLaunch(plans=plans, split_tokens=64, experts=cast(RankGroup, group))
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_the_sum_for_own_lanes_is_added_to_the_stream(tmp_path: Path, more: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    made = torch.randn(RANKS, RANKS * LANES, HIDDEN, generator=generator)
+    slot, norm = torch.tensor([0, -1], dtype=torch.int32), torch.ones(HIDDEN)
+    own = torch.randn(LANES, HIDDEN, generator=generator) if more else None
+
+    def stream() -> Residual:
+        residual = new_residual(LANES, HIDDEN, 1, dtype=torch.float32, device="cpu")
+        residual.x.fill_(3.0)
+        return residual
+
+    def work(rank: int, meeting: Meeting) -> None:
+        y = made[:, rank * LANES : (rank + 1) * LANES].sum(0)
+        expected = add_to_residual(y if own is None else y + own, slot, stream(), norm)
+        launch = launch_of(meeting)
+        found = add_sum_of_own(made[rank], own, slot, stream(), norm, launch)
+        torch.testing.assert_close(found.x, expected.x)
+        torch.testing.assert_close(found.scaled[:1], expected.scaled[:1])
+
+    on_all_ranks(tmp_path, work)
+
+
+class Pushing:
+    """A group that has kernels for both ways, which note what they get."""
+
+    share = Share(1, RANKS)
+
+    def __init__(self) -> None:
+        self.lanes: list[ExpertLanes] = []
+        self.parts: list[tuple[Tensor, Tensor | None]] = []
+
+    def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes:
+        self.lanes.append(lanes)
+        return lanes
+
+    def add_own(
+        self,
+        parts: Tensor,
+        slot: Tensor,
+        residual: Residual,
+        norm: Tensor,
+        *,
+        own_NH: Tensor | None,
+        pdl: bool,
+    ) -> Residual:
+        self.parts.append((parts, own_NH))
+        return residual
+
+
+def test_kernels_of_the_group_take_dense_lanes_and_parts_by_rank() -> None:
+    group = Pushing()
+    lanes = lanes_of(0, torch.float16, 5)
+    found = lanes_of_all(lanes, cast(RankGroup, group))
+    assert torch.equal(found.x, lanes.x) and found.routes.expert is lanes.routes.expert
+    assert found.squares is lanes.squares and group.lanes[0].x.is_contiguous()
+    made, own = torch.randn(RANKS * LANES, HIDDEN), torch.randn(LANES, HIDDEN)
+    residual = new_residual(LANES, HIDDEN, 1, dtype=torch.float32, device="cpu")
+    slot = torch.zeros(LANES, dtype=torch.int32)
+    launch = launch_of(group)
+    assert add_sum_of_own(made, own, slot, residual, torch.ones(HIDDEN), launch) is residual
+    ((parts, given),) = group.parts
+    assert parts.shape == (RANKS, LANES, HIDDEN) and given is own
+    assert torch.equal(parts[1], made[LANES : 2 * LANES])

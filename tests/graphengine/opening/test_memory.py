@@ -16,7 +16,7 @@ from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
 from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.drafters import NoDrafter, make_drafter
-from graphengine.kernels import MAX_LANES, WeightFormat, packed_form
+from graphengine.kernels import MAX_LANES, ExpertLanes, WeightFormat, packed_form
 from graphengine.models import contract, plan_limits
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.families import read_model_config
@@ -318,6 +318,20 @@ def test_the_log_probabilities_of_prompts_take_nodes_by_their_length() -> None:
 def test_the_counters_of_all_plans_are_in_the_budget() -> None:
     least, _ = plan_limits._BLOCK_M["dot"]
     assert least >= contract._LEAST_SPLIT_ROWS
+
+
+def test_there_is_room_for_lanes_with_all_that_experts_read_of_them() -> None:
+    least, _ = plan_limits._BLOCK_M["dot"]
+    assert least >= memory._LEAST_SUMMED
+    for dtype in (torch.float32, torch.bfloat16):
+        widest = ExpertLanes(
+            torch.empty(MAX_LANES, 2048, dtype=dtype, device="meta"),
+            torch.empty(MAX_LANES, device="meta"),
+            torch.empty(MAX_LANES, 8, device="meta"),
+            torch.empty(MAX_LANES, 8, device="meta"),
+            torch.empty(2048 // least, MAX_LANES, device="meta"),
+        )
+        assert widest.units == memory._units_of_lanes(2048, dtype, 8)
 
 
 def test_pinned_memory_counts_as_torch_takes_it() -> None:

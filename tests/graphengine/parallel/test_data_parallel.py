@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,15 @@ from engines.logit_options import HAS_GRAMMARS, consistent, random_options
 from engines.small_engine import run, step_until
 from graphengine import Engine, EngineConfig, Request, Result, SamplingParams
 from graphengine.host.rank_schedulers import RankSchedulers
+from graphengine.kernels import MAX_LANES, PUSH_UNIT, PeerItems, Peers, push_units
+from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.models.checkpoint import Checkpoint
+from graphengine.parallel import ranks
 from graphengine.parallel.data_core import DataParallelCore
 from graphengine.parallel.data_runtime import DataParallelRuntime
-from graphengine.parallel.ranks import RankFailed
+from graphengine.parallel.ranks import RankFailed, rank_devices
 from graphengine.speculative import MTP, Eagle3, NGram, UserProvided
+from launches.compilation import graph_kernels
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -392,6 +397,49 @@ def test_what_it_says_of_itself(engine: Engine) -> None:
     assert (kv["blocks"], kv["session_blocks"]) == (34, None)
 
 
+def test_results_of_ranks_on_gpus_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write them there; who has no such memory, or no GPU, has them where files are."""
+    for name, value in (("is_available", True), ("device_count", 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    on_gpus = EngineConfig(device="cuda", data_parallel=2)
+    assert rank_devices(replace(on_gpus, device="cuda:0")) == ["cuda:0", "cuda:1"]
+    monkeypatch.setattr(ranks, "_MEMORY", Path("/"))
+    assert ranks._place(on_gpus) == Path("/")
+    for other in (
+        EngineConfig(device="cpu", data_parallel=2),
+        EngineConfig(device="cuda", tensor_parallel=2),
+    ):
+        assert ranks._place(other) is None
+    monkeypatch.setattr(ranks, "_MEMORY", Path("/none"))
+    assert ranks._place(on_gpus) is None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel is not looked up")
+@pytest.mark.parametrize("family", ["glm_checkpoints", "expert_checkpoints"])
+def test_what_a_step_on_gpus_launches(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """One kernel brings the lanes of all ranks to experts, and one adds up what those made."""
+    names = {"glm_checkpoints": "glm-norms-biases", "expert_checkpoints": "moe-even"}
+    path = request.getfixturevalue(family)[names[family]].path
+    with open_engine(path, 2) as engine:
+        assert isinstance(engine.runtime, DataParallelRuntime)
+        hidden = engine.model.config.hidden_size
+        units = push_units(MAX_LANES, hidden, torch.float32) + 2
+        items = torch.zeros(2, 2, units, PUSH_UNIT, dtype=torch.int64)
+        peers = Peers(0, PeerItems.over_items(items, [items.data_ptr()] * 2))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runtime._meeting, "_memory", SimpleNamespace(peers=peers))
+            graphs = graph_kernels(engine)
+        layers = len(engine.model.config.expert_layers)
+        for name, kernels in graphs.items():
+            pushes = [each.name for each in kernels if each.name.startswith("_push")]
+            added = "_push_to_residual_kernel" if name.startswith("decode") else "_push_kernel"
+            # What only notes a prompt computes no layer.
+            met = 0 if name.endswith("/note") else layers
+            assert pushes == ["_push_lanes_kernel", added] * met, name
+
+
 # Faults.
 
 
@@ -419,6 +467,22 @@ def test_a_rank_that_is_gone_is_the_next_calls_error(
         assert time.monotonic() - started < 15
         with pytest.raises(RuntimeError, match="the engine is broken, close it: RankFailed"):
             engine.step()
+
+
+def test_what_a_rank_publishes_after_it_has_waited_in_vain_is_nothing(
+    oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_GRACE_S", 0.0)
+    with open_engine(oracle.path, 2) as engine:
+        assert isinstance(engine.runtime, DataParallelRuntime)
+        requests = [engine.submit(prompt, greedy(60)) for prompt in oracle.prompts((5, 9))]
+        step_until(engine, lambda: all(request.token_ids for request in requests))
+        (other,) = engine.runtime.others
+        # As the kernels of a rank on a GPU say it.
+        other._waits[0] = 1
+        with pytest.raises(RankFailed, match="ranks did not come within 60 s") as failed:
+            run(engine)
+        assert str(failed.value.__cause__) == "rank 1 of 2 waited 60 s for the others' parts"
 
 
 def test_what_cannot_be_shared_is_an_error(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,16 +513,12 @@ def test_what_cannot_be_shared_is_an_error(oracle: Any, monkeypatch: pytest.Monk
             "expert_parallel=True is for tensor_parallel: with data_parallel=2 ranks have whole "
             "experts anyway",
         ),
-        ({"device": "cuda"}, "data_parallel=2 is for ranks on a CPU, not for device='cuda': ranks"),
         (
             {"kv_dtype": "fp8"},
             "kv_dtype='fp8' is for an engine of one rank, not for data_parallel=2",
         ),
     ],
 )
-def test_options_that_do_not_go_together(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(**{"device": "cpu", "data_parallel": 2} | options)

@@ -65,17 +65,18 @@ def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
     assert text and "\n" not in text
 
 
-def test_each_has_what_all_have_for_it(tmp_path: Path) -> None:
-    parts = [torch.arange(12, dtype=torch.float16).view(3, 2, 2) + 100 * rank for rank in range(3)]
-    results = on_all_ranks(tmp_path, 3, lambda rank, meeting: meeting.exchange(parts[rank]))
+def test_each_has_the_sum_of_what_all_have_for_it(tmp_path: Path) -> None:
+    parts = [torch.randn(3, 2, 2) * 10**rank for rank in range(3)]
+    results = on_all_ranks(tmp_path, 3, lambda rank, meeting: meeting.sum_own(parts[rank]))
     for rank, found in enumerate(results):
-        assert torch.equal(found, torch.stack([part[rank] for part in parts]))
+        assert torch.equal(found, parts[0][rank] + parts[1][rank] + parts[2][rank])
 
 
-def test_a_rank_that_exchanges_nothing_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_rank_that_brings_nothing_of_its_own_is_not_waited_for(tmp_path: Path) -> None:
     def work(rank: int, meeting: Meeting) -> None:
         if rank == 0:
+            assert meeting.add_own is None
             with pytest.raises(MeetingFailed):
-                meeting.exchange(torch.ones(2, 1, 4))
+                meeting.sum_own(torch.ones(2, 1, 4))
 
     on_all_ranks(tmp_path, 2, work, limit_s=1.0)

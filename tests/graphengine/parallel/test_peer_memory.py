@@ -11,15 +11,20 @@ import pytest
 import torch
 
 from graphengine.config import EngineConfig
-from graphengine.kernels import PUSH_UNIT, push_to_residual
+from graphengine.kernels import (
+    PUSH_UNIT,
+    ExpertLanes,
+    push_own_to_residual,
+    push_to_residual,
+)
 from graphengine.models.contract import Share
 from graphengine.parallel import meeting as meetings
 from graphengine.parallel import peer_memory
-from graphengine.parallel.meeting import Meeting, MeetingFailed
+from graphengine.parallel.meeting import OPENING_LIMIT_S, Meeting, MeetingFailed
 from graphengine.parallel.ranks import ONE_DEVICE, rank_devices
 
 Result = TypeVar("Result")
-UNITS = 3
+UNITS = 5
 
 
 class Exported:
@@ -59,6 +64,12 @@ class Group:
     def abort(self) -> None:
         self.aborted = True
 
+    def alltoall_base(self, received: Any, sent: Any, *sizes: list[int]) -> Done:
+        """As if the other rank had sent nothing."""
+        assert sizes == ([], []) and received.dtype == sent.dtype == torch.uint8
+        received.zero_()
+        return Done("exchanged")
+
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
@@ -95,7 +106,7 @@ def on_two_ranks(folder: Path, work: Callable[[Meeting], Result]) -> list[Result
 def test_all_map_all_and_push_what_is_small(
     devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("push_sum", "push_gather", "_nccl_gather"):
+    for name in ("push_sum", "push_gather", "push_own_sum", "push_lanes", "_nccl_gather"):
         monkeypatch.setattr(meetings, name, lambda *args, name=name, **options: Done(name))
     monkeypatch.setattr(meetings, "sum_parts", lambda parts: "summed")
     small, large = torch.zeros(UNITS, PUSH_UNIT), torch.zeros(UNITS, PUSH_UNIT + 1)
@@ -110,6 +121,12 @@ def test_all_map_all_and_push_what_is_small(
         assert meeting.add_parts.func is push_to_residual and meeting.add_parts.args == (peers,)
         assert meeting.reduce(small) == Done("push_sum")
         assert meeting.gather(small) == Done("push_gather")
+        assert meeting.add_own.func is push_own_to_residual and meeting.add_own.args == (peers,)
+        assert meeting.sum_own(small.repeat(2, 1, 1)) == Done("push_own_sum")
+        assert meeting.sum_own(large.repeat(2, 1, 1)) == "summed"
+        # Five tensors, each of which begins a unit of its own.
+        assert meeting.push_lanes(lanes_of(32, torch.zeros(1, 32))) == Done("push_lanes")
+        assert meeting.push_lanes(lanes_of(33, torch.zeros(1, 33))) is None
         assert meeting.reduce(large) == "summed"
         assert meeting.gather(large).shape == (2, *large.shape)
         return peers.tensors.addresses.tolist(), meeting
@@ -128,6 +145,12 @@ def test_all_map_all_and_push_what_is_small(
     assert meeting._memory._own is None
 
 
+def lanes_of(lanes: int, squares: torch.Tensor | None) -> ExpertLanes:
+    pairs = torch.zeros(lanes, 2, dtype=torch.int32)
+    slot = torch.zeros(lanes, dtype=torch.int32)
+    return ExpertLanes(torch.zeros(lanes, 8), slot, pairs, pairs.float(), squares)
+
+
 class Done(str):
     """A name, and a work of NCCL's that is done."""
 
@@ -135,13 +158,35 @@ class Done(str):
         pass
 
 
+def test_another_process_may_read_whether_a_rank_has_waited_in_vain(
+    devices: dict[int, str], tmp_path: Path
+) -> None:
+    watch = torch.zeros(2, 2, dtype=torch.int64)
+
+    def rank_of(rank: int) -> Meeting:
+        share, place = Share(rank, 2), torch.device("cuda", rank)
+        return Meeting(str(tmp_path / "meeting"), share, place, units=UNITS, watch=watch[rank])
+
+    with ThreadPoolExecutor(2) as pool:
+        meetings = list(pool.map(rank_of, range(2)))
+    assert watch.tolist() == [[0, int(OPENING_LIMIT_S * 1e9)]] * 2
+    meetings[1].abandon()
+    meetings[0].check()
+    assert watch[:, 0].tolist() == [0, 1]
+
+
 def test_ranks_that_share_a_gpu_push_all(
     devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices[1] = devices[0]
-    monkeypatch.setattr(meetings, "push_sum", lambda *args, **options: "pushed")
+    for name in ("push_sum", "push_own_sum"):
+        monkeypatch.setattr(meetings, name, lambda *args, **options: "pushed")
     large = torch.zeros(9, UNITS * PUSH_UNIT)
-    assert on_two_ranks(tmp_path, lambda meeting: meeting.reduce(large)) == ["pushed"] * 2
+
+    def work(meeting: Meeting) -> tuple[Any, Any]:
+        return meeting.reduce(large), meeting.sum_own(large.repeat(2, 1, 1))
+
+    assert on_two_ranks(tmp_path, work) == [("pushed", "pushed")] * 2
 
 
 def test_what_one_cannot_map_nobody_uses(
@@ -164,6 +209,8 @@ def test_what_one_cannot_map_nobody_uses(
         assert (
             meeting._peers is None
             and meeting.add_parts is None
+            and meeting.add_own is None
+            and meeting.push_lanes(lanes_of(1, None)) is None
             and meeting._memory.problem == reason
         )
         meeting.limit_s = 1.0

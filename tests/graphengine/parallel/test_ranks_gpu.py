@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from checkpoints.few_layers import block_drafter, few_layers
+from engines.eager_steps import Eager
 from engines.small_engine import LONG, OTHER, PROMPT, greedy, open_engine, sampled
 from graphengine import Engine
-from graphengine.buckets import CapturedGraph
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.ranks import ONE_DEVICE, RankFailed
-from graphengine.program.graph_key import GraphKey
 from graphengine.speculative import MTP, DFlash, DraftModel, Speculative
 
 pytestmark = pytest.mark.gpu
@@ -56,17 +55,6 @@ def assert_equal_ranks(engine: Engine) -> None:
 
 def tokens(engine: Engine) -> list[tuple[int, ...]]:
     return [result.token_ids for result in engine.generate(PROMPTS, greedy(16))]
-
-
-class Eager:
-    """The step of a graph, launched kernel by kernel."""
-
-    def __init__(self, key: GraphKey, graph: CapturedGraph) -> None:
-        self._graph = graph
-
-    def replay(self) -> None:
-        with torch.cuda.stream(self._graph.stream):
-            self._graph.step()
 
 
 def test_ranks_say_what_one_says(engine: Engine) -> None:

@@ -25,8 +25,18 @@ from graphengine.kernels.comm.items import (
     item_bytes,
     push_words_reference,
 )
-from graphengine.kernels.comm.push import push_gather, push_sum
-from graphengine.kernels.comm.push_residual import push_to_residual, push_units
+from graphengine.kernels.comm.push import push_gather, push_own_sum, push_sum
+from graphengine.kernels.comm.push_lanes import (
+    ExpertLanes,
+    lane_units,
+    push_lanes,
+    push_lanes_reference,
+)
+from graphengine.kernels.comm.push_residual import (
+    push_own_to_residual,
+    push_to_residual,
+    push_units,
+)
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.residual import (
@@ -60,25 +70,41 @@ class World:
             peers.tensors.tags.fill_(tag)
             peers.tensors.watch[1] = 2**40
 
-    def store(self, rank: int, part: torch.Tensor, row: int, *, ahead: int = 0) -> None:
+    def store(self, rank: int, part: torch.Tensor, row: int) -> None:
         """What a rank stores of this part, whose every `row` words begin a unit."""
-        rows = part.contiguous().view(torch.int32).reshape(-1, row)
-        units = -(-row // UNIT)
-        words = torch.nn.functional.pad(rows, (0, units * UNIT - row)).reshape(-1, UNIT)
-        push_words_reference(self.items, rank, words, self.peers[rank].tensors.tags + ahead)
+        self.push(self.items, rank, units_of(part, row))
+
+    def store_own(self, rank: int, parts: torch.Tensor, row: int) -> None:
+        """The same of parts for each rank."""
+        for items, part in zip(self.items, parts, strict=True):
+            self.push([items], rank, units_of(part, row))
+
+    def push(self, items: list[torch.Tensor], rank: int, words: torch.Tensor) -> None:
+        push_words_reference(items, rank, words, self.peers[rank].tensors.tags)
 
     def run(
-        self, launch: Launch, parts: list[torch.Tensor], row: int, order: list[int]
+        self,
+        launch: Launch,
+        parts: list[Any],
+        row: int,
+        order: list[int],
+        store: Callable[..., None] | None = None,
     ) -> list[Any]:
         """What each rank gets, when they come in this order."""
-        found: dict[int, Any] = {}
+        store, found = store or self.store, dict[int, Any]()
         for done, rank in enumerate(order):
             for other in order[done + 1 :]:
-                self.store(other, parts[other], row)
+                store(other, parts[other], row)
             # So that it must store what it takes from itself.
             self.items[rank][:, rank] = -1 << 40
             found[rank] = launch(self.peers[rank], parts[rank])
         return [found[rank] for rank in range(len(parts))]
+
+
+def units_of(part: torch.Tensor, row: int) -> torch.Tensor:
+    """The words of a part, whose every `row` of them begin a unit."""
+    rows = part.contiguous().view(torch.int32).reshape(-1, row)
+    return torch.nn.functional.pad(rows, (0, -row % UNIT)).reshape(-1, UNIT)
 
 
 def random_parts(ranks: int, lanes: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -123,12 +149,89 @@ def test_all_have_the_sum_and_the_parts(ranks, lanes, columns, units, half, tag,
 
 
 @interpreted
+@settings(deadline=None, max_examples=extent(8, 40))
+@given(
+    ranks=st.integers(1, 4),
+    columns=st.sampled_from([2, 130, 514]),
+    half=st.booleans(),
+    tag=TAGS,
+    seed=st.integers(0, 99),
+)
+def test_each_has_the_sum_of_what_all_have_for_it(ranks, columns, half, tag, seed):
+    torch.manual_seed(seed)
+    dice = random.Random(seed)
+    world = World(ranks, 9, tag)
+    dtype = torch.float16 if half else torch.float32
+    for _ in range(3):
+        parts = [torch.stack(random_parts(ranks, 2, columns, dtype)) for _ in range(ranks)]
+        order = dice.sample(range(ranks), ranks)
+        found = world.run(push_own_sum, parts, parts[0][0].nbytes // 4, order, world.store_own)
+        for rank, each in enumerate(found):
+            assert torch.equal(each, sum_parts_reference(torch.stack([p[rank] for p in parts])))
+    assert not any(peers.tensors.over.item() for peers in world.peers)
+
+
+def random_lanes(lanes: int, H: int, top_k: int, groups: int, dtype: torch.dtype) -> ExpertLanes:
+    return ExpertLanes(
+        torch.randn(lanes, H).to(dtype),
+        torch.randint(-1, 9, (lanes,), dtype=torch.int32),
+        torch.randint(0, 60, (lanes, top_k), dtype=torch.int32),
+        torch.rand(lanes, top_k),
+        torch.rand(groups, lanes) if groups else None,
+    )
+
+
+@interpreted
+@settings(deadline=None, max_examples=extent(10, 40))
+@given(
+    ranks=st.integers(1, 3),
+    lanes=st.integers(1, 5),
+    H=st.sampled_from([2, 72, 256, 516]),
+    top_k=st.sampled_from([1, 3, 60]),
+    groups=st.sampled_from([0, 1, 7, 130]),
+    half=st.booleans(),
+    tag=TAGS,
+    seed=st.integers(0, 99),
+)
+def test_lanes_are_those_of_all_ranks(ranks, lanes, H, top_k, groups, half, tag, seed):
+    torch.manual_seed(seed)
+    dtype = torch.float16 if half else torch.float32
+    world = World(ranks, lane_units(lanes, H, dtype, top_k, groups), tag)
+
+    def store(rank: int, part: ExpertLanes, row: int) -> None:
+        tensors = [each for each in part if each is not None]
+        words = [units_of(each, each.nbytes // 4) for each in tensors]
+        world.push(world.items, rank, torch.cat(words))
+
+    for _ in range(2):
+        parts = [random_lanes(lanes, H, top_k, groups, dtype) for _ in range(ranks)]
+        order = random.Random(seed).sample(range(ranks), ranks)
+        expected = push_lanes_reference(parts)
+        for found in world.run(push_lanes, parts, 0, order, store):
+            for name, one, other in zip(found._fields, found, expected, strict=True):
+                assert (one is None and other is None) or torch.equal(one, other), name
+    # All units were used, and no others asked for.
+    tags = torch.stack([peers.tensors.tags for peers in world.peers])
+    assert torch.equal(tags - 2, torch.full_like(tags, tag))
+
+
+@interpreted
 @pytest.mark.parametrize("launch", [push_sum, push_gather])
 def test_large_parts_take_several_launches(launch: Launch):
     world = World(1, 2)
     part = torch.randn(3, 500)
     assert torch.equal(launch(world.peers[0], part).view(3, 500), part)
     assert world.peers[0].tensors.tags.tolist() == [3, 3]
+
+
+@interpreted
+def test_large_parts_of_each_take_several_launches():
+    """A wait that is over leaves this rank what it has for itself."""
+    world = World(2, 1)
+    world.peers[1].tensors.watch[0] = 1
+    parts = torch.randn(2, 3, 128)
+    assert torch.equal(push_own_sum(world.peers[1], parts), 2 * parts[1])
+    assert world.peers[1].tensors.tags.tolist() == [2]
 
 
 @interpreted
@@ -230,6 +333,52 @@ def test_the_stream_is_what_the_sum_makes_of_it(ranks, lanes, H, half, bias, kep
             assert torch.equal(each.kept.rows, expected.kept.rows)
 
 
+@interpreted
+@settings(deadline=None, max_examples=extent(10, 40))
+@given(
+    ranks=st.integers(1, 3),
+    lanes=st.integers(1, 4),
+    H=st.sampled_from([32, 300, 516]),
+    own=st.booleans(),
+    kept=st.booleans(),
+    tag=TAGS,
+    seed=st.integers(0, 99),
+)
+def test_the_stream_is_what_all_have_for_a_rank(ranks, lanes, H, own, kept, tag, seed):
+    """Each rank has lanes of its own, and pads others than its peers."""
+    torch.manual_seed(seed)
+    dice = random.Random(seed)
+    units = push_units(lanes, H, torch.float32)
+    world = World(ranks, units, tag)
+    parts = [torch.stack(random_parts(ranks, lanes, H, torch.float32)) for _ in range(ranks)]
+    slots = torch.arange(lanes, dtype=torch.int32).repeat(ranks, 1)
+    for rank in range(ranks):
+        padded = dice.randrange(lanes + 1)
+        slots[rank, padded:] = -1
+        for part in parts:
+            part[rank, padded:] = float("nan")
+    norm, start = torch.randn(H).half(), random_residual(lanes, H, kept)
+    more = torch.randn(ranks, lanes, H) if own else None
+
+    def launch(peers: Peers, part: torch.Tensor) -> Residual:
+        own_NH = None if more is None else more[peers.rank]
+        slot = slots[peers.rank]
+        return push_own_to_residual(peers, part, slot, copy_of(start), norm, own_NH=own_NH)
+
+    order = dice.sample(range(ranks), ranks)
+    for rank, each in enumerate(world.run(launch, parts, H, order, world.store_own)):
+        y = sum_parts_reference(torch.stack([part[rank] for part in parts]))
+        expected = copy_of(start)._replace(squares=torch.zeros(units // lanes, lanes))
+        y = y if more is None else y + more[rank]
+        add_to_residual_reference(y, slots[rank], expected, norm)
+        assert torch.equal(each.x, expected.x) and torch.equal(each.scaled, expected.scaled)
+        live = int((slots[rank] >= 0).sum())
+        sums = each.squares[:, :live].sum(0)
+        torch.testing.assert_close(sums, expected.x[:live].square().sum(1))
+        if kept:
+            assert torch.equal(each.kept.rows, expected.kept.rows)
+
+
 def wait_for_each_other(rank: int, tensors: list[PeerItems], found: Any) -> None:
     peers = Peers(rank, tensors[rank])
     dice, generator = random.Random(rank), torch.Generator().manual_seed(9)
@@ -277,6 +426,12 @@ FLOAT = torch.zeros(3, 4)
         ),
         (push_gather, FLOAT[0], r"a part must be a dense .* not torch.float32 \[4\] of 16 bytes"),
         (push_sum, torch.zeros(1, 3, dtype=torch.float16), r"float16 \[1, 3\] of 6 bytes"),
+        (push_own_sum, FLOAT[None].int(), "parts are torch.int32, not one of"),
+        (
+            push_own_sum,
+            torch.zeros(2, 3, 4),
+            r"parts for 1 ranks must be a dense \[1, N, C\], not \[2, 3, 4\]",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error(launch: Launch, part: torch.Tensor, message: str):
@@ -298,6 +453,46 @@ def test_what_no_stream_takes_is_an_error(part: torch.Tensor, message: str):
     slot = torch.zeros(lanes, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         push_to_residual(World(1, 5).peers[0], part, slot, residual, torch.ones(H))
+
+
+@pytest.mark.parametrize(
+    ("parts", "own", "message"),
+    [
+        (torch.zeros(2, 2, 8), None, r"parts for 1 ranks must be a dense \[1, N, H\], not \[2, 2"),
+        (torch.zeros(1, 3, 8), None, r"a part must be a dense float \[2, 8\], not .* \[3, 8\]"),
+        (torch.zeros(1, 2, 8), torch.zeros(2, 7), r"own must be a dense torch.float32 \[16\]"),
+    ],
+)
+def test_what_no_stream_takes_of_each_is_an_error(parts, own, message: str):
+    residual = new_residual(2, 8, 1, dtype=torch.float16, device="cpu")
+    slot = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        push_own_to_residual(World(1, 5).peers[0], parts, slot, residual, torch.ones(8), own_NH=own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"x": torch.zeros(2, 8).mT},
+            r"x must be a dense float \[N, H\], not .* \[8, 2",
+        ),
+        ({"x": torch.zeros(2, 7).half()}, "7 values in torch.float16 is no multiple of 4 bytes"),
+        ({"slot": torch.zeros(3, dtype=torch.int32)}, r"slot must be a dense \[2\], not \(3,\)"),
+        ({"expert": torch.zeros(2, 3)}, r"expert must be a dense torch.int32 \[2, 3\], not"),
+        ({"weight": torch.zeros(2, 4)}, r"weight must be a dense .* \[2, 3\], not .* \[2, 4\]"),
+        ({"squares": torch.zeros(1, 3)}, r"squares must be a dense float32 \[T, 2\]"),
+        (
+            {"x": torch.zeros(2, 300)},
+            r"2 lanes of 300 values in torch.float32, 3 experts and 1 sums take 7 units of 256 "
+            r"words: there are 6",
+        ),
+    ],
+)
+def test_lanes_that_do_not_fit_are_an_error(changes, message: str):
+    lanes = random_lanes(2, 8, 3, 1, torch.float32)._replace(**changes)
+    with pytest.raises(ValueError, match=message):
+        push_lanes(World(1, 6).peers[0], lanes)
 
 
 def test_bytes_are_those_of_the_items():

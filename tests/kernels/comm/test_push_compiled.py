@@ -12,6 +12,7 @@ from graphengine.kernels.comm.items import UNIT, PeerItems, Peers
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.residual import new_residual
 from launches.compilation import (
+    RecordedLaunch,
     assert_waits_before_it_shows,
     compile_launch,
     global_loads,
@@ -21,6 +22,7 @@ from launches.compilation import (
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 
 push = importlib.import_module("graphengine.kernels.comm.push")
+push_lanes = importlib.import_module("graphengine.kernels.comm.push_lanes")
 push_residual = importlib.import_module("graphengine.kernels.comm.push_residual")
 
 
@@ -33,23 +35,41 @@ def peers_of(ranks: int) -> Peers:
     return Peers(1, PeerItems.over_items(items, [items.data_ptr()] * ranks))
 
 
+def launch_pushes(name: str, ranks: int, dtype: torch.dtype) -> None:
+    """One of each kind, of two lanes."""
+    peers, part, slot = peers_of(ranks), new(2, 1024, dtype=dtype), new(2, dtype=torch.int32)
+    parts = new(ranks, 2, 1024, dtype=dtype)
+    if name == "residual":
+        residual = new_residual(2, 1024, 1, dtype=torch.bfloat16, device="cpu")
+        push_residual.push_to_residual(peers, part, slot, residual, new(1024), pdl=True)
+    elif name == "own residual":
+        residual, own = (
+            new_residual(2, 1024, 1, dtype=torch.bfloat16, device="cpu"),
+            new(2, 1024, dtype=torch.float32),
+        )
+        push_residual.push_own_to_residual(
+            peers, parts, slot, residual, new(1024), own_NH=own, pdl=True
+        )
+    elif name == "lanes":
+        pairs, floats = new(2, 4, dtype=torch.int32), new(2, 4, dtype=torch.float32)
+        lanes = push_lanes.ExpertLanes(part, slot, pairs, floats, floats.view(4, 2))
+        push_lanes.push_lanes(peers, lanes, pdl=True)
+    else:
+        given = parts if name == "push_own_sum" else part
+        getattr(push, name)(peers, given, pdl=True)
+
+
 def ptx_of(name: str, ranks: int, dtype: torch.dtype) -> tuple[str, list[str]]:
-    peers, part, launches = peers_of(ranks), new(2, 1024, dtype=dtype), []
-    with launches_handed_to(launches.append, push, push_residual):
-        if name == "residual":
-            residual = new_residual(2, 1024, 1, dtype=torch.bfloat16, device="cpu")
-            push_residual.push_to_residual(
-                peers, part, new(2, dtype=torch.int32), residual, new(1024), pdl=True
-            )
-        else:
-            getattr(push, name)(peers, part, pdl=True)
+    launches: list[RecordedLaunch] = []
+    with launches_handed_to(launches.append, push, push_residual, push_lanes):
+        launch_pushes(name, ranks, dtype)
     (launch,) = launches
     return compile_launch(launch)
 
 
 CASES = [
     (name, ranks, dtype)
-    for name in ("push_sum", "push_gather", "residual")
+    for name in ("push_sum", "push_gather", "push_own_sum", "residual", "own residual", "lanes")
     for ranks, dtype in ((2, torch.bfloat16), (4, torch.float32), (8, torch.bfloat16))
 ]
 

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import torch
 
-from graphengine.kernels import push_gather, push_sum, push_to_residual, push_units
+from graphengine.kernels import (
+    ExpertLanes,
+    push_gather,
+    push_lanes,
+    push_own_sum,
+    push_own_to_residual,
+    push_sum,
+    push_to_residual,
+    push_units,
+)
+from graphengine.kernels.comm.push_lanes import push_lanes_reference
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.models.contract import Share
@@ -38,7 +48,9 @@ def run_ranks(folder: Path, ranks: int, replays: dict[tuple[int, torch.dtype], i
 def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -> None:
     torch.cuda.set_device(DEVICE)
     store = torch.distributed.FileStore(file, share.ranks)
-    memory = PeerMemory(store, share, DEVICE, push_units(64, HIDDEN, torch.float32))
+    # With room for the lanes' experts and sums beside them.
+    units = push_units(64, HIDDEN, torch.float32) + 16
+    memory = PeerMemory(store, share, DEVICE, units)
     assert memory.peers is not None, memory.problem
     memory.peers.tensors.watch[1] = 60 * 10**9
     for (lanes, dtype), count in replays.items():
@@ -54,7 +66,7 @@ def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -
 class _Step:
     """One of each kind of push, of parts that change with each step, held against the plain twins.
 
-    wrong  int64 [4]: values that differ, of all steps
+    wrong  int64 [7]: values that differ, of all steps
     """
 
     def __init__(self, memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype) -> None:
@@ -65,7 +77,7 @@ class _Step:
         self.base = base.to(DEVICE)
         self.dtype = dtype
         self.step = torch.zeros((), dtype=torch.int64, device=DEVICE)
-        self.wrong = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+        self.wrong = torch.zeros(7, dtype=torch.int64, device=DEVICE)
         self.slot = torch.arange(lanes, dtype=torch.int32, device=DEVICE)
         self.norm = torch.randn(HIDDEN, generator=generator).to(DEVICE, dtype)
 
@@ -90,6 +102,37 @@ class _Step:
         expected.scaled.copy_(expected.x * self.norm.float())
         self.wrong[2] += (found.x != expected.x).sum()
         self.wrong[3] += (found.scaled != expected.scaled).sum()
+        self._push_own(parts)
+
+    def _push_own(self, parts: torch.Tensor) -> None:
+        """Of ranks with lanes of their own: here the lanes of a rank are those of all, plus it."""
+        ranks, lanes, _ = parts.shape
+        mine = parts[self.rank]
+        own = torch.stack([mine + rank for rank in range(ranks)])
+        expected = sum_parts_reference(parts + self.rank)
+        self.wrong[4] += (push_own_sum(self.peers, own) != expected).sum()
+        found = new_residual(lanes, HIDDEN, 1, dtype=self.dtype, device=DEVICE)
+        found.x.copy_(self.base[0])
+        push_own_to_residual(
+            self.peers, own.float(), self.slot, found, self.norm, own_NH=self.base[1]
+        )
+        y = (parts[0] + self.rank).float()
+        for part in parts[1:]:
+            y = y + (part + self.rank).float()
+        self.wrong[5] += (found.x != self.base[0] + (y + self.base[1])).sum()
+        of_ranks = [
+            ExpertLanes(
+                part,
+                self.slot + rank,
+                (self.slot[:, None] * 8 + rank).expand(lanes, 8).contiguous(),
+                part[:, :8].float().contiguous(),
+                part[:, :6].float().t().contiguous(),
+            )
+            for rank, part in enumerate(parts)
+        ]
+        gathered = push_lanes(self.peers, of_ranks[self.rank])
+        for one, other in zip(gathered, push_lanes_reference(of_ranks), strict=True):
+            self.wrong[6] += (one != other).sum()
 
 
 def _replay(memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype, count: int) -> None:
