@@ -202,7 +202,7 @@ class LeadingRuntime(Runtime):
         with as_checkpoint(given) as folder, self.ranks.explained():
             self.ranks.send(Kind.UPDATE, data=os.fsencode(folder))
             super().update_weights(loaded, given)
-            self.ranks.wait_until_done()
+            self.ranks.wait_until_updated(given.nbytes)
 
     def scales_id(self) -> str:
         """Digits of the scales that one rank with all heads would have; waits for all ranks."""

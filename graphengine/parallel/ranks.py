@@ -28,6 +28,8 @@ from graphengine.parallel.torchrun import lead
 
 # For a rank that has loaded later than the driver, and for one that captures longer.
 _LOAD_LIMIT_S = 600.0
+# Of new weights, that any rank reads and rounds; the driver has done as much when it waits.
+_UPDATE_BYTES_PER_S = 2**27
 # For a rank whose peers are gone to say why, and for one that closes.
 _GRACE_S, _CLOSE_S = 2.0, 5.0
 _PAUSE_S = 1e-3
@@ -171,10 +173,18 @@ class Ranks:
         )
         self.check()
 
-    def wait_until_done(self) -> None:
-        """Wait until all ranks have done what was sent, which may be as long as loading."""
-        number = self._end.sent
-        self._wait(lambda: self._end.least_done() >= number, _LOAD_LIMIT_S, f"command {number}")
+    def wait_until_updated(self, nbytes: int) -> None:
+        """Wait until all ranks have done what was sent last, an update of so many bytes of weights.
+
+        RankFailed if one never will, or has not within the limit and the time to read the bytes.
+        """
+        number, reading = self._end.sent, nbytes / _UPDATE_BYTES_PER_S
+        self._wait(
+            lambda: self._end.least_done() >= number,
+            self._limit + reading,
+            f"command {number}, an update of {nbytes} bytes of weights (wait_limit_s="
+            f"{self._limit:g} and {reading:.3g} s for the bytes)",
+        )
 
     def tell(self) -> list[str]:
         """Digests of all other ranks' device-owned state, after all that was sent."""
