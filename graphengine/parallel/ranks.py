@@ -22,7 +22,7 @@ from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.link import ALL, DriverEnd, Kind, LinkMemory, Stage
 from graphengine.parallel.meeting import MeetingFailed
-from graphengine.parallel.processes import RankProcess, SpawnedRank
+from graphengine.parallel.processes import RankProcess, SpawnedRank, check_may_start
 from graphengine.parallel.rank import RankStart, run_rank
 from graphengine.parallel.torchrun import lead
 
@@ -75,6 +75,8 @@ class Ranks:
     broken    whether driver and ranks may disagree: they are ended without being asked
     before_waiting  called where the slowest rank has no room for a command: does what ranks wait
                     for, that the driver has put off
+
+    ValueError, before anything is started, in a process that may have no children.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class Ranks:
         *,
         launched: bool = False,
     ) -> None:
+        if not launched:
+            check_may_start(config)
         self.broken = False
         self.before_waiting: Callable[[], object] = lambda: None
         self._limit = config.wait_limit_s
