@@ -591,12 +591,16 @@ class EngineConfig:
     def _check_stages(self) -> None:
         """ValueError for what the stages of a pipeline cannot do."""
         stages = self.pipeline_parallel
-        for name in ("tensor_parallel", "data_parallel"):
-            if getattr(self, name) > 1:
-                raise ValueError(
-                    f"pipeline_parallel={stages} and {name}={getattr(self, name)}: a stage is one "
-                    f"rank, and has no others beside it, so one of them is 1"
-                )
+        if self.data_parallel > 1:
+            raise ValueError(
+                f"pipeline_parallel={stages} and data_parallel={self.data_parallel}: all ranks of "
+                f"a pipeline have the same requests, so one of them is 1"
+            )
+        if self.tensor_parallel > 1 and torch.device(self.device).type != "cpu":
+            raise ValueError(
+                f"{self.ranks_option} is for ranks on a CPU, not for device={self.device!r}: "
+                f"stages on GPUs have one rank each"
+            )
         mode = self.mode
         if isinstance(mode, Eagle3 | DFlash | SaveHiddenStates):
             raise ValueError(
@@ -634,9 +638,9 @@ class EngineConfig:
     @property
     def ranks_option(self) -> str:
         """The option that asks for them, for messages."""
-        names = ("data_parallel", "pipeline_parallel")
-        name = next((name for name in names if getattr(self, name) > 1), "tensor_parallel")
-        return f"{name}={self.ranks}"
+        names = ("tensor_parallel", "data_parallel", "pipeline_parallel")
+        counts = {name: getattr(self, name) for name in names}
+        return " and ".join(f"{name}={count}" for name, count in counts.items() if count > 1)
 
     @property
     def mode(self) -> Mode | None:
