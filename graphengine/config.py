@@ -547,12 +547,16 @@ class EngineConfig(EngineSizes):
     def _check_stages(self) -> None:
         """ValueError for what the stages of a pipeline cannot do."""
         stages = self.pipeline_parallel
-        for name in ("tensor_parallel", "data_parallel"):
-            if getattr(self, name) > 1:
-                raise ValueError(
-                    f"pipeline_parallel={stages} and {name}={getattr(self, name)}: a stage is one "
-                    f"rank, and has no others beside it, so one of them is 1"
-                )
+        if self.data_parallel > 1:
+            raise ValueError(
+                f"pipeline_parallel={stages} and data_parallel={self.data_parallel}: all ranks of "
+                f"a pipeline have the same requests, so one of them is 1"
+            )
+        if self.tensor_parallel > 1 and torch.device(self.device).type != "cpu":
+            raise ValueError(
+                f"{self.ranks_option} is for ranks on a CPU, not for device={self.device!r}: "
+                f"stages on GPUs have one rank each"
+            )
         mode = self.mode
         if isinstance(mode, Eagle3 | DFlash | SaveHiddenStates):
             raise ValueError(

@@ -52,9 +52,9 @@ class EngineSizes:
     @property
     def ranks_option(self) -> str:
         """The option that asks for them, for messages."""
-        names = ("data_parallel", "pipeline_parallel")
-        name = next((name for name in names if getattr(self, name) > 1), "tensor_parallel")
-        return f"{name}={self.ranks}"
+        names = ("tensor_parallel", "data_parallel", "pipeline_parallel")
+        counts = {name: getattr(self, name) for name in names}
+        return " and ".join(f"{name}={count}" for name, count in counts.items() if count > 1)
 
     @property
     def mode(self) -> Mode | None:
@@ -129,9 +129,9 @@ class EngineSizes:
     @property
     def chain_family(self) -> RowFamily:
         """That of drafts which follow a draft: a launch has one lane a row, however many lanes
-        verification has.
+        verification has. Of several ranks it is the others': `of_rank` tells them one family.
         """
-        return self._family_of(self.max_batch)
+        return self.family if self.ranks > 1 else self._family_of(self.max_batch)
 
     def _family_of(self, lanes: int) -> RowFamily:
         asked = self.row_family or self.device_defaults.row_family

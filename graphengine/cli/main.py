@@ -136,15 +136,15 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def info(options: argparse.Namespace) -> None:
-    """Show what would be allocated and captured, by each rank, or by all stages; allocate and
-    capture nothing.
+    """Show what would be allocated and captured, by each rank, or by one of each stage; allocate
+    and capture nothing.
     """
     config = EngineConfig(**_engine_options(options))
     found = read_checkpoint(options.checkpoint, config, Share(0, config.ranks))
     memories, model = [plan_checkpoint(found, config)], found.model
     if config.pipeline_parallel > 1:
         last, *others = plan_stages(found, config)
-        memories, model = [*others, last], found.whole
+        memories, model = [*others, last], found.split
     memory = memories[-1]
     facts: dict[str, Any] = {
         "architecture": model.architecture,

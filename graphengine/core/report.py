@@ -47,11 +47,11 @@ class EngineReport:
 
     def __str__(self) -> str:
         memory = self.memory
-        device = f"device {memory.device}"
+        device, shards = f"device {memory.device}", self.ranks // self.stages
+        if shards > 1:
+            device += f", the first of {shards} ranks"
         if self.stages > 1:
-            device += f", the last of {self.stages} stages"
-        elif self.ranks > 1:
-            device += f", the first of {self.ranks} ranks"
+            device += f"{' of' if shards > 1 else ','} the last of {self.stages} stages"
         graphs = _column((capture.name for capture in self.captures), 18)
         lines = [
             f"{device}, {memory.describe_dtypes()}, max_seq_len {memory.max_seq_len}",

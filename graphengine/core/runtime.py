@@ -311,6 +311,11 @@ class Runtime(Waits):
         """Of what `read_states` returns."""
         return self.kept.shapes
 
+    @property
+    def state_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the same."""
+        return self.kept.dtypes
+
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
         """Copies of KV blocks on the host, [layers, blocks, ...] for each cache; waits for them."""
         with self.on_stream():

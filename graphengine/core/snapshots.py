@@ -261,7 +261,7 @@ class SessionSnapshot:
 
         They do not depend on its drafts: their entries are laid out anew, by position.
         """
-        wanted, dtypes, found = core.runtime.state_shapes, core.runtime.kept.dtypes, self.states
+        wanted, dtypes, found = core.runtime.state_shapes, core.runtime.state_dtypes, self.states
         if not isinstance(found, tuple | list) or not is_int(self.position):
             raise ValueError(f"the session's states={found!r:.99} at position={self.position!r}")
         if not found and not self.position:

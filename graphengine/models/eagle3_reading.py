@@ -16,7 +16,7 @@ only acceptance drops. So the log says which are read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +65,13 @@ _SUPPORTED = {
 _LAYER, _OFFSETS, _MASK = "layers.0.", "d2t", "t2d"
 
 
+class _Chosen(NamedTuple):
+    """Layers of the target, after which its stream is read; `told` is how they were told."""
+
+    layers: tuple[int, ...]
+    told: str
+
+
 class Eagle3Checkpoint(NamedTuple):
     """What was read of one.
 
@@ -99,13 +106,13 @@ def read_eagle3(
         )
     drafted = settings["draft_vocab_size"] or target.vocab_size
     decoder = decoder_config(values, "Eagle3", mlp_bias=values["mlp_bias"])
-    chosen = tuple(layers) if layers is not None else _layers(settings, target)
+    chosen = _chosen(settings, target, layers)
     _check_layers(path, chosen, target)
     embedding = names.get("embed_tokens.weight")
     config = Eagle3Config(
         layer=replace(decoder, vocab_size=drafted),
         names=_stored_names(names),
-        layers=chosen,
+        layers=chosen.layers,
         target_width=target.hidden_size,
         embedding_rows=0 if embedding is None else checkpoint.tensors[embedding].shape[0],
         fc_bias="fc.bias" in names,
@@ -115,7 +122,8 @@ def read_eagle3(
     _check_widths(checkpoint, config, target, settings)
     _check_tensors(checkpoint, config, names)
     ids, order = _vocabulary(checkpoint, config, target, names)
-    log.info("%s reads the target's stream after layers %s", path, ", ".join(map(str, chosen)))
+    after = ", ".join(map(str, chosen.layers))
+    log.info("%s %s: the target's stream is read after layers %s", path, chosen.told, after)
     return Eagle3Checkpoint(config, ids, order)
 
 
@@ -168,21 +176,29 @@ def _layer_settings(config: HfConfig) -> dict[str, Any]:
     return hf_config.read_settings({**config, "num_hidden_layers": 1}, DEFAULTS)
 
 
-def _layers(settings: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    """Those that the config names, or else the usual ones."""
+def _chosen(
+    settings: Mapping[str, Any], target: ModelConfig, layers: Sequence[int] | None
+) -> _Chosen:
+    """Those that were asked for, or that the config names, or else the usual ones."""
+    if layers is not None:
+        return _Chosen(tuple(layers), f"is given layers={[*layers]}")
     ids: tuple[int, ...] | None = settings[_IDS]
-    if ids:
-        return ids if min(ids) == 1 else tuple(each - 1 for each in ids)
-    return usual_layers(target)
+    if not ids:
+        return _Chosen(usual_layers(target), f"has no {_IDS}")
+    told = f"has {_IDS}={list(ids)}"
+    if min(ids) == 1:
+        return _Chosen(ids, told)
+    return _Chosen(tuple(each - 1 for each in ids), f"{told}, of which 0 is the embedding")
 
 
-def _check_layers(path: Path, layers: Collection[int], target: ModelConfig) -> None:
-    count = target.num_layers
+def _check_layers(path: Path, chosen: _Chosen, target: ModelConfig) -> None:
+    layers, count = chosen.layers, target.num_layers
     beyond = [layer for layer in layers if not 0 <= layer < count]
     if beyond or len(set(layers)) < len(layers) or not layers:
         raise ValueError(
-            f"{path} reads the target's stream after layers {list(layers)}: they must differ, and "
-            f"the {target.architecture} has layers 0 to {count - 1}; `layers` of Eagle3 sets others"
+            f"{path} {chosen.told}; the target's layers {list(layers)} must differ, and be of "
+            f"the 0 to {count - 1} that the {target.architecture} has; `layers` of Eagle3 sets "
+            f"others"
         )
 
 

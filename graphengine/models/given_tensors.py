@@ -56,6 +56,11 @@ class GivenTensors(Checkpoint):
             folder=folder,
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Of all values, of which a rank may read parts."""
+        return sum(info.stored.nbytes for info in self.tensors.values())
+
     def mapped(self) -> Mapping[str, Tensor]:
         """What is read of each value, when it is looked up."""
         return Changed(self.values, self._part)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,25 @@ from graphengine.models.states import paged_states
 
 # In which layers are weighed: what is packed is as large whatever the model's dtype.
 _DTYPE = torch.bfloat16
+
+
+class Place(NamedTuple):
+    """Where a rank of an engine is.
+
+    shard  its share of each of its layers, among the ranks of its stage
+    pipe   which it is of the ranks that have such a share, one for each stage: see `stage_of_rank`
+    """
+
+    shard: Share
+    pipe: Share
+
+
+def place_of_rank(share: Share, stages: int) -> Place:
+    """Ranks of one stage follow each other; rank 0 and those beside it have the last stage."""
+    rank, ranks = share
+    assert ranks % stages == 0, f"{share=} {stages=}"
+    shards = ranks // stages
+    return Place(Share(rank % shards, shards), Share(rank // shards, stages))
 
 
 def stage_of_rank(share: Share) -> Share:
@@ -33,14 +53,17 @@ def rank_of_stage(stage: int, ranks: int) -> int:
     return (stage + 1) % ranks
 
 
-def of_stage(config: ModelConfig, share: Share, *, embeds: bool = False) -> ModelConfig:
+def of_stage(
+    config: ModelConfig, share: Share, *, whole: ModelConfig | None = None, embeds: bool = False
+) -> ModelConfig:
     """The layers that stage `share.rank` of `share.ranks` has.
 
+    whole   the model that is cut, of whose layers `config` has a share each; None: it has all
     embeds  whether it has the embedding, whichever it is
 
     ValueError, with the numbers, for a model that has too few.
     """
-    span = stage_spans(config, share.ranks)[share.rank]
+    span = stage_spans(whole or config, share.ranks)[share.rank]
     return _stage(config, span._replace(embeds=embeds))
 
 

@@ -124,7 +124,8 @@ def allocate(
     if stages is not None:
         device_drafts = drafter.needs.length > 0 and not drafter.needs.host_drafts
         flow = StageFlow(stages, buffers, model.config.hidden_size, drafts=device_drafts)
-    program = (StepProgram if flow is None or flow.last else EarlyStage)(
+    samples = flow is None or flow.last
+    program = (StepProgram if samples else EarlyStage)(
         model,
         buffers,
         StateTensors(
@@ -142,7 +143,7 @@ def allocate(
             top=config.max_logprobs,
             keep_raw=config.logprobs_mode == "raw_logprobs",
         ),
-        vocabulary=vocabulary_of(model.lm_head, group),
+        vocabulary=vocabulary_of(model.lm_head, group if samples else None),
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
         routing=_routing_step(buffers, routing),

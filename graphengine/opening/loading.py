@@ -15,7 +15,7 @@ from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.rank_cuts import cut_linears, cut_to
 from graphengine.models.ranks import of_rank
-from graphengine.models.stages import of_stage, stage_of_rank
+from graphengine.models.stages import of_stage, place_of_rank, stage_of_rank
 from graphengine.models.stored import (
     destinations,
     load_weights,
@@ -36,13 +36,17 @@ log = logging.getLogger(__name__)
 class Found(NamedTuple):
     """What a checkpoint says, and what was made of it, before anything is allocated.
 
-    share        of the model, which `model` has the sizes of; `whole` is all of it
+    share        of each layer of `model`, which has the sizes of it
+    whole        the model with all layers as a whole; `split` has this share of all of them
+    whole_stage  the layers of `model` as a whole: some, where a model has stages
     calibration  token ids of the prompt that sets the scales of an fp8 KV cache
     """
 
     checkpoint: Checkpoint
     share: Share
     whole: ModelConfig
+    split: ModelConfig
+    whole_stage: ModelConfig
     model: ModelConfig
     drafter: Drafter
     tokenizer: Tokenizer | None
@@ -78,34 +82,46 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
-    whole, rank = model, share
-    if config.pipeline_parallel > 1:
-        share = WHOLE
+    whole, place = model, place_of_rank(share, config.pipeline_parallel)
     model = of_rank(
         whole,
-        share,
+        place.shard,
         expert_parallel=config.expert_parallel,
         data_parallel=config.data_parallel > 1,
     )
-    drafter = make_drafter(config, checkpoint, model, share)
+    drafter = make_drafter(config, checkpoint, model, place.shard)
     tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     calibration = calibration_ids(config, model, tokenizer)
-    found = Found(checkpoint, share, whole, model, drafter, tokenizer, tuple(eos_ids), calibration)
-    return found_of_stage(found, rank) if config.pipeline_parallel > 1 else found
+    found = Found(
+        checkpoint=checkpoint,
+        share=place.shard,
+        whole=whole,
+        split=model,
+        whole_stage=whole,
+        model=model,
+        drafter=drafter,
+        tokenizer=tokenizer,
+        eos_ids=tuple(eos_ids),
+        calibration=calibration,
+    )
+    return found_of_stage(found, place.pipe) if config.pipeline_parallel > 1 else found
 
 
-def found_of_stage(found: Found, rank: Share) -> Found:
-    """What a rank of a pipeline has of a model that is not cut yet.
+def found_of_stage(found: Found, pipe: Share) -> Found:
+    """What a rank of a pipeline has, with its share of each layer; see `stage_of_rank`.
 
     ValueError as of `of_stage`.
     """
-    stage = stage_of_rank(rank)
-    if stage.rank < stage.ranks - 1:
-        drafter: Drafter = DraftsElsewhere(found.drafter)
-        return found._replace(model=of_stage(found.whole, stage), drafter=drafter)
+    stage = stage_of_rank(pipe)
+    early = stage.rank < stage.ranks - 1
     # Modules, whose layers are in the model's checkpoint, embed what they draft.
-    modules = bool(found.drafter.needs.states) and found.drafter.own_checkpoint is None
-    return found._replace(model=of_stage(found.whole, stage, embeds=modules))
+    embeds = not early and bool(found.drafter.needs.states) and found.drafter.own_checkpoint is None
+    whole, model = (
+        of_stage(each, stage, whole=found.whole, embeds=embeds)
+        for each in (found.whole, found.split)
+    )
+    drafter = DraftsElsewhere(found.drafter) if early else found.drafter
+    return found._replace(whole_stage=whole, model=model, drafter=drafter)
 
 
 def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
@@ -131,7 +147,13 @@ def load_checkpoint(
 
     Where there are other ranks, who calls this has them `calibrate` together.
     """
-    checkpoint, share, whole, model_config, drafter, tokenizer, eos_ids, ids = found
+    checkpoint, share, whole, model_config = found.checkpoint, found.share, found.whole, found.model
+    drafter, tokenizer, eos_ids, ids = (
+        found.drafter,
+        found.tokenizer,
+        found.eos_ids,
+        found.calibration,
+    )
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         wanted = destinations(checkpoint, weights)

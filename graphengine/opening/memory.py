@@ -300,20 +300,20 @@ def _plan(
         # What a step takes and what it is given, as 32-bit ids.
         widest_step = max(lanes, chunks.sizes[-1])
         workspace += 2 * 4 * widest_step * routed.layers * routed.chosen
-    ranks = config.ranks
+    ranks, shards = config.ranks, config.ranks // config.pipeline_parallel
     units = 0
     if config.pipeline_parallel > 1:
         # The streams that come, and those that wait until the stage after takes them.
         streams = 1 + config.mailbox_entries
         workspace += streams * 4 * max(lanes, chunks.sizes[-1]) * model.hidden_size
-    elif ranks > 1:
+    if shards > 1:
         # The parts of all ranks, and their sum: of a product in float32, or in `dtype` of a chunk.
         widest_step = max(4 * lanes, dtype.itemsize * chunks.sizes[-1])
         # Experts have shared ones' part beside their own.
-        parts = ranks + (1 if weights.routed is None else 2)
+        parts = shards + (1 if weights.routed is None else 2)
         if config.data_parallel > 1:
             # Lanes of all ranks, as they come and as experts read them, and sums for all, two ways.
-            parts = 5 * ranks
+            parts = 5 * shards
         workspace += parts * widest_step * model.hidden_size
         # Logits of ranks side by side, and put together.
         workspace += 2 * 4 * lanes * model.vocab_size

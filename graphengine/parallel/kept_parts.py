@@ -96,6 +96,11 @@ class KeptParts:
         pieces = self._recurrent[: len(shapes)]
         return tuple(each.whole_shape(shape) for shape, each in zip(shapes, pieces, strict=True))
 
+    @property
+    def state_dtypes(self) -> tuple[torch.dtype, ...]:
+        """As `Runtime.state_dtypes`, which are the same on all ranks."""
+        return self._runtime.kept.dtypes
+
     # Every rank calls each of these, with the same arguments but for what only the driver has.
 
     def scales_id(self) -> str:

@@ -32,10 +32,10 @@ from graphengine.opening.loading import (
 )
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.updating import LoadedWeights
+from graphengine.parallel.joined import Joined
 from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.link import ALL, Kind, Stage
-from graphengine.parallel.meeting import Meeting
-from graphengine.parallel.rank import Joined, kept_parts, state_digest
+from graphengine.parallel.rank import state_digest
 from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.parallel.torchrun import follow, launched_share
 from graphengine.parallel.whole_weights import whole_fingerprint
@@ -105,28 +105,27 @@ class LeadingRuntime(Runtime):
         found: Found,
     ) -> None:
         self.ranks = ranks
-        share = Share(0, config.ranks)
-        self._meeting = Meeting(
-            ranks.meeting, share, memory.device, units=memory.push_units, pdl=config.pdl
-        )
+        self._joined = joined = Joined(ranks.meeting, Share(0, config.ranks), memory, config)
+        group, stages = joined.group, joined.stages
         try:
             if found.calibration:
                 ids = found.calibration
-                calibrate(opened.model, memory, config, opened.drafter, ids, self._meeting)
-            joined = Joined.of(self._meeting, config)
-            super().__init__(opened.model, memory, config, opened.drafter, **joined._asdict())
+                calibrate(opened.model, memory, config, opened.drafter, ids, group)
+            super().__init__(
+                opened.model, memory, config, opened.drafter, group=group, stages=stages
+            )
             ranks.wait_for(Stage.FOLLOWING)
         except BaseException:
-            self._meeting.abandon()
-            self._meeting.close()
+            joined.abandon()
+            joined.close()
             raise
         ranks.forget_meeting()
-        self._meeting.limit_s = config.wait_limit_s
+        joined.wait_up_to(config.wait_limit_s)
         # As many bytes as a load has at most.
         self.record_piece = memory.load_bytes // 2
         self._found, self._dtype = found, memory.dtype
         self._fingerprints: dict[str, str] = {}
-        self._parts = kept_parts(self, joined, found)
+        self._parts = joined.kept_parts(self, found)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
             self._watched = _Watched(self.stream, ranks)
@@ -203,7 +202,7 @@ class LeadingRuntime(Runtime):
         with as_checkpoint(given) as folder, self.ranks.explained():
             self.ranks.send(Kind.UPDATE, data=os.fsencode(folder))
             super().update_weights(loaded, given)
-            self.ranks.wait_until_done()
+            self.ranks.wait_until_updated(given.nbytes)
 
     def scales_id(self) -> str:
         """Digits of the scales that one rank with all heads would have; waits for all ranks."""
@@ -211,7 +210,7 @@ class LeadingRuntime(Runtime):
             self.ranks.send(Kind.READ_SCALES)
             assert isinstance(self._parts, KeptParts), "stages have no fp8 KV"
             found = self._parts.scales_id()
-            self._meeting.check()
+            self._joined.check()
             return found
 
     @property
@@ -224,12 +223,17 @@ class LeadingRuntime(Runtime):
         """Of what `read_states` returns."""
         return self._parts.state_shapes
 
+    @property
+    def state_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the same."""
+        return self._parts.state_dtypes
+
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
         """Copies of KV blocks on the host, as one model has them; waits for all ranks."""
         with self.ranks.explained():
             self.ranks.send(Kind.READ_BLOCKS, data=_packed(blocks))
             found = self._parts.read_blocks(blocks)
-            self._meeting.check()
+            self._joined.check()
             return found
 
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
@@ -237,14 +241,14 @@ class LeadingRuntime(Runtime):
         with self.ranks.explained():
             self.ranks.send(Kind.WRITE_BLOCKS, data=_packed(blocks))
             self._parts.write_blocks(blocks, kept)
-            self._meeting.check()
+            self._joined.check()
 
     def read_states(self, place: int) -> tuple[Tensor, ...]:
         """Copies of the states kept there on the host, as one model has them."""
         with self.ranks.explained():
             self.ranks.send(Kind.READ_STATES, (place,))
             found = self._parts.read_states(place)
-            self._meeting.check()
+            self._joined.check()
             return found
 
     def write_states(self, place: int, parts: Sequence[Tensor]) -> None:
@@ -252,7 +256,7 @@ class LeadingRuntime(Runtime):
         with self.ranks.explained():
             self.ranks.send(Kind.WRITE_STATES, (place,))
             self._parts.write_states(place, parts)
-            self._meeting.check()
+            self._joined.check()
 
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on all ranks; on a CPU they run it together."""
@@ -264,7 +268,7 @@ class LeadingRuntime(Runtime):
         """The first `lanes` lanes published by replay `sequence`."""
         with self.ranks.explained():
             found = super().wait_tokens(sequence, lanes, timeout)
-            self._meeting.check()
+            self._joined.check()
             return found
 
     def wait_logprobs(
@@ -273,7 +277,7 @@ class LeadingRuntime(Runtime):
         """The log-probabilities of each lane of a replay that published `record`."""
         with self.ranks.explained():
             found = super().wait_logprobs(replay, record, timeout)
-            self._meeting.check()
+            self._joined.check()
             return found
 
     def digests(self) -> list[str]:
@@ -293,11 +297,11 @@ class LeadingRuntime(Runtime):
         if self.ranks.broken:
             # A replay may wait for ranks that are gone.
             self.ranks.close()
-            self._meeting.abandon()
+            self._joined.abandon()
         super().close()
-        self._meeting.leave()
+        self._joined.leave()
         self.ranks.close()
-        self._meeting.close()
+        self._joined.close()
 
 
 def _packed(blocks: Sequence[int]) -> bytes:

@@ -43,18 +43,19 @@ def open_pipeline(
     devices = rank_devices(config)
     found = read_checkpoint(path, config, Share(0, config.ranks))
     memories = plan_stages(found, config)
-    ranks = Ranks(found.checkpoint.path, config, memories, devices)
+    of_ranks = [memory for memory in memories for _ in range(config.tensor_parallel)]
+    ranks = Ranks(found.checkpoint.path, config, of_ranks, devices)
     return lead_ranks(ranks, found, memories[0], config, progress, PipelineRuntime)
 
 
 def plan_stages(found: Found, config: EngineConfig) -> list[MemoryPlan]:
-    """What each rank of a pipeline will hold, that of rank 0 first, from what rank 0 has found.
+    """What a rank of each stage will hold, that of rank 0 first, from what rank 0 has found.
 
     All have as many blocks as the one with the least room, and keep states at as many points.
     ValueError, and OutOfBudget, as of `plan_checkpoint`.
     """
-    ranks = config.ranks
-    stages = [found_of_stage(found, Share(rank, ranks)) for rank in range(ranks)]
+    count = config.pipeline_parallel
+    stages = [found_of_stage(found, Share(rank, count)) for rank in range(count)]
     plans = [plan_checkpoint(stage, config) for stage in stages]
     least = replace(
         config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -9,9 +10,23 @@ from contextlib import suppress
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
+from graphengine.config import EngineConfig
+
 _PAUSE_S = 1e-2
 # For a process that was killed to be reaped by whoever started it.
 _REAPED_S = 10.0
+
+
+def check_may_start(config: EngineConfig) -> None:
+    """ValueError in a daemon of multiprocessing, which may have no children."""
+    process = multiprocessing.current_process()
+    if process.daemon:
+        raise ValueError(
+            f"{config.ranks_option} takes {config.ranks} processes, and this one, {process.name} "
+            f"({process.pid}), cannot start the others: it is a daemon of multiprocessing. Start "
+            f"it with daemon=False; workers of a multiprocessing.Pool are daemons, those of a "
+            f"concurrent.futures.ProcessPoolExecutor are not"
+        )
 
 
 class RankProcess(Protocol):

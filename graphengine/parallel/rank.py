@@ -21,15 +21,14 @@ from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import BlockCopy, StateCopy
 from graphengine.models.contract import Share
 from graphengine.opening.calibration import calibrate
-from graphengine.opening.loading import Found, load_checkpoint, read_checkpoint
+from graphengine.opening.loading import load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
 from graphengine.opening.updating import LoadedWeights
+from graphengine.parallel.joined import Joined
 from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.link import ALL, Command, Kind, LinkMemory, RankEnd, Stage
-from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.processes import is_running
 from graphengine.parallel.shared_records import SharedRecords
-from graphengine.parallel.stage_link import StageLink
 from graphengine.parallel.stage_parts import StageParts
 
 # A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
@@ -119,40 +118,34 @@ class _Rank:
         if config.data_parallel > 1:
             file = self._start.meeting
             shared = SharedRecords.of_rank(file, share.rank, config, memory, written=True)
-        meeting = Meeting(
-            self._start.meeting,
-            share,
-            memory.device,
-            units=memory.push_units,
-            pdl=config.pdl,
-            watch=None if shared is None else shared.watch,
-        )
+        watch = None if shared is None else shared.watch
+        joined = Joined(self._start.meeting, share, memory, config, watch)
         if found.calibration:
             ids = found.calibration
-            calibrate(opened.model, memory, config, opened.drafter, ids, meeting)
-        joined = Joined.of(meeting, config)
+            calibrate(opened.model, memory, config, opened.drafter, ids, joined.group)
         runtime = Runtime(
             opened.model,
             memory,
             config,
             opened.drafter,
-            **joined._asdict(),
+            group=joined.group,
+            stages=joined.stages,
             records=None if shared is None else shared.mailboxes,
         )
-        meeting.limit_s = config.wait_limit_s if joined.stages is None else _STAGE_LIMIT_S
+        joined.wait_up_to(config.wait_limit_s if joined.stages is None else _STAGE_LIMIT_S)
         self._end.reach(Stage.FOLLOWING)
-        parts = kept_parts(runtime, joined, found)
-        self._follow(runtime, meeting, parts, opened.loaded, shared)
+        parts = joined.kept_parts(runtime, found)
+        self._follow(runtime, joined, parts, opened.loaded, shared)
         runtime.close()
         # The process takes its own memory along, which others may still have.
-        meeting.leave()
+        joined.leave()
         if shared is not None:
             shared.mailboxes.close()
 
     def _follow(
         self,
         runtime: Runtime,
-        meeting: Meeting,
+        joined: Joined,
         parts: KeptParts | StageParts,
         loaded: LoadedWeights,
         shared: SharedRecords | None,
@@ -160,7 +153,7 @@ class _Rank:
         """Do what the driver does, command by command, until it closes."""
 
         def due() -> Command | None:
-            meeting.check()
+            joined.check()
             return self._end.take()
 
         graphs = self._start.memory.graphs
@@ -239,33 +232,6 @@ class _Rank:
 def _blocks(data: bytes) -> list[int]:
     found: list[int] = np.frombuffer(data, dtype=np.int32).tolist()
     return found
-
-
-class Joined(NamedTuple):
-    """What a runtime is told of the other ranks: they are parts of its model, or stages of it."""
-
-    group: Meeting | None
-    stages: StageLink | None
-
-    @classmethod
-    def of(cls, meeting: Meeting, config: EngineConfig) -> Joined:
-        if config.pipeline_parallel == 1:
-            return cls(meeting, None)
-        return cls(None, StageLink(meeting, config.mailbox_entries))
-
-
-def kept_parts(runtime: Runtime, joined: Joined, found: Found) -> KeptParts | StageParts:
-    """What this rank has of all that the model of `found`, and its drafter, keep."""
-    drafter = found.drafter
-    if joined.stages is not None:
-        return StageParts(runtime, joined.stages, found.whole)
-    assert joined.group is not None, f"{joined=}"
-    return KeptParts(
-        runtime,
-        joined.group,
-        whole=(found.whole.states, drafter.whole_states),
-        own=(found.model.states, drafter.needs.states),
-    )
 
 
 def state_digest(runtime: Runtime) -> str:

@@ -22,12 +22,14 @@ from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.link import ALL, DriverEnd, Kind, LinkMemory, Stage
 from graphengine.parallel.meeting import MeetingFailed
-from graphengine.parallel.processes import RankProcess, SpawnedRank
+from graphengine.parallel.processes import RankProcess, SpawnedRank, check_may_start
 from graphengine.parallel.rank import RankStart, run_rank
 from graphengine.parallel.torchrun import lead
 
 # For a rank that has loaded later than the driver, and for one that captures longer.
 _LOAD_LIMIT_S = 600.0
+# Of new weights, that any rank reads and rounds; the driver has done as much when it waits.
+_UPDATE_BYTES_PER_S = 2**27
 # For a rank whose peers are gone to say why, and for one that closes.
 _GRACE_S, _CLOSE_S = 2.0, 5.0
 _PAUSE_S = 1e-3
@@ -75,6 +77,8 @@ class Ranks:
     broken    whether driver and ranks may disagree: they are ended without being asked
     before_waiting  called where the slowest rank has no room for a command: does what ranks wait
                     for, that the driver has put off
+
+    ValueError, before anything is started, in a process that may have no children.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class Ranks:
         *,
         launched: bool = False,
     ) -> None:
+        if not launched:
+            check_may_start(config)
         self.broken = False
         self.before_waiting: Callable[[], object] = lambda: None
         self._limit = config.wait_limit_s
@@ -173,10 +179,18 @@ class Ranks:
         )
         self.check()
 
-    def wait_until_done(self) -> None:
-        """Wait until all ranks have done what was sent, which may be as long as loading."""
-        number = self._end.sent
-        self._wait(lambda: self._end.least_done() >= number, _LOAD_LIMIT_S, f"command {number}")
+    def wait_until_updated(self, nbytes: int) -> None:
+        """Wait until all ranks have done what was sent last, an update of so many bytes of weights.
+
+        RankFailed if one never will, or has not within the limit and the time to read the bytes.
+        """
+        number, reading = self._end.sent, nbytes / _UPDATE_BYTES_PER_S
+        self._wait(
+            lambda: self._end.least_done() >= number,
+            self._limit + reading,
+            f"command {number}, an update of {nbytes} bytes of weights (wait_limit_s="
+            f"{self._limit:g} and {reading:.3g} s for the bytes)",
+        )
 
     def tell(self) -> list[str]:
         """Digests of all other ranks' device-owned state, after all that was sent."""

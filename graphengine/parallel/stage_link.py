@@ -27,9 +27,9 @@ class StageLink:
     """
 
     def __init__(self, meeting: Meeting, in_flight: int) -> None:
-        self._meeting, self._group = meeting, meeting.group
+        self._meeting = meeting
         self.share = stage_of_rank(meeting.share)
-        if self._group is None:
+        if meeting.group is None:
             raise MeetingFailed(f"{self.share.ranks} stages need a GPU each: they share one")
         self._most = in_flight
         # With their tensors, which a CPU reads while they are under way.
@@ -55,7 +55,9 @@ class StageLink:
     def receive_from(self, stage: int, tensor: Tensor) -> None:
         """Wait for what this stage sends, which is of this shape and dtype."""
         try:
-            work = self._group.recv([_bytes(tensor)], rank_of_stage(stage, self.share.ranks), 0)
+            work = self._meeting.group.recv(
+                [_bytes(tensor)], rank_of_stage(stage, self.share.ranks), 0
+            )
             self._wait(work, tensor)
         except RuntimeError as error:
             raise _failed(error) from error
@@ -65,7 +67,7 @@ class StageLink:
         tensor = tensor.contiguous()
         try:
             sent = _bytes(tensor)
-            work = self._group.send([sent], rank_of_stage(stage, self.share.ranks), 0)
+            work = self._meeting.group.send([sent], rank_of_stage(stage, self.share.ranks), 0)
             if tensor.device.type == "cuda":
                 self._wait(work, sent)
                 return
@@ -74,6 +76,10 @@ class StageLink:
                 self._wait(*self._sent.popleft())
         except RuntimeError as error:
             raise _failed(error) from error
+
+    def close(self) -> None:
+        """Forget what is under way, so that the meeting's threads end with it."""
+        self._sent.clear()
 
     def _wait(self, work: Any, tensor: Tensor) -> None:
         """Wait for what was done with a tensor; of a GPU the current stream waits, and no host."""

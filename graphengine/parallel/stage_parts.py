@@ -2,8 +2,9 @@
 model has it: each stage has some of its layers.
 
 The driver has the last stage. It takes from each other stage what that has, or sends it; all work
-through the same layers in the same order. Bytes travel as in a step, so that nothing but tensors of
-known shapes arrives.
+through the same layers in the same order. Ranks that split a stage's layers put together what the
+stage has before, and each takes its part afterwards. Bytes travel as in a step, so that nothing but
+tensors of known shapes arrives.
 """
 
 from __future__ import annotations
@@ -17,17 +18,22 @@ from graphengine.core.runtime import Runtime
 from graphengine.models.contract import ModelConfig
 from graphengine.models.stages import stage_spans
 from graphengine.models.states import Recurrent, kept_shape, paged_states, recurrent_states
+from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.stage_link import StageLink
 
 
 class StageParts:
     """Those of one stage's `runtime`, which has some layers of the `whole` model.
 
-    What a drafter keeps is the driver's alone.
+    own    what the ranks of this stage keep together; `leads`: this one is the first of them
+
+    What a drafter keeps is the last stage's alone.
     """
 
-    def __init__(self, runtime: Runtime, link: StageLink, whole: ModelConfig) -> None:
-        self._runtime, self._link = runtime, link
+    def __init__(
+        self, runtime: Runtime, link: StageLink, whole: ModelConfig, own: KeptParts, *, leads: bool
+    ) -> None:
+        self._runtime, self._link, self._own, self._leads = runtime, link, own, leads
         layers = [
             whole.states[span.first : span.stop] for span in stage_spans(whole, link.share.ranks)
         ]
@@ -37,7 +43,7 @@ class StageParts:
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:
         """As `Runtime.block_shapes`, of all stages together."""
-        own, *others = ((len(cache), *cache.shape[2:]) for cache, _ in self._runtime.caches)
+        own, *others = self._own.block_shapes
         return ((sum(self._paged), *own[1:]), *others)
 
     @property
@@ -45,12 +51,17 @@ class StageParts:
         """As `Runtime.state_shapes`, of all stages together."""
         return tuple(kept_shape(state) for stage in self._recurrent for state in stage)
 
+    @property
+    def state_dtypes(self) -> tuple[torch.dtype, ...]:
+        """As `Runtime.state_dtypes`, of all stages together."""
+        return tuple(self._dtype(state) for stage in self._recurrent for state in stage)
+
     # Every rank calls each of these, with the same arguments but for what only the driver has.
 
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
         """As `Runtime.read_blocks`, of all stages together."""
         self._runtime.synchronize()
-        own, *others = Runtime.read_blocks(self._runtime, blocks)
+        own, *others = self._own.read_blocks(blocks)
         parts = [[own.new_empty((layers, *own.shape[1:]))] for layers in self._paged]
         parts[self._link.share.rank] = [own]
         self._collect(parts)
@@ -59,19 +70,20 @@ class StageParts:
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor] | None) -> None:
         """As `Runtime.write_blocks`; `kept` is the driver's alone."""
         self._runtime.synchronize()
-        (cache, _), others = self._runtime.caches[0], []
-        shape = (len(cache), len(blocks), *cache.shape[2:])
-        parts = [[torch.empty(shape, dtype=cache.dtype)] for _ in self._paged]
+        (layers, *block), *_ = self._own.block_shapes
+        dtype, others = self._runtime.caches[0][0].dtype, list[Tensor]()
+        parts = [[torch.empty((layers, len(blocks), *block), dtype=dtype)] for _ in self._paged]
         if kept is not None:
             whole, *others = kept
             parts = [[part] for part in torch.split(whole, self._paged)]
-        Runtime.write_blocks(self._runtime, blocks, [*self._spread(parts), *others])
+        own = [*self._spread(parts), *others]
+        self._own.write_blocks(blocks, own if self._leads else None)
 
     def read_states(self, place: int) -> tuple[Tensor, ...]:
         """As `Runtime.read_states`, of all stages together."""
         self._runtime.synchronize()
         parts = [[*map(self._empty, stage)] for stage in self._recurrent]
-        parts[self._link.share.rank] = [*Runtime.read_states(self._runtime, place)]
+        parts[self._link.share.rank] = [*self._own.read_states(place)]
         self._collect(parts)
         return tuple(part for stage in parts for part in stage)
 
@@ -82,10 +94,14 @@ class StageParts:
         if kept is not None:
             left = iter(kept)
             parts = [[next(left) for _ in stage] for stage in parts]
-        Runtime.write_states(self._runtime, place, self._spread(parts))
+        own = self._spread(parts)
+        self._own.write_states(place, own if self._leads else None)
 
     def _empty(self, state: Recurrent) -> Tensor:
-        return torch.empty(kept_shape(state), dtype=state.dtype or self._runtime.model.dtype)
+        return torch.empty(kept_shape(state), dtype=self._dtype(state))
+
+    def _dtype(self, state: Recurrent) -> torch.dtype:
+        return state.dtype or self._runtime.model.dtype
 
     def _collect(self, parts: list[list[Tensor]]) -> None:
         """Bring each stage's tensors, on the host, to the driver."""

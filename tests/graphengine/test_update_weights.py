@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,8 @@ from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.parallel.leading import LeadingRuntime
-from graphengine.parallel.ranks import RankFailed
+from graphengine.parallel.link import Kind
+from graphengine.parallel.ranks import RankFailed, Ranks
 from graphengine.speculative import MTP, Eagle3
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -229,6 +231,48 @@ def test_two_ranks_take_their_parts(
         with pytest.raises(RankFailed, match=r"rank 1 .*ended"):
             engine.update_weights(path)
         with pytest.raises(RuntimeError, match=r"is broken.* while weights were updated"):
+            engine.generate([5], GREEDY)
+
+
+def stop(ranks: Ranks) -> None:
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+
+
+def send_elsewhere(ranks: Ranks) -> None:
+    ranks.send(Kind.UPDATE, data=b"/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            stop,
+            r"^waited 2\.5 s for command (\d+), an update of {nbytes} bytes of weights "
+            r"\(wait_limit_s=2 and 0\.5 s for the bytes\): rank 1 \(process \d+, cpu\) has done "
+            r"\d+ of \1 commands$",
+        ),
+        (send_elsewhere, r"^rank 1 \(process \d+, cpu\) failed: FileNotFoundError: .*/nowhere"),
+    ],
+)
+def test_a_rank_that_does_not_update(
+    checkpoints: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[Ranks], None],
+    message: str,
+) -> None:
+    """It is waited for no longer than the engine's limit and the bytes allow, and says why."""
+    path = checkpoints["llama-biases"].path
+    nbytes = sum(info.nbytes for info in Checkpoint.open(path).tensors.values())
+    monkeypatch.setattr("graphengine.parallel.ranks._UPDATE_BYTES_PER_S", 2 * nbytes)
+    with open_engine(path, wait_limit_s=2.0, tensor_parallel=2) as engine:
+        runtime = engine.runtime
+        assert isinstance(runtime, LeadingRuntime)
+        fault(runtime.ranks)
+        started = time.monotonic()
+        with pytest.raises(RankFailed, match=message.format(nbytes=nbytes)):
+            engine.update_weights(path)
+        assert time.monotonic() - started < 15
+        with pytest.raises(RuntimeError, match=r"(?s)is broken.* while weights were updated"):
             engine.generate([5], GREEDY)
 
 

@@ -32,6 +32,7 @@ CHAINS = ("mtp", "eagle3", "model")
         ({"max_batch": 2}, ("dot", "dot")),
         ({"row_family": "dot"}, ("dot", "dot")),
         ({"max_seq_len": 4097}, ("dot", "dot")),
+        ({"tensor_parallel": 2}, ("dot", "dot")),
         ({"speculative": None}, ("fma", "fma")),
     ],
 )

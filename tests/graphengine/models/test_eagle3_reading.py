@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -243,11 +242,26 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "layers that do not exist": (
         saying(**{IDS: [2, 5, 9]}),
-        r"reads the target's stream after layers \[1, 4, 8\]: they must differ, and the "
-        r"LlamaForCausalLM has layers 0 to 7; `layers` of Eagle3 sets others",
+        rf"has {IDS}=\[2, 5, 9\], of which 0 is the embedding; the target's layers \[1, 4, 8\] "
+        r"must differ, and be of the 0 to 7 that the LlamaForCausalLM has; `layers` of Eagle3 sets "
+        r"others",
     ),
-    "the embedding": (saying(**{IDS: [0, 5, 6]}), r"after layers \[-1, 4, 5\]: they must differ"),
-    "a layer twice": (saying(**{IDS: [2, 5, 5]}), r"after layers \[1, 4, 4\]: they must differ"),
+    "layers by their numbers": (
+        saying(**{IDS: [1, 5, 8]}),
+        rf"has {IDS}=\[1, 5, 8\]; the target's layers \[1, 5, 8\] must differ",
+    ),
+    "layers inside": (
+        saying(eagle_config={IDS: [2, 5, 9]}),
+        rf"has {IDS}=\[2, 5, 9\], of which 0 is the embedding; the target's layers \[1, 4, 8\] ",
+    ),
+    "the embedding": (
+        saying(**{IDS: [0, 5, 6]}),
+        r"=\[0, 5, 6\], of which 0 is the embedding; the target's layers \[-1, 4, 5\] must differ",
+    ),
+    "a layer twice": (
+        saying(**{IDS: [2, 5, 5]}),
+        r"=\[2, 5, 5\], of which 0 is the embedding; the target's layers \[1, 4, 4\] must differ",
+    ),
     "no layers": (saying(**{IDS: [1.5]}), rf"{IDS}=\[1.5\]: must be a list of integers"),
     "normed streams": (saying(norm_before_fc=True), r"norm_before_fc=True.*False"),
     "normed streams inside": (saying(eagle_config={"fc_norm": True}), r"fc_norm=True.*False"),
@@ -285,8 +299,12 @@ def test_a_narrower_head_has_all_of_its_own(tmp_path: Path) -> None:
 
 def test_a_target_too_shallow_for_the_usual_layers(tmp_path: Path) -> None:
     shape = Shape()
-    with pytest.raises(ValueError, match=re.escape("after layers [1, 1, 0]: they must differ")):
+    message = rf"has no {IDS}; the target's layers \[1, 1, 0\] must differ, and be of the 0 to 3 "
+    with pytest.raises(ValueError, match=message):
         read(tmp_path, config_of(shape), tensors_of(shape), num_hidden_layers=4)
+    message = r"is given layers=\[1, 4\]; the target's layers \[1, 4\] must differ"
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, config_of(shape), tensors_of(shape), (1, 4), num_hidden_layers=4)
 
 
 def test_a_shared_head_is_not_reordered(tmp_path: Path) -> None:

@@ -401,8 +401,7 @@ def test_a_stage_that_is_killed_is_the_next_calls_error() -> None:
 
 
 REFUSED = [
-    ({"tensor_parallel": 4}, "pipeline_parallel=2 and tensor_parallel=4: a stage is one rank"),
-    ({"data_parallel": 4}, "pipeline_parallel=2 and data_parallel=4: a stage is one rank"),
+    ({"data_parallel": 4}, "pipeline_parallel=2 and data_parallel=4: all ranks of a pipeline have"),
     ({"kv_dtype": "fp8"}, "kv_dtype='fp8' is for an engine of one stage, not for"),
     ({"max_prefill_ms_per_step": 5.0}, "max_prefill_ms_per_step=5.0 is for an engine of one stage"),
     ({"prompt_embeds": True}, "prompt_embeds=True is for an engine of one stage, not for pipel"),
@@ -454,6 +453,9 @@ def test_stages_take_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     config = EngineConfig(device="cuda:1", pipeline_parallel=3)
     assert rank_devices(config) == ["cuda:1", "cuda:2", "cuda:3"]
+    message = "tensor_parallel=2 and pipeline_parallel=3 is for ranks on a CPU, not for device='cu"
+    with pytest.raises(ValueError, match=message):
+        replace(config, tensor_parallel=2)
     message = "pipeline_parallel=4 from device cuda:2 on takes 4 devices: torch finds 4, of which 2"
     with pytest.raises(ValueError, match=message):
         rank_devices(replace(config, device="cuda:2", pipeline_parallel=4))

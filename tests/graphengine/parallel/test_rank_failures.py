@@ -5,12 +5,14 @@ The programs that are run here stand for a user's own.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,33 @@ def test_what_ranks_cannot_do_is_an_error(
     monkeypatch.setattr("graphengine.parallel.leading.Ranks", None)
     with pytest.raises(ValueError, match=message):
         open_engine(**{"device": "cpu", "tensor_parallel": 2} | options)
+
+
+def errors_of_opening(connection: Connection) -> None:
+    """Each way to open ranks, in a process of its own; sends what it raises."""
+    for option in ("tensor_parallel", "pipeline_parallel"):
+        try:
+            open_engine(device="cpu", **{option: 2}).close()
+            connection.send("no error")
+        except Exception as error:
+            connection.send(f"{type(error).__name__}: {error}")
+
+
+def test_a_daemon_is_told_that_it_may_start_no_ranks() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=errors_of_opening, args=(theirs,), name="worker 7", daemon=True
+    )
+    process.start()
+    for option in ("tensor_parallel", "pipeline_parallel"):
+        assert ours.poll(30), "it says nothing"
+        assert ours.recv().startswith(
+            f"ValueError: {option}=2 takes 2 processes, and this one, worker 7 ({process.pid}), "
+            f"cannot start the others: it is a daemon of multiprocessing. Start it with "
+            f"daemon=False; "
+        )
+    process.join()
 
 
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
