@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The checks of `make test`, the longest first, so that two cores end at about the same time.
 CHECKS := draft-tests interpreter program-tests host-tests engine-tests model-tests other-tests types lint
+# What else runs beside them: see .ci/run.
+MORE :=
 
 .PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize docs pictures install
 
@@ -13,8 +15,9 @@ demo: install
 	$(BIN)/graphengine generate --checkpoint demo --max-tokens 120 --temperature 0.7 --seed 7 \
 		--prompt 'def read_lines(path):'
 
+# The install is done: a check that asks for one must not replace files under the others.
 test: install
-	$(MAKE) -j2 --output-sync=target $(CHECKS)
+	$(MAKE) -j2 -o install --output-sync=target $(CHECKS) $(MORE)
 
 # All of what `make test` tries a little of: examples, matrices, seeds.
 test-long:

@@ -47,13 +47,15 @@ def decode_attention_reference(
 ) -> torch.Tensor:
     """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others.
 
-    Of rows of any length: a lane finds in the cache what those before it appended.
+    Of rows of any length: all lanes append before the first attends, and rotations are of each lane
+    by itself anyway.
     """
     head_dim = kv.shape[4]
     out = checked_output(out, (qkv_NX.shape[0], num_heads * head_dim), like=qkv_NX)
     limit = position_limit(cos, kv, block_table_SB, max_seq_len)
     slots, positions = slot_N.tolist(), position_N.tolist()
     sinks_GH = None if sinks is None else sinks.view(num_kv_heads, -1)
+    attended: dict[int, torch.Tensor] = {}
     for lane, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         if slot < 0:
             continue
@@ -64,25 +66,30 @@ def decode_attention_reference(
         entries = torch.arange(first_key_of(position, window), position + 1, device=kv.device)
         if path := path[-len(entries) :]:
             entries[-len(path) :] = entries.new_tensor(path)
-        q_1QD = rope_append_reference(
-            qkv_NX[lane : lane + 1],
-            cos,
-            sin,
-            kv,
-            block_table_SB,
-            slot_N[lane : lane + 1],
-            position_N[lane : lane + 1],
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            q_norm_weight=q_norm_weight,
-            k_norm_weight=k_norm_weight,
-            eps=eps,
-            kv_scales=kv_scales,
-            entry_N=entries[-1:],
-        )
-        keys, values = gather_entries(kv, block_table_SB, slot, entries, kv_scales)
+        attended[lane] = entries
+    if not attended:
+        return out
+    lanes = torch.tensor(list(attended), device=kv.device)
+    q_NQD = rope_append_reference(
+        qkv_NX[lanes],
+        cos,
+        sin,
+        kv,
+        block_table_SB,
+        slot_N[lanes],
+        position_N[lanes],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        q_norm_weight=q_norm_weight,
+        k_norm_weight=k_norm_weight,
+        eps=eps,
+        kv_scales=kv_scales,
+        entry_N=torch.stack([entries[-1] for entries in attended.values()]),
+    )
+    for (lane, entries), q_QD in zip(attended.items(), q_NQD, strict=True):
+        keys, values = gather_entries(kv, block_table_SB, slots[lane], entries, kv_scales)
         # [G, group, D] x [G, D, keys].
-        q = q_1QD.float().view(num_kv_heads, -1, head_dim)
+        q = q_QD.float().view(num_kv_heads, -1, head_dim)
         scores = capped_reference(q @ keys.permute(1, 2, 0) * scale, softcap)
         weights = softmax_reference(scores, sinks_GH)
         out[lane] = (weights @ values.transpose(0, 1)).view(-1).to(out.dtype)

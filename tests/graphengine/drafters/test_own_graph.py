@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from checkpoints.mtp_modules import LAYOUTS, write_random
 from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run, sampled
+from extent import extent
 from graphengine import Engine, EngineConfig, Request
 from graphengine.demo import checkpoint_path
 from graphengine.draft_vocabulary import DraftVocabulary
@@ -63,13 +65,17 @@ def count(engine: Engine, prefix: str) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("params", [greedy(30), sampled(30, seed=5)], ids=["greedy", "sampled"])
-def test_the_same_drafts(device: str, lookahead: int, params: Any) -> None:
+PARAMS = {"greedy": greedy(30), "sampled": sampled(30, seed=5)}
+
+
+@pytest.mark.parametrize(
+    ("name", "lookahead"), extent([("greedy", 0), ("sampled", 1)], [*product(PARAMS, [0, 1])])
+)
+def test_the_same_drafts(device: str, name: str, lookahead: int) -> None:
     """Requests of several chunks, more of them than slots, that end one after the other."""
     inside, apart = open_both(device=device, lookahead=lookahead)
     with inside, apart:
-        step_both((inside, apart), PROMPTS, params)
+        step_both((inside, apart), PROMPTS, PARAMS[name])
         assert isinstance(apart.core.drafter, OwnGraphEagle)
         assert apart.acceptance.as_dict()["accepted"] > 0
         launched = count(apart, "draft")

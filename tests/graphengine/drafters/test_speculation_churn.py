@@ -229,16 +229,18 @@ def test_each_request_says_what_it_says_alone_without_drafts(
     assert any(request.job.processing is not None for request in owners.requests)
 
 
+PAUSED = {"mtp": MTP(k=3), "tree": MTP(tree=TREE), "ngram": NGram(k=3), "suffix": Suffix(k=3)}
+
+
 @pytest.mark.parametrize(
-    "mode",
-    [MTP(k=3), MTP(tree=TREE), NGram(k=3), Suffix(k=3)],
-    ids=["mtp", "tree", "ngram", "suffix"],
+    ("device", "name", "lookahead"),
+    pairwise_here(alternately(dict.fromkeys(PAUSED, (0, 1))), (0, 1)),
 )
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_pause_costs_no_accepted_draft(device: str, mode: Speculative, lookahead: int) -> None:
+def test_a_pause_costs_no_accepted_draft(device: str, name: str, lookahead: int) -> None:
     """The drafter's KV and tables come back with the request: its steps are those it has alone."""
     options: dict[str, Any] = {
-        "device": device, "row_family": "dot", "speculative": mode, "lookahead": lookahead,
+        "device": device, "row_family": "dot", "speculative": PAUSED[name],
+        "lookahead": lookahead,
     }  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompts = [[5, 6, 7] * 4, [9, 8] * 7, [11, 12, 13, 14] * 3]

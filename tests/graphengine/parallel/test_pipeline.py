@@ -97,10 +97,10 @@ def test_two_stages_say_what_one_process_says(
     prompts = oracle.prompts(PROMPT_LENGTHS)
     with open_engine(oracle.path, 1) as alone:
         expected = replies(alone, prompts)
-    with open_engine(oracle.path, 2, wait_limit_s=5.0) as engine:
+    with open_engine(oracle.path, 2, wait_limit_s=3.0) as engine:
         assert replies(engine, prompts) == expected
         if kind == "checkpoints":
-            time.sleep(5.5)
+            time.sleep(3.3)
             assert replies(engine, prompts) == expected
         assert_equal_stages(engine)
 

@@ -21,6 +21,7 @@ from transformers import (
 
 from checkpoints.mtp_chains import HAS_CHAINS, VOCAB, Chains
 from engines.family_checks import assert_rewinds
+from extent import extent
 from graphengine import Engine, Result, SamplingParams
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.parallel.leading import LeadingRuntime
@@ -64,6 +65,8 @@ FAMILIES = [
     ("latent_checkpoints", "latent-corrected", 4, False),
     ("glm_checkpoints", "glm-norms-biases", 2, True),
 ]
+# Of each family; a few more steps leave no ranks apart, as the test with pauses shows with 64.
+TOKENS = extent(24, 64)
 
 
 def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
@@ -87,9 +90,11 @@ def tokens_of(results: Sequence[Result]) -> list[tuple[int, ...]]:
     return [result.token_ids for result in results]
 
 
-def run_together(engine: Engine, prompts: Sequence[list[int]]) -> list[Result]:
-    """64 greedy tokens of each prompt; no few steps leave ranks apart."""
-    requests = [engine.submit(prompt, greedy()) for prompt in prompts]
+def run_together(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
+) -> list[Result]:
+    """What each prompt gets; ranks stay equal."""
+    requests = [engine.submit(prompt, params) for prompt in prompts]
     while engine.busy:
         for _ in range(8):
             engine.step()
@@ -126,19 +131,23 @@ def test_families_are_those_of_transformers(
         oracle = write_model(WRITTEN[name], tmp_path, len(name))
     with open_engine(oracle.path, ranks, expert_parallel=expert_parallel) as engine:
         assert_budget(engine, oracle.path)
-        assert_replies(engine, oracle, oracle.prompts((3, 40)), eager)
+        assert_replies(engine, oracle, oracle.prompts((3, 40)), eager, TOKENS)
 
 
 def assert_replies(
-    engine: Engine, oracle: Any, prompts: Sequence[list[int]], eager: Callable[[Engine], Any]
+    engine: Engine,
+    oracle: Any,
+    prompts: Sequence[list[int]],
+    eager: Callable[[Engine], Any],
+    max_tokens: int = 64,
 ) -> None:
     """Tokens together, and logits alone, are those of transformers."""
-    results = run_together(engine, prompts)
+    results = run_together(engine, prompts, greedy(max_tokens))
     for result in results:
         oracle.assert_greedy(result)
     # The other ranks replay the sampler that has logits beside the driver's steps.
     seen = eager(engine)
-    again = engine.generate(prompts[1], greedy(logprobs=0))
+    again = engine.generate(prompts[1], greedy(max_tokens, logprobs=0))
     assert again.token_ids == results[1].token_ids
     oracle.assert_logits(again, seen)
     assert_equal_ranks(engine)

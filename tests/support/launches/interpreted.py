@@ -12,6 +12,7 @@ from typing import Any
 
 import triton.language as tl
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -21,6 +22,8 @@ def prepare_interpreter() -> None:
     _patch_once()
     _remember_shapes()
     _remember_dtypes()
+    _remember_promotions()
+    _keep_what_fits()
 
 
 def _mend_loops() -> None:
@@ -103,3 +106,30 @@ def _remember_shapes() -> None:
     core.block_type.__init__ = block_type_init
     core.tensor.__init__ = tensor_init
     core.tuple.__eq__ = tuple_eq
+
+
+def _remember_promotions() -> None:
+    """The dtype in which an operation on two others is computed."""
+    find, found = TritonSemantic.computation_type_impl, dict[Any, Any]()
+
+    def computation_type(self: Any, left: Any, is_number: bool, right: Any, *others: bool) -> Any:
+        key = (left.name, is_number, right.name, *others)
+        if key not in found:
+            found[key] = find(self, left, is_number, right, *others)
+        return found[key]
+
+    TritonSemantic.computation_type_impl = computation_type
+
+
+def _keep_what_fits() -> None:
+    """Tensors that have the dtype or the shape already: Triton finds so, too, but after long."""
+    cast, broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
+
+    def cast_others(self: Any, tensor: Any, kind: Any, *options: Any, **named: Any) -> Any:
+        return tensor if tensor.dtype is kind else cast(self, tensor, kind, *options, **named)
+
+    def broadcast_others(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        # `_remember_shapes` has one object for each shape.
+        return (left, right) if left.shape is right.shape else broadcast(self, left, right)
+
+    TritonSemantic.cast, TritonSemantic.broadcast_impl_value = cast_others, broadcast_others
