@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,3 +144,36 @@ def test_pages_become_modules_with_the_lines_of_the_page(tmp_path: Path) -> None
     assert {*tmp_path.iterdir()} == {*written} and tmp_path / "docs_sessions.py" in written
     for module in written:
         compile(module.read_text("utf-8"), module.name, "exec")
+
+
+SHAPE_ROW = re.compile(
+    r"^\| ([\w.-]+)(?: \(\w+\))? ((?:\| (?:[\d.]+, \d+%|-) )+)\| ([\d.]+) \|$", re.M
+)
+
+
+def measured(shape: str) -> tuple[dict[tuple[int, int], set[str]], set[str]]:
+    """What the result files of a shape have, as a table writes it: steps by (live rows, slots),
+    and times of the first token after 1,024.
+    """
+    steps: dict[tuple[int, int], set[str]] = {}
+    first = set()
+    results = ROOT / "profiles" / "results"
+    for name in (f"bench-{shape}-h200.json", f"bench-{shape}-tuned-h200.json"):
+        if not (results / name).is_file():
+            continue
+        for row in json.loads((results / name).read_text("utf-8"))["rows"]:
+            step = f"{row['ms_per_step']:.2f}, {row['share']:.0%}"
+            steps.setdefault((row["live"], row["max_batch"]), set()).add(step)
+            first.add(f"{row['ttft_ms'].get('1024', 0):.1f}")
+    return steps, first
+
+
+def test_the_table_of_experts_has_what_the_result_files_have() -> None:
+    table = SHAPE_ROW.findall((ROOT / "docs" / "experts.md").read_text("utf-8"))
+    assert len(table) == 4
+    for shape, cells, token in table:
+        steps, first = measured(shape)
+        for place, cell in zip(((1, 1), (8, 8), (1, 8)), cells.split("|")[1:], strict=True):
+            found = cell.strip()
+            assert found in steps.get(place, {"-"}), f"{shape} {place}: {found}, not {steps}"
+        assert token in first, f"{shape}: {token}, not {first}"

@@ -269,12 +269,15 @@ class Reuse:
 
         Each request in a slot has one, and there are as many as slots. So either one is vacant or
         an idle session keeps one, and the session that was used last longest ago is evicted.
+        A turn that replays a record has another ring than its session's, as its KV is not what the
+        router itself leads to.
 
         own  whether it goes on where its session's ring has come to
         """
         if not self.rings:
             return None
-        context = request.job.context
+        job = request.job
+        context = job.context if job.given_routes is None else None
         ring = None if context is None else context.ring
         if ring is None:
             if not self.rings.vacant:
@@ -296,7 +299,7 @@ class Reuse:
         ring, placement.ring = placement.ring, None
         if ring is None:
             return
-        context = job.context
+        context = job.context if job.given_routes is None else None
         ring.tokens = placement.prefilled
         if ring.tokens >= job.prompt_len:
             # The last sampled token has no KV.

@@ -33,7 +33,7 @@ class Version:
 
 _V2 = Version(
     defaults=hf_config.FamilyDefaults(
-        max_positions=2048, keys=LATENT_KEYS, routes=True, latent=True
+        max_positions=2048, keys=LATENT_KEYS, routes=True, latent=True, biases=()
     ),
     methods=("greedy", "group_limited_greedy"),
     scores="softmax",
@@ -50,7 +50,7 @@ _V2 = Version(
 )
 _V3 = Version(
     defaults=hf_config.FamilyDefaults(
-        max_positions=4096, keys=LATENT_KEYS, routes=True, latent=True
+        max_positions=4096, keys=LATENT_KEYS, routes=True, latent=True, biases=()
     ),
     methods=("noaux_tc",),
     scores="sigmoid",
@@ -88,9 +88,8 @@ def _read(config: HfConfig, architecture: str, version: Version) -> DecoderConfi
     for name, value in version.missing.items():
         if settings[name] is None:
             settings[name] = value
-    for name, supported in (("attention_bias", False), ("rope_interleave", True)):
-        if settings[name] is not supported:
-            raise unsupported(name, settings[name], str(supported))
+    if not settings["rope_interleave"]:
+        raise unsupported("rope_interleave", False, "True")
     settings["head_dim"] = settings["qk_rope_head_dim"]
     model = decoder_config(settings, architecture)
     q_rank = None if has_no_q_rank else settings["q_lora_rank"]

@@ -47,7 +47,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     own = read_keys(config, GEMMA_KEYS)
     if own["hidden_activation"] != _GELU:
         raise unsupported("hidden_activation", own["hidden_activation"], repr(_GELU))
-    for name, wanted in (("hidden_act", _GELU), ("use_sliding_window", True), ("mlp_bias", False)):
+    for name, wanted in (("hidden_act", _GELU), ("use_sliding_window", True)):
         # transformers does not look at these.
         if config.get(name) not in (None, wanted):
             raise unsupported(name, config[name], f"null or {wanted!r}")

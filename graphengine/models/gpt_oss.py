@@ -44,7 +44,13 @@ _YARN = {
 }
 _FULL, _SLIDING = LAYER_TYPES
 DEFAULTS = hf_config.FamilyDefaults(
-    max_positions=131_072, head_dim=64, windows="switched", keys=GPT_OSS_KEYS, routes=True
+    max_positions=131_072,
+    head_dim=64,
+    windows="switched",
+    keys=GPT_OSS_KEYS,
+    routes=True,
+    # Of feed-forwards only experts have them, whatever the key says.
+    biases=("attention_bias", "mlp_bias"),
 )
 
 

@@ -48,6 +48,7 @@ class FamilyDefaults:
     routes    whether layers have experts that tokens are routed to
     latent    whether attention is latent: head_dim is then of no head, and not looked at
     rotated   parts of a head that RoPE may turn
+    biases    the keys of linears' biases that may be true
     """
 
     max_positions: int
@@ -57,6 +58,7 @@ class FamilyDefaults:
     routes: bool = False
     latent: bool = False
     rotated: tuple[float, ...] = (1.0,)
+    biases: tuple[str, ...] = ("attention_bias",)
 
 
 def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
@@ -72,6 +74,9 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
         check_neutral(config, family.keys, NEUTRAL_ROUTING)
     settings = read_keys(config, KEYS + family.keys)
     check_epsilons(config, settings)
+    for name in ("attention_bias", "mlp_bias"):
+        if settings[name] and name not in family.biases:
+            raise unsupported(name, True, "null or False")
     if settings["max_position_embeddings"] is None:
         settings["max_position_embeddings"] = family.max_positions
     heads = settings["num_attention_heads"]
@@ -91,6 +96,9 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
     if settings["hidden_act"] not in ("silu", "swish"):
         raise unsupported("hidden_act", settings["hidden_act"], "'silu', 'swish'")
     types = settings["mlp_layer_types"]
+    if family.routes and types is not None:
+        # Other keys say which layers have experts.
+        raise unsupported("mlp_layer_types", types, "null")
     if any(kind != "dense" for kind in types or ()):
         raise unsupported("mlp_layer_types", types, "'dense' in every layer")
     settings["windows"] = _read_windows(config, settings, family)

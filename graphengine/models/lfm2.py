@@ -12,7 +12,7 @@ from graphengine.models.config_schema import LFM2_KEYS, HfConfig
 from graphengine.models.hybrid import HybridConfig
 from graphengine.models.hybrid_parts import Part
 
-DEFAULTS = hf_config.FamilyDefaults(max_positions=128_000, keys=LFM2_KEYS)
+DEFAULTS = hf_config.FamilyDefaults(max_positions=128_000, keys=LFM2_KEYS, biases=())
 _ATTENTION, _CONV = "full_attention", "conv"
 # What transformers takes where the config says nothing, and other families something else.
 _MISSING = {"num_key_value_heads": 8, "tie_word_embeddings": True, "rope_theta": 1_000_000.0}

@@ -8,7 +8,7 @@ from graphengine.models import hf_config
 from graphengine.models.config_schema import HfConfig
 from graphengine.models.decoder import DecoderConfig
 
-DEFAULTS = hf_config.FamilyDefaults(max_positions=2048)
+DEFAULTS = hf_config.FamilyDefaults(max_positions=2048, biases=("attention_bias", "mlp_bias"))
 
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from graphengine.models import hf_config
-from graphengine.models.config_schema import HfConfig, unsupported
+from graphengine.models.config_schema import HfConfig
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.llama import decoder_config
 
-DEFAULTS = hf_config.FamilyDefaults(max_positions=131072, windows="all")
+DEFAULTS = hf_config.FamilyDefaults(max_positions=131072, windows="all", biases=())
 
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `MistralForCausalLM` checkpoint."""
     settings = hf_config.read_settings(config, DEFAULTS)
-    for name in ("attention_bias", "mlp_bias"):
-        if settings[name]:
-            raise unsupported(name, settings[name], "False")
     return decoder_config(settings, architecture)

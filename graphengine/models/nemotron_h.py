@@ -17,7 +17,7 @@ from graphengine.models.hybrid import HybridConfig
 from graphengine.models.hybrid_parts import Block, Part
 from graphengine.models.mamba_config import time_step_limits, with_plain_limits
 
-DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, keys=NEMOTRON_KEYS)
+DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, keys=NEMOTRON_KEYS, biases=("mlp_bias",))
 _HEAD_DIM = 128
 # By the letter of a pattern, and by the names of a list.
 _MAMBA, _ATTENTION, _MLP = "M", "*", "-"
@@ -102,11 +102,7 @@ def _read_settings(config: HfConfig, pattern: str) -> dict[str, Any]:
     if told.get("head_dim") is None:
         told["head_dim"] = told.get("attention_head_dim") or _HEAD_DIM
     settings = hf_config.read_settings(told, DEFAULTS)
-    for name, only in (
-        ("mlp_hidden_act", "relu2"),
-        ("mamba_hidden_act", "silu"),
-        ("attention_bias", False),
-    ):
+    for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
         if settings[name] != only:
             raise unsupported(name, settings[name], repr(only))
     if settings["mamba_proj_bias"] and not settings["use_bias"]:

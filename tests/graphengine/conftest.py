@@ -174,7 +174,8 @@ LATENT_MODELS = {
         qk_nope_head_dim=16, qk_rope_head_dim=10, v_head_dim=28, first_k_dense_replace=0,
         n_routed_experts=9, num_experts_per_tok=3, n_shared_experts=1, n_group=3, topk_group=2,
         topk_method="group_limited_greedy", routed_scaling_factor=1.7,
-        tie_word_embeddings=True, eos_token_id=2,
+        # Norms of latents do not have it.
+        rms_norm_eps=1e-3, tie_word_embeddings=True, eos_token_id=2,
     ),
     "latent-corrected": lambda: _deepseek_v3(
         vocab_size=269, hidden_size=64, intermediate_size=68, moe_intermediate_size=28,

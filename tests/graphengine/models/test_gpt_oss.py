@@ -78,8 +78,8 @@ def oracles(
     return written
 
 
-def greedy(max_tokens: int = TOKENS) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+def greedy(max_tokens: int = TOKENS, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **options)
 
 
 def open_engine(oracle: Any, **options: Any) -> Engine:
@@ -199,6 +199,34 @@ def test_a_record_has_the_experts_of_transformers(oracles: dict[str, Any], devic
         chosen = logits.view(len(tokens), -1).topk(3).indices.sort().values
         recorded = torch.from_numpy(result.routing[:, layer].astype("int64")).sort().values
         assert torch.equal(recorded, chosen), f"{layer=}"
+
+
+@pytest.mark.parametrize("max_batch", [1, 3])
+def test_a_turn_that_replays_a_record_leaves_the_sessions_ring_alone(
+    oracles: dict[str, Any],
+    device: str,
+    eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
+    max_batch: int,
+) -> None:
+    """What the next turn sees in its windows is what the router itself leads to."""
+    oracle = oracles["short"]
+    first, second, third = oracle.prompts((33, 3, 1))
+    options: dict[str, Any] = {"device": device, "max_batch": max_batch, "record_routing": True}
+    with open_engine(oracle, **options, prefill_buckets=(4, 13), lookahead=0) as engine:
+        assert engine.memory.rings
+        with engine.session() as session:
+            session.append(first)
+            session.generate(greedy(8))
+            session.append(second)
+            other = [[[(token + i) % 5 for i in range(3)]] * 3 for token in range(len(session) + 4)]
+            session.generate(greedy(4, routing=other))
+            session.rewind(7)
+            session.append(third)
+            seen = eager(engine)
+            result = session.generate(greedy(8))
+        # Where there is one ring, the replay has taken it.
+        assert result.cached_tokens == (40 if max_batch > 1 else 0)
+        oracle.assert_logits(result, seen)
 
 
 def read_config(changes: dict[str, Any]) -> DecoderConfig:

@@ -584,6 +584,10 @@ def test_models_without_states_of_heads_take_no_dtype_of_them(hybrids: dict[str,
         ("lfm2", {"layer_types": None, "full_attn_idxs": []}, "one that attends among them"),
         ("lfm2", {"conv_L_cache": 1}, r"conv_L_cache=1: must be .*\[2, 8\]"),
         ("lfm2", {"num_experts": 4}, "num_experts=4"),
+        ("lfm2", {"attention_bias": True}, "attention_bias=True: supported: null or False"),
+        ("lfm2", {"mlp_bias": True}, "mlp_bias=True: supported: null or False"),
+        ("qwen", {"mlp_bias": True}, "mlp_bias=True: supported: null or False"),
+        ("granite", {"mlp_bias": True}, "mlp_bias=True: supported: null or False"),
     ],
 )
 def test_what_a_config_must_not_say(

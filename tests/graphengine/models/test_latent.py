@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,15 +21,15 @@ from graphengine.models.decoder import DecoderConfig
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.states import Paged, cache_shape, kv_scale_bytes
 from graphengine.models.stored import read_model
-from graphengine.speculative import DraftModel
+from graphengine.speculative import DraftModel, NGram
 
 NAMES = ("latent-lite", "latent-groups", "latent-corrected", "latent-five-experts")
 PROMPT_LENGTHS = (1, 75)
 TOKENS = 64
 
 
-def greedy(max_tokens: int = TOKENS) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+def greedy(max_tokens: int = TOKENS, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **options)
 
 
 def open_engine(oracle: Any, **options: Any) -> Engine:
@@ -89,6 +90,88 @@ def test_sessions_snapshots_and_shared_prefixes(
     with open_engine(oracle, **options) as other, other.restore_session(file) as restored:
         assert restored.cached_tokens >= 40
         assert restored.generate(greedy(12)).token_ids == second.token_ids
+
+
+@contextmanager
+def routers(model: Any, given: torch.Tensor | None = None) -> Iterator[list[torch.Tensor]]:
+    """What transformers' routers choose meanwhile, [tokens, k] of each layer.
+
+    given  [tokens, layers, k]: what they are to choose in its place; their weights follow from
+           their own scores of it, by DeepSeek's formulae
+    """
+    seen: list[torch.Tensor] = []
+    gates = [each for each in model.modules() if type(each).__name__.endswith("TopkRouter")]
+
+    def hook(gate: Any, _: Any, output: Any) -> Any:
+        logits, weights, chosen = output
+        if given is not None:
+            chosen = given[:, len(seen)]
+            corrected = hasattr(gate, "e_score_correction_bias")
+            scores = logits.sigmoid() if corrected else logits.softmax(dim=-1)
+            weights = scores.gather(1, chosen)
+            if corrected and gate.norm_topk_prob:
+                weights = weights / weights.sum(dim=-1, keepdim=True)
+            weights = weights * gate.routed_scaling_factor
+        seen.append(chosen)
+        return logits, weights, chosen
+
+    handles = [gate.register_forward_hook(hook) for gate in gates]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_records_are_transformers_own_routes_and_are_replayed(
+    latent_checkpoints: dict[str, Any],
+    device: str,
+    eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
+    name: str,
+) -> None:
+    """Alone, in a batch and with drafts; and with a record of other experts the logits are those
+    of transformers with these experts. The prompt has two chunks.
+    """
+    oracle = latent_checkpoints[name]
+    prompts = oracle.prompts((9, 21))
+    # What n-grams find again.
+    prompts[0] *= 4
+    options = {"device": device, "prefill_buckets": (16,), "record_routing": True}
+    with open_engine(oracle, **options, lookahead=0) as engine:
+        alone = [engine.generate(prompt, greedy(32)) for prompt in prompts]
+        together = engine.generate(prompts, greedy(32))
+        layers, experts = len(engine.model.config.expert_layers), engine.model.config.experts
+        seen = eager(engine)
+        tokens = range(21 + 15)
+        shifted = [
+            [
+                [(3 * token + layer + i) % experts.experts for i in range(3)]
+                for layer in range(layers)
+            ]
+            for token in tokens
+        ]
+        other = engine.generate(prompts[1], greedy(16, routing=shifted))
+    with open_engine(oracle, **options, speculative=NGram(k=3)) as engine:
+        drafted = engine.generate(prompts, greedy(32))
+        assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
+    for result, *others in zip(alone, together, drafted, strict=True):
+        assert result.routing is not None
+        assert result.routing.shape == (len(result.prompt_token_ids) + 31, layers, 3)
+        for each in others:
+            assert each.token_ids == result.token_ids
+            assert each.routing.tolist() == result.routing.tolist()
+        with routers(oracle.model) as chosen:
+            oracle.logits([*result.prompt_token_ids, *result.token_ids][:-1])
+        theirs = torch.stack(chosen, dim=1).sort(dim=-1).values
+        found = torch.from_numpy(result.routing.copy()).long().sort(dim=-1).values
+        # Nearly equal scores may be in another order.
+        assert (found == theirs).all(dim=-1).float().mean() > 0.97
+    assert other.routing.tolist() == shifted and other.token_ids != alone[1].token_ids[:16]
+    # The last token is never fed.
+    given = torch.tensor([*shifted, shifted[0]])
+    with routers(oracle.model, given):
+        oracle.assert_logits(other, seen)
 
 
 def test_a_latent_model_drafts_for_itself(latent_checkpoints: dict[str, Any], device: str) -> None:

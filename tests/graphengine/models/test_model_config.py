@@ -237,12 +237,22 @@ def test_what_is_computed_otherwise_is_refused(changes: dict[str, Any], message:
         ("DeepseekV3", {"norm_topk_prob": None}, "norm_topk_prob=None: must be true or false"),
         ("DeepseekV3", {"rope_interleave": None}, "rope_interleave=None: must be true or false"),
         ("Glm4Moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: supported: null or 1"),
+        ("Qwen3Moe", {"mlp_layer_types": ["dense"] * 2}, r"mlp_layer_types=\['dense', .*: null$"),
+        ("Glm4Moe", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types=.*: null$"),
     ],
 )
 def test_other_ways_to_route_are_refused(
     family: str, changes: dict[str, Any], message: str
 ) -> None:
     refused(f"config.json has {message}", small(family, **changes))
+
+
+@pytest.mark.parametrize(
+    "family", ["Qwen2", "Qwen3", "Qwen3Moe", "MiMo", "DeepseekV2", "DeepseekV3", "Glm4Moe"]
+)
+def test_biases_of_feed_forwards_are_refused_where_the_family_has_none(family: str) -> None:
+    message = "config.json has mlp_bias=True: supported: null or False"
+    refused(message, small(family, head_dim=64, num_experts_per_tok=2, mlp_bias=True))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "MiMo"])
@@ -520,7 +530,7 @@ def test_latents_that_a_config_says_nothing_of_are_transformers_default(
         ("DeepseekV2", {"topk_method": "noaux_tc"}, "'greedy', 'group_limited_greedy'"),
         ("DeepseekV2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid': .*'softmax'"),
         ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob=True: supported: False"),
-        ("DeepseekV2", {"attention_bias": True}, "attention_bias=True: supported: False"),
+        ("DeepseekV2", {"attention_bias": True}, "attention_bias=True: supported: null or False"),
         ("DeepseekV2", {"kv_lora_rank": 513}, "kv_lora_rank=513: supported: at most 512"),
         ("DeepseekV2", {"q_lora_rank": 0}, "q_lora_rank=0: must be an integer"),
         ("DeepseekV2", {"qk_rope_head_dim": 63}, "qk_rope_head_dim=63: supported: even, at most"),
