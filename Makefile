@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The checks of `make test`, the longest first, so that two cores end at about the same time.
-CHECKS := draft-tests interpreter program-tests host-tests engine-tests model-tests other-tests types lint
+CHECKS := other-tests host-tests draft-tests model-tests engine-tests interpreter program-tests types lint
 # What else runs beside them: see .ci/run.
 MORE :=
 
