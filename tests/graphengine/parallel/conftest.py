@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -10,6 +12,10 @@ import pytest
 import torch
 
 from graphengine.parallel import ranks
+
+# Before a child collects anything: a group of gloo that its parent has dropped, but not collected,
+# would join threads there that only the parent has. Such a child hangs, or ends by SIGSEGV.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @pytest.fixture(scope="module")
