@@ -150,7 +150,7 @@ class BlockDrafter(Drafter):
         chain_family: RowFamily,
     ) -> Destinations:
         self.weights = allocate_dflash_weights(self.config, device=str(device), dtype=dtype)
-        self.plans, self.plan_sources = choose_plans(self._linears, dtype, family, device)
+        self.plans, _ = choose_plans(self._linears, dtype, family, device)
         if self.own_checkpoint is None:
             return self.weights.named()
         self.own_checkpoint.load(self.weights.named())

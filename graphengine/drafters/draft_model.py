@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
+from graphengine.drafters.chain_plans import ChainPlans
 from graphengine.drafters.confidence import EveryDraft
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.needs import DraftNeeds
@@ -37,13 +38,11 @@ from graphengine.models.contract import (
     DecodeLaunch,
     ModelConfig,
     ModelWeights,
-    arrival_counters,
     most_arrival_counters,
 )
 from graphengine.models.linears import linear_name, stream_groups
 from graphengine.models.states import StateTensors, recurrent_fields, recurrent_tensors
 from graphengine.models.stored import destinations, load_weights
-from graphengine.models.tuning import choose_plans
 from graphengine.models.weights import Destinations
 
 _WHOSE = "draft_"
@@ -89,9 +88,9 @@ class DraftModelDrafter(Drafter):
         chain_family: RowFamily,
     ) -> Destinations:
         self.weights = self.config.allocate(device=str(device), dtype=dtype)
-        linears = self.config.linears
-        self.plans, self.plan_sources = choose_plans(linears, dtype, family, device)
-        self.chain_plans, _ = choose_plans(linears, dtype, chain_family, device)
+        self.plans = ChainPlans.chosen(
+            self.config.linears, dtype, device, family=family, chain_family=chain_family
+        )
         own = self.own_checkpoint
         name = self.weights.config.embedding_name
         load_weights(own, destinations(own, self.weights), self.weights.linears(), name)
@@ -106,11 +105,8 @@ class DraftModelDrafter(Drafter):
         return self.config.allocate(device="meta", dtype=dtype).nbytes
 
     def arrivals(self, rows: int, lanes: int) -> int:
-        config, linears = self.config, self.config.linears
-        return max(
-            arrival_counters(config, linears, self.plans, self.lanes_of(rows)),
-            arrival_counters(config, linears, self.chain_plans, rows),
-        )
+        config, widest = self.config, self.lanes_of(rows)
+        return self.plans.arrivals(config, config.linears, widest=widest, rows=rows)
 
     def arrivals_at_most(self, lanes: int) -> int:
         return most_arrival_counters(self.config, self.config.linears, lanes)
@@ -141,9 +137,9 @@ class DraftModelDrafter(Drafter):
         self._drafts = self._choice.opened(head, buffers)
         self._launch = replace(
             setting.launch,
-            plans=self.plans,
+            plans=self.plans.first,
             split_tokens=self.config.split_tokens(
-                self.plans.family, self._model.dtype, self._model.max_seq_len
+                self.plans.first.family, self._model.dtype, self._model.max_seq_len
             ),
             reduce=None,
             add_parts=None,
@@ -230,7 +226,7 @@ class DraftModelDrafter(Drafter):
                     pdl=pdl,
                 )
                 return
-            launch = replace(launch, plans=self.chain_plans)
+            launch = replace(launch, plans=self.plans.later)
             residual = self._new_stream(count_R.numel(), launch)
             rows = advance_model_draft(
                 tiles,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, OfTree, Prefilled
+from graphengine.drafters.chain_plans import ChainPlans
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
@@ -32,10 +33,9 @@ from graphengine.kernels import (
     new_residual,
 )
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.contract import DecodeLaunch, arrival_counters, most_arrival_counters
+from graphengine.models.contract import DecodeLaunch, most_arrival_counters
 from graphengine.models.linears import LinearPlans, Linears
 from graphengine.models.states import LayerStates
-from graphengine.models.tuning import choose_plans
 from graphengine.models.weights import Destinations, StoredLinear, StoredWeights
 
 Hidden = Residual | Tensor
@@ -274,9 +274,9 @@ class ModuleDrafter(Drafter):
     ) -> Destinations:
         wanted = self.modules.allocate(device, dtype)
         self.weights = self.modules.weights
-        linears = self.modules.linears
-        self.plans, self.plan_sources = choose_plans(linears, dtype, family, device)
-        self.chain_plans, _ = choose_plans(linears, dtype, chain_family, device)
+        self.plans = ChainPlans.chosen(
+            self.modules.linears, dtype, device, family=family, chain_family=chain_family
+        )
         return wanted
 
     def cut(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -296,18 +296,15 @@ class ModuleDrafter(Drafter):
 
     def arrivals(self, rows: int, lanes: int) -> int:
         widest = max(lanes, lanes // (1 + self.length) * self.needs.lanes_of_row)
-        config, linears = self.modules.config, self.modules.linears
-        return max(
-            arrival_counters(config, linears, self.plans, widest),
-            arrival_counters(config, linears, self.chain_plans, rows),
-        )
+        modules = self.modules
+        return self.plans.arrivals(modules.config, modules.linears, widest=widest, rows=rows)
 
     def arrivals_at_most(self, lanes: int) -> int:
         return most_arrival_counters(self.modules.config, self.modules.linears, lanes)
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:
-        self._opened = opened = self.modules.open(setting, cache, self.plans)
-        self._chain_launch = replace(opened.launch, plans=self.chain_plans)
+        self._opened = opened = self.modules.open(setting, cache, self.plans.first)
+        self._chain_launch = replace(opened.launch, plans=self.plans.later)
         self.streams, self.step_streams = opened.streams, opened.step_streams
         self._limit = setting.limit
         self._draft_tokens = setting.buffers["draft_tokens"]
