@@ -110,7 +110,7 @@ def allocate(
         arrivals=buffers["arrivals"],
         pdl=config.pdl and on_gpu,
         reduce=None if group is None else group.reduce,
-        add_parts=None if group is None else group.add_parts,
+        peers=None if group is None else group.peers,
         share=WHOLE if group is None else group.share,
         experts=experts,
         activations=memory.activations,
