@@ -352,6 +352,17 @@ def begin_sum(peers, word, mask, RANKS: tl.constexpr):
 
 
 @triton.jit
+def push_part(begun, part, word, mask, RANKS: tl.constexpr, SIZE: tl.constexpr):
+    """Push this rank's float32 part alone: a later launch takes the words of all ranks.
+
+    begun, word, mask  as of `sum_of_ranks`
+    """
+    mapped, tag, over = begun
+    words = same_for_all(part.to(tl.int32, bitcast=True), RANKS)
+    push_words(mapped, words, word, tag, mask, over, RANKS, SIZE)
+
+
+@triton.jit
 def sum_of_ranks(
     peers,
     begun,
@@ -365,8 +376,7 @@ def sum_of_ranks(
     """The sum of all ranks' parts, float32 as this rank's `part`, in their order: pushed, and
     waited for. `word` says which words of the memory the values have, `mask` where there are any.
     """
+    push_part(begun, part, word, mask, RANKS, SIZE)
     mapped, tag, over = begun
-    words = same_for_all(part.to(tl.int32, bitcast=True), RANKS)
-    push_words(mapped, words, word, tag, mask, over, RANKS, SIZE)
     found, over = take_words(peers, mapped, word, tag, mask, over, RANKS, SIZE, TIMED)
     return sum_words(found, tl.float32, RANKS)

@@ -52,6 +52,7 @@ from graphengine.kernels.linear.plans import (
     check_kind,
     heuristic_plan,
 )
+from graphengine.kernels.linear.pushed_sums import BLOCK_H, take_sums
 from graphengine.kernels.linear.reference import (
     linear_reference,
     linear_residual_reference,
@@ -63,6 +64,9 @@ from graphengine.kernels.sample.candidates import SamplingTensors, check_paramet
 from graphengine.kernels.sample.sampling import sample_tiles_reference
 
 MAX_LANES = 64
+
+MOST_WAITING = 512
+"""Programs of an `fma` product, at most, that wait for other ranks themselves."""
 
 
 def linear(
@@ -171,8 +175,8 @@ def linear_residual(
         The others as of `linear`.
 
     Returns:
-        The same `x` and `scaled`, with new `squares` [residual_groups(plan, M), N]. Of padded lanes
-        none of them is written.
+        The same `x` and `scaled`, with new `squares` [residual_groups(plan, M), N]; with `peers`
+        there may be other groups. Of padded lanes none of them is written.
 
     Raises:
         ValueError: as of `linear`; more outputs than `peers` have memory for, or `peers` where no
@@ -183,8 +187,9 @@ def linear_residual(
     _check_residual(residual, lanes, M, x_NK.dtype)
     check_part(peers, (lanes, M), launched=use_triton(x_NK))
     check_weight("next_norm", next_norm_M, M)
-    squares = residual.x.new_empty(residual_groups(plan, M), lanes)
-    residual = residual._replace(squares=squares)
+    apart = _takes_apart(peers, plan, M)
+    groups = triton.cdiv(M, BLOCK_H) if apart else residual_groups(plan, M)
+    residual = residual._replace(squares=residual.x.new_empty(groups, lanes))
     if not use_triton(x_NK):
         return linear_residual_reference(
             x_NK,
@@ -203,11 +208,13 @@ def linear_residual(
         plan,
         squares_TN=squares_TN,
         eps=eps,
-        bias=bias,
-        residual=stream_args(residual, next_norm_M),
+        bias=None if apart else bias,
+        residual=None if apart else stream_args(residual, next_norm_M),
         peers=peers,
         launch=launch,
     )
+    if peers is not None and apart:
+        take_sums(peers, slot_N, residual, next_norm_M, bias=bias, pdl=launch.pdl)
     return residual
 
 
@@ -233,7 +240,10 @@ def linear_squares(
     """
     plan = _check(x_NK, weight_MK, slot_N, None, bias, "residual", plan)
     check_part(peers, (len(x_NK), len(weight_MK)), launched=use_triton(x_NK))
-    product = new_product(x_NK, weight_MK.shape[0], residual_groups(plan, weight_MK.shape[0]))
+    M = weight_MK.shape[0]
+    apart = _takes_apart(peers, plan, M)
+    groups = triton.cdiv(M, BLOCK_H) if apart else residual_groups(plan, M)
+    product = new_product(x_NK, M, groups)
     if not use_triton(x_NK):
         return linear_squares_reference(x_NK, weight_MK, slot_N, product, bias=bias)
     _launch(
@@ -241,11 +251,13 @@ def linear_squares(
         weight_MK,
         slot_N,
         plan,
-        bias=bias,
-        residual=ProductArgs(product.y, product.squares),
+        bias=None if apart else bias,
+        residual=None if apart else ProductArgs(product.y, product.squares),
         peers=peers,
         launch=launch,
     )
+    if peers is not None and apart:
+        take_sums(peers, slot_N, product, None, bias=bias, pdl=launch.pdl)
     return product
 
 
@@ -335,6 +347,13 @@ def linear_sample(
 def residual_groups(plan: LinearPlan, M: int) -> int:
     """T of the squares that `linear_residual` leaves: a sum for each program's rows."""
     return -(-M // plan.block_m)
+
+
+def _takes_apart(peers: Peers | None, plan: LinearPlan, M: int) -> bool:
+    """Whether the sum of all ranks' parts is a launch of its own: where a product of `fma` has so
+    many programs that they would wait in several waves, one after the other.
+    """
+    return peers is not None and plan.family == "fma" and MOST_WAITING * plan.block_m < M
 
 
 def arrivals_needed(plan: LinearPlan, M: int) -> int:

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graphengine.kernels.comm.items import begin_sum, sum_of_ranks
+from graphengine.kernels.comm.items import begin_sum, push_part, sum_of_ranks
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.activation import activated
@@ -266,7 +266,10 @@ def fma_kernel(
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program for BLOCK_M weight rows and LANES lanes, one lane after the other."""
+    """One program for BLOCK_M weight rows and LANES lanes, one lane after the other.
+
+    With RANKS, and nothing to add the sum to, the part is pushed and left to `take_sums`.
+    """
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     OUTPUTS: tl.constexpr = M // 2 if SWIGLU else M
     BLOCK_OUTPUTS: tl.constexpr = BLOCK_M // 2 if SWIGLU else BLOCK_M
@@ -306,37 +309,42 @@ def fma_kernel(
             x = tl.load(x_ptr + index * x_stride + step * BLOCK_K + k, mask=in_k, other=0.0)
             sums += weights[step].to(tl.float32) * x.to(tl.float32)[None, :]
         y = tl.sum(sums, axis=1)
-        gate = y
-        up = y
-        if SWIGLU:
-            gate, up = tl.split(tl.reshape(y, (BLOCK_OUTPUTS, 2)))
-        _epilogue(
-            gate[None, :],
-            up[None, :],
-            norm,
-            early,
-            lane,
-            tile,
-            lanes,
-            eps,
-            bias_ptr,
-            out_ptr,
-            out_stride,
-            residual,
-            sampler,
-            token_ids_ptr,
-            stop_ids,
-            ahead,
-            peers,
-            K,
-            GROUPS,
-            OUTPUTS,
-            BLOCK_OUTPUTS,
-            SWIGLU,
-            RANKS,
-            SIZE,
-            TIMED,
-        )
+        if RANKS > 0 and residual is None:
+            part = y[None, :] * _inverse_rms(early[1], eps, K, GROUPS)[:, None]
+            word, there = _words(lane, tile, lanes, OUTPUTS, BLOCK_OUTPUTS)
+            push_part(early[3], part, word, there, RANKS, SIZE)
+        else:
+            gate = y
+            up = y
+            if SWIGLU:
+                gate, up = tl.split(tl.reshape(y, (BLOCK_OUTPUTS, 2)))
+            _epilogue(
+                gate[None, :],
+                up[None, :],
+                norm,
+                early,
+                lane,
+                tile,
+                lanes,
+                eps,
+                bias_ptr,
+                out_ptr,
+                out_stride,
+                residual,
+                sampler,
+                token_ids_ptr,
+                stop_ids,
+                ahead,
+                peers,
+                K,
+                GROUPS,
+                OUTPUTS,
+                BLOCK_OUTPUTS,
+                SWIGLU,
+                RANKS,
+                SIZE,
+                TIMED,
+            )
 
 
 @triton.jit

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel canno
 linear = importlib.import_module("graphengine.kernels.linear.linear")
 linear_gluon = importlib.import_module("graphengine.kernels.linear.linear_gluon")
 packed_linear = importlib.import_module("graphengine.kernels.linear.packed_linear")
+pushed_sums = importlib.import_module("graphengine.kernels.linear.pushed_sums")
 push = importlib.import_module("graphengine.kernels.comm.push")
 push_lanes = importlib.import_module("graphengine.kernels.comm.push_lanes")
 push_residual = importlib.import_module("graphengine.kernels.comm.push_residual")
@@ -162,3 +163,33 @@ def test_a_product_pushes_its_part(
     early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}
     weights = {"weight.codes", "weight.row_scales"} if packed else {"weight_ptr"}
     assert early - {"bias_ptr", "residual.next_norm"} == weights
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_a_product_of_many_programs_leaves_the_wait_to_few(squares: bool) -> None:
+    """Its kernel pushes and polls nothing; the next one takes what all ranks have pushed."""
+    plan, peers, launches = LinearPlan("fma", block_m=1, block_k=512), peers_of(2), []
+    residual = new_residual(1, 1024, 1, dtype=torch.bfloat16, device="cpu")
+    call = linear.linear_squares if squares else linear.linear_residual
+    with launches_handed_to(launches.append, linear, pushed_sums):
+        call(
+            *(new(1, 512), new(1024, 512), new(1, dtype=torch.int32)),
+            *(() if squares else (residual, new(1024))),
+            bias=new(1024),
+            peers=peers,
+            plan=plan,
+            launch=Launch(pdl=True),
+        )
+    product, sums = launches
+    assert (product.kernel.__name__, product.grid) == ("fma_kernel", (1024,))
+    ptx, names = compile_launch(product)
+    assert_waits_before_it_shows(ptx)
+    assert re.findall(r"\bst\.global\S*", ptx) == ["st.global.b64"] * 2 and "volatile" not in ptx
+    early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}
+    assert early == {"weight_ptr"}
+    assert sums.grid == (1, 4)
+    ptx, names = compile_launch(sums)
+    assert_waits_before_it_shows(ptx)
+    assert_looks(ptx, 2)
+    early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}
+    assert early == ({"bias_ptr"} if squares else {"bias_ptr", "next_ptr"})

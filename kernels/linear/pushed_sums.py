@@ -1,0 +1,135 @@
+"""The sum of parts that all ranks have pushed, and what a product's own kernel would make of it.
+
+A product that has more programs than are resident does not wait in each of them: its kernel pushes
+the part, and this one, of a few programs, takes what came from all ranks.
+
+Letters: R ranks, N lanes, H columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from graphengine.kernels.comm.items import (
+    Peers,
+    begin_sum,
+    push_options,
+    sum_words,
+    take_words,
+)
+from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.linear.residual import Product, Residual
+from graphengine.kernels.linear.residual_sum import leave_for_norm
+
+BLOCK_H = 256
+"""Columns of a program, of which each has a sum of squares."""
+
+
+def take_sums(
+    peers: Peers,
+    slot_N: torch.Tensor,
+    into: Residual | Product,
+    next_norm_H: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None,
+    pdl: bool,
+) -> None:
+    """Add the sum of what all ranks pushed, float32 [N, H] from the first word on, to a stream.
+
+    All operands have been checked: they are those of `linear_residual`, or with a `Product` of
+    `linear_squares`, which becomes the sum and has no next norm. `into.squares` has a group for
+    each BLOCK_H columns. Padded lanes are not written, but their words are taken.
+    """
+    x = into.x if isinstance(into, Residual) else into.y
+    scaled = kept = None
+    kept_scale = 1.0
+    if isinstance(into, Residual):
+        scaled = into.scaled
+        kept, kept_scale = (None, 1.0) if into.kept is None else into.kept
+    lanes, H = x.shape
+    launcher(_take_sums_kernel, (lanes, triton.cdiv(H, BLOCK_H)))(
+        bias,
+        slot_N,
+        x,
+        next_norm_H,
+        scaled,
+        into.squares,
+        kept,
+        lanes,
+        0 if scaled is None else scaled.stride(0),
+        0 if kept is None else kept.stride(0),
+        kept_scale,
+        peers.tensors,
+        H=H,
+        BLOCK_H=BLOCK_H,
+        num_warps=4,
+        **push_options(peers),
+        **launch_options(pdl),
+    )
+
+
+@triton.jit(do_not_specialize=["lanes", "kept_scale"])
+def _take_sums_kernel(
+    bias_ptr,
+    slot_ptr,
+    x_ptr,
+    next_ptr,
+    scaled_ptr,
+    squares_ptr,
+    kept_ptr,
+    lanes,
+    scaled_stride,
+    kept_stride,
+    kept_scale,
+    peers,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TIMED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a lane and BLOCK_H columns."""
+    lane, tile = tl.program_id(0), tl.program_id(1)
+    h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = h < H
+    bias = tl.zeros([BLOCK_H], dtype=tl.float32)
+    following = bias
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + h, mask=mask, other=0.0).to(tl.float32)
+    if next_ptr is not None:
+        following = tl.load(next_ptr + h, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    word = lane * H + h
+    mapped, tag, over = begin_sum(peers, word, mask, RANKS)
+    live = tl.load(slot_ptr + lane) >= 0
+    x_ptrs = x_ptr + lane.to(tl.int64) * H + h
+    x = tl.zeros([BLOCK_H], dtype=tl.float32)
+    if scaled_ptr is not None:
+        x = tl.load(x_ptrs, mask=mask & live, other=0.0)
+    found, over = take_words(peers, mapped, word, tag, mask, over, RANKS, SIZE, TIMED)
+    if live:
+        x += sum_words(found, tl.float32, RANKS) + bias
+        tl.store(x_ptrs, x, mask=mask)
+        if scaled_ptr is not None:
+            leave_for_norm(
+                x,
+                h,
+                mask,
+                lane,
+                following,
+                scaled_ptr,
+                scaled_stride,
+                squares_ptr,
+                tile,
+                lanes,
+                kept_ptr,
+                kept_stride,
+                kept_scale,
+            )
+        else:
+            squares = tl.sum(tl.where(mask, x * x, 0.0), 0)
+            tl.store(squares_ptr + tile * lanes + lane, squares)
