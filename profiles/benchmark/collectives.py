@@ -63,7 +63,15 @@ def collective_times(engine: Engine) -> Iterator[CollectiveTime]:
         return
     for name, each in engine.model.config.linears.items():
         if each.shard == "columns" and each.weight is None and not each.experts:
-            chain = _Chain(engine, each.rows, each.columns, runtime.plans[name], group.peers)
+            assert runtime.stream is not None, "a GPU has a stream"
+            chain = Chain(
+                group.peers,
+                (engine.config.max_batch, each.rows, each.columns),
+                runtime.plans[name],
+                engine.memory.dtype,
+                runtime.stream,
+                Launch(pdl=engine.config.pdl, arrivals=runtime.buffers["arrivals"]),
+            )
             yield CollectiveTime(
                 name,
                 group.share.ranks,
@@ -74,23 +82,34 @@ def collective_times(engine: Engine) -> Iterator[CollectiveTime]:
             )
 
 
-class _Chain:
-    """Products one after the other, each with a weight that is in no cache."""
+class Chain:
+    """Products one after the other, each with a weight that is in no cache.
 
-    def __init__(self, engine: Engine, M: int, K: int, plan: LinearPlan, peers: Peers) -> None:
-        runtime, lanes, dtype = engine.runtime, engine.config.max_batch, engine.memory.dtype
-        self._runtime, self._plan, self._peers = runtime, plan, peers
+    size    (N, M, K)
+    stream  of the graphs, which is not the default one
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        size: tuple[int, int, int],
+        plan: LinearPlan,
+        dtype: torch.dtype,
+        stream: torch.cuda.Stream,
+        launch: Launch,
+    ) -> None:
+        (lanes, M, K), device = size, stream.device
+        self._peers, self._plan, self._launch, self._on = peers, plan, launch, stream
 
         def random(*shape: int) -> Tensor:
-            return torch.randn(shape, device=runtime.device, dtype=dtype).mul_(0.02)
+            return torch.randn(shape, device=device, dtype=dtype).mul_(0.02)
 
         count = min(CALLS, max(2, -(-_BYTES // (M * K * dtype.itemsize))))
         self._weights = [random(M, K) for _ in range(count)]
         self._x, self._norm = random(lanes, K), random(M)
-        self._slot = torch.arange(lanes, dtype=torch.int32, device=runtime.device)
-        self._stream = new_residual(lanes, M, 1, dtype=dtype, device=runtime.device)
+        self._slot = torch.arange(lanes, dtype=torch.int32, device=device)
+        self._stream = new_residual(lanes, M, 1, dtype=dtype, device=device)
         self._stream.x.zero_()
-        self._launch = Launch(pdl=engine.config.pdl, arrivals=runtime.buffers["arrivals"])
 
     def alone(self, weight: Tensor) -> Residual:
         return self._product(weight, None)
@@ -124,13 +143,12 @@ class _Chain:
 
     def microseconds(self, *calls: Callable[[Tensor], Residual]) -> list[float]:
         """Of each a call of a chain that is captured as one graph; these are replayed in turn."""
-        stream, graphs = self._runtime.stream, []
-        assert stream is not None, "a GPU has a stream"
+        stream, graphs = self._on, list[CapturedGraph]()
         with ExitStack() as stack:
             for call in calls:
                 step = partial(self._run, call)
                 graphs.append(
-                    CapturedGraph(step, name="chain", device=self._runtime.device, stream=stream)
+                    CapturedGraph(step, name="chain", device=stream.device, stream=stream)
                 )
                 stack.callback(graphs[-1].close)
                 graphs[-1].capture()

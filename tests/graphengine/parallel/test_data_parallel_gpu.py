@@ -34,7 +34,8 @@ def open_ranks(path: Path, **options: Any) -> Engine:
 
 @pytest.fixture(autouse=True)
 def on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ONE_DEVICE, "1")
+    if torch.cuda.device_count() < 2:
+        monkeypatch.setenv(ONE_DEVICE, "1")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,8 @@ def engine(folder: Path) -> Iterator[Engine]:
     options = {"kv_blocks": 17, "swap_blocks": 400, "prompt_logprobs": True}
     options |= {"record_routing": True, "speculative": NGram(k=2)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ONE_DEVICE, "1")
+        if torch.cuda.device_count() < 2:
+            patch.setenv(ONE_DEVICE, "1")
         with open_ranks(folder, **options) as engine:
             yield engine
 

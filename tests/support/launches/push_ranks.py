@@ -30,7 +30,6 @@ from graphengine.models.contract import Share
 from graphengine.parallel.peer_memory import PeerMemory
 
 HIDDEN, _COLUMNS = 1536, 512
-DEVICE = torch.device("cuda:0")
 
 
 def run_ranks(folder: Path, ranks: int, replays: dict[tuple[int, torch.dtype], int]) -> list[int]:
@@ -50,11 +49,13 @@ def run_ranks(folder: Path, ranks: int, replays: dict[tuple[int, torch.dtype], i
 
 
 def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -> None:
-    torch.cuda.set_device(DEVICE)
+    # Ranks share a GPU where there are not as many.
+    device = torch.device("cuda", share.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
     store = torch.distributed.FileStore(file, share.ranks)
     # With room for the lanes' experts and sums beside them.
     units = push_units(64, HIDDEN, torch.float32) + 16
-    memory = PeerMemory(store, share, DEVICE, units)
+    memory = PeerMemory(store, share, device, units)
     assert memory.peers is not None, memory.problem
     memory.peers.tensors.watch[1] = 60 * 10**9
     for (lanes, dtype), count in replays.items():
@@ -75,20 +76,21 @@ class _Step:
 
     def __init__(self, memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype) -> None:
         assert memory.peers is not None
+        self.device = torch.device("cuda", torch.cuda.current_device())
         self.peers, self.rank = memory.peers, share.rank
         generator = torch.Generator().manual_seed(lanes)
         base = torch.randn(share.ranks, lanes, HIDDEN, generator=generator)
-        self.base = base.to(DEVICE)
+        self.base = base.to(self.device)
         self.dtype = dtype
-        self.step = torch.zeros((), dtype=torch.int64, device=DEVICE)
-        self.wrong = torch.zeros(8, dtype=torch.int64, device=DEVICE)
-        self.slot = torch.arange(lanes, dtype=torch.int32, device=DEVICE)
-        self.norm = torch.randn(HIDDEN, generator=generator).to(DEVICE, dtype)
+        self.step = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.wrong = torch.zeros(8, dtype=torch.int64, device=self.device)
+        self.slot = torch.arange(lanes, dtype=torch.int32, device=self.device)
+        self.norm = torch.randn(HIDDEN, generator=generator).to(self.device, dtype)
         weights = torch.randn(share.ranks, HIDDEN, _COLUMNS, generator=generator)
-        self.weights = weights.to(DEVICE, dtype)
+        self.weights = weights.to(self.device, dtype)
         family = "fma" if lanes == 1 else "dot"
         self.plan = heuristic_plan("residual", HIDDEN, _COLUMNS, dtype, family)
-        self.launch = Launch(arrivals=torch.zeros(1024, dtype=torch.int32, device=DEVICE))
+        self.launch = Launch(arrivals=torch.zeros(1024, dtype=torch.int32, device=self.device))
 
     def __call__(self) -> None:
         self.step += 1
@@ -97,10 +99,10 @@ class _Step:
         lanes, total = len(self.slot), sum_parts_reference(parts)
         self.wrong[0] += (push_sum(self.peers, own) != total).sum()
         self.wrong[1] += (push_gather(self.peers, own) != parts).sum()
-        found = new_residual(lanes, HIDDEN, 1, dtype=self.dtype, device=DEVICE)
+        found = new_residual(lanes, HIDDEN, 1, dtype=self.dtype, device=self.device)
         found.x.copy_(self.base[0])
         tiles = push_units(1, HIDDEN, self.dtype)
-        expected = new_residual(lanes, HIDDEN, tiles, dtype=self.dtype, device=DEVICE)
+        expected = new_residual(lanes, HIDDEN, tiles, dtype=self.dtype, device=self.device)
         expected.x.copy_(self.base[0])
         push_to_residual(self.peers, own, self.slot, found, self.norm)
         y = parts[0].float()
@@ -121,7 +123,7 @@ class _Step:
         for x, weight in zip(x_RNK, self.weights, strict=True):
             part = linear_squares(x, weight, self.slot, **options).y
             y = part if y is None else y + part
-        found = new_residual(len(self.slot), HIDDEN, 1, dtype=self.dtype, device=DEVICE)
+        found = new_residual(len(self.slot), HIDDEN, 1, dtype=self.dtype, device=self.device)
         found.x.copy_(self.base[0])
         linear_residual(
             x_RNK[self.rank],
@@ -141,7 +143,7 @@ class _Step:
         own = torch.stack([mine + rank for rank in range(ranks)])
         expected = sum_parts_reference(parts + self.rank)
         self.wrong[4] += (push_own_sum(self.peers, own) != expected).sum()
-        found = new_residual(lanes, HIDDEN, 1, dtype=self.dtype, device=DEVICE)
+        found = new_residual(lanes, HIDDEN, 1, dtype=self.dtype, device=self.device)
         found.x.copy_(self.base[0])
         push_own_to_residual(
             self.peers, own.float(), self.slot, found, self.norm, own_NH=self.base[1]
