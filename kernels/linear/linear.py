@@ -65,9 +65,6 @@ from graphengine.kernels.sample.sampling import sample_tiles_reference
 
 MAX_LANES = 64
 
-MOST_WAITING = 512
-"""Programs of an `fma` product, at most, that wait for other ranks themselves."""
-
 
 def linear(
     x_NK: torch.Tensor,
@@ -187,7 +184,7 @@ def linear_residual(
     _check_residual(residual, lanes, M, x_NK.dtype)
     check_part(peers, (lanes, M), launched=use_triton(x_NK))
     check_weight("next_norm", next_norm_M, M)
-    apart = _takes_apart(peers, plan, M)
+    apart = _takes_apart(peers, plan)
     groups = triton.cdiv(M, BLOCK_H) if apart else residual_groups(plan, M)
     residual = residual._replace(squares=residual.x.new_empty(groups, lanes))
     if not use_triton(x_NK):
@@ -241,7 +238,7 @@ def linear_squares(
     plan = _check(x_NK, weight_MK, slot_N, None, bias, "residual", plan)
     check_part(peers, (len(x_NK), len(weight_MK)), launched=use_triton(x_NK))
     M = weight_MK.shape[0]
-    apart = _takes_apart(peers, plan, M)
+    apart = _takes_apart(peers, plan)
     groups = triton.cdiv(M, BLOCK_H) if apart else residual_groups(plan, M)
     product = new_product(x_NK, M, groups)
     if not use_triton(x_NK):
@@ -349,11 +346,11 @@ def residual_groups(plan: LinearPlan, M: int) -> int:
     return -(-M // plan.block_m)
 
 
-def _takes_apart(peers: Peers | None, plan: LinearPlan, M: int) -> bool:
-    """Whether the sum of all ranks' parts is a launch of its own: where a product of `fma` has so
-    many programs that they would wait in several waves, one after the other.
+def _takes_apart(peers: Peers | None, plan: LinearPlan) -> bool:
+    """Whether the sum of all ranks' parts is a launch of its own: a product of `fma` has more
+    programs than are resident, and would wait in each of them.
     """
-    return peers is not None and plan.family == "fma" and MOST_WAITING * plan.block_m < M
+    return peers is not None and plan.family == "fma"
 
 
 def arrivals_needed(plan: LinearPlan, M: int) -> int:

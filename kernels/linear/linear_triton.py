@@ -5,7 +5,8 @@ the K tiles; K may be split among programs, of which the last to arrive sums the
 is for float32, for logits and for the interpreter: `linear_gluon.py` has what decode runs.
 `fma_kernel` holds whole weight rows in registers before it waits for its inputs. SWIGLU is 0,
 or the `gate_code` of a SwiGLU. With RANKS the product is a part, which is pushed into the memory of
-`peers`, and the sum of all ranks' parts goes on in its place; SIZE is the words of that memory.
+`peers`, and in `dot` the sum of all ranks' parts goes on in its place; SIZE is the words of that
+memory.
 
 Letters: N lanes, L lanes of a tile, K input features, M weight rows, B outputs of a program.
 """
@@ -268,7 +269,7 @@ def fma_kernel(
 ):
     """One program for BLOCK_M weight rows and LANES lanes, one lane after the other.
 
-    With RANKS, and nothing to add the sum to, the part is pushed and left to `take_sums`.
+    With RANKS the part is pushed, and left to `take_sums`.
     """
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     OUTPUTS: tl.constexpr = M // 2 if SWIGLU else M
@@ -309,7 +310,7 @@ def fma_kernel(
             x = tl.load(x_ptr + index * x_stride + step * BLOCK_K + k, mask=in_k, other=0.0)
             sums += weights[step].to(tl.float32) * x.to(tl.float32)[None, :]
         y = tl.sum(sums, axis=1)
-        if RANKS > 0 and residual is None:
+        if RANKS > 0:
             part = y[None, :] * _inverse_rms(early[1], eps, K, GROUPS)[:, None]
             word, there = _words(lane, tile, lanes, OUTPUTS, BLOCK_OUTPUTS)
             push_part(early[3], part, word, there, RANKS, SIZE)
@@ -341,8 +342,8 @@ def fma_kernel(
                 OUTPUTS,
                 BLOCK_OUTPUTS,
                 SWIGLU,
-                RANKS,
-                SIZE,
+                0,
+                0,
                 TIMED,
             )
 

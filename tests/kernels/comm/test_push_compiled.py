@@ -77,13 +77,12 @@ def ptx_of(name: str, ranks: int, dtype: torch.dtype) -> tuple[str, list[str]]:
     return compile_launch(launch)
 
 
-def assert_looks(ptx: str, ranks: int, pairs: int = 1, *, singles: int = 0) -> None:
-    """A thread polls so many pairs of items, and single ones, of all ranks."""
+def assert_looks(ptx: str, ranks: int, pairs: int = 1) -> None:
+    """A thread polls so many pairs of items of all ranks."""
     looks = re.findall(r"\bld\.volatile\S*", ptx)
-    items, alone = looks.count("ld.volatile.global.v2.b64"), looks.count("ld.volatile.global.b64")
+    items, watched = looks.count("ld.volatile.global.v2.b64"), looks.count("ld.volatile.global.b64")
     # Before the loop, in it, and of the rank's own; and the host's two words.
-    assert items == 3 * ranks * pairs and alone == 3 * ranks * singles + 2
-    assert len(looks) == items + alone
+    assert items == 3 * ranks * pairs and watched == 2 and len(looks) == items + watched
     assert "%globaltimer" in ptx
 
 
@@ -117,13 +116,12 @@ def test_polls_of_ranks_do_not_wait_for_each_other(ranks: int) -> None:
 
 
 PLANS = {
-    "fma": LinearPlan("fma", block_m=4, block_k=512),
     "dot": LinearPlan("dot", block_m=64, block_k=128, stages=3),
     "split": LinearPlan("dot", block_m=64, block_k=128, splits=2, stages=3),
     "packed": LinearPlan("dot", block_m=32, block_k=128, stages=2),
 }
-# Of a thread, of a tile [16, 64] or [16, 32]. The 4 outputs of `fma` are fewer than threads.
-PAIRS = {"fma": 0, "dot": 4, "split": 4, "packed": 2}
+# Of a thread, of a tile [16, 64] or [16, 32].
+PAIRS = {"dot": 4, "split": 4, "packed": 2}
 
 
 @pytest.mark.parametrize("squares", [False, True])
@@ -134,7 +132,7 @@ def test_a_product_pushes_its_part(
     """Stores and polls whole pairs, and before it waits for its inputs reads weights alone."""
     monkeypatch.setattr(linear_gluon, "_runs_on", lambda tensor: True)
     monkeypatch.setattr(packed_linear, "_is_launched", lambda tensor: True)
-    plan, peers, lanes = PLANS[name], peers_of(2), 1 if name == "fma" else 9
+    plan, peers, lanes = PLANS[name], peers_of(2), 9
     packed = name == "packed"
     module = packed_linear if packed else linear
     weight = pack(random_quantised("e4m3", 1024, 512)) if packed else new(1024, 512)
@@ -154,10 +152,10 @@ def test_a_product_pushes_its_part(
         ),
         linear_gluon,
     )
-    assert launch.kernel.is_gluon() == (name != "fma")
+    assert launch.kernel.is_gluon()
     ptx, names = compile_launch(launch)
     assert_waits_before_it_shows(ptx)
-    assert_looks(ptx, 2, PAIRS[name], singles=1 if name == "fma" else 0)
+    assert_looks(ptx, 2, PAIRS[name])
     stores = re.findall(r"\bst\.global\S*", ptx)
     assert stores.count("st.global.v2.b64") == 2 * PAIRS[name]
     early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}

@@ -4,7 +4,6 @@ addition, in whatever order ranks come.
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,6 @@ from launches.quantised import random_quantised
 interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="ranks of one process need TRITON_INTERPRET=1"
 )
-LINEAR = importlib.import_module("graphengine.kernels.linear.linear")
 PLANS = [
     LinearPlan("fma", block_m=1, block_k=64),
     LinearPlan("fma", block_m=4, block_k=32),
@@ -96,31 +94,11 @@ class Product:
     plan=st.sampled_from(PLANS),
     normed=st.booleans(),
     bias=st.booleans(),
-    most=st.sampled_from([5, 512]),
     tag=st.sampled_from([0, 2**31 - 1, -2, -1]),
     seed=st.integers(0, 99),
 )
-def test_the_stream_gets_the_sum_of_all_parts(
-    ranks, lanes, M, K, plan, normed, bias, most, tag, seed
-):
-    """In the product's own kernel, or of `fma` with more than `most` programs in another one."""
+def test_the_stream_gets_the_sum_of_all_parts(ranks, lanes, M, K, plan, normed, bias, tag, seed):
     torch.manual_seed(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LINEAR, "MOST_WAITING", most)
-        check_sums(ranks, lanes, M, K, plan, normed, bias, tag, seed)
-
-
-def check_sums(
-    ranks: int,
-    lanes: int,
-    M: int,
-    K: int,
-    plan: LinearPlan,
-    normed: bool,
-    bias: bool,
-    tag: int,
-    seed: int,
-) -> None:
     dice = random.Random(seed)
     lanes = min(lanes, 2) if plan.family == "fma" else lanes
     live = dice.randrange(lanes + 1)
@@ -157,12 +135,8 @@ def check_sums(
 
 @interpreted
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("most", [5, 512])
-def test_a_product_with_a_norm_of_its_own_is_of_all_parts(
-    monkeypatch: pytest.MonkeyPatch, plan: LinearPlan, most: int
-) -> None:
+def test_a_product_with_a_norm_of_its_own_is_of_all_parts(plan: LinearPlan) -> None:
     torch.manual_seed(1)
-    monkeypatch.setattr(LINEAR, "MOST_WAITING", most)
     product, world = Product(2, 2, 2, 46, 72, plan), World(2, 1)
     parts = [product.parts(rank, normed=False) for rank in range(2)]
 
