@@ -60,7 +60,8 @@ class Kind(IntEnum):
     READ_BLOCKS, WRITE_BLOCKS  (): of `KeptParts`; data are the blocks, int32
     READ_STATES, WRITE_STATES  (place): of `KeptParts`
     DRAFTS      (): copy the drafts of all slots to where the driver has them
-    UPDATE      (): `Runtime.update_weights`; data are the path of a checkpoint with the tensors
+    UPDATE      (temporary): `Runtime.update_weights`; data are the path of a checkpoint with the
+                tensors, which the driver has made for it if it is temporary
     READ_SCALES (): `KeptParts.scales_id`
     """
 

@@ -195,10 +195,15 @@ def assert_equal_ranks(engine: Engine) -> None:
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_two_ranks_take_their_parts(
-    checkpoints: dict[str, Any], tmp_path: Path, quantize: str | None
+    checkpoints: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quantize: str | None,
 ) -> None:
     """Of tensors that are handed over, and of a checkpoint; snapshots go to one rank and back."""
-    path = checkpoints["llama-biases"].path
+    path, temporary = checkpoints["llama-biases"].path, tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     other = other_weights(path, tmp_path / "other")
     options: dict[str, Any] = {"quantize": quantize, "lookahead": 0}
     with (
@@ -224,7 +229,7 @@ def test_two_ranks_take_their_parts(
             with engine.restore_session(kept) as session:
                 assert session.cached_tokens > 0
                 assert session.token_ids[-24:] == expected.token_ids
-        assert not list(Path(tempfile.gettempdir()).glob("graphengine-weights-*/model.safetensors"))
+        assert not list(temporary.iterdir())
         runtime = engine.runtime
         assert isinstance(runtime, LeadingRuntime)
         os.kill(runtime.ranks.pids[0], signal.SIGKILL)
@@ -239,7 +244,7 @@ def stop(ranks: Ranks) -> None:
 
 
 def send_elsewhere(ranks: Ranks) -> None:
-    ranks.send(Kind.UPDATE, data=b"/nowhere")
+    ranks.send(Kind.UPDATE, (False,), b"/nowhere")
 
 
 @pytest.mark.parametrize(
