@@ -512,8 +512,9 @@ class EngineConfig(EngineSizes):
 
     def _keep_schedule(self, given: object) -> None:
         schedule, mode = DraftSchedule.read(given), self.mode
-        chain = not isinstance(mode, MTP) or (mode.tree is None and mode.style == "eagle")
-        schedule.check_mode(self.drafts, every_length=chain)
+        tree = isinstance(mode, MTP | Eagle3) and mode.shape is not None
+        vanilla = isinstance(mode, MTP) and mode.style == "vanilla"
+        schedule.check_mode(self.drafts, every_length=not (tree or vanilla))
         object.__setattr__(self, "draft_len_schedule", schedule.steps)
 
     def _check_ranks(self) -> None:
