@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
@@ -31,7 +32,9 @@ from graphengine import Engine, SamplingParams
 from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
 from graphengine.draft_vocabulary import DraftVocabulary
+from graphengine.models import given_tensors
 from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.given_tensors import GivenTensors, as_checkpoint
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind
@@ -237,6 +240,24 @@ def test_two_ranks_take_their_parts(
             engine.update_weights(path)
         with pytest.raises(RuntimeError, match=r"is broken.* while weights were updated"):
             engine.generate([5], GREEDY)
+
+
+def test_values_without_room_say_how_many_bytes_they_have(
+    checkpoints: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(given_tensors, "save_whole", save)
+    values = {"model.norm.weight": torch.ones(72)}
+    given = GivenTensors.in_place_of(Checkpoint.open(checkpoints["llama-biases"].path), values)
+    message = (
+        r"^288 bytes of new weights, which the other ranks read, do not go to .*graphengine-"
+        r"weights-.* \(TMPDIR names another place\): I/O error: No space left on device "
+        r"\(os error 28\)$"
+    )
+    with pytest.raises(OSError, match=message), as_checkpoint(given):
+        raise AssertionError("nothing was written")
 
 
 def stop(ranks: Ranks) -> None:
