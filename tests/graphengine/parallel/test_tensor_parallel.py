@@ -5,6 +5,7 @@ Engines are opened once for all tests, as their processes take seconds to start.
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -251,6 +252,19 @@ def test_reports_say_so(engine: Engine, folder: Path) -> None:
     with open_engine(folder, 1) as alone:
         assert "ranks" not in str(alone.report())
         assert alone.numerics_id != engine.numerics_id
+
+
+def test_an_engine_that_is_interrupted_when_its_ranks_are_open_ends_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("graphengine.engine.EngineCore", interrupt)
+    others = {*multiprocessing.active_children()}
+    with pytest.raises(KeyboardInterrupt):
+        open_engine(folder, 2)
+    assert {*multiprocessing.active_children()} == others
 
 
 def test_ranks_time_chunks_together(folder: Path, checkpoints: dict[str, Any]) -> None:
