@@ -512,8 +512,9 @@ class EngineConfig(EngineSizes):
 
     def _keep_schedule(self, given: object) -> None:
         schedule, mode = DraftSchedule.read(given), self.mode
-        chain = not isinstance(mode, MTP) or (mode.tree is None and mode.style == "eagle")
-        schedule.check_mode(self.drafts, every_length=chain)
+        tree = isinstance(mode, MTP | Eagle3) and mode.shape is not None
+        vanilla = isinstance(mode, MTP) and mode.style == "vanilla"
+        schedule.check_mode(self.drafts, every_length=not (tree or vanilla))
         object.__setattr__(self, "draft_len_schedule", schedule.steps)
 
     def _check_ranks(self) -> None:
@@ -542,7 +543,7 @@ class EngineConfig(EngineSizes):
         simple = mode is None or isinstance(mode, MTP | Eagle3 | NGram | UserProvided)
         if isinstance(mode, MTP | Eagle3):
             simple = mode.shape is None and mode.min_confidence is None
-        self._check_alone("rank", speculative=not simple)
+        self._check_alone("ranks that have the same requests", speculative=not simple)
 
     def _check_stages(self) -> None:
         """ValueError for what the stages of a pipeline cannot do."""
@@ -564,14 +565,17 @@ class EngineConfig(EngineSizes):
                 f"an engine of one stage, not for pipeline_parallel={stages}"
             )
         self._check_alone(
-            "stage",
+            "an engine of one stage",
             record_routing=self.record_routing,
             speculative=isinstance(mode, MTP) and (mode.shape is not None or mode.own_graph),
         )
 
-    def _check_alone(self, part: str, **more: bool) -> None:
+    def _check_alone(self, others: str, **more: bool) -> None:
         """ValueError for an option that is set, and that neither ranks with requests of their own
-        nor stages have; `more` are options that this kind of part has not, and whether they are.
+        nor stages have.
+
+        others  who has these options
+        more    other options that such parts have not, and whether they are set
         """
         asked = {
             "kv_dtype": self.kv_dtype != "auto",
@@ -582,8 +586,7 @@ class EngineConfig(EngineSizes):
         for name, is_asked in asked.items():
             if is_asked:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is for an engine of one {part}, not for "
-                    f"{self.ranks_option}"
+                    f"{name}={getattr(self, name)!r} is for {others}, not for {self.ranks_option}"
                 )
 
     def of_rank(self, device: str) -> EngineConfig:

@@ -132,16 +132,22 @@ class Engine:
         check_callable("progress", progress)
         opened, runtime = _open(path, config, progress)
         model, memory, tokenizer, eos_ids, drafter, loaded = opened
-        return cls(
-            model,
-            memory,
-            config,
-            tokenizer=tokenizer,
-            eos_ids=eos_ids,
-            drafter=drafter,
-            runtime=runtime,
-            loaded=loaded,
-        )
+        try:
+            return cls(
+                model,
+                memory,
+                config,
+                tokenizer=tokenizer,
+                eos_ids=eos_ids,
+                drafter=drafter,
+                runtime=runtime,
+                loaded=loaded,
+            )
+        except BaseException:
+            # An interrupt, for one; nobody else could end the other ranks.
+            if runtime is not None:
+                runtime.close()
+            raise
 
     @property
     def model(self) -> Model:

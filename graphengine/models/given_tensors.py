@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Self
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from graphengine.models.checkpoint import Checkpoint
@@ -91,9 +92,13 @@ def as_checkpoint(given: GivenTensors) -> Iterator[Path]:
         folder = Path(name)
         # Safetensors refuses tensors that share memory.
         values = {key: value.to("cpu", copy=True) for key, value in given.values.items()}
-        save_whole(
-            {key: value.contiguous() for key, value in values.items()},
-            folder / "model.safetensors",
-        )
+        dense = {key: value.contiguous() for key, value in values.items()}
+        try:
+            save_whole(dense, folder / "model.safetensors")
+        except SafetensorError as error:
+            raise OSError(
+                f"{sum(value.nbytes for value in dense.values())} bytes of new weights, which the "
+                f"other ranks read, do not go to {folder} (TMPDIR names another place): {error}"
+            ) from error
         shutil.copy(given.origin / "config.json", folder)
         yield folder

@@ -28,16 +28,14 @@ class RecordMemory:
     Whoever takes the same shapes in the same order has the same memory. `device` is whose kernels
     write it; on a CPU, and for who only reads it, None.
 
-    With a device OSError where the file's disk, or memory, has no room for it, and RuntimeError
-    where CUDA refuses it.
+    OSError where the file's disk, or memory, has no room for it; RuntimeError where CUDA refuses
+    it.
     """
 
     def __init__(self, path: Path, nbytes: int, device: torch.device | None = None) -> None:
         with path.open("ab+") as file:
             file.truncate(nbytes)
-            if device is not None:
-                # What is mapped and has no room ends the process.
-                _make_room(file.fileno(), path, nbytes)
+            make_room(file.fileno(), path, nbytes, "a rank's results")
             self._words = torch.frombuffer(mmap(file.fileno(), nbytes), dtype=torch.int64)
         self._locked = None if device is None else PageLocked(self._words, device)
 
@@ -54,12 +52,18 @@ class RecordMemory:
         return taken.view(tuple(shape))
 
 
-def _make_room(file: int, path: Path, nbytes: int) -> None:
+def make_room(file: int, path: Path, nbytes: int, what: str) -> None:
+    """Have all bytes of a file that is going to be mapped: a page without room ends the process.
+
+    OSError with their number where there is no room for `what` is in it. Nobody writes to it yet.
+    """
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
     try:
         os.posix_fallocate(file, 0, nbytes)
     except OSError as error:
         raise OSError(
-            error.errno, f"{error.strerror}: a rank's results take {nbytes} bytes", str(path)
+            error.errno, f"{error.strerror}: {what} take {nbytes} bytes", str(path)
         ) from error
 
 

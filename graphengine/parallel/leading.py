@@ -200,7 +200,8 @@ class LeadingRuntime(Runtime):
     def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
         """Fill the weights of all ranks, each with its part of the values."""
         with as_checkpoint(given) as folder, self.ranks.explained():
-            self.ranks.send(Kind.UPDATE, data=os.fsencode(folder))
+            temporary = given.folder is None
+            self.ranks.send(Kind.UPDATE, (temporary,), os.fsencode(folder))
             super().update_weights(loaded, given)
             self.ranks.wait_until_updated(given.nbytes)
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphengine.opening.inventory import LinkShape
+from graphengine.opening.records import make_room
 
 _NUMBERS = 5
 ALL = 0
@@ -60,7 +61,8 @@ class Kind(IntEnum):
     READ_BLOCKS, WRITE_BLOCKS  (): of `KeptParts`; data are the blocks, int32
     READ_STATES, WRITE_STATES  (place): of `KeptParts`
     DRAFTS      (): copy the drafts of all slots to where the driver has them
-    UPDATE      (): `Runtime.update_weights`; data are the path of a checkpoint with the tensors
+    UPDATE      (temporary): `Runtime.update_weights`; data are the path of a checkpoint with the
+                tensors, which the driver has made for it if it is temporary
     READ_SCALES (): `KeptParts.scales_id`
     """
 
@@ -103,9 +105,13 @@ class LinkMemory(NamedTuple):
 
     @classmethod
     def of_file(cls, path: Path, shape: LinkShape) -> LinkMemory:
-        """The memory of this file, which is made, with zeros, where there is none."""
+        """The memory of this file, which is made, with zeros, where there is none: OSError where
+        there is no room for it.
+        """
         with path.open("ab+") as file:
-            file.truncate(8 * shape.words)
+            if not file.tell():
+                file.truncate(8 * shape.words)
+                make_room(file.fileno(), path, 8 * shape.words, "commands to ranks")
             return cls(mmap(file.fileno(), 8 * shape.words), shape)
 
 

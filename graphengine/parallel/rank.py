@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shutil
 import signal
 import time
 import traceback
@@ -81,13 +82,18 @@ def run_rank(start: RankStart) -> NoReturn:
     logging.disable(logging.WARNING)
     torch.set_num_threads(start.threads)
     end = RankEnd(start.link, start.share.rank)
-    code = 0
+    rank, code = _Rank(start, end), 0
     try:
-        _Rank(start, end).run()
+        rank.run()
         end.reach(Stage.ENDED)
     except BaseException as error:
-        end.fail(_described(error), time.monotonic_ns())
-        code = 1
+        code, when = 1, time.monotonic_ns()
+        if not start.spawned:
+            # The driver may not come to say it: torchrun ends all once one has.
+            traceback.print_exception(error)
+        if not (start.spawned and start.driver_is_there()):
+            rank.remove_folders()
+        end.fail(_described(error), when)
     # At once: nothing that is under way is waited for, and the others see that it is gone.
     os._exit(code)
 
@@ -103,6 +109,14 @@ class _Rank:
         self._start, self._end = start, end
         self._spin = _SPIN_S if start.memory.device.type == "cuda" else 0.0
         self._acknowledged = 0
+        # Of the driver, which removes them unless it is killed: that of the meeting, and that of
+        # an update's values.
+        self._folders = [Path(start.meeting).parent]
+
+    def remove_folders(self) -> None:
+        """In place of a driver that is gone."""
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def run(self) -> None:
         share, config, memory = self._start.share, self._start.config, self._start.memory
@@ -195,7 +209,9 @@ class _Rank:
                 assert isinstance(parts, KeptParts), "stages have no fp8 KV"
                 parts.scales_id()
             elif kind is Kind.UPDATE:
-                runtime.update_weights(loaded, loaded.in_folder(Path(os.fsdecode(data))))
+                folder = Path(os.fsdecode(data))
+                self._folders[1:] = [folder] if numbers[0] else []
+                runtime.update_weights(loaded, loaded.in_folder(folder))
             elif kind is Kind.TELL:
                 runtime.synchronize()
                 with runtime.on_stream():

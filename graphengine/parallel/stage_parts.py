@@ -25,7 +25,8 @@ from graphengine.parallel.stage_link import StageLink
 class StageParts:
     """Those of one stage's `runtime`, which has some layers of the `whole` model.
 
-    own    what the ranks of this stage keep together; `leads`: this one is the first of them
+    own    what the ranks of this stage keep together; `leads`: this one is the first of them, which
+           meets those of other stages for all
 
     What a drafter keeps is the last stage's alone.
     """
@@ -64,27 +65,29 @@ class StageParts:
         own, *others = self._own.read_blocks(blocks)
         parts = [[own.new_empty((layers, *own.shape[1:]))] for layers in self._paged]
         parts[self._link.share.rank] = [own]
-        self._collect(parts)
+        if self._leads:
+            self._collect(parts)
         return (torch.cat([part for (part,) in parts]), *others)
 
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor] | None) -> None:
         """As `Runtime.write_blocks`; `kept` is the driver's alone."""
         self._runtime.synchronize()
-        (layers, *block), *_ = self._own.block_shapes
+        (_, *block), *_ = self._own.block_shapes
         dtype, others = self._runtime.caches[0][0].dtype, list[Tensor]()
-        parts = [[torch.empty((layers, len(blocks), *block), dtype=dtype)] for _ in self._paged]
+        shapes = [(layers, len(blocks), *block) for layers in self._paged]
+        parts = [[torch.empty(shape, dtype=dtype)] for shape in shapes]
         if kept is not None:
             whole, *others = kept
             parts = [[part] for part in torch.split(whole, self._paged)]
-        own = [*self._spread(parts), *others]
-        self._own.write_blocks(blocks, own if self._leads else None)
+        self._own.write_blocks(blocks, [*self._spread(parts), *others] if self._leads else None)
 
     def read_states(self, place: int) -> tuple[Tensor, ...]:
         """As `Runtime.read_states`, of all stages together."""
         self._runtime.synchronize()
         parts = [[*map(self._empty, stage)] for stage in self._recurrent]
         parts[self._link.share.rank] = [*self._own.read_states(place)]
-        self._collect(parts)
+        if self._leads:
+            self._collect(parts)
         return tuple(part for stage in parts for part in stage)
 
     def write_states(self, place: int, kept: Sequence[Tensor] | None) -> None:
@@ -94,8 +97,7 @@ class StageParts:
         if kept is not None:
             left = iter(kept)
             parts = [[next(left) for _ in stage] for stage in parts]
-        own = self._spread(parts)
-        self._own.write_states(place, own if self._leads else None)
+        self._own.write_states(place, self._spread(parts) if self._leads else None)
 
     def _empty(self, state: Recurrent) -> Tensor:
         return torch.empty(kept_shape(state), dtype=self._dtype(state))

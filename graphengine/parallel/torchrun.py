@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -94,9 +95,26 @@ def follow(
     """
     store = _store(share)
     call = json.loads(store.get("call"))
+    try:
+        start = _start(path, config, share, devices[share.rank], call)
+    except BaseException:
+        # Torchrun ends the driver, too, before that can remove it.
+        shutil.rmtree(call["folder"], ignore_errors=True)
+        raise
+    store.set(f"process/{share.rank}", str(os.getpid()))
+    # The process ends in there, and would take along what is still to be written.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    run_rank(start)
+
+
+def _start(
+    path: str | Path, config: EngineConfig, share: Share, device: str, call: dict[str, Any]
+) -> RankStart:
+    """What this rank is started with. ValueError where its plan is not the driver's."""
     config = replace(
         config,
-        device=devices[share.rank],
+        device=device,
         kv_blocks=call["kv_blocks"],
         swap_blocks=call["swap_blocks"],
     )
@@ -105,7 +123,7 @@ def follow(
     _check_plan(_described(memory), call["plan"], share)
     folder = Path(call["folder"])
     shape = LinkShape.of_loads(share.ranks - 1, memory.load_bytes)
-    start = RankStart(
+    return RankStart(
         share=share,
         path=os.fspath(found.checkpoint.path),
         config=config,
@@ -116,11 +134,6 @@ def follow(
         threads=torch.get_num_threads(),
         spawned=False,
     )
-    store.set(f"process/{share.rank}", str(os.getpid()))
-    # The process ends in there, and would take along what is still to be written.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    run_rank(start)
 
 
 def _store(share: Share) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
@@ -31,7 +32,9 @@ from graphengine import Engine, SamplingParams
 from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
 from graphengine.draft_vocabulary import DraftVocabulary
+from graphengine.models import given_tensors
 from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.given_tensors import GivenTensors, as_checkpoint
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind
@@ -195,10 +198,15 @@ def assert_equal_ranks(engine: Engine) -> None:
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_two_ranks_take_their_parts(
-    checkpoints: dict[str, Any], tmp_path: Path, quantize: str | None
+    checkpoints: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quantize: str | None,
 ) -> None:
     """Of tensors that are handed over, and of a checkpoint; snapshots go to one rank and back."""
-    path = checkpoints["llama-biases"].path
+    path, temporary = checkpoints["llama-biases"].path, tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     other = other_weights(path, tmp_path / "other")
     options: dict[str, Any] = {"quantize": quantize, "lookahead": 0}
     with (
@@ -224,7 +232,7 @@ def test_two_ranks_take_their_parts(
             with engine.restore_session(kept) as session:
                 assert session.cached_tokens > 0
                 assert session.token_ids[-24:] == expected.token_ids
-        assert not list(Path(tempfile.gettempdir()).glob("graphengine-weights-*/model.safetensors"))
+        assert not list(temporary.iterdir())
         runtime = engine.runtime
         assert isinstance(runtime, LeadingRuntime)
         os.kill(runtime.ranks.pids[0], signal.SIGKILL)
@@ -234,12 +242,30 @@ def test_two_ranks_take_their_parts(
             engine.generate([5], GREEDY)
 
 
+def test_values_without_room_say_how_many_bytes_they_have(
+    checkpoints: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(given_tensors, "save_whole", save)
+    values = {"model.norm.weight": torch.ones(72)}
+    given = GivenTensors.in_place_of(Checkpoint.open(checkpoints["llama-biases"].path), values)
+    message = (
+        r"^288 bytes of new weights, which the other ranks read, do not go to .*graphengine-"
+        r"weights-.* \(TMPDIR names another place\): I/O error: No space left on device "
+        r"\(os error 28\)$"
+    )
+    with pytest.raises(OSError, match=message), as_checkpoint(given):
+        raise AssertionError("nothing was written")
+
+
 def stop(ranks: Ranks) -> None:
     os.kill(ranks.pids[0], signal.SIGSTOP)
 
 
 def send_elsewhere(ranks: Ranks) -> None:
-    ranks.send(Kind.UPDATE, data=b"/nowhere")
+    ranks.send(Kind.UPDATE, (False,), b"/nowhere")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from graphengine.models import families
 from graphengine.speculative import (
     MTP,
     DraftModel,
+    Eagle3,
     GateOptions,
     NGram,
     Speculative,
@@ -80,6 +81,10 @@ def test_a_schedule_that_cannot_be_is_told(given: Any, said: str) -> None:
         ({}, "draft_len_schedule is for an engine with drafts, not speculative=None"),
         (
             {"speculative": MTP(tree=TREE), "draft_len_schedule": {1: 9, 4: 3}},
+            "has 3 drafts, but trees and vanilla modules draft all of k=9 or none",
+        ),
+        (
+            {"speculative": Eagle3("a-head", tree=TREE), "draft_len_schedule": {1: 9, 4: 3}},
             "has 3 drafts, but trees and vanilla modules draft all of k=9 or none",
         ),
         (

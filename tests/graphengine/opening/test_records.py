@@ -57,11 +57,14 @@ def test_what_kernels_write_is_page_locked_until_it_is_closed(
     assert made[0].closed == 1
 
 
-def test_a_file_without_room_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", [None, torch.device("cuda")])
+def test_a_file_without_room_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device | None
+) -> None:
     def allocate(file: int, start: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     message = r"No space left on device: a rank's results take 64 bytes: '.*/written'"
     with pytest.raises(OSError, match=message):
-        RecordMemory(tmp_path / "written", 64, torch.device("cuda"))
+        RecordMemory(tmp_path / "written", 64, device)

@@ -515,7 +515,7 @@ def test_what_cannot_be_shared_is_an_error(oracle: Any, monkeypatch: pytest.Monk
         ),
         (
             {"kv_dtype": "fp8"},
-            "kv_dtype='fp8' is for an engine of one rank, not for data_parallel=2",
+            "kv_dtype='fp8' is for ranks that have the same requests, not for data_parallel=2",
         ),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,3 +101,17 @@ def test_stages_and_texts() -> None:
     assert driver.text(2) == "né" and driver.text(1) == "x" * 8192
     assert driver.failed_at(1) == 77 and driver.stage(1) is Stage.FAILED
     assert SHAPE.words == 3 * 4 + 2 * 1024 + ENTRIES * 13
+
+
+def test_a_file_without_room_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a rank maps it, which does not ask again."""
+
+    def allocate(file: int, start: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    LinkMemory.of_file(tmp_path / "driver's", SHAPE)
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    LinkMemory.of_file(tmp_path / "driver's", SHAPE)
+    message = f"No space left on device: commands to ranks take {8 * SHAPE.words} bytes: '.*/none'"
+    with pytest.raises(OSError, match=message):
+        LinkMemory.of_file(tmp_path / "none", SHAPE)

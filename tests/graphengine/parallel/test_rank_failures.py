@@ -22,9 +22,12 @@ import torch
 from checkpoints.few_layers import few_layers
 from engines.small_engine import greedy, open_engine
 from graphengine import Engine, EngineConfig
+from graphengine.models.contract import Share
+from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel.leading import LeadingRuntime
-from graphengine.parallel.link import Kind, Stage
+from graphengine.parallel.link import DriverEnd, Kind, LinkMemory, Stage
+from graphengine.parallel.rank import RankStart, run_rank
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
 
 PROMPT = "def fib(n):"
@@ -138,6 +141,31 @@ def test_a_rank_that_is_killed_while_it_starts() -> None:
     ranks.close()
 
 
+def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(tmp_path: Path) -> None:
+    config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
+    memory = plan_checkpoint(read_checkpoint(few_layers(), config), config)
+    context = multiprocessing.get_context("fork")
+    link = LinkMemory.allocate(context, LinkShape.of_loads(1, memory.load_bytes))
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    start = RankStart(
+        share=Share(1, 2),
+        path=str(few_layers()),
+        config=config,
+        memory=memory,
+        link=link,
+        meeting=str(folder / "meeting"),
+        driver=0,  # Nobody's parent.
+        threads=1,
+    )
+    process = context.Process(target=run_rank, args=(start,))
+    process.start()
+    process.join()
+    said = DriverEnd(link).text(1)
+    assert process.exitcode == 1 and said.startswith("DriverGone: the driver, process 0, has ended")
+    assert not folder.exists()
+
+
 # What is wrong before there is a process.
 
 
@@ -220,9 +248,9 @@ def main():
 GUARD = 'if __name__ == "__main__": '
 
 
-def start(tmp_path: Path, guard: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, text: str) -> subprocess.Popen[str]:
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(guard=guard))
+    program.write_text(text)
     return subprocess.Popen(
         [sys.executable, str(program), str(few_layers())],
         stdout=subprocess.PIPE,
@@ -237,7 +265,7 @@ def start(tmp_path: Path, guard: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_their_driver(tmp_path: Path, sent: signal.Signals) -> None:
     """Ctrl-C reaches all processes of a terminal, a kill the driver alone."""
-    program = start(tmp_path, GUARD)
+    program = start(tmp_path, PROGRAM.format(guard=GUARD))
     assert program.stdout is not None
     pids = list(map(int, program.stdout.readline().split()))
     assert pids and all(map(is_there, pids))
@@ -256,7 +284,44 @@ def test_ranks_end_with_their_driver(tmp_path: Path, sent: signal.Signals) -> No
     assert_gone(pids)
 
 
+UPDATES = """
+import os
+import signal
+import sys
+import torch
+from graphengine import Engine
+
+if __name__ == "__main__":
+    with Engine.from_pretrained(sys.argv[1], device="cpu", tensor_parallel=2, max_seq_len=64,
+                                max_batch=1, prefill_buckets=(16,)) as engine:
+        (pid,) = engine.runtime.ranks.pids
+        os.kill(pid, signal.SIGSTOP)
+        print(pid, flush=True)
+        width = engine.model.config.hidden_size
+        engine.update_weights({"model.norm.weight": torch.ones(width)})
+"""
+
+
+def test_new_weights_of_a_driver_that_is_killed_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a rank, which was to read them."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    program = start(tmp_path, UPDATES)
+    assert program.stdout is not None
+    pid = int(program.stdout.readline())
+    deadline = time.monotonic() + 20
+    while not list(tmp_path.glob("graphengine-weights-*/config.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    program.kill()
+    program.wait()
+    os.kill(pid, signal.SIGCONT)
+    assert_gone([pid])
+    assert not list(tmp_path.glob("graphengine-*"))
+
+
 def test_a_program_without_a_guard_is_told(tmp_path: Path) -> None:
-    _, errors = start(tmp_path, "").communicate(timeout=60)
+    _, errors = start(tmp_path, PROGRAM.format(guard="")).communicate(timeout=60)
     assert "RankFailed: rank 1 " in errors and "ended with exit code 1 before it began" in errors
     assert 'so it is a file, and opens such an engine under `if __name__ == "__main__":`' in errors

@@ -202,19 +202,27 @@ def test_whole_experts_in_codes(expert_checkpoints: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["module", "model"])
 def test_drafts_are_those_of_one_stage(name: str) -> None:
-    """They are made by the ranks that have the last layer."""
+    """They are made by the ranks that have the last layer. Stages of one and of two layers are put
+    together in snapshots, beside what drafts keep.
+    """
     modes: dict[str, Speculative] = {
         "module": MTP(k=2, min_confidence=0.02),
         "model": DraftModel(few_layers(), k=2),
     }
-    found = []
+    found, snapshots = [], list[tuple[Any, tuple[int, ...]]]()
     for stages in (1, 2):
         with open_engine(few_layers(), 2, stages, speculative=modes[name]) as engine:
             results = engine.generate(TEXTS, GREEDY)
             found.append(([said(result) for result in results], engine.acceptance.accepted))
+            kept, expected = kept_after(engine, [5, 3, 80] * 4, [7, 3])
+            assert_goes_on(kept, engine, [7, 3], expected)
+            snapshots.append((kept, expected))
             if stages > 1:
+                assert_goes_on(snapshots[0][0], engine, [7, 3], snapshots[0][1])
                 assert_equal_ranks(engine)
     assert found[0] == found[1] and found[0][1] > 0
+    (one, after), (other, afterwards) = snapshots
+    assert after == afterwards and all(map(torch.equal, one.caches, other.caches))
 
 
 # When one of them fails.

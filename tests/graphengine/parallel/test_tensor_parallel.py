@@ -5,6 +5,7 @@ Engines are opened once for all tests, as their processes take seconds to start.
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -282,6 +283,19 @@ def test_a_step_on_gpus_launches_what_one_ranks_does(
         assert [each for each in found if each != "_push_kernel"] == [k.name for k in one[name]]
         # The best candidates of all and whether they are sound, or the logits of other samplers.
         assert found.count("_push_kernel") == (2 if name.endswith("/fast") else 1), name
+
+
+def test_an_engine_that_is_interrupted_when_its_ranks_are_open_ends_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("graphengine.engine.EngineCore", interrupt)
+    others = {*multiprocessing.active_children()}
+    with pytest.raises(KeyboardInterrupt):
+        open_engine(folder, 2)
+    assert {*multiprocessing.active_children()} == others
 
 
 def test_ranks_time_chunks_together(folder: Path, checkpoints: dict[str, Any]) -> None:

@@ -73,11 +73,14 @@ def test_the_first_drives_the_others(tmp_path: Path, expected: list[str]) -> Non
     assert sorted(done.stdout.splitlines()) == sorted(["begins 0", "begins 1", second, *expected])
 
 
-def test_a_rank_has_the_drivers_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_the_drivers_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It leaves nothing of a driver that torchrun is about to end."""
     drivers = EngineConfig(tensor_parallel=2, **SIZES)
     memory = plan_checkpoint(read_checkpoint(few_layers(), drivers, Share(0, 2)), drivers)
     call = {"kv_blocks": 16, "swap_blocks": 0, "plan": _described(memory)}
-    call["load_bytes"] = memory.load_bytes
+    folder = tmp_path / "drivers"
+    folder.mkdir()
+    call |= {"load_bytes": memory.load_bytes, "folder": str(folder)}
     store = SimpleNamespace(get=lambda name: json.dumps(call).encode())
     monkeypatch.setattr(launching, "_store", lambda share: store)
     message = (
@@ -86,6 +89,32 @@ def test_a_rank_has_the_drivers_options(monkeypatch: pytest.MonkeyPatch) -> None
     )
     with pytest.raises(ValueError, match=message):
         follow(few_layers(), replace(drivers, max_seq_len=72), Share(1, 2), ["cpu", "cpu"])
+    assert not folder.exists()
+
+
+FAULTY = """
+import os
+import sys
+from engines.pushing_ranks import SIZES
+from graphengine import Engine
+from graphengine.parallel import rank
+
+def fail(*_):
+    raise MemoryError("no room on rank 1")
+
+if os.environ["RANK"] == "1":
+    rank.load_checkpoint = fail
+Engine.from_pretrained(sys.argv[1], tensor_parallel=2, **SIZES)
+"""
+
+
+def test_what_a_rank_says_that_fails_while_it_opens(tmp_path: Path) -> None:
+    """Torchrun ends the driver, which does not come to say it, nor to remove its folder."""
+    program = tmp_path / "program.py"
+    program.write_text(FAULTY)
+    done = torchrun(program, TMPDIR=str(tmp_path))
+    assert done.returncode == 1 and "MemoryError: no room on rank 1" in done.stderr
+    assert not list(tmp_path.glob("graphengine-*"))
 
 
 def test_an_engine_whose_ranks_push_says_the_same(expected: list[str]) -> None:
