@@ -114,7 +114,7 @@ def _checked_header(header: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _check_ranks(ranks: Mapping[str, Any]) -> None:
     count, option = ranks.get("count"), ranks.get("option")
-    if not (_is_count(count) and 2 <= count <= MOST_RANKS):
+    if not (isinstance(count, int) and 2 <= count <= MOST_RANKS):
         raise ValueError(f"line 1: count={count!r} of ranks is none of 2 to {MOST_RANKS}")
     if not isinstance(option, str):
         raise ValueError(f"line 1: option={option!r} of ranks")

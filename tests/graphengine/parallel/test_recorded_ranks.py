@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,9 @@ from engines.small_engine import PROMPT, greedy, open_engine
 from graphengine import Engine
 from graphengine.observe.ring import KINDS, NEVER
 from graphengine.parallel.leading import LeadingRuntime
+from graphengine.profiles.report import make_document
+from graphengine.profiles.runs.report_text import describe_report
+from graphengine.profiles.runs.run_file import UNKNOWN, read_recording
 from graphengine.speculative import MTP
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -44,7 +49,7 @@ def step_without(engine: Engine, rank: int) -> None:
     waker.join()
 
 
-def test_a_rank_that_is_late_is_seen_in_its_step(engine: Engine) -> None:
+def test_a_rank_that_is_late_is_seen_in_its_step(engine: Engine, tmp_path: Path) -> None:
     recorder, late = engine.recorder, 12
     began = time.perf_counter()
     recorder.start()
@@ -70,3 +75,29 @@ def test_a_rank_that_is_late_is_seen_in_its_step(engine: Engine) -> None:
     assert (header["count"], header["option"]) == (2, "tensor_parallel=2")
     assert 0.8 * LATE_S < header["waited_s"] < header["seconds"] < took
     assert header["steps"] == records["step"][-1] + 1
+    # The file says the same, and its report names the rank.
+    recorder.write(tmp_path / "run.jsonl")
+    run = read_recording(tmp_path / "run.jsonl")
+    assert run.ranks is not None and run.ranks.waited_s == header["waited_s"]
+    of_file = run.ranks.skew_us[run.replays.kind != "draft"]
+    np.testing.assert_allclose(of_file, records["skew_us"], atol=1e-3)
+    assert set(run.ranks.last[run.replays.kind == "draft"]) == {UNKNOWN}
+    document = make_document(run)
+    # With a lookahead the tokens that came late are those of the step before.
+    worst = document["outliers"][0]
+    assert worst["cause"] == "skew" and worst["step"] == late - 1
+    said = r"rank 1 launched decode/1/k1/fast \d+ ms after rank 0, and all waited for it"
+    assert re.match(said, worst["text"]), worst
+    assert document["ranks"]["last"][1]["replays"] == len(records)
+    assert "2 ranks: tensor_parallel=2" in describe_report(document)
+
+
+def test_what_nothing_counts_is_not_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NCCL carries for GPUs without mapped memory, and what failed ranks leave behind."""
+    runtime = engine.runtime
+    assert isinstance(runtime, LeadingRuntime) and runtime.rank_times.waited_s() is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime._joined, "_on_gpu", True)
+        assert runtime.rank_times.waited_s() is None
+    monkeypatch.setattr(runtime.ranks, "broken", True)
+    assert runtime.rank_times.waited_s() is None
