@@ -196,9 +196,9 @@ class DriverEnd:
 
         when  within 39 hours of them, on their clock
         """
-        launches = self._views.launches
+        launches, tag = self._views.launches, _tag(number)
         words = launches[:, number % launches.shape[1]].tolist()
-        if any(word >> _TIME_BITS != _tag(number) for word in words):
+        if any(word >> _TIME_BITS != tag for word in words):
             return None
         half = 1 << _TIME_BITS - 1
         return [((word & _TIME) - when + half & _TIME) - half for word in words]
