@@ -116,6 +116,7 @@ class EngineCore:
             lanes=config.data_parallel * config.max_batch,
             in_flight=3 * (config.launched_ahead + 1),
             stream=runtime.stream,
+            ranks=runtime.rank_times,
         )
         forced = config.forced_acceptance is not None
         self.delivery = Delivery(

@@ -30,6 +30,7 @@ from graphengine.models.given_tensors import GivenTensors
 from graphengine.models.kv_scales import scales_id, scales_of_ranks
 from graphengine.models.tuning import numerics_id
 from graphengine.models.weights import StoredWeights
+from graphengine.observe.rank_times import OneRank, RankTimes
 from graphengine.observe.tracing import span
 from graphengine.opening.allocation import (
     Allocation,
@@ -85,7 +86,10 @@ class Runtime(Waits):
     stream        the stream of all replays and copies; None on a CPU
     device        of all this
     launched      publishing replays so far: the sequence number of the last one
+    rank_times    what the recorder asks of other ranks
     """
+
+    rank_times: RankTimes = OneRank()
 
     def __init__(
         self,

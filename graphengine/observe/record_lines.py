@@ -35,17 +35,25 @@ def replay_object(
     tokens: NDArray[np.uint8],
     buckets: Sequence[str],
     origin: int,
+    *,
+    ranks: int,
 ) -> dict[str, Any]:
-    """The line of a `REPLAY` record and its lanes; times from `origin`, None where missing."""
+    """The line of a `REPLAY` record and its lanes; times from `origin`, None where missing.
+
+    Where there are several `ranks` it tells of their launches, too.
+    """
     values = dict(zip(REPLAY.names or (), record.item(), strict=True))
     lanes, kind, microseconds = (values.pop(name) for name in ("lanes", "kind", "device_us"))
+    skew, last = values.pop("skew_us"), values.pop("last_rank")
+    launches = {"skew_us": _known(skew), "last_rank": None if last == NEVER else last}
     return {
         "kind": "replay",
         **values,
         "bucket": buckets[values["bucket"]],
         "type": KINDS[kind],
-        "device_us": None if math.isnan(microseconds) else round(microseconds, 3),
+        "device_us": _known(microseconds),
         **{name: _since(values[name], origin) for name in STAMPS},
+        **(launches if ranks > 1 else {}),
         "lanes": np.stack([ids[:lanes], tokens[:lanes]], axis=1).tolist(),
     }
 
@@ -55,6 +63,10 @@ def request_object(record: np.void, origin: int) -> dict[str, Any]:
     values = dict(zip(FINISHED.names or (), record.item(), strict=True))
     times = {name: _since(values[name], origin) for name in ("submitted", "first", "finished")}
     return {"kind": "request", **values, **times, "reason": REASONS[values["reason"]]}
+
+
+def _known(microseconds: float) -> float | None:
+    return None if math.isnan(microseconds) else round(microseconds, 3)
 
 
 def _since(time: int, origin: int) -> int | None:

@@ -19,6 +19,9 @@ replays share all times but `replay` and `launched`:
     read       its tokens had arrived: the time of its events
     delivered  its callbacks had run: that `Engine.step` call returned
 
+Where an engine has several ranks, all of these are the driver's. When the others launched a replay
+is read when its tokens have arrived, so without a wait for anybody.
+
 With a lookahead the next step is planned and launched between `launched` and `collect`. A drafter's
 own graph publishes nothing, so its last three never come.
 """
@@ -39,6 +42,7 @@ from numpy.typing import NDArray
 from graphengine.buckets import CaptureReport, ReplayTimer
 from graphengine.checks import is_int
 from graphengine.observe.environment import environment
+from graphengine.observe.rank_times import UNKNOWN_LAUNCH, RankTimes, WaitMeter
 from graphengine.observe.record_lines import SCHEMA, capture_object, replay_object, request_object
 from graphengine.observe.ring import (
     FINISHED,
@@ -59,8 +63,8 @@ if TYPE_CHECKING:
 
 LEAST_CAPACITY = 64
 
-_REPLAY = struct.Struct("<7q6id3q4i")
-_COLLECTED = struct.Struct("<3q4i")
+_REPLAY = struct.Struct("<7q6id3q4idq")
+_COLLECTED = struct.Struct("<3q4idq")
 _TIME = struct.Struct("<q")
 _MICROSECONDS = struct.Struct("<d")
 _FINISHED = struct.Struct("<4q4i")
@@ -77,6 +81,7 @@ class Recorder:
     lanes        most requests of a replay
     in_flight    most replays launched and not collected
     stream       the replays' stream; None on a CPU
+    ranks        what is known of the engine's ranks
 
     Records stay until `clear()`, also after the engine's `close()`. Only the engine calls the
     methods after `write`, and only while `recording`.
@@ -91,6 +96,7 @@ class Recorder:
         lanes: int,
         in_flight: int,
         stream: torch.cuda.Stream | None,
+        ranks: RankTimes,
     ) -> None:
         self.recording = False
         self.buckets = tuple(capture.name for capture in captures)
@@ -101,6 +107,10 @@ class Recorder:
         }
         self._lanes = lanes
         self._stream = stream
+        self._ranks = ranks
+        self._waits = WaitMeter(ranks)
+        # From which on the device could begin: a CPU computes in the launch.
+        self._could_begin = _AT["replay" if stream is None else "launched"]
         self._closed = False
         # Records whose replay is in flight, by sequence number; and a pair of events for each.
         self._launches = [(NEVER, NEVER)] * max(16, 4 * in_flight)
@@ -135,9 +145,12 @@ class Recorder:
 
         The records of each start have its number, and no gap between tokens spans two starts.
 
-        capacity      replays to keep, each 128 bytes and 9 bytes for each slot of the engine
+        capacity      replays to keep, each 144 bytes and 9 bytes for each slot of the engine
         requests      finished requests to keep
         device_times  time each replay with a pair of CUDA events; no effect on a CPU
+
+        With several ranks on GPUs it reads from the device for how long the driver's has waited for
+        others, and so does `stop()`, and a `clear()` in between.
 
         Replays already in flight are not recorded. ValueError while it records, for `capacity`
         below 64 or `requests` below 1, for sizes that memory has no room for, and once the engine
@@ -164,16 +177,19 @@ class Recorder:
                 raise ValueError(
                     f"capacity={capacity}, requests={requests}: memory has no room for as many"
                 ) from error
+            self._waits.clear()
         if self._timer is None and self._stream is not None and device_times:
             self._timer = ReplayTimer(self._stream, len(self._launches))
         self._times_device = device_times and self._timer is not None
         self._timed = self._replays.made
         self._starts += 1
+        self._waits.start(self._step)
         self.recording = True
 
     def stop(self) -> None:
         """Stop recording; records stay. Replays in flight remain without their later times."""
         self.recording = False
+        self._waits.stop(self._step)
         self._read_times(self._replays.made)
         self._forget_launches()
 
@@ -181,6 +197,7 @@ class Recorder:
         """Drop all records; recording continues if it was on."""
         self._replays.made = self._finished.made = self._timed = 0
         self._step = NEVER
+        self._waits.clear()
         self._forget_launches()
 
     def _forget_launches(self) -> None:
@@ -239,12 +256,20 @@ class Recorder:
         return found
 
     def header(self) -> dict[str, Any]:
-        """The first line of a file: what was recorded, on what, and how much of it was kept."""
+        """The first line of a file: what was recorded, on what, and how much of it was kept.
+
+        With several ranks: `ranks` has their `count`, the `option` that asks for them, and for how
+        long the driver's waited for the others' parts between starts and stops, `waited_s` of so
+        many `seconds` and `steps`; None while it records, and where nothing counts it.
+        """
+        ranks = self._ranks
+        described = {"count": ranks.count, "option": ranks.option, **self._waits.described()}
         return {
             "schema": SCHEMA,
             "kind": "header",
             "environment": environment(str(self._description["device"])),
             "engine": self._description,
+            **({"ranks": described} if ranks.count > 1 else {}),
             "captures": list(map(capture_object, self._shapes, self._captures)),
             "recorder": {
                 "capacity": self._replays.capacity,
@@ -265,7 +290,9 @@ class Recorder:
         replays, (ids, tokens) = self.replays(), self.lanes()
         origin = int(replays["plan"][0]) if len(replays) else 0
         for record, of_lane, given in zip(replays, ids, tokens, strict=True):
-            yield replay_object(record, of_lane, given, self.buckets, origin)
+            yield replay_object(
+                record, of_lane, given, self.buckets, origin, ranks=self._ranks.count
+            )
         for record in self.requests():
             yield request_object(record, origin)
 
@@ -315,7 +342,7 @@ class Recorder:
             ring.memory, number % ring.capacity * ring.stride,
             self._starts, self._step, sequence, self._plan, self._load, began, launched,
             fed, index, rows, fed or live, width, kind,
-            math.nan, NEVER, NEVER, NEVER, 0, 0, 0, 0,
+            math.nan, NEVER, NEVER, NEVER, 0, 0, 0, 0, *UNKNOWN_LAUNCH,
         )  # fmt: skip
         if KINDS[kind] != "draft":
             self._launches[sequence % len(self._launches)] = (sequence, number)
@@ -343,9 +370,11 @@ class Recorder:
             self._ids = struct.pack(f"<{len(requests)}q", *[request.id for request in requests])
         ring, lanes = self._replays, len(requests)
         row = number % ring.capacity
+        (began,) = _TIME.unpack_from(ring.memory, row * ring.stride + self._could_begin)
         _COLLECTED.pack_into(
             ring.memory, row * ring.stride + _AT["collect"],
             self._collect, nanoseconds(now), NEVER, sum(given), drafted, accepted, lanes,
+            *self._ranks.last_launch(sequence, began),
         )  # fmt: skip
         start = row * self._lane_ids.stride
         self._lane_ids.memory[start : start + 8 * lanes] = self._ids

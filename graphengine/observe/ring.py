@@ -47,6 +47,8 @@ REPLAY = np.dtype(
         ("drafted", "<i4"),
         ("accepted", "<i4"),
         ("lanes", "<i4"),
+        ("skew_us", "<f8"),
+        ("last_rank", "<i8"),
     ]
 )
 """One replay. Times are nanoseconds of `time.perf_counter_ns`, `NEVER` where one is missing.
@@ -67,6 +69,10 @@ emitted        tokens given to requests
 drafted        drafts that were verified
 accepted       verified drafts that were right
 lanes          requests in it, once it was read; 0 until then
+skew_us        microseconds from the driver's launch of it until the last other rank launched it, or
+               on a CPU began it; negative where that one was earlier. NaN if unknown, as with one
+               rank
+last_rank      which rank that was; `NEVER` if unknown
 """
 
 FINISHED = np.dtype(

@@ -114,15 +114,17 @@ def mailboxes(
 class LinkShape(NamedTuple):
     """Of the memory that a driver shares with other ranks, in 64-bit words.
 
-    stages  of a rank, the driver among them
-    text    of a rank
-    header  of a command; its `data` follow
+    stages    of a rank, the driver among them
+    text      of a rank
+    launches  of a rank: when it launched each of its last replays
+    header    of a command; its `data` follow
     """
 
     ranks: int
     data: int
     stages: int = 4
     text: int = 1024
+    launches: int = 64
     commands: int = 8
     header: int = 10
 
@@ -134,7 +136,8 @@ class LinkShape(NamedTuple):
     @property
     def words(self) -> int:
         ring = self.commands * (self.header + self.data)
-        return (1 + self.ranks) * self.stages + self.ranks * self.text + ring
+        of_rank = self.text + self.launches
+        return (1 + self.ranks) * self.stages + self.ranks * of_rank + ring
 
 
 def window_rings(model: ModelConfig, config: EngineConfig, drafts: int) -> tuple[WindowRing, ...]:

@@ -44,6 +44,7 @@ class Joined:
         self.group: Meeting | None = None
         self.stages: StageLink | None = None
         self._meetings: list[Meeting] = []
+        self._on_gpu = memory.device.type == "cuda"
         try:
             if place.shard.ranks > 1:
                 name = f"{file}-{place.pipe.rank}"
@@ -74,6 +75,17 @@ class Joined:
         """From now on wait no longer for others."""
         for meeting in self._meetings:
             meeting.limit_s = limit_s
+
+    def waited_s(self) -> float | None:
+        """For which this rank has waited for the parts of those that split its layers; reads it
+        from a GPU.
+
+        None where nothing counts it: there are no others, or NCCL carries all that they sum.
+        """
+        group = self.group
+        if group is None or (self._on_gpu and group.peers is None):
+            return None
+        return group.waited_s
 
     def check(self) -> None:
         """MeetingFailed once this rank has waited in vain."""

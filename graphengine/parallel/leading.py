@@ -22,6 +22,7 @@ from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import Share
 from graphengine.models.given_tensors import GivenTensors, as_checkpoint
 from graphengine.models.weights import StoredWeights
+from graphengine.observe.rank_times import UNKNOWN_LAUNCH
 from graphengine.opening.calibration import calibrate
 from graphengine.opening.loading import (
     Found,
@@ -126,6 +127,7 @@ class LeadingRuntime(Runtime):
         self._found, self._dtype = found, memory.dtype
         self._fingerprints: dict[str, str] = {}
         self._parts = joined.kept_parts(self, found)
+        self.rank_times = _Times(ranks, joined, config)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
             self._watched = _Watched(self.stream, ranks)
@@ -308,6 +310,22 @@ class LeadingRuntime(Runtime):
 def _packed(blocks: Sequence[int]) -> bytes:
     """Data for ranks; no longer than the largest load, which has the tables of all slots."""
     return np.asarray(blocks, dtype=np.int32).tobytes()
+
+
+class _Times:
+    """What the recorder asks of ranks; see `RankTimes`."""
+
+    def __init__(self, ranks: Ranks, joined: Joined, config: EngineConfig) -> None:
+        self._ranks, self._joined = ranks, joined
+        self.count, self.option = config.ranks, config.ranks_option
+
+    def last_launch(self, sequence: int, when: int) -> tuple[float, int]:
+        found = self._ranks.last_launch(sequence, when)
+        return UNKNOWN_LAUNCH if found is None else (found[0] / 1e3, found[1])
+
+    def waited_s(self) -> float | None:
+        # A device that has failed, or waits for who is gone, is not read.
+        return None if self._ranks.broken else self._joined.waited_s()
 
 
 class _Watched:

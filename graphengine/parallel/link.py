@@ -3,7 +3,9 @@
 Commands are in a ring. Each is believed only if it has the number that is due and its checksum is
 that of its contents, so that nothing follows from the order in which stores arrive. The driver
 waits while the slowest rank has a whole ring of commands before it. Beside the ring each rank has
-its stage, the number of the last command that it has done, and room for a text.
+its stage, the number of the last command that it has done, room for a text, and a small ring of
+the times at which it launched its last replays. Such a time is one word with a part of the replay's
+number, and believed only if it is that of the replay that is asked for.
 
 It is anonymous memory where the driver spawns ranks, else a file that all of them map.
 """
@@ -32,6 +34,9 @@ ALL = 0
 # checksum.
 _NUMBER, _KIND, _CHECK = 0, 1, 4 + _NUMBERS
 _STAGE, _DONE, _WHEN, _LENGTH = range(4)
+# Of a launch: its time, modulo 78 hours, and above it a tag from the replay's number, never 0.
+_TIME_BITS, _TAGS = 48, 0x7FFF
+_TIME = (1 << _TIME_BITS) - 1
 
 
 class Stage(IntEnum):
@@ -93,7 +98,7 @@ class Command(NamedTuple):
 
 
 class LinkMemory(NamedTuple):
-    """What a driver and its ranks share: stages, texts and the ring."""
+    """What a driver and its ranks share: stages, texts, launches and the ring."""
 
     words: Any
     shape: LinkShape
@@ -121,13 +126,13 @@ class _Views:
     def __init__(self, memory: LinkMemory) -> None:
         shape = memory.shape
         words: NDArray[np.int64] = np.frombuffer(memory.words, dtype=np.int64)
-        stages, texts, ring = np.split(
-            words,
-            np.cumsum([(1 + shape.ranks) * shape.stages, shape.ranks * shape.text]),
-        )
+        ranks = shape.ranks
+        sizes = [(1 + ranks) * shape.stages, ranks * shape.text, ranks * shape.launches]
+        stages, texts, launches, ring = np.split(words, np.cumsum(sizes))
         self.entries, self.room = shape.commands, 8 * shape.data
         self.stages = stages.reshape(-1, shape.stages)
-        self.texts = texts.view(np.uint8).reshape(shape.ranks, -1)
+        self.texts = texts.view(np.uint8).reshape(ranks, -1)
+        self.launches = launches.reshape(ranks, -1)
         self.ring = ring.reshape(shape.commands, -1)
         self.data = self.ring[:, shape.header :].view(np.uint8)
 
@@ -191,6 +196,19 @@ class DriverEnd:
         """Nanoseconds of the monotonic clock, at which a rank has failed."""
         return int(self._views.stages[rank, _WHEN])
 
+    def launched_after(self, number: int, when: int) -> list[int] | None:
+        """Nanoseconds from `when` until each rank launched replay `number`, rank 1 first; negative
+        where it was earlier. None where a time is not there: not yet, or no longer.
+
+        when  within 39 hours of them, on their clock
+        """
+        launches, tag = self._views.launches, _tag(number)
+        words = launches[:, number % launches.shape[1]].tolist()
+        if any(word >> _TIME_BITS != tag for word in words):
+            return None
+        half = 1 << _TIME_BITS - 1
+        return [((word & _TIME) - when + half & _TIME) - half for word in words]
+
     def text(self, rank: int) -> str:
         """What a rank has said last."""
         length = int(self._views.stages[rank, _LENGTH])
@@ -204,6 +222,7 @@ class RankEnd:
         self._views = _Views(memory)
         self._own = self._views.stages[rank]
         self._text = self._views.texts[rank - 1]
+        self._launches = self._views.launches[rank - 1]
 
     def allowed(self) -> Stage:
         """How far the driver lets ranks go."""
@@ -232,6 +251,11 @@ class RankEnd:
         """The command that was taken is done."""
         self._own[_DONE] += 1
 
+    def launched(self, number: int, when: int) -> None:
+        """Replay `number` was launched, at `when` nanoseconds of `time.perf_counter_ns`."""
+        word = _tag(number) << _TIME_BITS | when & _TIME
+        self._launches[number % self._launches.size] = word
+
     def say(self, text: str) -> None:
         """Leave a text for the driver, its first part where it is too long."""
         data = text.encode()[: self._text.size]
@@ -243,3 +267,7 @@ class RankEnd:
         self.say(text)
         self._own[_WHEN] = when
         self.reach(Stage.FAILED)
+
+
+def _tag(number: int) -> int:
+    return 1 + number % _TAGS

@@ -31,6 +31,7 @@ from graphengine.parallel.link import ALL, Command, Kind, LinkMemory, RankEnd, S
 from graphengine.parallel.processes import is_running
 from graphengine.parallel.shared_records import SharedRecords
 from graphengine.parallel.stage_parts import StageParts
+from graphengine.program.graph_key import GraphKey
 
 # A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
 # On a CPU the other ranks compute meanwhile.
@@ -192,7 +193,7 @@ class _Rank:
             elif kind is Kind.COPY_BLOCK:
                 runtime.copy_kept([BlockCopy(numbers[0], numbers[1])])
             elif kind is Kind.REPLAY:
-                runtime.replay(graphs[numbers[0]])
+                self._replay(runtime, graphs[numbers[0]])
             elif kind is Kind.READ_BLOCKS:
                 parts.read_blocks(_blocks(data))
             elif kind is Kind.WRITE_BLOCKS:
@@ -229,6 +230,19 @@ class _Rank:
             self._acknowledged = acknowledged
         copied = Copied(group, first, stop)
         runtime.buffers.repeat(copied, data, sequence=sequence, stream=runtime.stream)
+
+    def _replay(self, runtime: Runtime, key: GraphKey) -> None:
+        """Replay, and say when this device could begin: a GPU after the launch, a CPU before it.
+
+        A drafter's own graph has no number, so nobody asks for its time.
+        """
+        number, on_gpu = runtime.launched + 1, runtime.stream is not None
+        publishes = key.kind != "draft"
+        if publishes and not on_gpu:
+            self._end.launched(number, time.perf_counter_ns())
+        runtime.replay(key)
+        if publishes and on_gpu:
+            self._end.launched(number, time.perf_counter_ns())
 
     def _wait(self, look: Callable[[], Thing | None]) -> Thing:
         """What `look` finds at last. DriverGone if there is nobody who could bring it."""

@@ -224,6 +224,13 @@ class Ranks:
         """Commands that a rank has done, of all that were sent."""
         return self._end.done(rank)
 
+    def last_launch(self, number: int, when: int) -> tuple[int, int] | None:
+        """Nanoseconds from `when` until the last rank launched replay `number`, and that rank; None
+        where a time is not there. See `DriverEnd.launched_after`.
+        """
+        after = self._end.launched_after(number, when)
+        return None if after is None else max(zip(after, range(1, 1 + len(after)), strict=True))
+
     def check(self) -> None:
         """RankFailed if a rank has ended or raised."""
         reason = self._failure()

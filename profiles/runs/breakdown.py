@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from graphengine.profiles.runs.rank_times import latest_launches
 from graphengine.profiles.runs.run_file import Floats, Gaps, Integers, Run
 
 OUTSIDE = "outside"
@@ -32,6 +33,8 @@ class Breakdown:
     skipped       decode replays in between from which the request got no token: it was paused
     next_step_us  from the device's end of the gap's last replay to the nearest begin of a step
                   on the host, within the gap; NaN if unknown or if there is none
+    skew_us       the largest skew of the ranks' launches of these replays, and `late` the replay
+                  that has it; NaN and `UNKNOWN` if unknown, and with one rank
     limit_ms      a gap above it is an outlier; `outlier` marks these
     """
 
@@ -44,6 +47,8 @@ class Breakdown:
     prefilled: Integers
     skipped: Integers
     next_step_us: Floats
+    skew_us: Floats
+    late: Integers
     typical_ms: float
     limit_ms: float
     outlier: NDArray[np.bool_]
@@ -81,6 +86,7 @@ def break_down(run: Run) -> Breakdown:
     after, until = _computed(run, first, last, begin, end)
     fed = np.concatenate([[0], np.cumsum(replays.prompt_tokens)])
     decodes = np.concatenate([[0], np.cumsum(replays.decodes)])
+    skew, late = latest_launches(run, after, until)
     typical, limit = outlier_limit(milliseconds)
     return Breakdown(
         gap=chosen,
@@ -92,6 +98,8 @@ def break_down(run: Run) -> Breakdown:
         prefilled=fed[until] - fed[after + 1],
         skipped=decodes[last] - decodes[first + 1] - _shared(run, first, last),
         next_step_us=_next_step(run, begin, end, last),
+        skew_us=skew,
+        late=late,
         typical_ms=typical,
         limit_ms=limit,
         outlier=milliseconds > limit,

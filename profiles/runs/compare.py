@@ -34,7 +34,10 @@ LEAST_VALUES = 20
 LEAST_BEYOND = 2
 """Least number of values beyond a percentile: with fewer, draws repeat a single value."""
 LEAST_BLOCKS = 10
-COMPARABLE = ("numerics_id", "dtype", "max_batch", "speculative", "lookahead")
+COMPARABLE = (
+    *("numerics_id", "dtype", "max_batch", "speculative", "lookahead"),
+    *("tensor_parallel", "data_parallel", "pipeline_parallel"),
+)
 """Facts about the engine that two runs should share, besides device and source."""
 CHUNK = 2**22
 """Values drawn at a time."""

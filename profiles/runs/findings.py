@@ -39,8 +39,8 @@ HOST_STAGES = {
 class Outlier:
     """One gap that stands out.
 
-    cause    a word that groups causes: "outside", "sync", "prefill", "bucket", "device", "pause",
-             "late", "unknown", or a host stage
+    cause    a word that groups causes: "outside", "sync", "skew", "prefill", "bucket", "device",
+             "pause", "late", "unknown", or a host stage
     grew_us  by part, how much more it took than usual
     overlap  what a trace shows in the gap, longest first: (name, microseconds)
     """
@@ -120,6 +120,8 @@ def _cause(
             OUTSIDE,
             f"{duration(host[worst])} more between two calls of step(): the caller's code",
         )
+    if found.skew_us[place] - found.usual(found.skew_us) >= 0.5 * excess:
+        return "skew", _late_rank(run, found, place)
     if found.skipped[place] > 0:
         return "pause", f"{found.skipped[place]} steps went by without the request: it was paused"
     if found.prefilled[place] > 0:
@@ -140,6 +142,17 @@ def _cause(
         f"the host waited {duration(waited)} more than usual, though the device computed "
         f"{computed}: the replay began late, or the host looked late because it was not scheduled "
         "or Python's collector ran"
+    )
+
+
+def _late_rank(run: Run, found: Breakdown, place: int) -> str:
+    """Which rank launched its part of the gap's replays late. Its skew is known, so ranks are."""
+    assert run.ranks is not None, f"{place=}"
+    late = found.late[place]
+    skew = duration(found.skew_us[place])
+    return (
+        f"rank {run.ranks.last[late]} launched {run.replays.bucket[late]} {skew} after rank 0, and "
+        "all waited for it: its process was not scheduled, or did other things"
     )
 
 

@@ -31,7 +31,7 @@ from graphengine.profiles.runs.run_file import Run
 from graphengine.profiles.runs.units import MS, duration
 
 MARKS = (
-    *("outside", "sync", "prefill", "bucket", "pause", "device"),
+    *("outside", "sync", "skew", "prefill", "bucket", "pause", "device"),
     *("plan", "load", "launch", "deliver", "late", "unknown"),
 )
 """Causes with a mark of their own in page.html, and its colour in page.css."""

@@ -39,6 +39,7 @@ def sections(document: Document) -> list[Section]:
     found = (
         _latencies(document),
         _step(document),
+        _ranks(document["ranks"]),
         _buckets(document["buckets"]),
         _kernels(document["kernels"]),
         _ranges(document["ranges"]),
@@ -144,6 +145,42 @@ def _times(rows: Sequence[Row], key: str, names: Sequence[str]) -> list[Column]:
         )
 
     return [Column(f"{unit.name} {name}", cell(name)) for name in names]
+
+
+def _ranks(found: Mapping[str, Any] | None) -> Section | None:
+    if found is None:
+        return None
+    parts: list[str | Table] = [
+        f"{found['count']} ranks: {found['option']}. All other times are those of rank 0, the "
+        "driver's",
+        _waited(found["waited"]),
+    ]
+    skew = found["skew_us"]
+    if skew is None:
+        return Section(title="Ranks", parts=(*parts, "no launch of another rank is known"))
+    rows = [{"skew": "last rank's launch after rank 0's", "us": skew}]
+    columns = [
+        Column("skew", _entry("skew"), left=True),
+        *_times(rows, "us", PERCENTILE_NAMES),
+        Column("n", lambda row: str(row["us"]["n"])),
+    ]
+    parts.append(Table(columns=columns, rows=rows))
+    parts += [STAR] if skew["unsupported"] else []
+    columns = [
+        Column("last to launch", lambda row: f"rank {row['rank']}", left=True),
+        Column("replays", lambda row: str(row["replays"])),
+        Column("share", lambda row: _optional(row["share"], 100, 1, "%")),
+    ]
+    return Section(title="Ranks", parts=(*parts, Table(columns=columns, rows=found["last"])))
+
+
+def _waited(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "how long rank 0 waited for the others in collectives is not known"
+    return (
+        f"rank 0 waited {duration(1e6 * found['s'])} for the others in collectives: "
+        f"{100 * found['share']:.1f}% of the recorded time, {duration(found['us_per_step'])} a step"
+    )
 
 
 def _buckets(rows: Sequence[Row]) -> Section:

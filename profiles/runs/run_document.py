@@ -12,6 +12,7 @@ from graphengine.profiles.percentiles import percentiles, rounded
 from graphengine.profiles.runs.breakdown import Breakdown, covered, replay_times
 from graphengine.profiles.runs.compare import replay_sums
 from graphengine.profiles.runs.findings import SHOWN, Finding, Outlier, judge_run
+from graphengine.profiles.runs.rank_times import describe_ranks
 from graphengine.profiles.runs.run_file import Floats, Run, merged
 
 SCHEMA = 1
@@ -40,6 +41,7 @@ def describe_run(run: Run, *, deadline_ms: float | None = None) -> dict[str, Any
         "kernels": kernel_rows(run),
         "ranges": _ranges(run),
         "requests": _requests(run),
+        "ranks": describe_ranks(run),
         "limit_ms": found.limit_ms,
         "stands_out": [_finding(one) for one in findings],
         "outliers": [_outlier(one) for one in judged[:SHOWN]],

@@ -124,6 +124,28 @@ class Activities:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """What a recording of several ranks tells of them. All other times of a run are those of rank
+    0, the driver's.
+
+    count, option  their number, and the engine's option that asks for them
+    waited_s       for which rank 0 waited for the others' parts; None if unknown
+    seconds        recorded in all; `steps` in them
+    skew_us        of each replay: from when rank 0 launched it until the last other rank did,
+                   negative where that was earlier; NaN if unknown
+    last           which other rank that was; `UNKNOWN` if unknown
+    """
+
+    count: int
+    option: str
+    waited_s: float | None
+    seconds: float
+    steps: int
+    skew_us: Floats
+    last: Integers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """What one file says about one run.
 
@@ -133,6 +155,7 @@ class Run:
     gap_basis   the events between which `gaps` are measured
     ranges      by name of the NVTX range: begin and end of each, (n, 2)
     dropped     replays that the recorder's ring had no room for
+    ranks       of an engine of several; None of one, and for a source that does not tell
     """
 
     source: str
@@ -150,6 +173,7 @@ class Run:
     ranges: Mapping[str, Floats] | None = None
     activities: Activities | None = None
     dropped: int | None = None
+    ranks: Ranks | None = None
 
     @property
     def on_host(self) -> bool:
@@ -196,6 +220,7 @@ def recording_from_lines(lines: Iterable[str], path: Path) -> Run:
         captures=None if captures is None else tuple(captures),
         requests=request_columns(requests),
         dropped=dropped,
+        ranks=ranks_of(header.get("ranks"), replays),
     )
 
 
@@ -261,6 +286,21 @@ def request_columns(rows: Sequence[Mapping[str, Any]]) -> Requests:
         new_tokens=integers(rows, "new_tokens"),
         reason=names(row.get("reason") for row in rows),
         pauses=integers(rows, "pauses"),
+    )
+
+
+def ranks_of(header: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> Ranks | None:
+    """What the header and the replays say of several ranks; None where the header says nothing."""
+    if header is None:
+        return None
+    return Ranks(
+        count=header["count"],
+        option=header["option"],
+        waited_s=header.get("waited_s"),
+        seconds=header.get("seconds") or 0.0,
+        steps=header.get("steps") or 0,
+        skew_us=floats(rows, "skew_us"),
+        last=integers(rows, "last_rank", UNKNOWN),
     )
 
 

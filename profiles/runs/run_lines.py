@@ -12,8 +12,10 @@ from graphengine.observe.ring import STAMPS
 
 LARGEST = 2**62
 """Above every valid count and time of a run; columns cannot hold more."""
+MOST_RANKS = 65536
 COUNTS = (
     "recording", "step", "rows", "live", "prompt_tokens", "emitted", "drafted", "accepted",
+    "last_rank",
 )  # fmt: skip
 REQUEST_COUNTS = ("id", "prompt_tokens", "new_tokens", "pauses")
 REQUEST_TIMES = ("submitted", "first", "finished")
@@ -91,7 +93,7 @@ def _no_number(text: str) -> None:
 
 def _checked_header(header: Mapping[str, Any]) -> Mapping[str, Any]:
     """The header's part about the recorder; the types of all parts are checked."""
-    for key in ("environment", "engine", "recorder"):
+    for key in ("environment", "engine", "recorder", "ranks"):
         if not isinstance(header.get(key), dict | None):
             raise ValueError(f"line 1: {key}={header[key]!r} is no object")
     captures = header.get("captures")
@@ -102,9 +104,22 @@ def _checked_header(header: Mapping[str, Any]) -> Mapping[str, Any]:
             raise ValueError(f"line 1: {capture!r} in captures is no object")
         _check_counts(capture, ("bytes", "nodes"), 1)
         _check_times(capture, ("seconds",), 1)
+    ranks = header.get("ranks")
+    if ranks is not None:
+        _check_ranks(ranks)
     recorder: Mapping[str, Any] = header.get("recorder") or {}
     _check_counts(recorder, ("records", "requests", "dropped"), 1)
     return recorder
+
+
+def _check_ranks(ranks: Mapping[str, Any]) -> None:
+    count, option = ranks.get("count"), ranks.get("option")
+    if not (isinstance(count, int) and 2 <= count <= MOST_RANKS):
+        raise ValueError(f"line 1: count={count!r} of ranks is none of 2 to {MOST_RANKS}")
+    if not isinstance(option, str):
+        raise ValueError(f"line 1: option={option!r} of ranks")
+    _check_counts(ranks, ("steps",), 1)
+    _check_times(ranks, ("waited_s", "seconds"), 1)
 
 
 def _checked_replay(document: dict[str, Any], number: int) -> dict[str, Any]:
@@ -112,7 +127,7 @@ def _checked_replay(document: dict[str, Any], number: int) -> dict[str, Any]:
         if not isinstance(document.get(key), kind):
             raise ValueError(f"line {number}: {key}={document.get(key)!r} of a replay")
     _check_counts(document, ("sequence", *COUNTS), number)
-    _check_times(document, (*STAMPS, "device_us"), number)
+    _check_times(document, (*STAMPS, "device_us", "skew_us"), number)
     lanes = document.get("lanes")
     if lanes is not None and not (isinstance(lanes, list) and all(map(_is_lane, lanes))):
         raise ValueError(f"line {number}: lanes={lanes!r} are no pairs of request and tokens")

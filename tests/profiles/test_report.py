@@ -76,6 +76,76 @@ def test_a_planted_cause_is_found(source: str, cause: str, tmp_path: Path) -> No
         assert "Add 2 to `buckets`" in document["stands_out"][1]["text"]
 
 
+RANKS = {
+    "count": 2, "option": "tensor_parallel=2", "waited_s": 0.025, "seconds": 0.25, "steps": 400,
+}  # fmt: skip
+
+
+def test_a_late_rank_explains_what_its_lateness_cost(tmp_path: Path) -> None:
+    late = {70: 2500.0, 71: 100.0}
+    path = write_recording(tmp_path / "run.jsonl", simulate(skews=late), ranks=RANKS)
+    document = make_document(read_run(path))
+    # The second time it had not yet computed the replay before.
+    (outlier,) = document["outliers"]
+    assert outlier["cause"] == "skew" and outlier["step"] == 70
+    assert outlier["text"].startswith("rank 1 launched decode/1/fast 2.50 ms after rank 0")
+    assert [one["cause"] for one in document["stands_out"]] == ["skew"]
+    # Without a word of ranks in the file it is the device that was slow.
+    path = write_recording(tmp_path / "run.jsonl", simulate(skews=late))
+    document = make_document(read_run(path))
+    assert document["ranks"] is None and document["outliers"][0]["cause"] == "device"
+    assert "Ranks" not in describe_report(document)
+
+
+def test_a_rank_is_not_to_blame_for_what_others_cost(tmp_path: Path) -> None:
+    planted = {"slower": {70: 400.0}, "stalls": {100: 3000.0}, "skews": {70: 40.0}}
+    path = write_recording(tmp_path / "run.jsonl", simulate(**planted), ranks=RANKS)
+    causes = {one["cause"] for one in make_document(read_run(path))["outliers"]}
+    assert causes == {"device", "outside"}
+
+
+def test_the_section_on_ranks(run_report: Report, tmp_path: Path) -> None:
+    skews = {50: 1500.0, **dict.fromkeys(range(100, 200), -4.0)}
+    path = write_recording(tmp_path / "run.jsonl", simulate(skews=skews), ranks=RANKS)
+    status, printed, _ = run_report(path, "--html", tmp_path / "run.html")
+    assert status == 0
+    section = printed.partition("\nRanks\n")[2].partition("\n\n")[0].splitlines()
+    assert section[:2] == [
+        "2 ranks: tensor_parallel=2. All other times are those of rank 0, the driver's",
+        "rank 0 waited 25.0 ms for the others in collectives: 10.0% of the recorded time, 62.5 us "
+        "a step",
+    ]
+    assert re.match(r"skew +us p50 +us p90 +us p99 +us p99\.9 +us max +n", section[2])
+    assert re.match(
+        r"last rank's launch after rank 0's +1\.8 +2\.5 +2\.5 +1,500\.0\* +1,500\.0 +399",
+        section[3],
+    )
+    assert section[4].startswith("* too few")
+    assert re.match(r"last to launch +replays +share", section[5])
+    assert re.match(r"rank 0 +100 +25\.1%", section[6])
+    assert re.match(r"rank 1 +299 +74\.9%", section[7])
+    page = (tmp_path / "run.html").read_text()
+    assert "<h2>Ranks</h2>" in page and "10.0% of the recorded time" in page
+    assert 'class="mark c-skew"' in page
+
+
+def test_what_is_not_known_of_ranks_is_no_number(run_report: Report, tmp_path: Path) -> None:
+    unknown = {"count": 3, "option": "pipeline_parallel=3", "waited_s": None}
+    path = write_recording(tmp_path / "run.jsonl", simulate(60), ranks=unknown)
+    path.write_text(
+        re.sub('"skew_us": [0-9.]+, "last_rank": 1', '"skew_us": null', path.read_text())
+    )
+    status, printed, _ = run_report(path)
+    assert status == 0 and "nan" not in printed
+    assert "how long rank 0 waited for the others in collectives is not known" in printed
+    assert "no launch of another rank is known" in printed
+    _, printed, _ = run_report(path, "--json")
+    assert json.loads(printed)["ranks"] == {
+        "count": 3, "option": "pipeline_parallel=3", "waited": None, "skew_us": None,
+        "last": [{"rank": rank, "replays": 0, "share": 0.0} for rank in range(3)],
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_nothing_stands_out_in_a_quiet_run(source: str, tmp_path: Path) -> None:
     document = make_document(read_run(write_source(source, tmp_path, simulate())))

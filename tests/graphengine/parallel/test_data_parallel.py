@@ -522,3 +522,16 @@ def test_what_cannot_be_shared_is_an_error(oracle: Any, monkeypatch: pytest.Monk
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(**{"device": "cpu", "data_parallel": 2} | options)
+
+
+def test_a_recording_tells_of_all_ranks(oracle: Any, engine: Engine) -> None:
+    recorder = engine.recorder
+    recorder.start()
+    engine.generate(oracle.prompts((5, 9, 3)), SamplingParams(temperature=0.0, max_tokens=4))
+    recorder.stop()
+    records = recorder.replays()
+    assert len(records) > 3 and (records["last_rank"] == 1).all()
+    assert (records["skew_us"] > 0).all(), "the driver is first on a CPU"
+    header = recorder.header()["ranks"]
+    assert header["option"] == "data_parallel=2" and 0 < header["waited_s"] < header["seconds"]
+    recorder.clear()

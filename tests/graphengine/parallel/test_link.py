@@ -100,7 +100,7 @@ def test_stages_and_texts() -> None:
     first.fail("x" * 9000, 77)
     assert driver.text(2) == "né" and driver.text(1) == "x" * 8192
     assert driver.failed_at(1) == 77 and driver.stage(1) is Stage.FAILED
-    assert SHAPE.words == 3 * 4 + 2 * 1024 + ENTRIES * 13
+    assert SHAPE.words == 3 * 4 + 2 * (1024 + 64) + ENTRIES * 13
 
 
 def test_a_file_without_room_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,3 +115,27 @@ def test_a_file_without_room_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     message = f"No space left on device: commands to ranks take {8 * SHAPE.words} bytes: '.*/none'"
     with pytest.raises(OSError, match=message):
         LinkMemory.of_file(tmp_path / "none", SHAPE)
+
+
+HOURS = 3_600_000_000_000
+
+
+@pytest.mark.parametrize("when", [0, 12345, 78 * HOURS, 2**48 - 100, 900 * HOURS])
+@pytest.mark.parametrize("number", [1, 64, 0x7FFF, 0x8000, 10**12])
+def test_launches_are_signed_times_after_the_drivers(number: int, when: int) -> None:
+    _, driver, (first, second) = linked()
+    first.launched(number, when + 300)
+    assert driver.launched_after(number, when) is None, "the second one has not launched it"
+    second.launched(number, max(0, when - 4 * HOURS))
+    assert driver.launched_after(number, when) == [300, -min(when, 4 * HOURS)]
+
+
+def test_a_launch_is_forgotten_once_its_ring_has_wrapped() -> None:
+    _, driver, ranks = linked()
+    for number in range(1, 1 + 3 * SHAPE.launches):
+        for rank, end in enumerate(ranks, start=1):
+            end.launched(number, 1000 * number + rank)
+    kept = [number for number in range(1, number + 1) if driver.launched_after(number, 0)]
+    assert kept == list(range(1 + 2 * SHAPE.launches, 1 + 3 * SHAPE.launches))
+    assert driver.launched_after(number, 1000 * number) == [1, 2]
+    assert driver.launched_after(number + 1, 0) is None, "nobody has launched it yet"

@@ -487,3 +487,17 @@ def test_torchrun_starts_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reports_say_so(engine: Engine) -> None:
     assert engine.core.description["pipeline_parallel"] == 3
     assert "device cpu, the last of 3 stages, float32" in str(engine.report())
+
+
+def test_a_recording_tells_of_all_stages(engine: Engine) -> None:
+    """Which do not wait for the driver's, the last one."""
+    recorder = engine.recorder
+    recorder.start()
+    engine.generate([[5, 9, 3], list(range(8, 50))], greedy(4))
+    recorder.stop()
+    records = recorder.replays()
+    assert len(records) > 3 and set(records["last_rank"].tolist()) <= {1, 2}
+    header = recorder.header()["ranks"]
+    assert (header["count"], header["option"]) == (3, "pipeline_parallel=3")
+    assert header["waited_s"] is None, "no rank has a part of another's layers"
+    recorder.clear()

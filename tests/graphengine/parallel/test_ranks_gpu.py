@@ -128,6 +128,26 @@ def test_a_rank_that_is_late_is_waited_for(engine: Engine) -> None:
     assert_equal_ranks(engine)
 
 
+def test_a_recording_tells_who_was_late(engine: Engine) -> None:
+    recorder = engine.recorder
+    recorder.start()
+    engine.submit(PROMPT, greedy(40, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    (pid,) = runtime_of(engine).ranks.pids
+    os.kill(pid, signal.SIGSTOP)
+    subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -CONT {pid}"])
+    while engine.busy:
+        engine.step()
+    recorder.stop()
+    records = recorder.replays()
+    known = records[records["last_rank"] == 1]
+    assert len(known) > 30 and known["skew_us"].max() > 0.2e6
+    waited = recorder.header()["ranks"]
+    assert 0.2 < waited["waited_s"] < waited["seconds"]
+    recorder.clear()
+
+
 def test_a_cancelled_request_leaves_ranks_in_step(engine: Engine) -> None:
     expected = tokens(engine)
     for _ in range(3):

@@ -158,6 +158,8 @@ def test_what_differs_between_two_runs_is_told(tmp_path: Path) -> None:
         "dtype: bfloat16 before, float32 after",
         "device: NVIDIA H200 before, NVIDIA H100 after",
     ]
+    one, two = (replace(same, engine=engine | {"tensor_parallel": ranks}) for ranks in (1, 2))
+    assert differences(one, two) == ["tensor_parallel: 1 before, 2 after"]
     export = read_run(Export(tmp_path / "x.sqlite", simulate(), mode="graph").path)
     assert [note.split(":")[0] for note in differences(same, export)] == [
         "source",

@@ -167,6 +167,10 @@ def test_what_a_request_cannot_hold_is_refused(request_: dict[str, Any]) -> None
         {"captures": 3}, {"captures": ["x"]}, {"captures": [{"seconds": "long"}]},
         {"captures": [{"bytes": []}]}, {"engine": "cuda"}, {"environment": [1]},
         {"recorder": 7}, {"recorder": {"dropped": "some"}},
+        {"ranks": 2}, {"ranks": {"option": "x"}}, {"ranks": {"count": 1, "option": "x"}},
+        {"ranks": {"count": 10**9, "option": "x"}}, {"ranks": {"count": 2, "option": 5}},
+        {"ranks": {"count": 2, "option": "x", "waited_s": "long"}},
+        {"ranks": {"count": 2, "option": "x", "steps": 1.5}},
     ],
 )  # fmt: skip
 def test_what_a_header_cannot_hold_is_refused(tmp_path: Path, part: dict[str, Any]) -> None:

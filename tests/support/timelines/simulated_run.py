@@ -21,7 +21,10 @@ REQUEST = 1
 
 @dataclass(kw_only=True, slots=True)
 class Simulated:
-    """One replay: nanoseconds of the host's stages, and its time on the device."""
+    """One replay: nanoseconds of the host's stages, and its time on the device.
+
+    skew_us  by which rank 1 launches it later than the driver, where there are two ranks
+    """
 
     step: int
     bucket: str
@@ -36,6 +39,7 @@ class Simulated:
     delivered: int = 0
     device_begin: int = 0
     device_end: int = 0
+    skew_us: float = 0.0
 
     @property
     def rows(self) -> int:
@@ -67,6 +71,7 @@ def simulate(
     prefills: frozenset[int] | set[int] = frozenset(),
     slower: Mapping[int, float] | None = None,
     planning: Mapping[int, float] | None = None,
+    skews: Mapping[int, float] | None = None,
     factor: float = 1.0,
     seed: int = 0,
 ) -> Timeline:
@@ -78,6 +83,7 @@ def simulate(
     prefills  a prompt of 60 tokens is fed in the step
     slower    microseconds more on the device
     planning  microseconds more to plan
+    skews     microseconds by which rank 1 launches later than the driver, else some 2
     factor    all device times are multiplied by it
     """
     dice = random.Random(seed)
@@ -104,7 +110,10 @@ def simulate(
             made.launched = now
             took = noise(DEVICE_US[bucket] * factor + (slower or {}).get(step, 0.0))
             made.device_begin = max(made.launched + 2 * US, device)
-            made.device_end = device = made.device_begin + took
+            late = (skews or {}).get(step, 0.0)
+            made.skew_us = late or 1.5 + step % 5 / 4
+            both = max(made.device_begin, made.launched + round(late * US))
+            made.device_end = device = both + took
             launched.append(made)
         found.replays += launched
         waiting.append(launched)
@@ -127,7 +136,10 @@ def simulate(
 
 
 def recording_lines(timeline: Timeline, **header: Any) -> list[str]:
-    """The recorder's lines; keyword arguments replace parts of the header."""
+    """The recorder's lines; keyword arguments replace parts of the header.
+
+    Those of two ranks where the header has `ranks`.
+    """
     engine = {
         "max_batch": 32, "lookahead": 1, "row_family": "dot", "numerics_id": "0123456789ab",
         "speculative": None, "dtype": "bfloat16", "device": "cuda:0", "pdl": True,
@@ -146,6 +158,8 @@ def recording_lines(timeline: Timeline, **header: Any) -> list[str]:
     for sequence, made in enumerate(timeline.replays, start=1):
         stamps = ("plan", "load", "replay", "launched", "collect", "read", "delivered")
         lanes = [[REQUEST, 1]] if made.kind == "decode" and made.read else []
+        known = (made.skew_us, 1) if made.read else (None, None)
+        launches = dict(zip(("skew_us", "last_rank"), known, strict=True))
         document = {
             "kind": "replay", "step": made.step, "sequence": sequence, "bucket": made.bucket,
             "type": made.kind, "rows": made.rows, "live": made.live,
@@ -153,6 +167,7 @@ def recording_lines(timeline: Timeline, **header: Any) -> list[str]:
             **{name: getattr(made, name) or None for name in stamps},
             "device_us": made.device_us, "emitted": len(lanes), "drafted": 0, "accepted": 0,
             "lanes": lanes, "a key of a later version": 1,
+            **(launches if "ranks" in header else {}),
         }  # fmt: skip
         lines.append(json.dumps(document))
     tokens = [made for made in timeline.replays if made.kind == "decode" and made.read]
