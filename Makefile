@@ -9,6 +9,9 @@ CHECKS := other-tests host-tests draft-tests model-tests engine-tests interprete
 # What else runs beside them: see .ci/run.
 MORE :=
 
+# Modules that one process compiled are read by the next ones, of which tests start many.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize docs pictures install
 
 demo: install

@@ -13,6 +13,7 @@ import torch
 
 RowFamily = Literal["fma", "dot"]
 LinearKind = Literal["store", "swiglu", "residual", "sample"]
+_KINDS, _FAMILIES = get_args(LinearKind), get_args(RowFamily)
 
 LONG_SPLIT_BYTES = 512
 """Bytes of a key with which a split of 128 still fits an SM's shared memory."""
@@ -141,7 +142,7 @@ def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype) -> LinearPla
 
 def check_kind(kind: str, family: str) -> None:
     """ValueError for a name that is none of the kinds or families."""
-    if kind not in get_args(LinearKind):
-        raise ValueError(f"kind={kind!r} is none of {', '.join(get_args(LinearKind))}")
-    if family not in get_args(RowFamily):
-        raise ValueError(f"row family {family!r} is none of {', '.join(get_args(RowFamily))}")
+    if kind not in _KINDS:
+        raise ValueError(f"kind={kind!r} is none of {', '.join(_KINDS)}")
+    if family not in _FAMILIES:
+        raise ValueError(f"row family {family!r} is none of {', '.join(_FAMILIES)}")

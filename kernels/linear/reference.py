@@ -41,7 +41,9 @@ def linear_reference(
     if out is None:
         out = output_rows(None, (x_NK.shape[0], outputs), dtype=out_dtype, like=x_NK)
     weight = weight_MK.float()
-    for lanes in live_lanes(slot_N).split(REFERENCE_ROWS):
+    live = live_lanes(slot_N)
+    for first in range(0, len(live), REFERENCE_ROWS):
+        lanes = live[first : first + REFERENCE_ROWS]
         y = matmul_group(x_NK[lanes].float(), weight)
         if squares_TN is not None:
             mean = sum_in_order(squares_TN[:, lanes]) / x_NK.shape[1]
@@ -97,8 +99,8 @@ def linear_squares_reference(
 
 def sum_in_order(squares: torch.Tensor) -> torch.Tensor:
     """Sum over the first dimension, by an order that the number of lanes does not change."""
-    total = torch.zeros_like(squares[0])
-    for group in squares:
+    total = squares[0]
+    for group in squares[1:]:
         total = total + group
     return total
 

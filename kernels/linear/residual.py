@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch.nn import functional
 
 from graphengine.kernels.core.lanes import live_lanes, output_rows, sum_rows
@@ -88,7 +87,7 @@ def add_to_residual_reference(
 def sums_of_squares(x_NH: torch.Tensor, groups: int) -> torch.Tensor:
     """[T, N]: of each of T groups of columns the sum of its squares, in plain PyTorch."""
     lanes, H = x_NH.shape
-    columns = triton.cdiv(H, groups)
+    columns = -(-H // groups)
     padded = functional.pad(x_NH.square(), (0, groups * columns - H))
     return sum_rows(padded.view(lanes * groups, columns)).view(lanes, groups).t()
 

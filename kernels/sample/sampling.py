@@ -212,6 +212,7 @@ def sample_tiles_reference(
     rows, vocabulary = logits_RV.shape
     id_V = np.arange(vocabulary) if token_ids is None else token_ids.numpy(force=True)
     starts = np.arange(0, vocabulary, tile)
+    widths = np.diff(starts, append=vocabulary)
     shape, device = (rows, starts.size), logits_RV.device
     best_RC = torch.empty(shape, dtype=torch.int64, device=device)
     health_RC = torch.empty(shape, dtype=torch.int32, device=device)
@@ -219,7 +220,6 @@ def sample_tiles_reference(
         key_V, second_V = np.full((2, vocabulary), _NOTHING.value, np.int64)
         key_V[kept], second_V[kept] = _key(value.sum), _second(value.error, id_V[kept])
         best_C, health_C = (np.maximum.reduceat(each, starts) for each in (key_V, health_V))
-        widths = np.diff(starts, append=vocabulary)
         second_V[key_V < best_C.repeat(widths)] = _NOTHING.value
         second_C = np.maximum.reduceat(second_V, starts)
         there = best_C > _NOTHING.value

@@ -1,13 +1,15 @@
-"""Triton's interpreter as tests use it: one fault mended, and three times as fast.
+"""Triton's interpreter as tests use it: one fault mended, and four times as fast.
 
 It remembers what it otherwise works out again for each operation. Seen with triton 3.6 on tests of
 decode attention: a sixth of the time went to patching the language for each launch and each call of
-a device function, and nearly half to describing types and shapes. Numbers are computed as before.
+a device function, and nearly half to describing types and shapes. Of what was left, a quarter went
+to overflow checks that nobody hears of. Numbers are computed as before.
 """
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import triton.language as tl
@@ -19,6 +21,7 @@ from triton.runtime import interpreter
 def prepare_interpreter() -> None:
     """For the rest of the process, in which kernels are interpreted and none is compiled."""
     _mend_loops()
+    _check_nothing_in_vain()
     _patch_once()
     _remember_shapes()
     _remember_dtypes()
@@ -37,13 +40,25 @@ def _mend_loops() -> None:
     interpreter._patch_lang_tensor = patch_and_index
 
 
+def _check_nothing_in_vain() -> None:
+    """Sums and products of integers are computed again in 64 bits for an assertion, which asserts
+    in debug mode only.
+    """
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 def _patch_once() -> None:
     """The language stays patched for good; Triton patches it for each launch, and device functions
     leave it patched anyway.
     """
-    patch, patched = interpreter._patch_lang, set[str]()
+    patch, patched, seen = interpreter._patch_lang, set[str](), set[Any]()
 
     def patch_lang(fn: Any) -> interpreter._LangPatchScope:
+        if fn in seen:
+            return interpreter._LangPatchScope()
+        seen.add(fn)
         languages = {
             value.__name__
             for value in fn.__globals__.values()
@@ -72,8 +87,10 @@ def _remember_dtypes() -> None:
 
 def _remember_shapes() -> None:
     init_type, init_tensor = core.block_type.__init__, core.tensor.__init__
+    with_element, to_ir = core.block_type.with_element_ty, core.block_type.to_ir
     equal = core.tuple.__eq__
     types: dict[Any, dict[str, Any]] = {}
+    others, stored = dict[Any, Any](), dict[Any, Any]()
     shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def plain(values: Any) -> Any:
@@ -81,13 +98,29 @@ def _remember_shapes() -> None:
         values = values.value if isinstance(values, core.constexpr) else values
         return values.values if isinstance(values, core.tuple) else values
 
+    def named(element_ty: Any) -> tuple[str, int | None]:
+        return element_ty.name, getattr(element_ty, "address_space", None)
+
     def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple(core._unwrap_if_constexpr(size) for size in plain(shape))
-        key = (element_ty.name, getattr(element_ty, "address_space", None), sizes)
+        key = (*named(element_ty), sizes)
         if key not in types:
             init_type(self, element_ty, shape)
             types[key] = dict(vars(self))
         vars(self).update(types[key])
+
+    # `types` keeps every shape, so that its id is of no other.
+    def block_with_element(self: Any, element_ty: Any) -> Any:
+        key = (*named(element_ty), id(self.shape))
+        if key not in others:
+            others[key] = with_element(self, element_ty)
+        return others[key]
+
+    def block_to_ir(self: Any, builder: Any) -> Any:
+        key = (*named(self.element_ty), id(self.shape))
+        if key not in stored:
+            stored[key] = to_ir(self, builder)
+        return stored[key]
 
     def tensor_init(self: Any, handle: Any, kind: Any) -> None:
         sizes = tuple(kind.shape) if kind.is_block() else ()
@@ -104,6 +137,7 @@ def _remember_shapes() -> None:
         return equal(self, other)
 
     core.block_type.__init__ = block_type_init
+    core.block_type.with_element_ty, core.block_type.to_ir = block_with_element, block_to_ir
     core.tensor.__init__ = tensor_init
     core.tuple.__eq__ = tuple_eq
 
