@@ -139,64 +139,124 @@ def verify_commit_publish(
     Returns:
         New tensors. ValueError for a shape or dtype that does not fit.
     """
-    slots = check_state(state)
-    stop_ids = check_limits(limits, slots)
-    width = check_draft_count(num_speculative_tokens)
-    total = lanes.slot.numel()
-    check_lanes(total, **lanes._asdict())
+    call = _Call(
+        best_NC,
+        health_NC,
+        lanes,
+        state,
+        limits,
+        mailbox_items,
+        num_speculative_tokens,
+        relaxed_N,
+        forced,
+        draft_SK,
+        sequences,
+        history_SP,
+        tree,
+    )
+    _check(call, launch)
+    if not use_triton(best_NC):
+        return verify_commit_publish_reference(**call._asdict())
+    return _finish(call, launch)
+
+
+class _Call(NamedTuple):
+    """What `verify_commit_publish` is asked for; its reference takes these by the same names."""
+
+    best_NC: torch.Tensor
+    health_NC: torch.Tensor
+    lanes: DecodeLanes
+    state: SlotState
+    limits: StopTensors
+    mailbox_items: torch.Tensor
+    num_speculative_tokens: int
+    relaxed_N: torch.Tensor | None
+    forced: int | None
+    draft_SK: torch.Tensor | None
+    sequences: StopSequences | None
+    history_SP: torch.Tensor | None
+    tree: TreeLanes | None
+
+    @property
+    def width(self) -> int:
+        return self.num_speculative_tokens + 1
+
+    @property
+    def rows(self) -> int:
+        return self.lanes.slot.numel() // self.width
+
+    @property
+    def depth(self) -> int:
+        """D; 0 of chains."""
+        return 0 if self.tree is None else self.tree.ancestor.shape[-1]
+
+
+def _check(call: _Call, launch: Launch) -> None:
+    """ValueError for a shape or dtype that does not fit, and for options that exclude others."""
+    slots = check_state(call.state)
+    check_limits(call.limits, slots)
+    width = check_draft_count(call.num_speculative_tokens)
+    total = call.lanes.slot.numel()
+    check_lanes(total, **call.lanes._asdict())
     if total % width:
         raise ValueError(f"{total} lanes must be rows of {width}")
-    rows = total // width
-    tiles = check_tiles(best_NC, health_NC, total)
-    entries, mailbox_lanes, items = check_mailbox(mailbox_items, rows, width)
+    check_tiles(call.best_NC, call.health_NC, total)
+    check_mailbox(call.mailbox_items, total // width, width)
     if launch.arrivals is None:
         raise ValueError("arrivals must be int32, not None")
     check_int32(arrivals=launch.arrivals)
-    if relaxed_N is not None:
-        check_lanes(total, relaxed=relaxed_N)
-    if forced is not None and forced < 0:
-        raise ValueError(f"forced={forced} must be 0 or more, or None")
-    columns = 0 if draft_SK is None else check_draft_table(draft_SK, slots)
-    if (sequences is None) != (history_SP is None):
+    if call.relaxed_N is not None:
+        check_lanes(total, relaxed=call.relaxed_N)
+    if call.forced is not None and call.forced < 0:
+        raise ValueError(f"forced={call.forced} must be 0 or more, or None")
+    if call.draft_SK is not None:
+        check_draft_table(call.draft_SK, slots)
+    _check_sequences(call, slots)
+    if call.tree is not None:
+        check_tree_lanes(call.tree, total, width)
+        if call.relaxed_N is not None:
+            raise ValueError("relaxed_N is for chains of drafts, not for trees")
+
+
+def _check_sequences(call: _Call, slots: int) -> None:
+    sequences, history = call.sequences, call.history_SP
+    if (sequences is None) != (history is None):
         raise ValueError("sequences and history_SP are wanted together or not at all")
-    if sequences is not None and history_SP is not None:
-        listed = check_stop_sequences(sequences, history_SP)
+    if sequences is not None and history is not None:
+        listed = check_stop_sequences(sequences, history)
         if listed != slots:
             raise ValueError(f"stop sequences of {listed} slots do not fit {slots} slots")
-    deepest = 0 if tree is None else check_tree_lanes(tree, total, width)
-    if tree is not None and relaxed_N is not None:
-        raise ValueError("relaxed_N is for chains of drafts, not for trees")
-    if not use_triton(best_NC):
-        return verify_commit_publish_reference(
-            best_NC,
-            health_NC,
-            lanes,
-            state,
-            limits,
-            mailbox_items,
-            num_speculative_tokens=num_speculative_tokens,
-            relaxed_N=relaxed_N,
-            forced=forced,
-            draft_SK=draft_SK,
-            sequences=sequences,
-            history_SP=history_SP,
-            tree=tree,
-        )
+
+
+def _new_step(call: _Call) -> FinishedStep:
+    """Uninitialised."""
+    slot = call.lanes.slot
+    flags_R = slot.new_empty(call.rows)
+    length = call.rows * (call.width if call.tree is None else call.depth + 1)
+    path = None if call.tree is None else AcceptedPath.new(length, flags_R)
+    token_N = slot.new_empty(length)
+    return FinishedStep(token_N, flags_R, torch.empty_like(flags_R), path)
+
+
+def _finish(call: _Call, launch: Launch) -> FinishedStep:
+    """`verify_commit_publish` of a checked call, on a GPU."""
+    state, limits, width = call.state, call.limits, call.width
+    draft, history, sequences = call.draft_SK, call.history_SP, call.sequences
+    step = _new_step(call)
+    path = step.path
+    tiles, stop_ids = call.best_NC.shape[1], limits.stop_ids.shape[1]
+    entries, mailbox_lanes, items = call.mailbox_items.shape
+    columns = 0 if draft is None else draft.shape[1]
     Q, L = (0, 1) if sequences is None else sequences.tokens.shape[1:]
-    flags_R = lanes.slot.new_empty(rows)
-    length = width if tree is None else deepest + 1
-    path = None if tree is None else AcceptedPath.new(rows * length, flags_R)
-    token_N = lanes.slot.new_empty(rows * length)
-    step = FinishedStep(token_N, flags_R, torch.empty_like(flags_R), path)
     block_w = triton.next_power_of_2(width)
     most = _MAX_BLOCK_C if width == 1 else _MAX_BLOCK_WC // block_w
     block_c = min(triton.next_power_of_2(tiles), most)
-    launcher(_finish_decode_kernel, (rows,))(
-        best_NC,
-        health_NC,
-        None if forced is not None or width == 1 else relaxed_N,
-        lanes.slot,
-        lanes.token,
+    launcher(_finish_decode_kernel, (call.rows,))(
+        call.best_NC,
+        call.health_NC,
+        None if call.forced is not None or width == 1 else call.relaxed_N,
+        call.lanes.slot,
+        call.lanes.token,
         state.next_token,
         state.kv_len,
         state.running,
@@ -204,24 +264,24 @@ def verify_commit_publish(
         state.sequence,
         limits.stop_ids,
         limits.max_len,
-        draft_SK,
-        mailbox_items,
+        draft,
+        call.mailbox_items,
         launch.arrivals,
         *step[:3],
-        history_SP,
+        history,
         *(sequences or (None, None, None)),
-        *((None, None) if tree is None else tree[1:]),
+        *((None, None) if call.tree is None else call.tree[1:]),
         *((None,) * 4 if path is None else (*path.lanes, path.source)),
         tiles,
         stop_ids,
-        0 if draft_SK is None else draft_SK.stride(0),
-        0 if history_SP is None else history_SP.stride(0),
-        0 if history_SP is None else history_SP.shape[1],
+        0 if draft is None else draft.stride(0),
+        0 if history is None else history.stride(0),
+        0 if history is None else history.shape[1],
         entries,
         mailbox_lanes,
         W=width,
-        DEPTH=deepest,
-        FORCED=forced,
+        DEPTH=call.depth,
+        FORCED=call.forced,
         COLUMNS=columns,
         ITEMS=items,
         Q=Q,
