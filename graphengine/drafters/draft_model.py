@@ -142,7 +142,7 @@ class DraftModelDrafter(Drafter):
                 self.plans.first.family, self._model.dtype, self._model.max_seq_len
             ),
             reduce=None,
-            add_parts=None,
+            peers=None,
             share=WHOLE,
         )
         self._limit = setting.limit

@@ -33,6 +33,7 @@ from graphengine.kernels import (
     Launch,
     LinearPlan,
     PackedExperts,
+    Peers,
     PrefillLanes,
     Residual,
     RowFamily,
@@ -54,23 +55,6 @@ from graphengine.models.weights import StoredWeights
 Reduce = Callable[[Tensor], Tensor]
 """From this rank's part of a product `[N, H]` to the sum of all ranks' parts, in the order of the
 ranks, so that all have the same bits. It may return another tensor or change the one it gets."""
-
-
-class AddParts(Protocol):
-    """Where the sum of all ranks' parts of a product is added to the residual stream at once."""
-
-    def __call__(
-        self,
-        part_NH: Tensor,
-        slot_N: Tensor,
-        residual: Residual,
-        next_norm_H: Tensor,
-        *,
-        bias_H: Tensor | None = None,
-        pdl: bool = False,
-    ) -> Residual:
-        """As `add_to_residual` of what `Reduce` makes of the part, but for groups of squares."""
-        ...
 
 
 class AddOwn(Protocol):
@@ -135,8 +119,8 @@ class RankGroup(Protocol):
         ...
 
     @property
-    def add_parts(self) -> AddParts | None:
-        """A kernel for both; None where there is none."""
+    def peers(self) -> Peers | None:
+        """With what kernels sum up as `reduce` does; None where they cannot."""
         ...
 
     def gather(self, part_NC: Tensor, /) -> Tensor:
@@ -192,7 +176,7 @@ class DecodeLaunch(Launch):
     tokens of one slot, at consecutive positions, or the nodes of its tree: `tree` says which, and
     `kernels/core/tree.py` what that means. Only grouped-query attention knows trees. `reduce` is
     where the ranks' parts of a product meet before it is added to the residual stream; with None
-    there is one rank, and product and sum are one kernel. With `add_parts` meeting and sum are one.
+    there is one rank. With `peers` kernels meet: a product and the sum of its parts are one.
     `share` is this rank's part of the model. With `experts` ranks have lanes of their own, and meet
     in layers with experts alone.
     `activations` are those of prefill: in decode they stay as they are. `routes` are of one step:
@@ -204,7 +188,7 @@ class DecodeLaunch(Launch):
     tokens_per_row: int = 1
     tree: TreeLanes | None = None
     reduce: Reduce | None = None
-    add_parts: AddParts | None = None
+    peers: Peers | None = None
     share: Share = WHOLE
     experts: RankGroup | None = None
     activations: ActivationKind | None = None

@@ -148,7 +148,7 @@ def _new_setting(
         arrivals=buffers["arrivals"],
         pdl=config.pdl and memory.device.type == "cuda",
         reduce=None if group is None else group.reduce,
-        add_parts=None if group is None else group.add_parts,
+        peers=None if group is None else group.peers,
         share=WHOLE if group is None else group.share,
         experts=experts,
         activations=memory.activations,

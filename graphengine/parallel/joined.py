@@ -6,8 +6,8 @@ from torch import Tensor
 
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
-from graphengine.kernels import ExpertLanes
-from graphengine.models.contract import WHOLE, AddOwn, AddParts, RankGroup, Share
+from graphengine.kernels import ExpertLanes, Peers
+from graphengine.models.contract import WHOLE, AddOwn, RankGroup, Share
 from graphengine.models.stages import place_of_rank
 from graphengine.opening.loading import Found
 from graphengine.opening.memory import MemoryPlan
@@ -112,7 +112,7 @@ class _Alone(RankGroup):
     """The group of a rank that has its layers alone."""
 
     share = WHOLE
-    add_parts: AddParts | None = None
+    peers: Peers | None = None
     add_own: AddOwn | None = None
 
     def reduce(self, part_NH: Tensor) -> Tensor:

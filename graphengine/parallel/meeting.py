@@ -12,6 +12,7 @@ A rank's group is its own: torch.distributed's default group stays the host prog
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -31,10 +32,9 @@ from graphengine.kernels import (
     push_own_sum,
     push_own_to_residual,
     push_sum,
-    push_to_residual,
     sum_parts,
 )
-from graphengine.models.contract import AddOwn, AddParts, Share
+from graphengine.models.contract import AddOwn, Share
 from graphengine.parallel.peer_memory import PeerMemory, devices_of
 
 log = logging.getLogger(__name__)
@@ -77,12 +77,13 @@ class Meeting:
         store = torch.distributed.FileStore(file, share.ranks)  # type: ignore[attr-defined]
         store.set_timeout(limit)
         self._memory: PeerMemory | None = None
+        self._waited_s = 0.0
         if self._on_gpu:
             self._memory = PeerMemory(store, share, device, units, watch)
             self._group = _nccl_group(store, share, device, self._memory.problem)
         else:
             self._group = _gloo_group(store, share, limit)
-        peers = self._peers
+        peers = self.peers
         # For the host a NumPy view: a look at a tensor takes microseconds.
         self._watch = None if peers is None else peers.tensors.watch.numpy()
         self.limit_s = limit_s
@@ -103,7 +104,17 @@ class Meeting:
             self._watch[1] = int(seconds * 1e9)
 
     @property
-    def _peers(self) -> Peers | None:
+    def waited_s(self) -> float:
+        """For which this rank has waited for the others' parts since it joined; waits for its GPU.
+
+        On a GPU it is what the first program of each push has waited, without what NCCL carries.
+        """
+        peers = self.peers
+        return self._waited_s if peers is None else peers.tensors.waited.item() / 1e9
+
+    @property
+    def peers(self) -> Peers | None:
+        """With what kernels push; None where memory cannot be mapped."""
         return None if self._memory is None else self._memory.peers
 
     @property
@@ -117,12 +128,6 @@ class Meeting:
         if peers is not None:
             return push_sum(peers, part_NH.contiguous(), pdl=self._pdl)
         return sum_parts(self.gather(part_NH))
-
-    @property
-    def add_parts(self) -> AddParts | None:
-        """What pushes the parts of a decode step and adds their sum; None where nothing does."""
-        peers = self._peers
-        return None if peers is None else partial(push_to_residual, peers)
 
     def gather(self, part_NC: Tensor) -> Tensor:
         """New `[ranks, N, C]`, the parts of all ranks in their order. MeetingFailed on a CPU."""
@@ -161,26 +166,28 @@ class Meeting:
         """What pushes what ranks have for each other of a decode step, and adds the sum; None where
         nothing does.
         """
-        peers = self._peers
+        peers = self.peers
         return None if peers is None else partial(push_own_to_residual, peers)
 
     def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
         """The lanes of all ranks, in one launch; None where nothing pushes so many."""
-        peers = self._peers
+        peers = self.peers
         if peers is None or lanes.units > peers.units:
             return None
         return push_lanes(peers, lanes, pdl=self._pdl)
 
     def _finish(self, start: Callable[[], Any]) -> None:
         """Wait for what gloo starts. MeetingFailed where a rank is gone or does not come."""
+        began = time.perf_counter()
         try:
             start().wait(timedelta(seconds=self.limit_s))
         except RuntimeError as error:
             raise MeetingFailed(str(error).partition("\n")[0]) from error
+        self._waited_s += time.perf_counter() - began
 
     def _pushes(self, part: Tensor) -> Peers | None:
         """With what a part is pushed; None: it is not."""
-        peers = self._peers
+        peers = self.peers
         if peers is None or self._group is None:
             return peers
         return peers if part.nbytes <= 4 * PUSH_UNIT * peers.units else None

@@ -63,7 +63,8 @@ class PeerMemory:
             self.close()
             return
         assert self._own is not None, f"{outcomes=}"
-        self.peers = Peers(share.rank, PeerItems.over_items(self._own.tensor, addresses, watch))
+        items = PeerItems.over_items(share.rank, self._own.tensor, addresses, watch)
+        self.peers = Peers(share.rank, items)
 
     def leave(self) -> None:
         """Wait for what is queued, then unmap the others' memory: no kernel may use it again."""

@@ -6,16 +6,20 @@ every rank, its own among them, and polls its own memory until the items of all 
 that is due. A 64-bit access is never torn, and no item is believed because of another one: so
 neither fences nor flags are needed, and it does not matter in what order stores arrive.
 
-Memory is in units of UNIT items. The tag of a unit counts the launches that have used it, on all
-ranks alike; it is the device's own, so replays advance it, and wraps at 2**32. A launch writes
-whole units, so that an item is never older than its unit's last tag but one.
+The tag of a word counts the launches that have used it, on all ranks alike; it is the device's own,
+so replays advance it, and wraps at 2**32. So an item is never older than its word's last tag but
+one, whichever words a launch uses. It uses both words of an aligned pair or none: they have one
+tag, and a thread that has both stores and loads their items by one access of 16 bytes.
 
-A unit has two halves, used in turn. A rank stores with tag t + 2 only after it has seen all items
-of tag t + 1, which every rank stores only after its launch with tag t is complete: so nobody still
-reads what is overwritten.
+There are two halves, which a word's items use in turn. A rank stores with tag t + 2 only after it
+has seen the items of tag t + 1, which every rank stores only after its launch with tag t is
+complete: so nobody still reads what is overwritten.
 
-Every program stores all its items before it waits for the first one, and all programs of a launch
-are resident at the same time. So ranks may run them in any order.
+A launch of pushes alone stores all its items before it waits for the first one, and all its
+programs are resident at the same time. So ranks may run them in any order. A product stores and
+waits tile by tile, and may have more programs than are resident. They start in the order of their
+numbers, as on every GPU so far, which scans of one pass rely on as well. So of all tiles that wait
+somewhere the first is under way on all ranks, and ends.
 
 A wait ends without the items once the host says so, or after a limit. From then on waits of this
 rank are `over`: it takes its own part for that of the others, so that indices remain valid, and
@@ -26,6 +30,7 @@ The scheme is that of NCCL's LL protocol and of one-shot all-reduces in TensorRT
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,7 +43,7 @@ from triton.language.extra.cuda import globaltimer
 from graphengine.kernels.core.dispatch import INTERPRETED
 
 UNIT = 256
-"""Words of a unit."""
+"""Words in which memory is counted, and of which a program of a push has one at a time."""
 PROGRAMS = 128
 """Of a launch, at most: a GPU of 32 multiprocessors or more runs so many at the same time."""
 
@@ -47,39 +52,51 @@ _PATIENCE = tl.constexpr(256)
 
 
 class PeerItems(NamedTuple):
-    """The memory in which a rank gets items, and where those of all ranks are.
+    """The memory in which a rank gets items, and where it stores those that it gives.
 
     Letters: R ranks, U units.
     """
 
     items: torch.Tensor
     """int64 [2, R, U, UNIT], on this device: of each half what each rank has stored."""
-    addresses: torch.Tensor
-    """int64 [R], on this device: where `items` of each rank are mapped for this one."""
+    outboxes: torch.Tensor
+    """int64 [R], on this device: addresses of what this rank stores of the first half, at all ranks
+    from the next one on, its own last."""
     tags: torch.Tensor
-    """int32 [U], on this device: the last one of each unit; equal on all ranks."""
+    """int32 [U, UNIT], on this device: the last one of each word; equal on all ranks."""
     over: torch.Tensor
     """int32 [1], on this device: not 0 once the waits of this rank are over."""
+    waited: torch.Tensor
+    """int64 [1], on this device: nanoseconds that the first program of each launch has waited."""
     watch: torch.Tensor
     """int64 [2], pinned: not 0 once waits are over, which host and device may say; and the
     nanoseconds for which one lasts at most."""
 
     @classmethod
     def over_items(
-        cls, items: torch.Tensor, addresses: Sequence[int], watch: torch.Tensor | None = None
+        cls,
+        rank: int,
+        items: torch.Tensor,
+        addresses: Sequence[int],
+        watch: torch.Tensor | None = None,
     ) -> PeerItems:
-        """Of ranks that have exchanged nothing yet: `items` hold zeros on each of them.
+        """Of ranks that have exchanged nothing yet: `items` hold zeros on each of them, and are
+        mapped for this one at `addresses`.
 
         The limit of waits is 0 until the host sets it. `watch` holds zeros, in memory that another
         process reads, too; None: in memory of its own.
         """
-        _, ranks, units, _ = items.shape
+        _, ranks, units, unit = items.shape
         assert len(addresses) == ranks, f"{ranks=}, {addresses=}"
+        assert items.numel() < 2**31, f"{list(items.shape)} items have no int32 index"
+        own = rank * units * unit * items.itemsize
+        outboxes = [addresses[(rank + ahead) % ranks] + own for ahead in range(1, ranks + 1)]
         return cls(
             items=items,
-            addresses=torch.tensor(addresses, dtype=torch.int64, device=items.device),
-            tags=torch.zeros(units, dtype=torch.int32, device=items.device),
+            outboxes=torch.tensor(outboxes, dtype=torch.int64, device=items.device),
+            tags=torch.zeros(units, unit, dtype=torch.int32, device=items.device),
             over=torch.zeros(1, dtype=torch.int32, device=items.device),
+            waited=torch.zeros(1, dtype=torch.int64, device=items.device),
             watch=(
                 torch.zeros(2, dtype=torch.int64, pin_memory=items.is_cuda)
                 if watch is None
@@ -110,49 +127,69 @@ def item_bytes(ranks: int, units: int) -> int:
     return 2 * ranks * units * UNIT * 8
 
 
-def push_options(peers: Peers) -> dict[str, Any]:
-    """Keyword arguments that every launch which pushes has."""
+def push_options(peers: Peers | None) -> dict[str, Any]:
+    """Constexprs of a launch that pushes; of a product that does not, with None."""
     return {
-        "peers": peers.tensors,
-        "rank": peers.rank,
-        "units": peers.units,
-        "RANKS": peers.ranks,
-        "UNIT": UNIT,
+        "RANKS": 0 if peers is None else peers.ranks,
+        "SIZE": 0 if peers is None else peers.units * UNIT,
         "TIMED": not INTERPRETED,
-        "num_warps": 4,
     }
 
 
+def check_words(peers: Peers, words: int, what: str) -> None:
+    """Raise ValueError for more words than these ranks have memory for."""
+    if words > peers.units * UNIT:
+        raise ValueError(
+            f"{what} takes {words} words: there are {peers.units * UNIT} in {peers.units} units"
+        )
+
+
+def check_part(peers: Peers | None, shape: Sequence[int], *, launched: bool) -> None:
+    """Raise ValueError where no kernel is launched that would push a part of this shape, or where
+    these ranks have no memory for it; nothing is pushed with None.
+    """
+    if peers is None:
+        return
+    if not launched:
+        raise ValueError(f"a part {list(shape)} for {peers.ranks} ranks is not on a GPU")
+    if shape[-1] % 2:
+        raise ValueError(f"a part {list(shape)} has an odd number of columns: words go in pairs")
+    check_words(peers, math.prod(shape), f"a part {list(shape)}")
+
+
 def push_words_reference(
-    items_of_ranks: Sequence[torch.Tensor], rank: int, words_UW: torch.Tensor, tags_U: torch.Tensor
+    items_of_ranks: Sequence[torch.Tensor],
+    rank: int,
+    words: torch.Tensor,
+    at: torch.Tensor,
+    tags: torch.Tensor,
 ) -> None:
     """What `rank` stores in the items of all ranks, or of those for which it has these words, in
     plain PyTorch.
 
-    words_UW  int32, UNIT columns: its words, of the first units
-    tags_U    int32, of at least these units: the last ones, which are left as they are
+    words  int32, any shape; at: int64, of that shape: which words of the memory they are
+    tags   of `PeerItems`: the last ones, which are left as they are
     """
-    units = torch.arange(len(words_UW))
     # Torch adds int32 as the device does: past the largest comes the smallest.
-    tags = tags_U[: len(words_UW)] + 1
-    items_UW = (tags.long() << 32)[:, None] | (words_UW.long() & 0xFFFF_FFFF)
+    due = tags.view(-1)[at] + 1
     for items in items_of_ranks:
-        items[(tags & 1).long(), rank, units] = items_UW
+        found = (due.long() << 32) | (words.long() & 0xFFFF_FFFF)
+        items.view(2, len(items[0]), -1)[(due & 1).long(), rank, at] = found
 
 
 @triton.jit
-def map_peers(peers, rank, RANKS: tl.constexpr):
-    """Where to store: the items of all ranks from the next one on, this one's last."""
+def map_peers(peers, RANKS: tl.constexpr):
+    """Where to store: pointers of `PeerItems.outboxes`."""
     mapped = ()
-    for ahead in tl.static_range(1, RANKS + 1):
-        address = tl.load(peers.addresses + (rank + ahead) % RANKS)
+    for ahead in tl.static_range(RANKS):
+        address = tl.load(peers.outboxes + ahead)
         mapped += (tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16),)  # type: ignore[assignment]
     return mapped
 
 
 @triton.jit
 def same_for_all(words, RANKS: tl.constexpr):
-    """Words of a unit for `push_words`, which all ranks get."""
+    """Words for `push_words`, which all ranks get."""
     found = ()
     for _ in tl.static_range(RANKS):
         found += (words,)  # type: ignore[assignment]
@@ -161,8 +198,8 @@ def same_for_all(words, RANKS: tl.constexpr):
 
 @triton.jit
 def own_for_each(word_ptrs, mask, stride, rank, RANKS: tl.constexpr):
-    """Words of a unit for `push_words`, of which each rank gets its own: those for a rank are
-    `stride` words past those for the rank before it.
+    """Words for `push_words`, of which each rank gets its own: those for a rank are `stride` words
+    past those for the rank before it.
 
     All are asked for before the first is used.
     """
@@ -174,18 +211,43 @@ def own_for_each(word_ptrs, mask, stride, rank, RANKS: tl.constexpr):
 
 
 @triton.jit
-def push_words(
-    peers, mapped, words, unit, units, rank, over, RANKS: tl.constexpr, UNIT: tl.constexpr
-):
-    """Store int32 words of a unit at all ranks, for each those that are in its place in `mapped`;
-    where waits are over at this rank alone.
+def next_tags(peers, word, mask):
+    """The tags that are due of these words of the memory; int32, in the shape of `word`.
+
+    mask  where there are any; None: everywhere
     """
-    tag = tl.load(peers.tags + unit) + 1
-    at = _places(unit, units, tag, rank, RANKS, UNIT)
+    if mask is None:
+        tag = tl.load(peers.tags + word)
+    else:
+        tag = tl.load(peers.tags + word, mask=mask, other=0)
+    return tag + 1
+
+
+@triton.jit
+def push_words(mapped, words, word, tag, mask, over, RANKS: tl.constexpr, SIZE: tl.constexpr):
+    """Store int32 words at all ranks, for each those that are in its place in `mapped`; where waits
+    are over at this rank alone.
+
+    word, tag, mask  which words of the memory they are, and their tags, by `next_tags`
+    """
+    at = _place(word, tag, RANKS, SIZE)
     if over == 0:
         for each in tl.static_range(RANKS - 1):
-            tl.store(mapped[each] + at, _items(words[each], tag))
-    tl.store(mapped[RANKS - 1] + at, _items(words[RANKS - 1], tag))
+            tl.store(mapped[each] + at, _items(words[each], tag), mask=mask)
+    tl.store(mapped[RANKS - 1] + at, _items(words[RANKS - 1], tag), mask=mask)
+
+
+@triton.jit
+def _place(word, tag, RANKS: tl.constexpr, SIZE: tl.constexpr):
+    """Where the items of a rank with these tags are, from its first word of the first half on."""
+    at = (tag & 1) * (RANKS * SIZE) + word
+    # The compiler cannot know that two words have one tag.
+    if len(at.shape) == 2:
+        if at.shape[1] > 1:
+            at = tl.max_contiguous(tl.multiple_of(at, [1, 2]), [1, 2])
+    else:
+        at = tl.max_contiguous(tl.multiple_of(at, [2]), [2])
+    return at
 
 
 @triton.jit
@@ -195,56 +257,62 @@ def _items(words, tag):
 
 @triton.jit
 def take_words(
-    peers, unit, units, rank, over, RANKS: tl.constexpr, UNIT: tl.constexpr, TIMED: tl.constexpr
+    peers,
+    mapped,
+    word,
+    tag,
+    mask,
+    over,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TIMED: tl.constexpr,
 ):
-    """The int32 words of all ranks in a unit, in their order; and whether waits are over.
+    """The int32 words of all ranks, in their order; and whether waits are over.
 
     It waits for them. Where waits are over the words are those that this rank has stored at itself.
-    The unit has its new tag afterwards.
+    These words of the memory have their new tags afterwards.
     """
-    tag = tl.load(peers.tags + unit) + 1
-    item_ptrs = peers.items + _places(unit, units, tag, 0, RANKS, UNIT)
-    stride = units.to(tl.int64) * UNIT
-    words, missing = _look(item_ptrs, stride, tag, RANKS)
+    at = _place(word, tag, RANKS, SIZE)
+    item_ptrs = peers.items + at
+    began = _clock(0, TIMED)
+    words, missing = _look(item_ptrs, SIZE, tag, mask, RANKS)
     polls = 0
-    began = tl.full([], 0, tl.int64)
     while (missing != 0) & (over == 0):
         polls += 1
         if polls % _PATIENCE == 0:
-            now = _clock(polls, TIMED)
-            if began == 0:
-                began = now
             said = tl.load(peers.watch, volatile=True)
             limit = tl.load(peers.watch + 1, volatile=True)
-            over = ((said != 0) | (now - began >= limit)).to(tl.int32)
-        words, missing = _look(item_ptrs, stride, tag, RANKS)
+            over = ((said != 0) | (_clock(polls, TIMED) - began >= limit)).to(tl.int32)
+        words, missing = _look(item_ptrs, SIZE, tag, mask, RANKS)
     if over != 0:
         tl.store(peers.over, 1)
         tl.store(peers.watch, 1)
-        words, missing = _look(item_ptrs + rank * stride, 0, tag, RANKS)
-    tl.store(peers.tags + unit, tag)
+        words, missing = _look(mapped[RANKS - 1] + at, 0, tag, mask, RANKS)
+    tl.store(peers.tags + word, tag, mask=mask)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(peers.waited, tl.load(peers.waited) + (_clock(polls, TIMED) - began))
     return words, over
 
 
 @triton.jit
-def _places(unit, units, tag, rank, RANKS: tl.constexpr, UNIT: tl.constexpr):
-    """Where items with this tag from this rank are in the memory of each; int64 [UNIT]."""
-    half = (tag & 1).to(tl.int64)
-    return ((half * RANKS + rank) * units + unit) * UNIT + tl.arange(0, UNIT)
-
-
-@triton.jit
-def _look(item_ptrs, stride, tag, RANKS: tl.constexpr):
+def _look(item_ptrs, stride, tag, mask, RANKS: tl.constexpr):
     """What is there of each rank's words, and whether any is missing.
 
     No load waits for another one.
     """
     words = ()
-    missing = tl.zeros(item_ptrs.shape, tl.int32)
+    missing = (tag != tag).to(tl.int32)
     for rank in tl.static_range(RANKS):
-        item = tl.load(item_ptrs + rank * stride, volatile=True)
+        if mask is None:
+            item = tl.load(item_ptrs + rank * stride, volatile=True)
+            late = (item >> 32).to(tl.int32) != tag
+        else:
+            item = tl.load(item_ptrs + rank * stride, mask=mask, other=0, volatile=True)
+            late = mask & ((item >> 32).to(tl.int32) != tag)
         words += (item.to(tl.int32),)  # type: ignore[assignment]
-        missing |= ((item >> 32).to(tl.int32) != tag).to(tl.int32)
+        missing |= late.to(tl.int32)
+    if len(missing.shape) == 2:
+        missing = tl.max(missing, 1)
     return words, tl.max(missing, 0)
 
 
@@ -254,7 +322,7 @@ def _clock(polls, TIMED: tl.constexpr):
     if TIMED:
         return globaltimer()
     else:
-        return polls.to(tl.int64)
+        return tl.cast(polls, tl.int64)
 
 
 @triton.jit
@@ -275,3 +343,30 @@ def _values(words, DTYPE: tl.constexpr):
         low = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
         high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
         return tl.reshape(tl.join(low, high), [2 * words.shape[0]])
+
+
+@triton.jit
+def begin_sum(peers, word, mask, RANKS: tl.constexpr):
+    """What `sum_of_ranks` needs of these words of the memory, asked for before there is a part."""
+    return map_peers(peers, RANKS), next_tags(peers, word, mask), tl.load(peers.over)
+
+
+@triton.jit
+def sum_of_ranks(
+    peers,
+    begun,
+    part,
+    word,
+    mask,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TIMED: tl.constexpr,
+):
+    """The sum of all ranks' parts, float32 as this rank's `part`, in their order: pushed, and
+    waited for. `word` says which words of the memory the values have, `mask` where there are any.
+    """
+    mapped, tag, over = begun
+    words = same_for_all(part.to(tl.int32, bitcast=True), RANKS)
+    push_words(mapped, words, word, tag, mask, over, RANKS, SIZE)
+    found, over = take_words(peers, mapped, word, tag, mask, over, RANKS, SIZE, TIMED)
+    return sum_words(found, tl.float32, RANKS)

@@ -19,6 +19,7 @@ from graphengine.kernels.comm.items import (
     UNIT,
     Peers,
     map_peers,
+    next_tags,
     own_for_each,
     push_options,
     push_words,
@@ -122,27 +123,31 @@ def _launch(
         words,
         part_DW.stride(0),
         out_stride,
+        peers.rank,
+        peers.tensors,
         OWN=parts > 1,
         SUM=out.dim() == 1,
+        UNIT=UNIT,
+        num_warps=4,
         **push_options(peers),
         **launch_options(pdl),
     )
 
 
-@triton.jit(do_not_specialize=["words", "part_stride", "out_stride", "rank", "units"])
+@triton.jit(do_not_specialize=["words", "part_stride", "out_stride", "rank"])
 def _push_kernel(
     part_ptr,
     out_ptr,
     words,
     part_stride,
     out_stride,
-    peers,
     rank,
-    units,
+    peers,
     OWN: tl.constexpr,
     SUM: tl.constexpr,
-    RANKS: tl.constexpr,
     UNIT: tl.constexpr,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -152,7 +157,7 @@ def _push_kernel(
     that is summed, else words of each rank.
     """
     first, step, end = tl.program_id(0), tl.num_programs(0), tl.cdiv(words, UNIT)
-    mapped = map_peers(peers, rank, RANKS)
+    mapped = map_peers(peers, RANKS)
     wait_for_inputs(PDL)
     over = tl.load(peers.over)
     for unit in range(first, end, step):
@@ -160,11 +165,12 @@ def _push_kernel(
         if OWN:
             pushed = own_for_each(part_ptr + word, word < words, part_stride, rank, RANKS)
         else:
-            part = tl.load(part_ptr + word, mask=word < words, other=0)
-            pushed = same_for_all(part, RANKS)
-        push_words(peers, mapped, pushed, unit, units, rank, over, RANKS, UNIT)
+            pushed = same_for_all(tl.load(part_ptr + word, mask=word < words, other=0), RANKS)
+        push_words(mapped, pushed, word, next_tags(peers, word, None), None, over, RANKS, SIZE)
     for unit in range(first, end, step):
-        found, over = take_words(peers, unit, units, rank, over, RANKS, UNIT, TIMED)
+        word = unit * UNIT + tl.arange(0, UNIT)
+        tag = next_tags(peers, word, None)
+        found, over = take_words(peers, mapped, word, tag, None, over, RANKS, SIZE, TIMED)
         if SUM:
             DTYPE: tl.constexpr = out_ptr.dtype.element_ty
             PACKED: tl.constexpr = 32 // DTYPE.primitive_bitwidth
@@ -172,7 +178,6 @@ def _push_kernel(
             total = sum_words(found, DTYPE, RANKS)
             tl.store(out_ptr + value, total.to(DTYPE), mask=value < words * PACKED)
         else:
-            word = unit * UNIT + tl.arange(0, UNIT)
             for each in tl.static_range(RANKS):
                 row_ptr = out_ptr + each * out_stride.to(tl.int64)
                 tl.store(row_ptr + word, found[each], mask=word < words)

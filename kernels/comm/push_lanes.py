@@ -19,6 +19,7 @@ from graphengine.kernels.comm.items import (
     UNIT,
     Peers,
     map_peers,
+    next_tags,
     push_options,
     push_words,
     same_for_all,
@@ -95,9 +96,12 @@ def push_lanes(peers: Peers, lanes: ExpertLanes, *, pdl: bool = False) -> Expert
     launcher(_push_lanes_kernel, (min(units, PROGRAMS),))(
         *pairs,
         N,
+        peers.tensors,
         X_WORDS=H * x.dtype.itemsize // 4,
         TOP_K=top_k,
         GROUPS=groups,
+        UNIT=UNIT,
+        num_warps=4,
         **push_options(peers),
         **launch_options(pdl),
     )
@@ -134,7 +138,7 @@ def push_lanes_reference(lanes_of_ranks: list[ExpertLanes]) -> ExpertLanes:
     )
 
 
-@triton.jit(do_not_specialize=["lanes", "rank", "units"])
+@triton.jit(do_not_specialize=["lanes"])
 def _push_lanes_kernel(
     x_ptr,
     out_x_ptr,
@@ -148,13 +152,12 @@ def _push_lanes_kernel(
     out_squares_ptr,
     lanes,
     peers,
-    rank,
-    units,
     X_WORDS: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
-    RANKS: tl.constexpr,
     UNIT: tl.constexpr,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -168,7 +171,7 @@ def _push_lanes_kernel(
     squares = weights + tl.cdiv(lanes * TOP_K, UNIT)
     end = squares + tl.cdiv(lanes * GROUPS, UNIT)
     first, step = tl.program_id(0), tl.num_programs(0)
-    mapped = map_peers(peers, rank, RANKS)
+    mapped = map_peers(peers, RANKS)
     wait_for_inputs(PDL)
     over = tl.load(peers.over)
     for unit in range(first, end, step):
@@ -178,10 +181,13 @@ def _push_lanes_kernel(
         words |= _load(weight_ptr, unit - weights, lanes * TOP_K, UNIT)
         if GROUPS > 0:
             words |= _load(squares_ptr, unit - squares, lanes * GROUPS, UNIT)
-        pushed = same_for_all(words, RANKS)
-        push_words(peers, mapped, pushed, unit, units, rank, over, RANKS, UNIT)
+        word = unit * UNIT + tl.arange(0, UNIT)
+        tag, pushed = next_tags(peers, word, None), same_for_all(words, RANKS)
+        push_words(mapped, pushed, word, tag, None, over, RANKS, SIZE)
     for unit in range(first, end, step):
-        found, over = take_words(peers, unit, units, rank, over, RANKS, UNIT, TIMED)
+        word = unit * UNIT + tl.arange(0, UNIT)
+        tag = next_tags(peers, word, None)
+        found, over = take_words(peers, mapped, word, tag, None, over, RANKS, SIZE, TIMED)
         _store(out_x_ptr, found, unit, lanes * X_WORDS, RANKS, UNIT)
         _store(out_slot_ptr, found, unit - slots, lanes, RANKS, UNIT)
         _store(out_expert_ptr, found, unit - experts, lanes * TOP_K, RANKS, UNIT)

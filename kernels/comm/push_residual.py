@@ -17,7 +17,9 @@ from graphengine.kernels.comm.items import (
     PROGRAMS,
     UNIT,
     Peers,
+    check_words,
     map_peers,
+    next_tags,
     own_for_each,
     push_options,
     push_words,
@@ -120,11 +122,7 @@ def _push(
     if H * dtype.itemsize % 4:
         raise ValueError(f"a lane of {H} values in {dtype} is no multiple of 4 bytes")
     units, tiles = push_units(lanes, H, dtype), _tiles(H, dtype)
-    if units > peers.units:
-        raise ValueError(
-            f"a part {[lanes, H]} in {dtype} takes {units} units of {UNIT} words: there are "
-            f"{peers.units}"
-        )
+    check_words(peers, units * UNIT, f"a part {[lanes, H]} in {dtype}")
     check_vector("residual.x", residual.x.view(-1), lanes * H, torch.float32)
     check_lanes(lanes, slot_N=slot_N)
     check_weight("next_norm", next_norm_H, H)
@@ -149,9 +147,13 @@ def _push(
         scaled.stride(0),
         0 if kept is None else kept.stride(0),
         kept_scale,
+        peers.rank,
+        peers.tensors,
         H=H,
         HAS_BIAS=bias_H is not None,
         OWN=len(parts_DNH) > 1,
+        UNIT=UNIT,
+        num_warps=4,
         **push_options(peers),
         **launch_options(pdl),
     )
@@ -163,7 +165,7 @@ def _tiles(hidden: int, dtype: torch.dtype) -> int:
     return -(-hidden * dtype.itemsize // (4 * UNIT))
 
 
-@triton.jit(do_not_specialize=["lanes", "kept_scale", "rank", "units"])
+@triton.jit(do_not_specialize=["lanes", "kept_scale", "rank"])
 def _push_to_residual_kernel(
     word_ptr,
     part_ptr,
@@ -179,14 +181,14 @@ def _push_to_residual_kernel(
     scaled_stride,
     kept_stride,
     kept_scale,
-    peers,
     rank,
-    units,
+    peers,
     H: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OWN: tl.constexpr,
-    RANKS: tl.constexpr,
     UNIT: tl.constexpr,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -199,19 +201,17 @@ def _push_to_residual_kernel(
     WORDS: tl.constexpr = H // PACKED
     TILES: tl.constexpr = (WORDS + UNIT - 1) // UNIT
     first, step, end = tl.program_id(0), tl.num_programs(0), lanes * TILES
-    mapped = map_peers(peers, rank, RANKS)
+    mapped = map_peers(peers, RANKS)
     wait_for_inputs(PDL)
     over = tl.load(peers.over)
     for unit in range(first, end, step):
-        word = unit % TILES * UNIT + tl.arange(0, UNIT)
-        row_ptr = word_ptr + unit // TILES * WORDS
+        word, column = unit * UNIT + tl.arange(0, UNIT), unit % TILES * UNIT + tl.arange(0, UNIT)
+        inside, row_ptr = column < WORDS, word_ptr + unit // TILES * WORDS
         if OWN:
-            stride = lanes * WORDS
-            pushed = own_for_each(row_ptr + word, word < WORDS, stride, rank, RANKS)
+            pushed = own_for_each(row_ptr + column, inside, lanes * WORDS, rank, RANKS)
         else:
-            part = tl.load(row_ptr + word, mask=word < WORDS, other=0)
-            pushed = same_for_all(part, RANKS)
-        push_words(peers, mapped, pushed, unit, units, rank, over, RANKS, UNIT)
+            pushed = same_for_all(tl.load(row_ptr + column, mask=inside, other=0), RANKS)
+        push_words(mapped, pushed, word, next_tags(peers, word, None), None, over, RANKS, SIZE)
     for unit in range(first, end, step):
         lane, tile = unit // TILES, unit % TILES
         h = tile * UNIT * PACKED + tl.arange(0, UNIT * PACKED)
@@ -226,7 +226,9 @@ def _push_to_residual_kernel(
             bias += tl.load(own_ptr + lane * H + h, mask=mask & live, other=0.0)
         x_ptrs = x_ptr + lane * H + h
         x = tl.load(x_ptrs, mask=mask & live, other=0.0)
-        found, over = take_words(peers, unit, units, rank, over, RANKS, UNIT, TIMED)
+        word = unit * UNIT + tl.arange(0, UNIT)
+        tag = next_tags(peers, word, None)
+        found, over = take_words(peers, mapped, word, tag, None, over, RANKS, SIZE, TIMED)
         if live:
             x += sum_words(found, DTYPE, RANKS) + bias
             tl.store(x_ptrs, x, mask=mask)

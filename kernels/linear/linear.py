@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 import triton
 
+from graphengine.kernels.comm.items import Peers, check_part, push_options
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import (
     check_lanes,
@@ -151,15 +152,22 @@ def linear_residual(
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
+    peers: Peers | None = None,
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Residual:
     """residual.x += x @ weight^T / rms (+ bias), and what the norm after it needs.
 
+    Of several ranks each has a part of the product, and all get the sum.
+
     Args:
         residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
             The new `x` goes to where it is kept, too.
         next_norm_M: weight of the RMSNorm that reads the stream next, of any float dtype.
+        peers: x @ weight^T / rms is this rank's part, in float32, of a product, to which the bias
+            is added once; all ranks call it with as many lanes and outputs, after the same calls.
+            The sum is in the order of the ranks: all have the same bits, those of `push_sum`.
+            None: it is the whole product.
         The others as of `linear`.
 
     Returns:
@@ -167,11 +175,13 @@ def linear_residual(
         none of them is written.
 
     Raises:
-        ValueError: as of `linear`.
+        ValueError: as of `linear`; more outputs than `peers` have memory for, or `peers` where no
+            kernel runs.
     """
     plan = _check(x_NK, weight_MK, slot_N, squares_TN, bias, "residual", plan)
     lanes, M = x_NK.shape[0], weight_MK.shape[0]
     _check_residual(residual, lanes, M, x_NK.dtype)
+    check_part(peers, (lanes, M), launched=use_triton(x_NK))
     check_weight("next_norm", next_norm_M, M)
     squares = residual.x.new_empty(residual_groups(plan, M), lanes)
     residual = residual._replace(squares=squares)
@@ -195,6 +205,7 @@ def linear_residual(
         eps=eps,
         bias=bias,
         residual=stream_args(residual, next_norm_M),
+        peers=peers,
         launch=launch,
     )
     return residual
@@ -206,19 +217,22 @@ def linear_squares(
     slot_N: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    peers: Peers | None = None,
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Product:
-    """x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs; arguments as of `linear`.
+    """x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs; arguments as of
+    `linear_residual`.
 
     Returns:
         New y [N, M] and squares [residual_groups(plan, M), N]. Padded lanes are not written. The
         product's bits are those that `linear_residual` adds.
 
     Raises:
-        ValueError: as of `linear`.
+        ValueError: as of `linear_residual`.
     """
     plan = _check(x_NK, weight_MK, slot_N, None, bias, "residual", plan)
+    check_part(peers, (len(x_NK), len(weight_MK)), launched=use_triton(x_NK))
     product = new_product(x_NK, weight_MK.shape[0], residual_groups(plan, weight_MK.shape[0]))
     if not use_triton(x_NK):
         return linear_squares_reference(x_NK, weight_MK, slot_N, product, bias=bias)
@@ -229,6 +243,7 @@ def linear_squares(
         plan,
         bias=bias,
         residual=ProductArgs(product.y, product.squares),
+        peers=peers,
         launch=launch,
     )
     return product
@@ -343,11 +358,13 @@ def _launch(
     token_ids: torch.Tensor | None = None,
     stop_ids: int = 0,
     ahead: int = 1,
+    peers: Peers | None = None,
     launch: Launch = ALONE,
 ) -> None:
     """Launch the kernel of the plan's family, on operands that `_check` let pass.
 
-    One of `out`, `residual` and `sampler` is given: where the product goes.
+    One of `out`, `residual` and `sampler` is given: where the product goes, or with `peers` the sum
+    of all ranks' products.
     """
     lanes, K = x_NK.shape
     M = weight_MK.shape[0]
@@ -361,6 +378,7 @@ def _launch(
         "BLOCK_K": plan.block_k,
         "OVERLAP": plan.overlap,
         "num_warps": plan.warps,
+        **push_options(peers),
         **launch_options(launch.pdl),
     }
     splits = min(plan.splits, triton.cdiv(K, plan.block_k))
@@ -374,8 +392,10 @@ def _launch(
     strides = (x_NK.stride(0), weight_MK.stride(0))
     out_stride = 0 if out is None else out.stride(0)
     numbers = (lanes, *strides, out_stride, eps, stop_ids, ahead)
+    pushed = None if peers is None else peers.tensors
     if plan.family == "fma":
-        launcher(fma_kernel, (tiles,))(*inputs, sampler, token_ids, *numbers, LANES=lanes, **sizes)
+        fma = launcher(fma_kernel, (tiles,))
+        fma(*inputs, sampler, token_ids, pushed, *numbers, LANES=lanes, **sizes)
         return
     partial = None
     if splits > 1:
@@ -394,6 +414,7 @@ def _launch(
             *inputs,
             sampler,
             token_ids,
+            pushed,
             partial,
             counters,
             *numbers,
@@ -404,6 +425,7 @@ def _launch(
         return
     launcher(linear_gluon.dot_kernel, grid)(
         *inputs,
+        pushed,
         partial,
         counters,
         lanes,

@@ -108,6 +108,7 @@ def dot_kernel(
     slot_ptr,
     out_ptr,
     residual,
+    peers,
     partial_ptr,
     arrivals_ptr,
     lanes,
@@ -126,6 +127,9 @@ def dot_kernel(
     STAGES: gl.constexpr,
     EVEN_K: gl.constexpr,
     WARPS: gl.constexpr,
+    RANKS: gl.constexpr,
+    SIZE: gl.constexpr,
+    TIMED: gl.constexpr,
     PDL: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
@@ -179,7 +183,19 @@ def dot_kernel(
     early = None
     if SPLITS == 1:
         early = load_lanes(
-            lane, output, lanes, slot_ptr, squares_ptr, residual, GROUPS, OUTPUTS, L, B, WARPS
+            lane,
+            output,
+            lanes,
+            slot_ptr,
+            squares_ptr,
+            residual,
+            GROUPS,
+            OUTPUTS,
+            L,
+            B,
+            WARPS,
+            peers,
+            RANKS,
         )
     for stage in gl.static_range(STAGES):
         inputs.index(stage).store(first[stage])
@@ -231,6 +247,10 @@ def dot_kernel(
             GROUPS,
             OUTPUTS,
             SWIGLU,
+            peers=peers,
+            RANKS=RANKS,
+            SIZE=SIZE,
+            TIMED=TIMED,
         )
     else:
         part = gl.num_programs(1).to(gl.int64) * BLOCK_M * lanes
@@ -244,7 +264,19 @@ def dot_kernel(
         if gl.atomic_add(arrival_ptr, 1, sem="acq_rel") == SPLITS - 1:
             gl.store(arrival_ptr, 0)
             late = load_lanes(
-                lane, output, lanes, slot_ptr, squares_ptr, residual, GROUPS, OUTPUTS, L, B, WARPS
+                lane,
+                output,
+                lanes,
+                slot_ptr,
+                squares_ptr,
+                residual,
+                GROUPS,
+                OUTPUTS,
+                L,
+                B,
+                WARPS,
+                peers,
+                RANKS,
             )
             part_ptrs = ptrs_of_part(partial_ptr, tile, L, B, BLOCK_M, rows)
             whole = sum_splits(part_ptrs, lane, lanes, part, SPLITS, L, B, rows)
@@ -271,6 +303,10 @@ def dot_kernel(
                 GROUPS,
                 OUTPUTS,
                 SWIGLU,
+                peers=peers,
+                RANKS=RANKS,
+                SIZE=SIZE,
+                TIMED=TIMED,
             )
 
 

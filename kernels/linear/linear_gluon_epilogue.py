@@ -12,6 +12,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from graphengine.kernels.comm.items import begin_sum, sum_of_ranks
 from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
 from graphengine.kernels.norm_rope.activation import activated
 from graphengine.kernels.sample.sampling import best_of_tile
@@ -19,6 +20,8 @@ from graphengine.kernels.sample.sampling import best_of_tile
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _activated = gluon.jit(activated.fn)
 _best_of_tile = gluon.jit(best_of_tile.fn)
+_begin_sum = gluon.jit(begin_sum.fn)
+_sum_of_ranks = gluon.jit(sum_of_ranks.fn)
 
 
 @gluon.constexpr_function
@@ -73,13 +76,20 @@ def epilogue(
     token_ids_ptr=None,
     stop_ids=0,
     ahead=1,
+    peers=None,
+    RANKS: gl.constexpr = 0,
+    SIZE: gl.constexpr = 0,
+    TIMED: gl.constexpr = True,
 ):
     """From float32 sums [L, B] to what is stored, as `linear_triton._epilogue` does it."""
-    slot, squares, base = of_lanes
+    slot, squares, base, begun = of_lanes
     if GROUPS > 0:
         scale = rms_factor(squares, lane, K, eps)
         y = y * scale[:, None]
         up = up * scale[:, None]
+    if RANKS > 0:
+        word, there = _words(lane, output, lanes, OUTPUTS)
+        y = _sum_of_ranks(peers, begun, y, word, there, RANKS, SIZE, TIMED)
     if bias_ptr is not None:
         y += bias[None, :]
         up += up_bias[None, :]
@@ -164,9 +174,11 @@ def load_lanes(
     L: gl.constexpr,
     B: gl.constexpr,
     WARPS: gl.constexpr,
+    peers=None,
+    RANKS: gl.constexpr = 0,
 ):
-    """What the epilogue needs of its lanes: slot [L], `load_squares`, and the residual stream
-    [L, B].
+    """What the epilogue needs of its lanes: slot [L], `load_squares`, the residual stream [L, B],
+    and what a sum of ranks begins with.
     """
     inside = lane < lanes
     slot = gl.load(slot_ptr + lane, mask=inside, other=-1)
@@ -179,7 +191,18 @@ def load_lanes(
             mask=inside[:, None] & (output < OUTPUTS)[None, :],
             other=0.0,
         )
-    return slot, squares, base
+    begun = ()
+    if RANKS > 0:
+        word, there = _words(lane, output, lanes, OUTPUTS)
+        begun = _begin_sum(peers, word, there, RANKS)
+    return slot, squares, base, begun
+
+
+@gluon.jit
+def _words(lane, output, lanes, OUTPUTS: gl.constexpr):
+    """Which words of the ranks' memory a tile [L, B] has, and where there are any."""
+    word = lane[:, None] * OUTPUTS + output[None, :]
+    return word, (lane < lanes)[:, None] & (output < OUTPUTS)[None, :]
 
 
 @gluon.jit

@@ -4,7 +4,8 @@ Both stream a weight [M, K] once for all lanes. `dot_kernel` runs a pipelined lo
 the K tiles; K may be split among programs, of which the last to arrive sums the parts in order. It
 is for float32, for logits and for the interpreter: `linear_gluon.py` has what decode runs.
 `fma_kernel` holds whole weight rows in registers before it waits for its inputs. SWIGLU is 0,
-or the `gate_code` of a SwiGLU.
+or the `gate_code` of a SwiGLU. With RANKS the product is a part, which is pushed into the memory of
+`peers`, and the sum of all ranks' parts goes on in its place; SIZE is the words of that memory.
 
 Letters: N lanes, L lanes of a tile, K input features, M weight rows, B outputs of a program.
 """
@@ -17,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphengine.kernels.comm.items import begin_sum, sum_of_ranks
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.activation import activated
@@ -95,6 +97,7 @@ def dot_kernel(
     residual,
     sampler,
     token_ids_ptr,
+    peers,
     partial_ptr,
     arrivals_ptr,
     lanes,
@@ -113,6 +116,9 @@ def dot_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TIMED: tl.constexpr,
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -133,11 +139,13 @@ def dot_kernel(
     norm = _load_norm(residual, tile, OUTPUTS, B)
     wait_for_inputs(PDL, OVERLAP)
 
-    early_0 = _load_lanes(lane_0, lanes, tile, slot_ptr, squares_ptr, residual, GROUPS, OUTPUTS, B)
+    early_0 = _load_lanes(
+        lane_0, lanes, tile, slot_ptr, squares_ptr, residual, peers, GROUPS, OUTPUTS, B, RANKS
+    )
     early_1 = early_0
     if LANE_TILES == 2:
         early_1 = _load_lanes(
-            lane_1, lanes, tile, slot_ptr, squares_ptr, residual, GROUPS, OUTPUTS, B
+            lane_1, lanes, tile, slot_ptr, squares_ptr, residual, peers, GROUPS, OUTPUTS, B, RANKS
         )
     # Padded lanes hold anything: a row of a product touches no other row.
     x_ptrs_0 = x_ptr + lane_0.to(tl.int64) * x_stride
@@ -205,11 +213,15 @@ def dot_kernel(
                 token_ids_ptr,
                 stop_ids,
                 ahead,
+                peers,
                 K,
                 GROUPS,
                 OUTPUTS,
                 B,
                 SWIGLU,
+                RANKS,
+                SIZE,
+                TIMED,
             )
 
 
@@ -233,6 +245,7 @@ def fma_kernel(
     residual,
     sampler,
     token_ids_ptr,
+    peers,
     lanes,
     x_stride,
     weight_stride,
@@ -247,6 +260,9 @@ def fma_kernel(
     LANES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TIMED: tl.constexpr,
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -272,7 +288,17 @@ def fma_kernel(
     for index in tl.static_range(LANES):
         lane = tl.full((1,), index, tl.int32)
         early = _load_lanes(
-            lane, lanes, tile, slot_ptr, squares_ptr, residual, GROUPS, OUTPUTS, BLOCK_OUTPUTS
+            lane,
+            lanes,
+            tile,
+            slot_ptr,
+            squares_ptr,
+            residual,
+            peers,
+            GROUPS,
+            OUTPUTS,
+            BLOCK_OUTPUTS,
+            RANKS,
         )
         sums = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
         for step in tl.static_range(TILES):
@@ -301,11 +327,15 @@ def fma_kernel(
             token_ids_ptr,
             stop_ids,
             ahead,
+            peers,
             K,
             GROUPS,
             OUTPUTS,
             BLOCK_OUTPUTS,
             SWIGLU,
+            RANKS,
+            SIZE,
+            TIMED,
         )
 
 
@@ -355,12 +385,15 @@ def _load_lanes(
     slot_ptr,
     squares_ptr,
     residual,
+    peers,
     GROUPS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     B: tl.constexpr,
+    RANKS: tl.constexpr,
 ):
     """What the epilogue needs of its lanes, asked for before the product: slot [L], partial sums
-    of squares [chunk, L] (later chunks added to the first), and the residual stream [L, B].
+    of squares [chunk, L] (later chunks added to the first), the residual stream [L, B], and what a
+    sum of ranks begins with.
     """
     L: tl.constexpr = lane.shape[0]
     CHUNK: tl.constexpr = _chunk(GROUPS, L)
@@ -382,7 +415,19 @@ def _load_lanes(
             mask=inside[:, None] & (output < OUTPUTS)[None, :],
             other=0.0,
         )
-    return slot, squares, base
+    begun = ()
+    if RANKS > 0:
+        word, there = _words(lane, tile, lanes, OUTPUTS, B)
+        begun = begin_sum(peers, word, there, RANKS)
+    return slot, squares, base, begun
+
+
+@triton.jit
+def _words(lane, tile, lanes, OUTPUTS: tl.constexpr, B: tl.constexpr):
+    """Which words of the ranks' memory a tile [L, B] has, and where there are any."""
+    output = tile * B + tl.arange(0, B)
+    word = lane[:, None] * OUTPUTS + output[None, :]
+    return word, (lane < lanes)[:, None] & (output < OUTPUTS)[None, :]
 
 
 @triton.jit
@@ -424,14 +469,18 @@ def _epilogue(
     token_ids_ptr,
     stop_ids,
     ahead,
+    peers,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     B: tl.constexpr,
     SWIGLU: tl.constexpr,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TIMED: tl.constexpr,
 ):
     """From float32 sums [L, B] to what is stored; a SwiGLU brings its gates as `y`."""
-    slot, squares, base = early
+    slot, squares, base, begun = early
     scale = _inverse_rms(squares, eps, K, GROUPS)
     output = tile * B + tl.arange(0, B)
     wide_lane = lane.to(tl.int64)[:, None]
@@ -439,6 +488,9 @@ def _epilogue(
     in_row = (output < OUTPUTS)[None, :]
     stored = live[:, None] & in_row
     y = y * scale[:, None]
+    if RANKS > 0:
+        word, there = _words(lane, tile, lanes, OUTPUTS, B)
+        y = sum_of_ranks(peers, begun, y, word, there, RANKS, SIZE, TIMED)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)
         y += bias[None, :]

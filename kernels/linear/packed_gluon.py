@@ -63,6 +63,7 @@ def packed_kernel(
     residual,
     sampler,
     token_ids_ptr,
+    peers,
     partial_ptr,
     arrivals_ptr,
     lanes,
@@ -88,6 +89,9 @@ def packed_kernel(
     STAGES: gl.constexpr,
     EVEN_K: gl.constexpr,
     WARPS: gl.constexpr,
+    RANKS: gl.constexpr,
+    SIZE: gl.constexpr,
+    TIMED: gl.constexpr,
     PDL: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
@@ -176,7 +180,19 @@ def packed_kernel(
     early = None
     if SPLITS == 1:
         early = load_lanes(
-            lane, output, lanes, slot_ptr, squares_ptr, residual, GROUPS, OUTPUTS, L, B, WARPS
+            lane,
+            output,
+            lanes,
+            slot_ptr,
+            squares_ptr,
+            residual,
+            GROUPS,
+            OUTPUTS,
+            L,
+            B,
+            WARPS,
+            peers,
+            RANKS,
         )
     for stage in gl.static_range(STAGES):
         inputs.index(stage).store(early_x[stage])
@@ -238,6 +254,10 @@ def packed_kernel(
             token_ids_ptr,
             stop_ids,
             ahead,
+            peers,
+            RANKS,
+            SIZE,
+            TIMED,
         )
     else:
         part = gl.num_programs(1).to(gl.int64) * BLOCK_M * lanes
@@ -251,7 +271,19 @@ def packed_kernel(
         if gl.atomic_add(arrival_ptr, 1, sem="acq_rel") == SPLITS - 1:
             gl.store(arrival_ptr, 0)
             late = load_lanes(
-                lane, output, lanes, slot_ptr, squares_ptr, residual, GROUPS, OUTPUTS, L, B, WARPS
+                lane,
+                output,
+                lanes,
+                slot_ptr,
+                squares_ptr,
+                residual,
+                GROUPS,
+                OUTPUTS,
+                L,
+                B,
+                WARPS,
+                peers,
+                RANKS,
             )
             whole = sum_splits(part_ptrs, lane, lanes, part, SPLITS, L, B, rows)
             if SWIGLU:
@@ -280,4 +312,8 @@ def packed_kernel(
                 token_ids_ptr,
                 stop_ids,
                 ahead,
+                peers,
+                RANKS,
+                SIZE,
+                TIMED,
             )

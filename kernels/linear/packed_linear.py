@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import torch
 import triton
 
+from graphengine.kernels.comm.items import Peers, check_part, push_options
 from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
 from graphengine.kernels.core.lanes import (
     check_lanes,
@@ -123,18 +124,20 @@ def packed_linear_residual(
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
+    peers: Peers | None = None,
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Residual:
     """`linear_residual` with a packed weight.
 
     Raises:
-        ValueError: as of `packed_linear`, and for a SwiGLU.
+        ValueError: as of `packed_linear` and `linear_residual`, and for a SwiGLU.
     """
     if weight.swiglu:
         raise ValueError(f"a SwiGLU of {weight.shape[0]} rows is no sum for a residual stream")
     plan = _check(x_NK, weight, slot_N, squares_TN, bias, plan)
     lanes, M = x_NK.shape[0], weight.shape[0]
+    check_part(peers, (lanes, M), launched=_is_launched(x_NK))
     for name, tensor, dtype in (
         ("x", residual.x, torch.float32),
         ("scaled", residual.scaled, x_NK.dtype),
@@ -169,6 +172,7 @@ def packed_linear_residual(
         eps=eps,
         bias=bias,
         residual=stream_args(residual, next_norm_M),
+        peers=peers,
         launch=launch,
     )
     return residual
@@ -180,17 +184,19 @@ def packed_linear_squares(
     slot_N: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    peers: Peers | None = None,
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Product:
     """`linear_squares` with a packed weight.
 
     Raises:
-        ValueError: as of `packed_linear`, and for a SwiGLU.
+        ValueError: as of `packed_linear` and `linear_squares`, and for a SwiGLU.
     """
     if weight.swiglu:
         raise ValueError(f"a SwiGLU of {weight.shape[0]} rows is no sum for a residual stream")
     plan = _check(x_NK, weight, slot_N, None, bias, plan)
+    check_part(peers, (len(x_NK), weight.shape[0]), launched=_is_launched(x_NK))
     product = new_product(x_NK, weight.shape[0], residual_groups(plan, weight.shape[0]))
     if not _is_launched(x_NK):
         floats = dequantise(unpack(weight))
@@ -202,6 +208,7 @@ def packed_linear_squares(
         plan,
         bias=bias,
         residual=ProductArgs(product.y, product.squares),
+        peers=peers,
         launch=launch,
     )
     return product
@@ -412,11 +419,13 @@ def _launch(
     token_ids: torch.Tensor | None = None,
     stop_ids: int = 0,
     ahead: int = 1,
+    peers: Peers | None = None,
     launch: Launch = ALONE,
 ) -> None:
     """Launch the kernel on operands that `_check` let pass.
 
-    One of `out`, `residual` and `sampler` is given: where the product goes.
+    One of `out`, `residual` and `sampler` is given: where the product goes, or with `peers` the sum
+    of all ranks' products.
     """
     (lanes, K), M, kind = x_NK.shape, weight.shape[0], weight.format
     if not linear_gluon.is_aligned(x_NK):
@@ -446,6 +455,7 @@ def _launch(
         residual,
         sampler,
         token_ids,
+        None if peers is None else peers.tensors,
         partial,
         counters,
         lanes,
@@ -473,5 +483,6 @@ def _launch(
         WARPS=plan.warps,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
+        **push_options(peers),
         **launch_options(launch.pdl),
     )

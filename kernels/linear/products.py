@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from graphengine.kernels.comm.items import Peers
 from graphengine.kernels.core.launching import ALONE, Launch
 from graphengine.kernels.linear import linear as plain
 from graphengine.kernels.linear.packed import PackedWeight
@@ -92,6 +93,7 @@ def linear_residual(
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
+    peers: Peers | None = None,
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Residual:
@@ -108,6 +110,7 @@ def linear_residual(
             squares_TN=squares_TN,
             eps=eps,
             bias=bias,
+            peers=peers,
             plan=plan,
             launch=launch,
         )
@@ -121,6 +124,7 @@ def linear_residual(
         squares_TN=squares_TN,
         eps=eps,
         bias=bias,
+        peers=peers,
         plan=plan,
         launch=launch,
     )
@@ -132,6 +136,7 @@ def linear_squares(
     slot_N: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    peers: Peers | None = None,
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Product:
@@ -139,9 +144,13 @@ def linear_squares(
     errors as of `linear.linear_squares`.
     """
     if isinstance(weight_MK, torch.Tensor):
-        return plain.linear_squares(x_NK, weight_MK, slot_N, bias=bias, plan=plan, launch=launch)
+        return plain.linear_squares(
+            x_NK, weight_MK, slot_N, bias=bias, peers=peers, plan=plan, launch=launch
+        )
     x_NK, weight_MK = in_order(x_NK, weight_MK)
-    return packed_linear_squares(x_NK, weight_MK, slot_N, bias=bias, plan=plan, launch=launch)
+    return packed_linear_squares(
+        x_NK, weight_MK, slot_N, bias=bias, peers=peers, plan=plan, launch=launch
+    )
 
 
 def linear_sample(

@@ -37,6 +37,7 @@ from graphengine.kernels import (
     new_lane_codes,
     packed_chunk_fp8_product,
     packed_chunk_product,
+    push_to_residual,
     quantise_lanes,
     sums_of_squares,
     takes_fp8,
@@ -88,8 +89,8 @@ def add_product(
     """`residual` plus the product of all ranks, scaled for `next_norm`, as `linear_residual` says.
 
     A weight that ranks split by columns has a part of every sum; the bias is added to the whole.
-    With several ranks the product is a kernel, and the sum after `reduce` another one; so is a
-    product that has a norm of its own, and its norm and the sum.
+    Where ranks meet by `reduce` the product is a kernel, and the sum another one; so is a product
+    that has a norm of its own, and its norm and the sum.
 
     squares_TN, eps  of a norm of the inputs; None where they are as they are, and with a norm of
                      the product. With several ranks the squares are those that each divides by
@@ -99,7 +100,7 @@ def add_product(
         product = _whole_product(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
         post, following, eps = next_norm_H
         return add_normed(product, post, residual, following, slot_N, eps=eps, pdl=launch.pdl)
-    if launch.reduce is None:
+    if launch.reduce is None or launch.peers is not None:
         return linear_residual(
             x_NK,
             weight_HK,
@@ -109,6 +110,7 @@ def add_product(
             squares_TN=squares_TN,
             eps=eps,
             bias=bias,
+            peers=launch.peers,
             plan=plan,
             launch=launch,
         )
@@ -128,8 +130,10 @@ def add_part(
     launch: DecodeLaunch,
 ) -> Residual:
     """`residual` plus the sum of all ranks' parts, of which this rank has a float32 one."""
-    if launch.add_parts is not None:
-        return launch.add_parts(part_NH, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl)
+    if launch.peers is not None:
+        return push_to_residual(
+            launch.peers, part_NH, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl
+        )
     assert launch.reduce is not None, "one rank has no parts"
     whole = launch.reduce(part_NH)
     return add_to_residual(whole, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl)
@@ -171,8 +175,10 @@ def _whole_product(
     launch: DecodeLaunch,
 ) -> Product:
     """The product of all ranks, and the sums of its squares."""
-    if launch.reduce is None:
-        return linear_squares(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
+    if launch.reduce is None or launch.peers is not None:
+        return linear_squares(
+            x_NK, weight_HK, slot_N, bias=bias, peers=launch.peers, plan=plan, launch=launch
+        )
     whole = launch.reduce(part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch))
     whole = whole if bias is None else whole + bias.float()
     return Product(whole, sums_of_squares(whole, 1).contiguous())

@@ -427,7 +427,7 @@ def test_what_a_step_on_gpus_launches(
         hidden = engine.model.config.hidden_size
         units = push_units(MAX_LANES, hidden, torch.float32) + 2
         items = torch.zeros(2, 2, units, PUSH_UNIT, dtype=torch.int64)
-        peers = Peers(0, PeerItems.over_items(items, [items.data_ptr()] * 2))
+        peers = Peers(0, PeerItems.over_items(0, items, [items.data_ptr()] * 2))
         with monkeypatch.context() as patch:
             patch.setattr(engine.runtime._joined.group, "_memory", SimpleNamespace(peers=peers))
             graphs = graph_kernels(engine)

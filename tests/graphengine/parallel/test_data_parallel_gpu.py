@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from checkpoints.mtp_chains import HAS_CHAINS, VOCAB, Chains
-from engines.churn import Owners, come_and_go
+from engines.churn import Owners, come_and_go, write_tokenizer
 from engines.eager_steps import Eager
 from engines.small_engine import greedy, open_engine, run, sampled, step_until
 from graphengine import Engine, Request, SamplingParams
@@ -43,13 +44,23 @@ def oracle(glm_checkpoints: dict[str, Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def engine(oracle: Any) -> Iterator[Engine]:
+def folder(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint with a tokenizer, for grammars and words."""
+    path = tmp_path_factory.mktemp("shared")
+    for file in oracle.path.iterdir():
+        (path / file.name).symlink_to(file)
+    write_tokenizer(path, json.loads((path / "config.json").read_text())["vocab_size"], eos=7)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
     """It drafts, and its pools are too small for its slots."""
     options = {"kv_blocks": 17, "swap_blocks": 400, "prompt_logprobs": True}
     options |= {"record_routing": True, "speculative": NGram(k=2)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ONE_DEVICE, "1")
-        with open_ranks(oracle.path, **options) as engine:
+        with open_ranks(folder, **options) as engine:
             yield engine
 
 

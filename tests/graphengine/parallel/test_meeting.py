@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,3 +81,16 @@ def test_a_rank_that_brings_nothing_of_its_own_is_not_waited_for(tmp_path: Path)
                 meeting.sum_own(torch.ones(2, 1, 4))
 
     on_all_ranks(tmp_path, 2, work, limit_s=1.0)
+
+
+def test_a_rank_knows_for_how_long_it_has_waited(tmp_path: Path) -> None:
+    def work(rank: int, meeting: Meeting) -> float:
+        assert meeting.waited_s == 0.0
+        meeting.reduce(torch.ones(1, 4))
+        if rank == 1:
+            time.sleep(0.3)
+        meeting.gather(torch.ones(1, 4))
+        return meeting.waited_s
+
+    first, _ = on_all_ranks(tmp_path, 2, work)
+    assert first > 0.2

@@ -15,7 +15,6 @@ from graphengine.kernels import (
     PUSH_UNIT,
     ExpertLanes,
     push_own_to_residual,
-    push_to_residual,
 )
 from graphengine.models.contract import Share
 from graphengine.parallel import meeting as meetings
@@ -112,13 +111,15 @@ def test_all_map_all_and_push_what_is_small(
     small, large = torch.zeros(UNITS, PUSH_UNIT), torch.zeros(UNITS, PUSH_UNIT + 1)
 
     def work(meeting: Meeting) -> tuple[Any, ...]:
-        peers = meeting._peers
+        peers = meeting.peers
         assert peers is not None and peers.rank == meeting.share.rank
-        assert peers.tensors.addresses[peers.rank] == peers.tensors.items.data_ptr()
+        # Its own is last, and in it what this rank stores.
+        assert peers.tensors.outboxes[1] == peers.tensors.items[0, peers.rank].data_ptr()
         assert peers.tensors.watch.tolist() == [0, 20 * 10**9]
+        peers.tensors.waited.fill_(2_500_000)
+        assert meeting.waited_s == 0.0025
         meeting.limit_s = 0.5
         assert peers.tensors.watch[1] == 5 * 10**8
-        assert meeting.add_parts.func is push_to_residual and meeting.add_parts.args == (peers,)
         assert meeting.reduce(small) == Done("push_sum")
         assert meeting.gather(small) == Done("push_gather")
         assert meeting.add_own.func is push_own_to_residual and meeting.add_own.args == (peers,)
@@ -129,10 +130,11 @@ def test_all_map_all_and_push_what_is_small(
         assert meeting.push_lanes(lanes_of(33, torch.zeros(1, 33))) is None
         assert meeting.reduce(large) == "summed"
         assert meeting.gather(large).shape == (2, *large.shape)
-        return peers.tensors.addresses.tolist(), meeting
+        return peers.tensors, meeting
 
     (first, meeting), (second, _) = on_two_ranks(tmp_path, work)
-    assert first == second and first[0] != first[1]
+    assert first.outboxes[0] == second.items[0, 0].data_ptr()
+    assert second.outboxes[0] == first.items[0, 1].data_ptr()
     meeting.check()
     meeting.abandon()
     with pytest.raises(MeetingFailed, match=r"rank 0 of 2 waited 0\.5 s for the others' parts"):
@@ -207,8 +209,7 @@ def test_what_one_cannot_map_nobody_uses(
     reason = "rank 0 (cuda:0) cannot map the memory of rank 1: a handle of nothing"
     for meeting in on_two_ranks(tmp_path, lambda meeting: meeting):
         assert (
-            meeting._peers is None
-            and meeting.add_parts is None
+            meeting.peers is None
             and meeting.add_own is None
             and meeting.push_lanes(lanes_of(1, None)) is None
             and meeting._memory.problem == reason

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +31,11 @@ from engines.churn import Owners, come_and_go, write_tokenizer
 from engines.family_checks import assert_rewinds
 from engines.small_engine import assert_idle, run
 from graphengine import Engine, SamplingParams
+from graphengine.kernels import MAX_LANES, PUSH_UNIT, PeerItems, Peers, push_units
+from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, NGram, Speculative, UserProvided
+from launches.compilation import graph_kernels
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -253,12 +257,39 @@ def test_reports_say_so(engine: Engine, folder: Path) -> None:
         assert alone.numerics_id != engine.numerics_id
 
 
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel is not looked up")
+def test_a_step_on_gpus_launches_what_one_ranks_does(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum of ranks is in the kernel of its product; apart are gathers of logits."""
+    assert isinstance(engine.runtime, LeadingRuntime)
+    group = engine.runtime._joined.group
+    assert group is not None
+    units = push_units(MAX_LANES, engine.model.config.hidden_size, torch.float32)
+    items = torch.zeros(2, group.share.ranks, units, PUSH_UNIT, dtype=torch.int64)
+    tensors = PeerItems.over_items(0, items, [items.data_ptr()] * group.share.ranks)
+    with monkeypatch.context() as patch:
+        peers, program = Peers(0, tensors), engine.runtime.program
+        patch.setattr(group, "_memory", SimpleNamespace(peers=peers))
+        patch.setattr(program, "launch", replace(program.launch, peers=peers))
+        ranks = graph_kernels(engine)
+    with open_engine(folder, 1) as alone:
+        one = graph_kernels(alone)
+    decode = [name for name in one if name.startswith("decode")]
+    assert decode
+    for name in decode:
+        found = [each.name for each in ranks[name]]
+        assert [each for each in found if each != "_push_kernel"] == [k.name for k in one[name]]
+        # The best candidates of all and whether they are sound, or the logits of other samplers.
+        assert found.count("_push_kernel") == (2 if name.endswith("/fast") else 1), name
+
+
 def test_ranks_time_chunks_together(folder: Path, checkpoints: dict[str, Any]) -> None:
     """The slowest one counts, and the driver cuts prompts: a short bound is an error there."""
     prompts = checkpoints["qwen3-biases"].prompts((3, 100))
     options: dict[str, Any] = {"prefill_buckets": (8, 16, 32), "max_seq_len": 128}
     found = []
-    for bound in (None, 40.0):
+    for bound in (None, 1e6):
         with open_engine(folder, 2, max_prefill_ms_per_step=bound, **options) as engine:
             times = engine.runtime.chunk_times
             assert (times is None) == (bound is None)

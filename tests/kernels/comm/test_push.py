@@ -1,7 +1,7 @@
 """Pushes: sums and gathers of all ranks to the bit, in whatever order ranks come.
 
-In one process the ranks are several buffers, and run one after the other: those that have not run
-yet have stored their items by the plain twin. In several processes they wait for each other.
+In one process ranks run one after the other (`World`). In several processes they wait for each
+other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from graphengine.kernels.comm.items import (
     PeerItems,
     Peers,
     item_bytes,
-    push_words_reference,
 )
 from graphengine.kernels.comm.push import push_gather, push_own_sum, push_sum
 from graphengine.kernels.comm.push_lanes import (
@@ -45,66 +43,11 @@ from graphengine.kernels.linear.residual import (
     add_to_residual_reference,
     new_residual,
 )
+from launches.push_world import Launch, World, units_of
 
 interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="ranks of one process need TRITON_INTERPRET=1"
 )
-Launch = Callable[[Peers, torch.Tensor], Any]
-
-
-class World:
-    """Ranks in one process, after as many launches as `tag` says, with garbage in all items."""
-
-    def __init__(self, ranks: int, units: int, tag: int = 0) -> None:
-        garbage = torch.randint(0, 2**32, (ranks, 2, ranks, units, UNIT))
-        for half in range(2):
-            # Each has the last of its own tags.
-            last = tag if tag % 2 == half else tag - 1
-            garbage[:, half] |= last << 32
-        self.items = list(garbage)
-        addresses = [items.data_ptr() for items in self.items]
-        self.peers = [
-            Peers(rank, PeerItems.over_items(self.items[rank], addresses)) for rank in range(ranks)
-        ]
-        for peers in self.peers:
-            peers.tensors.tags.fill_(tag)
-            peers.tensors.watch[1] = 2**40
-
-    def store(self, rank: int, part: torch.Tensor, row: int) -> None:
-        """What a rank stores of this part, whose every `row` words begin a unit."""
-        self.push(self.items, rank, units_of(part, row))
-
-    def store_own(self, rank: int, parts: torch.Tensor, row: int) -> None:
-        """The same of parts for each rank."""
-        for items, part in zip(self.items, parts, strict=True):
-            self.push([items], rank, units_of(part, row))
-
-    def push(self, items: list[torch.Tensor], rank: int, words: torch.Tensor) -> None:
-        push_words_reference(items, rank, words, self.peers[rank].tensors.tags)
-
-    def run(
-        self,
-        launch: Launch,
-        parts: list[Any],
-        row: int,
-        order: list[int],
-        store: Callable[..., None] | None = None,
-    ) -> list[Any]:
-        """What each rank gets, when they come in this order."""
-        store, found = store or self.store, dict[int, Any]()
-        for done, rank in enumerate(order):
-            for other in order[done + 1 :]:
-                store(other, parts[other], row)
-            # So that it must store what it takes from itself.
-            self.items[rank][:, rank] = -1 << 40
-            found[rank] = launch(self.peers[rank], parts[rank])
-        return [found[rank] for rank in range(len(parts))]
-
-
-def units_of(part: torch.Tensor, row: int) -> torch.Tensor:
-    """The words of a part, whose every `row` of them begin a unit."""
-    rows = part.contiguous().view(torch.int32).reshape(-1, row)
-    return torch.nn.functional.pad(rows, (0, -row % UNIT)).reshape(-1, UNIT)
 
 
 def random_parts(ranks: int, lanes: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -200,8 +143,8 @@ def test_lanes_are_those_of_all_ranks(ranks, lanes, H, top_k, groups, half, tag,
 
     def store(rank: int, part: ExpertLanes, row: int) -> None:
         tensors = [each for each in part if each is not None]
-        words = [units_of(each, each.nbytes // 4) for each in tensors]
-        world.push(world.items, rank, torch.cat(words))
+        words = torch.cat([units_of(each, each.nbytes // 4) for each in tensors])
+        world.store_words(world.items, rank, words)
 
     for _ in range(2):
         parts = [random_lanes(lanes, H, top_k, groups, dtype) for _ in range(ranks)]
@@ -221,7 +164,7 @@ def test_large_parts_take_several_launches(launch: Launch):
     world = World(1, 2)
     part = torch.randn(3, 500)
     assert torch.equal(launch(world.peers[0], part).view(3, 500), part)
-    assert world.peers[0].tensors.tags.tolist() == [3, 3]
+    assert world.peers[0].tensors.tags.eq(3).all()
 
 
 @interpreted
@@ -231,7 +174,7 @@ def test_large_parts_of_each_take_several_launches():
     world.peers[1].tensors.watch[0] = 1
     parts = torch.randn(2, 3, 128)
     assert torch.equal(push_own_sum(world.peers[1], parts), 2 * parts[1])
-    assert world.peers[1].tensors.tags.tolist() == [2]
+    assert world.peers[1].tensors.tags.eq(2).all()
 
 
 @interpreted
@@ -268,6 +211,8 @@ def test_a_wait_ends_and_its_rank_gives_nothing_any_more(by: str):
     part = torch.randn(1, 600)
     assert torch.equal(push_gather(first, part), torch.stack([part, part]))
     assert first.tensors.watch[0] == 1 and first.tensors.over.item() == 1
+    # The first program has polled until the second look at the host's words, or the first.
+    assert first.tensors.waited.item() == (512 if by == "limit" else 256)
     # What it had stored before the wait is right; after it there is nothing.
     pushed = world.items[1].clone()
     assert not torch.equal(pushed, before)
@@ -395,7 +340,8 @@ def wait_for_each_other(rank: int, tensors: list[PeerItems], found: Any) -> None
 def test_ranks_that_are_processes_wait_for_each_other():
     items = [torch.zeros(2, 2, 2, UNIT, dtype=torch.int64).share_memory_() for _ in range(2)]
     # At the same addresses in both processes.
-    tensors = [PeerItems.over_items(each, [item.data_ptr() for item in items]) for each in items]
+    addresses = [item.data_ptr() for item in items]
+    tensors = [PeerItems.over_items(rank, each, addresses) for rank, each in enumerate(items)]
     for each in tensors:
         each.watch[1] = 2**40
     context = multiprocessing.get_context("fork")
@@ -442,7 +388,7 @@ def test_what_does_not_fit_is_an_error(launch: Launch, part: torch.Tensor, messa
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (torch.zeros(2, 600), r"takes 6 units of 256 words: there are 5"),
+        (torch.zeros(2, 600), r"takes 1536 words: there are 1280 in 5 units"),
         (torch.zeros(2, 8, dtype=torch.int32), r"dense float \[2, 8\], not torch.int32 \[2, 8\]"),
         (torch.zeros(2, 7, dtype=torch.float16), "7 values in torch.float16 is no multiple of 4"),
     ],

@@ -24,7 +24,7 @@ def two_peers(units: int, limit_s: float) -> list[Peers]:
     """Two ranks of this process."""
     items = [torch.zeros(2, 2, units, UNIT, dtype=torch.int64, device="cuda") for _ in range(2)]
     addresses = [each.data_ptr() for each in items]
-    found = [Peers(rank, PeerItems.over_items(items[rank], addresses)) for rank in range(2)]
+    found = [Peers(rank, PeerItems.over_items(rank, items[rank], addresses)) for rank in range(2)]
     for peers in found:
         peers.tensors.watch[1] = int(limit_s * 1e9)
         # On a first launch torch and Triton load what they need, for which nothing may wait.
