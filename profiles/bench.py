@@ -28,6 +28,7 @@ from graphengine.profiles.benchmark.ceiling import (
     floor_and_share,
     measure_read_ceiling,
 )
+from graphengine.profiles.benchmark.collectives import collective_times
 from graphengine.profiles.benchmark.contexts import measure_context_kernels, measure_contexts
 from graphengine.profiles.benchmark.engines import (
     StartUp,
@@ -172,12 +173,18 @@ def _measure_row(
         row: dict[str, Any] = {
             "live": work.live,
             "max_batch": engine.config.max_batch,
+            "ranks": engine.config.ranks,
+            "lone_rank": bench.lone_rank,
             "sampler": work.sampler,
             "prompt_tokens": work.prompt_tokens,
             "new_tokens": work.new_tokens,
             "runs": work.runs,
         }
         row |= measure.decode(engine, work)
+        row["waited_us"] = measure.waited_us(engine, work)
+        row["collectives"] = None
+        if bench.lone_rank:
+            row["collectives"] = [each._asdict() for each in collective_times(engine)]
         row |= _against_floor(engine, work, row["ms_per_step"], ceiling)
         # The engine of the default sizes may be shorter than those of the other rows.
         held = [tokens for tokens in bench.first_tokens if tokens < engine.memory.max_seq_len]
@@ -344,7 +351,9 @@ def _engine(bench: Bench, sizes: dict[str, Any]) -> Iterator[tuple[Engine, Start
     """An engine for one measurement; when it ends, the device's memory is free for the next."""
     vocab = None if bench.sweep is None else bench.sweep.random_vocab
     options = bench.options | engine_options(sizes)
-    engine, start = build_engine(bench.subject, options, random_vocab=vocab)
+    engine, start = build_engine(
+        bench.subject, options, random_vocab=vocab, lone_rank=bench.lone_rank
+    )
     with freed(engine):
         yield engine, start
 

@@ -58,7 +58,16 @@ def row_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
     """The columns for these rows, with one for the first token of each prompt length."""
     lengths = dict.fromkeys(tokens for row in rows for tokens in row["ttft_ms"])
     firsts = (Column(f"TTFT {n}", partial(first_token, tokens=n)) for n in lengths)
-    return (*_ROW_COLUMNS, *firsts, *_TIME_COLUMNS)
+    of_ranks = _RANK_COLUMNS if any(row.get("ranks", 1) > 1 for row in rows) else ()
+    return (*_ROW_COLUMNS, *of_ranks, *firsts, *_TIME_COLUMNS)
+
+
+def _integer(name: str) -> Callable[[Row], str]:
+    return lambda row: str(row[name])
+
+
+def _microseconds(name: str) -> Callable[[Row], str]:
+    return lambda row: number(row[f"{name}_us"], 2)
 
 
 _ROW_COLUMNS = (
@@ -69,6 +78,15 @@ _ROW_COLUMNS = (
     Column("ms/step", lambda row: number(row["ms_per_step"], 3)),
     Column("floor", lambda row: number(row["floor_ms"], 3)),
     Column("share", share),
+)
+_RANK_COLUMNS = (
+    Column("ranks", lambda row: f"{'1 of ' * row['lone_rank']}{row['ranks']}"),
+    Column("waits us", lambda row: number(row["waited_us"], 1)),
+)
+_COLLECTIVE_COLUMNS = (
+    Column("linear", lambda each: each["linear"]),
+    *(Column(name, _integer(name)) for name in ("ranks", "lanes", "M", "K")),
+    *(Column(name, _microseconds(name)) for name in ("alone", "summed", "apart")),
 )
 _TIME_COLUMNS = (
     *(_itl(name) for name in ("p50", "p90", "p99", "p99.9")),
@@ -171,6 +189,10 @@ def describe_document(document: Mapping[str, Any]) -> str:
     if any(row["itl_ms"]["unsupported"] for row in [*document["rows"], *cells]):
         parts.append("* fewer values than this percentile needs: their maximum by another name")
     parts += [_speculation(row) for row in document["rows"] if row.get("speculation")]
+    collectives = [each for row in document["rows"] for each in row.get("collectives") or ()]
+    if collectives:
+        title = "sums over ranks, us a call: the part alone, summed in its kernel, summed apart"
+        parts.append(f"{title}\n{text_table(_COLLECTIVE_COLUMNS, collectives)}")
     parts += [_long(row, found) for row in document["rows"] for found in long_runs(row)]
     parts += [_record(row["record"]) for row in document["rows"] if row.get("record")]
     if document["admission"] is not None:

@@ -80,6 +80,7 @@ class Runtime(Waits):
     compilation   what was compiled for them; None on a CPU
     prefill_cut   where prompts are cut; `chunk_times` are those it was found with, None where
                   nothing was measured
+    group         of the model's ranks; None: there is one
     numerics_id   `Engine.numerics_id`
     stream        the stream of all replays and copies; None on a CPU
     device        of all this
@@ -98,7 +99,7 @@ class Runtime(Waits):
         records: RecordMemory | None = None,
     ) -> None:
         held = allocate(model, memory, config, drafter, group, stages, records)
-        self.model = model
+        self.model, self.group = model, group
         self.plans, self.plan_sources = held.plans, held.plan_sources
         self.buffers, self.mailbox, self.logprobs = held.buffers, held.mailbox, held.logprobs
         self.masks, self.routing = held.masks, held.routing

@@ -119,6 +119,11 @@ class RankGroup(Protocol):
         ...
 
     @property
+    def waited_s(self) -> float:
+        """For which this rank has waited for the others in all; waits for its device."""
+        ...
+
+    @property
     def peers(self) -> Peers | None:
         """With what kernels sum up as `reduce` does; None where they cannot."""
         ...

@@ -112,6 +112,7 @@ class _Alone(RankGroup):
     """The group of a rank that has its layers alone."""
 
     share = WHOLE
+    waited_s = 0.0
     peers: Peers | None = None
     add_own: AddOwn | None = None
 

@@ -29,6 +29,7 @@ from graphengine.models.stored import with_state_dtype
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids
 from graphengine.opening.memory import plan_memory
+from graphengine.profiles.benchmark.lone_rank import lone_engine, share_of
 from graphengine.profiles.benchmark.shapes import (
     SEED,
     Subject,
@@ -79,12 +80,16 @@ def engine_options(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_engine(
-    subject: Subject, options: Mapping[str, Any], *, random_vocab: int | None = None
+    subject: Subject,
+    options: Mapping[str, Any],
+    *,
+    random_vocab: int | None = None,
+    lone_rank: bool = False,
 ) -> tuple[Engine, StartUp]:
     """An engine of `subject` with `EngineConfig(**options)`, and the cost of building it.
 
     A shape's drafter has random weights, too, and drafts from `random_vocab` random tokens; from
-    all tokens if that is None.
+    all tokens if that is None. With `lone_rank` it is one rank of a shape's by itself.
     """
     started = time.perf_counter()
     loaded = started
@@ -98,7 +103,8 @@ def build_engine(
             subject.checkpoint, progress=progress, **cast(EngineOptions, options)
         )
     else:
-        engine = _random_engine(subject, EngineConfig(**options), random_vocab, progress)
+        config = EngineConfig(**options)
+        engine = _random_engine(subject, config, random_vocab, progress, lone_rank)
     ready = time.perf_counter()
     return engine, _start_up(engine, total=ready - started, weights=loaded - started)
 
@@ -108,12 +114,15 @@ def _random_engine(
     config: EngineConfig,
     random_vocab: int | None,
     progress: Callable[[int, int], None],
+    lone_rank: bool,
 ) -> Engine:
     """`Engine.from_pretrained` for a shape: weights are drawn at random, not read.
 
     Those that are to be rounded are drawn as codes: nothing of 16 bits is ever there.
     """
     model_config = rounded_model(subject.model, config)
+    if lone_rank:
+        model_config = share_of(model_config, config)
     drafter = random_drafter(subject, config, random_vocab)
     ids = calibration_ids(config, model_config, None)
     memory = plan_memory(
@@ -132,6 +141,8 @@ def _random_engine(
         if memory.device.type == "cuda":
             torch.cuda.synchronize(memory.device)
     progress(0, 0)
+    if lone_rank:
+        return lone_engine(weights, memory, config)
     model = weights.open(max_seq_len=memory.max_seq_len)
     if ids:
         calibrate(model, memory, config, drafter, ids)

@@ -29,6 +29,7 @@ from graphengine.profiles.benchmark.eager import (
     drain,
     require_begins,
     require_equal,
+    with_launches,
 )
 from graphengine.profiles.percentiles import percentiles
 
@@ -442,6 +443,19 @@ def _read_seconds(engine: Engine, waits: Waits, repeats: int = 200) -> float:
         engine.runtime.mailbox.wait(*arguments, **options)
         found.append(clock() - started)
     return median(found)
+
+
+def waited_us(engine: Engine, work: Work) -> float | None:
+    """Microseconds of a decode step, on average over one run of `work`, for which the driver's rank
+    waits for the parts of others; None where there is one rank.
+    """
+    group = engine.runtime.group
+    if group is None:
+        return None
+    prompts, before = work.prompts(engine.model.config.vocab_size), group.waited_s
+    _, launched = with_launches(engine, lambda: engine.generate(prompts, work.params()))
+    steps = sum(count for key, count in launched.items() if key.kind == "decode")
+    return 1e6 * (group.waited_s - before) / steps
 
 
 class Admission(NamedTuple):

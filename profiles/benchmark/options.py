@@ -50,6 +50,8 @@ class Bench:
     long_tokens     gaps to measure in the sized engines with one live request; 0: none
     record          file for a recording; then there is one row
     admission       length of a prompt that is admitted while seven requests decode; 0: none
+    ranks           those of tensor_parallel, of which each number has its rows
+    lone_rank       whether one of them is measured by itself, as it would be among the others
     sweep           the speculative engines to compare with each row's plain one
     contexts        the tokens before the steps of each batch; None: there are rows instead
     """
@@ -66,6 +68,8 @@ class Bench:
     admission: int
     kernels: bool
     peers: tuple[str, ...]
+    ranks: tuple[int, ...]
+    lone_rank: bool
     sweep: Sweep | None
     contexts: Contexts | None
 
@@ -87,6 +91,11 @@ class Bench:
         """The work of each row, and the sizes of its engine."""
         if self.contexts is not None:
             return
+        for ranks in self.ranks:
+            for work, sizes in self._rows_of_ranks():
+                yield work, sizes | {"tensor_parallel": ranks}
+
+    def _rows_of_ranks(self) -> Iterator[tuple[Work, dict[str, Any]]]:
         for work in self.works:
             firsts = (min(n + CHECKED_FIRST_TOKENS, self.limit) for n in self.first_tokens)
             need = max([work.prompt_tokens + work.new_tokens, *firsts])
@@ -139,6 +148,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineConfig, only=ENGINE_FLAGS)
     add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--no-pdl", action="store_true", help="without programmatic dependent launch")
+    add(
+        "--tensor-parallel",
+        metavar="N,N,..",
+        help="ranks that split the model, rows for each number (default: 1)",
+    )
+    add(
+        "--lone-rank",
+        action="store_true",
+        help="of a shape, one of these ranks by itself, on one device: it pushes to itself what "
+        "others would push to it; its tokens mean nothing, and its times lack the others",
+    )
     add(
         "--long",
         type=int,
@@ -225,10 +245,26 @@ def read_options(options: argparse.Namespace) -> Bench:
         admission=options.admission,
         kernels=options.kernels,
         peers=tuple(dict.fromkeys(options.peer)),
+        ranks=_ranks(options, subject),
+        lone_rank=options.lone_rank,
         sweep=sweep,
     )
     _check_engines(asked)
     return asked
+
+
+def _ranks(options: argparse.Namespace, subject: Subject) -> tuple[int, ...]:
+    """Numbers of ranks to measure. ValueError for what takes one number, or none."""
+    found = tuple(integers(options.tensor_parallel or "1", "tensor-parallel"))
+    if options.lone_rank and (subject.checkpoint is not None or min(found) == 1):
+        raise ValueError(
+            "--lone-rank is one of several ranks of a --shape with random weights: give "
+            "--tensor-parallel of 2 or more"
+        )
+    for name in ("contexts", "admission", "kernels", "speculative", "record"):
+        if found != (1,) and getattr(options, name, None):
+            raise ValueError(f"--tensor-parallel {options.tensor_parallel} has rows, no --{name}")
+    return found
 
 
 def _check_engines(bench: Bench) -> None:

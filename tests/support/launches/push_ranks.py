@@ -11,6 +11,10 @@ import torch
 
 from graphengine.kernels import (
     ExpertLanes,
+    Launch,
+    heuristic_plan,
+    linear_residual,
+    linear_squares,
     push_gather,
     push_lanes,
     push_own_sum,
@@ -25,7 +29,7 @@ from graphengine.kernels.linear.residual import new_residual
 from graphengine.models.contract import Share
 from graphengine.parallel.peer_memory import PeerMemory
 
-HIDDEN = 1536
+HIDDEN, _COLUMNS = 1536, 512
 DEVICE = torch.device("cuda:0")
 
 
@@ -66,7 +70,7 @@ def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -
 class _Step:
     """One of each kind of push, of parts that change with each step, held against the plain twins.
 
-    wrong  int64 [7]: values that differ, of all steps
+    wrong  int64 [8]: values that differ, of all steps
     """
 
     def __init__(self, memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype) -> None:
@@ -77,9 +81,14 @@ class _Step:
         self.base = base.to(DEVICE)
         self.dtype = dtype
         self.step = torch.zeros((), dtype=torch.int64, device=DEVICE)
-        self.wrong = torch.zeros(7, dtype=torch.int64, device=DEVICE)
+        self.wrong = torch.zeros(8, dtype=torch.int64, device=DEVICE)
         self.slot = torch.arange(lanes, dtype=torch.int32, device=DEVICE)
         self.norm = torch.randn(HIDDEN, generator=generator).to(DEVICE, dtype)
+        weights = torch.randn(share.ranks, HIDDEN, _COLUMNS, generator=generator)
+        self.weights = weights.to(DEVICE, dtype)
+        family = "fma" if lanes == 1 else "dot"
+        self.plan = heuristic_plan("residual", HIDDEN, _COLUMNS, dtype, family)
+        self.launch = Launch(arrivals=torch.zeros(1024, dtype=torch.int32, device=DEVICE))
 
     def __call__(self) -> None:
         self.step += 1
@@ -103,6 +112,27 @@ class _Step:
         self.wrong[2] += (found.x != expected.x).sum()
         self.wrong[3] += (found.scaled != expected.scaled).sum()
         self._push_own(parts)
+        self._push_products(parts[:, :, :_COLUMNS].contiguous())
+
+    def _push_products(self, x_RNK: torch.Tensor) -> None:
+        """Of inputs of all ranks, each with a weight of its own."""
+        options = {"plan": self.plan, "launch": self.launch}
+        y = None
+        for x, weight in zip(x_RNK, self.weights, strict=True):
+            part = linear_squares(x, weight, self.slot, **options).y
+            y = part if y is None else y + part
+        found = new_residual(len(self.slot), HIDDEN, 1, dtype=self.dtype, device=DEVICE)
+        found.x.copy_(self.base[0])
+        linear_residual(
+            x_RNK[self.rank],
+            self.weights[self.rank],
+            self.slot,
+            found,
+            self.norm,
+            peers=self.peers,
+            **options,
+        )
+        self.wrong[7] += (found.x != self.base[0] + y).sum()
 
     def _push_own(self, parts: torch.Tensor) -> None:
         """Of ranks with lanes of their own: here the lanes of a rank are those of all, plus it."""

@@ -1,0 +1,148 @@
+"""What it costs to sum up a product over ranks: chains of the very launches of a decode step.
+
+A lone rank measures them on one GPU, without the way to others. Each product whose parts ranks sum
+up is timed as one rank has it alone, with its sum in the same kernel, and with the sum apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine import Engine
+from graphengine.buckets import CapturedGraph, ReplayTimer
+from graphengine.kernels import (
+    Launch,
+    LinearPlan,
+    Peers,
+    Residual,
+    linear,
+    linear_residual,
+    new_residual,
+    push_to_residual,
+)
+
+CALLS, REPLAYS = 64, 20
+# Of all weights of a chain: several times an L2 cache.
+_BYTES = 512 << 20
+
+
+class CollectiveTime(NamedTuple):
+    """Microseconds a call, in a chain of `CALLS`; medians of `REPLAYS`.
+
+    linear     the product's name; lanes, M, K: of the part that a rank has; ranks: how many
+    alone_us   the part to the residual stream, with nobody's else
+    summed_us  the sum of all parts, pushed from the product's kernel
+    apart_us   the same by two kernels
+    """
+
+    linear: str
+    ranks: int
+    lanes: int
+    M: int
+    K: int
+    alone_us: float
+    summed_us: float
+    apart_us: float
+
+
+def collective_times(engine: Engine) -> Iterator[CollectiveTime]:
+    """Of each product that is summed up, with as many lanes as the engine has slots; none on a CPU,
+    and none of weights in 8 or 4 bits.
+
+    The engine's peers are used: nothing of it may be in flight.
+    """
+    group, runtime = engine.runtime.group, engine.runtime
+    if group is None or group.peers is None:
+        return
+    for name, each in engine.model.config.linears.items():
+        if each.shard == "columns" and each.weight is None and not each.experts:
+            chain = _Chain(engine, each.rows, each.columns, runtime.plans[name], group.peers)
+            yield CollectiveTime(
+                name,
+                group.share.ranks,
+                engine.config.max_batch,
+                each.rows,
+                each.columns,
+                *chain.microseconds(chain.alone, chain.summed, chain.apart),
+            )
+
+
+class _Chain:
+    """Products one after the other, each with a weight that is in no cache."""
+
+    def __init__(self, engine: Engine, M: int, K: int, plan: LinearPlan, peers: Peers) -> None:
+        runtime, lanes, dtype = engine.runtime, engine.config.max_batch, engine.memory.dtype
+        self._runtime, self._plan, self._peers = runtime, plan, peers
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, device=runtime.device, dtype=dtype).mul_(0.02)
+
+        count = min(CALLS, max(2, -(-_BYTES // (M * K * dtype.itemsize))))
+        self._weights = [random(M, K) for _ in range(count)]
+        self._x, self._norm = random(lanes, K), random(M)
+        self._slot = torch.arange(lanes, dtype=torch.int32, device=runtime.device)
+        self._stream = new_residual(lanes, M, 1, dtype=dtype, device=runtime.device)
+        self._stream.x.zero_()
+        self._launch = Launch(pdl=engine.config.pdl, arrivals=runtime.buffers["arrivals"])
+
+    def alone(self, weight: Tensor) -> Residual:
+        return self._product(weight, None)
+
+    def summed(self, weight: Tensor) -> Residual:
+        return self._product(weight, self._peers)
+
+    def _product(self, weight: Tensor, peers: Peers | None) -> Residual:
+        return linear_residual(
+            self._x,
+            weight,
+            self._slot,
+            self._stream,
+            self._norm,
+            peers=peers,
+            plan=self._plan,
+            launch=self._launch,
+        )
+
+    def apart(self, weight: Tensor) -> Residual:
+        part = linear(
+            self._x,
+            weight,
+            self._slot,
+            out_dtype=torch.float32,
+            plan=self._plan,
+            launch=self._launch,
+        )
+        pdl = self._launch.pdl
+        return push_to_residual(self._peers, part, self._slot, self._stream, self._norm, pdl=pdl)
+
+    def microseconds(self, *calls: Callable[[Tensor], Residual]) -> list[float]:
+        """Of each a call of a chain that is captured as one graph; these are replayed in turn."""
+        stream, graphs = self._runtime.stream, []
+        assert stream is not None, "a GPU has a stream"
+        with ExitStack() as stack:
+            for call in calls:
+                step = partial(self._run, call)
+                graphs.append(
+                    CapturedGraph(step, name="chain", device=self._runtime.device, stream=stream)
+                )
+                stack.callback(graphs[-1].close)
+                graphs[-1].capture()
+            timer = ReplayTimer(stream, REPLAYS * len(graphs))
+            for pair in range(timer.pairs):
+                timer.begin(pair)
+                graphs[pair % len(graphs)].replay()
+                timer.end(pair)
+            stream.synchronize()
+        found = [timer.microseconds(pair) for pair in range(timer.pairs)]
+        return [median(found[index :: len(calls)]) / CALLS for index in range(len(calls))]
+
+    def _run(self, call: Callable[[Tensor], Residual]) -> None:
+        for index in range(CALLS):
+            call(self._weights[index % len(self._weights)])

@@ -1,0 +1,94 @@
+"""One rank of several by itself: what the others would push to it, it pushes to itself.
+
+It launches the kernels of a rank on the shapes of a rank, and waits for items as a rank does. What
+it lacks are the others: the way between GPUs, and whoever comes late. Its tokens are nobody's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphengine import Engine, EngineConfig
+from graphengine.core.runtime import Runtime
+from graphengine.drafters import NoDrafter
+from graphengine.kernels import (
+    PUSH_UNIT,
+    ExpertLanes,
+    PeerItems,
+    Peers,
+    push_gather,
+    push_lanes,
+    push_sum,
+)
+from graphengine.models.contract import AddOwn, ModelConfig, ModelWeights, Share
+from graphengine.models.ranks import of_rank
+from graphengine.opening.memory import MemoryPlan
+
+WAIT_LIMIT_S = 10.0
+
+
+class LoneRank:
+    """The group of rank 0 of `ranks`. Sums that are not pushed, as those of long chunks, are what
+    it has itself.
+
+    peers  of `units` units of memory, on a GPU; None on a CPU
+    """
+
+    # Of ranks that have requests of their own, which no lone rank has.
+    add_own: AddOwn | None = None
+
+    def __init__(self, ranks: int, device: torch.device, units: int, *, pdl: bool) -> None:
+        self.share = Share(0, ranks)
+        self.peers = _to_itself(ranks, device, units) if device.type == "cuda" else None
+        self._pdl = pdl
+
+    @property
+    def waited_s(self) -> float:
+        """As of a `Meeting`."""
+        return 0.0 if self.peers is None else self.peers.tensors.waited.item() / 1e9
+
+    def reduce(self, part_NH: Tensor) -> Tensor:
+        peers = self._pushes(part_NH)
+        return part_NH if peers is None else push_sum(peers, part_NH.contiguous(), pdl=self._pdl)
+
+    def gather(self, part_NC: Tensor) -> Tensor:
+        peers = self._pushes(part_NC)
+        if peers is None:
+            return part_NC.expand(self.share.ranks, *part_NC.shape).contiguous()
+        return push_gather(peers, part_NC.contiguous(), pdl=self._pdl)
+
+    def sum_own(self, parts_RNC: Tensor) -> Tensor:
+        raise AssertionError("a lone rank has no requests of its own")
+
+    def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
+        return None if self.peers is None else push_lanes(self.peers, lanes, pdl=self._pdl)
+
+    def _pushes(self, part: Tensor) -> Peers | None:
+        peers = self.peers
+        fits = peers is not None and part.nbytes <= 4 * PUSH_UNIT * peers.units
+        return peers if fits else None
+
+
+def _to_itself(ranks: int, device: torch.device, units: int) -> Peers:
+    items = torch.zeros(2, ranks, units, PUSH_UNIT, dtype=torch.int64, device=device)
+    # Rank r would find this rank's items in the first of its rows; here they are in row r.
+    addresses = [items[0, rank].data_ptr() for rank in range(ranks)]
+    peers = Peers(0, PeerItems.over_items(0, items, addresses))
+    peers.tensors.watch[1] = int(WAIT_LIMIT_S * 1e9)
+    return peers
+
+
+def share_of(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """What rank 0 has of a model. ValueError where it cannot be split so."""
+    share = Share(0, config.tensor_parallel)
+    return of_rank(model, share, expert_parallel=config.expert_parallel)
+
+
+def lone_engine(weights: ModelWeights, memory: MemoryPlan, config: EngineConfig) -> Engine:
+    """The engine of a rank alone, of these weights of `share_of`."""
+    model = weights.open(max_seq_len=memory.max_seq_len)
+    group = LoneRank(config.tensor_parallel, memory.device, memory.push_units, pdl=config.pdl)
+    drafter = NoDrafter()
+    runtime = Runtime(model, memory, config, drafter, group=group)
+    return Engine(model, memory, config, drafter=drafter, runtime=runtime)
