@@ -30,15 +30,18 @@ import math
 
 import torch
 import triton
+import triton.language as tl
 
 from graphengine.kernels.attention import decode_gluon
-from graphengine.kernels.attention.decode_triton import decode_attention_kernel
+from graphengine.kernels.attention.decode_triton import Partials, decode_attention_kernel
+from graphengine.kernels.attention.decode_triton_lanes import Shape
 from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.attention.scores import check_scores
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32, check_lanes
 from graphengine.kernels.core.launching import Launch, launcher
 from graphengine.kernels.core.paged import (
+    FP8_KV,
     check_cache,
     checked_output,
     position_limit,
@@ -223,10 +226,18 @@ def decode_attention(
     programs = max(least, _MAX_KEYS // (split_tokens * lanes * tiles))
     # The kernel wants a lane's last two splits in two programs where they may hold siblings.
     programs = min(splits, max(programs, 2 if tokens_per_row > 1 else 1))
-    # Uninitialised: the combining program reads only what the programs of its own lane wrote.
-    acc_NQCD = qkv_NX.new_empty((lanes, num_heads, splits + 1, head_dim), dtype=torch.float32)
-    max_NQC = qkv_NX.new_empty((lanes, num_heads, splits + 1), dtype=torch.float32)
-    sum_NQC = torch.empty_like(max_NQC)
+    shape = _shape(
+        qkv_NX.dtype,
+        num_heads,
+        kv,
+        split=split_tokens,
+        lanes=lanes,
+        row_lanes=tokens_per_row,
+        depth=depth,
+        normed=q_norm_weight is not None,
+        window=window,
+        softcap=softcap,
+    )
     launcher(decode_attention_kernel, (lanes, tiles, programs))(
         qkv_NX,
         cos,
@@ -241,11 +252,9 @@ def decode_attention(
         None if kv_scales is None else kv.view(torch.uint8),
         sinks,
         arrivals,
-        acc_NQCD,
-        max_NQC,
-        sum_NQC,
+        _new_partials(qkv_NX, (lanes, num_heads, splits + 1), head_dim),
         out,
-        *(tree or (None, None, None)),
+        tree,
         scale * math.log2(math.e),
         eps,
         qkv_NX.stride(0),
@@ -253,17 +262,8 @@ def decode_attention(
         block_table_SB.stride(0),
         splits,
         position_limit(cos, kv, block_table_SB, max_seq_len),
-        Q=num_heads,
-        G=num_kv_heads,
-        D=head_dim,
-        BLOCK_SIZE=kv.shape[2],
-        NORMED=q_norm_weight is not None,
-        FP8=kv_scales is not None,
-        WINDOW=window,
-        SOFTCAP=float(softcap),
-        LOOP_STAGES=_loop_stages(lanes, head_dim, split_tokens),
-        **_tile_options(qkv_NX.dtype, num_heads // num_kv_heads, head_dim, split_tokens),
-        **_row_options(qkv_NX.dtype, tokens_per_row, depth),
+        Shape(*(tl.constexpr(value) for value in shape)),
+        **_compiler_options(qkv_NX.dtype, shape),
         **launch_options(launch.pdl),
     )
     return out
@@ -292,23 +292,57 @@ def _head_tiles(num_heads: int, num_kv_heads: int) -> int:
     return -(-(num_heads // num_kv_heads) // _GROUP_ROWS)
 
 
-def _tile_options(dtype: torch.dtype, group: int, head_dim: int, split: int) -> dict[str, int]:
-    """What fixes the order of summation; depends only on dtype, head shape and split length.
+def _new_partials(like: torch.Tensor, partials: tuple[int, ...], head_dim: int) -> Partials:
+    """Uninitialised: the combining program reads only what the programs of its own lane wrote."""
+    acc = like.new_empty((*partials, head_dim), dtype=torch.float32)
+    largest = like.new_empty(partials, dtype=torch.float32)
+    return Partials(acc, largest, torch.empty_like(largest))
+
+
+def _shape(
+    dtype: torch.dtype,
+    heads: int,
+    kv: torch.Tensor,
+    *,
+    split: int,
+    lanes: int,
+    row_lanes: int,
+    depth: int,
+    normed: bool,
+    window: int,
+    softcap: float,
+) -> Shape:
+    """What fixes the order of summation depends only on dtype, head shape and split length.
 
     A split is one tile. Its threads hold the first one in registers before the wait; float32 runs
     on plain FMA units.
     """
-    dim_padded = dot_columns(head_dim)
+    block_size, kv_heads, head_dim = kv.shape[2:]
+    group = heads // kv_heads
+    padded = dot_columns(head_dim)
     combine_rows = min(_GROUP_ROWS, triton.next_power_of_2(group))
-    combine_splits = max(1, _COMBINE_ELEMENTS // (combine_rows * dim_padded))
-    return {
-        "DIM_PADDED": dim_padded,
-        "GROUP_ROWS": _GROUP_ROWS,
-        "SPLIT": split,
-        "COMBINE_ROWS": combine_rows,
-        "COMBINE_SPLITS": min(combine_splits, _COMBINE_SPLITS),
-        "num_warps": min(16, max(4, dim_padded * dtype.itemsize // 32)),
-    }
+    combine_splits = max(1, _COMBINE_ELEMENTS // (combine_rows * padded))
+    return Shape(
+        Q=heads,
+        G=kv_heads,
+        D=head_dim,
+        padded=padded,
+        block_size=block_size,
+        group=group,
+        group_rows=_GROUP_ROWS,
+        head_tiles=_head_tiles(heads, kv_heads),
+        normed=normed,
+        fp8=kv.dtype == FP8_KV,
+        window=window,
+        softcap=float(softcap),
+        split=split,
+        row_lanes=row_lanes,
+        depth=depth,
+        siblings=depth or row_lanes - 1,
+        loop_stages=_loop_stages(lanes, head_dim, split),
+        combine_rows=combine_rows,
+        combine_splits=min(combine_splits, _COMBINE_SPLITS),
+    )
 
 
 def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
@@ -316,13 +350,13 @@ def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
     return _LOOP_STAGES if lanes <= _LOOP_LANES and head_dim <= 64 and split > 64 else 1
 
 
-def _row_options(dtype: torch.dtype, tokens_per_row: int, depth: int) -> dict[str, int]:
-    """How rows of several tokens change a launch; nothing that changes a result's bits.
+def _compiler_options(dtype: torch.dtype, shape: Shape) -> dict[str, int]:
+    """Warps, which fix the order of summation with the shape; and registers, which change no bit.
 
     The code for siblings would take registers at the cost of a program an SM; it fits without.
     """
-    options = {"ROW_LANES": tokens_per_row, "DEPTH": depth}
-    if tokens_per_row == 1 or dtype.itemsize > 2:
+    options = {"num_warps": min(16, max(4, shape.padded * dtype.itemsize // 32))}
+    if shape.row_lanes == 1 or dtype.itemsize > 2:
         return options
     return options | {"maxnreg": _ROW_REGISTERS}
 
