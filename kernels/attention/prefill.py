@@ -27,10 +27,11 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from graphengine.kernels.attention.decode import MAX_HEAD_DIM
 from graphengine.kernels.attention.prefill_gluon import attend, takes_wgmma
-from graphengine.kernels.attention.prefill_triton import prefill_attention_kernel
+from graphengine.kernels.attention.prefill_triton import Shape, prefill_attention_kernel
 from graphengine.kernels.attention.reference import paged_prefill_attention_reference
 from graphengine.kernels.attention.scores import check_scores
 from graphengine.kernels.core.dispatch import use_triton
@@ -192,6 +193,23 @@ def paged_prefill_attention(
         columns = dot_columns(head_dim) + 2
         size = math.prod(grid) * columns * rows
         parts = torch.empty(size, dtype=torch.float32, device=q_NQD.device)
+    shape = Shape(
+        Q=heads,
+        G=kv_heads,
+        D=head_dim,
+        padded=dot_columns(head_dim),
+        block_size=kv.shape[2],
+        group=heads // kv_heads,
+        rows=rows,
+        tile=tiles.keys,
+        stages=tiles.stages,
+        shares=shares,
+        splits=splits,
+        least_split=LEAST_SPLIT,
+        fp8=kv_scales is not None,
+        window=window,
+        softcap=float(softcap),
+    )
     launcher(prefill_attention_kernel, grid)(
         q_NQD,
         kv,
@@ -210,20 +228,7 @@ def paged_prefill_attention(
         kv.stride(0),
         block_table_SB.stride(0),
         token_capacity(kv, block_table_SB),
-        Q=heads,
-        G=kv_heads,
-        D=head_dim,
-        DIM_PADDED=dot_columns(head_dim),
-        BLOCK_SIZE=kv.shape[2],
-        ROWS=rows,
-        TILE=tiles.keys,
-        STAGES=tiles.stages,
-        SHARES=shares,
-        SPLITS=splits,
-        LEAST_SPLIT=LEAST_SPLIT,
-        FP8=kv_scales is not None,
-        WINDOW=window,
-        SOFTCAP=float(softcap),
+        Shape(*(tl.constexpr(value) for value in shape)),
         num_warps=warps,
         **launch_options(launch.pdl),
     )
