@@ -93,7 +93,7 @@ def match_stop_sequences(
         lanes.slot,
         lanes.position,
         history_SP,
-        *sequences,
+        sequences,
         *match,
         history_SP.stride(0),
         history_SP.shape[1],
@@ -181,10 +181,8 @@ def stop_sequence_of_tokens(
     position,
     slot,
     live,
+    sequences,
     history_ptr,
-    sequences_ptr,
-    start_ptr,
-    min_len_ptr,
     history_stride,
     positions,
     W: tl.constexpr,
@@ -203,7 +201,7 @@ def stop_sequence_of_tokens(
         token_W: int32 [BLOCK_W], of which the first W count; -1 completes nothing.
         position: of the row's first lane; its first token sits after it.
         slot: the row's; nothing is read if it is not live.
-        sequences_ptr, start_ptr, min_len_ptr: of `StopSequences`.
+        sequences: `StopSequences`.
         positions: P.
     """
     slot = slot.to(tl.int64)
@@ -212,9 +210,9 @@ def stop_sequence_of_tokens(
     back = tl.arange(0, BLOCK_L)[None, :]
     inside = live & (q < Q) & (back < L)
     at = slot * (Q * L) + q * L + (L - 1 - back)
-    sequence_QL = tl.load(sequences_ptr + at, mask=inside, other=-1)
-    start = tl.load(start_ptr + slot, mask=live, other=0)
-    min_len = tl.load(min_len_ptr + slot, mask=live, other=0)
+    sequence_QL = tl.load(sequences.tokens + at, mask=inside, other=-1)
+    start = tl.load(sequences.start + slot, mask=live, other=0)
+    min_len = tl.load(sequences.min_len + slot, mask=live, other=0)
     there_Q = tl.max(tl.where(back == 0, sequence_QL, -1), 1) >= 0
 
     w = tl.arange(0, BLOCK_W)
@@ -249,9 +247,7 @@ def _match_kernel(
     slot_ptr,
     position_ptr,
     history_ptr,
-    sequences_ptr,
-    start_ptr,
-    min_len_ptr,
+    sequences,
     kept_ptr,
     index_ptr,
     history_stride,
@@ -280,10 +276,8 @@ def _match_kernel(
         position,
         slot,
         live,
+        sequences,
         history_ptr,
-        sequences_ptr,
-        start_ptr,
-        min_len_ptr,
         history_stride,
         positions,
         W,
