@@ -43,6 +43,7 @@ from graphengine.kernels.step.state import (
     stop_ids_block,
 )
 from graphengine.kernels.step.stop_sequences import (
+    History,
     StopSequences,
     check_stop_sequences,
     stop_sequence_of_tokens,
@@ -453,21 +454,9 @@ def _finish_decode_kernel(
         live_W = live & (j <= accepted)
     flags_W = commit_flags(token_W, kv_len + 1 + j, live_W, stop_ids_E, max_len)
     if sequences is not None:
+        history = History(history_ptr, history_stride, positions)
         completed_W = stop_sequence_of_tokens(
-            token_W,
-            kv_len,
-            slot,
-            live,
-            sequences,
-            history_ptr,
-            history_stride,
-            positions,
-            W,
-            Q,
-            L,
-            BLOCK_W,
-            BLOCK_Q,
-            BLOCK_L,
+            token_W, kv_len, slot, live, sequences, history, W, Q, L, BLOCK_W, BLOCK_Q, BLOCK_L
         )
         stops_W = (completed_W >= 0) & ((flags_W & _EMITTED) != 0)
         flags_W = tl.where(stops_W, flags_W | _STOP, flags_W)

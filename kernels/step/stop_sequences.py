@@ -18,7 +18,7 @@ tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,6 +43,16 @@ class StopSequences(NamedTuple):
     """int32 [S]: the first position that may be of a match: the prompt's length, or 0."""
     min_len: torch.Tensor
     """int32 [S]: the lowest position at which a match may end, as of `SamplingTensors`."""
+
+
+class History(NamedTuple):
+    """The tokens of each slot's sequence by position, for a kernel."""
+
+    tokens: Any
+    """Pointer to int32 [S, P]."""
+    stride: Any
+    positions: Any
+    """P"""
 
 
 class StopMatch(NamedTuple):
@@ -182,9 +192,7 @@ def stop_sequence_of_tokens(
     slot,
     live,
     sequences,
-    history_ptr,
-    history_stride,
-    positions,
+    history,
     W: tl.constexpr,
     Q: tl.constexpr,
     L: tl.constexpr,
@@ -202,7 +210,7 @@ def stop_sequence_of_tokens(
         position: of the row's first lane; its first token sits after it.
         slot: the row's; nothing is read if it is not live.
         sequences: `StopSequences`.
-        positions: P.
+        history: a `History`.
     """
     slot = slot.to(tl.int64)
     q = tl.arange(0, BLOCK_Q)[:, None]
@@ -222,9 +230,9 @@ def stop_sequence_of_tokens(
         tokens += (tl.sum(tl.where(w == j, token_W, 0), 0),)  # type: ignore[assignment]
         # Where the window reaches before the step's own tokens it is history.
         source = position + 1 + j - back
-        known = live & (back > j) & (back < L) & (source >= 0) & (source < positions)
+        known = live & (back > j) & (back < L) & (source >= 0) & (source < history.positions)
         window_L = tl.load(
-            history_ptr + slot * history_stride + source,
+            history.tokens + slot * history.stride + source,
             mask=known,
             other=-2,
             cache_modifier=".cg",
@@ -271,21 +279,9 @@ def _match_kernel(
     count = tl.minimum(tl.maximum(count, 0), W)
     w = tl.arange(0, BLOCK_W)
     token_W = tl.load(token_ptr + row * W + w, mask=w < count, other=-1)
+    history = History(history_ptr, history_stride, positions)
     index_W = stop_sequence_of_tokens(
-        token_W,
-        position,
-        slot,
-        live,
-        sequences,
-        history_ptr,
-        history_stride,
-        positions,
-        W,
-        Q,
-        L,
-        BLOCK_W,
-        BLOCK_Q,
-        BLOCK_L,
+        token_W, position, slot, live, sequences, history, W, Q, L, BLOCK_W, BLOCK_Q, BLOCK_L
     )
     end = tl.min(tl.where((index_W >= 0) & (w < count), w, BLOCK_W), 0)
     stops = end < BLOCK_W
