@@ -31,15 +31,18 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from graphengine.kernels.attention import decode_gluon
-from graphengine.kernels.attention.decode_triton import decode_attention_kernel
+from graphengine.kernels.attention.decode_triton import Partials, decode_attention_kernel
+from graphengine.kernels.attention.decode_triton_lanes import Shape
 from graphengine.kernels.attention.reference import DecodeCall, decode_attention_reference
 from graphengine.kernels.attention.scores import check_scores
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32, check_lanes
 from graphengine.kernels.core.launching import Launch, launcher
 from graphengine.kernels.core.paged import (
+    FP8_KV,
     check_cache,
     checked_output,
     position_limit,
@@ -227,18 +230,15 @@ def _attend(
     pdl: bool,
 ) -> None:
     """`decode_attention` of a checked call, by `decode_triton.py`'s kernel."""
-    qkv, kv, heads, head_dim = call.qkv_NX, call.kv, call.num_heads, call.head_dim
+    qkv, kv, table = call.qkv_NX, call.kv, call.block_table_SB
     cut = _cut(call, split_tokens, tokens_per_row)
-    # Uninitialised: the combining program reads only what the programs of its own lane wrote.
-    acc_NQCD = qkv.new_empty((call.lanes, heads, cut.splits + 1, head_dim), dtype=torch.float32)
-    max_NQC = qkv.new_empty((call.lanes, heads, cut.splits + 1), dtype=torch.float32)
-    sum_NQC = torch.empty_like(max_NQC)
+    shape = _shape(call, cut.split_tokens, tokens_per_row)
     launcher(decode_attention_kernel, cut.grid)(
         qkv,
         call.cos,
         call.sin,
         kv,
-        call.block_table_SB,
+        table,
         call.slot_N,
         call.position_N,
         call.q_norm_weight,
@@ -247,29 +247,18 @@ def _attend(
         None if call.kv_scales is None else kv.view(torch.uint8),
         call.sinks,
         arrivals,
-        acc_NQCD,
-        max_NQC,
-        sum_NQC,
+        _new_partials(qkv, (call.lanes, call.num_heads, cut.splits + 1), call.head_dim),
         out,
-        *(call.tree or (None, None, None)),
+        call.tree,
         call.scale * math.log2(math.e),
         call.eps,
         qkv.stride(0),
         kv.stride(0),
-        call.block_table_SB.stride(0),
+        table.stride(0),
         cut.splits,
-        position_limit(call.cos, kv, call.block_table_SB, call.max_seq_len),
-        Q=heads,
-        G=call.num_kv_heads,
-        D=head_dim,
-        BLOCK_SIZE=kv.shape[2],
-        NORMED=call.q_norm_weight is not None,
-        FP8=call.kv_scales is not None,
-        WINDOW=call.window,
-        SOFTCAP=float(call.softcap),
-        LOOP_STAGES=_loop_stages(call.lanes, head_dim, cut.split_tokens),
-        **_tile_options(qkv.dtype, heads // call.num_kv_heads, head_dim, cut.split_tokens),
-        **_row_options(qkv.dtype, tokens_per_row, call.depth),
+        position_limit(call.cos, kv, table, call.max_seq_len),
+        Shape(*(tl.constexpr(value) for value in shape)),
+        **_compiler_options(qkv.dtype, shape),
         **launch_options(pdl),
     )
 
@@ -284,23 +273,45 @@ def _head_tiles(num_heads: int, num_kv_heads: int) -> int:
     return -(-(num_heads // num_kv_heads) // _GROUP_ROWS)
 
 
-def _tile_options(dtype: torch.dtype, group: int, head_dim: int, split: int) -> dict[str, int]:
-    """What fixes the order of summation; depends only on dtype, head shape and split length.
+def _new_partials(like: torch.Tensor, partials: tuple[int, ...], head_dim: int) -> Partials:
+    """Uninitialised: the combining program reads only what the programs of its own lane wrote."""
+    acc = like.new_empty((*partials, head_dim), dtype=torch.float32)
+    largest = like.new_empty(partials, dtype=torch.float32)
+    return Partials(acc, largest, torch.empty_like(largest))
+
+
+def _shape(call: DecodeCall, split: int, row_lanes: int) -> Shape:
+    """What fixes the order of summation depends only on dtype, head shape and split length.
 
     A split is one tile. Its threads hold the first one in registers before the wait; float32 runs
     on plain FMA units.
     """
-    dim_padded = dot_columns(head_dim)
+    block_size, kv_heads, head_dim = call.kv.shape[2:]
+    group = call.num_heads // kv_heads
+    padded = dot_columns(head_dim)
     combine_rows = min(_GROUP_ROWS, triton.next_power_of_2(group))
-    combine_splits = max(1, _COMBINE_ELEMENTS // (combine_rows * dim_padded))
-    return {
-        "DIM_PADDED": dim_padded,
-        "GROUP_ROWS": _GROUP_ROWS,
-        "SPLIT": split,
-        "COMBINE_ROWS": combine_rows,
-        "COMBINE_SPLITS": min(combine_splits, _COMBINE_SPLITS),
-        "num_warps": min(16, max(4, dim_padded * dtype.itemsize // 32)),
-    }
+    combine_splits = max(1, _COMBINE_ELEMENTS // (combine_rows * padded))
+    return Shape(
+        Q=call.num_heads,
+        G=kv_heads,
+        D=head_dim,
+        padded=padded,
+        block_size=block_size,
+        group=group,
+        group_rows=_GROUP_ROWS,
+        head_tiles=_head_tiles(call.num_heads, kv_heads),
+        normed=call.q_norm_weight is not None,
+        fp8=call.kv.dtype == FP8_KV,
+        window=call.window,
+        softcap=float(call.softcap),
+        split=split,
+        row_lanes=row_lanes,
+        depth=call.depth,
+        siblings=call.depth or row_lanes - 1,
+        loop_stages=_loop_stages(call.lanes, head_dim, split),
+        combine_rows=combine_rows,
+        combine_splits=min(combine_splits, _COMBINE_SPLITS),
+    )
 
 
 def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
@@ -308,13 +319,13 @@ def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
     return _LOOP_STAGES if lanes <= _LOOP_LANES and head_dim <= 64 and split > 64 else 1
 
 
-def _row_options(dtype: torch.dtype, tokens_per_row: int, depth: int) -> dict[str, int]:
-    """How rows of several tokens change a launch; nothing that changes a result's bits.
+def _compiler_options(dtype: torch.dtype, shape: Shape) -> dict[str, int]:
+    """Warps, which fix the order of summation with the shape; and registers, which change no bit.
 
     The code for siblings would take registers at the cost of a program an SM; it fits without.
     """
-    options = {"ROW_LANES": tokens_per_row, "DEPTH": depth}
-    if tokens_per_row == 1 or dtype.itemsize > 2:
+    options = {"num_warps": min(16, max(4, shape.padded * dtype.itemsize // 32))}
+    if shape.row_lanes == 1 or dtype.itemsize > 2:
         return options
     return options | {"maxnreg": _ROW_REGISTERS}
 

@@ -27,10 +27,11 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from graphengine.kernels.attention.decode import MAX_HEAD_DIM
 from graphengine.kernels.attention.prefill_gluon import attend, takes_wgmma
-from graphengine.kernels.attention.prefill_triton import prefill_attention_kernel
+from graphengine.kernels.attention.prefill_triton import Shape, prefill_attention_kernel
 from graphengine.kernels.attention.reference import (
     PrefillCall,
     paged_prefill_attention_reference,
@@ -214,12 +215,11 @@ def _takes_wgmma(call: PrefillCall, cut: _Cut) -> bool:
 def _attend(call: PrefillCall, cut: _Cut, out: torch.Tensor, launch: Launch) -> None:
     """`paged_prefill_attention` of a checked call, by `prefill_triton.py`'s kernel."""
     q, kv, splits = call.q_NQD, call.kv, cut.splits
-    heads, head_dim = q.shape[1:]
     grid = (call.kv_heads, cut.row_tiles, splits * call.segments)
+    shape = _shape(call, cut)
     parts = None
     if splits > 1:
-        columns = dot_columns(head_dim) + 2
-        size = math.prod(grid) * columns * cut.rows
+        size = math.prod(grid) * (shape.padded + 2) * cut.rows
         parts = torch.empty(size, dtype=torch.float32, device=q.device)
     launcher(prefill_attention_kernel, grid)(
         q,
@@ -239,22 +239,31 @@ def _attend(call: PrefillCall, cut: _Cut, out: torch.Tensor, launch: Launch) -> 
         kv.stride(0),
         call.block_table_SB.stride(0),
         token_capacity(kv, call.block_table_SB),
+        Shape(*(tl.constexpr(value) for value in shape)),
+        num_warps=cut.warps,
+        **launch_options(launch.pdl),
+    )
+
+
+def _shape(call: PrefillCall, cut: _Cut) -> Shape:
+    """What the kernel is compiled for."""
+    heads, head_dim = call.q_NQD.shape[1:]
+    return Shape(
         Q=heads,
         G=call.kv_heads,
         D=head_dim,
-        DIM_PADDED=dot_columns(head_dim),
-        BLOCK_SIZE=kv.shape[2],
-        ROWS=cut.rows,
-        TILE=cut.tiles.keys,
-        STAGES=cut.tiles.stages,
-        SHARES=cut.shares,
-        SPLITS=splits,
-        LEAST_SPLIT=LEAST_SPLIT,
-        FP8=call.kv_scales is not None,
-        WINDOW=call.window,
-        SOFTCAP=float(call.softcap),
-        num_warps=cut.warps,
-        **launch_options(launch.pdl),
+        padded=dot_columns(head_dim),
+        block_size=call.kv.shape[2],
+        group=heads // call.kv_heads,
+        rows=cut.rows,
+        tile=cut.tiles.keys,
+        stages=cut.tiles.stages,
+        shares=cut.shares,
+        splits=cut.splits,
+        least_split=LEAST_SPLIT,
+        fp8=call.kv_scales is not None,
+        window=call.window,
+        softcap=float(call.softcap),
     )
 
 
