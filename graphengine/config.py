@@ -33,6 +33,7 @@ from graphengine.options import (
     documented,
     option,
     read_integers,
+    read_pairs,
     within,
 )
 from graphengine.prefill_cut import PrefillCut
@@ -66,16 +67,6 @@ _BLOCK_SIZES = (8, 16, 32, 64, 128)
 # Positions and blocks have 32-bit numbers on the device.
 _INDEX = at_most(INT32_MAX)
 _POSITIVE = Bound("be positive and finite", lambda value: value > 0 and is_finite(value))
-
-
-def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
-    """From "0:1024,8192:512": pairs as the value of a flag. ValueError for anything else."""
-    parts = [part.split(":") for part in text.split(",")]
-    if not all(len(part) == 2 and all(map(str.isdecimal, part)) for part in parts) or not (
-        text.isascii()
-    ):
-        raise ValueError(f"{shown(text)} must be pairs of integers, a:b, with commas between them")
-    return tuple(tuple(map(int, part)) for part in parts)
 
 
 @documented
@@ -193,7 +184,7 @@ class EngineConfig(EngineSizes):
         size is a prefill bucket, each position a multiple of the size before it; the
         `engine.prefill_cut` of another engine repeats its cut, and so its bits; None: as measured
         for `max_prefill_ms_per_step`, or the largest bucket everywhere""",
-        flag=Flag(parse=_pairs),
+        flag=Flag(parse=read_pairs),
     )
     block_size: int = option(
         16,
@@ -365,7 +356,7 @@ class EngineConfig(EngineSizes):
         a step has the smaller number of both""",
         flag=Flag(
             metavar="LIVE:DRAFTS,...",
-            parse=_pairs,
+            parse=read_pairs,
             help="drafts a row by live requests: 1:5,4:3 drafts 5 for one request, 3 for up to "
             "four, and none for more; left out: as many for any number",
         ),

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import torch
 
-from graphengine.checks import is_int, is_number
+from graphengine.checks import is_int, is_number, shown
 
 T = TypeVar("T")
 
@@ -71,6 +71,16 @@ def read_integers(text: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdecimal() for part in parts):
         raise ValueError(f"{text!r} must be integers with commas between them")
     return tuple(map(int, parts))
+
+
+def read_pairs(text: str) -> tuple[tuple[int, ...], ...]:
+    """From "0:1024,8192:512": pairs as the value of a flag. ValueError for anything else."""
+    parts = [part.split(":") for part in text.split(",")]
+    if not all(len(part) == 2 and all(map(str.isdecimal, part)) for part in parts) or not (
+        text.isascii()
+    ):
+        raise ValueError(f"{shown(text)} must be pairs of integers, a:b, with commas between them")
+    return tuple(tuple(map(int, part)) for part in parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,10 @@ from graphengine.observe.recorder import Recorder
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.caller_drafts import NO_DRAFTS
 from graphengine.requests.guided import Guide
+from graphengine.requests.job import Job
 from graphengine.requests.request import Event, Phase, Request
 from graphengine.requests.result import FinishReason, TokenLogprobs
+from graphengine.text.tokenizer import TextStream
 
 log = logging.getLogger(__name__)
 
@@ -132,48 +134,31 @@ class Delivery:
         state = items[-1]
         flags, count = FLAGS_AND_COUNT[state & FLAGS_AND_COUNT_MASK]
         if width > 1:
-            # What was fed past a stop was not judged.
-            verified = count if flags & STOP else fed_of(state)
-            # Where a request ends, it has no lanes for drafts.
-            judged = verified > 1 or (self._withholds and not flags & LENGTH)
-            self._account(request, epoch, width, count, verified, judged)
+            self._account(request, epoch, width, state)
         if not flags & (EMITTED | INVALID):
             return 0
         if request.finish_reason is not None or state >> EPOCH_SHIFT != epoch & EPOCH_MASK:
             self.counters["discarded_tokens"] += count
             return 0
-        if flags & INVALID:
-            self._log_invalid(request)
-            self._finish(request, "error", (), "", now)
-            return 0
         job, halted = request.job, flags & _HALTED
-        if job.scores:
-            self.counters["discarded_tokens"] += count
-            self._finish(request, "length", (), "", now)
+        if flags & INVALID or job.scores:
+            self._finish_without(request, flags, count, now)
             return 0
         tokens, text, stopped = items[:count], "", None
         ended: FinishReason | None = None
         if job.guide is not None:
-            taken, ended = self._follow(request, job.guide, tokens, flags)
-            if taken < count:
-                tokens, count, flags = tokens[:taken], taken, EMITTED
+            tokens, ended = self._follow(request, job.guide, tokens, flags)
+            if len(tokens) < count:
+                count, flags = len(tokens), EMITTED
         stream = job.stream
         if stream is not None:
             if count == 1 and not flags & STOP:
                 text, stopped = stream.push(tokens[0])
             else:
-                silent = bool(flags & STOP) and job.stops.hides(tokens[-1])
-                text, taken, stopped = stream.take(tokens, silent)
-                if taken < count:
-                    # Tokens after a stop string are not given to the caller.
-                    self.counters["discarded_tokens"] += count - taken
-                    tokens = tokens[:taken]
+                tokens, text, stopped = self._take(job, stream, tokens, flags)
             if stream.failure is not None:
-                # The token that failed and those after it are not given to the caller.
-                taken = len(stream.lengths) - len(request.token_ids)
-                self.counters["discarded_tokens"] += len(tokens) - taken
-                tokens, stopped, ended = tokens[:taken], None, "error"
-                log.error("request %d: %s", request.id, stream.failure)
+                tokens = self._before_failure(request, stream, tokens)
+                stopped, ended = None, "error"
         request.token_ids += tokens
         if logprobs is not None and request.logprobs is not None:
             logprobs = logprobs[: len(tokens)]
@@ -182,23 +167,51 @@ class Delivery:
         # A host that takes none of a step's tokens is where the step before ended.
         job.halted = bool(halted) and given > 0
         request.timings.tokens += [now] * given
-        if stopped is not None:
-            request.stop_reason = stopped
-            self._finish(request, "stop", tokens, text, now, logprobs)
-        elif ended is not None:
-            self._finish(request, ended, tokens, text, now, logprobs)
-        elif flags & STOP:
-            request.stop_reason = job.stops.reason(request.token_ids)
-            self._finish(request, "stop", tokens, text, now, logprobs)
-        elif flags & LENGTH:
-            self._finish(request, "length", tokens, text, now, logprobs)
-        else:
+        if stopped is None and ended is None and not flags & _HALTED:
             event = _make(Event, (request, tokens, text, None, now, logprobs))
             if request.callback is None:
                 self._unreturned.append(event)
             else:
                 self._announce(event)
+            return given
+        if stopped is not None:
+            request.stop_reason, ended = stopped, "stop"
+        elif ended is None and flags & STOP:
+            request.stop_reason, ended = job.stops.reason(request.token_ids), "stop"
+        self._finish(request, ended or "length", tokens, text, now, logprobs)
         return given
+
+    def _finish_without(self, request: Request, flags: int, count: int, now: float) -> None:
+        """End a request that gets no token: none could be chosen, or it asked for none."""
+        if flags & INVALID:
+            self._log_invalid(request)
+            self._finish(request, "error", (), "", now)
+        else:
+            self.counters["discarded_tokens"] += count
+            self._finish(request, "length", (), "", now)
+
+    def _take(
+        self, job: Job, stream: TextStream, tokens: tuple[int, ...], flags: int
+    ) -> tuple[tuple[int, ...], str, str | None]:
+        """The tokens that the caller is given, their text, and the stop string that ends it."""
+        silent = bool(flags & STOP) and job.stops.hides(tokens[-1])
+        text, taken, stopped = stream.take(tokens, silent)
+        if taken < len(tokens):
+            # Tokens after a stop string are not given to the caller.
+            self.counters["discarded_tokens"] += len(tokens) - taken
+            tokens = tokens[:taken]
+        return tokens, text, stopped
+
+    def _before_failure(
+        self, request: Request, stream: TextStream, tokens: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The tokens before the one whose text failed: neither it nor those after it are given to
+        the caller.
+        """
+        taken = len(stream.lengths) - len(request.token_ids)
+        self.counters["discarded_tokens"] += len(tokens) - taken
+        log.error("request %d: %s", request.id, stream.failure)
+        return tokens[:taken]
 
     def _announce(self, event: Event) -> None:
         """Queue the event for the next step to return, and for its request's callback, if any."""
@@ -225,28 +238,28 @@ class Delivery:
 
     def _follow(
         self, request: Request, guide: Guide, tokens: tuple[int, ...], flags: int
-    ) -> tuple[int, FinishReason | None]:
-        """How many of a step's tokens the grammar accepts, and why it ends, if it does."""
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Those of a step's tokens that the grammar accepts, and why it ends, if it does."""
         taken, ended = guide.take(tokens, more=flags == EMITTED)
         self.counters["discarded_tokens"] += len(tokens) - taken
         if ended == "error":
             self.counters["guided/errors"] += 1
             log.error("request %d: its grammar allows nothing: %s", request.id, guide.trouble)
-        return taken, ended
+        return tokens[:taken], ended
 
-    def _account(
-        self, request: Request, epoch: int, width: int, count: int, verified: int, judged: bool
-    ) -> None:
-        """Tell the scheduler, the statistics and the gate what a speculative row came to.
-
-        verified  tokens that it fed and that were judged: without missing drafts
-        judged    whether it says something of the drafter
-        """
+    def _account(self, request: Request, epoch: int, width: int, state: int) -> None:
+        """Tell the scheduler, the statistics and the gate what a speculative row came to."""
         placement = request.job.placement
         if placement is None or placement.epoch != epoch:
             return
+        flags, count = FLAGS_AND_COUNT[state & FLAGS_AND_COUNT_MASK]
         self._scheduler.collected(request, width, count)
         if count and request.finish_reason is None:
+            # Without missing drafts; what was fed past a stop was not judged.
+            verified = count if flags & STOP else fed_of(state)
+            # Whether it says something of the drafter: where a request ends, it has no lanes for
+            # drafts.
+            judged = verified > 1 or (self._withholds and not flags & LENGTH)
             for acceptance in (request.acceptance, self.acceptance):
                 acceptance.record(verified, count, None if self._forced else count - 1)
             if self._gate is not None and judged:

@@ -15,9 +15,10 @@ from graphengine.opening.memory import MemoryPlan
 from graphengine.prompt_embeds import EmbedsSpec, PromptTokens
 from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
 from graphengine.requests.caller_drafts import CallerDrafts
-from graphengine.requests.guided import Grammars
+from graphengine.requests.guided import Grammars, Guide
 from graphengine.requests.job import Job
 from graphengine.requests.processing import (
+    Processing,
     check_something_is_left,
     make_processing,
     single_stop_ids,
@@ -138,52 +139,23 @@ class Intake:
         `submitted` is when its caller called, by `time.perf_counter`.
         """
         check_callable("on_event", callback)
-        ids = prompt.ids
-        if not is_int(priority):
-            raise ValueError(f"priority={priority!r} must be an integer; the lowest goes first")
-        if deadline_s is not None:
-            _check_deadline(deadline_s)
-        eos = () if params.ignore_eos else self._eos_ids
-        stops = (*params.stop_tokens, *single_stop_ids(params))
-        given = (token_id(token, self._vocab_size) for token in stops)
-        stop_ids = tuple(dict.fromkeys((*eos, *given)))
-        limit = self._config.max_stop_ids
-        if len(stop_ids) > limit:
-            raise ValueError(
-                f"{len(stop_ids)} end-of-sequence and stop token ids exceed max_stop_ids={limit}"
-            )
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; the checkpoint has no tokenizer.json")
-        if self._prompts_only and params.max_tokens not in (None, 1):
-            raise ValueError(
-                f"max_tokens={params.max_tokens}: with {self._config.speculative} a prompt has one "
-                f"new token, max_tokens=1"
-            )
+        _check_queueing(priority, deadline_s)
+        stops = self._stops(params)
+        self._check_new_tokens(params)
         processing = make_processing(
             params,
-            prompt_len=len(ids),
+            prompt_len=len(prompt.ids),
             vocabulary=self._vocabulary,
             tokenizer=self.tokenizer,
             config=self._config,
         )
-        check_something_is_left(params, processing, stop_ids)
-        guide = None
-        if params.structured_outputs is not None:
-            if self._config.forced_acceptance is not None:
-                raise ValueError(
-                    f"structured_outputs: an engine with forced_acceptance="
-                    f"{self._config.forced_acceptance} takes drafts that a grammar forbids"
-                )
-            assert processing is not None
-            guide = self._grammars.guide(params, self.tokenizer, processing.mask)
+        check_something_is_left(params, processing, stops.ids)
+        guide = self._guide(params, processing)
         given_routes = self._given_routes(params)
-        room = 1 if self._prompts_only else self._max_seq_len - len(ids)
-        # A prefill always samples a token.
-        most = room if params.max_tokens is None else max(1, params.max_tokens)
         self.made += 1
         return Request(
             request_id=self.made,
-            prompt_token_ids=ids,
+            prompt_token_ids=prompt.ids,
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             submitted=submitted,
@@ -191,27 +163,69 @@ class Intake:
             callback=callback,
             priority=int(priority),
             job=Job(
-                prompt_len=len(ids),
-                max_len=len(ids) + min(room, most),
+                prompt_len=len(prompt.ids),
+                max_len=self._max_len(len(prompt.ids), params),
                 min_tokens=params.min_tokens,
                 embeds=prompt.embeds,
-                stops=Stops(
-                    ids=stop_ids,
-                    eos_ids=eos,
-                    tokens=params.stop_tokens,
-                    sequences=tuple(map(tuple, params.stop_token_sequences)),
-                    in_text=params.include_stop_str_in_output,
-                ),
+                stops=stops,
                 processing=processing,
                 full=params.filtered or processing is not None,
                 deadline=None if deadline_s is None else submitted + float(deadline_s),
                 stream=self._stream(params),
                 guide=guide,
-                given_routes=None if given_routes is None else given_routes[: self._max_seq_len],
+                given_routes=given_routes,
                 routes=self._new_routes(),
                 scores=params.max_tokens == 0,
             ),
         )
+
+    def _stops(self, params: SamplingParams) -> Stops:
+        """The tokens that end a request; ValueError for too many, and for one that is none."""
+        eos = () if params.ignore_eos else self._eos_ids
+        stops = (*params.stop_tokens, *single_stop_ids(params))
+        given = (token_id(token, self._vocab_size) for token in stops)
+        ids = tuple(dict.fromkeys((*eos, *given)))
+        limit = self._config.max_stop_ids
+        if len(ids) > limit:
+            raise ValueError(
+                f"{len(ids)} end-of-sequence and stop token ids exceed max_stop_ids={limit}"
+            )
+        return Stops(
+            ids=ids,
+            eos_ids=eos,
+            tokens=params.stop_tokens,
+            sequences=tuple(map(tuple, params.stop_token_sequences)),
+            in_text=params.include_stop_str_in_output,
+        )
+
+    def _check_new_tokens(self, params: SamplingParams) -> None:
+        """ValueError for text that nobody decodes, and for more tokens than a prompt may have."""
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; the checkpoint has no tokenizer.json")
+        if self._prompts_only and params.max_tokens not in (None, 1):
+            raise ValueError(
+                f"max_tokens={params.max_tokens}: with {self._config.speculative} a prompt has one "
+                f"new token, max_tokens=1"
+            )
+
+    def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
+        """Tokens of the whole sequence at which a request ends."""
+        room = 1 if self._prompts_only else self._max_seq_len - prompt_len
+        # A prefill always samples a token.
+        most = room if params.max_tokens is None else max(1, params.max_tokens)
+        return prompt_len + min(room, most)
+
+    def _guide(self, params: SamplingParams, processing: Processing | None) -> Guide | None:
+        """What follows the grammar that a request asks for; ValueError where none can be."""
+        if params.structured_outputs is None:
+            return None
+        if self._config.forced_acceptance is not None:
+            raise ValueError(
+                f"structured_outputs: an engine with forced_acceptance="
+                f"{self._config.forced_acceptance} takes drafts that a grammar forbids"
+            )
+        assert processing is not None, "a grammar has a mask"
+        return self._grammars.guide(params, self.tokenizer, processing.mask)
 
     def _given_routes(self, params: SamplingParams) -> Ids | None:
         """The ids of the experts that a request's tokens take; ValueError if they cannot."""
@@ -223,7 +237,7 @@ class Intake:
         record.check(routed.layers, routed.experts, routed.chosen)
         if self._recorded is None:
             raise ValueError("routing is for an engine that is opened with record_routing=True")
-        return record.ids
+        return record.ids[: self._max_seq_len]
 
     def _new_routes(self) -> RecordedRoutes | None:
         """What keeps the experts of a request's tokens, if anything does."""
@@ -282,8 +296,12 @@ def _check_params(params: object) -> None:
         raise ValueError(f"params must be SamplingParams, not {params!r}")
 
 
-def _check_deadline(seconds: float) -> None:
-    if not is_number(seconds) or not (seconds > 0 and is_finite(seconds)):
+def _check_queueing(priority: int, deadline_s: float | None) -> None:
+    if not is_int(priority):
+        raise ValueError(f"priority={priority!r} must be an integer; the lowest goes first")
+    if deadline_s is None:
+        return
+    if not is_number(deadline_s) or not (deadline_s > 0 and is_finite(deadline_s)):
         raise ValueError(
-            f"deadline_s={seconds!r} must be positive, finite seconds from now on, or None"
+            f"deadline_s={deadline_s!r} must be positive, finite seconds from now on, or None"
         )

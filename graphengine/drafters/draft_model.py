@@ -12,6 +12,7 @@ Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K draft
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from graphengine.drafters.head import DraftHead
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels import (
     DecodeLanes,
+    DraftTiles,
     PrefillLanes,
     Residual,
     RowFamily,
@@ -47,6 +49,17 @@ from graphengine.models.weights import Destinations
 
 _WHOSE = "draft_"
 """What the names of its static fields begin with."""
+
+
+class _Fed(NamedTuple):
+    """What the model was fed last, and its stream after it."""
+
+    lanes: DecodeLanes
+    rows: DecodeLanes
+    """R lanes: the last token of each row."""
+    source: Tensor | None
+    """int32 [R]: which of `lanes` they are; None: all."""
+    hidden: Residual
 
 
 class DraftModelDrafter(Drafter):
@@ -183,66 +196,73 @@ class DraftModelDrafter(Drafter):
         filtered: bool,
     ) -> None:
         """Feed each row's last two tokens, then draft `length` times."""
-        model, limit, pdl = self._model, self._limit, launch.pdl
-        embedding, norm = model.weights.embedding, model.first_norm
-        scale = model.weights.embedding_scale
+        fed = self._feed(token_N, count_R, lanes, launch)
+        chain = self._drafts.new_chain(count_R.numel())
+        for index in range(length):
+            tiles = self._drafts.tiles(
+                fed.hidden,
+                fed.lanes,
+                launch,
+                ahead=1,
+                rows=fed.rows,
+                source=fed.source,
+                index=index,
+                chain=chain,
+                filtered=filtered,
+            )
+            if index + 1 < length:
+                launch = replace(launch, plans=self.plans.later)
+                fed = self._feed_draft(tiles, fed, index, launch)
+                continue
+            commit_draft(
+                tiles,
+                fed.rows,
+                self._draft_tokens,
+                index=index,
+                limit=self._limit,
+                source_R=fed.source,
+                pdl=launch.pdl,
+            )
+
+    def _feed(
+        self, token_N: Tensor, count_R: Tensor, lanes: DecodeLanes, launch: DecodeLaunch
+    ) -> _Fed:
+        """Run the model on each row's last two tokens."""
+        model = self._model
         residual = self._new_stream(self.lanes_of(count_R.numel()), launch)
         first = begin_model_draft(
             token_N,
             count_R,
             lanes,
-            embedding,
-            norm,
+            model.weights.embedding,
+            model.first_norm,
             residual,
-            limit=limit,
-            embedding_scale=scale,
-            pdl=pdl,
+            limit=self._limit,
+            embedding_scale=model.weights.embedding_scale,
+            pdl=launch.pdl,
         )
-        fed, rows = first.lanes, first.rows
-        source: Tensor | None = first.source
         two = replace(launch, tokens_per_row=2)
-        hidden = model.decode(fed, residual, self._states, two)
-        chain = self._drafts.new_chain(count_R.numel())
-        for index in range(length):
-            tiles = self._drafts.tiles(
-                hidden,
-                fed,
-                launch,
-                ahead=1,
-                rows=rows,
-                source=source,
-                index=index,
-                chain=chain,
-                filtered=filtered,
-            )
-            if index + 1 == length:
-                commit_draft(
-                    tiles,
-                    rows,
-                    self._draft_tokens,
-                    index=index,
-                    limit=limit,
-                    source_R=source,
-                    pdl=pdl,
-                )
-                return
-            launch = replace(launch, plans=self.plans.later)
-            residual = self._new_stream(count_R.numel(), launch)
-            rows = advance_model_draft(
-                tiles,
-                rows,
-                self._draft_tokens,
-                embedding,
-                norm,
-                residual,
-                index=index,
-                limit=limit,
-                source_R=source,
-                embedding_scale=scale,
-                pdl=pdl,
-            )
-            fed, source = rows, None
-            hidden = model.decode(rows, residual, self._states, launch)
+        hidden = model.decode(first.lanes, residual, self._states, two)
+        return _Fed(first.lanes, first.rows, first.source, hidden)
+
+    def _feed_draft(self, tiles: DraftTiles, fed: _Fed, index: int, launch: DecodeLaunch) -> _Fed:
+        """Take draft `index` out of its tiles, and run the model on it."""
+        model = self._model
+        residual = self._new_stream(fed.rows.slot.numel(), launch)
+        rows = advance_model_draft(
+            tiles,
+            fed.rows,
+            self._draft_tokens,
+            model.weights.embedding,
+            model.first_norm,
+            residual,
+            index=index,
+            limit=self._limit,
+            source_R=fed.source,
+            embedding_scale=model.weights.embedding_scale,
+            pdl=launch.pdl,
+        )
+        return _Fed(rows, rows, None, model.decode(rows, residual, self._states, launch))
 
     def _new_stream(self, lanes: int, launch: DecodeLaunch) -> Residual:
         config = self.config

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from graphengine.host.plan import Plan
 from graphengine.host.pool import BlockPool
-from graphengine.host.scheduler import Move, Scheduler, check_queue, enqueue, finish
+from graphengine.host.scheduler import Move, Scheduler, finish
+from graphengine.host.waiting import check_queue, enqueue
 from graphengine.requests.context import Context
 from graphengine.requests.request import Request
 

@@ -30,7 +30,6 @@ request may yet need are free, whether it takes them at once or as it grows.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -41,11 +40,12 @@ from graphengine.host.blocks import Reuse
 from graphengine.host.plan import NOTHING, Plan, PrefillChunk
 from graphengine.host.pool import BlockPool
 from graphengine.host.rings import WindowRing, WindowRings
+from graphengine.host.waiting import check_queue, enqueue
 from graphengine.prefill_cut import PrefillCut
 from graphengine.prompt_embeds import NO_EMBEDS
 from graphengine.requests.context import Context
 from graphengine.requests.job import Job, Placement
-from graphengine.requests.request import Phase, QueueFull, Request
+from graphengine.requests.request import Phase, Request
 
 Move = Literal["paused", "resumed", "finished"]
 
@@ -546,28 +546,6 @@ class Scheduler:
         if chunk.final:
             placement.least = 1
             chunk.request.phase = Phase.DECODE
-
-
-def check_queue(waiting: int, vacant: int, limit: int | None, count: int) -> None:
-    """QueueFull unless `count` more requests may wait beside so many, for some of whom a slot is
-    vacant.
-    """
-    if limit is not None and waiting + count - vacant > limit:
-        more = "another one" if count == 1 else f"{count} more"
-        slots = f" and {vacant} vacant slots" if vacant else ""
-        raise QueueFull(
-            f"{max(0, waiting - vacant)} requests wait already: {more} would exceed "
-            f"max_waiting={limit}{slots}"
-        )
-
-
-def enqueue(waiting: deque[Request], request: Request) -> None:
-    """Add a request after those of its priority."""
-    if waiting and waiting[-1].priority > request.priority:
-        place = bisect_right(waiting, request.priority, key=lambda other: other.priority)
-        waiting.insert(place, request)
-    else:
-        waiting.append(request)
 
 
 def finish(request: Request) -> None:

@@ -33,7 +33,7 @@ from graphengine.models.vocabulary import vocabulary_of
 from graphengine.observe.tracing import span
 from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.opening.memory import MemoryPlan
-from graphengine.opening.records import RecordMemory, new_records
+from graphengine.opening.records import RecordMemory, Records, new_records
 from graphengine.program.early_stage import EarlyStage
 from graphengine.program.fields import EMBEDS_FIELD, engine_fields
 from graphengine.program.graph_key import GraphKey
@@ -45,13 +45,15 @@ from graphengine.program.step import StepProgram
 
 log = logging.getLogger(__name__)
 
+PagedCache = tuple[Tensor, Tensor]
+"""KV of every block of a pool, the dummy block 0 included, and its swap area."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
     """Every tensor a replay can see, and the host's side of them.
 
-    caches  (KV of every block of the pool, the dummy block 0 included, its swap area): the
-            target's, then the drafter's if it has any
+    caches  the target's, then the drafter's if it has any
     routing  records of experts; None without
     kept    places for the states of recurrent layers
     stream  of all replays and copies; None on a CPU
@@ -64,7 +66,7 @@ class Allocation:
     logprobs: Logprobs
     masks: MaskTable
     routing: Routing | None
-    caches: tuple[tuple[Tensor, Tensor], ...]
+    caches: tuple[PagedCache, ...]
     kept: KeptTensors
     program: StepProgram
     stream: torch.cuda.Stream | None
@@ -85,20 +87,56 @@ def allocate(
     stages   of the pipeline of which the model is a stage; None: it is in none
     records  memory of the mailboxes; None: their own
     """
-    experts = None
-    if config.data_parallel > 1:
-        # Ranks meet for experts, and for nothing else.
-        experts, group = group, None
-    on_gpu = memory.device.type == "cuda"
     plans, plan_sources = choose_plans(
         model.config.linears, memory.dtype, config.family, memory.device
     )
     buffers = _new_buffers(model, memory, config, drafter, plans)
-    mailbox, logprobs, routing = new_records(config, memory, records)
-    states = model.config.states
-    layers, *block = cache_shape(states, memory.block_size)
-    in_rings = sum(len(ring.layers) for ring in memory.rings)
-    caches = [_new_cache(memory, layers - in_rings, *block)]
+    held = new_records(config, memory, records)
+    target, own = _new_caches(model, memory, drafter)
+    states = _new_states(model, memory, buffers, target[0])
+    setting = _new_setting(model, memory, config, drafter, plans, buffers, group)
+    drafter.open(setting, own[0])
+    program = _new_program(
+        config, drafter, setting, states, held, _new_flow(setting, drafter, stages)
+    )
+    stream = _new_stream(memory.device)
+    # The target's also where it has no layers, all of whose KV is in rings.
+    caches = (target, own) if len(own[0]) else (target,)
+    return Allocation(
+        plans=plans,
+        plan_sources=plan_sources,
+        buffers=buffers,
+        mailbox=held.mailbox,
+        logprobs=held.logprobs,
+        masks=MaskTable(
+            buffers,
+            host_drafts=drafter.needs.host_drafts,
+            parents=drafter.parents if drafter.needs.depth else None,
+        ),
+        routing=held.routing,
+        caches=caches,
+        kept=KeptTensors(
+            model.config.states, buffers, memory.state_places, [cache for cache, _ in caches]
+        ),
+        program=program,
+        stream=stream,
+    )
+
+
+def _new_setting(
+    model: Model,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    drafter: Drafter,
+    plans: LinearPlans,
+    buffers: StaticBuffers,
+    group: RankGroup | None,
+) -> DraftSetting:
+    """How the engine's kernels are launched, for the target and its drafter."""
+    experts = None
+    if config.data_parallel > 1:
+        # Ranks meet for experts, and for nothing else.
+        experts, group = group, None
     split_tokens = model.config.split_tokens(plans.family, memory.dtype, memory.max_seq_len)
     most_split = TREE_SPLIT if drafter.needs.depth else None
     if most_split is not None:
@@ -108,68 +146,72 @@ def allocate(
         plans=plans,
         split_tokens=split_tokens,
         arrivals=buffers["arrivals"],
-        pdl=config.pdl and on_gpu,
+        pdl=config.pdl and memory.device.type == "cuda",
         reduce=None if group is None else group.reduce,
         peers=None if group is None else group.peers,
         share=WHOLE if group is None else group.share,
         experts=experts,
         activations=memory.activations,
     )
-    own_cache, own_area = _new_cache(memory, *drafter.needs.kv_block_shape(memory.block_size))
-    if own_cache.shape[0]:
-        caches.append((own_cache, own_area))
-    drafter.open(DraftSetting(model, buffers, launch, group, most_split), own_cache)
-    relaxed = config.relaxed_acceptance
-    flow = None
-    if stages is not None:
-        device_drafts = drafter.needs.length > 0 and not drafter.needs.host_drafts
-        flow = StageFlow(stages, buffers, model.config.hidden_size, drafts=device_drafts)
+    return DraftSetting(model, buffers, launch, group, most_split)
+
+
+def _new_flow(
+    setting: DraftSetting, drafter: Drafter, stages: StageGroup | None
+) -> StageFlow | None:
+    """Where a stage's streams come from and go to."""
+    if stages is None:
+        return None
+    device_drafts = drafter.needs.length > 0 and not drafter.needs.host_drafts
+    hidden = setting.model.config.hidden_size
+    return StageFlow(stages, setting.buffers, hidden, drafts=device_drafts)
+
+
+def _new_program(
+    config: EngineConfig,
+    drafter: Drafter,
+    setting: DraftSetting,
+    states: StateTensors,
+    records: Records,
+    flow: StageFlow | None,
+) -> StepProgram:
+    """The steps of a whole model or of a last stage, which sample, or those of an earlier one."""
+    model, buffers = setting.model, setting.buffers
     samples = flow is None or flow.last
-    program = (StepProgram if samples else EarlyStage)(
+    relaxed = config.relaxed_acceptance
+    return (StepProgram if samples else EarlyStage)(
         model,
         buffers,
-        StateTensors(
-            caches[0][0],
-            buffers["block_table"],
-            recurrent_tensors(states, buffers),
-            tuple(_new_ring(memory, ring, buffers, *block) for ring in memory.rings),
-        ),
-        mailbox,
-        launch,
-        LogitsStep(
-            buffers,
-            logprobs.tokens.tensor,
-            None if logprobs.prompts is None else logprobs.prompts.tensor,
-            top=config.max_logprobs,
-            keep_raw=config.logprobs_mode == "raw_logprobs",
-        ),
-        vocabulary=vocabulary_of(model.lm_head, group if samples else None),
+        states,
+        records.mailbox,
+        setting.launch,
+        _logits_step(config, buffers, records.logprobs),
+        vocabulary=vocabulary_of(model.lm_head, setting.group if samples else None),
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
-        routing=_routing_step(buffers, routing),
+        routing=_routing_step(buffers, records.routing),
         given=_given_rows(model, buffers) if config.prompt_embeds else None,
         forced_acceptance=config.forced_acceptance,
         flow=flow,
     )
-    stream = torch.cuda.Stream(memory.device) if on_gpu else None  # type: ignore[no-untyped-call]
-    if on_gpu:
-        torch.cuda.synchronize(memory.device)
-    return Allocation(
-        plans=plans,
-        plan_sources=plan_sources,
-        buffers=buffers,
-        mailbox=mailbox,
-        logprobs=logprobs,
-        masks=MaskTable(
-            buffers,
-            host_drafts=drafter.needs.host_drafts,
-            parents=drafter.parents if drafter.needs.depth else None,
-        ),
-        routing=routing,
-        caches=tuple(caches),
-        kept=KeptTensors(states, buffers, memory.state_places, [cache for cache, _ in caches]),
-        program=program,
-        stream=stream,
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The engine's, once the device has done what was asked of it on other streams."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+    return stream
+
+
+def _logits_step(config: EngineConfig, buffers: StaticBuffers, logprobs: Logprobs) -> LogitsStep:
+    return LogitsStep(
+        buffers,
+        logprobs.tokens.tensor,
+        None if logprobs.prompts is None else logprobs.prompts.tensor,
+        top=config.max_logprobs,
+        keep_raw=config.logprobs_mode == "raw_logprobs",
     )
 
 
@@ -219,7 +261,17 @@ def _routing_step(buffers: StaticBuffers, routing: Routing | None) -> RoutingSte
     return RoutingStep(buffers, *tensors)
 
 
-def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> tuple[Tensor, Tensor]:
+def _new_caches(
+    model: Model, memory: MemoryPlan, drafter: Drafter
+) -> tuple[PagedCache, PagedCache]:
+    """Of the target's layers without rings, and of the drafter's."""
+    layers, *block = cache_shape(model.config.states, memory.block_size)
+    in_rings = sum(len(ring.layers) for ring in memory.rings)
+    own = drafter.needs.kv_block_shape(memory.block_size)
+    return _new_cache(memory, layers - in_rings, *block), _new_cache(memory, *own)
+
+
+def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> PagedCache:
     return (
         torch.zeros(
             (layers, memory.kv_blocks + 1, *block), dtype=memory.kv_dtype, device=memory.device
@@ -232,6 +284,20 @@ def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> tuple[Tensor, Te
     )
 
 
+def _new_states(
+    model: Model, memory: MemoryPlan, buffers: StaticBuffers, cache: Tensor
+) -> StateTensors:
+    """What the target's layers keep; `cache` is that of the layers without rings."""
+    states = model.config.states
+    _, *block = cache_shape(states, memory.block_size)
+    return StateTensors(
+        cache,
+        buffers["block_table"],
+        recurrent_tensors(states, buffers),
+        tuple(_new_ring(memory, ring, buffers, *block) for ring in memory.rings),
+    )
+
+
 def _new_ring(
     memory: MemoryPlan, ring: WindowRing, buffers: StaticBuffers, *block: int
 ) -> RingTensors:
@@ -240,9 +306,7 @@ def _new_ring(
     return RingTensors(ring.layers, cache, buffers[ring.table])
 
 
-def swap_blocks(
-    caches: Sequence[tuple[Tensor, Tensor]], buffers: StaticBuffers, out: int, back: int
-) -> None:
+def swap_blocks(caches: Sequence[PagedCache], buffers: StaticBuffers, out: int, back: int) -> None:
     """Copy the first `out` of `swap_pairs` from the pool to the swap area, or `back` from there.
 
     A cache without layers, of a model whose KV is in rings, has nothing to copy.

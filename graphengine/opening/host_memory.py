@@ -1,4 +1,5 @@
-"""How much memory this process may still take on its host, with container limits.
+"""How much memory this process may still take on its host, with container limits, and what an
+allocation there takes.
 
 In a container /proc/meminfo is the host's. The limit of a pod is set on a cgroup: the process's own
 or one around it. Both versions of cgroups are read, from the files that the kernel documents
@@ -50,6 +51,11 @@ def available_host_bytes(root: Path = ROOT) -> int:
     available = int(fields["MemAvailable"].split()[0]) * 1024
     left = (_left(group, _FILES[kind]) for kind, group in _groups(root))
     return min([available, *(found for found in left if found is not None)])
+
+
+def host_bytes(size: int, *, pinned: bool) -> int:
+    """What an allocation on the host takes: torch rounds pinned ones up to a power of two."""
+    return 1 << (size - 1).bit_length() if pinned and size else size
 
 
 def _left(group: Path, files: _Files) -> int | None:

@@ -6,14 +6,16 @@ reports count them. `engine_fields` is the same for static fields, `cache_shape`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphengine.buckets import BucketLadder
 from graphengine.config import EngineConfig
+from graphengine.drafters import DraftNeeds
 from graphengine.host.rings import WindowRing, ring_blocks
 from graphengine.kernels import logprob_items, route_items
 from graphengine.models.contract import ModelConfig
-from graphengine.models.states import paged_states
+from graphengine.models.states import paged_states, recurrent_states
 from graphengine.models.weights import RoutedExperts
 from graphengine.program.graph_key import (
     GraphKey,
@@ -159,6 +161,16 @@ def window_rings(model: ModelConfig, config: EngineConfig, drafts: int) -> tuple
         for window, of_window in layers.items()
     )
     return tuple(ring for ring in rings if ring.blocks < -(-max_seq_len // size))
+
+
+def state_places(
+    model: ModelConfig, config: EngineConfig, needs: DraftNeeds, rings: Sequence[WindowRing]
+) -> int:
+    """Points at which the states of recurrent layers are kept, of sessions and prefixes."""
+    # A draft model's own states are kept for nobody.
+    if rings or recurrent_states(needs.states) or not recurrent_states(model.states):
+        return 0
+    return config.session_states
 
 
 def prefill_ladder(config: EngineConfig, max_seq_len: int) -> BucketLadder:

@@ -8,14 +8,50 @@ from collections.abc import Sequence
 import torch
 
 from graphengine.config import EngineConfig
+from graphengine.drafters import DraftNeeds
 from graphengine.kernels import PACKED_COLUMNS, ActivationKind, takes_fp8
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import Linear
-from graphengine.models.states import LayerStates, paged_states
+from graphengine.models.states import LayerStates, paged_states, recurrent_states
 from graphengine.models.weights import RoutedExperts
+from graphengine.opening.inventory import state_places
 
 # Compute capability of the first GPUs that convert e4m3.
 _LEAST_FP8 = (8, 9)
+
+
+def check_requirements(
+    model: ModelConfig,
+    config: EngineConfig,
+    needs: DraftNeeds,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """ValueError for prefix caching of a model whose recurrent layers need every token, for an fp8
+    KV cache on a GPU that cannot convert it or of layers without scales, for packed weights that
+    the kernels of a GPU do not take, and for fp8 activations where no linear takes them.
+
+    dtype  of weights and activations
+    """
+    _check_prefixes(model, config, needs)
+    if config.kv_dtype == "fp8":
+        check_fp8(device)
+        check_fp8_states(model.architecture, (*model.states, *needs.states))
+    check_packed(model, device, dtype)
+    if config.activations is not None:
+        check_coded(model, config.activations, dtype)
+
+
+def _check_prefixes(model: ModelConfig, config: EngineConfig, needs: DraftNeeds) -> None:
+    """ValueError for prefixes of recurrent layers, none of whose states are kept."""
+    recurrent = recurrent_states(model.states)
+    # With prefixes no layer has rings.
+    if config.prefix_caching and recurrent and not state_places(model, config, needs, ()):
+        raise ValueError(
+            f"prefix_caching=True, but a {model.architecture} has {len(recurrent)} recurrent "
+            f"states, which follow from every token of a prompt, and none are kept: that needs "
+            f"session_states above 0, and a drafter without such states"
+        )
 
 
 def recorded_experts(

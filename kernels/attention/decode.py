@@ -27,18 +27,22 @@ cache's layout.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from graphengine.kernels.attention import decode_gluon
-from graphengine.kernels.attention.decode_triton import decode_attention_kernel
-from graphengine.kernels.attention.reference import decode_attention_reference
+from graphengine.kernels.attention.decode_triton import Partials, decode_attention_kernel
+from graphengine.kernels.attention.decode_triton_lanes import Shape
+from graphengine.kernels.attention.reference import DecodeCall, decode_attention_reference
 from graphengine.kernels.attention.scores import check_scores
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32, check_lanes
 from graphengine.kernels.core.launching import Launch, launcher
 from graphengine.kernels.core.paged import (
+    FP8_KV,
     check_cache,
     checked_output,
     position_limit,
@@ -140,131 +144,41 @@ def decode_attention(
         entry, is negative, max_seq_len or more, past the tables or past its block table is NaN and
         appends nothing.
     """
-    head_dim = _check_arguments(
-        qkv_NX,
-        cos,
-        sin,
-        kv,
-        block_table_SB,
+    call = DecodeCall(
+        qkv_NX=qkv_NX,
+        cos=cos,
+        sin=sin,
+        kv=kv,
+        block_table_SB=block_table_SB,
+        slot_N=slot_N,
+        position_N=position_N,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        scale=scale,
         max_seq_len=max_seq_len,
+        q_norm_weight=q_norm_weight,
+        k_norm_weight=k_norm_weight,
+        eps=eps,
         kv_scales=kv_scales,
+        window=window,
+        sinks=sinks,
+        softcap=softcap,
+        tree=tree,
     )
-    check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
-    check_scores(window=window, sinks=sinks, softcap=softcap, heads=num_heads, device=qkv_NX.device)
-    if split_tokens not in SPLITS:
-        raise ValueError(f"split_tokens={split_tokens} is not one of {SPLITS}")
-    lanes = qkv_NX.shape[0]
-    check_lanes(lanes, slot_N=slot_N, position_N=position_N)
-    if not 1 <= tokens_per_row <= _MAX_ROW_TOKENS or lanes % tokens_per_row:
-        raise ValueError(
-            f"tokens_per_row={tokens_per_row} must divide {lanes} lanes, 1..{_MAX_ROW_TOKENS}"
-        )
-    depth = 0 if tree is None else _checked_tree(tree, lanes, tokens_per_row, split_tokens)
-    arrivals = _checked_arrivals(launch, lanes, num_heads, num_kv_heads)
-    out = checked_output(out, (lanes, num_heads * head_dim), like=qkv_NX)
+    _check_call(call)
+    _check_rows(call, split_tokens, tokens_per_row)
+    arrivals = _checked_arrivals(launch, call)
+    out = checked_output(out, (call.lanes, num_heads * call.head_dim), like=qkv_NX)
     if not use_triton(qkv_NX):
-        return decode_attention_reference(
-            qkv_NX,
-            cos,
-            sin,
-            kv,
-            block_table_SB,
-            slot_N,
-            position_N,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            scale=scale,
-            max_seq_len=max_seq_len,
-            q_norm_weight=q_norm_weight,
-            k_norm_weight=k_norm_weight,
-            eps=eps,
-            kv_scales=kv_scales,
-            window=window,
-            sinks=sinks,
-            softcap=softcap,
-            tree=tree,
-            out=out,
-        )
-    if decode_gluon.takes(qkv_NX, kv, split_tokens):
-        decode_gluon.attend(
-            qkv_NX,
-            cos,
-            sin,
-            kv,
-            block_table_SB,
-            slot_N,
-            position_N,
-            arrivals,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            scale=scale,
-            max_seq_len=max_seq_len,
-            q_norm_weight=q_norm_weight,
-            k_norm_weight=k_norm_weight,
-            eps=eps,
-            kv_scales=kv_scales,
-            window=window,
-            sinks=sinks,
-            softcap=softcap,
-            split_tokens=split_tokens,
-            tokens_per_row=tokens_per_row,
-            out=out,
-            pdl=launch.pdl,
-        )
-        return out
-    # A split is one tile here, which has to fit an SM.
-    long_fits = head_dim * qkv_NX.dtype.itemsize <= LONG_SPLIT_BYTES
-    split_tokens = min(split_tokens, 128 if long_fits else 64)
-    splits = _most_splits(max_seq_len, window, split_tokens)
-    tiles = num_kv_heads * _head_tiles(num_heads, num_kv_heads)
-    least = _LEAST_PROGRAMS if head_dim <= 64 else 1
-    programs = max(least, _MAX_KEYS // (split_tokens * lanes * tiles))
-    # The kernel wants a lane's last two splits in two programs where they may hold siblings.
-    programs = min(splits, max(programs, 2 if tokens_per_row > 1 else 1))
-    # Uninitialised: the combining program reads only what the programs of its own lane wrote.
-    acc_NQCD = qkv_NX.new_empty((lanes, num_heads, splits + 1, head_dim), dtype=torch.float32)
-    max_NQC = qkv_NX.new_empty((lanes, num_heads, splits + 1), dtype=torch.float32)
-    sum_NQC = torch.empty_like(max_NQC)
-    launcher(decode_attention_kernel, (lanes, tiles, programs))(
-        qkv_NX,
-        cos,
-        sin,
-        kv,
-        block_table_SB,
-        slot_N,
-        position_N,
-        q_norm_weight,
-        k_norm_weight,
-        kv_scales,
-        None if kv_scales is None else kv.view(torch.uint8),
-        sinks,
+        return decode_attention_reference(**call._asdict(), out=out)
+    attend = decode_gluon.attend if decode_gluon.takes(qkv_NX, kv, split_tokens) else _attend
+    attend(
+        call,
         arrivals,
-        acc_NQCD,
-        max_NQC,
-        sum_NQC,
         out,
-        *(tree or (None, None, None)),
-        scale * math.log2(math.e),
-        eps,
-        qkv_NX.stride(0),
-        kv.stride(0),
-        block_table_SB.stride(0),
-        splits,
-        position_limit(cos, kv, block_table_SB, max_seq_len),
-        Q=num_heads,
-        G=num_kv_heads,
-        D=head_dim,
-        BLOCK_SIZE=kv.shape[2],
-        NORMED=q_norm_weight is not None,
-        FP8=kv_scales is not None,
-        WINDOW=window,
-        SOFTCAP=float(softcap),
-        LOOP_STAGES=_loop_stages(lanes, head_dim, split_tokens),
-        **_tile_options(qkv_NX.dtype, num_heads // num_kv_heads, head_dim, split_tokens),
-        **_row_options(qkv_NX.dtype, tokens_per_row, depth),
-        **launch_options(launch.pdl),
+        split_tokens=split_tokens,
+        tokens_per_row=tokens_per_row,
+        pdl=launch.pdl,
     )
     return out
 
@@ -282,6 +196,73 @@ def decode_attention_workspace_bytes(
     return lanes * num_heads * partials * (head_dim + 2) * 4
 
 
+class _Cut(NamedTuple):
+    """How the lanes' keys are shared among programs."""
+
+    split_tokens: int
+    """One tile."""
+    splits: int
+    """Of a lane, at most."""
+    grid: tuple[int, int, int]
+    """Lanes, tiles of query heads, and programs that share a lane's splits."""
+
+
+def _cut(call: DecodeCall, split_tokens: int, tokens_per_row: int) -> _Cut:
+    # A split is one tile here, which has to fit an SM.
+    long_fits = call.head_dim * call.qkv_NX.dtype.itemsize <= LONG_SPLIT_BYTES
+    split_tokens = min(split_tokens, 128 if long_fits else 64)
+    splits = _most_splits(call.max_seq_len, call.window, split_tokens)
+    tiles = call.num_kv_heads * _head_tiles(call.num_heads, call.num_kv_heads)
+    least = _LEAST_PROGRAMS if call.head_dim <= 64 else 1
+    programs = max(least, _MAX_KEYS // (split_tokens * call.lanes * tiles))
+    # The kernel wants a lane's last two splits in two programs where they may hold siblings.
+    programs = min(splits, max(programs, 2 if tokens_per_row > 1 else 1))
+    return _Cut(split_tokens, splits, (call.lanes, tiles, programs))
+
+
+def _attend(
+    call: DecodeCall,
+    arrivals: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    split_tokens: int,
+    tokens_per_row: int,
+    pdl: bool,
+) -> None:
+    """`decode_attention` of a checked call, by `decode_triton.py`'s kernel."""
+    qkv, kv, table = call.qkv_NX, call.kv, call.block_table_SB
+    cut = _cut(call, split_tokens, tokens_per_row)
+    shape = _shape(call, cut.split_tokens, tokens_per_row)
+    launcher(decode_attention_kernel, cut.grid)(
+        qkv,
+        call.cos,
+        call.sin,
+        kv,
+        table,
+        call.slot_N,
+        call.position_N,
+        call.q_norm_weight,
+        call.k_norm_weight,
+        call.kv_scales,
+        None if call.kv_scales is None else kv.view(torch.uint8),
+        call.sinks,
+        arrivals,
+        _new_partials(qkv, (call.lanes, call.num_heads, cut.splits + 1), call.head_dim),
+        out,
+        call.tree,
+        call.scale * math.log2(math.e),
+        call.eps,
+        qkv.stride(0),
+        kv.stride(0),
+        table.stride(0),
+        cut.splits,
+        position_limit(call.cos, kv, table, call.max_seq_len),
+        Shape(*(tl.constexpr(value) for value in shape)),
+        **_compiler_options(qkv.dtype, shape),
+        **launch_options(pdl),
+    )
+
+
 def _most_splits(max_seq_len: int, window: int, split_tokens: int) -> int:
     """Splits that a lane's older keys may lie in: a window may begin at a split's last token."""
     splits = -(-max_seq_len // split_tokens)
@@ -292,23 +273,45 @@ def _head_tiles(num_heads: int, num_kv_heads: int) -> int:
     return -(-(num_heads // num_kv_heads) // _GROUP_ROWS)
 
 
-def _tile_options(dtype: torch.dtype, group: int, head_dim: int, split: int) -> dict[str, int]:
-    """What fixes the order of summation; depends only on dtype, head shape and split length.
+def _new_partials(like: torch.Tensor, partials: tuple[int, ...], head_dim: int) -> Partials:
+    """Uninitialised: the combining program reads only what the programs of its own lane wrote."""
+    acc = like.new_empty((*partials, head_dim), dtype=torch.float32)
+    largest = like.new_empty(partials, dtype=torch.float32)
+    return Partials(acc, largest, torch.empty_like(largest))
+
+
+def _shape(call: DecodeCall, split: int, row_lanes: int) -> Shape:
+    """What fixes the order of summation depends only on dtype, head shape and split length.
 
     A split is one tile. Its threads hold the first one in registers before the wait; float32 runs
     on plain FMA units.
     """
-    dim_padded = dot_columns(head_dim)
+    block_size, kv_heads, head_dim = call.kv.shape[2:]
+    group = call.num_heads // kv_heads
+    padded = dot_columns(head_dim)
     combine_rows = min(_GROUP_ROWS, triton.next_power_of_2(group))
-    combine_splits = max(1, _COMBINE_ELEMENTS // (combine_rows * dim_padded))
-    return {
-        "DIM_PADDED": dim_padded,
-        "GROUP_ROWS": _GROUP_ROWS,
-        "SPLIT": split,
-        "COMBINE_ROWS": combine_rows,
-        "COMBINE_SPLITS": min(combine_splits, _COMBINE_SPLITS),
-        "num_warps": min(16, max(4, dim_padded * dtype.itemsize // 32)),
-    }
+    combine_splits = max(1, _COMBINE_ELEMENTS // (combine_rows * padded))
+    return Shape(
+        Q=call.num_heads,
+        G=kv_heads,
+        D=head_dim,
+        padded=padded,
+        block_size=block_size,
+        group=group,
+        group_rows=_GROUP_ROWS,
+        head_tiles=_head_tiles(call.num_heads, kv_heads),
+        normed=call.q_norm_weight is not None,
+        fp8=call.kv.dtype == FP8_KV,
+        window=call.window,
+        softcap=float(call.softcap),
+        split=split,
+        row_lanes=row_lanes,
+        depth=call.depth,
+        siblings=call.depth or row_lanes - 1,
+        loop_stages=_loop_stages(call.lanes, head_dim, split),
+        combine_rows=combine_rows,
+        combine_splits=min(combine_splits, _COMBINE_SPLITS),
+    )
 
 
 def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
@@ -316,53 +319,60 @@ def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
     return _LOOP_STAGES if lanes <= _LOOP_LANES and head_dim <= 64 and split > 64 else 1
 
 
-def _row_options(dtype: torch.dtype, tokens_per_row: int, depth: int) -> dict[str, int]:
-    """How rows of several tokens change a launch; nothing that changes a result's bits.
+def _compiler_options(dtype: torch.dtype, shape: Shape) -> dict[str, int]:
+    """Warps, which fix the order of summation with the shape; and registers, which change no bit.
 
     The code for siblings would take registers at the cost of a program an SM; it fits without.
     """
-    options = {"ROW_LANES": tokens_per_row, "DEPTH": depth}
-    if tokens_per_row == 1 or dtype.itemsize > 2:
+    options = {"num_warps": min(16, max(4, shape.padded * dtype.itemsize // 32))}
+    if shape.row_lanes == 1 or dtype.itemsize > 2:
         return options
     return options | {"maxnreg": _ROW_REGISTERS}
 
 
-def _check_arguments(
-    qkv_NX: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    kv: torch.Tensor,
-    block_table_SB: torch.Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    max_seq_len: int,
-    kv_scales: torch.Tensor | None,
-) -> int:
-    """Raise ValueError unless tables and cache fit the QKV product; return head_dim."""
-    head_dim = check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads, kv_scales)
+def _check_call(call: DecodeCall) -> None:
+    """Raise ValueError unless tables, cache and what changes heads or scores fit the product."""
+    qkv, kv, heads, kv_heads = call.qkv_NX, call.kv, call.num_heads, call.num_kv_heads
+    head_dim = check_rope(qkv, call.cos, call.sin, kv, heads, kv_heads, call.kv_scales)
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim={head_dim} is outside 1..{MAX_HEAD_DIM}")
-    check_cache(kv, block_table_SB, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim)
-    if max_seq_len < 1:
-        raise ValueError(f"max_seq_len={max_seq_len} must be at least 1")
-    return head_dim
+    check_cache(kv, call.block_table_SB, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    if call.max_seq_len < 1:
+        raise ValueError(f"max_seq_len={call.max_seq_len} must be at least 1")
+    check_norm_weights(call.q_norm_weight, call.k_norm_weight, qkv, head_dim)
+    check_scores(
+        window=call.window,
+        sinks=call.sinks,
+        softcap=call.softcap,
+        heads=heads,
+        device=qkv.device,
+    )
 
 
-def _checked_tree(tree: TreeLanes, lanes: int, tokens_per_row: int, split_tokens: int) -> int:
-    """The greatest depth; ValueError unless the kernels take this tree."""
+def _check_rows(call: DecodeCall, split_tokens: int, tokens_per_row: int) -> None:
+    """Raise ValueError unless the kernels take such splits, rows and trees."""
+    if split_tokens not in SPLITS:
+        raise ValueError(f"split_tokens={split_tokens} is not one of {SPLITS}")
+    lanes = call.lanes
+    check_lanes(lanes, slot_N=call.slot_N, position_N=call.position_N)
+    if not 1 <= tokens_per_row <= _MAX_ROW_TOKENS or lanes % tokens_per_row:
+        raise ValueError(
+            f"tokens_per_row={tokens_per_row} must divide {lanes} lanes, 1..{_MAX_ROW_TOKENS}"
+        )
+    if call.tree is None:
+        return
     if split_tokens > TREE_SPLIT:
         raise ValueError(
             f"split_tokens={split_tokens}: lanes of a tree want splits of at most {TREE_SPLIT}"
         )
-    return check_tree_lanes(tree, lanes, None if tokens_per_row == 1 else tokens_per_row)
+    check_tree_lanes(call.tree, lanes, None if tokens_per_row == 1 else tokens_per_row)
 
 
-def _checked_arrivals(
-    launch: Launch, lanes: int, num_heads: int, num_kv_heads: int
-) -> torch.Tensor:
+def _checked_arrivals(launch: Launch, call: DecodeCall) -> torch.Tensor:
     arrivals = launch.arrivals
-    needed = decode_attention_arrivals(lanes, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    needed = decode_attention_arrivals(
+        call.lanes, num_heads=call.num_heads, num_kv_heads=call.num_kv_heads
+    )
     if arrivals is None:
         raise ValueError(f"arrivals must be a dense vector of at least {needed}, not None")
     check_int32(arrivals=arrivals)

@@ -57,6 +57,7 @@ from graphengine.kernels.attention.decode_gluon_units import (
     unit_after,
     unit_at,
 )
+from graphengine.kernels.attention.reference import DecodeCall
 from graphengine.kernels.attention.scores import tanh
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
@@ -122,77 +123,61 @@ def _runs_on(tensor: torch.Tensor) -> bool:
 
 
 def attend(
-    qkv_NX: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    kv: torch.Tensor,
-    block_table_SB: torch.Tensor,
-    slot_N: torch.Tensor,
-    position_N: torch.Tensor,
+    call: DecodeCall,
     arrivals: torch.Tensor,
+    out: torch.Tensor,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    scale: float,
-    max_seq_len: int,
-    q_norm_weight: torch.Tensor | None,
-    k_norm_weight: torch.Tensor | None,
-    eps: float,
-    kv_scales: torch.Tensor | None,
-    window: int,
-    sinks: torch.Tensor | None,
-    softcap: float,
     split_tokens: int,
     tokens_per_row: int,
-    out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """`decode_attention` of checked arguments that `takes`."""
-    lanes = qkv_NX.shape[0]
-    head_dim = kv.shape[4]
-    rows = lanes // tokens_per_row
-    splits = -(-max_seq_len // split_tokens)
-    live = min(splits, (window + tokens_per_row - 3) // split_tokens + 2) if window else splits
-    at_once = _PROGRAMS * _multiprocessors(qkv_NX.device)
-    of_kv_head = num_heads // num_kv_heads * tokens_per_row
+    """`decode_attention` of a checked call that `takes`."""
+    qkv, kv, table = call.qkv_NX, call.kv, call.block_table_SB
+    rows = call.lanes // tokens_per_row
+    splits = -(-call.max_seq_len // split_tokens)
+    live = splits
+    if call.window:
+        live = min(splits, (call.window + tokens_per_row - 3) // split_tokens + 2)
+    at_once = _PROGRAMS * _multiprocessors(qkv.device)
+    of_kv_head = call.num_heads // call.num_kv_heads * tokens_per_row
     shape = _shape(
-        num_heads,
+        call.num_heads,
         kv,
-        tile_rows=_tile_rows(of_kv_head, rows * num_kv_heads * live, at_once),
-        max_seq_len=max_seq_len,
+        tile_rows=_tile_rows(of_kv_head, rows * call.num_kv_heads * live, at_once),
+        max_seq_len=call.max_seq_len,
         split=split_tokens,
         row_lanes=tokens_per_row,
-        normed=q_norm_weight is not None,
-        window=window,
-        softcap=softcap,
+        normed=call.q_norm_weight is not None,
+        window=call.window,
+        softcap=call.softcap,
     )
     supers = -(-splits // shape.super)
-    units = rows * num_kv_heads * shape.row_tiles * live
+    units = rows * call.num_kv_heads * shape.row_tiles * live
     launcher(decode_attention_kernel, (min(units, at_once),))(
-        qkv_NX,
-        cos,
-        sin,
+        qkv,
+        call.cos,
+        call.sin,
         kv,
-        block_table_SB,
-        slot_N,
-        position_N,
-        q_norm_weight,
-        k_norm_weight,
-        kv_scales,
-        sinks,
+        table,
+        call.slot_N,
+        call.position_N,
+        call.q_norm_weight,
+        call.k_norm_weight,
+        call.kv_scales,
+        call.sinks,
         arrivals,
-        _new_parts(qkv_NX, lanes * num_heads * splits, head_dim),
-        _new_parts(qkv_NX, lanes * num_heads * supers, head_dim),
+        _new_parts(qkv, call.lanes * call.num_heads * splits, call.head_dim),
+        _new_parts(qkv, call.lanes * call.num_heads * supers, call.head_dim),
         out,
-        scale * math.log2(math.e),
-        eps,
-        qkv_NX.stride(0),
+        call.scale * math.log2(math.e),
+        call.eps,
+        qkv.stride(0),
         kv.stride(0) * kv.dtype.itemsize // COPIED_BYTES,
-        block_table_SB.stride(0),
+        table.stride(0),
         rows,
         splits,
         supers,
-        position_limit(cos, kv, block_table_SB, max_seq_len),
+        position_limit(call.cos, kv, table, call.max_seq_len),
         Shape(*(gl.constexpr(value) for value in shape)),
         ROWS_PADDED=triton.next_power_of_2(rows),
         num_warps=_WARPS,

@@ -27,11 +27,15 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from graphengine.kernels.attention.decode import MAX_HEAD_DIM
 from graphengine.kernels.attention.prefill_gluon import attend, takes_wgmma
-from graphengine.kernels.attention.prefill_triton import prefill_attention_kernel
-from graphengine.kernels.attention.reference import paged_prefill_attention_reference
+from graphengine.kernels.attention.prefill_triton import Shape, prefill_attention_kernel
+from graphengine.kernels.attention.reference import (
+    PrefillCall,
+    paged_prefill_attention_reference,
+)
 from graphengine.kernels.attention.scores import check_scores
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes
@@ -130,49 +134,29 @@ def paged_prefill_attention(
         [N, Q * D] in q's dtype; softmax and sums in float32. Lanes in no segment are not written.
         Tokens past their block table are NaN.
     """
-    lanes, heads, head_dim = check_query(q_NQD, kv, block_table_SB, kv_scales)
-    if not scale > 0:
-        raise ValueError(f"scale={scale} must be above 0")
-    check_scores(window=window, sinks=sinks, softcap=softcap, heads=heads, device=q_NQD.device)
-    segments = slot_P.shape[0]
-    check_lanes(segments, slot_P=slot_P, position_P=position_P)
-    if seen_P is not None:
-        check_lanes(segments, seen_P=seen_P)
-    check_lanes(segments + 1, query_start_P1=query_start_P1)
-    arrivals = launch.arrivals
-    if arrivals is not None:
-        _check_arrivals(arrivals)
+    call = PrefillCall(
+        q_NQD=q_NQD,
+        kv=kv,
+        block_table_SB=block_table_SB,
+        query_start_P1=query_start_P1,
+        slot_P=slot_P,
+        position_P=position_P,
+        scale=scale,
+        seen_P=seen_P,
+        kv_scales=kv_scales,
+        window=window,
+        sinks=sinks,
+        softcap=softcap,
+    )
+    _check_call(call)
+    if launch.arrivals is not None:
+        _check_arrivals(launch.arrivals)
+    lanes, heads, head_dim = q_NQD.shape
     out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
     if not use_triton(q_NQD):
-        return paged_prefill_attention_reference(
-            q_NQD,
-            kv,
-            block_table_SB,
-            query_start_P1=query_start_P1,
-            slot_P=slot_P,
-            position_P=position_P,
-            scale=scale,
-            seen_P=seen_P,
-            kv_scales=kv_scales,
-            window=window,
-            sinks=sinks,
-            softcap=softcap,
-            out=out,
-        )
-    kv_heads = kv.shape[3]
-    group_rows = lanes * (heads // kv_heads)
-    tiles, rows, warps = _pick_tiles(q_NQD.dtype, head_dim, group_rows, segments * kv_heads)
-    row_tiles = triton.cdiv(group_rows, rows)
-    shares = splits = 1
-    if arrivals is not None:
-        shares = _pick_shares(kv_heads * row_tiles * segments)
-        reach = token_capacity(kv, block_table_SB)
-        if window and seen_P is None:
-            # As the kernel counts the keys of a tile of rows.
-            reach = min(reach, window + rows // (heads // kv_heads) + 1 + tiles.keys)
-        splits = min(shares, -(-reach // LEAST_SPLIT))
-    plain = not window and sinks is None and not softcap and seen_P is None
-    if plain and splits == 1 and block_table_SB.numel() and takes_wgmma(q_NQD, kv, segments):
+        return paged_prefill_attention_reference(**call._asdict(), out=out)
+    cut = _cut(call, shared=launch.arrivals is not None)
+    if _takes_wgmma(call, cut):
         attend(
             q_NQD,
             kv,
@@ -185,49 +169,102 @@ def paged_prefill_attention(
             out=out,
             pdl=launch.pdl,
         )
-        return out
-    grid = (kv_heads, row_tiles, splits * segments)
+    else:
+        _attend(call, cut, out, launch)
+    return out
+
+
+class _Cut(NamedTuple):
+    """How a launch's work is shared among programs."""
+
+    tiles: PrefillTiles
+    rows: int
+    """Of a tile."""
+    warps: int
+    row_tiles: int
+    shares: int
+    """Parts into which a tile of rows may split its keys, by the number of tiles."""
+    splits: int
+    """Those that there are keys for."""
+
+
+def _cut(call: PrefillCall, *, shared: bool) -> _Cut:
+    """`shared`: whether keys may be split among programs."""
+    lanes, heads, head_dim = call.q_NQD.shape
+    group = heads // call.kv_heads
+    tiles, rows, warps = _pick_tiles(
+        call.q_NQD.dtype, head_dim, lanes * group, call.segments * call.kv_heads
+    )
+    row_tiles = triton.cdiv(lanes * group, rows)
+    if not shared:
+        return _Cut(tiles, rows, warps, row_tiles, shares=1, splits=1)
+    shares = _pick_shares(call.kv_heads * row_tiles * call.segments)
+    reach = token_capacity(call.kv, call.block_table_SB)
+    if call.window and call.seen_P is None:
+        # As the kernel counts the keys of a tile of rows.
+        reach = min(reach, call.window + rows // group + 1 + tiles.keys)
+    return _Cut(tiles, rows, warps, row_tiles, shares, min(shares, -(-reach // LEAST_SPLIT)))
+
+
+def _takes_wgmma(call: PrefillCall, cut: _Cut) -> bool:
+    """Whether the launch is `prefill_gluon.py`'s."""
+    plain = call.plain and cut.splits == 1 and call.block_table_SB.numel() > 0
+    return plain and takes_wgmma(call.q_NQD, call.kv, call.segments)
+
+
+def _attend(call: PrefillCall, cut: _Cut, out: torch.Tensor, launch: Launch) -> None:
+    """`paged_prefill_attention` of a checked call, by `prefill_triton.py`'s kernel."""
+    q, kv, splits = call.q_NQD, call.kv, cut.splits
+    grid = (call.kv_heads, cut.row_tiles, splits * call.segments)
+    shape = _shape(call, cut)
     parts = None
     if splits > 1:
-        columns = dot_columns(head_dim) + 2
-        size = math.prod(grid) * columns * rows
-        parts = torch.empty(size, dtype=torch.float32, device=q_NQD.device)
+        size = math.prod(grid) * (shape.padded + 2) * cut.rows
+        parts = torch.empty(size, dtype=torch.float32, device=q.device)
     launcher(prefill_attention_kernel, grid)(
-        q_NQD,
+        q,
         kv,
-        block_table_SB,
-        query_start_P1,
-        slot_P,
-        position_P,
-        seen_P,
-        kv_scales,
-        sinks,
+        call.block_table_SB,
+        call.query_start_P1,
+        call.slot_P,
+        call.position_P,
+        call.seen_P,
+        call.kv_scales,
+        call.sinks,
         out,
         parts,
-        arrivals if splits > 1 else None,
-        scale * math.log2(math.e),
-        q_NQD.stride(0),
+        launch.arrivals if splits > 1 else None,
+        call.scale * math.log2(math.e),
+        q.stride(0),
         kv.stride(0),
-        block_table_SB.stride(0),
-        token_capacity(kv, block_table_SB),
-        Q=heads,
-        G=kv_heads,
-        D=head_dim,
-        DIM_PADDED=dot_columns(head_dim),
-        BLOCK_SIZE=kv.shape[2],
-        ROWS=rows,
-        TILE=tiles.keys,
-        STAGES=tiles.stages,
-        SHARES=shares,
-        SPLITS=splits,
-        LEAST_SPLIT=LEAST_SPLIT,
-        FP8=kv_scales is not None,
-        WINDOW=window,
-        SOFTCAP=float(softcap),
-        num_warps=warps,
+        call.block_table_SB.stride(0),
+        token_capacity(kv, call.block_table_SB),
+        Shape(*(tl.constexpr(value) for value in shape)),
+        num_warps=cut.warps,
         **launch_options(launch.pdl),
     )
-    return out
+
+
+def _shape(call: PrefillCall, cut: _Cut) -> Shape:
+    """What the kernel is compiled for."""
+    heads, head_dim = call.q_NQD.shape[1:]
+    return Shape(
+        Q=heads,
+        G=call.kv_heads,
+        D=head_dim,
+        padded=dot_columns(head_dim),
+        block_size=call.kv.shape[2],
+        group=heads // call.kv_heads,
+        rows=cut.rows,
+        tile=cut.tiles.keys,
+        stages=cut.tiles.stages,
+        shares=cut.shares,
+        splits=cut.splits,
+        least_split=LEAST_SPLIT,
+        fp8=call.kv_scales is not None,
+        window=call.window,
+        softcap=float(call.softcap),
+    )
 
 
 def _pick_tiles(
@@ -255,6 +292,25 @@ def _pick_shares(programs: int) -> int:
     return max(1, min(MOST_SPLITS, MANY_PROGRAMS // programs))
 
 
+def _check_call(call: PrefillCall) -> None:
+    """Raise ValueError unless queries, cache and segments fit each other."""
+    q = call.q_NQD
+    _check_query(q, call.kv, call.block_table_SB, call.kv_scales)
+    if not call.scale > 0:
+        raise ValueError(f"scale={call.scale} must be above 0")
+    check_scores(
+        window=call.window,
+        sinks=call.sinks,
+        softcap=call.softcap,
+        heads=q.shape[1],
+        device=q.device,
+    )
+    check_lanes(call.segments, slot_P=call.slot_P, position_P=call.position_P)
+    if call.seen_P is not None:
+        check_lanes(call.segments, seen_P=call.seen_P)
+    check_lanes(call.segments + 1, query_start_P1=call.query_start_P1)
+
+
 def _check_arrivals(arrivals: torch.Tensor) -> None:
     if arrivals.dtype != torch.int32 or arrivals.numel() < PREFILL_ARRIVALS:
         raise ValueError(
@@ -263,16 +319,16 @@ def _check_arrivals(arrivals: torch.Tensor) -> None:
         )
 
 
-def check_query(
+def _check_query(
     q_NQD: torch.Tensor,
     kv: torch.Tensor,
     block_table_SB: torch.Tensor,
-    kv_scales: torch.Tensor | None = None,
-) -> tuple[int, int, int]:
-    """Raise ValueError unless the queries fit the cache; return (N, Q, D)."""
+    kv_scales: torch.Tensor | None,
+) -> None:
+    """Raise ValueError unless the queries fit the cache."""
     if q_NQD.dim() != 3:
         raise ValueError(f"q must be [N, Q, D], not {tuple(q_NQD.shape)}")
-    lanes, heads, head_dim = q_NQD.shape
+    _, heads, head_dim = q_NQD.shape
     if q_NQD.stride()[1:] != (head_dim, 1):
         raise ValueError(f"q must have dense heads, not strides {q_NQD.stride()}")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
@@ -280,4 +336,3 @@ def check_query(
     kv_heads = kv.shape[3] if kv.dim() == 5 else 1
     check_cache_dtype(kv, kv_scales, "q", q_NQD.dtype, kv_heads)
     check_cache(kv, block_table_SB, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    return lanes, heads, head_dim

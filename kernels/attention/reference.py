@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,45 @@ from graphengine.kernels.core.paged import (
 )
 from graphengine.kernels.core.tree import TreeLanes, ancestors_of
 from graphengine.kernels.norm_rope.rope import rope_append_reference
+
+
+class DecodeCall(NamedTuple):
+    """What `decode_attention` is asked for, apart from how it is cut and launched; its reference
+    takes these arguments by the same names.
+    """
+
+    qkv_NX: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    kv: torch.Tensor
+    block_table_SB: torch.Tensor
+    slot_N: torch.Tensor
+    position_N: torch.Tensor
+    num_heads: int
+    num_kv_heads: int
+    scale: float
+    max_seq_len: int
+    q_norm_weight: torch.Tensor | None
+    k_norm_weight: torch.Tensor | None
+    eps: float
+    kv_scales: torch.Tensor | None
+    window: int
+    sinks: torch.Tensor | None
+    softcap: float
+    tree: TreeLanes | None
+
+    @property
+    def lanes(self) -> int:
+        return self.qkv_NX.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv.shape[4]
+
+    @property
+    def depth(self) -> int:
+        """The greatest of the tree's; 0 without one."""
+        return 0 if self.tree is None else self.tree.ancestor.shape[-1]
 
 
 def decode_attention_reference(
@@ -103,6 +143,37 @@ def _path_entries(tree: TreeLanes, lane: int, position: int) -> list[int]:
     """
     root = position - int(tree.depth[lane])
     return [root + node for node in (*ancestors_of(tree, lane), int(tree.node[lane]))]
+
+
+class PrefillCall(NamedTuple):
+    """The same of `paged_prefill_attention`."""
+
+    q_NQD: torch.Tensor
+    kv: torch.Tensor
+    block_table_SB: torch.Tensor
+    query_start_P1: torch.Tensor
+    slot_P: torch.Tensor
+    position_P: torch.Tensor
+    scale: float
+    seen_P: torch.Tensor | None
+    kv_scales: torch.Tensor | None
+    window: int
+    sinks: torch.Tensor | None
+    softcap: float
+
+    @property
+    def segments(self) -> int:
+        return self.slot_P.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.kv.shape[3]
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing happens to scores but their scale, and a token sees all up to its own."""
+        scored = self.window or self.sinks is not None or self.softcap
+        return not scored and self.seen_P is None
 
 
 def paged_prefill_attention_reference(

@@ -30,13 +30,9 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, check_rows, check_vector
 from graphengine.kernels.experts.grouping import Grouping
 from graphengine.kernels.experts.held import check_held
-from graphengine.kernels.experts.launches import (
-    ExpertWeight,
-    launch_down,
-    launch_sum,
-    launch_swiglu,
-)
+from graphengine.kernels.experts.launches import launch_down, launch_sum, launch_swiglu
 from graphengine.kernels.experts.packed import PackedExperts
+from graphengine.kernels.experts.pairs import ExpertWeight, PairProduct, SwigluArgs
 from graphengine.kernels.experts.plans import LEAST_FMA_ROWS, ProductTile
 from graphengine.kernels.experts.reference import (
     expert_product_reference,
@@ -115,21 +111,8 @@ def expert_swiglu(
             held=held,
             out=out,
         )
-    launch_swiglu(
-        x_NH,
-        weight_E2FH,
-        slot_N,
-        routes,
-        tile,
-        grouping,
-        squares_TN=squares_TN,
-        eps=eps,
-        bias=bias_E2F,
-        clamped=clamped,
-        held=held,
-        out=out,
-        pdl=pdl,
-    )
+    product = PairProduct(x_NH, weight_E2FH, bias_E2F, slot_N, routes, grouping, held, pdl)
+    launch_swiglu(product, SwigluArgs(squares_TN, eps, clamped), tile, out)
     return out
 
 
@@ -190,19 +173,8 @@ def expert_residual(
             a_PF, weight_EHF, slot_N, routes, bias_EH=bias_EH, out_dtype=torch.float32
         )
         return add_to_residual_reference(y, slot_N, residual, next_norm_H)
-    launch_down(
-        a_PF,
-        weight_EHF,
-        slot_N,
-        routes,
-        stream_args(residual, next_norm_H),
-        plan=plan,
-        arrivals=arrivals,
-        bias=bias_EH,
-        grouping=grouping,
-        held=None,
-        pdl=pdl,
-    )
+    product = PairProduct(a_PF, weight_EHF, bias_EH, slot_N, routes, grouping, None, pdl)
+    launch_down(product, stream_args(residual, next_norm_H), plan=plan, arrivals=arrivals)
     return residual
 
 
@@ -233,19 +205,8 @@ def expert_part(
             a_PF, weight_EHF, slot_N, routes, bias_EH=bias_EH, held=held, out_dtype=torch.float32
         )
     part = torch.empty((lanes, hidden), dtype=torch.float32, device=a_PF.device)
-    launch_down(
-        a_PF,
-        weight_EHF,
-        slot_N,
-        routes,
-        SumArgs(part),
-        plan=plan,
-        arrivals=arrivals,
-        bias=bias_EH,
-        grouping=grouping,
-        held=held,
-        pdl=pdl,
-    )
+    product = PairProduct(a_PF, weight_EHF, bias_EH, slot_N, routes, grouping, held, pdl)
+    launch_down(product, SumArgs(part), plan=plan, arrivals=arrivals)
     return part
 
 
@@ -296,19 +257,8 @@ def expert_sum(
             out=out,
         )
     y = _output(products, (len(a_PF), hidden), a_PF.dtype, a_PF)
-    launch_sum(
-        a_PF,
-        weight_EHF,
-        slot_N,
-        routes,
-        tile,
-        grouping,
-        bias=bias_EH,
-        held=held,
-        products=y,
-        out=out,
-        pdl=pdl,
-    )
+    product = PairProduct(a_PF, weight_EHF, bias_EH, slot_N, routes, grouping, held, pdl)
+    launch_sum(product, tile, products=y, out=out)
     return out
 
 

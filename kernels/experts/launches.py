@@ -6,11 +6,12 @@ What is given here `experts.py` has let pass, whose letters these are. Weights o
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 
 from graphengine.kernels.core.launching import launcher
-from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.experts.experts_triton import (
     down_kernel,
     fma_down_kernel,
@@ -19,7 +20,6 @@ from graphengine.kernels.experts.experts_triton import (
 )
 from graphengine.kernels.experts.experts_triton_sums import combine_kernel
 from graphengine.kernels.experts.grouping import Grouping
-from graphengine.kernels.experts.held import held_options
 from graphengine.kernels.experts.packed import (
     CodeArgs,
     PackedExperts,
@@ -28,330 +28,233 @@ from graphengine.kernels.experts.packed import (
     step_columns,
 )
 from graphengine.kernels.experts.packed_decode import launch_packed, takes
+from graphengine.kernels.experts.pairs import NO_SWIGLU, ExpertWeight, PairProduct, SwigluArgs
 from graphengine.kernels.experts.plans import ProductTile, decode_tile
-from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs
 from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.norm_rope.activation import ClampedSwiglu
-
-ExpertWeight = torch.Tensor | PackedExperts
 
 _SUM_LANES = 4
 _SUM_COLUMNS = 256
 
 
 def launch_swiglu(
-    x_NH: torch.Tensor,
-    weight_E2FH: ExpertWeight,
-    slot_N: torch.Tensor,
-    routes: Routes,
-    tile: LinearPlan | ProductTile,
-    grouping: Grouping | None,
-    *,
-    squares_TN: torch.Tensor | None,
-    eps: float,
-    bias: torch.Tensor | None,
-    clamped: ClampedSwiglu | None,
-    held: range | None,
-    out: torch.Tensor,
-    pdl: bool,
+    product: PairProduct, swiglu: SwigluArgs, tile: LinearPlan | ProductTile, out: torch.Tensor
 ) -> None:
     """The product of gates and ups, and what becomes of them, in one launch."""
-    if isinstance(tile, LinearPlan) and takes(weight_E2FH, x_NH):
-        launch_packed(
-            x_NH,
-            weight_E2FH,
-            slot_N,
-            routes,
-            tile,
-            grouping,
-            squares_TN=squares_TN,
-            eps=eps,
-            bias_EM=bias,
-            clamped=clamped,
-            held=held,
-            out=out,
-            pdl=pdl,
-        )
-        return
-    one_by_one = isinstance(tile, LinearPlan) and tile.family == "fma" and grouping is None
-    if one_by_one and isinstance(weight_E2FH, torch.Tensor):
-        assert isinstance(tile, LinearPlan)
-        _launch_fma_product(
-            x_NH,
-            weight_E2FH,
-            bias,
-            clamped,
-            slot_N,
-            routes,
-            tile,
-            squares_TN,
-            eps,
-            held,
-            out,
-            pdl,
-        )
-        return
-    _launch_product(
-        x_NH,
-        weight_E2FH,
-        slot_N,
-        routes,
-        _tile(tile, grouping, weight_E2FH),
-        grouping,
-        squares_TN=squares_TN,
-        eps=eps,
-        swiglu=True,
-        bias=bias,
-        clamped=clamped,
-        held=held,
-        out=out,
-        pdl=pdl,
-    )
+    weight, grouping = product.weight_EMK, product.grouping
+    if not isinstance(tile, LinearPlan):
+        _launch_product(product, tile, out, swiglu)
+    elif takes(weight, product.x):
+        launch_packed(product, tile, out, swiglu)
+    elif tile.family == "fma" and grouping is None and isinstance(weight, torch.Tensor):
+        _launch_fma_product(product, tile, out, swiglu)
+    else:
+        _launch_product(product, tile, out, swiglu)
 
 
 def launch_down(
-    a_PF: torch.Tensor,
-    weight_EHF: ExpertWeight,
-    slot_N: torch.Tensor,
-    routes: Routes,
+    product: PairProduct,
     stream: StreamArgs | SumArgs,
     *,
     plan: LinearPlan,
     arrivals: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    grouping: Grouping | None,
-    held: range | None,
-    pdl: bool,
 ) -> None:
     """The product of down, and what becomes of the sum of each lane's experts, in one launch.
 
     ValueError for too few arrivals, and for what a plan is not for.
     """
-    lanes, (_, hidden, width) = len(slot_N), weight_EHF.shape
-    tiles = triton.cdiv(hidden, plan.block_m)
-    if arrivals is None or arrivals.dtype != torch.int32 or arrivals.numel() < lanes * tiles:
+    weight, lanes = product.weight_EMK, product.lanes
+    hidden = weight.shape[1]
+    wanted = lanes * triton.cdiv(hidden, plan.block_m)
+    if arrivals is None or arrivals.dtype != torch.int32 or arrivals.numel() < wanted:
         found = None if arrivals is None else f"{arrivals.numel()} of {arrivals.dtype}"
-        raise ValueError(f"{lanes} lanes want {lanes * tiles} int32 arrivals, not {found}")
-    y = torch.empty((len(a_PF), hidden), dtype=torch.float32, device=a_PF.device)
-    if takes(weight_EHF, a_PF):
-        launch_packed(
-            a_PF,
-            weight_EHF,
-            slot_N,
-            routes,
-            plan,
-            grouping,
-            bias_EM=bias,
-            held=held,
-            out=y,
-            stream=stream,
-            arrivals=arrivals,
-            pdl=pdl,
-        )
-        return
-    if plan.family == "fma":
-        if grouping is not None or not isinstance(weight_EHF, torch.Tensor):
-            raise ValueError(f"pairs in groups and packed weights want a dot plan, not {plan}")
-        launcher(fma_down_kernel, (len(a_PF), tiles))(
-            a_PF,
-            weight_EHF,
-            bias,
-            slot_N,
-            routes.expert,
-            routes.weight,
-            y,
-            arrivals,
-            stream,
-            lanes,
-            M=hidden,
-            K=width,
-            TOP_K=routes.expert.shape[1],
-            BLOCK_M=plan.block_m,
-            BLOCK_K=plan.block_k,
-            OVERLAP=plan.overlap,
-            num_warps=plan.warps,
-            **held_options(held),
-            **launch_options(pdl),
-        )
-        return
-    tile = _tile(plan, grouping, weight_EHF)
-    given, code, group = _weight_arguments(weight_EHF, tile)
-    order, blocks = (None, None) if grouping is None else (grouping.order, grouping.blocks)
-    count = len(a_PF) if blocks is None else blocks.shape[1]
-    launcher(down_kernel, (count, tiles))(
-        a_PF,
-        given,
-        bias,
-        slot_N,
-        routes.expert,
-        routes.weight,
-        order,
-        blocks,
-        y,
-        arrivals,
-        stream,
-        lanes,
-        M=hidden,
-        K=width,
-        TOP_K=routes.expert.shape[1],
-        BLOCKS=0 if blocks is None else count,
-        L=tile.lanes,
-        BLOCK_M=tile.block_m,
-        BLOCK_K=tile.block_k,
-        EVEN_K=width % tile.block_k == 0,
-        CODE=code,
-        GROUP=group,
-        OVERLAP=tile.overlap,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **held_options(held),
-        **launch_options(pdl),
-    )
+        raise ValueError(f"{lanes} lanes want {wanted} int32 arrivals, not {found}")
+    pairs = len(product.x)
+    y = torch.empty((pairs, hidden), dtype=torch.float32, device=product.x.device)
+    if takes(weight, product.x):
+        launch_packed(product, plan, y, stream=stream, arrivals=arrivals)
+    elif plan.family == "fma":
+        _launch_fma_down(product, plan, y, stream, arrivals)
+    else:
+        _launch_down(product, plan, y, stream, arrivals)
 
 
 def launch_sum(
-    a_PF: torch.Tensor,
-    weight_EHF: ExpertWeight,
-    slot_N: torch.Tensor,
-    routes: Routes,
-    tile: ProductTile,
-    grouping: Grouping,
-    *,
-    bias: torch.Tensor | None,
-    held: range | None,
-    products: torch.Tensor,
-    out: torch.Tensor,
-    pdl: bool,
+    product: PairProduct, tile: ProductTile, *, products: torch.Tensor, out: torch.Tensor
 ) -> None:
     """The product of down, and the sum of each lane's experts: two launches."""
+    _launch_product(product, tile, products)
     lanes, hidden = out.shape
-    _launch_product(
-        a_PF,
-        weight_EHF,
-        slot_N,
-        routes,
-        _tile(tile, grouping, weight_EHF),
-        grouping,
-        bias=bias,
-        held=held,
-        out=products,
-        pdl=pdl,
-    )
     grid = (triton.cdiv(lanes, _SUM_LANES), triton.cdiv(hidden, _SUM_COLUMNS))
     launcher(combine_kernel, grid)(
         products,
-        slot_N,
-        routes.weight,
-        None if held is None else routes.expert,
+        product.slot_N,
+        product.routes.weight,
+        None if product.held is None else product.routes.expert,
         out,
         lanes,
         out.stride(0),
         M=hidden,
-        TOP_K=routes.expert.shape[1],
-        **held_options(held),
+        TOP_K=product.top_k,
         L=_SUM_LANES,
         BLOCK_M=_SUM_COLUMNS,
         num_warps=4,
-        **launch_options(pdl),
+        **product.options,
     )
 
 
 def _launch_product(
-    x: torch.Tensor,
-    weight_EMK: ExpertWeight,
-    slot_N: torch.Tensor,
-    routes: Routes,
-    tile: ProductTile,
-    grouping: Grouping | None,
-    *,
-    squares_TN: torch.Tensor | None = None,
-    eps: float = 0.0,
-    swiglu: bool = False,
-    bias: torch.Tensor | None = None,
-    clamped: ClampedSwiglu | None = None,
-    held: range | None,
+    product: PairProduct,
+    tile: LinearPlan | ProductTile,
     out: torch.Tensor,
-    pdl: bool,
+    swiglu: SwigluArgs | None = None,
 ) -> None:
-    _, M, K = weight_EMK.shape
-    given, code, group = _weight_arguments(weight_EMK, tile)
-    order, blocks = (None, None) if grouping is None else (grouping.order, grouping.blocks)
-    count = routes.expert.numel() if blocks is None else blocks.shape[1]
-    launcher(product_kernel, (count, triton.cdiv(M, tile.block_m)))(
+    x, routes, given = product.x, product.routes, swiglu or NO_SWIGLU
+    _, M, K = product.weight_EMK.shape
+    cut = _cut(product, tile)
+    launcher(product_kernel, (product.units, triton.cdiv(M, cut.tile.block_m)))(
         x,
-        squares_TN,
-        given,
-        bias,
-        slot_N,
+        given.squares_TN,
+        cut.weight,
+        product.bias_EM,
+        product.slot_N,
         routes.expert,
-        order,
-        blocks,
+        product.order,
+        product.blocks,
         out,
-        len(slot_N),
+        product.lanes,
         x.stride(0),
-        eps,
+        given.eps,
         M=M,
         K=K,
-        TOP_K=routes.expert.shape[1],
-        BLOCKS=0 if blocks is None else count,
-        GROUPS=0 if squares_TN is None else len(squares_TN),
-        SWIGLU=swiglu,
-        LIMIT=0.0 if clamped is None else clamped.limit,
-        SLOPE=0.0 if clamped is None else clamped.slope,
-        L=tile.lanes,
-        BLOCK_M=tile.block_m,
-        BLOCK_K=tile.block_k,
-        EVEN_K=K % tile.block_k == 0,
-        CODE=code,
-        GROUP=group,
-        OVERLAP=tile.overlap,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **held_options(held),
-        **launch_options(pdl),
+        TOP_K=product.top_k,
+        BLOCKS=product.block_count,
+        SWIGLU=swiglu is not None,
+        **given.options,
+        **cut.options,
+        **product.options,
     )
 
 
 def _launch_fma_product(
-    x_NH: torch.Tensor,
-    weight_E2FH: torch.Tensor,
-    bias_E2F: torch.Tensor | None,
-    clamped: ClampedSwiglu | None,
-    slot_N: torch.Tensor,
-    routes: Routes,
-    plan: LinearPlan,
-    squares_TN: torch.Tensor | None,
-    eps: float,
-    held: range | None,
-    out: torch.Tensor,
-    pdl: bool,
+    product: PairProduct, plan: LinearPlan, out: torch.Tensor, swiglu: SwigluArgs
 ) -> None:
-    _, M, K = weight_E2FH.shape
-    launcher(fma_product_kernel, (routes.expert.numel(), triton.cdiv(M, plan.block_m)))(
-        x_NH,
-        squares_TN,
-        weight_E2FH,
-        bias_E2F,
-        slot_N,
+    x, routes = product.x, product.routes
+    _, M, K = product.weight_EMK.shape
+    launcher(fma_product_kernel, (product.units, triton.cdiv(M, plan.block_m)))(
+        x,
+        swiglu.squares_TN,
+        product.weight_EMK,
+        product.bias_EM,
+        product.slot_N,
         routes.expert,
         out,
-        len(slot_N),
-        x_NH.stride(0),
-        eps,
+        product.lanes,
+        x.stride(0),
+        swiglu.eps,
         M=M,
         K=K,
-        TOP_K=routes.expert.shape[1],
-        GROUPS=0 if squares_TN is None else len(squares_TN),
-        LIMIT=0.0 if clamped is None else clamped.limit,
-        SLOPE=0.0 if clamped is None else clamped.slope,
-        BLOCK_M=plan.block_m,
-        BLOCK_K=plan.block_k,
-        OVERLAP=plan.overlap,
-        num_warps=plan.warps,
-        **held_options(held),
-        **launch_options(pdl),
+        TOP_K=product.top_k,
+        **swiglu.options,
+        **_fma_options(plan),
+        **product.options,
     )
+
+
+def _launch_fma_down(
+    product: PairProduct,
+    plan: LinearPlan,
+    y: torch.Tensor,
+    stream: StreamArgs | SumArgs,
+    arrivals: torch.Tensor,
+) -> None:
+    weight, routes = product.weight_EMK, product.routes
+    if product.grouping is not None or not isinstance(weight, torch.Tensor):
+        raise ValueError(f"pairs in groups and packed weights want a dot plan, not {plan}")
+    _, hidden, width = weight.shape
+    launcher(fma_down_kernel, (product.units, triton.cdiv(hidden, plan.block_m)))(
+        product.x,
+        weight,
+        product.bias_EM,
+        product.slot_N,
+        routes.expert,
+        routes.weight,
+        y,
+        arrivals,
+        stream,
+        product.lanes,
+        M=hidden,
+        K=width,
+        TOP_K=product.top_k,
+        **_fma_options(plan),
+        **product.options,
+    )
+
+
+def _launch_down(
+    product: PairProduct,
+    plan: LinearPlan,
+    y: torch.Tensor,
+    stream: StreamArgs | SumArgs,
+    arrivals: torch.Tensor,
+) -> None:
+    routes, cut = product.routes, _cut(product, plan)
+    _, hidden, width = product.weight_EMK.shape
+    launcher(down_kernel, (product.units, triton.cdiv(hidden, plan.block_m)))(
+        product.x,
+        cut.weight,
+        product.bias_EM,
+        product.slot_N,
+        routes.expert,
+        routes.weight,
+        product.order,
+        product.blocks,
+        y,
+        arrivals,
+        stream,
+        product.lanes,
+        M=hidden,
+        K=width,
+        TOP_K=product.top_k,
+        BLOCKS=product.block_count,
+        **cut.options,
+        **product.options,
+    )
+
+
+def _fma_options(plan: LinearPlan) -> dict[str, Any]:
+    return {
+        "BLOCK_M": plan.block_m,
+        "BLOCK_K": plan.block_k,
+        "OVERLAP": plan.overlap,
+        "num_warps": plan.warps,
+    }
+
+
+class _Cut(NamedTuple):
+    """How the tensor cores' kernels multiply a weight."""
+
+    tile: ProductTile
+    weight: torch.Tensor | CodeArgs
+    options: dict[str, Any]
+
+
+def _cut(product: PairProduct, tile: LinearPlan | ProductTile) -> _Cut:
+    """ValueError unless a block of pairs fits the tile, and the tile the weight."""
+    tile = _tile(tile, product.grouping, product.weight_EMK)
+    given, code, group = _weight_arguments(product.weight_EMK, tile)
+    options = {
+        "L": tile.lanes,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_K": tile.block_k,
+        "EVEN_K": product.weight_EMK.shape[2] % tile.block_k == 0,
+        "CODE": code,
+        "GROUP": group,
+        "OVERLAP": tile.overlap,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    return _Cut(tile, given, options)
 
 
 def _tile(

@@ -6,33 +6,27 @@ expert's weight, T groups of columns.
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 import torch
 import triton
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
-from graphengine.kernels.core.pdl import launch_options
-from graphengine.kernels.experts.grouping import Grouping
-from graphengine.kernels.experts.held import held_options
 from graphengine.kernels.experts.packed import PackedExperts
 from graphengine.kernels.experts.packed_gluon import packed_experts_kernel
+from graphengine.kernels.experts.pairs import NO_SWIGLU, PairProduct, SwigluArgs
 from graphengine.kernels.experts.plans import check_expert_plan
-from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs
 from graphengine.kernels.linear.packed import block_columns
 from graphengine.kernels.linear.packed_gluon import PackedArgs
 from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS, streams
 from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _BLOCKS = (8, 16, 32)
 
 
-def takes(weight: torch.Tensor | PackedExperts, x: torch.Tensor) -> TypeGuard[PackedExperts]:
+def takes(weight: torch.Tensor | PackedExperts, x: torch.Tensor) -> bool:
     """Whether products of decode are for the kernel, where Triton's kernels run at all.
 
     Gluon has no interpreter. The sums of `packed_triton.py` need not agree in the last bit, so
@@ -47,24 +41,15 @@ def takes(weight: torch.Tensor | PackedExperts, x: torch.Tensor) -> TypeGuard[Pa
 
 
 def launch_packed(
-    x: torch.Tensor,
-    weight_EMK: PackedExperts,
-    slot_N: torch.Tensor,
-    routes: Routes,
+    product: PairProduct,
     plan: LinearPlan,
-    grouping: Grouping | None,
-    *,
-    squares_TN: torch.Tensor | None = None,
-    eps: float = 0.0,
-    bias_EM: torch.Tensor | None = None,
-    clamped: ClampedSwiglu | None = None,
-    held: range | None = None,
     out: torch.Tensor,
+    swiglu: SwigluArgs = NO_SWIGLU,
+    *,
     stream: StreamArgs | SumArgs | None = None,
     arrivals: torch.Tensor | None = None,
-    pdl: bool,
 ) -> None:
-    """Launch the kernel on operands that `expert_swiglu` or those of down let pass.
+    """Launch the kernel on a product that `takes`.
 
     out     [P, M / 2] of a SwiGLU; of down float32 [P, M], which is for the launch alone
     stream  of down, or what its sum is stored in; with its `arrivals`
@@ -72,49 +57,46 @@ def launch_packed(
     ValueError for a plan that the weight does not fit, and for pairs in blocks that the kernel does
     not have.
     """
-    (_, M, K), kind = weight_EMK.shape, weight_EMK.format
-    check_expert_plan(plan, "swiglu" if weight_EMK.swiglu else "residual", kind)
+    x, weight, routes, grouping = product.x, product.weight_EMK, product.routes, product.grouping
+    assert isinstance(weight, PackedExperts), f"{type(weight)=}"
+    (_, M, K), kind = weight.shape, weight.format
+    check_expert_plan(plan, "swiglu" if weight.swiglu else "residual", kind)
     if grouping is not None and grouping.size not in _BLOCKS:
         raise ValueError(f"packed experts take blocks of {_BLOCKS} pairs, not {grouping.size}")
     if not linear_gluon.is_aligned(x):
         # Where the inputs lie is not to decide about their bits.
         x = x.clone(memory_format=torch.contiguous_format)
-    order, blocks = (None, None) if grouping is None else (grouping.order, grouping.blocks)
-    count = routes.expert.numel() if blocks is None else blocks.shape[1]
     group = 0
-    if weight_EMK.scales is not None:
+    if weight.scales is not None:
         # `mma.sync` multiplies 16 columns.
         group = kind.columns or max(16, triton.next_power_of_2(K))
     # Blocks count slowest, since those without pairs are the last: their programs hold a place on
     # an SM until they know. A second block of an expert finds its codes in L2.
-    launcher(packed_experts_kernel, (triton.cdiv(M, plan.block_m), count))(
+    launcher(packed_experts_kernel, (triton.cdiv(M, plan.block_m), product.units))(
         x,
-        squares_TN,
-        PackedArgs(weight_EMK.codes, weight_EMK.scales, weight_EMK.zeros, weight_EMK.row_scales),
-        bias_EM,
-        slot_N,
+        swiglu.squares_TN,
+        PackedArgs(weight.codes, weight.scales, weight.zeros, weight.row_scales),
+        product.bias_EM,
+        product.slot_N,
         routes.expert,
         routes.weight,
-        order,
-        blocks,
+        product.order,
+        product.blocks,
         out,
         arrivals,
         stream,
-        len(slot_N),
+        product.lanes,
         x.stride(0) // linear_gluon.ALIGNMENT,
-        eps,
+        swiglu.eps,
         M=M,
         K=K,
-        TOP_K=routes.expert.shape[1],
-        GROUPS=0 if squares_TN is None else len(squares_TN),
-        SWIGLU=weight_EMK.swiglu,
-        LIMIT=0.0 if clamped is None else clamped.limit,
-        SLOPE=0.0 if clamped is None else clamped.slope,
+        TOP_K=product.top_k,
+        SWIGLU=weight.swiglu,
         L=_BLOCKS[0] if grouping is None else grouping.size,
         CODE=kind.code,
         COLUMNS=block_columns(kind),
         GROUP=group,
-        ZEROS=weight_EMK.zeros is not None,
+        ZEROS=weight.zeros is not None,
         STREAMS=streams(plan),
         BLOCK_M=plan.block_m,
         BLOCK_K=plan.block_k,
@@ -123,6 +105,6 @@ def launch_packed(
         WARPS=plan.warps,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
-        **held_options(held),
-        **launch_options(pdl),
+        **swiglu.options,
+        **product.options,
     )

@@ -67,15 +67,8 @@ def route_product(
     Returns:
         As of `route`, of logits in float32 that are not rounded. ValueError for what does not fit.
     """
-    check_rows(x_NH=x_NH)
+    experts = _check_product(x_NH, gate_EH)
     lanes, hidden = x_NH.shape
-    if gate_EH.dim() != 2 or gate_EH.shape[1] != hidden or not gate_EH.is_contiguous():
-        raise ValueError(
-            f"a router's weight must be a dense [E, {hidden}], not {list(gate_EH.shape)}"
-        )
-    if gate_EH.dtype != x_NH.dtype:
-        raise ValueError(f"a router's weight in {gate_EH.dtype}, and inputs in {x_NH.dtype}")
-    experts = len(gate_EH)
     routes = check_route(lanes, experts, slot_N, router, correction_E, given_Nk, expert_Nk)
     if bias_E is not None:
         check_vector("bias", bias_E, experts, gate_EH.dtype)
@@ -97,9 +90,6 @@ def route_product(
     if arrivals is None:
         raise ValueError(f"a router of {lanes} lanes wants as many int32 arrivals, not None")
     check_vector("arrivals", arrivals[:lanes], lanes, torch.int32)
-    block_k = min(_COLUMNS, dot_columns(hidden))
-    held = _ROWS * -(-hidden // block_k) * block_k * gate_EH.element_size()
-    warps = min(16, triton.next_power_of_2(triton.cdiv(held, _WARP_BYTES)))
     launcher(_route_product_kernel, (lanes, triton.cdiv(experts, _ROWS)))(
         x_NH,
         squares_TN,
@@ -118,14 +108,34 @@ def route_product(
         router.scale,
         K=hidden,
         GROUPS_OF_SQUARES=0 if squares_TN is None else len(squares_TN),
-        ROWS=_ROWS,
-        BLOCK_K=block_k,
         BLOCK_K_CHOSEN=triton.next_power_of_2(router.top_k),
         **choice_options(router, experts),
-        num_warps=warps,
+        **_tile_options(gate_EH),
         **launch_options(pdl),
     )
     return routes
+
+
+def _check_product(x_NH: torch.Tensor, gate_EH: torch.Tensor) -> int:
+    """The number of experts; ValueError unless the weight fits the inputs."""
+    check_rows(x_NH=x_NH)
+    hidden = x_NH.shape[1]
+    if gate_EH.dim() != 2 or gate_EH.shape[1] != hidden or not gate_EH.is_contiguous():
+        raise ValueError(
+            f"a router's weight must be a dense [E, {hidden}], not {list(gate_EH.shape)}"
+        )
+    if gate_EH.dtype != x_NH.dtype:
+        raise ValueError(f"a router's weight in {gate_EH.dtype}, and inputs in {x_NH.dtype}")
+    return len(gate_EH)
+
+
+def _tile_options(gate_EH: torch.Tensor) -> dict[str, int]:
+    """How a program cuts the rows of its experts."""
+    hidden = gate_EH.shape[1]
+    block_k = min(_COLUMNS, dot_columns(hidden))
+    held = _ROWS * -(-hidden // block_k) * block_k * gate_EH.element_size()
+    warps = min(16, triton.next_power_of_2(triton.cdiv(held, _WARP_BYTES)))
+    return {"ROWS": _ROWS, "BLOCK_K": block_k, "num_warps": warps}
 
 
 @triton.jit(do_not_specialize=["lanes", "eps", "scale"])

@@ -131,59 +131,90 @@ def process_logits(
 
     ValueError for a shape, dtype or number that does not fit.
     """
-    lane_count, columns = check_logits(logits_NV)
-    width = check_draft_count(num_speculative_tokens)
-    check_lanes(lane_count, **lanes._asdict())
+    _, columns = check_logits(logits_NV)
+    call = _Call(
+        logits_NV,
+        lanes,
+        tensors,
+        num_speculative_tokens,
+        tree,
+        columns if vocabulary is None else vocabulary,
+        steps,
+        raw_NV,
+        wants,
+    )
+    _check(call)
+    if not use_triton(logits_NV):
+        process_logits_reference(**call._asdict())
+    elif len(logits_NV):
+        _process(call, pdl)
+
+
+class _Call(NamedTuple):
+    """What `process_logits` is asked for; its reference takes these by the same names."""
+
+    logits_NV: torch.Tensor
+    lanes: DecodeLanes
+    tensors: LogitsTensors
+    num_speculative_tokens: int
+    tree: TreeLanes | None
+    vocabulary: int
+    steps: int
+    raw_NV: torch.Tensor | None
+    wants: LogprobTensors | None
+
+    @property
+    def width(self) -> int:
+        return self.num_speculative_tokens + 1
+
+
+def _check(call: _Call) -> None:
+    """ValueError for a shape, dtype or number that does not fit the logits."""
+    lane_count, columns = call.logits_NV.shape
+    width = check_draft_count(call.num_speculative_tokens)
+    check_lanes(lane_count, **call.lanes._asdict())
     if lane_count % width:
         raise ValueError(f"{lane_count} lanes must be rows of {width}")
-    deepest = 0 if tree is None else check_tree_lanes(tree, lane_count, width)
-    vocabulary = columns if vocabulary is None else vocabulary
+    if call.tree is not None:
+        check_tree_lanes(call.tree, lane_count, width)
+    vocabulary, raw_NV, wants = call.vocabulary, call.raw_NV, call.wants
     if not 1 <= vocabulary <= columns:
         raise ValueError(f"vocabulary={vocabulary} is outside 1 .. {columns}, the logits' columns")
-    slots = check_logits_tensors(tensors, vocabulary, width)
+    slots = check_logits_tensors(call.tensors, vocabulary, width)
     if (raw_NV is None) != (wants is None):
         raise ValueError("raw_NV and wants are wanted together or not at all")
     if raw_NV is not None and wants is not None:
-        check_raw(raw_NV, logits_NV)
+        check_raw(raw_NV, call.logits_NV)
         check_wants(wants, slots)
-    if not use_triton(logits_NV):
-        process_logits_reference(
-            logits_NV,
-            lanes,
-            tensors,
-            num_speculative_tokens=num_speculative_tokens,
-            tree=tree,
-            vocabulary=vocabulary,
-            steps=steps,
-            raw_NV=raw_NV,
-            wants=wants,
-        )
-        return
-    if not lane_count:
-        return
+
+
+def _process(call: _Call, pdl: bool) -> None:
+    """`process_logits` of a checked call, on a GPU."""
+    tensors, tree, raw, wants = call.tensors, call.tree, call.raw_NV, call.wants
+    lane_count, columns = call.logits_NV.shape
     B, (masks, words) = tensors.bias_ids.shape[1], tensors.bitmask.shape[1:]
     Q, L = tensors.bad_words.shape[1:]
     block = min(_BLOCK, triton.next_power_of_2(columns))
     launcher(process_kernel, (lane_count, triton.cdiv(columns, block)))(
-        logits_NV,
-        raw_NV,
-        *lanes,
+        call.logits_NV,
+        raw,
+        *call.lanes,
         tensors,
         *((None, None) if tree is None else tree[1:]),
         None if wants is None else wants.wanted,
         None if wants is None else wants.raw,
-        logits_NV.stride(0),
-        0 if raw_NV is None else raw_NV.stride(0),
+        call.logits_NV.stride(0),
+        0 if raw is None else raw.stride(0),
         tensors.counts.stride(0),
         tensors.history.stride(0),
         columns,
-        vocabulary,
+        call.vocabulary,
         tensors.history.shape[1],
         masks,
         words,
-        steps,
-        W=width,
-        DEPTH=deepest,
+        call.steps,
+        W=call.width,
+        DEPTH=0 if tree is None else tree.ancestor.shape[1],
         B=B,
         Q=Q,
         L=L,

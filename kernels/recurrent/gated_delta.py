@@ -20,6 +20,7 @@ X = C + I + 2 * H: a lane is projected to [q | k | v | z | b | a].
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -177,74 +178,127 @@ def gated_delta_prefill(
         return gated_delta_prefill_reference(
             qkv_TC, projected_TX, state_SEHKV, slot_T, position_T, params, sizes, eps, out
         )
-    H, _, V = sizes.state_shape
-    pieces = piece_count(lanes)
-    q, k, w, u, met, decay, states = (
-        torch.empty(shape, dtype=torch.float32, device=qkv_TC.device)
-        for shape in sizes.scan_shapes(lanes)
-    )
-    options = {
-        "BLOCK_T": triton.next_power_of_2(lanes),
-        "PIECE": PIECE,
-        "PRECISION": "ieee" if qkv_TC.dtype == torch.float32 else "tf32",
-        **launch_options(pdl),
-    }
-    launcher(pieces_kernel, (pieces, H))(
-        qkv_TC,
-        projected_TX,
-        slot_T,
-        position_T,
-        params,
-        q,
-        k,
-        u,
-        w,
-        met,
-        decay,
-        qkv_TC.stride(0),
-        projected_TX.stride(0),
-        lanes,
+    chunk = _Chunk(qkv_TC, projected_TX, slot_T, position_T, params, sizes, pdl)
+    scan = _new_scan(chunk)
+    _launch_pieces(chunk, scan)
+    _launch_scan(chunk, scan, state_SEHKV)
+    _launch_outputs(chunk, scan, eps, out)
+    return out
+
+
+class _Chunk(NamedTuple):
+    """What the kernels of a chunk read."""
+
+    qkv_TC: torch.Tensor
+    projected_TX: torch.Tensor
+    slot_T: torch.Tensor
+    position_T: torch.Tensor
+    params: GatedDeltaParams
+    sizes: GatedDeltaSizes
+    pdl: bool
+
+    @property
+    def lanes(self) -> int:
+        return len(self.slot_T)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of every launch."""
+        return {
+            "BLOCK_T": triton.next_power_of_2(self.lanes),
+            "PIECE": PIECE,
+            "PRECISION": "ieee" if self.qkv_TC.dtype == torch.float32 else "tf32",
+            **launch_options(self.pdl),
+        }
+
+
+class _Scan(NamedTuple):
+    """Float32, what the kernels of a chunk leave to each other, as `scan_shapes` has it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    w: torch.Tensor
+    u: torch.Tensor
+    met: torch.Tensor
+    decay: torch.Tensor
+    states: torch.Tensor
+
+
+def _new_scan(chunk: _Chunk) -> _Scan:
+    """Uninitialised."""
+    shapes, device = chunk.sizes.scan_shapes(chunk.lanes), chunk.qkv_TC.device
+    return _Scan(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
+
+
+def _launch_pieces(chunk: _Chunk, scan: _Scan) -> None:
+    """What each piece does to any state, and its tokens to each other."""
+    sizes = chunk.sizes
+    launcher(pieces_kernel, (piece_count(chunk.lanes), sizes.value_heads))(
+        chunk.qkv_TC,
+        chunk.projected_TX,
+        chunk.slot_T,
+        chunk.position_T,
+        chunk.params,
+        scan.q,
+        scan.k,
+        scan.u,
+        scan.w,
+        scan.met,
+        scan.decay,
+        chunk.qkv_TC.stride(0),
+        chunk.projected_TX.stride(0),
+        chunk.lanes,
         G=sizes.key_heads,
         **_constants(sizes, least=16),
         **_LAUNCHES["pieces_kernel"],
-        **options,
+        **chunk.options,
     )
+
+
+def _launch_scan(chunk: _Chunk, scan: _Scan, state_SEHKV: torch.Tensor) -> None:
+    """The state before each piece, and after the last one."""
+    sizes = chunk.sizes
     constants = _constants(sizes, least=16, most=_SCAN_VALUES)
-    launcher(scan_kernel, (H, triton.cdiv(V, constants["BLOCK_V"])))(
-        k,
-        u,
-        w,
-        decay,
-        states,
+    tiles = triton.cdiv(sizes.value_dim, constants["BLOCK_V"])
+    launcher(scan_kernel, (sizes.value_heads, tiles))(
+        scan.k,
+        scan.u,
+        scan.w,
+        scan.decay,
+        scan.states,
         state_SEHKV,
-        slot_T,
-        position_T,
-        lanes,
+        chunk.slot_T,
+        chunk.position_T,
+        chunk.lanes,
         state_SEHKV.shape[1],
         **constants,
         **_LAUNCHES["scan_kernel"],
-        **options,
+        **chunk.options,
     )
-    launcher(outputs_kernel, (pieces, H))(
-        q,
-        u,
-        met,
-        states,
-        projected_TX,
-        slot_T,
-        position_T,
-        params.norm,
+
+
+def _launch_outputs(chunk: _Chunk, scan: _Scan, eps: float, out: torch.Tensor) -> None:
+    """Each token's output, from its piece's state and the tokens before it in the piece."""
+    sizes = chunk.sizes
+    launcher(outputs_kernel, (piece_count(chunk.lanes), sizes.value_heads))(
+        scan.q,
+        scan.u,
+        scan.met,
+        scan.states,
+        chunk.projected_TX,
+        chunk.slot_T,
+        chunk.position_T,
+        chunk.params.norm,
         out,
-        projected_TX.stride(0),
+        chunk.projected_TX.stride(0),
         out.stride(0),
-        lanes,
+        chunk.lanes,
         eps,
         C=sizes.channels,
         **_constants(sizes, least=16),
         **_LAUNCHES["outputs_kernel"],
-        **options,
+        **chunk.options,
     )
-    return out
 
 
 def _launch_norm(

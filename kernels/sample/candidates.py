@@ -8,7 +8,7 @@ Letters: S slots, E stop ids a slot.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -137,11 +137,29 @@ def scaled_tile(logits, temperature):
     return tl.where(logits > float("-inf"), scaled, float("-inf"))
 
 
+class CandidateRow(NamedTuple):
+    """A row's candidates, for a kernel."""
+
+    logits: Any
+    """Pointer to float32 [V]."""
+    vocabulary: Any
+    """V"""
+    width: Any
+    """V in whole blocks."""
+    temperature: Any
+    waits: Any
+    """Whether its stop ids are no candidates."""
+    stop_ids: Any
+    """Pointer to int32 [E]."""
+    stop_count: Any
+    """E"""
+
+
 @triton.jit
-def row_tile(logits_ptr, start, vocabulary, waits, stop_ids_ptr, stop_ids, BLOCK: tl.constexpr):
+def row_tile(row, start, BLOCK: tl.constexpr):
     """Logits of the ids start .. start + BLOCK - 1, -inf where there is no candidate; or NaN."""
     ids = start + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + ids, mask=ids < vocabulary, other=float("-inf"))
-    if waits:
-        logits = mask_stop_ids(logits, ids, True, stop_ids_ptr, stop_ids)
+    logits = tl.load(row.logits + ids, mask=ids < row.vocabulary, other=float("-inf"))
+    if row.waits:
+        logits = mask_stop_ids(logits, ids, True, row.stop_ids, row.stop_count)
     return logits

@@ -9,6 +9,8 @@ Letters: R rows, V vocabulary, W vocabulary padded to whole blocks.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from graphengine.kernels.sample.candidates import (
     LAST_ID,
     MASS_SCALE,
     NO_KEY,
+    CandidateRow,
     SamplingTensors,
     is_coarse,
     row_tile,
@@ -158,46 +161,36 @@ def _mass_above(key_ptr, width, cut, largest, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _row_keys(
-    logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK: tl.constexpr
-):
+def _row_keys(row, start, BLOCK: tl.constexpr):
     """Keys of the ids start .. start + BLOCK - 1; `NO_KEY` where there is no candidate."""
-    logits = row_tile(logits_ptr, start, vocabulary, waits, stop_ids_ptr, stop_ids, BLOCK)
-    return sortable_key(scaled_tile(logits, temperature))
+    return sortable_key(scaled_tile(row_tile(row, start, BLOCK), row.temperature))
 
 
 @triton.jit
-def _gather_keys(
-    logits_ptr,
-    key_ptr,
-    floor,
-    least,
-    largest,
-    weighs,
-    width,
-    vocabulary,
-    temperature,
-    waits,
-    stop_ids_ptr,
-    stop_ids,
-    BLOCK: tl.constexpr,
-):
+def _column_keys(row, BLOCK: tl.constexpr):
+    """The largest key of each column of the row, which is [width / BLOCK, BLOCK]."""
+    column_key = tl.full([BLOCK], NO_KEY, tl.int32)
+    for start in range(0, row.width, BLOCK):
+        column_key = tl.maximum(column_key, _row_keys(row, start, BLOCK))
+    return column_key
+
+
+@triton.jit
+def _gather_keys(row, key_ptr, floor, least, largest, weighs, BLOCK: tl.constexpr):
     """Write the keys >= floor and >= least, in any order, to key_ptr[0 .. first result).
 
     The second result is the mass of all keys >= least, if `weighs`.
 
-    Of the row, [width / BLOCK, BLOCK], each column moves its keys to its front: every thread keeps
-    count of its own columns. What a column lacks is filled with `NO_KEY`.
+    Each column of the row moves its keys to its front: every thread keeps count of its own
+    columns. What a column lacks is filled with `NO_KEY`.
     """
     column = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     # Threads may still be reading the scratch for what went before.
     tl.debug_barrier()
-    for start in range(0, width, BLOCK):
-        key = _row_keys(
-            logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
-        )
+    for start in range(0, row.width, BLOCK):
+        key = _row_keys(row, start, BLOCK)
         if weighs:
             mass += tl.where(key >= least, _mass_tile(key, largest), 0)
         taken = key >= tl.maximum(floor, least)
@@ -212,25 +205,12 @@ def _gather_keys(
 
 
 @triton.jit
-def _id_of_tie(
-    logits_ptr,
-    width,
-    cut,
-    ties,
-    vocabulary,
-    temperature,
-    waits,
-    stop_ids_ptr,
-    stop_ids,
-    BLOCK: tl.constexpr,
-):
+def _id_of_tie(row, cut, ties, BLOCK: tl.constexpr):
     """The `ties`-th lowest id among those with key == cut; -1 if there are fewer."""
     tie_id = tl.full((), -1, tl.int32)
     seen = tl.full((), 0, tl.int32)
-    for start in range(0, width, BLOCK):
-        key = _row_keys(
-            logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
-        )
+    for start in range(0, row.width, BLOCK):
+        key = _row_keys(row, start, BLOCK)
         tied = (key == cut).to(tl.int32)
         count = tl.sum(tied, 0)
         if (seen < ties) & (seen + count >= ties):
@@ -239,6 +219,102 @@ def _id_of_tie(
             tie_id = tl.max(tl.where((tied != 0) & (rank <= ties), ids, -1), 0)
         seen += count
     return tie_id
+
+
+class _Filters(NamedTuple):
+    """What a row's slot asks for."""
+
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    top_n_sigma: Any
+    by_count: Any
+    """Whether top-k leaves anything out."""
+    by_mass: Any
+    by_sigma: Any
+
+
+@triton.jit
+def _last_kept(row, filters, key_ptr, column_key, largest_key, BLOCK: tl.constexpr):
+    """Key and id of the last candidate that the filters keep of a row that has one."""
+    largest = value_of_key(largest_key)
+    cut = tl.full((), NO_KEY, tl.int32)
+    cut_id = tl.full((), LAST_ID, tl.int32)
+    ties = tl.full((), 0, tl.int64)
+    # Keys below this no longer count.
+    least_key = tl.full((), NO_KEY, tl.int32)
+    if filters.by_sigma:
+        reached = sigma_floor(row, filters.top_n_sigma, BLOCK)
+        least_key = sortable_key(scaled_tile(reached, row.temperature))
+    if filters.by_count | filters.by_mass:
+        cut, ties = _cut_by_tallies(row, filters, key_ptr, column_key, least_key, largest, BLOCK)
+    floor = least_key
+    if filters.min_p > 0:
+        floor = tl.maximum(floor, _min_p_key(filters.min_p, largest))
+    if floor > cut:
+        cut = floor
+    elif cut > NO_KEY:
+        cut_id = _id_of_tie(row, cut, ties, BLOCK)
+    return cut, cut_id
+
+
+@triton.jit
+def _min_p_key(min_p, largest):
+    """The least key that min-p keeps."""
+    share = tl.log(tl.minimum(min_p, 1.0))
+    least = largest + share
+    key = sortable_key(least)
+    # Rounded down, it would let candidates in that lie below it.
+    if is_coarse(least) & (share - (least - largest) > 0):
+        key += 1
+    return key
+
+
+@triton.jit
+def _cut_by_tallies(row, filters, key_ptr, column_key, least_key, largest, BLOCK: tl.constexpr):
+    """The last key that top-k and top-p keep, and how many candidates with that key."""
+    cut = tl.full((), NO_KEY, tl.int32)
+    ties = tl.full((), 0, tl.int64)
+    floor = _gather_floor(row, filters, key_ptr, column_key, largest, BLOCK)
+    weighs = filters.by_count == 0
+    used, mass = _gather_keys(row, key_ptr, floor, least_key, largest, weighs, BLOCK)
+    if filters.by_count:
+        cut, above = _select(
+            key_ptr, used, filters.top_k, largest, BY_MASS=False, PASSES=16, BLOCK=BLOCK
+        )
+        # With fewer candidates than k all are above it, and fewer keys than k may have
+        # been gathered: then nothing was found, not even `NO_KEY`.
+        cut = tl.maximum(cut, NO_KEY)
+        ties = filters.top_k - above
+    if filters.by_mass:
+        gathered = _mass_above(key_ptr, used, cut, largest, BLOCK=BLOCK)
+        if filters.by_count:
+            mass = gathered + ties * _mass_tile(cut, largest)
+        target = tl.ceil(filters.top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
+        target = tl.maximum(target, 1)
+        if (filters.by_count == 0) & (gathered < target):
+            # The gathered keys do not reach that far: the whole row is needed.
+            used, _ = _gather_keys(row, key_ptr, NO_KEY, least_key, largest, False, BLOCK)
+        # Reached within the first k, so the other candidates do not matter.
+        cut, above = _select(key_ptr, used, target, largest, BY_MASS=True, PASSES=16, BLOCK=BLOCK)
+        ties = tl.cdiv(target - above, tl.maximum(_mass_tile(cut, largest), 1))
+    return cut, ties
+
+
+@triton.jit
+def _gather_floor(row, filters, key_ptr, column_key, largest, BLOCK: tl.constexpr):
+    """A key below which nothing needs to be gathered at first.
+
+    Where so many columns of the row hold a key >= floor, so many keys are. The few that the cut
+    lies among are worth gathering: it takes many passes over them.
+    """
+    floor = tl.full((), -(2**31), tl.int32)
+    wanted = tl.where(filters.by_count, filters.top_k, BLOCK // 4)
+    if (wanted <= BLOCK // 2) & (row.width > 2 * BLOCK):
+        tl.store(key_ptr + tl.arange(0, BLOCK), column_key)
+        tl.debug_barrier()
+        floor, _ = _select(key_ptr, BLOCK, wanted, largest, BY_MASS=False, PASSES=8, BLOCK=BLOCK)
+    return floor
 
 
 @triton.jit
@@ -268,8 +344,8 @@ def _cutoff_kernel(
 
     `key_ptr` is scratch, [R, width].
     """
-    row = tl.program_id(0)
-    slot = tl.load(slot_ptr + row, cache_modifier=".cg").to(tl.int64)
+    index = tl.program_id(0)
+    slot = tl.load(slot_ptr + index, cache_modifier=".cg").to(tl.int64)
     live = slot >= 0
     temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
     top_k = tl.load(top_k_ptr + slot, mask=live, other=0)
@@ -286,120 +362,21 @@ def _cutoff_kernel(
     cut_id = tl.full((), LAST_ID, tl.int32)
     by_sigma = top_n_sigma > 0
     if (temperature > 0) & (by_count | by_mass | by_sigma | (min_p > 0)):
-        waits = tl.load(position_ptr + row) + ahead < tl.load(min_len_ptr + slot)
-        logits_ptr += row.to(tl.int64) * logits_stride
-        stop_ids_ptr += slot * stop_ids
-        key_ptr += row.to(tl.int64) * width
-        column_key = tl.full([BLOCK], NO_KEY, tl.int32)
-        for start in range(0, width, BLOCK):
-            key = _row_keys(
-                logits_ptr, start, vocabulary, temperature, waits, stop_ids_ptr, stop_ids, BLOCK
-            )
-            column_key = tl.maximum(column_key, key)
+        waits = tl.load(position_ptr + index) + ahead < tl.load(min_len_ptr + slot)
+        row = CandidateRow(
+            logits=logits_ptr + index.to(tl.int64) * logits_stride,
+            vocabulary=vocabulary,
+            width=width,
+            temperature=temperature,
+            waits=waits,
+            stop_ids=stop_ids_ptr + slot * stop_ids,
+            stop_count=stop_ids,
+        )
+        key_ptr += index.to(tl.int64) * width
+        column_key = _column_keys(row, BLOCK)
         largest_key = tl.max(column_key, 0)
-
         if largest_key > NO_KEY:
-            largest = value_of_key(largest_key)
-            ties = tl.full((), 0, tl.int64)
-            # Keys below this no longer count.
-            least_key = tl.full((), NO_KEY, tl.int32)
-            if by_sigma:
-                reached = sigma_floor(
-                    logits_ptr,
-                    width,
-                    top_n_sigma,
-                    vocabulary,
-                    waits,
-                    stop_ids_ptr,
-                    stop_ids,
-                    BLOCK,
-                )
-                least_key = sortable_key(scaled_tile(reached, temperature))
-            if by_count | by_mass:
-                # Where so many columns of the row hold a key >= floor, so many keys are. The few
-                # that the cut lies among are worth gathering: it takes many passes over them.
-                floor = tl.full((), -(2**31), tl.int32)
-                wanted = tl.where(by_count, top_k, BLOCK // 4)
-                if (wanted <= BLOCK // 2) & (width > 2 * BLOCK):
-                    tl.store(key_ptr + tl.arange(0, BLOCK), column_key)
-                    tl.debug_barrier()
-                    floor, _ = _select(
-                        key_ptr, BLOCK, wanted, largest, BY_MASS=False, PASSES=8, BLOCK=BLOCK
-                    )
-                used, mass = _gather_keys(
-                    logits_ptr,
-                    key_ptr,
-                    floor,
-                    least_key,
-                    largest,
-                    by_count == 0,
-                    width,
-                    vocabulary,
-                    temperature,
-                    waits,
-                    stop_ids_ptr,
-                    stop_ids,
-                    BLOCK,
-                )
-                if by_count:
-                    cut, above = _select(
-                        key_ptr, used, top_k, largest, BY_MASS=False, PASSES=16, BLOCK=BLOCK
-                    )
-                    # With fewer candidates than k all are above it, and fewer keys than k may have
-                    # been gathered: then nothing was found, not even `NO_KEY`.
-                    cut = tl.maximum(cut, NO_KEY)
-                    ties = top_k - above
-                if by_mass:
-                    gathered = _mass_above(key_ptr, used, cut, largest, BLOCK=BLOCK)
-                    if by_count:
-                        mass = gathered + ties * _mass_tile(cut, largest)
-                    target = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
-                    target = tl.maximum(target, 1)
-                    if (by_count == 0) & (gathered < target):
-                        # The gathered keys do not reach that far: the whole row is needed.
-                        used, _ = _gather_keys(
-                            logits_ptr,
-                            key_ptr,
-                            NO_KEY,
-                            least_key,
-                            largest,
-                            False,
-                            width,
-                            vocabulary,
-                            temperature,
-                            waits,
-                            stop_ids_ptr,
-                            stop_ids,
-                            BLOCK,
-                        )
-                    # Reached within the first k, so the other candidates do not matter.
-                    cut, above = _select(
-                        key_ptr, used, target, largest, BY_MASS=True, PASSES=16, BLOCK=BLOCK
-                    )
-                    ties = tl.cdiv(target - above, tl.maximum(_mass_tile(cut, largest), 1))
-            floor = least_key
-            if min_p > 0:
-                share = tl.log(tl.minimum(min_p, 1.0))
-                least = largest + share
-                min_p_key = sortable_key(least)
-                # Rounded down, it would let candidates in that lie below it.
-                if is_coarse(least) & (share - (least - largest) > 0):
-                    min_p_key += 1
-                floor = tl.maximum(floor, min_p_key)
-            if floor > cut:
-                cut = floor
-            elif cut > NO_KEY:
-                cut_id = _id_of_tie(
-                    logits_ptr,
-                    width,
-                    cut,
-                    ties,
-                    vocabulary,
-                    temperature,
-                    waits,
-                    stop_ids_ptr,
-                    stop_ids,
-                    BLOCK,
-                )
-    tl.store(cut_key_ptr + row, cut)
-    tl.store(cut_id_ptr + row, cut_id)
+            filters = _Filters(top_k, top_p, min_p, top_n_sigma, by_count, by_mass, by_sigma)
+            cut, cut_id = _last_kept(row, filters, key_ptr, column_key, largest_key, BLOCK)
+    tl.store(cut_key_ptr + index, cut)
+    tl.store(cut_id_ptr + index, cut_id)

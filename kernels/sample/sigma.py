@@ -64,21 +64,12 @@ def _value_tile(logits):
 
 
 @triton.jit
-def sigma_floor(
-    logits_ptr,
-    width,
-    n_sigma,
-    vocabulary,
-    waits,
-    stop_ids_ptr,
-    stop_ids,
-    BLOCK: tl.constexpr,
-):
-    """The floor of a row that has a candidate, float32; `n_sigma` is above 0. Three passes."""
+def sigma_floor(row, n_sigma, BLOCK: tl.constexpr):
+    """The floor of a `CandidateRow` that has one, float32; `n_sigma` is above 0. Three passes."""
     high = tl.full([BLOCK], -LARGEST, tl.float32)
     low = tl.full([BLOCK], LARGEST, tl.float32)
-    for start in range(0, width, BLOCK):
-        logits = row_tile(logits_ptr, start, vocabulary, waits, stop_ids_ptr, stop_ids, BLOCK)
+    for start in range(0, row.width, BLOCK):
+        logits = row_tile(row, start, BLOCK)
         there = logits > float("-inf")
         value = _value_tile(logits)
         high = tl.maximum(high, tl.where(there, value, -LARGEST))
@@ -90,8 +81,8 @@ def sigma_floor(
 
     total = tl.zeros([BLOCK], tl.int64)
     number = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, width, BLOCK):
-        logits = row_tile(logits_ptr, start, vocabulary, waits, stop_ids_ptr, stop_ids, BLOCK)
+    for start in range(0, row.width, BLOCK):
+        logits = row_tile(row, start, BLOCK)
         there = logits > float("-inf")
         distance = _distances(_value_tile(logits), largest, scale)
         total += tl.where(there, distance, 0.0).to(tl.int64)
@@ -100,8 +91,8 @@ def sigma_floor(
     mean = tl.sum(total, 0).to(tl.float64) / count
 
     squares = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, width, BLOCK):
-        logits = row_tile(logits_ptr, start, vocabulary, waits, stop_ids_ptr, stop_ids, BLOCK)
+    for start in range(0, row.width, BLOCK):
+        logits = row_tile(row, start, BLOCK)
         there = logits > float("-inf")
         deviation = _distances(_value_tile(logits), largest, scale) - mean
         squares += tl.where(there, deviation * deviation * _UNIT, 0.0).to(tl.int64)

@@ -105,71 +105,108 @@ def gather_and_embed(
     Returns:
         New tensors of N lanes. ValueError for a shape or dtype that does not fit.
     """
-    slots = check_state(state)
-    check_lanes(slots, command_epoch=command_epoch_S)
-    rows = slot_of_row_R.numel()
-    check_lanes(rows, slot_of_row=slot_of_row_R)
-    width = check_draft_count(num_speculative_tokens)
-    groups = check_embedding(embedding_VH, norm_weight_H, residual, rows * width)
-    if width == 1:
-        draft_SK = max_len_S = None
-    elif draft_SK is None or max_len_S is None:
-        raise ValueError(f"{num_speculative_tokens} drafts a row want draft_SK and max_len_S")
-    else:
-        check_draft_table(draft_SK, slots, num_speculative_tokens)
-        check_lanes(slots, max_len=max_len_S)
-    most = 0 if trees is None else _check_trees(trees, slots, width, rows)
-    if not use_triton(slot_of_row_R):
-        return gather_and_embed_reference(
-            state,
-            command_epoch_S,
-            slot_of_row_R,
-            embedding_VH,
-            norm_weight_H,
-            residual,
-            draft_SK=draft_SK,
-            max_len_S=max_len_S,
-            num_speculative_tokens=num_speculative_tokens,
-            trees=trees,
-            embedding_scale=embedding_scale,
-        )
-    lanes = DecodeLanes(*(slot_of_row_R.new_empty(rows * width) for _ in DecodeLanes._fields))
-    V, H = embedding_VH.shape
-    block_h = triton.next_power_of_2(H)
-    launcher(_begin_decode_kernel, (rows + triton.cdiv(slots, _BLOCK_S),))(
+    call = _Call(
+        state,
         command_epoch_S,
         slot_of_row_R,
+        embedding_VH,
+        norm_weight_H,
+        residual,
+        # Not read without drafts.
+        draft_SK if num_speculative_tokens else None,
+        max_len_S if num_speculative_tokens else None,
+        num_speculative_tokens,
+        trees,
+        embedding_scale,
+    )
+    _check(call)
+    if not use_triton(slot_of_row_R):
+        return gather_and_embed_reference(**call._asdict())
+    return _begin(call, pdl)
+
+
+class _Call(NamedTuple):
+    """What `gather_and_embed` is asked for; its reference takes these by the same names."""
+
+    state: SlotState
+    command_epoch_S: torch.Tensor
+    slot_of_row_R: torch.Tensor
+    embedding_VH: torch.Tensor
+    norm_weight_H: torch.Tensor
+    residual: Residual
+    draft_SK: torch.Tensor | None
+    max_len_S: torch.Tensor | None
+    num_speculative_tokens: int
+    trees: RowTrees | None
+    embedding_scale: float
+
+    @property
+    def width(self) -> int:
+        return self.num_speculative_tokens + 1
+
+
+def _check(call: _Call) -> None:
+    """ValueError for a shape or dtype that does not fit."""
+    slots = check_state(call.state)
+    check_lanes(slots, command_epoch=call.command_epoch_S)
+    rows = call.slot_of_row_R.numel()
+    check_lanes(rows, slot_of_row=call.slot_of_row_R)
+    drafts = call.num_speculative_tokens
+    width = check_draft_count(drafts)
+    check_embedding(call.embedding_VH, call.norm_weight_H, call.residual, rows * width)
+    if drafts:
+        if call.draft_SK is None or call.max_len_S is None:
+            raise ValueError(f"{drafts} drafts a row want draft_SK and max_len_S")
+        check_draft_table(call.draft_SK, slots, drafts)
+        check_lanes(slots, max_len=call.max_len_S)
+    if call.trees is not None:
+        _check_trees(call.trees, slots, width, rows)
+
+
+def _begin(call: _Call, pdl: bool) -> DecodeLanes:
+    """`gather_and_embed` of a checked call, on a GPU."""
+    state, residual, trees, draft = call.state, call.residual, call.trees, call.draft_SK
+    rows, slots = call.slot_of_row_R.numel(), state.next_token.numel()
+    lanes = DecodeLanes(
+        *(call.slot_of_row_R.new_empty(rows * call.width) for _ in DecodeLanes._fields)
+    )
+    (V, H), groups = call.embedding_VH.shape, residual.squares.shape[0]
+    depth = 0 if trees is None else trees.lanes.ancestor.shape[1]
+    block_h = triton.next_power_of_2(H)
+    launcher(_begin_decode_kernel, (rows + triton.cdiv(slots, _BLOCK_S),))(
+        call.command_epoch_S,
+        call.slot_of_row_R,
         state.epoch,
         state.kv_len,
         state.running,
         state.next_token,
-        draft_SK,
-        max_len_S,
+        draft,
+        call.max_len_S,
         *lanes,
-        embedding_VH,
-        norm_weight_H,
+        call.embedding_VH,
+        call.norm_weight_H,
         residual,
         *((None,) * 5 if trees is None else (*trees.tables, *trees.lanes)),
         0 if trees is None else trees.limit,
         0 if trees is None else trees.tables.depth.stride(0),
         0 if trees is None else trees.tables.ancestor.stride(0),
-        0 if draft_SK is None else draft_SK.stride(0),
-        embedding_VH.stride(0),
+        0 if draft is None else draft.stride(0),
+        call.embedding_VH.stride(0),
         residual.x.stride(0),
         residual.scaled.stride(0),
         rows,
         slots,
         V,
-        W=width,
-        DEPTH=most,
+        W=call.width,
+        DEPTH=depth,
         H=H,
         T=groups,
-        BLOCK_D=triton.next_power_of_2(max(most, 1)),
+        BLOCK_D=triton.next_power_of_2(max(depth, 1)),
         BLOCK_H=block_h,
         BLOCK_T=triton.next_power_of_2(groups),
         BLOCK_R=triton.next_power_of_2(rows),
         BLOCK_S=_BLOCK_S,
-        SCALE=float(embedding_scale),
+        SCALE=float(call.embedding_scale),
         num_warps=min(max(block_h // 512, 4), 16),
         **launch_options(pdl),
     )
@@ -259,8 +296,8 @@ def _grow_reference(
     return DecodeLanes(token_RW.flatten(), slot_N, position_RW.flatten())
 
 
-def _check_trees(trees: RowTrees, slots: int, width: int, rows: int) -> int:
-    """D; ValueError unless there are drafts and the trees are those of these slots and rows."""
+def _check_trees(trees: RowTrees, slots: int, width: int, rows: int) -> None:
+    """ValueError unless there are drafts and the trees are those of these slots and rows."""
     if width == 1:
         raise ValueError("trees are wanted for 0 drafts a row: a root alone is no tree")
     most = check_tree_tables(trees.tables, slots, width)
@@ -268,7 +305,6 @@ def _check_trees(trees: RowTrees, slots: int, width: int, rows: int) -> int:
         raise ValueError(
             f"the lanes' trees have a depth of {trees.lanes.ancestor.shape[1]}, the tables' {most}"
         )
-    return most
 
 
 @triton.jit

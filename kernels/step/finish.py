@@ -7,7 +7,7 @@ of a path.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,6 +43,7 @@ from graphengine.kernels.step.state import (
     stop_ids_block,
 )
 from graphengine.kernels.step.stop_sequences import (
+    History,
     StopSequences,
     check_stop_sequences,
     stop_sequence_of_tokens,
@@ -139,89 +140,142 @@ def verify_commit_publish(
     Returns:
         New tensors. ValueError for a shape or dtype that does not fit.
     """
-    slots = check_state(state)
-    stop_ids = check_limits(limits, slots)
-    width = check_draft_count(num_speculative_tokens)
-    total = lanes.slot.numel()
-    check_lanes(total, **lanes._asdict())
+    call = _Call(
+        best_NC,
+        health_NC,
+        lanes,
+        state,
+        limits,
+        mailbox_items,
+        num_speculative_tokens,
+        relaxed_N,
+        forced,
+        draft_SK,
+        sequences,
+        history_SP,
+        tree,
+    )
+    _check(call, launch)
+    if not use_triton(best_NC):
+        return verify_commit_publish_reference(**call._asdict())
+    return _finish(call, launch)
+
+
+class _Call(NamedTuple):
+    """What `verify_commit_publish` is asked for; its reference takes these by the same names."""
+
+    best_NC: torch.Tensor
+    health_NC: torch.Tensor
+    lanes: DecodeLanes
+    state: SlotState
+    limits: StopTensors
+    mailbox_items: torch.Tensor
+    num_speculative_tokens: int
+    relaxed_N: torch.Tensor | None
+    forced: int | None
+    draft_SK: torch.Tensor | None
+    sequences: StopSequences | None
+    history_SP: torch.Tensor | None
+    tree: TreeLanes | None
+
+    @property
+    def width(self) -> int:
+        return self.num_speculative_tokens + 1
+
+    @property
+    def rows(self) -> int:
+        return self.lanes.slot.numel() // self.width
+
+    @property
+    def depth(self) -> int:
+        """D; 0 of chains."""
+        return 0 if self.tree is None else self.tree.ancestor.shape[-1]
+
+
+def _check(call: _Call, launch: Launch) -> None:
+    """ValueError for a shape or dtype that does not fit, and for options that exclude others."""
+    slots = check_state(call.state)
+    check_limits(call.limits, slots)
+    width = check_draft_count(call.num_speculative_tokens)
+    total = call.lanes.slot.numel()
+    check_lanes(total, **call.lanes._asdict())
     if total % width:
         raise ValueError(f"{total} lanes must be rows of {width}")
-    rows = total // width
-    tiles = check_tiles(best_NC, health_NC, total)
-    entries, mailbox_lanes, items = check_mailbox(mailbox_items, rows, width)
+    check_tiles(call.best_NC, call.health_NC, total)
+    check_mailbox(call.mailbox_items, total // width, width)
     if launch.arrivals is None:
         raise ValueError("arrivals must be int32, not None")
     check_int32(arrivals=launch.arrivals)
-    if relaxed_N is not None:
-        check_lanes(total, relaxed=relaxed_N)
-    if forced is not None and forced < 0:
-        raise ValueError(f"forced={forced} must be 0 or more, or None")
-    columns = 0 if draft_SK is None else check_draft_table(draft_SK, slots)
-    if (sequences is None) != (history_SP is None):
+    if call.relaxed_N is not None:
+        check_lanes(total, relaxed=call.relaxed_N)
+    if call.forced is not None and call.forced < 0:
+        raise ValueError(f"forced={call.forced} must be 0 or more, or None")
+    if call.draft_SK is not None:
+        check_draft_table(call.draft_SK, slots)
+    _check_sequences(call, slots)
+    if call.tree is not None:
+        check_tree_lanes(call.tree, total, width)
+        if call.relaxed_N is not None:
+            raise ValueError("relaxed_N is for chains of drafts, not for trees")
+
+
+def _check_sequences(call: _Call, slots: int) -> None:
+    sequences, history = call.sequences, call.history_SP
+    if (sequences is None) != (history is None):
         raise ValueError("sequences and history_SP are wanted together or not at all")
-    if sequences is not None and history_SP is not None:
-        listed = check_stop_sequences(sequences, history_SP)
+    if sequences is not None and history is not None:
+        listed = check_stop_sequences(sequences, history)
         if listed != slots:
             raise ValueError(f"stop sequences of {listed} slots do not fit {slots} slots")
-    deepest = 0 if tree is None else check_tree_lanes(tree, total, width)
-    if tree is not None and relaxed_N is not None:
-        raise ValueError("relaxed_N is for chains of drafts, not for trees")
-    if not use_triton(best_NC):
-        return verify_commit_publish_reference(
-            best_NC,
-            health_NC,
-            lanes,
-            state,
-            limits,
-            mailbox_items,
-            num_speculative_tokens=num_speculative_tokens,
-            relaxed_N=relaxed_N,
-            forced=forced,
-            draft_SK=draft_SK,
-            sequences=sequences,
-            history_SP=history_SP,
-            tree=tree,
-        )
+
+
+def _new_step(call: _Call) -> FinishedStep:
+    """Uninitialised."""
+    slot = call.lanes.slot
+    flags_R = slot.new_empty(call.rows)
+    length = call.rows * (call.width if call.tree is None else call.depth + 1)
+    path = None if call.tree is None else AcceptedPath.new(length, flags_R)
+    token_N = slot.new_empty(length)
+    return FinishedStep(token_N, flags_R, torch.empty_like(flags_R), path)
+
+
+def _finish(call: _Call, launch: Launch) -> FinishedStep:
+    """`verify_commit_publish` of a checked call, on a GPU."""
+    limits, width, step = call.limits, call.width, _new_step(call)
+    draft, history, sequences = call.draft_SK, call.history_SP, call.sequences
+    tiles, stop_ids = call.best_NC.shape[1], limits.stop_ids.shape[1]
+    entries, mailbox_lanes, items = call.mailbox_items.shape
+    columns = 0 if draft is None else draft.shape[1]
     Q, L = (0, 1) if sequences is None else sequences.tokens.shape[1:]
-    flags_R = lanes.slot.new_empty(rows)
-    length = width if tree is None else deepest + 1
-    path = None if tree is None else AcceptedPath.new(rows * length, flags_R)
-    token_N = lanes.slot.new_empty(rows * length)
-    step = FinishedStep(token_N, flags_R, torch.empty_like(flags_R), path)
     block_w = triton.next_power_of_2(width)
     most = _MAX_BLOCK_C if width == 1 else _MAX_BLOCK_WC // block_w
     block_c = min(triton.next_power_of_2(tiles), most)
-    launcher(_finish_decode_kernel, (rows,))(
-        best_NC,
-        health_NC,
-        None if forced is not None or width == 1 else relaxed_N,
-        lanes.slot,
-        lanes.token,
-        state.next_token,
-        state.kv_len,
-        state.running,
-        state.epoch,
-        state.sequence,
-        limits.stop_ids,
-        limits.max_len,
-        draft_SK,
-        mailbox_items,
+    launcher(_finish_decode_kernel, (call.rows,))(
+        call.best_NC,
+        call.health_NC,
+        None if call.forced is not None or width == 1 else call.relaxed_N,
+        call.lanes.slot,
+        call.lanes.token,
+        call.state,
+        limits,
+        draft,
+        call.mailbox_items,
         launch.arrivals,
         *step[:3],
-        history_SP,
-        *(sequences or (None, None, None)),
-        *((None, None) if tree is None else tree[1:]),
-        *((None,) * 4 if path is None else (*path.lanes, path.source)),
+        history,
+        sequences,
+        *((None, None) if call.tree is None else call.tree[1:]),
+        *(step.path or (None, None)),
         tiles,
         stop_ids,
-        0 if draft_SK is None else draft_SK.stride(0),
-        0 if history_SP is None else history_SP.stride(0),
-        0 if history_SP is None else history_SP.shape[1],
+        0 if draft is None else draft.stride(0),
+        0 if history is None else history.stride(0),
+        0 if history is None else history.shape[1],
         entries,
         mailbox_lanes,
         W=width,
-        DEPTH=deepest,
-        FORCED=forced,
+        DEPTH=call.depth,
+        FORCED=call.forced,
         COLUMNS=columns,
         ITEMS=items,
         Q=Q,
@@ -355,6 +409,27 @@ def _stops_reference(
     return torch.where(stops & (flags_LW & EMITTED != 0), flags_LW | STOP, flags_LW)
 
 
+class _Row(NamedTuple):
+    """A row of the step, and its slot as it was before."""
+
+    index: Any
+    slot: Any
+    live: Any
+    kv_len: Any
+    epoch: Any
+
+
+class _Emitted(NamedTuple):
+    """What a row emits."""
+
+    token_W: Any
+    """int32 [BLOCK_W]: the tokens after its lanes, or along its path."""
+    live_W: Any
+    count: Any
+    """Those that are emitted: the first ones."""
+    flags: Any
+
+
 @triton.jit
 def _finish_decode_kernel(
     best_ptr,
@@ -362,13 +437,8 @@ def _finish_decode_kernel(
     relaxed_ptr,
     lane_slot_ptr,
     lane_token_ptr,
-    next_token_ptr,
-    kv_len_ptr,
-    running_ptr,
-    epoch_ptr,
-    sequence_ptr,
-    stop_ids_ptr,
-    max_len_ptr,
+    state,
+    limits,
     draft_ptr,
     items_ptr,
     arrivals_ptr,
@@ -376,14 +446,10 @@ def _finish_decode_kernel(
     flags_ptr,
     count_ptr,
     history_ptr,
-    sequences_ptr,
-    sequence_start_ptr,
-    min_len_ptr,
+    sequences,
     depth_ptr,
     ancestor_ptr,
-    path_token_ptr,
-    path_slot_ptr,
-    path_position_ptr,
+    path,
     path_source_ptr,
     tiles,
     stop_ids,
@@ -412,111 +478,201 @@ def _finish_decode_kernel(
 
     BLOCK_W lanes: those past W are as padded ones. After a tree's walk they are those of its path.
     """
-    row = tl.program_id(0)
+    index = tl.program_id(0)
     j = tl.arange(0, BLOCK_W)
-    lane = row * W + j
-    slot = tl.load(lane_slot_ptr + row * W, cache_modifier=".cg")
+    lane = index * W + j
+    slot = tl.load(lane_slot_ptr + index * W, cache_modifier=".cg")
     live = slot >= 0
     live_W = tl.load(lane_slot_ptr + lane, mask=j < W, other=-1, cache_modifier=".cg") >= 0
     if DEPTH == 0:
-        # What the next lane was fed, if it is live: the draft that this lane's token decides on.
-        next_slot_ptr = lane_slot_ptr + lane + 1
-        fed_W = tl.load(next_slot_ptr, mask=j + 1 < W, other=-1, cache_modifier=".cg") >= 0
-        draft_W = tl.load(lane_token_ptr + lane + 1, mask=fed_W, other=-1, cache_modifier=".cg")
+        draft_W, fed_W = _load_chain(lane_slot_ptr, lane_token_ptr, lane, W, BLOCK_W)
     else:
-        draft_W = tl.load(lane_token_ptr + lane, mask=live_W, other=-1, cache_modifier=".cg")
-        depth_W = tl.load(depth_ptr + lane, mask=live_W, other=-1, cache_modifier=".cg")
-        parent_ptr = ancestor_ptr + (lane * DEPTH + depth_W - 1)
-        parent_W = tl.load(parent_ptr, mask=depth_W > 0, other=-1, cache_modifier=".cg")
-    stop_ids_E, max_len = load_limits(stop_ids_ptr, max_len_ptr, slot, live, stop_ids, BLOCK_E)
-    kv_len = tl.load(kv_len_ptr + slot, mask=live, other=0, cache_modifier=".cg")
-    epoch = tl.load(epoch_ptr + slot, mask=live, other=0, cache_modifier=".cg")
-    sequence = tl.load(sequence_ptr, cache_modifier=".cg") + 1
+        draft_W, depth_W, parent_W = _load_tree(
+            lane_token_ptr, depth_ptr, ancestor_ptr, lane, live_W, DEPTH
+        )
+    stop_ids_E, max_len = load_limits(
+        limits.stop_ids, limits.max_len, slot, live, stop_ids, BLOCK_E
+    )
+    kv_len = tl.load(state.kv_len + slot, mask=live, other=0, cache_modifier=".cg")
+    epoch = tl.load(state.epoch + slot, mask=live, other=0, cache_modifier=".cg")
+    sequence = tl.load(state.sequence, cache_modifier=".cg") + 1
     wait_for_inputs(PDL)
 
     token_W = tokens_of_tiles(best_ptr, health_ptr, lane, tiles, live_W, BLOCK_W, BLOCK_C)
-    if DEPTH > 0:
+    if DEPTH == 0:
+        token_W, accepted = _verify_chain(
+            token_W, draft_W, fed_W, relaxed_ptr, lane, FORCED, BLOCK_W
+        )
+        fed = None
+    else:
         token_W, path_W, accepted = walk_tree(
             token_W, draft_W, parent_W, live_W, FORCED, DEPTH, BLOCK_W
         )
         fed = tl.max(depth_W, 0) + 1
         live_W = live & (j <= accepted)
-    elif FORCED is not None:
-        accepted = tl.minimum(tl.min(tl.where(fed_W, BLOCK_W, j), 0), FORCED)
+    flags_W = commit_flags(token_W, kv_len + 1 + j, live_W, stop_ids_E, max_len)
+    if sequences is not None:
+        history = History(history_ptr, history_stride, positions)
+        completed_W = stop_sequence_of_tokens(
+            token_W, kv_len, slot, live, sequences, history, W, Q, L, BLOCK_W, BLOCK_Q, BLOCK_L
+        )
+        stops_W = (completed_W >= 0) & ((flags_W & _EMITTED) != 0)
+        flags_W = tl.where(stops_W, flags_W | _STOP, flags_W)
+    count, flags = _end_of_row(flags_W, accepted, BLOCK_W)
+
+    row = _Row(index, slot, live, kv_len, epoch)
+    emitted = _Emitted(token_W, live_W, count, flags)
+    _commit_row(state, row, emitted, BLOCK_W)
+    if draft_ptr is not None:
+        _forget_drafts(draft_ptr, row, draft_stride, COLUMNS, BLOCK_K)
+    tag = tag_of(sequence)
+    item_ptr = items_ptr + ((sequence % entries) * mailbox_lanes + index) * ITEMS
+    _publish_row(item_ptr, tag, row, emitted, fed, W, ITEMS, BLOCK_W, BLOCK_I)
+    if DEPTH == 0:
+        tl.store(token_ptr + lane, token_W, mask=live_W)
+    else:
+        _store_path(
+            token_ptr,
+            path,
+            path_source_ptr,
+            lane_token_ptr,
+            row,
+            emitted,
+            path_W,
+            W,
+            DEPTH,
+            BLOCK_W,
+        )
+    tl.store(flags_ptr + index, flags)
+    tl.store(count_ptr + index, count)
+
+    # The sequence moves on only after every program has read it.
+    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
+    if arrived == tl.num_programs(0) - 1:
+        tl.store(state.sequence, sequence)
+        tl.store(arrivals_ptr, 0)
+
+
+@triton.jit
+def _load_chain(lane_slot_ptr, lane_token_ptr, lane, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    """What the next lane was fed, which this lane's token decides on, and whether it is live."""
+    j = tl.arange(0, BLOCK_W)
+    next_slot_ptr = lane_slot_ptr + lane + 1
+    fed_W = tl.load(next_slot_ptr, mask=j + 1 < W, other=-1, cache_modifier=".cg") >= 0
+    draft_W = tl.load(lane_token_ptr + lane + 1, mask=fed_W, other=-1, cache_modifier=".cg")
+    return draft_W, fed_W
+
+
+@triton.jit
+def _load_tree(lane_token_ptr, depth_ptr, ancestor_ptr, lane, live_W, DEPTH: tl.constexpr):
+    """What each lane was fed, its depth and its parent; -1 for none."""
+    draft_W = tl.load(lane_token_ptr + lane, mask=live_W, other=-1, cache_modifier=".cg")
+    depth_W = tl.load(depth_ptr + lane, mask=live_W, other=-1, cache_modifier=".cg")
+    parent_ptr = ancestor_ptr + (lane * DEPTH + depth_W - 1)
+    parent_W = tl.load(parent_ptr, mask=depth_W > 0, other=-1, cache_modifier=".cg")
+    return draft_W, depth_W, parent_W
+
+
+@triton.jit
+def _verify_chain(
+    token_W, draft_W, fed_W, relaxed_ptr, lane, FORCED: tl.constexpr, BLOCK_W: tl.constexpr
+):
+    """(tokens [BLOCK_W], accepted drafts) of a row."""
+    j = tl.arange(0, BLOCK_W)
+    if FORCED is not None:
+        return token_W, tl.minimum(tl.min(tl.where(fed_W, BLOCK_W, j), 0), FORCED)
     elif relaxed_ptr is None:
-        accepted = tl.min(tl.where(fed_W & (token_W == draft_W), BLOCK_W, j), 0)
+        return token_W, tl.min(tl.where(fed_W & (token_W == draft_W), BLOCK_W, j), 0)
     else:
         relaxed_W = tl.load(relaxed_ptr + lane, mask=fed_W, other=0) != 0
         relaxed_W = relaxed_W & (token_W >= 0)
         matched_W = fed_W & (relaxed_W | (token_W == draft_W))
         accepted = tl.min(tl.where(matched_W, BLOCK_W, j), 0)
-        token_W = tl.where(relaxed_W & (j < accepted), draft_W, token_W)
+        return tl.where(relaxed_W & (j < accepted), draft_W, token_W), accepted
 
-    flags_W = commit_flags(token_W, kv_len + 1 + j, live_W, stop_ids_E, max_len)
-    if sequences_ptr is not None:
-        completed_W = stop_sequence_of_tokens(
-            token_W,
-            kv_len,
-            slot,
-            live,
-            history_ptr,
-            sequences_ptr,
-            sequence_start_ptr,
-            min_len_ptr,
-            history_stride,
-            positions,
-            W,
-            Q,
-            L,
-            BLOCK_W,
-            BLOCK_Q,
-            BLOCK_L,
-        )
-        stops_W = (completed_W >= 0) & ((flags_W & _EMITTED) != 0)
-        flags_W = tl.where(stops_W, flags_W | _STOP, flags_W)
+
+@triton.jit
+def _end_of_row(flags_W, accepted, BLOCK_W: tl.constexpr):
+    """(tokens that are emitted, the flags of the last one) of a row."""
+    j = tl.arange(0, BLOCK_W)
     end = tl.min(tl.where((flags_W == _EMITTED) & (j < accepted), BLOCK_W, j), 0)
     flags = tl.sum(tl.where(j == end, flags_W, 0), 0)
     count = tl.where((flags & _EMITTED) != 0, end + 1, end)
     # Without valid logits the row is cut there; only where nothing is left, it ends.
-    flags = tl.where(end > 0, (flags & ~_INVALID) | _EMITTED, flags)
+    return count, tl.where(end > 0, (flags & ~_INVALID) | _EMITTED, flags)
 
+
+@triton.jit
+def _commit_row(state, row, emitted, BLOCK_W: tl.constexpr):
+    """Take the emitted tokens into the slot's state."""
+    j = tl.arange(0, BLOCK_W)
     # Every warp has read the slot's state before one of them overwrites it.
     tl.debug_barrier()
-    next_token = tl.sum(tl.where(j == count - 1, token_W, 0), 0)
-    tl.store(next_token_ptr + slot, next_token, mask=count > 0)
-    tl.store(kv_len_ptr + slot, kv_len + tl.maximum(count, 1), mask=live)
-    tl.store(running_ptr + slot, 0, mask=live & (flags != _EMITTED))
-    if draft_ptr is not None:
-        k = tl.arange(0, BLOCK_K)
-        used = draft_ptr + slot.to(tl.int64) * draft_stride + k
-        tl.store(used, tl.full([BLOCK_K], -1, tl.int32), mask=live & (k < COLUMNS))
+    next_token = tl.sum(tl.where(j == emitted.count - 1, emitted.token_W, 0), 0)
+    tl.store(state.next_token + row.slot, next_token, mask=emitted.count > 0)
+    tl.store(state.kv_len + row.slot, row.kv_len + tl.maximum(emitted.count, 1), mask=row.live)
+    tl.store(state.running + row.slot, 0, mask=row.live & (emitted.flags != _EMITTED))
 
-    tag = tag_of(sequence)
-    item_ptr = items_ptr + ((sequence % entries) * mailbox_lanes + row) * ITEMS
-    tl.store(item_ptr + j, tag | tl.where(j < count, token_W, 0).to(tl.int64), mask=j < W)
+
+@triton.jit
+def _forget_drafts(draft_ptr, row, draft_stride, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Set the slot's drafts to -1: they are used now."""
+    k = tl.arange(0, BLOCK_K)
+    used = draft_ptr + row.slot.to(tl.int64) * draft_stride + k
+    tl.store(used, tl.full([BLOCK_K], -1, tl.int32), mask=row.live & (k < COLUMNS))
+
+
+@triton.jit
+def _publish_row(
+    item_ptr,
+    tag,
+    row,
+    emitted,
+    fed,
+    W: tl.constexpr,
+    ITEMS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """Write the row's mailbox lane: W items of tokens, then zeros, then the state word.
+
+    `fed` is None of a chain: as many lanes as are live.
+    """
+    j = tl.arange(0, BLOCK_W)
+    token_ptrs = item_ptr + j
+    token_W = tl.where(j < emitted.count, emitted.token_W, 0)
+    tl.store(token_ptrs, tag | token_W.to(tl.int64), mask=j < W)
     i = tl.arange(0, BLOCK_I)
-    if DEPTH == 0:
-        fed = tl.sum(live_W.to(tl.int32), 0)
-    payload = tl.where(i == ITEMS - 1, state_payload(epoch, fed, count, flags), 0)
+    if fed is None:
+        fed = tl.sum(emitted.live_W.to(tl.int32), 0)
+    is_last = i == ITEMS - 1
+    word = state_payload(row.epoch, fed, emitted.count, emitted.flags)
+    payload = tl.where(is_last, word, 0)
     tl.store(item_ptr + i, tag | payload, mask=(i >= W) & (i < ITEMS))
-    if DEPTH == 0:
-        tl.store(token_ptr + lane, token_W, mask=live_W)
-    else:
-        emitted_W = j < count
-        source_W = row * W + tl.where(emitted_W, path_W, 0)
-        path_lane = row * (DEPTH + 1) + j
-        in_path = j <= DEPTH
-        fed_token_W = tl.load(lane_token_ptr + source_W, mask=emitted_W, other=-1)
-        tl.store(token_ptr + path_lane, token_W, mask=live_W)
-        tl.store(path_token_ptr + path_lane, fed_token_W, mask=emitted_W)
-        tl.store(path_slot_ptr + path_lane, tl.where(emitted_W, slot, -1), mask=in_path)
-        tl.store(path_position_ptr + path_lane, kv_len + j, mask=emitted_W)
-        tl.store(path_source_ptr + path_lane, source_W, mask=in_path)
-    tl.store(flags_ptr + row, flags)
-    tl.store(count_ptr + row, count)
 
-    # The sequence moves on only after every program has read it.
-    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
-    if arrived == tl.num_programs(0) - 1:
-        tl.store(sequence_ptr, sequence)
-        tl.store(arrivals_ptr, 0)
+
+@triton.jit
+def _store_path(
+    token_ptr,
+    path,
+    source_ptr,
+    lane_token_ptr,
+    row,
+    emitted,
+    path_W,
+    W: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Store the tokens along the path, and the `AcceptedPath` of those that are emitted."""
+    j = tl.arange(0, BLOCK_W)
+    emitted_W = j < emitted.count
+    source_W = row.index * W + tl.where(emitted_W, path_W, 0)
+    lane = row.index * (DEPTH + 1) + j
+    in_path = j <= DEPTH
+    fed_token_W = tl.load(lane_token_ptr + source_W, mask=emitted_W, other=-1)
+    tl.store(token_ptr + lane, emitted.token_W, mask=emitted.live_W)
+    tl.store(path.token + lane, fed_token_W, mask=emitted_W)
+    tl.store(path.slot + lane, tl.where(emitted_W, row.slot, -1), mask=in_path)
+    tl.store(path.position + lane, row.kv_len + j, mask=emitted_W)
+    tl.store(source_ptr + lane, source_W, mask=in_path)

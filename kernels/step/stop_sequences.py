@@ -18,7 +18,7 @@ tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,6 +43,16 @@ class StopSequences(NamedTuple):
     """int32 [S]: the first position that may be of a match: the prompt's length, or 0."""
     min_len: torch.Tensor
     """int32 [S]: the lowest position at which a match may end, as of `SamplingTensors`."""
+
+
+class History(NamedTuple):
+    """The tokens of each slot's sequence by position, for a kernel."""
+
+    tokens: Any
+    """Pointer to int32 [S, P]."""
+    stride: Any
+    positions: Any
+    """P"""
 
 
 class StopMatch(NamedTuple):
@@ -93,7 +103,7 @@ def match_stop_sequences(
         lanes.slot,
         lanes.position,
         history_SP,
-        *sequences,
+        sequences,
         *match,
         history_SP.stride(0),
         history_SP.shape[1],
@@ -181,12 +191,8 @@ def stop_sequence_of_tokens(
     position,
     slot,
     live,
-    history_ptr,
-    sequences_ptr,
-    start_ptr,
-    min_len_ptr,
-    history_stride,
-    positions,
+    sequences,
+    history,
     W: tl.constexpr,
     Q: tl.constexpr,
     L: tl.constexpr,
@@ -203,8 +209,8 @@ def stop_sequence_of_tokens(
         token_W: int32 [BLOCK_W], of which the first W count; -1 completes nothing.
         position: of the row's first lane; its first token sits after it.
         slot: the row's; nothing is read if it is not live.
-        sequences_ptr, start_ptr, min_len_ptr: of `StopSequences`.
-        positions: P.
+        sequences: `StopSequences`.
+        history: a `History`.
     """
     slot = slot.to(tl.int64)
     q = tl.arange(0, BLOCK_Q)[:, None]
@@ -212,9 +218,9 @@ def stop_sequence_of_tokens(
     back = tl.arange(0, BLOCK_L)[None, :]
     inside = live & (q < Q) & (back < L)
     at = slot * (Q * L) + q * L + (L - 1 - back)
-    sequence_QL = tl.load(sequences_ptr + at, mask=inside, other=-1)
-    start = tl.load(start_ptr + slot, mask=live, other=0)
-    min_len = tl.load(min_len_ptr + slot, mask=live, other=0)
+    sequence_QL = tl.load(sequences.tokens + at, mask=inside, other=-1)
+    start = tl.load(sequences.start + slot, mask=live, other=0)
+    min_len = tl.load(sequences.min_len + slot, mask=live, other=0)
     there_Q = tl.max(tl.where(back == 0, sequence_QL, -1), 1) >= 0
 
     w = tl.arange(0, BLOCK_W)
@@ -224,9 +230,9 @@ def stop_sequence_of_tokens(
         tokens += (tl.sum(tl.where(w == j, token_W, 0), 0),)  # type: ignore[assignment]
         # Where the window reaches before the step's own tokens it is history.
         source = position + 1 + j - back
-        known = live & (back > j) & (back < L) & (source >= 0) & (source < positions)
+        known = live & (back > j) & (back < L) & (source >= 0) & (source < history.positions)
         window_L = tl.load(
-            history_ptr + slot * history_stride + source,
+            history.tokens + slot * history.stride + source,
             mask=known,
             other=-2,
             cache_modifier=".cg",
@@ -249,9 +255,7 @@ def _match_kernel(
     slot_ptr,
     position_ptr,
     history_ptr,
-    sequences_ptr,
-    start_ptr,
-    min_len_ptr,
+    sequences,
     kept_ptr,
     index_ptr,
     history_stride,
@@ -275,23 +279,9 @@ def _match_kernel(
     count = tl.minimum(tl.maximum(count, 0), W)
     w = tl.arange(0, BLOCK_W)
     token_W = tl.load(token_ptr + row * W + w, mask=w < count, other=-1)
+    history = History(history_ptr, history_stride, positions)
     index_W = stop_sequence_of_tokens(
-        token_W,
-        position,
-        slot,
-        live,
-        history_ptr,
-        sequences_ptr,
-        start_ptr,
-        min_len_ptr,
-        history_stride,
-        positions,
-        W,
-        Q,
-        L,
-        BLOCK_W,
-        BLOCK_Q,
-        BLOCK_L,
+        token_W, position, slot, live, sequences, history, W, Q, L, BLOCK_W, BLOCK_Q, BLOCK_L
     )
     end = tl.min(tl.where((index_W >= 0) & (w < count), w, BLOCK_W), 0)
     stops = end < BLOCK_W

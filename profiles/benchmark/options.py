@@ -192,52 +192,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_options(options: argparse.Namespace) -> Bench:
     """The options, checked as far as can be done before anything is built."""
-    if options.shape is not None and options.checkpoint is not None:
-        raise ValueError(f"--shape {options.shape} and --checkpoint {options.checkpoint}: give one")
-    for peer in options.peer:
-        require_peer(peer)
-    if options.peer and options.sampler != "fast":
-        raise ValueError(f"--peer {options.peer[0]} decodes greedily, not --sampler full")
-    for name in ("long", "admission"):
-        if getattr(options, name) < 0:
-            raise ValueError(f"--{name} {getattr(options, name)} must not be negative")
-    # As everywhere, the checkpoint 'demo' is the packaged model; it is one of the shapes here.
-    if options.checkpoint in (None, DEMO):
-        subject = Subject.of_shape(options.shape or DEMO)
-    else:
-        subject = Subject.of_checkpoint(options.checkpoint)
+    _check_alone(options)
+    subject = _subject(options)
     sweep = read_sweep(options, subject)
-    usual = "1" if options.record is not None else "1,8,32" if sweep is None else "1,8"
-    batches = integers(options.batch or usual, "batch")
-    if options.record is not None and len(batches) > 1:
-        raise ValueError(f"--record {options.record} takes one batch, not {options.batch}")
-    if options.max_batch is not None and options.max_batch < max(batches):
-        raise ValueError(f"--max-batch {options.max_batch} is less than a batch of {max(batches)}")
+    batches = _batches(options, swept=sweep is not None)
     lengths = integers(options.ttft_tokens, "ttft-tokens") if options.ttft_tokens else TTFT_TOKENS
     wanted = {name: getattr(options, name) for name in (*ENGINE_FLAGS, "dtype")}
     wanted["pdl"] = False if options.no_pdl else None
-    # There is no row for the engine of default sizes if sizes are given, if it would be too short,
-    # or if a row is recorded.
-    sized = (options.max_batch, options.max_seq_len) != (None, None) or options.record is not None
-    too_long = options.prompt_tokens + options.new_tokens > DEFAULT_SEQ_LEN
-    works = tuple(
-        Work(
-            live=batch,
-            prompt_tokens=options.prompt_tokens,
-            new_tokens=options.new_tokens,
-            runs=options.runs,
-            sampler=options.sampler,
-        )
-        for batch in batches
-    )
     asked = Bench(
         subject=subject,
         options=engine_options(wanted),
-        works=works,
+        works=tuple(_work(options, batch) for batch in batches),
         max_batch=options.max_batch,
         max_seq_len=options.max_seq_len,
-        default_engine=1 in batches
-        and not (sized or too_long or sweep is not None or options.row_family == "fma"),
+        default_engine=1 in batches and sweep is None and _fits_default(options),
         contexts=read_contexts(options, subject),
         ttft_tokens=tuple(lengths),
         long_tokens=options.long,
@@ -251,6 +219,56 @@ def read_options(options: argparse.Namespace) -> Bench:
     )
     _check_engines(asked)
     return asked
+
+
+def _check_alone(options: argparse.Namespace) -> None:
+    """ValueError for options that are wrong whatever is measured."""
+    if options.shape is not None and options.checkpoint is not None:
+        raise ValueError(f"--shape {options.shape} and --checkpoint {options.checkpoint}: give one")
+    for peer in options.peer:
+        require_peer(peer)
+    if options.peer and options.sampler != "fast":
+        raise ValueError(f"--peer {options.peer[0]} decodes greedily, not --sampler full")
+    for name in ("long", "admission"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"--{name} {getattr(options, name)} must not be negative")
+
+
+def _subject(options: argparse.Namespace) -> Subject:
+    # As everywhere, the checkpoint 'demo' is the packaged model; it is one of the shapes here.
+    if options.checkpoint in (None, DEMO):
+        return Subject.of_shape(options.shape or DEMO)
+    return Subject.of_checkpoint(options.checkpoint)
+
+
+def _batches(options: argparse.Namespace, *, swept: bool) -> list[int]:
+    """Live requests of each row. ValueError for more than a record, or an engine, takes."""
+    usual = "1" if options.record is not None else "1,8" if swept else "1,8,32"
+    batches = integers(options.batch or usual, "batch")
+    if options.record is not None and len(batches) > 1:
+        raise ValueError(f"--record {options.record} takes one batch, not {options.batch}")
+    if options.max_batch is not None and options.max_batch < max(batches):
+        raise ValueError(f"--max-batch {options.max_batch} is less than a batch of {max(batches)}")
+    return batches
+
+
+def _work(options: argparse.Namespace, batch: int) -> Work:
+    return Work(
+        live=batch,
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        runs=options.runs,
+        sampler=options.sampler,
+    )
+
+
+def _fits_default(options: argparse.Namespace) -> bool:
+    """Whether an engine of default sizes can have a row: not if sizes are given, if it would be too
+    short, or if a row is recorded.
+    """
+    sized = (options.max_batch, options.max_seq_len) != (None, None) or options.record is not None
+    too_long = options.prompt_tokens + options.new_tokens > DEFAULT_SEQ_LEN
+    return not (sized or too_long or options.row_family == "fma")
 
 
 def _ranks(options: argparse.Namespace, subject: Subject) -> tuple[int, ...]:

@@ -468,39 +468,57 @@ class ExpertsWeights:
 
         `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`.
         """
-        block, h, pdl = self.block, scratch.h, scratch.launch.pdl
-        experts, ffn, hidden = len(block.own), block.ffn_size, block.hidden_size
-        logits = _router_logits(h, self.gate)
-        if self.gate_bias is not None:
-            logits += self.gate_bias
-        given, kept = layer_ids(scratch.launch.routes)
-        routes = route(
-            logits,
-            slot,
-            block.router,
-            correction_E=self.correction,
-            given_Nk=given,
-            expert_Nk=kept,
-            pdl=pdl,
-        )
+        h, launch = scratch.h, scratch.launch
+        routes = self._chunk_routes(slot, scratch)
         shared = None
         if self.shared is not None:
             shared = self._shared_chunk(slot, scratch)
-        lanes, out, group = RoutedLanes(h, slot, routes), h, scratch.launch.experts
-        if group is not None:
-            lanes = lanes_of_all(lanes, group)
+        lanes = RoutedLanes(h, slot, routes)
+        if launch.experts is None:
+            summed = self._chunk_sum(lanes, scratch, out=h)
+        else:
+            lanes = lanes_of_all(lanes, launch.experts)
             out = lanes.x.new_empty(lanes.x.shape)
-        slot_M, routes, held = lanes.slot, lanes.routes, block.held
-        up_tile, down_tile = self._chunk_tiles(len(slot_M), h.dtype)
+            summed = sum_of_own(self._chunk_sum(lanes, scratch, out=out), launch.experts)
+        eps, pdl = self.block.norm_eps, launch.pdl
+        for y in _summands(summed, shared, launch.reduce):
+            add_rms_norm(stream, y, next_norm, slot, eps=eps, out_dtype=h.dtype, out=h, pdl=pdl)
+
+    def _chunk_routes(self, slot: Tensor, scratch: PrefillScratch) -> Routes:
+        """The experts of each lane of the normed `scratch.h`."""
+        logits = _router_logits(scratch.h, self.gate)
+        if self.gate_bias is not None:
+            logits += self.gate_bias
+        given, kept = layer_ids(scratch.launch.routes)
+        return route(
+            logits,
+            slot,
+            self.block.router,
+            correction_E=self.correction,
+            given_Nk=given,
+            expert_Nk=kept,
+            pdl=scratch.launch.pdl,
+        )
+
+    def _chunk_sum(self, lanes: RoutedLanes, scratch: PrefillScratch, *, out: Tensor) -> Tensor:
+        """The sum of each lane's experts, of those that this rank has."""
+        block, pdl = self.block, scratch.launch.pdl
+        ffn, hidden, held = block.ffn_size, block.hidden_size, block.held
+        up_tile, down_tile = self._chunk_tiles(len(lanes.slot), out.dtype)
         pairs = block.sharing * block.router.top_k
         grouping = group_pairs(
-            routes.expert, slot_M, experts=experts, size=up_tile.lanes, held=held, pdl=pdl
+            lanes.routes.expert,
+            lanes.slot,
+            experts=len(block.own),
+            size=up_tile.lanes,
+            held=held,
+            pdl=pdl,
         )
         gated = expert_swiglu(
             lanes.x,
             self.gate_up,
-            slot_M,
-            routes,
+            lanes.slot,
+            lanes.routes,
             tile=up_tile,
             bias_E2F=self.gate_up_bias,
             clamped=block.clamped,
@@ -509,11 +527,11 @@ class ExpertsWeights:
             out=scratch.take(pairs * ffn).view(-1, ffn),
             pdl=pdl,
         )
-        summed = expert_sum(
+        return expert_sum(
             gated,
             self.down,
-            slot_M,
-            routes,
+            lanes.slot,
+            lanes.routes,
             tile=down_tile,
             grouping=grouping,
             held=held,
@@ -522,11 +540,6 @@ class ExpertsWeights:
             out=out,
             pdl=pdl,
         )
-        if group is not None:
-            summed = sum_of_own(summed, group)
-        eps = block.norm_eps
-        for y in _summands(summed, shared, scratch.launch.reduce):
-            add_rms_norm(stream, y, next_norm, slot, eps=eps, out_dtype=h.dtype, out=h, pdl=pdl)
 
     def _chunk_tiles(self, lanes: int, dtype: torch.dtype) -> tuple[ProductTile, ProductTile]:
         """Of gates and ups, and of down; both take the pairs of one grouping."""

@@ -29,7 +29,7 @@ from graphengine.models import plan_limits, tuning, tuning_tables
 from graphengine.models.linears import LinearPlans, heuristic_plans
 from graphengine.models.tuning import numerics_id
 from graphengine.models.tuning_tables import TunedPlan, TuningKey
-from graphengine.opening.memory import _workspace_bytes
+from graphengine.opening.workspace import step_bytes
 from graphengine.profiles.benchmark.shapes import model_shape
 from graphengine.profiles.tuning.candidates import candidate_plans
 from launches.tuning_cases import BF16, DOT, FAMILIES, FMA, KINDS, MODEL, key_of, keys
@@ -562,7 +562,7 @@ def test_every_heuristic_plan_is_valid(
 def test_the_parts_of_a_split_product_are_in_the_workspace(rows: int) -> None:
     """Beside the logits: the parts of the widest plan that a table can hold."""
     model = model_shape("llama-8b")
-    workspace = _workspace_bytes(model, rows, BucketLadder(16, (16,)), BF16, 4096)
+    workspace = step_bytes(model, rows, BucketLadder(16, (16,)), BF16, 4096)
     for kind, M, K, *_ in model.linears.values():
         plan = LinearPlan("dot", block_m=64, block_k=64, splits=plan_limits.MAX_SPLITS)
         if kind == "sample":

@@ -23,8 +23,11 @@ from graphengine.models.families import read_model_config
 from graphengine.models.linears import WeightForms
 from graphengine.opening import calibration, memory, requirements
 from graphengine.opening.allocation import Allocation, allocate
+from graphengine.opening.cache_budget import BlockBytes, _fitting_swap, _needed_swap
 from graphengine.opening.calibration import calibrate
+from graphengine.opening.host_memory import host_bytes
 from graphengine.opening.memory import MemoryPlan, plan_memory
+from graphengine.opening.workspace import _KERNELS_PER_PROMPT_PART, graph_bytes
 from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.speculative import (
     MTP,
@@ -262,7 +265,7 @@ def test_what_a_gpu_does_not_multiply_is_refused_before_it_is_loaded(
     requirements.check_packed(packed, gpu, torch.float16)
     requirements.check_packed(MODEL, gpu, torch.float32)
     asked: list[object] = []
-    monkeypatch.setattr(memory, "check_packed", lambda *given: asked.append(given))
+    monkeypatch.setattr(requirements, "check_packed", lambda *given: asked.append(given))
     planned(dtype="float16")
     assert asked == [(MODEL, cpu, torch.float16)]
 
@@ -309,10 +312,10 @@ def test_the_log_probabilities_of_prompts_take_nodes_by_their_length() -> None:
         planned(prefill_buckets=(16, largest), max_seq_len=2048, prompt_logprobs=True)
         for largest in (1024, 2048)
     ]
-    few, many = (memory._graph_bytes(MODEL, plan.graphs, gpu) for plan in plans)
+    few, many = (graph_bytes(MODEL, plan.graphs, gpu) for plan in plans)
     assert len(plans[0].graphs) == len(plans[1].graphs)
-    assert many - few == 1024 // MAX_LANES * memory._KERNELS_PER_PROMPT_PART * 8 * 1024
-    assert memory._graph_bytes(MODEL, plans[1].graphs, torch.device("cpu")) == 0
+    assert many - few == 1024 // MAX_LANES * _KERNELS_PER_PROMPT_PART * 8 * 1024
+    assert graph_bytes(MODEL, plans[1].graphs, torch.device("cpu")) == 0
 
 
 def test_the_counters_of_all_plans_are_in_the_budget() -> None:
@@ -336,19 +339,18 @@ def test_there_is_room_for_lanes_with_all_that_experts_read_of_them() -> None:
 
 def test_pinned_memory_counts_as_torch_takes_it() -> None:
     """In powers of two: 33 GiB of swap would take 64."""
-    assert [memory._host_bytes(size, True) for size in (0, 1, 4095, 4096, 4097)] == [
+    assert [host_bytes(size, pinned=True) for size in (0, 1, 4095, 4096, 4097)] == [
         0, 1, 4096, 4096, 8192,
     ]  # fmt: skip
-    assert memory._host_bytes(4097, False) == 4097
+    assert host_bytes(4097, pinned=False) == 4097
     # Two areas of 3 and 1 bytes a block; of 64 bytes 16 blocks take all, and 17 take 96.
-    config = EngineConfig(device="cpu", max_batch=3)
-    chosen = [
-        memory._swap_blocks(config, 5, 20, [3, 1], most, True) for most in (-1, 3, 4, 80, 95, 96)
-    ]
+    block = BlockBytes(layer=3, rings=0, own=3, drafter=1)
+    chosen = [_fitting_swap(40, block, most, pinned=True) for most in (-1, 3, 4, 80, 95, 96)]
     assert chosen == [0, 0, 0, 16, 16, 21]
-    assert memory._swap_blocks(config, 5, 20, [3, 1], 10**9, True) == 40
-    assert memory._swap_blocks(config, 60, 20, [3, 1], 10**9, True) == 0
-    assert memory._swap_blocks(config, 5, 20, [3, 1], 80, False) == 20
+    assert _fitting_swap(40, block, 10**9, pinned=True) == 40
+    assert _fitting_swap(40, block, 80, pinned=False) == 20
+    assert _needed_swap(slots=3, blocks=5, one=20) == 40
+    assert _needed_swap(slots=3, blocks=60, one=20) == 0
 
 
 def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

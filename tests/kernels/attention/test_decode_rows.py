@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import FP8_KV
 from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
+from launches.compilation import compile_kernel, record_launch
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
@@ -388,8 +388,7 @@ def test_lanes_that_are_no_rows(tokens_per_row: int) -> None:
         )
 
 
-def compile_kernel(
-    monkeypatch: pytest.MonkeyPatch,
+def compile_rows(
     tokens_per_row: int,
     *,
     head_dim: int,
@@ -397,20 +396,6 @@ def compile_kernel(
     kv_dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, str]:
     """The code for sm_90 of a launch in bfloat16 with norms and PDL."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = attention.decode_attention_kernel
-    arguments: dict[str, Any] = {}
-
-    class Recorder:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *args, **named: arguments.update(
-                dict(zip(kernel.arg_names, args, strict=False)) | named
-            )
-
-    monkeypatch.setattr(attention, "decode_attention_kernel", Recorder())
-    monkeypatch.setattr(attention, "use_triton", lambda x: True)
 
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -418,46 +403,28 @@ def compile_kernel(
     lanes, heads, kv_heads = 3 * tokens_per_row, 8, 2
     integers = (new(lanes, dtype=torch.int32), new(lanes, dtype=torch.int32))
     angles = new(256, head_dim // 2, dtype=torch.float32)
-    decode_attention(
-        new(lanes, (heads + 2 * kv_heads) * head_dim),
-        angles,
-        angles,
-        new(9, 2, 16, kv_heads, head_dim, dtype=kv_dtype),
-        new(4, 16, dtype=torch.int32),
-        *integers,
-        Launch(arrivals=new(lanes * kv_heads * 33, dtype=torch.int32), pdl=True),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        scale=0.125,
-        max_seq_len=256,
-        q_norm_weight=new(head_dim),
-        k_norm_weight=new(head_dim),
-        kv_scales=new(2, kv_heads, dtype=torch.float32) if kv_dtype == FP8_KV else None,
-        split_tokens=split_tokens,
-        tokens_per_row=tokens_per_row,
+    launch = record_launch(
+        attention,
+        lambda: decode_attention(
+            new(lanes, (heads + 2 * kv_heads) * head_dim),
+            angles,
+            angles,
+            new(9, 2, 16, kv_heads, head_dim, dtype=kv_dtype),
+            new(4, 16, dtype=torch.int32),
+            *integers,
+            Launch(arrivals=new(lanes * kv_heads * 33, dtype=torch.int32), pdl=True),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            scale=0.125,
+            max_seq_len=256,
+            q_norm_weight=new(head_dim),
+            k_norm_weight=new(head_dim),
+            kv_scales=new(2, kv_heads, dtype=torch.float32) if kv_dtype == FP8_KV else None,
+            split_tokens=split_tokens,
+            tokens_per_row=tokens_per_row,
+        ),
     )
-    options = {name: arguments.pop(name) for name in [*arguments] if name not in kernel.arg_names}
-    del options["launch_pdl"]
-    pointers = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
-    pointers |= {FP8_KV: "*fp8e4nv", torch.uint8: "*u8"}
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, name in enumerate(kernel.arg_names):
-        value = arguments[name]
-        if kernel.params[index].is_constexpr:
-            signature[name], constants[index,] = "constexpr", value
-        elif value is None:
-            signature[name], constants[index,] = "constexpr", None
-        elif isinstance(value, torch.Tensor):
-            signature[name] = pointers[value.dtype]
-            attributes[index,] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if name.endswith("stride"):
-                attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    return compile_kernel(launch)[0].asm
 
 
 def sums(ttgir: str) -> list[tuple[str, str]]:
@@ -469,15 +436,11 @@ def sums(ttgir: str) -> list[tuple[str, str]]:
 
 @compiles
 @pytest.mark.parametrize(("head_dim", "split_tokens"), [(64, 64), (128, 128)])
-def test_the_compiler_sums_alike_for_rows_of_any_length(
-    monkeypatch: pytest.MonkeyPatch, head_dim: int, split_tokens: int
-) -> None:
+def test_the_compiler_sums_alike_for_rows_of_any_length(head_dim: int, split_tokens: int) -> None:
     """A sibling's norm above all: it must not be computed in the layout of the tile of keys."""
     shape = {"head_dim": head_dim, "split_tokens": split_tokens}
-    with monkeypatch.context() as patch:
-        one = sums(compile_kernel(patch, 1, **shape)["ttgir"])
-    with monkeypatch.context() as patch:
-        compiled = compile_kernel(patch, 4, **shape)
+    one = sums(compile_rows(1, **shape)["ttgir"])
+    compiled = compile_rows(4, **shape)
     four = sums(compiled["ttgir"])
     key = f"1x{head_dim}xf32"
     own = [entry for entry in one if entry[0] == key]
@@ -491,11 +454,9 @@ def test_the_compiler_sums_alike_for_rows_of_any_length(
 
 @compiles
 @pytest.mark.parametrize(("width", "head_dim"), [(1, 128), (4, 64), (1, 256)])
-def test_a_cache_of_e4m3_is_read_as_such(
-    monkeypatch: pytest.MonkeyPatch, width: int, head_dim: int
-) -> None:
+def test_a_cache_of_e4m3_is_read_as_such(width: int, head_dim: int) -> None:
     shape = {"head_dim": head_dim, "split_tokens": 64, "kv_dtype": FP8_KV}
-    ptx = compile_kernel(monkeypatch, width, **shape)["ptx"]
+    ptx = compile_rows(width, **shape)["ptx"]
     assert "cvt.rn.f16x2.e4m3x2" in ptx
     assert "mma.sync" in ptx and "wgmma" not in ptx
 

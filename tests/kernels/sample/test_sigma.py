@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extent import extent
+from graphengine.kernels.sample.candidates import CandidateRow
 from graphengine.kernels.sample.sigma import sigma_floor, sigma_floor_reference
 
 INF, NAN = float("inf"), float("nan")
@@ -36,7 +37,8 @@ def floor_kernel(
     logits_ptr, out_ptr, width, n_sigma_ptr, vocabulary, waits, stop_ptr, stops, BLOCK: tl.constexpr
 ):
     n_sigma = tl.load(n_sigma_ptr)
-    floor = sigma_floor(logits_ptr, width, n_sigma, vocabulary, waits != 0, stop_ptr, stops, BLOCK)
+    row = CandidateRow(logits_ptr, vocabulary, width, 1.0, waits != 0, stop_ptr, stops)
+    floor = sigma_floor(row, n_sigma, BLOCK)
     tl.store(out_ptr, floor)
 
 

@@ -191,6 +191,6 @@ def test_history_is_read_past_the_first_cache(width: int, cut: bool) -> None:
     ptx, names = compile_launch(record_launch(finish_module, call))
     assert_waits_before_it_shows(ptx)
     loads = list(global_loads(ptx, names))
-    mine = {"history_ptr", "sequences_ptr", "sequence_start_ptr", "min_len_ptr"}
+    mine = {"history_ptr", "sequences.tokens", "sequences.start", "sequences.min_len"}
     assert {load.argument for load in loads} & mine == (mine if cut else set())
     assert all(load.past_l1 for load in loads if load.argument == "history_ptr")

@@ -1,0 +1,30 @@
+"""The queue of requests that wait for a slot, of one scheduler or of all ranks."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+
+from graphengine.requests.request import QueueFull, Request
+
+
+def check_queue(waiting: int, vacant: int, limit: int | None, count: int) -> None:
+    """QueueFull unless `count` more requests may wait beside so many, for some of whom a slot is
+    vacant.
+    """
+    if limit is not None and waiting + count - vacant > limit:
+        more = "another one" if count == 1 else f"{count} more"
+        slots = f" and {vacant} vacant slots" if vacant else ""
+        raise QueueFull(
+            f"{max(0, waiting - vacant)} requests wait already: {more} would exceed "
+            f"max_waiting={limit}{slots}"
+        )
+
+
+def enqueue(waiting: deque[Request], request: Request) -> None:
+    """Add a request after those of its priority."""
+    if waiting and waiting[-1].priority > request.priority:
+        place = bisect_right(waiting, request.priority, key=lambda other: other.priority)
+        waiting.insert(place, request)
+    else:
+        waiting.append(request)

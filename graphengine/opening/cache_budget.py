@@ -1,0 +1,183 @@
+"""The budget's lines of KV: how many blocks there are, and how many of them can be swapped out."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from typing import NamedTuple
+
+from graphengine.buckets import MemoryBudget, OutOfBudget, format_bytes
+from graphengine.kernels import FP8_KV
+from graphengine.models.states import cache_shape
+from graphengine.opening.engine_shape import EngineShape
+from graphengine.opening.host_memory import host_bytes
+
+
+class Room(NamedTuple):
+    """Bytes that may be planned: where replays see them, and on the host."""
+
+    available: int
+    on_host: int
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a block of the caches.
+
+    layer    in one layer of the target
+    rings    in all layers that have rings
+    own      in the target's cache of the pool, which has the other layers
+    drafter  in the drafter's; 0 where it has none
+    """
+
+    layer: int
+    rings: int
+    own: int
+    drafter: int
+
+    @classmethod
+    def of(cls, shape: EngineShape) -> BlockBytes:
+        size = shape.config.block_size
+        layers, *block = cache_shape(shape.model.states, size)
+        layer = math.prod(block) * shape.kv_dtype.itemsize
+        rings = layer * sum(len(ring.layers) for ring in shape.rings)
+        drafter = math.prod(shape.drafter.needs.kv_block_shape(size)) * shape.kv_dtype.itemsize
+        return cls(layer, rings, layers * layer - rings, drafter)
+
+    @property
+    def pool(self) -> int:
+        """Of both caches; 0 where all KV is in rings."""
+        return self.own + self.drafter
+
+
+class CacheBlocks(NamedTuple):
+    """Blocks of the pool, without the dummy, and of the swap area."""
+
+    pool: int
+    swap: int
+
+
+def add_caches(
+    budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: Room, calibrated: int
+) -> CacheBlocks:
+    """Add rings, the pool, its swap area, and what calibrating with so many tokens takes beyond.
+
+    OutOfBudget where the device has no room for them.
+    """
+    rings = _add_rings(budget, shape, block)
+    blocks = _add_pool(budget, shape, block, room)
+    budget.check(room.available, shape.where)
+    swap_blocks = _add_swap(budget, shape, block, room, blocks)
+    if calibrated:
+        held = rings + (blocks + 1) * block.pool
+        if not shape.on_gpu:
+            held += _swap_bytes(swap_blocks, block, pinned=False)
+        _add_calibration(budget, shape, block, calibrated, held)
+        budget.check(room.available, shape.where)
+    return CacheBlocks(blocks, swap_blocks)
+
+
+def _kind(shape: EngineShape) -> str:
+    return "fp8 blocks" if shape.kv_dtype == FP8_KV else "blocks"
+
+
+def _add_rings(budget: MemoryBudget, shape: EngineShape, block: BlockBytes) -> int:
+    """One of each window for each slot. Returns their bytes."""
+    slots, added = shape.config.max_batch, 0
+    for ring in shape.rings:
+        name = f"KV of window {ring.window} ({slots} rings of {ring.blocks} {_kind(shape)}"
+        size = (slots * ring.blocks + 1) * len(ring.layers) * block.layer
+        budget.add(f"{name} of {shape.config.block_size} tokens, and a dummy)", size, shape.where)
+        added += size
+    return added
+
+
+def _add_pool(budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: Room) -> int:
+    """As many blocks as were asked for, or as fit and all slots can use. Returns how many."""
+    config, one = shape.config, shape.table_blocks
+    every = config.max_batch * one
+    if not block.pool:
+        # Its blocks are only counted.
+        return every
+    left = room.available - budget.total(shape.where)
+    fitting = left // block.pool - 1
+    asked = config.kv_blocks
+    blocks = max(one, min(every, fitting)) if asked is None else asked
+    name = f"KV cache ({blocks} {_kind(shape)} of {config.block_size} tokens, and a dummy)"
+    budget.add(name, (blocks + 1) * block.pool, shape.where)
+    if asked is None:
+        _check_one_request(budget, shape, block, left)
+    return blocks
+
+
+def _check_one_request(
+    budget: MemoryBudget, shape: EngineShape, block: BlockBytes, left: int
+) -> None:
+    """OutOfBudget, with the numbers, if the `left` bytes hold no request of `max_seq_len` tokens.
+
+    It is another error if there is nothing left for KV at all.
+    """
+    size, slots = shape.config.block_size, shape.config.max_batch
+    blocks, fitting = shape.table_blocks, left // block.pool - 1
+    if left < 0 or fitting >= blocks:
+        return
+    one, thousand = blocks * block.pool, 1000 * block.pool // size
+    hint = f"; max_seq_len={fitting * size} fits" if fitting > 0 else ""
+    raise OutOfBudget(
+        f"max_seq_len={shape.max_seq_len}: the KV of one request needs {blocks} blocks of {size} "
+        f"tokens, {format_bytes(one)} ({format_bytes(thousand)} per 1,000 tokens), of max_batch="
+        f"{slots} requests {format_bytes(slots * one)}; beside the rest {format_bytes(left)} "
+        f"of {shape.where} memory are left for KV{hint}\n{budget.table()}"
+    )
+
+
+def _add_swap(
+    budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: Room, pool_blocks: int
+) -> int:
+    """As many blocks as were asked for, or as the pool can need, within half of what may be
+    planned on the host. Returns how many.
+    """
+    swap_blocks = shape.config.swap_blocks
+    if swap_blocks is None:
+        needed = _needed_swap(shape.config.max_batch, pool_blocks, shape.table_blocks)
+        most = min(room.on_host // 2, room.on_host - budget.total(shape.pinned))
+        swap_blocks = _fitting_swap(needed, block, most, pinned=shape.on_gpu)
+    size = _swap_bytes(swap_blocks, block, pinned=shape.on_gpu)
+    budget.add(f"swap ({swap_blocks} blocks)", size, shape.pinned)
+    return swap_blocks
+
+
+def _needed_swap(slots: int, blocks: int, one: int) -> int:
+    """What a pool of so many blocks can need: every request but the oldest, of `one` at most, is
+    paused; none where all slots' requests fit.
+    """
+    return 0 if blocks >= slots * one else (slots - 1) * one
+
+
+def _fitting_swap(needed: int, block: BlockBytes, most: int, *, pinned: bool) -> int:
+    """Blocks of the swap area, as many as are needed if they take no more than `most` bytes."""
+    counts = range(1, needed + 1)
+    return bisect_right(counts, most, key=lambda count: _swap_bytes(count, block, pinned=pinned))
+
+
+def _swap_bytes(blocks: int, block: BlockBytes, *, pinned: bool) -> int:
+    """Of the areas of both caches, each an allocation."""
+    return sum(host_bytes(blocks * size, pinned=pinned) for size in (block.own, block.drafter))
+
+
+def _add_calibration(
+    budget: MemoryBudget, shape: EngineShape, block: BlockBytes, tokens: int, held: int
+) -> None:
+    """What the KV of so many tokens, in `dtype` and without rings, takes beyond the `held` bytes
+    of caches, which are allocated only after it is freed.
+    """
+    blocks = 1 + calibration_blocks(tokens, shape.config.block_size)
+    whole = block.pool + block.rings
+    taken = blocks * whole * shape.dtype.itemsize // shape.kv_dtype.itemsize
+    dtype = str(shape.dtype).removeprefix("torch.")
+    name = f"calibration (KV of {tokens} tokens in {dtype}, beyond the caches)"
+    budget.add(name, max(0, taken - held), shape.where)
+
+
+def calibration_blocks(tokens: int, block_size: int) -> int:
+    """Blocks, without the dummy, of the cache that a prompt of so many tokens is calibrated in."""
+    return -(-tokens // block_size)

@@ -1,0 +1,230 @@
+"""What a program of `decode_triton.py` knows of its lane: where its token is, and what it sees.
+
+Letters as in `decode_triton.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from graphengine.kernels.core.paged import cache_offsets
+
+
+class Shape(NamedTuple):
+    """What is fixed when the kernel is compiled."""
+
+    Q: Any
+    G: Any
+    D: Any
+    padded: Any
+    """D'"""
+    block_size: Any
+    group: Any
+    """Query heads of a kv head."""
+    group_rows: Any
+    """M"""
+    head_tiles: Any
+    """Programs that have a kv head's query heads together."""
+    normed: Any
+    """Whether queries and keys are normed before they are rotated."""
+    fp8: Any
+    """Whether the cache is of e4m3."""
+    window: Any
+    """0: a lane sees all tokens up to its own."""
+    softcap: Any
+    split: Any
+    """Tokens of a split."""
+    row_lanes: Any
+    """W"""
+    depth: Any
+    """The greatest depth of the rows' trees; 0: they are chains."""
+    siblings: Any
+    """The most that a lane may have."""
+    loop_stages: Any
+    combine_rows: Any
+    combine_splits: Any
+    """Splits whose results are loaded together."""
+
+
+class Lane(NamedTuple):
+    """A lane's token, and the tokens that it sees."""
+
+    index: Any
+    """int64: its number in the launch."""
+    slot: Any
+    live: Any
+    """Whether it is not a padded lane."""
+    inside: Any
+    """Whether it is live, and its position and entry are such as the cache has."""
+    position: Any
+    """0 unless it is inside."""
+    entry: Any
+    """Where its own key and value belong, as the position that they would have in a chain."""
+    used: Any
+    """Splits that hold older tokens it sees."""
+    skipped: Any
+    """Splits before them, which it does not see."""
+    first_seen: Any
+    """The first token that it sees."""
+    siblings: Any
+    """Tokens from `cached` on, which this launch appends."""
+    cached: Any
+    """Tokens below this were appended by earlier launches."""
+    root: Any
+    """Older tokens from here on are where its ancestors are, if the launch has one lane a row."""
+    ancestors: Any
+    """int32 pointer to the numbers of its ancestors in their row; 0 where there is no tree."""
+
+
+class HeadCache(NamedTuple):
+    """The keys and values of one kv head of one slot."""
+
+    keys: Any
+    """Pointer to the head's key in entry 0 of block 0."""
+    table: Any
+    """int32 pointer to the slot's row of the block table."""
+    block_stride: Any
+
+
+class Dimensions(NamedTuple):
+    """The D' dimensions of a head, padded ones too."""
+
+    number: Any
+    """int32 [D']"""
+    mask: Any
+    """bool [D']: not those of padding."""
+
+
+@triton.jit
+def dimensions_of(shape):
+    """Those of each head."""
+    number = tl.arange(0, shape.padded)
+    return Dimensions(number, number < shape.D)
+
+
+@triton.jit
+def load_lane(index, slot_ptr, position_ptr, tree, limit, shape):
+    """Lane number `index` of the launch; its positions and entries stay below `limit`."""
+    # Loaded together: one after the other would cost another trip to L2.
+    slot = tl.load(slot_ptr + index, cache_modifier=".cg")
+    position = tl.load(position_ptr + index, cache_modifier=".cg")
+    live = slot >= 0
+    inside = live & (position >= 0) & (position < limit)
+    entry = position
+    depth = 0
+    ancestors = 0
+    if shape.depth > 0:
+        depth = tl.load(tree.depth + index, mask=live, other=0, cache_modifier=".cg")
+        node = tl.load(tree.node + index, mask=live, other=0, cache_modifier=".cg")
+        ancestors = tree.ancestor + index * shape.depth
+        entry = position - depth + node
+        inside = inside & (entry < limit)
+        depth = tl.where(inside, depth, 0)
+    entry = tl.where(inside, entry, 0)
+    position = tl.where(inside, position, 0)
+    used, skipped, first_seen = _splits_seen(position, shape)
+    siblings, cached, root = _tokens_elsewhere(index, position, depth, shape)
+    return Lane(
+        index=index,
+        slot=slot,
+        live=live,
+        inside=inside,
+        position=position,
+        entry=entry,
+        used=used,
+        skipped=skipped,
+        first_seen=first_seen,
+        siblings=siblings,
+        cached=cached,
+        root=root,
+        ancestors=ancestors,
+    )
+
+
+@triton.jit
+def _splits_seen(position, shape):
+    """`used`, `skipped` and `first_seen` of a `Lane`."""
+    used = (position + shape.split - 1) // shape.split
+    first_seen = 0
+    skipped = 0
+    if shape.window:
+        first_seen = tl.maximum(position - (shape.window - 1), 0)
+        skipped = tl.minimum(first_seen // shape.split, used)
+        # A window of one token has no older keys.
+        used = tl.where(first_seen < position, used - skipped, 0)
+    return used, skipped, first_seen
+
+
+@triton.jit
+def _tokens_elsewhere(index, position, depth, shape):
+    """`siblings`, `cached` and `root` of a `Lane`."""
+    siblings = 0
+    cached = position
+    root = position
+    if shape.depth > 0 and shape.row_lanes == 1:
+        root = position - depth
+    if shape.row_lanes > 1:
+        siblings = (index % shape.row_lanes).to(tl.int32)
+        if shape.depth > 0:
+            siblings = depth
+        cached = position - siblings
+    return siblings, cached, root
+
+
+@triton.jit
+def early_split(lane, first_split, programs, shape):
+    """The split, of those that the lane sees, whose loads do not wait in the program of
+    `first_split`."""
+    if shape.row_lanes == 1:
+        return first_split
+    else:
+        # Siblings are in the last two splits at most, which are the last of two programs.
+        return first_split + tl.maximum(lane.used - 1 - first_split, 0) // programs * programs
+
+
+@triton.jit
+def lane_of_row(lane, shape):
+    """The lane's number in its row."""
+    # The siblings of a chain's lane are all lanes before it.
+    return lane.siblings if shape.depth == 0 else (lane.index % shape.row_lanes).to(tl.int32)
+
+
+@triton.jit
+def tokens_of(lane, split, shape):
+    """The tokens of a split, which is counted from the first that the lane sees."""
+    return (lane.skipped + split) * shape.split + tl.arange(0, shape.split)
+
+
+@triton.jit
+def is_seen(lane, token, shape):
+    """Whether the tokens are older ones that the lane sees."""
+    if shape.window:
+        return (token < lane.position) & (token >= lane.first_seen)
+    else:
+        return token < lane.position
+
+
+@triton.jit
+def load_older(cache, lane, token, dim, dtype: tl.constexpr, shape):
+    """Keys and values [tokens, D'] of the tokens below `cached` that are seen; 0 for the others."""
+    older = token < lane.cached
+    if shape.window:
+        older &= token >= lane.first_seen
+    if shape.depth > 0 and shape.row_lanes == 1:
+        in_tree = older & (token >= lane.root)
+        node = tl.load(lane.ancestors + (token - lane.root), mask=in_tree, other=0)
+        token = tl.where(in_tree, lane.root + node, token)
+    TOKEN_STRIDE: tl.constexpr = shape.G * shape.D
+    entry = cache_offsets(
+        cache.table, token, older, cache.block_stride, shape.block_size, TOKEN_STRIDE
+    )
+    key_ptrs = cache.keys + entry[:, None] + dim.number[None, :]
+    mask = older[:, None] & dim.mask[None, :]
+    # Values first: the keys' way into the product begins at once, and would hold these loads up.
+    value_ptrs = key_ptrs + shape.block_size * TOKEN_STRIDE
+    values = tl.load(value_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    keys = tl.load(key_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    return keys.to(dtype), values.to(dtype)

@@ -1,0 +1,87 @@
+"""What the launches of the experts' kernels have in common, let pass by `experts.py`.
+
+Letters: N lanes, k experts of a lane, P = N * k pairs, E experts, K input features and M rows of an
+expert's weight, T groups of columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from graphengine.kernels.core.pdl import launch_options
+from graphengine.kernels.experts.grouping import Grouping
+from graphengine.kernels.experts.held import held_options
+from graphengine.kernels.experts.packed import PackedExperts
+from graphengine.kernels.experts.router import Routes
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu
+
+ExpertWeight = torch.Tensor | PackedExperts
+
+
+class PairProduct(NamedTuple):
+    """The inputs of each pair times the weight of its expert."""
+
+    x: torch.Tensor
+    """[N, K] that the pairs of a lane share, or [P, K]."""
+    weight_EMK: ExpertWeight
+    bias_EM: torch.Tensor | None
+    slot_N: torch.Tensor
+    routes: Routes
+    grouping: Grouping | None
+    """None: pair by pair."""
+    held: range | None
+    pdl: bool
+
+    @property
+    def lanes(self) -> int:
+        return len(self.slot_N)
+
+    @property
+    def top_k(self) -> int:
+        return self.routes.expert.shape[1]
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        return None if self.grouping is None else self.grouping.order
+
+    @property
+    def blocks(self) -> torch.Tensor | None:
+        return None if self.grouping is None else self.grouping.blocks
+
+    @property
+    def block_count(self) -> int:
+        """0 where pairs are not grouped."""
+        return 0 if self.grouping is None else self.grouping.blocks.shape[1]
+
+    @property
+    def units(self) -> int:
+        """Blocks of pairs, or pairs where they are not grouped."""
+        return self.routes.expert.numel() if self.grouping is None else self.block_count
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of every launch."""
+        return {**held_options(self.held), **launch_options(self.pdl)}
+
+
+class SwigluArgs(NamedTuple):
+    """What becomes of a product of gates and ups; of another one, nothing."""
+
+    squares_TN: torch.Tensor | None = None
+    """Of the inputs, by whose rms the product is divided; None: they are normalised."""
+    eps: float = 0.0
+    clamped: ClampedSwiglu | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The constexprs of a kernel."""
+        return {
+            "GROUPS": 0 if self.squares_TN is None else len(self.squares_TN),
+            "LIMIT": 0.0 if self.clamped is None else self.clamped.limit,
+            "SLOPE": 0.0 if self.clamped is None else self.clamped.slope,
+        }
+
+
+NO_SWIGLU = SwigluArgs()
