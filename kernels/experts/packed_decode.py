@@ -22,9 +22,8 @@ from graphengine.kernels.experts.plans import check_expert_plan
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs
-from graphengine.kernels.linear.packed import block_columns
-from graphengine.kernels.linear.packed_gluon import PackedArgs
-from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS, streams
+from graphengine.kernels.linear.packed_cut import PackedArgs, new_cut
+from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 
@@ -81,16 +80,13 @@ def launch_packed(
         x = x.clone(memory_format=torch.contiguous_format)
     order, blocks = (None, None) if grouping is None else (grouping.order, grouping.blocks)
     count = routes.expert.numel() if blocks is None else blocks.shape[1]
-    group = 0
-    if weight_EMK.scales is not None:
-        # `mma.sync` multiplies 16 columns.
-        group = kind.columns or max(16, triton.next_power_of_2(K))
+    given = PackedArgs(weight_EMK.codes, weight_EMK.scales, weight_EMK.zeros, weight_EMK.row_scales)
     # Blocks count slowest, since those without pairs are the last: their programs hold a place on
     # an SM until they know. A second block of an expert finds its codes in L2.
     launcher(packed_experts_kernel, (triton.cdiv(M, plan.block_m), count))(
         x,
         squares_TN,
-        PackedArgs(weight_EMK.codes, weight_EMK.scales, weight_EMK.zeros, weight_EMK.row_scales),
+        given,
         bias_EM,
         slot_N,
         routes.expert,
@@ -103,24 +99,21 @@ def launch_packed(
         len(slot_N),
         x.stride(0) // linear_gluon.ALIGNMENT,
         eps,
-        M=M,
-        K=K,
+        new_cut(
+            given,
+            kind,
+            plan,
+            M=M,
+            K=K,
+            swiglu=int(weight_EMK.swiglu),
+            L=_BLOCKS[0] if grouping is None else grouping.size,
+            alone=grouping is None,
+            optional=True,
+        ),
         TOP_K=routes.expert.shape[1],
         GROUPS=0 if squares_TN is None else len(squares_TN),
-        SWIGLU=weight_EMK.swiglu,
         LIMIT=0.0 if clamped is None else clamped.limit,
         SLOPE=0.0 if clamped is None else clamped.slope,
-        L=_BLOCKS[0] if grouping is None else grouping.size,
-        CODE=kind.code,
-        COLUMNS=block_columns(kind),
-        GROUP=group,
-        ZEROS=weight_EMK.zeros is not None,
-        STREAMS=streams(plan),
-        BLOCK_M=plan.block_m,
-        BLOCK_K=plan.block_k,
-        STAGES=linear_gluon.stages(plan, 1, K),
-        EVEN_K=K % plan.block_k == 0,
-        WARPS=plan.warps,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
         **held_options(held),
