@@ -6,7 +6,8 @@ import torch
 
 from graphengine.kernels import FMA_LANES, LinearKind, LinearPlan, WeightFormat
 from graphengine.kernels.experts.plans import DECODE_BLOCK, check_expert_plan
-from graphengine.kernels.linear.packed_linear import check_packed_plan, streams
+from graphengine.kernels.linear.packed_cut import streams
+from graphengine.kernels.linear.packed_linear import check_packed_plan
 
 MAX_WEIGHT_REGISTERS = 255
 """Registers that a thread has at most; an `fma` program keeps its weights in them."""

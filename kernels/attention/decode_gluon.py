@@ -23,42 +23,35 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from graphengine.kernels.attention.decode_gluon_combine import (
-    LOG2E,
-    LOWEST,
-    Parts,
-    arrive,
-    store_part,
-    store_result,
-)
+from graphengine.kernels.attention.decode_gluon_combine import Parts, keep_split
 from graphengine.kernels.attention.decode_gluon_heads import (
     BLOCK,
     half_precision,
     insert_new_tokens,
     kv_scales_of,
     load_heads,
-    shared_layout,
+    new_queries,
 )
-from graphengine.kernels.attention.decode_gluon_ring import (
-    copy_tile,
-    fill_ring,
-    load_entries,
-    ring_layout,
-    stream_tokens,
+from graphengine.kernels.attention.decode_gluon_ring import fill_ring, new_ring, refill_ring
+from graphengine.kernels.attention.decode_gluon_tile import (
+    attend_tile,
+    join_streams,
+    joined_rows_layout,
+    no_tiles,
+    product_layout,
 )
 from graphengine.kernels.attention.decode_gluon_units import (
     Shape,
-    first_split,
     heads_of,
     is_seen,
     schedule_of,
     unit_after,
     unit_at,
+    units_of_program,
 )
 from graphengine.kernels.attention.reference import DecodeCall
-from graphengine.kernels.attention.scores import tanh
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import FP8_KV, position_limit
@@ -92,7 +85,6 @@ _CHUNK = gl.constexpr(1024)
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
-_tanh = gluon.jit(tanh.fn)
 
 
 def takes(qkv_NX: torch.Tensor, kv: torch.Tensor, split_tokens: int) -> bool:
@@ -264,13 +256,6 @@ def _copy_layout(columns):
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
-@gluon.constexpr_function
-def _join_layout(columns, streams):
-    """`sums_layout` of [streams, rows, D']."""
-    across = min(columns // 4, 32)
-    return gl.BlockedLayout([streams, 1, 4], [1, 32 // across, across], [1, 4, 1], [2, 1, 0])
-
-
 @gluon.jit(do_not_specialize=["rows", "splits", "supers", "position_limit"])
 def decode_attention_kernel(
     qkv_ptr,
@@ -306,30 +291,18 @@ def decode_attention_kernel(
     The pitch is a stride in units of 16 bytes, which the compiler must know to copy 16 bytes.
     """
     TILES: gl.constexpr = shape.split // shape.tile
-    STAGES: gl.constexpr = shape.stages
-    STREAMS: gl.constexpr = shape.streams
     copied: gl.constexpr = _copy_layout(shape.padded)
-    ringed: gl.constexpr = ring_layout(shape.padded, STREAMS, shape.fp8)
-    product: gl.constexpr = gl.NVMMADistributedLayout(
-        [2, 0], [STREAMS, 1, 4 // STREAMS], [1, 16, 8]
-    )
-    shared: gl.constexpr = shared_layout(shape.padded, 3, shape.fp8)
+    product: gl.constexpr = product_layout(shape.streams)
     dtype: gl.constexpr = kv_ptr.dtype.element_ty
-    q_dtype: gl.constexpr = gl.float16 if shape.fp8 else qkv_ptr.dtype.element_ty
-    ring_shape: gl.constexpr = [STAGES, STREAMS, shape.tile // STREAMS, shape.padded]
-    ring_keys = gl.allocate_shared_memory(dtype, ring_shape, shared)
-    ring_values = gl.allocate_shared_memory(dtype, ring_shape, shared)
-    ring = (ring_keys, ring_values)
+    ring = new_ring(dtype, shape)
     source = (kv_ptr, block_table_ptr, kv_pitch, table_stride, kv_scales_ptr)
 
     # Neither of the last two launches writes slots, positions, tables, older keys and values.
     schedule, failed = schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED, shape)
-    units = gl.max(schedule[4], axis=0).to(gl.int64)
-    first = (gl.program_id(0) * units // gl.num_programs(0)).to(gl.int32)
-    end = ((gl.program_id(0) + 1) * units // gl.num_programs(0)).to(gl.int32)
+    first, end = units_of_program(schedule)
     tiles = (end - first) * TILES
     unit = unit_at(schedule, first, shape)
-    ahead, entries = fill_ring(schedule, source, ring, first, tiles, unit, shape, ringed)
+    ahead, entries = fill_ring(schedule, source, ring, first, tiles, unit, shape)
 
     _wait_for_inputs(PDL, True)
     if failed:
@@ -338,14 +311,12 @@ def decode_attention_kernel(
         return
 
     qkv = (qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, qkv_stride, eps)
-    q_shape: gl.constexpr = [shape.rows, shape.padded]
-    q_rows = gl.allocate_shared_memory(q_dtype, q_shape, shared_layout(shape.padded, 2, False))
-    queries = q_rows.reshape([1, shape.rows, shape.padded])
+    results = (parts, super_parts, arrivals_ptr, out_ptr, sinks_ptr, splits, supers)
+    queries = new_queries(qkv_ptr.dtype.element_ty, shape)
     keys = gl.zeros([BLOCK, shape.padded], dtype, copied)
     values = keys
     q_of = -1
-    joined: gl.constexpr = gl.SliceLayout(0, _join_layout(shape.padded, STREAMS))
-    row = gl.arange(0, shape.rows, gl.SliceLayout(1, joined))
+    row = gl.arange(0, shape.rows, joined_rows_layout(shape.padded, shape.streams))
     factor = gl.full_like(row, 1, dtype=gl.float32) * scale_log2
     value_scale = 1.0
     waiting = 0
@@ -360,17 +331,14 @@ def decode_attention_kernel(
                 new_q, power = half_precision(new_q)
                 power = gl.convert_layout(power, factor.type.layout)
                 factor = power * (scale_log2 * key_scale)
-            q_rows.store(new_q)
+            queries.store(new_q)
             q_of = q_wanted
-        head, position, stored = heads_of(unit, row, shape)
-        per_row: gl.constexpr = gl.SliceLayout(2, product)
-        largest = gl.full([STREAMS, shape.rows], LOWEST, gl.float32, per_row)
-        total = gl.zeros([STREAMS, shape.rows, shape.tile // STREAMS], gl.float32, product)
-        acc = gl.zeros([STREAMS, shape.rows, shape.padded], gl.float32, product)
+        head, position, live = heads_of(unit, row, shape)
+        largest, total, acc = no_tiles(product, shape)
         for t in range(TILES):
-            async_copy.wait_group(STAGES - 1)
+            async_copy.wait_group(shape.stages - 1)
             gl.thread_barrier()
-            stage = tile % STAGES
+            stage = tile % shape.stages
             token = start + t * shape.tile
             there = token < unit.length
             if shape.window > 0:
@@ -378,149 +346,19 @@ def decode_attention_kernel(
             if there:
                 if token + shape.tile > unit.cached:
                     insert_new_tokens(qkv, source, ring, stage, unit, token, (keys, values), shape)
-                state = (acc, largest, total)
-                acc, largest, total = _attend_tile(
-                    queries,
-                    ring_keys.index(stage),
-                    ring_values.index(stage),
-                    token,
-                    position,
-                    state,
-                    factor,
-                    shape,
+                state = (largest, total, acc)
+                largest, total, acc = attend_tile(
+                    queries, ring, stage, token, position, state, factor, shape
                 )
             tile += 1
-            step = tile + STAGES - 1
-            if step < tiles:
-                # The tile is no longer read.
-                gl.thread_barrier()
-                copy_tile(source, ring, stage, entries, ahead, step % TILES, True, shape)
-                if (step + 1) % TILES == 0:
-                    ahead = unit_after(schedule, ahead, first + (step + 1) // TILES, shape)
-                entries = load_entries(
-                    source, ahead, (step + 1) % TILES, step + 1 < tiles, shape, ringed
-                )
-            async_copy.commit_group()
-        acc_of_all, largest_of_all, weight = _join_streams(acc, largest, total, shape)
-        if shape.fp8:
-            acc_of_all *= value_scale
-        if unit.row_splits - first_split(unit, shape) == 1:
-            state = (acc_of_all, largest_of_all, weight)
-            store_result(out_ptr, state, sinks_ptr, unit, row, shape)
-        else:
-            part = head.to(gl.int64) * splits + unit.split
-            store_part(parts, (acc_of_all, largest_of_all, weight), part, stored, shape)
-            waiting += 1
-            after = unit.split + 1
-            if (after == unit.row_splits) | (after % shape.super == 0) | (u + 1 == end):
-                counts = (splits, supers)
-                arrive(
-                    arrivals_ptr,
-                    waiting,
-                    parts,
-                    super_parts,
-                    out_ptr,
-                    sinks_ptr,
-                    unit,
-                    counts,
-                    shape,
-                )
-                waiting = 0
+            step = tile + shape.stages - 1
+            ahead, entries = refill_ring(
+                schedule, source, ring, stage, ahead, entries, step, first, tiles, shape
+            )
+        result = join_streams((largest, total, acc), value_scale, shape)
+        heads = (row, head, live)
+        waiting = keep_split(results, result, unit, heads, waiting, u, end, shape)
         unit = unit_after(schedule, unit, u + 1, shape)
-
-
-@gluon.jit
-def _attend_tile(queries, keys, values, start, position, state, factor, shape):
-    """`state` after a tile: sums of values [M, D'] (of e4m3: even dimensions first), largest score
-    [M] in log2 units, and weights [M, T], of which each column is a sum over tiles.
-
-    `factor` [M] makes scores of products.
-    """
-    acc, largest, total = state
-    layout: gl.constexpr = acc.type.layout
-    # Of e4m3 a thread loads 4 keys' dimensions at a time.
-    wide: gl.constexpr = 4 if shape.fp8 else 2
-    q_layout: gl.constexpr = gl.DotOperandLayout(0, layout, wide)
-    all_streams: gl.constexpr = [shape.streams, shape.rows, shape.padded]
-    q, _ = gl.broadcast(queries.load(q_layout), gl.zeros(all_streams, queries.dtype, q_layout))
-    right = keys.permute((0, 2, 1)).load(gl.DotOperandLayout(1, layout, wide)).to(q.dtype)
-    per_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
-    factor = gl.convert_layout(factor, per_row)[None, :, None]
-    scores = mma_v2(q, right, gl.zeros_like(total)) * factor
-    if shape.softcap > 0:
-        scores = _capped(scores, shape.softcap)
-    token = stream_tokens(start, shape, gl.SliceLayout(1, layout))
-    position = gl.convert_layout(position, per_row)
-    scores = gl.where(token[:, None, :] <= position[None, :, None], scores, float("-inf"))
-    if shape.window > 0:
-        outside = token[:, None, :] <= position[None, :, None] - shape.window
-        scores = gl.where(outside, float("-inf"), scores)
-    new_largest = gl.maximum(largest, gl.max(scores, axis=2))
-    weights = gl.exp2(scores - new_largest[:, :, None])
-    rescale = gl.exp2(largest - new_largest)[:, :, None]
-    left = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, layout, 2))
-    operand: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-    if shape.fp8:
-        right = _even_and_odd(values, operand)
-    else:
-        right = values.load(operand)
-    acc = mma_v2(left, right, acc * rescale)
-    return acc, new_largest, total * rescale + weights
-
-
-@gluon.jit
-def _capped(scores, softcap: gl.constexpr):
-    """Scores in log2 units after the soft cap, which is in the scores' own."""
-    cap_log2: gl.constexpr = softcap * LOG2E
-    return _tanh(scores * (1.0 / cap_log2)) * cap_log2
-
-
-@gluon.jit
-def _even_and_odd(values, operand: gl.constexpr):
-    """Values of e4m3 [streams, tokens, D'] in float16: even dimensions, then odd ones.
-
-    `ldmatrix` transposes 16 bits at a time, so two dimensions of a token come as one. The assembly
-    takes those of two tokens, and gives what `mma.sync` wants: two tokens of each dimension.
-    """
-    STREAMS: gl.constexpr = values.shape[0]
-    TOKENS: gl.constexpr = values.shape[1]
-    PAIRS: gl.constexpr = values.shape[2] // 2
-    pairs = values._reinterpret(gl.int16, [STREAMS, TOKENS, PAIRS], shared_layout(PAIRS, 3, False))
-    even, odd = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 bytes;
-        .reg .b16 low, high;
-        prmt.b32 bytes, $2, 0, 0x3120;
-        mov.b32 {low, high}, bytes;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }""",
-        "=r,=r,r",
-        [pairs.load(operand)],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
-    both = gl.join(even, odd).permute((0, 1, 3, 2)).reshape([STREAMS, TOKENS, 2 * PAIRS])
-    return gl.convert_layout(both, operand, assert_trivial=True)
-
-
-@gluon.jit
-def _join_streams(acc, largest, total, shape):
-    """Sums of values [M, D'], largest scores [M] and sums of weights [M] of all streams."""
-    whole = gl.max(largest, axis=0)
-    rescale = gl.exp2(largest - whole[None, :])
-    weight = gl.sum(gl.sum(total, axis=2) * rescale, axis=0)
-    acc *= rescale[:, :, None]
-    all_streams: gl.constexpr = acc.shape
-    if shape.fp8:
-        halves = acc.reshape([shape.streams, shape.rows, 2, shape.padded // 2])
-        acc = halves.permute((0, 1, 3, 2)).reshape(all_streams)
-    # A thread has a sum's parts of all streams, so that they are added without a shuffle.
-    joined: gl.constexpr = _join_layout(shape.padded, shape.streams)
-    acc = gl.sum(gl.convert_layout(acc, joined), axis=0)
-    per_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    return acc, gl.convert_layout(whole, per_row), gl.convert_layout(weight, per_row)
 
 
 @gluon.jit

@@ -33,7 +33,7 @@ def sums_layout(columns):
 
 
 @gluon.jit
-def store_rows(out_ptr, result, unit, row, shape):
+def _store_rows(out_ptr, result, unit, row, shape):
     """Rows of a unit's result [rows, D'], for the lanes that are live."""
     dim = gl.arange(0, shape.padded, gl.SliceLayout(0, result.type.layout))
     head, _, live = heads_of(unit, row, shape)
@@ -43,18 +43,18 @@ def store_rows(out_ptr, result, unit, row, shape):
 
 
 @gluon.jit
-def store_result(out_ptr, state, sinks_ptr, unit, row, shape):
-    """`store_rows` of sums [rows, D'] with their largest scores and sums of weights [rows]."""
+def _store_result(out_ptr, state, sinks_ptr, unit, row, shape):
+    """`_store_rows` of sums [rows, D'] with their largest scores and sums of weights [rows]."""
     acc, largest, total = state
     if sinks_ptr is not None:
         head, _, live = heads_of(unit, row, shape)
         sink = gl.load(sinks_ptr + head % shape.Q, mask=live, other=0.0)
         total += gl.exp2(sink * LOG2E - largest)
-    store_rows(out_ptr, acc / total[:, None], unit, row, shape)
+    _store_rows(out_ptr, acc / total[:, None], unit, row, shape)
 
 
 @gluon.jit
-def store_part(parts, state, part, live, shape):
+def _store_part(parts, state, part, live, shape):
     """Keep sums [rows, D'], largest scores and sums of weights [rows] as parts number `part`."""
     acc, largest, total = state
     dim = gl.arange(0, shape.padded, gl.SliceLayout(0, acc.type.layout))
@@ -76,12 +76,34 @@ def _is_last(counter_ptr, arriving, expected):
 
 
 @gluon.jit
-def arrive(arrivals_ptr, arriving, parts, super_parts, out_ptr, sinks_ptr, unit, counts, shape):
+def keep_split(results, state, unit, rows, waiting, u, end, shape):
+    """Store the result of unit number `u`, or keep it as a part; how many parts are waiting then.
+
+    Parts of a program arrive together: with the last one before `end`, of a head, or of those that
+    are put together. `rows` are those of the product, their heads, and which of them are live.
+    """
+    row, head, live = rows
+    parts, _, _, out_ptr, sinks_ptr, splits, _ = results
+    if unit.row_splits - first_split(unit, shape) == 1:
+        _store_result(out_ptr, state, sinks_ptr, unit, row, shape)
+    else:
+        part = head.to(gl.int64) * splits + unit.split
+        _store_part(parts, state, part, live, shape)
+        waiting += 1
+        after = unit.split + 1
+        if (after == unit.row_splits) | (after % shape.super == 0) | (u + 1 == end):
+            _arrive(results, waiting, unit, shape)
+            waiting = 0
+    return waiting
+
+
+@gluon.jit
+def _arrive(results, arriving, unit, shape):
     """Say that `arriving` splits up to the unit's are done; the last one puts them together.
 
     Of more than `super` splits, each `super` of them are put together first.
     """
-    _, supers = counts
+    _, _, arrivals_ptr, _, _, _, supers = results
     head = unit.row * (shape.G * shape.row_tiles) + unit.head
     counters_ptr = arrivals_ptr + head * (supers + 1)
     at = unit.split // shape.super
@@ -92,7 +114,7 @@ def arrive(arrivals_ptr, arriving, parts, super_parts, out_ptr, sinks_ptr, unit,
     CHUNKS: gl.constexpr = shape.rows // shape.combine_rows
     if _is_last(counters_ptr + at, arriving, expected):
         for chunk in gl.static_range(CHUNKS):
-            _combine_splits(parts, super_parts, out_ptr, sinks_ptr, unit, chunk, counts, shape)
+            _combine_splits(results, unit, chunk, shape)
         row_supers = (unit.row_splits + shape.super - 1) // shape.super
         # The counter changes: `and` would ask for it in any case.
         whole = False
@@ -100,13 +122,13 @@ def arrive(arrivals_ptr, arriving, parts, super_parts, out_ptr, sinks_ptr, unit,
             whole = _is_last(counters_ptr + supers, 1, row_supers)
         if whole:
             for chunk in gl.static_range(CHUNKS):
-                _combine_supers(super_parts, out_ptr, sinks_ptr, unit, chunk, supers, shape)
+                _combine_supers(results, unit, chunk, shape)
 
 
 @gluon.jit
-def _combine_splits(parts, super_parts, out_ptr, sinks_ptr, unit, chunk, counts, shape):
+def _combine_splits(results, unit, chunk, shape):
     """Some rows of the `super` splits that the unit's is one of: the result, or a part of it."""
-    splits, supers = counts
+    parts, super_parts, _, out_ptr, sinks_ptr, splits, supers = results
     layout: gl.constexpr = sums_layout(shape.padded)
     first_row = chunk * shape.combine_rows
     row = first_row + gl.arange(0, shape.combine_rows, gl.SliceLayout(1, layout))
@@ -119,15 +141,16 @@ def _combine_splits(parts, super_parts, out_ptr, sinks_ptr, unit, chunk, counts,
     begin = first_split(unit, shape)
     acc, largest, total = _combine(parts, part, used, begin, count, shape)
     if unit.row_splits <= shape.super:
-        store_result(out_ptr, (acc, largest, total), sinks_ptr, unit, row, shape)
+        _store_result(out_ptr, (acc, largest, total), sinks_ptr, unit, row, shape)
     else:
         super_part = head.to(gl.int64) * supers + at
-        store_part(super_parts, (acc, largest, total), super_part, live & (used > 0), shape)
+        _store_part(super_parts, (acc, largest, total), super_part, live & (used > 0), shape)
 
 
 @gluon.jit
-def _combine_supers(super_parts, out_ptr, sinks_ptr, unit, chunk, supers, shape):
+def _combine_supers(results, unit, chunk, shape):
     """Some rows of all that `_combine_splits` left for the unit's head."""
+    _, super_parts, _, out_ptr, sinks_ptr, _, supers = results
     layout: gl.constexpr = sums_layout(shape.padded)
     first_row = chunk * shape.combine_rows
     row = first_row + gl.arange(0, shape.combine_rows, gl.SliceLayout(1, layout))
@@ -135,7 +158,7 @@ def _combine_supers(super_parts, out_ptr, sinks_ptr, unit, chunk, supers, shape)
     used = gl.where(live, position // (shape.split * shape.super) + 1, 0)
     count = (unit.row_splits + shape.super - 1) // shape.super
     state = _combine(super_parts, head.to(gl.int64) * supers, used, 0, count, shape)
-    store_result(out_ptr, state, sinks_ptr, unit, row, shape)
+    _store_result(out_ptr, state, sinks_ptr, unit, row, shape)
 
 
 @gluon.jit

@@ -30,6 +30,14 @@ def shared_layout(columns, rank, fp8):
 
 
 @gluon.jit
+def new_queries(dtype: gl.constexpr, shape):
+    """Shared memory for the queries [M, D'] of a unit: in float16 for a cache of e4m3."""
+    q_dtype: gl.constexpr = gl.float16 if shape.fp8 else dtype
+    layout: gl.constexpr = shared_layout(shape.padded, 2, False)
+    return gl.allocate_shared_memory(q_dtype, [shape.rows, shape.padded], layout)
+
+
+@gluon.jit
 def load_heads(qkv, source, unit, start, shape, copied: gl.constexpr):
     """Queries [M, D'] of a unit, and keys and values of the first block of new tokens in it."""
     row = gl.arange(0, shape.rows, gl.SliceLayout(1, copied))

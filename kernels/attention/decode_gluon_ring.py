@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from graphengine.kernels.attention.decode_gluon_heads import shared_layout
 from graphengine.kernels.attention.decode_gluon_units import (
     cache_offsets,
     is_seen,
@@ -19,7 +20,7 @@ from graphengine.kernels.attention.decode_gluon_units import (
 
 
 @gluon.constexpr_function
-def ring_layout(columns, streams, fp8):
+def _ring_layout(columns, streams, fp8):
     """16 bytes a thread of [streams, tokens, columns]: whole rows at a time."""
     piece = 16 if fp8 else 8
     across = min(columns // piece, 32)
@@ -29,7 +30,18 @@ def ring_layout(columns, streams, fp8):
 
 
 @gluon.jit
-def fill_ring(schedule, source, ring, first, tiles, unit, shape, ringed: gl.constexpr):
+def new_ring(dtype: gl.constexpr, shape):
+    """Shared memory for the keys of `stages` tiles, and for their values."""
+    shared: gl.constexpr = shared_layout(shape.padded, 3, shape.fp8)
+    tokens: gl.constexpr = shape.tile // shape.streams
+    ring_shape: gl.constexpr = [shape.stages, shape.streams, tokens, shape.padded]
+    keys = gl.allocate_shared_memory(dtype, ring_shape, shared)
+    values = gl.allocate_shared_memory(dtype, ring_shape, shared)
+    return keys, values
+
+
+@gluon.jit
+def fill_ring(schedule, source, ring, first, tiles, unit, shape):
     """Ask for the first tiles; the unit and the block table's entries of the next one."""
     TILES: gl.constexpr = shape.split // shape.tile
     ahead = unit
@@ -37,21 +49,41 @@ def fill_ring(schedule, source, ring, first, tiles, unit, shape, ringed: gl.cons
     entries = ()
     units = ()
     for i in gl.static_range(shape.stages):
-        entries += (load_entries(source, ahead, i % TILES, i < tiles, shape, ringed),)  # type: ignore[assignment]
+        entries += (_load_entries(source, ahead, i % TILES, i < tiles, shape),)  # type: ignore[assignment]
         units += (ahead,)  # type: ignore[assignment]
         if (i + 1) % TILES == 0:
             ahead = unit_after(schedule, ahead, first + (i + 1) // TILES, shape)
     for i in gl.static_range(shape.stages):
         of = named(units[i])
-        copy_tile(source, ring, i, entries[i], of, i % TILES, i < tiles, shape)
+        _copy_tile(source, ring, i, entries[i], of, i % TILES, i < tiles, shape)
         async_copy.commit_group()
     t: gl.constexpr = shape.stages % TILES
-    return ahead, load_entries(source, ahead, t, tiles > shape.stages, shape, ringed)
+    return ahead, _load_entries(source, ahead, t, tiles > shape.stages, shape)
 
 
 @gluon.jit
-def load_entries(source, unit, t, live, shape, ringed: gl.constexpr):
+def refill_ring(schedule, source, ring, stage, ahead, entries, step, first, tiles, shape):
+    """Ask for tile number `step` of the program, if there is one, in place of the one in a stage.
+
+    `ahead` and `entries` are its unit and its entries of the block table; those of the next tile
+    are returned.
+    """
+    TILES: gl.constexpr = shape.split // shape.tile
+    if step < tiles:
+        # The tile is no longer read.
+        gl.thread_barrier()
+        _copy_tile(source, ring, stage, entries, ahead, step % TILES, True, shape)
+        if (step + 1) % TILES == 0:
+            ahead = unit_after(schedule, ahead, first + (step + 1) // TILES, shape)
+        entries = _load_entries(source, ahead, (step + 1) % TILES, step + 1 < tiles, shape)
+    async_copy.commit_group()
+    return ahead, entries
+
+
+@gluon.jit
+def _load_entries(source, unit, t, live, shape):
     """Entries of the block table [T] for the cached tokens of a unit's tile `t`."""
+    ringed: gl.constexpr = _ring_layout(shape.padded, shape.streams, shape.fp8)
     _, block_table_ptr, _, table_stride, _ = source
     token = _tile_tokens(unit, t, shape, ringed)
     table_row_ptr = block_table_ptr + unit.slot.to(gl.int64) * table_stride
@@ -62,7 +94,7 @@ def load_entries(source, unit, t, live, shape, ringed: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(source, ring, stage, entries, unit, t, live, shape):
+def _copy_tile(source, ring, stage, entries, unit, t, live, shape):
     """Ask for the keys and values of a unit's tile `t`; those that are not cached become 0."""
     kv_ptr, _, kv_pitch, _, _ = source
     keys, values = ring

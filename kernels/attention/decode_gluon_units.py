@@ -102,6 +102,15 @@ def schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED: gl.co
 
 
 @gluon.jit
+def units_of_program(schedule):
+    """The numbers of the program's first unit, and of the one after its last."""
+    units = gl.max(schedule[4], axis=0).to(gl.int64)
+    first = (gl.program_id(0) * units // gl.num_programs(0)).to(gl.int32)
+    end = ((gl.program_id(0) + 1) * units // gl.num_programs(0)).to(gl.int32)
+    return first, end
+
+
+@gluon.jit
 def unit_at(schedule, u, shape):
     """Unit number `u`; past the last one, a unit of a slot without tokens."""
     row, slot, base, length, ends, splits = schedule

@@ -202,12 +202,7 @@ def _attend_kernel(
     pieces: gl.constexpr = [STAGES * (D // _COLUMNS), TILE, _COLUMNS]
     keys = gl.allocate_shared_memory(dtype, pieces, LAYOUT)
     values = gl.allocate_shared_memory(dtype, pieces, LAYOUT)
-    keys_there = _new_barriers(STAGES, 1)
-    values_there = _new_barriers(STAGES, 1)
-    keys_free = _new_barriers(STAGES, 2)
-    values_free = _new_barriers(STAGES, 2)
-    cleared = _new_barriers(1, 2)
-    fence_async_shared()
+    barriers = _all_barriers(STAGES)
 
     kv_head = gl.program_id(0)
     first_row = (gl.num_programs(1) - 1 - gl.program_id(1)) * ROWS
@@ -220,24 +215,15 @@ def _attend_kernel(
     if (slot < 0) | (first_row >= tokens * GROUP):
         return
 
-    last_token = gl.minimum(tokens - 1, (first_row + ROWS - 1) // GROUP)
-    end = gl.minimum(first_position + last_token + 1, position_limit)
-    # One of nothing where no token is inside of the block table.
-    tiles = gl.maximum((end + TILE - 1) // TILE, 1)
-    # All rows attend to the tiles before this one.
-    common = gl.minimum(first_position + first_row // GROUP + 1, end) // TILE
-    # Keys from here on were not appended, and may be anything.
-    written = gl.minimum(first_position + tokens, position_limit)
+    place = (kv_head, first_row, first_lane, tokens, first_position)
+    tiles, common, written = _reach_of(place, position_limit, ROWS, GROUP, TILE)
     last_block = gl.maximum(written - 1, 0) // BLOCK_SIZE
     table_row_ptr = block_table_ptr + slot.to(gl.int64) * table_stride
-
     value_scale = 1.0
     if FP8:
         scale_log2 *= gl.load(kv_scales_ptr + kv_head)
         value_scale = gl.load(kv_scales_ptr + G + kv_head)
     tensors = (q_ptr, out_ptr, queries, keys, values)
-    barriers = (keys_there, values_there, keys_free, values_free, cleared)
-    place = (kv_head, first_row, first_lane, tokens, first_position)
     reach = (tiles, common, written, position_limit)
     rows = (tensors, barriers, place, reach, (scale_log2, value_scale), q_stride)
     source = (cache, table_row_ptr, last_block, block_rows, kv_head * D)
@@ -268,6 +254,35 @@ def _attend_kernel(
 @gluon.constexpr_function
 def _from_e4m3(dtype):
     return _FROM_E4M3[dtype.name]
+
+
+@gluon.jit
+def _reach_of(place, position_limit, ROWS: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
+    """How many tiles of keys a tile of rows attends to; to how many of these all of its rows do;
+    and how many tokens were appended: keys from there on may be anything.
+    """
+    _, first_row, _, tokens, first_position = place
+    last_token = gl.minimum(tokens - 1, (first_row + ROWS - 1) // GROUP)
+    end = gl.minimum(first_position + last_token + 1, position_limit)
+    # One of nothing where no token is inside of the block table.
+    tiles = gl.maximum((end + TILE - 1) // TILE, 1)
+    common = gl.minimum(first_position + first_row // GROUP + 1, end) // TILE
+    written = gl.minimum(first_position + tokens, position_limit)
+    return tiles, common, written
+
+
+@gluon.jit
+def _all_barriers(stages: gl.constexpr):
+    """Of each stage: its keys, and its values, are there; both warp groups have used either. And
+    of the last tile's values: both have cleared theirs.
+    """
+    keys_there = _new_barriers(stages, 1)
+    values_there = _new_barriers(stages, 1)
+    keys_free = _new_barriers(stages, 2)
+    values_free = _new_barriers(stages, 2)
+    cleared = _new_barriers(1, 2)
+    fence_async_shared()
+    return keys_there, values_there, keys_free, values_free, cleared
 
 
 @gluon.jit
@@ -415,36 +430,23 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
     scale_log2, value_scale = scales
     q_ptr, out_ptr, queries, keys, values = tensors
     keys_there, values_there, keys_free, values_free, cleared = barriers
-    kv_head, first_row, first_lane, tokens, first_position = place
     tiles, common, written, position_limit = reach
     dtype: gl.constexpr = queries.dtype
-    GROUP: gl.constexpr = Q // G
     ROWS: gl.constexpr = queries.shape[1]
     D: gl.constexpr = queries.shape[2]
     TILE: gl.constexpr = keys.shape[1]
     STAGES: gl.constexpr = keys.shape[0] // (D // _COLUMNS)
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     result_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dense: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], dtype)
     queries = queries.index(HALF)
     # wgmma takes 64 consecutive columns as one tile.
     keys = keys._reinterpret(dtype, [STAGES, TILE, D], tile_layout)
     values = values._reinterpret(dtype, [STAGES, TILE, D], tile_layout)
 
-    first_row += HALF * ROWS
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, dense))
-    dim = gl.arange(0, D, gl.SliceLayout(0, dense))
-    lane = (first_lane + row // GROUP).to(gl.int64)
-    head = kv_head * GROUP + row % GROUP
-    live = (row // GROUP < tokens)[:, None]
-    at = (lane * q_stride + head * D)[:, None] + dim[None, :]
-    queries.store(gl.load(q_ptr + at, mask=live, other=0.0))
-    fence_async_shared()
-    gl.thread_barrier()
-
-    token = (first_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))) // GROUP
-    position = first_position + token
+    heads = _place_heads(place, HALF, ROWS, Q // G, D)
+    _load_queries(queries, q_ptr, heads, q_stride)
+    position = _positions(place, HALF, ROWS, Q // G, gl.SliceLayout(1, scores_layout))
     largest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores_layout))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores_layout))
     acc = gl.zeros([ROWS, D], gl.float32, result_layout)
@@ -480,14 +482,7 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
     last = (tiles - 1) % STAGES
     mbarrier.wait(values_there.index(last), (tiles - 1) // STAGES & 1)
     if not FP8 and tiles * TILE > written:
-        # No row weighs these values, but 0 times NaN is NaN. Each group clears its half of them.
-        part = values.index(last).slice(HALF * (TILE // 2), TILE // 2)
-        key = (tiles - 1) * TILE + HALF * (TILE // 2)
-        key += gl.arange(0, TILE // 2, gl.SliceLayout(1, dense))
-        part.store(gl.where((key < written)[:, None], part.load(dense), 0.0))
-        fence_async_shared()
-        _free(cleared.index(0))
-        mbarrier.wait(cleared.index(0), 0)
+        _clear_unwritten(values.index(last), (tiles - 1) * TILE, written, cleared, HALF)
     acc = _begin_sums(weights, values.index(last), acc, result_layout)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
 
@@ -496,9 +491,75 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
     result = acc * gl.convert_layout(factor, gl.SliceLayout(1, result_layout))[:, None]
     if FP8:
         result *= value_scale
-    queries.store(result.to(dtype))
+    _store_result(out_ptr, queries, result, heads, Q)
+
+
+@gluon.constexpr_function
+def _dense_layout(D):
+    """Of heads [rows, D] in global memory: 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _place_heads(
+    place, HALF: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr
+):
+    """Lanes and query heads of the rows of a half [R], which of them are there, and dimensions."""
+    kv_head, first_row, first_lane, tokens, _ = place
+    dense: gl.constexpr = _dense_layout(D)
+    row = first_row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, dense))
+    dim = gl.arange(0, D, gl.SliceLayout(0, dense))
+    lane = (first_lane + row // GROUP).to(gl.int64)
+    head = kv_head * GROUP + row % GROUP
+    live = (row // GROUP < tokens)[:, None]
+    return lane, head, live, dim
+
+
+@gluon.jit
+def _positions(
+    place, HALF: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr
+):
+    """The position of each row of a half [R]."""
+    _, first_row, _, _, first_position = place
+    token = (first_row + HALF * ROWS + gl.arange(0, ROWS, layout)) // GROUP
+    return first_position + token
+
+
+@gluon.jit
+def _load_queries(queries, q_ptr, heads, q_stride):
+    """Put the queries of a half into shared memory, for `wgmma`."""
+    lane, head, live, dim = heads
+    D: gl.constexpr = queries.shape[1]
+    at = (lane * q_stride + head * D)[:, None] + dim[None, :]
+    queries.store(gl.load(q_ptr + at, mask=live, other=0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _store_result(out_ptr, room, result, heads, Q: gl.constexpr):
+    """Store the result of a half, in whole rows by way of `room` in shared memory."""
+    lane, head, live, dim = heads
+    D: gl.constexpr = room.shape[1]
+    room.store(result.to(room.dtype))
     at = (lane * (Q * D) + head * D)[:, None] + dim[None, :]
-    gl.store(out_ptr + at, queries.load(dense), mask=live)
+    gl.store(out_ptr + at, room.load(_dense_layout(D)), mask=live)
+
+
+@gluon.jit
+def _clear_unwritten(values, first_key, written, cleared, HALF: gl.constexpr):
+    """Make 0 of the values of a tile that were not appended. No row weighs them, but 0 times NaN is
+    NaN. Each warp group clears its half of them, and waits for the other.
+    """
+    COUNT: gl.constexpr = values.shape[0] // 2
+    dense: gl.constexpr = _dense_layout(values.shape[1])
+    part = values.slice(HALF * COUNT, COUNT)
+    key = first_key + HALF * COUNT
+    key += gl.arange(0, COUNT, gl.SliceLayout(1, dense))
+    part.store(gl.where((key < written)[:, None], part.load(dense), 0.0))
+    fence_async_shared()
+    _free(cleared.index(0))
+    mbarrier.wait(cleared.index(0), 0)
 
 
 @gluon.jit

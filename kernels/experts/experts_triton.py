@@ -187,6 +187,7 @@ def down_kernel(
     A block has a lane once at most, as a lane's experts are different ones; but a block of other
     ranks' may have it more often.
     """
+    sums = (y_ptr, share_ptr, expert_ptr, arrivals_ptr, lanes)
     tile = tl.program_id(1)
     wait_for_inputs(PDL, OVERLAP)
     expert, pair, there = _pairs_of_block(
@@ -195,24 +196,8 @@ def down_kernel(
     if expert < 0:
         return
     if HELD > 0 and expert >= HELD:
-        arrive(
-            pair,
-            there,
-            tile,
-            tile * BLOCK_M + tl.arange(0, BLOCK_M),
-            y_ptr,
-            share_ptr,
-            expert_ptr,
-            arrivals_ptr,
-            lanes,
-            stream,
-            M,
-            TOP_K,
-            FIRST,
-            HELD,
-            L,
-            BLOCK_M,
-        )
+        output = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        arrive(pair, there, tile, output, sums, stream, M, TOP_K, FIRST, HELD, L, BLOCK_M)
         return
     x_ptrs = x_ptr + pair.to(tl.int64) * K
     if CODE == "":
@@ -229,24 +214,7 @@ def down_kernel(
     y_ptrs = y_ptr + pair.to(tl.int64)[:, None] * M + output[None, :]
     tl.store(y_ptrs, y, mask=there[:, None] & inside)
     tl.debug_barrier()
-    arrive(
-        pair,
-        there,
-        tile,
-        output,
-        y_ptr,
-        share_ptr,
-        expert_ptr,
-        arrivals_ptr,
-        lanes,
-        stream,
-        M,
-        TOP_K,
-        FIRST,
-        HELD,
-        L,
-        BLOCK_M,
-    )
+    arrive(pair, there, tile, output, sums, stream, M, TOP_K, FIRST, HELD, L, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=["lanes", "eps"])
@@ -331,6 +299,7 @@ def fma_down_kernel(
 
     The launch before must not write slots or experts.
     """
+    sums = (y_ptr, share_ptr, expert_ptr, arrivals_ptr, lanes)
     pair = tl.program_id(0)
     tile = tl.program_id(1)
     lane = pair // TOP_K
@@ -346,22 +315,8 @@ def fma_down_kernel(
     if not live:
         return
     if HELD > 0 and expert >= HELD:
-        arrive_alone(
-            pair,
-            tile,
-            tile * BLOCK_M + tl.arange(0, BLOCK_M),
-            y_ptr,
-            share_ptr,
-            expert_ptr,
-            arrivals_ptr,
-            lanes,
-            stream,
-            M,
-            TOP_K,
-            FIRST,
-            HELD,
-            BLOCK_M,
-        )
+        output = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        arrive_alone(pair, tile, output, sums, stream, M, TOP_K, FIRST, HELD, BLOCK_M)
         return
     y = tl.sum(multiply_rows(weights, x_ptr + pair.to(tl.int64) * K, K, BLOCK_M, BLOCK_K), 1)
     if bias_ptr is not None:
@@ -369,22 +324,7 @@ def fma_down_kernel(
     output = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(y_ptr + pair.to(tl.int64) * M + output, y, mask=output < M)
     tl.debug_barrier()
-    arrive_alone(
-        pair,
-        tile,
-        output,
-        y_ptr,
-        share_ptr,
-        expert_ptr,
-        arrivals_ptr,
-        lanes,
-        stream,
-        M,
-        TOP_K,
-        FIRST,
-        HELD,
-        BLOCK_M,
-    )
+    arrive_alone(pair, tile, output, sums, stream, M, TOP_K, FIRST, HELD, BLOCK_M)
 
 
 @triton.jit

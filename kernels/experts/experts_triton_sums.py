@@ -52,11 +52,7 @@ def arrive(
     there,
     tile,
     output,
-    y_ptr,
-    share_ptr,
-    expert_ptr,
-    arrivals_ptr,
-    lanes,
+    sums,
     stream,
     M: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -65,7 +61,11 @@ def arrive(
     L: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Pairs [L] have what they add, if anything; the last of a lane's adds all of it up."""
+    """Pairs [L] have what they add, if anything; the last of a lane's adds all of it up.
+
+    `sums` are where products, shares, experts and arrivals are, and how many lanes there are.
+    """
+    y_ptr, share_ptr, expert_ptr, arrivals_ptr, lanes = sums
     lane = pair // TOP_K
     arrival_ptrs = arrivals_ptr + lane * tl.num_programs(1) + tile
     arrived = tl.atomic_add(arrival_ptrs, tl.full((L,), 1, tl.int32), mask=there, sem="acq_rel")
@@ -83,11 +83,7 @@ def arrive_alone(
     pair,
     tile,
     output,
-    y_ptr,
-    share_ptr,
-    expert_ptr,
-    arrivals_ptr,
-    lanes,
+    sums,
     stream,
     M: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -96,6 +92,7 @@ def arrive_alone(
     BLOCK_M: tl.constexpr,
 ):
     """`arrive` of a single pair."""
+    y_ptr, share_ptr, expert_ptr, arrivals_ptr, lanes = sums
     lane = pair // TOP_K
     arrival_ptr = arrivals_ptr + lane * tl.num_programs(1) + tile
     if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == TOP_K - 1:

@@ -17,9 +17,8 @@ from graphengine.kernels.experts.pairs import NO_SWIGLU, PairProduct, SwigluArgs
 from graphengine.kernels.experts.plans import check_expert_plan
 from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs
-from graphengine.kernels.linear.packed import block_columns
-from graphengine.kernels.linear.packed_gluon import PackedArgs
-from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS, streams
+from graphengine.kernels.linear.packed_cut import PackedArgs, new_cut
+from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS
 from graphengine.kernels.linear.plans import LinearPlan
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -66,16 +65,13 @@ def launch_packed(
     if not linear_gluon.is_aligned(x):
         # Where the inputs lie is not to decide about their bits.
         x = x.clone(memory_format=torch.contiguous_format)
-    group = 0
-    if weight.scales is not None:
-        # `mma.sync` multiplies 16 columns.
-        group = kind.columns or max(16, triton.next_power_of_2(K))
+    given = PackedArgs(weight.codes, weight.scales, weight.zeros, weight.row_scales)
     # Blocks count slowest, since those without pairs are the last: their programs hold a place on
     # an SM until they know. A second block of an expert finds its codes in L2.
     launcher(packed_experts_kernel, (triton.cdiv(M, plan.block_m), product.units))(
         x,
         swiglu.squares_TN,
-        PackedArgs(weight.codes, weight.scales, weight.zeros, weight.row_scales),
+        given,
         product.bias_EM,
         product.slot_N,
         routes.expert,
@@ -88,21 +84,18 @@ def launch_packed(
         product.lanes,
         x.stride(0) // linear_gluon.ALIGNMENT,
         swiglu.eps,
-        M=M,
-        K=K,
+        new_cut(
+            given,
+            kind,
+            plan,
+            M=M,
+            K=K,
+            swiglu=int(weight.swiglu),
+            L=_BLOCKS[0] if grouping is None else grouping.size,
+            alone=grouping is None,
+            optional=True,
+        ),
         TOP_K=product.top_k,
-        SWIGLU=weight.swiglu,
-        L=_BLOCKS[0] if grouping is None else grouping.size,
-        CODE=kind.code,
-        COLUMNS=block_columns(kind),
-        GROUP=group,
-        ZEROS=weight.zeros is not None,
-        STREAMS=streams(plan),
-        BLOCK_M=plan.block_m,
-        BLOCK_K=plan.block_k,
-        STAGES=linear_gluon.stages(plan, 1, K),
-        EVEN_K=K % plan.block_k == 0,
-        WARPS=plan.warps,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
         **swiglu.options,

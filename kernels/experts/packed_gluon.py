@@ -9,14 +9,13 @@ Which experts there are is known to down two launches earlier: its codes are ask
 launch waits for its inputs. Gates and ups follow the router itself and wait for it.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, L pairs of a program, K input features, M
-rows of an expert's weight, B outputs of a program.
+rows of an expert's weight, R blocks of 16 of them and B outputs of a program.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.experts.held import place_of_expert
@@ -28,18 +27,20 @@ from graphengine.kernels.linear.linear_gluon_epilogue import (
     squares_layout,
 )
 from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
+from graphengine.kernels.linear.packed_cut import Part
 from graphengine.kernels.linear.packed_gluon_product import (
-    ask_codes,
-    ask_scales,
-    code_places,
-    input_layout,
-    inputs_inside,
     load_row_scales,
-    multiply_tile,
-    new_ring,
-    product_layout,
-    shared_inputs_layout,
+    multiply_tiles,
     sum_streams,
+)
+from graphengine.kernels.linear.packed_gluon_ring import (
+    fill_ring,
+    input_lanes_layout,
+    load_inputs,
+    new_ring,
+    place_codes,
+    place_inputs,
+    store_inputs,
 )
 from graphengine.kernels.norm_rope.activation import gated
 
@@ -66,30 +67,17 @@ def packed_experts_kernel(
     lanes,
     x_pitch,
     eps,
-    M: gl.constexpr,
-    K: gl.constexpr,
+    cut,
     TOP_K: gl.constexpr,
     GROUPS: gl.constexpr,
-    SWIGLU: gl.constexpr,
     LIMIT: gl.constexpr,
     SLOPE: gl.constexpr,
-    L: gl.constexpr,
-    CODE: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    GROUP: gl.constexpr,
-    ZEROS: gl.constexpr,
-    STREAMS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    EVEN_K: gl.constexpr,
-    WARPS: gl.constexpr,
     FIRST: gl.constexpr,
     HELD: gl.constexpr,
     PDL: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """One program for a block of L (8, 16 or 32) pairs and BLOCK_M weight rows of their expert.
+    """One program for a block of L (8, 16 or 32) pairs and R blocks of rows of their expert.
 
     Without blocks a program takes a single pair, straight from the router. A SwiGLU reads the rows
     of lanes and stores its outputs. Down, which has a stream, reads those of pairs; the last of a
@@ -97,202 +85,86 @@ def packed_experts_kernel(
     Pairs of experts that other ranks have arrive with nothing. The other arguments are those of
     `packed_gluon.packed_kernel` and `experts_triton.down_kernel`.
     """
-    TILES: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    gl.static_assert(STAGES <= TILES and (STAGES > 1 or TILES == 1))
-    OUTPUTS: gl.constexpr = M // 2 if SWIGLU else M
-    B: gl.constexpr = BLOCK_M // 2 if SWIGLU else BLOCK_M
-    STREAM: gl.constexpr = BLOCK_K // STREAMS
-    BLOCKS_M: gl.constexpr = (OUTPUTS + 7) // 8 if SWIGLU else (OUTPUTS + 15) // 16
-    BLOCKS_K: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    R: gl.constexpr = BLOCK_M // 16
-    # An only pair is alone in shared memory.
-    X_LANES: gl.constexpr = 1 if order_ptr is None else L
-    copied: gl.constexpr = input_layout(STREAM, STREAMS, WARPS)
-    rows: gl.constexpr = row_layout(B, WARPS)
-    codes = new_ring(STAGES, STREAMS, R, STREAM, COLUMNS)
-    inputs = gl.allocate_shared_memory(
-        x_ptr.dtype.element_ty,
-        [STAGES, STREAMS, X_LANES, STREAM],
-        shared_inputs_layout(X_LANES),
-    )
+    gl.static_assert(cut.stages <= cut.tiles and (cut.stages > 1 or cut.tiles == 1))
+    rows: gl.constexpr = row_layout(cut.B, cut.warps)
+    codes, inputs = new_ring(x_ptr.dtype.element_ty, cut)
     tile = gl.program_id(0)
 
-    if SWIGLU:
+    if cut.swiglu:
         _wait_for_inputs(PDL, OVERLAP)
     block = _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K, FIRST, HELD)
     expert = block[0]
-    if SWIGLU and expert < 0:
+    if cut.swiglu and expert < 0:
         return
     # Of down a program without an expert asks for nothing, and waits.
     some = expert >= 0
     index = gl.maximum(expert, 0).to(gl.int64)
     if HELD > 0:
-        if SWIGLU and expert >= HELD:
+        if cut.swiglu and expert >= HELD:
             return
         some = some & (expert < HELD)
         index = gl.where(some, expert, 0).to(gl.int64)
-    columns = gl.where(some, BLOCKS_K, 0)
-    codes_ptr = weight.codes + index * (BLOCKS_M * BLOCKS_K * 256)
-    places = code_places(
-        codes_ptr, tile * R, BLOCKS_M, 0, BLOCKS_K, STREAMS, R, STREAM, COLUMNS, WARPS
-    )
-    # In the place of scales that there are not.
-    scales, zeros = codes, codes
-    for stage in gl.static_range(STAGES):
-        ask_codes(codes.index(stage), places, stage, columns, COLUMNS, BLOCK_K, False)
-        if stage == 0 and GROUP > 0:
-            # With the first tile, which needs some of them.
-            of_expert: gl.constexpr = BLOCKS_M * ((K + GROUP - 1) // GROUP) * 16
-            scales, zeros = ask_scales(
-                weight.scales + index * of_expert,
-                weight.zeros + index * of_expert if ZEROS else weight.scales,
-                tile * R,
-                BLOCKS_M,
-                0,
-                gl.where(some, (K + GROUP - 1) // GROUP, 0),
-                K,
-                TILES,
-                STREAMS,
-                R,
-                STREAM,
-                GROUP,
-                ZEROS,
-                WARPS,
-            )
-        # The last group is closed in the loop, which then has one for each of its tiles.
-        if stage < STAGES - 1 or STAGES == 1:
-            async_copy.commit_group()
-    output = tile * B + gl.arange(0, B, gl.SliceLayout(0, rows))
+    part = Part(weight=index, there=some, tile=tile, split=0)
+    code_places = place_codes(weight.codes, part, cut)
+    scales = fill_ring(codes, code_places, weight, part, cut)
+    output = tile * cut.B + gl.arange(0, cut.B, gl.SliceLayout(0, rows))
     row_scales_ptr = weight.row_scales
     if row_scales_ptr is not None:
-        row_scales_ptr += index * (BLOCKS_M * 16)
-    row_scale, up_scale = load_row_scales(row_scales_ptr, output, BLOCKS_M, SWIGLU)
+        row_scales_ptr += index * (cut.row_blocks * 16)
+    row_scale, up_scale = load_row_scales(row_scales_ptr, output, cut)
     if bias_ptr is not None:
-        bias_ptr += index * M
-    norm, bias, up_bias = load_rows(stream, bias_ptr, output, OUTPUTS, SWIGLU)
-    x_at: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, copied))
-    x_pair, x_there = _pairs(order_ptr, block, X_LANES, x_at)
-    pair, there = _pairs(order_ptr, block, L, gl.SliceLayout(1, rows))
-    if not SWIGLU:
+        bias_ptr += index * cut.M
+    norm, bias, up_bias = load_rows(stream, bias_ptr, output, cut.outputs, cut.swiglu)
+    x_lanes: gl.constexpr = input_lanes_layout(cut.stream, cut.streams, cut.warps)
+    x_pair, x_there = _pairs(order_ptr, block, cut.x_lanes, x_lanes)
+    pair, there = _pairs(order_ptr, block, cut.L, gl.SliceLayout(1, rows))
+    outputs = (tile, output, norm)
+    sums = (out_ptr, share_ptr, expert_ptr, arrivals_ptr, lanes)
+    if not cut.swiglu:
         _wait_for_inputs(PDL, OVERLAP)
         if expert < 0:
             return
         if HELD > 0 and expert >= HELD:
-            _arrive(
-                pair,
-                there,
-                tile,
-                output,
-                norm,
-                out_ptr,
-                share_ptr,
-                expert_ptr,
-                arrivals_ptr,
-                lanes,
-                stream,
-                M,
-                TOP_K,
-                FIRST,
-                HELD,
-            )
+            _arrive(pair, there, outputs, sums, stream, cut.M, TOP_K, FIRST, HELD)
             return
 
-    x_row = x_pair // TOP_K if SWIGLU else x_pair
-    x_stream = gl.arange(0, STREAMS, gl.SliceLayout(1, gl.SliceLayout(2, copied)))
-    k = gl.arange(0, STREAM, gl.SliceLayout(0, gl.SliceLayout(1, copied)))
-    k = x_stream[:, None, None] * STREAM + k[None, None, :]
-    x_ptrs = x_ptr + (x_row.to(gl.int64) * (x_pitch.to(gl.int64) * 8))[None, :, None] + k
-    x_inside = x_there[None, :, None]
-    early_x = ()
-    for stage in gl.static_range(STAGES):
-        inside = inputs_inside(x_inside, k + stage * BLOCK_K, K, EVEN_K)
-        x = gl.load(x_ptrs + stage * BLOCK_K, mask=inside, other=0.0, cache_modifier=".cg")
-        early_x += (x,)  # type: ignore[assignment]
-    squares_at: gl.constexpr = gl.SliceLayout(0, squares_layout(WARPS))
-    squares_pair, squares_there = _pairs(order_ptr, block, L, squares_at)
-    squares = load_squares(squares_ptr, squares_pair // TOP_K, squares_there, lanes, GROUPS, WARPS)
-    for stage in gl.static_range(STAGES):
-        inputs.index(stage).store(early_x[stage])
+    x_row = x_pair // TOP_K if cut.swiglu else x_pair
+    x_ptrs, k = place_inputs(x_ptr, x_row, 0, x_pitch, cut)
+    input_places = (x_ptrs, k, x_there)
+    early_inputs = load_inputs(input_places, cut)
+    squares_at: gl.constexpr = gl.SliceLayout(0, squares_layout(cut.warps))
+    squares_pair, squares_there = _pairs(order_ptr, block, cut.L, squares_at)
+    squares_lane = squares_pair // TOP_K
+    squares = load_squares(squares_ptr, squares_lane, squares_there, lanes, GROUPS, cut.warps)
+    store_inputs(inputs, early_inputs, cut)
 
-    y = gl.zeros([STREAMS, BLOCK_M, L], gl.float32, product_layout(STREAMS, WARPS))
-    for t in range(TILES):
-        # Groups complete in order: those of the tiles up to this one have.
-        async_copy.wait_group(max(STAGES - 2, 0))
-        gl.thread_barrier()
-        if TILES > STAGES:
-            # The previous tile is no longer read.
-            ahead = t + STAGES - 1
-            if (t > 0) & (ahead < TILES):
-                free = ahead % STAGES
-                ask_codes(codes.index(free), places, ahead, columns, COLUMNS, BLOCK_K, False)
-                inside = inputs_inside(x_inside, k + ahead * BLOCK_K, K, EVEN_K)
-                async_copy.async_copy_global_to_shared(
-                    inputs.index(free), x_ptrs + ahead * BLOCK_K, inside
-                )
-        async_copy.commit_group()
-        y = multiply_tile(
-            codes.index(t % STAGES),
-            inputs.index(t % STAGES),
-            scales,
-            zeros,
-            t,
-            y,
-            x_ptr,
-            CODE,
-            COLUMNS,
-            GROUP,
-            ZEROS,
-            WARPS,
-        )
-
-    whole, up = sum_streams(y, B, WARPS, SWIGLU)
+    y = multiply_tiles((codes, inputs), (code_places, input_places), scales, cut)
+    whole, up = sum_streams(y, cut)
     whole *= row_scale[None, :]
     up *= up_scale[None, :]
     if GROUPS > 0:
-        factor = rms_factor(squares, pair, K, eps)
+        factor = rms_factor(squares, pair, cut.K, eps)
         whole *= factor[:, None]
         up *= factor[:, None]
     whole += bias[None, :]
     up += up_bias[None, :]
-    stored = there[:, None] & (output < OUTPUTS)[None, :]
-    out_ptrs = out_ptr + pair.to(gl.int64)[:, None] * OUTPUTS + output[None, :]
-    if SWIGLU:
+    stored = there[:, None] & (output < cut.outputs)[None, :]
+    out_ptrs = out_ptr + pair.to(gl.int64)[:, None] * cut.outputs + output[None, :]
+    if cut.swiglu:
         a = _gated(whole, up, LIMIT, SLOPE)
         gl.store(out_ptrs, a.to(out_ptr.dtype.element_ty), mask=stored)
     else:
         gl.store(out_ptrs, whole, mask=stored)
         gl.thread_barrier()
-        _arrive(
-            pair,
-            there,
-            tile,
-            output,
-            norm,
-            out_ptr,
-            share_ptr,
-            expert_ptr,
-            arrivals_ptr,
-            lanes,
-            stream,
-            M,
-            TOP_K,
-            FIRST,
-            HELD,
-        )
+        _arrive(pair, there, outputs, sums, stream, cut.M, TOP_K, FIRST, HELD)
 
 
 @gluon.jit
 def _arrive(
     pair,
     there,
-    tile,
-    output,
-    norm,
-    y_ptr,
-    share_ptr,
-    expert_ptr,
-    arrivals_ptr,
-    lanes,
+    outputs,
+    sums,
     stream,
     M: gl.constexpr,
     TOP_K: gl.constexpr,
@@ -300,6 +172,8 @@ def _arrive(
     HELD: gl.constexpr,
 ):
     """Pairs have what they add, if anything; the last of a lane's adds all of it up."""
+    tile, _, _ = outputs
+    _, _, _, arrivals_ptr, _ = sums
     lane = pair // TOP_K
     arrival_ptrs = arrivals_ptr + lane * gl.num_programs(0) + tile
     one = gl.full_like(pair, 1)
@@ -307,22 +181,7 @@ def _arrive(
     done = there & (arrived == TOP_K - 1)
     if gl.max(done.to(gl.int32), axis=0) > 0:
         gl.store(arrival_ptrs, gl.zeros_like(pair), mask=done)
-        _add_pairs(
-            y_ptr,
-            share_ptr,
-            expert_ptr,
-            lane,
-            done,
-            output,
-            norm,
-            tile,
-            lanes,
-            stream,
-            M,
-            TOP_K,
-            FIRST,
-            HELD,
-        )
+        _add_pairs(lane, done, outputs, sums, stream, M, TOP_K, FIRST, HELD)
 
 
 @gluon.jit
@@ -368,15 +227,10 @@ def _pairs(order_ptr, block, L: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _add_pairs(
-    y_ptr,
-    share_ptr,
-    expert_ptr,
     lane,
     live,
-    output,
-    norm,
-    tile,
-    lanes,
+    outputs,
+    sums,
     stream,
     M: gl.constexpr,
     TOP_K: gl.constexpr,
@@ -387,6 +241,8 @@ def _add_pairs(
     residual stream, and leave what the next norm needs; or store their sum, in place of a stream.
     Pairs of experts that other ranks have add nothing.
     """
+    tile, output, norm = outputs
+    y_ptr, share_ptr, expert_ptr, _, lanes = sums
     stored = live[:, None] & (output < M)[None, :]
     at = lane.to(gl.int64)[:, None] * M + output[None, :]
     base = gl.zeros_like(at, dtype=gl.float32)
@@ -418,5 +274,5 @@ def _add_pairs(
             kept = (x * stream.kept_scale).to(stream.kept.dtype.element_ty)
             kept_rows = lane.to(gl.int64)[:, None] * stream.kept_stride
             gl.store(stream.kept + kept_rows + output[None, :], kept, mask=stored)
-        sums = gl.sum(gl.where(stored, x * x, 0.0), axis=1)
-        gl.store(stream.squares + tile * lanes + lane, sums, mask=live)
+        squares = gl.sum(gl.where(stored, x * x, 0.0), axis=1)
+        gl.store(stream.squares + tile * lanes + lane, squares, mask=live)

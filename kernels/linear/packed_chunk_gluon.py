@@ -53,6 +53,7 @@ class Factors(NamedTuple):
 
 @gluon.constexpr_function
 def _product_layout(lanes):
+    """Of sums [64, L]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, lanes, 16])
 
 
@@ -108,7 +109,9 @@ def packed_chunk_kernel(
     rings = (x, words, there, free)
     rows = (rings, y, tiles, factors, out_ptr, lanes, out_stride)
     brought = (rings, tiles, inputs, codes)
-    form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, BLOCKS, DEPTH, PART)
+    # Sums of a step that are scaled before they are added: of PART units, or of a piece of one.
+    SUMS: gl.constexpr = DEPTH // PART * PIECES if GROUP > 0 and not FOLD else 0
+    form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, BLOCKS, DEPTH, PART, SUMS)
     # This is one warp group. The others begin after a barrier, which follows the wait.
     if WARP_GROUPS == 2:
         gl.warp_specialize(
@@ -176,30 +179,21 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
     x, words, there, free = rings
     all_tiles, lane_tiles = tiles
     K: gl.constexpr = form[1]
-    GROUP: gl.constexpr = form[3]
-    FOLD: gl.constexpr = form[4]
     DEPTH: gl.constexpr = form[8]
-    PART: gl.constexpr = form[9]
     L: gl.constexpr = x.shape[1]
     R: gl.constexpr = words.shape[1]
     STAGES: gl.constexpr = there.shape[0]
-    PIECES: gl.constexpr = _UNIT // x.shape[2]
     COLUMNS: gl.constexpr = DEPTH * _UNIT
     STEPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    # Sums that are scaled before they are added: of PART units, or of a piece of one.
-    SCALED: gl.constexpr = GROUP > 0 and not FOLD
-    PARTS: gl.constexpr = DEPTH // PART * PIECES if SCALED else 1
-    # Those that are begun together, as far as there are registers for their sums.
-    BATCH: gl.constexpr = PARTS if L <= 64 else 1
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
+    product: gl.constexpr = _product_layout(L)
 
     count = 0
     for tile in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
         first_block = tile // lane_tiles * R + WHICH * 4
         total = gl.zeros([64, L], gl.float32, product)
-        parts = ()
-        for _ in gl.static_range(BATCH):
-            parts += (total,)  # type: ignore[assignment]
+        sums = ()
+        for _ in gl.static_range(_at_once(form[10], L)):
+            sums += (total,)  # type: ignore[assignment]
         groups = _load_groups(factors, first_block, 0, form)
         stage = count % STAGES
         mbarrier.wait(there.index(stage), count // STAGES & 1)
@@ -207,30 +201,17 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
         mbarrier.wait(there.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=STEPS > 1)
         for step in range(STEPS):
             stage = count % STAGES
-            first = stage * (DEPTH * PIECES)
+            first = stage * (DEPTH * (_UNIT // x.shape[2]))
             next_groups = _load_groups(factors, first_block, (step + 1) * COLUMNS, form)
-            begun = ()
-            if SCALED:
-                for part in gl.static_range(BATCH):
-                    begun += (_begin(halves, x, first, part * PART, PART, parts[part], False),)  # type: ignore[assignment]
-            else:
-                begun = (_begin(halves, x, first, 0, DEPTH, total, True),)  # type: ignore[assignment]
+            begun = _begin_step(halves, x, first, total, sums, form)
             # After the last step of a tile what is converted here is not used.
             after = (count + 1) % STAGES
             ahead = _convert(words, after, WHICH, next_groups, x, product, factors, form)
             # The next iteration's wait. Here it keeps the compiler from converting after `wgmma`.
             later = count + 2
             mbarrier.wait(there.index(later % STAGES), later // STAGES & 1, pred=step + 2 < STEPS)
-            parts, halves, ahead = _wait(begun, halves, ahead)
-            if SCALED:
-                for part in gl.static_range(PARTS):
-                    if part >= BATCH:
-                        begun = (_begin(halves, x, first, part * PART, PART, parts[0], False),)  # type: ignore[assignment]
-                        parts, halves, ahead = _wait(begun, halves, ahead)
-                    scales = _scales_of_pieces(groups[part // PIECES][0], product)
-                    total = _add_scaled(total, parts[part % BATCH], scales[part % PIECES])
-            else:
-                total = parts[0]
+            sums, halves, ahead = _wait(begun, halves, ahead)
+            total, sums, ahead = _end_step(halves, x, first, total, sums, ahead, groups, form)
             gl.thread_barrier()
             mbarrier.arrive(free.index(stage), count=1)
             halves = ahead
@@ -239,6 +220,51 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
         place = (lanes, tile % lane_tiles * L, first_block)
         outputs: gl.constexpr = (form[0], form[5], form[6], form[7])
         store_outputs(total, y.index(WHICH), factors, out_ptr, out_stride, place, outputs)
+
+
+@gluon.constexpr_function
+def _at_once(sums, lanes):
+    """Those of a step's sums that are begun together, as far as there are registers for them."""
+    return max(sums, 1) if lanes <= 64 else 1
+
+
+@gluon.jit
+def _begin_step(halves, x, place, total, sums, form: gl.constexpr):
+    """The products of a step that are begun together: added to the total, or sums of their own that
+    are scaled then.
+    """
+    DEPTH: gl.constexpr = form[8]
+    PART: gl.constexpr = form[9]
+    SUMS: gl.constexpr = form[10]
+    begun = ()
+    if SUMS > 0:
+        for index in gl.static_range(_at_once(SUMS, x.shape[1])):
+            begun += (_begin(halves, x, place, index * PART, PART, sums[index], False),)  # type: ignore[assignment]
+    else:
+        begun = (_begin(halves, x, place, 0, DEPTH, total, True),)  # type: ignore[assignment]
+    return begun
+
+
+@gluon.jit
+def _end_step(halves, x, place, total, sums, ahead, groups, form: gl.constexpr):
+    """The total after a step whose first products are there: others are begun and waited for one by
+    one. Sums, and what was converted ahead, are as they are after that.
+    """
+    PART: gl.constexpr = form[9]
+    SUMS: gl.constexpr = form[10]
+    PIECES: gl.constexpr = _UNIT // x.shape[2]
+    BATCH: gl.constexpr = _at_once(SUMS, x.shape[1])
+    product: gl.constexpr = total.type.layout
+    if SUMS > 0:
+        for index in gl.static_range(SUMS):
+            if index >= BATCH:
+                begun = (_begin(halves, x, place, index * PART, PART, sums[0], False),)
+                sums, halves, ahead = _wait(begun, halves, ahead)
+            scales = _scales_of_pieces(groups[index // PIECES][0], product)
+            total = _add_scaled(total, sums[index % BATCH], scales[index % PIECES])
+    else:
+        total = sums[0]
+    return total, sums, ahead
 
 
 @gluon.jit

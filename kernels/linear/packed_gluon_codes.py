@@ -113,31 +113,31 @@ def _unpacking_of_small_floats(bf16):
 
 
 @gluon.jit
-def halves_of(words, x_ptr, CODE: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr):
+def halves_of(words, x, cut):
     """What codes stand for: [streams, rows, columns] in pieces that share a scale.
 
-    `words` [streams, blocks of rows, halfwords] of one or more blocks of columns; of small groups
-    one block, which has several pieces.
+    They have the dtype of `x`. `words` [streams, blocks of rows, halfwords] are of one or more
+    blocks of columns; of small groups one block, which has several pieces.
     """
     S: gl.constexpr = words.shape[0]
     R: gl.constexpr = words.shape[1]
     C: gl.constexpr = words.shape[2] // _BLOCK
-    asm: gl.constexpr = unpacking(CODE, x_ptr.dtype.element_ty == gl.bfloat16, ZEROS)
-    half = x_ptr.dtype.element_ty
-    if CODE == "int4" or CODE == "e2m1":
+    asm: gl.constexpr = unpacking(cut.code, x.dtype == gl.bfloat16, cut.zeros)
+    half = x.dtype
+    if cut.code == "int4" or cut.code == "e2m1":
         h0, h1, h2, h3 = gl.inline_asm_elementwise(
             asm, "=r,=r,=r,=r,r", [words], dtype=(half, half, half, half), is_pure=True, pack=2
         )
         all = gl.join(gl.join(h0, h2), gl.join(h1, h3))
         # Row of 8, thread, word of a row, upper or lower row, half, byte, nibble.
         all = all.reshape([S, R, C, 8, 4, 2, 2, 2, 2, 2])
-        if GROUP == 16:
+        if cut.group == 16:
             all = all.permute((0, 1, 6, 3, 2, 4, 9, 7, 5, 8)).reshape([S, R * 16, 16, 2, 2])
             even, odd = gl.split(all)
             p0, p2 = gl.split(even)
             p1, p3 = gl.split(odd)
             pieces = (p0, p1, p2, p3)
-        elif GROUP == 32:
+        elif cut.group == 32:
             all = all.permute((0, 1, 6, 3, 2, 9, 4, 8, 7, 5)).reshape([S, R * 16, 32, 2])
             pieces = gl.split(all)
         else:

@@ -37,7 +37,8 @@ from graphengine.kernels.linear.linear_triton import (
     stream_args,
 )
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, block_columns, unpack
-from graphengine.kernels.linear.packed_gluon import PackedArgs, packed_kernel
+from graphengine.kernels.linear.packed_cut import PackedArgs, new_cut, streams
+from graphengine.kernels.linear.packed_gluon import packed_kernel
 from graphengine.kernels.linear.plans import FMA_LANES, LinearPlan, RowFamily
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise
 from graphengine.kernels.linear.reference import (
@@ -309,11 +310,6 @@ def packed_linear_reference(
     )
 
 
-def streams(plan: LinearPlan) -> int:
-    """Parts of a tile's columns: warps that have no rows of their own share the columns."""
-    return max(1, plan.warps * BLOCK_ROWS // plan.block_m)
-
-
 def check_packed_plan(plan: LinearPlan, kind: WeightFormat) -> None:
     """ValueError for a plan that the kernel cannot run with a weight of this format."""
     rows, parts = plan.block_m, streams(plan)
@@ -440,15 +436,12 @@ def _launch(
             raise ValueError(f"{plan} wants {needed} int32 arrivals")
         partial = x_NK.new_empty((splits, lanes, tiles * plan.block_m), dtype=torch.float32)
     L = 8 if lanes <= 8 else 16 if lanes <= 16 else 32
-    group = 0
-    if weight.scales is not None:
-        # `mma.sync` multiplies 16 columns.
-        group = kind.columns or max(16, triton.next_power_of_2(K))
+    given = PackedArgs(weight.codes, weight.scales, weight.zeros, weight.row_scales)
     # Lanes count fastest, so that programs on the same weights run together and share L2.
     launcher(packed_kernel, (triton.cdiv(lanes, L), tiles, splits))(
         x_NK,
         squares_TN,
-        PackedArgs(weight.codes, weight.scales, weight.zeros, weight.row_scales),
+        given,
         bias,
         slot_N,
         out,
@@ -464,23 +457,19 @@ def _launch(
         eps,
         stop_ids,
         ahead,
-        M=M,
-        K=K,
+        new_cut(
+            given,
+            kind,
+            plan,
+            M=M,
+            K=K,
+            swiglu=gate_code(weight.swiglu and activation),
+            L=L,
+            alone=lanes == 1,
+            splits=splits,
+        ),
         GROUPS=0 if squares_TN is None else squares_TN.shape[0],
-        SWIGLU=gate_code(weight.swiglu and activation),
         SPLITS=splits,
-        L=L,
-        X_LANES=1 if lanes == 1 else L,
-        CODE=kind.code,
-        COLUMNS=block_columns(kind),
-        GROUP=group,
-        ZEROS=weight.zeros is not None,
-        STREAMS=streams(plan),
-        BLOCK_M=plan.block_m,
-        BLOCK_K=plan.block_k,
-        STAGES=linear_gluon.stages(plan, splits, K),
-        EVEN_K=K % (plan.block_k * splits) == 0,
-        WARPS=plan.warps,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
         **push_options(peers),

@@ -20,13 +20,13 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed
 from graphengine.kernels.linear.packed import PackedWeight, pack
+from graphengine.kernels.linear.packed_cut import streams
 from graphengine.kernels.linear.packed_linear import (
     check_packed_plan,
     packed_linear,
     packed_linear_residual,
     packed_linear_sample,
     packed_plan,
-    streams,
 )
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise

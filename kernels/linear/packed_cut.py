@@ -1,0 +1,143 @@
+"""How the product of decode with a packed weight is cut among programs, for its Gluon kernels.
+
+Letters: L lanes of a program, K input features, M weight rows, R blocks of 16 rows and B outputs of
+a program.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+
+from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.linear.packed import BLOCK_ROWS, block_columns
+from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.quantised import WeightFormat
+
+
+class PackedArgs(NamedTuple):
+    """The tensors of a `PackedWeight`, or of all weights of `PackedExperts`."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    zeros: torch.Tensor | None
+    row_scales: torch.Tensor | None
+
+
+class Cut(NamedTuple):
+    """What is fixed when a kernel is compiled."""
+
+    M: Any
+    K: Any
+    swiglu: Any
+    """0, or the `gate_code` of a SwiGLU, a block of whose rows is 8 gates and their ups."""
+    outputs: Any
+    """M, of a SwiGLU half as many."""
+    code: Any
+    """A `CodeKind`."""
+    zeros: Any
+    """Whether groups have zeros."""
+    group: Any
+    """Columns that share a scale; 0: all, whose scales are those of rows."""
+    piece: Any
+    """Columns that are multiplied at a time: of one group."""
+    block_columns: Any
+    """Of a block of codes."""
+    row_blocks: Any
+    column_blocks: Any
+    """Blocks of the weight, along its rows and along its columns."""
+    L: Any
+    x_lanes: Any
+    """Lanes in shared memory: L, or 1 that is the only one."""
+    R: Any
+    B: Any
+    block_k: Any
+    """Columns of a tile."""
+    streams: Any
+    stream: Any
+    """Columns of a stream of a tile."""
+    tiles: Any
+    """Of a program, along the columns."""
+    stages: Any
+    """Tiles in shared memory."""
+    even: Any
+    """Whether tiles have no column past K."""
+    optional: Any
+    """Whether a program may have no weight to read."""
+    warps: Any
+
+
+class Part(NamedTuple):
+    """What a program has of a product."""
+
+    weight: Any
+    """Which one of several weights it takes."""
+    there: Any
+    """Whether it reads that weight at all, if it is `optional`."""
+    tile: Any
+    """Which R blocks of its rows."""
+    split: Any
+    """Which `tiles` of its columns."""
+
+
+def streams(plan: LinearPlan) -> int:
+    """Parts of a tile's columns: warps that have no rows of their own share the columns."""
+    return max(1, plan.warps * BLOCK_ROWS // plan.block_m)
+
+
+def new_cut(
+    weight: PackedArgs,
+    kind: WeightFormat,
+    plan: LinearPlan,
+    *,
+    M: int,
+    K: int,
+    swiglu: int,
+    L: int,
+    alone: bool,
+    optional: bool = False,
+    splits: int = 1,
+) -> Cut:
+    """The cut of a weight [M, K] by a plan that is checked, as a kernel's operand.
+
+    L         lanes of a program: 8, 16 or 32
+    alone     of which the first alone is there
+    optional  a program may have no weight to read
+    splits    programs that share the columns
+    """
+    outputs = M // 2 if swiglu else M
+    parts = streams(plan)
+    stream = plan.block_k // parts
+    group = 0
+    if weight.scales is not None:
+        # `mma.sync` multiplies 16 columns.
+        group = kind.columns or max(16, triton.next_power_of_2(K))
+    cut = Cut(
+        M=M,
+        K=K,
+        swiglu=swiglu,
+        outputs=outputs,
+        code=kind.code,
+        zeros=weight.zeros is not None,
+        group=group,
+        piece=min(group, stream) if group else stream,
+        block_columns=block_columns(kind),
+        row_blocks=triton.cdiv(outputs, BLOCK_ROWS // 2 if swiglu else BLOCK_ROWS),
+        column_blocks=triton.cdiv(K, block_columns(kind)),
+        L=L,
+        x_lanes=1 if alone else L,
+        R=plan.block_m // BLOCK_ROWS,
+        B=plan.block_m // 2 if swiglu else plan.block_m,
+        block_k=plan.block_k,
+        streams=parts,
+        stream=stream,
+        tiles=triton.cdiv(K, plan.block_k * splits),
+        stages=linear_gluon.stages(plan, splits, K),
+        even=K % (plan.block_k * splits) == 0,
+        optional=optional,
+        warps=plan.warps,
+    )
+    return Cut(*(gl.constexpr(value) for value in cut))

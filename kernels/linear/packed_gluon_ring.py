@@ -1,0 +1,233 @@
+"""How a packed weight and its inputs come to the Gluon kernels of decode: rings in shared memory.
+
+The codes of the first tiles are asked for with `cp.async` before a launch waits for its inputs, and
+with the first one the scales and zeros of all tiles. The inputs of the same tiles come through
+registers: a copy after all of the codes would be complete only when all are. Later tiles of both
+are asked for when room is free, in one group each.
+
+A weight's codes lie in blocks of 16 rows, and of `block_columns`. Letters as in `packed_cut.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
+
+_BLOCK = gl.constexpr(BLOCK_HALFWORDS)
+
+
+@gluon.constexpr_function
+def code_layout(streams, warps):
+    """Of [streams, blocks of rows, halfwords]: 16 bytes a thread, a block a warp at a time."""
+    return gl.BlockedLayout([1, 1, 8], [1, 1, 32], [streams, warps // streams, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _input_layout(columns, streams, warps):
+    """Of [streams, lanes, columns]: 16 bytes a thread."""
+    across = min(columns // 8, 32)
+    return gl.BlockedLayout(
+        [1, 1, 8], [1, 32 // across, across], [streams, warps // streams, 1], [2, 1, 0]
+    )
+
+
+@gluon.constexpr_function
+def _shared_inputs_layout(lanes):
+    """A load's threads have 32 bytes of each of 8 lanes; of every 4 lanes none share a bank."""
+    return gl.SwizzledSharedLayout(16, 1, 4 if lanes > 1 else 1, [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _group_layout(size, warps):
+    """Of [groups, blocks of rows, 16]: up to 16 bytes a thread."""
+    piece = 16 // size
+    return gl.BlockedLayout([1, 1, piece], [2 * piece, 1, 16 // piece], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def new_ring(dtype: gl.constexpr, cut):
+    """Shared memory for the codes of `stages` tiles, and for their inputs in a dtype."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    halfwords: gl.constexpr = cut.stream // cut.block_columns * _BLOCK
+    codes_shape: gl.constexpr = [cut.stages, cut.streams, cut.R, halfwords]
+    inputs_shape: gl.constexpr = [cut.stages, cut.streams, cut.x_lanes, cut.stream]
+    codes = gl.allocate_shared_memory(gl.int16, codes_shape, plain)
+    inputs = gl.allocate_shared_memory(dtype, inputs_shape, _shared_inputs_layout(cut.x_lanes))
+    return codes, inputs
+
+
+@gluon.jit
+def place_codes(codes_ptr, part, cut):
+    """Where the codes of a program's first tile are, in which blocks of columns, and how many of
+    these it reads.
+
+    Past the last block of rows it repeats, and these rows are never stored.
+    """
+    coded: gl.constexpr = code_layout(cut.streams, cut.warps)
+    HALFWORDS: gl.constexpr = cut.stream // cut.block_columns * _BLOCK
+    columns = cut.column_blocks
+    if cut.optional:
+        columns = gl.where(part.there, columns, 0)
+    codes_ptr += part.weight * (cut.row_blocks * cut.column_blocks * _BLOCK)
+    first_row = part.tile * cut.R
+    first_column = part.split * (cut.tiles * (cut.block_k // cut.block_columns))
+    stream = gl.arange(0, cut.streams, gl.SliceLayout(1, gl.SliceLayout(2, coded)))
+    block = first_row + gl.arange(0, cut.R, gl.SliceLayout(0, gl.SliceLayout(2, coded)))
+    at = gl.arange(0, HALFWORDS, gl.SliceLayout(0, gl.SliceLayout(1, coded)))
+    block = gl.minimum(block, cut.row_blocks - 1).to(gl.int64) * (cut.column_blocks * _BLOCK)
+    column = stream[:, None, None] * (cut.stream // cut.block_columns)
+    column += (at // _BLOCK)[None, None, :]
+    column += first_column
+    first = first_column * _BLOCK + stream * HALFWORDS
+    ptrs = codes_ptr + (block[None, :, None] + first[:, None, None] + at[None, None, :])
+    return ptrs, column, columns
+
+
+@gluon.jit
+def fill_ring(codes, places, weight, part, cut):
+    """Ask for the codes of the first tiles, and for the scales and zeros of all tiles, which are
+    returned: [pieces, streams, rows] each.
+    """
+    # In the place of scales that there are not.
+    scales, zeros = codes, codes
+    for stage in gl.static_range(cut.stages):
+        ask_codes(codes, places, stage, cut)
+        if stage == 0 and cut.group > 0:
+            # With the first tile, which needs some of them.
+            scales, zeros = _ask_scales(weight, part, cut)
+        # The last group is closed in the loop, which then has one for each of its tiles.
+        if stage < cut.stages - 1 or cut.stages == 1:
+            async_copy.commit_group()
+    return scales, zeros
+
+
+@gluon.jit
+def ask_codes(codes, places, step, cut):
+    """Ask for the codes of tile `step`, whose first one's `places` are given.
+
+    Those of blocks that the program does not read become 0.
+    """
+    code_ptrs, column, columns = places
+    BLOCKS: gl.constexpr = cut.block_k // cut.block_columns
+    room = codes.index(step % cut.stages)
+    ptrs = code_ptrs + step * (BLOCKS * _BLOCK)
+    if cut.even and not cut.optional:
+        async_copy.async_copy_global_to_shared(room, ptrs)
+    else:
+        inside = column + step * BLOCKS < columns
+        async_copy.async_copy_global_to_shared(room, ptrs, inside)
+
+
+@gluon.jit
+def _ask_scales(weight, part, cut):
+    """Ask for the scales and zeros of all of a program's groups."""
+    GROUPS: gl.constexpr = (cut.K + cut.group - 1) // cut.group
+    SIZE: gl.constexpr = cut.row_blocks * GROUPS * 16
+    scales_ptr = weight.scales + part.weight * SIZE
+    zeros_ptr = scales_ptr
+    if cut.zeros:
+        zeros_ptr = weight.zeros + part.weight * SIZE
+    groups = GROUPS
+    if cut.optional:
+        groups = gl.where(part.there, groups, 0)
+    scales = _ask_groups(scales_ptr, groups, part, cut)
+    zeros = scales
+    if cut.zeros:
+        zeros = _ask_groups(zeros_ptr, groups, part, cut)
+    return scales, zeros
+
+
+@gluon.jit
+def _ask_groups(of_groups, groups, part, cut):
+    """Ask for the scales or zeros of all pieces of a program's columns, in the order of their use:
+    [pieces, streams, rows]. From `groups` on they become 0.
+    """
+    dtype: gl.constexpr = of_groups.dtype.element_ty
+    GROUPS: gl.constexpr = (cut.K + cut.group - 1) // cut.group
+    PIECES: gl.constexpr = cut.stream // cut.piece
+    USES: gl.constexpr = triton.next_power_of_2(cut.tiles * PIECES)
+    layout: gl.constexpr = _group_layout(dtype.primitive_bitwidth // 8, cut.warps)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    first_row = part.tile * cut.R
+    first_column = part.split * (cut.tiles * cut.block_k)
+    ring = gl.allocate_shared_memory(dtype, [USES * cut.streams, cut.R, 16], plain)
+    use = gl.arange(0, USES * cut.streams, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    step = use // cut.streams
+    column = step // PIECES * cut.block_k + use % cut.streams * cut.stream
+    column += step % PIECES * cut.piece
+    group = (first_column + column) // cut.group
+    block = first_row + gl.arange(0, cut.R, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    block = gl.minimum(block, cut.row_blocks - 1).to(gl.int64) * (GROUPS * 16)
+    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    ptrs = of_groups + block[None, :, None] + group[:, None, None] * 16 + row[None, None, :]
+    async_copy.async_copy_global_to_shared(ring, ptrs, (group < groups)[:, None, None])
+    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return ring._reinterpret(dtype, [USES, cut.streams, cut.R * 16], rows)
+
+
+@gluon.constexpr_function
+def input_lanes_layout(columns, streams, warps):
+    """Of a program's lanes, as `place_inputs` takes them."""
+    return gl.SliceLayout(0, gl.SliceLayout(2, _input_layout(columns, streams, warps)))
+
+
+@gluon.jit
+def place_inputs(x_ptr, row, split, x_pitch, cut):
+    """Where the inputs of a program's first tile are, and in which columns.
+
+    `row` [lanes] in `input_lanes_layout` says which row of x is a lane's. The pitch is a stride in
+    units of 8 elements.
+    """
+    copied: gl.constexpr = _input_layout(cut.stream, cut.streams, cut.warps)
+    stream = gl.arange(0, cut.streams, gl.SliceLayout(1, gl.SliceLayout(2, copied)))
+    k = gl.arange(0, cut.stream, gl.SliceLayout(0, gl.SliceLayout(1, copied)))
+    k = split * (cut.tiles * cut.block_k) + stream[:, None, None] * cut.stream + k[None, None, :]
+    ptrs = x_ptr + (row.to(gl.int64) * (x_pitch.to(gl.int64) * 8))[None, :, None] + k
+    return ptrs, k
+
+
+@gluon.jit
+def load_inputs(places, cut):
+    """The inputs of the first tiles, in registers.
+
+    `places` are those of `place_inputs`, and which lanes are there.
+    """
+    ptrs, _, _ = places
+    tiles = ()
+    for stage in gl.static_range(cut.stages):
+        inside = _inputs_inside(places, stage, cut)
+        x = gl.load(ptrs + stage * cut.block_k, mask=inside, other=0.0, cache_modifier=".cg")
+        tiles += (x,)  # type: ignore[assignment]
+    return tiles
+
+
+@gluon.jit
+def store_inputs(inputs, tiles, cut):
+    """Put what `load_inputs` gives into its places in the ring."""
+    for stage in gl.static_range(cut.stages):
+        inputs.index(stage).store(tiles[stage])
+
+
+@gluon.jit
+def ask_inputs(inputs, places, step, cut):
+    """Ask for the inputs of tile `step`, as `ask_codes` does for its codes."""
+    inside = _inputs_inside(places, step, cut)
+    room = inputs.index(step % cut.stages)
+    async_copy.async_copy_global_to_shared(room, places[0] + step * cut.block_k, inside)
+
+
+@gluon.jit
+def _inputs_inside(places, step, cut):
+    """Where tile `step` has an input: in lanes that are there, and not past K."""
+    _, first, there = places
+    k = first + step * cut.block_k
+    there = there[None, :, None]
+    if cut.even:
+        inside = there & (k >= 0)
+    else:
+        inside = there & (k < cut.K)
+    return inside
