@@ -30,6 +30,7 @@ from graphengine.kernels.norm_rope.embedding import (
     store_embedding,
 )
 from graphengine.kernels.step.state import (
+    CommandedState,
     DecodeLanes,
     SlotState,
     apply_commands_reference,
@@ -176,17 +177,14 @@ def _begin(call: _Call, pdl: bool) -> DecodeLanes:
     launcher(_begin_decode_kernel, (rows + triton.cdiv(slots, _BLOCK_S),))(
         call.command_epoch_S,
         call.slot_of_row_R,
-        state.epoch,
-        state.kv_len,
-        state.running,
-        state.next_token,
+        CommandedState.of(state),
         draft,
         call.max_len_S,
-        *lanes,
+        lanes,
         call.embedding_VH,
         call.norm_weight_H,
         residual,
-        *((None,) * 5 if trees is None else (*trees.tables, *trees.lanes)),
+        *((None, None) if trees is None else trees[:2]),
         0 if trees is None else trees.limit,
         0 if trees is None else trees.tables.depth.stride(0),
         0 if trees is None else trees.tables.ancestor.stride(0),
@@ -309,28 +307,20 @@ def _check_trees(trees: RowTrees, slots: int, width: int, rows: int) -> None:
 
 @triton.jit
 def _begin_decode_kernel(
-    command_epoch_ptr,
+    command_ptr,
     slot_of_row_ptr,
-    epoch_ptr,
-    kv_len_ptr,
-    running_ptr,
-    next_token_ptr,
+    state,
     draft_ptr,
     max_len_ptr,
-    token_ptr,
-    slot_ptr,
-    position_ptr,
+    lanes,
     embedding_ptr,
     norm_weight_ptr,
     residual,
-    tree_depth_ptr,
-    tree_ancestor_ptr,
-    lane_node_ptr,
-    lane_depth_ptr,
-    lane_ancestor_ptr,
+    trees,
+    tree_lanes,
     limit,
-    tree_depth_stride,
-    tree_ancestor_stride,
+    depth_stride,
+    ancestor_stride,
     draft_stride,
     embedding_stride,
     x_stride,
@@ -355,23 +345,12 @@ def _begin_decode_kernel(
     row = tl.program_id(0)
     if row >= rows:
         _command_unnamed_slots(
-            row - rows,
-            command_epoch_ptr,
-            slot_of_row_ptr,
-            epoch_ptr,
-            kv_len_ptr,
-            running_ptr,
-            next_token_ptr,
-            rows,
-            slots,
-            BLOCK_R,
-            BLOCK_S,
-            PDL,
+            row - rows, command_ptr, slot_of_row_ptr, state, rows, slots, BLOCK_R, BLOCK_S, PDL
         )
     else:
         slot = tl.load(slot_of_row_ptr + row)
         named = (slot >= 0) & (slot < slots)
-        command = tl.load(command_epoch_ptr + slot, mask=named, other=0)
+        command = tl.load(command_ptr + slot, mask=named, other=0)
         max_len = 0
         if W > 1:
             max_len = tl.load(max_len_ptr + slot, mask=named, other=0)
@@ -379,44 +358,36 @@ def _begin_decode_kernel(
         weight = tl.load(norm_weight_ptr + h, mask=h < H, other=0.0).to(tl.float32)
         wait_for_inputs(PDL)
 
-        pending = named & (command != tl.load(epoch_ptr + slot, mask=named, other=0))
-        running = tl.load(running_ptr + slot, mask=named, other=0)
-        tokens = (tl.load(next_token_ptr + slot, mask=named, other=0),)
-        for k in tl.static_range(W - 1):
-            draft = draft_ptr + slot.to(tl.int64) * draft_stride + k
-            tokens += (tl.load(draft, mask=named, other=-1),)  # type: ignore[assignment]
-        position = tl.load(kv_len_ptr + slot, mask=named, other=0)
-        live = named & (running != 0) & (pending == 0)
+        pending = named & (command != tl.load(state.epoch + slot, mask=named, other=0))
+        running = tl.load(state.running + slot, mask=named, other=0)
+        tokens = _load_tokens(state, draft_ptr, slot, named, draft_stride, W)
+        position = tl.load(state.kv_len + slot, mask=named, other=0)
+        row_lives = named & (running != 0) & (pending == 0)
         # Every warp has read the slot's state before one of them overwrites it.
         tl.debug_barrier()
-        start_afresh(slot, command, pending, epoch_ptr, kv_len_ptr, running_ptr, next_token_ptr)
+        start_afresh(state, slot, command, pending)
 
         # All embeddings are on their way before the first of them is looked at.
+        live = row_lives
         lives = ()
         xs = ()
-        row_lives = live
         for j in tl.static_range(W):
-            token = tokens[j]
             depth = j
             if DEPTH > 0:
-                wide_slot = slot.to(tl.int64)
-                depth_of = tree_depth_ptr + wide_slot * tree_depth_stride + j
+                depth_of = trees.depth + slot.to(tl.int64) * depth_stride + j
                 depth = tl.load(depth_of, mask=row_lives, other=0)
                 live = row_lives & (position + j < limit)
             if j > 0:
-                live = live & (token >= 0) & (position + depth + 1 < max_len)
+                live = live & (tokens[j] >= 0) & (position + depth + 1 < max_len)
             lane = row * W + j
             if DEPTH > 0:
-                d = tl.arange(0, BLOCK_D)
-                ancestor_ptr = tree_ancestor_ptr + wide_slot * tree_ancestor_stride + j * DEPTH + d
-                ancestor = tl.load(ancestor_ptr, mask=live & (d < DEPTH), other=0)
-                tl.store(lane_ancestor_ptr + lane * DEPTH + d, ancestor, mask=live & (d < DEPTH))
-                tl.store(lane_node_ptr + lane, j, mask=live)
-                tl.store(lane_depth_ptr + lane, depth, mask=live)
-            tl.store(slot_ptr + lane, tl.where(live, slot, -1))
-            tl.store(token_ptr + lane, token, mask=live)
-            tl.store(position_ptr + lane, position + depth, mask=live)
-            x = load_embedding(embedding_ptr, token, live, embedding_stride, V, H, BLOCK_H)
+                _store_node(
+                    trees, tree_lanes, slot, ancestor_stride, lane, j, depth, live, DEPTH, BLOCK_D
+                )
+            tl.store(lanes.slot + lane, tl.where(live, slot, -1))
+            tl.store(lanes.token + lane, tokens[j], mask=live)
+            tl.store(lanes.position + lane, position + depth, mask=live)
+            x = load_embedding(embedding_ptr, tokens[j], live, embedding_stride, V, H, BLOCK_H)
             xs += (x,)  # type: ignore[assignment]
             lives += (live,)  # type: ignore[assignment]
         for j in tl.static_range(W):
@@ -438,14 +409,43 @@ def _begin_decode_kernel(
 
 
 @triton.jit
+def _load_tokens(state, draft_ptr, slot, named, draft_stride, W: tl.constexpr):
+    """The tokens of a slot's W lanes: its next one, then its drafts, -1 for none."""
+    tokens = (tl.load(state.next_token + slot, mask=named, other=0),)
+    for k in tl.static_range(W - 1):
+        draft = draft_ptr + slot.to(tl.int64) * draft_stride + k
+        tokens += (tl.load(draft, mask=named, other=-1),)  # type: ignore[assignment]
+    return tokens
+
+
+@triton.jit
+def _store_node(
+    trees,
+    tree_lanes,
+    slot,
+    ancestor_stride,
+    lane,
+    node,
+    depth,
+    live,
+    DEPTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Say where a live lane is in its row's tree: a node of the slot's."""
+    d = tl.arange(0, BLOCK_D)
+    ancestor_ptr = trees.ancestor + slot.to(tl.int64) * ancestor_stride + node * DEPTH + d
+    ancestor = tl.load(ancestor_ptr, mask=live & (d < DEPTH), other=0)
+    tl.store(tree_lanes.ancestor + lane * DEPTH + d, ancestor, mask=live & (d < DEPTH))
+    tl.store(tree_lanes.node + lane, node, mask=live)
+    tl.store(tree_lanes.depth + lane, depth, mask=live)
+
+
+@triton.jit
 def _command_unnamed_slots(
     part,
-    command_epoch_ptr,
+    command_ptr,
     slot_of_row_ptr,
-    epoch_ptr,
-    kv_len_ptr,
-    running_ptr,
-    next_token_ptr,
+    state,
     rows,
     slots,
     BLOCK_R: tl.constexpr,
@@ -458,10 +458,10 @@ def _command_unnamed_slots(
     slot_of_row = tl.load(slot_of_row_ptr + r, mask=r < rows, other=-1)
     named = tl.max((slot[:, None] == slot_of_row[None, :]).to(tl.int32), 1) != 0
     ours = (slot < slots) & (named == 0)
-    command = tl.load(command_epoch_ptr + slot, mask=ours, other=0)
+    command = tl.load(command_ptr + slot, mask=ours, other=0)
     wait_for_inputs(PDL)
 
-    pending = ours & (command != tl.load(epoch_ptr + slot, mask=ours, other=0))
+    pending = ours & (command != tl.load(state.epoch + slot, mask=ours, other=0))
     # A slot may be held by several threads: all of them have read its epoch by now.
     tl.debug_barrier()
-    start_afresh(slot, command, pending, epoch_ptr, kv_len_ptr, running_ptr, next_token_ptr)
+    start_afresh(state, slot, command, pending)

@@ -63,6 +63,19 @@ class SlotState(NamedTuple):
     """int64 [1]: replays published so far."""
 
 
+class CommandedState(NamedTuple):
+    """The fields of `SlotState` that a command sets."""
+
+    epoch: torch.Tensor
+    kv_len: torch.Tensor
+    running: torch.Tensor
+    next_token: torch.Tensor
+
+    @classmethod
+    def of(cls, state: SlotState) -> CommandedState:
+        return cls(state.epoch, state.kv_len, state.running, state.next_token)
+
+
 class StopTensors(NamedTuple):
     """When a slot's request ends; host-owned."""
 
@@ -119,10 +132,7 @@ def apply_commands(state: SlotState, command_epoch_S: torch.Tensor) -> None:
         return
     launcher(_apply_commands_kernel, (triton.cdiv(slots, _BLOCK),))(
         command_epoch_S,
-        state.epoch,
-        state.kv_len,
-        state.running,
-        state.next_token,
+        CommandedState.of(state),
         slots,
         BLOCK=_BLOCK,
     )
@@ -360,32 +370,24 @@ def stop_ids_block(stop_ids: int) -> int:
 
 
 @triton.jit
-def _apply_commands_kernel(
-    command_epoch_ptr,
-    epoch_ptr,
-    kv_len_ptr,
-    running_ptr,
-    next_token_ptr,
-    slots,
-    BLOCK: tl.constexpr,
-):
+def _apply_commands_kernel(command_epoch_ptr, state, slots, BLOCK: tl.constexpr):
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < slots
     command = tl.load(command_epoch_ptr + slot, mask=inside, other=0)
-    pending = command != tl.load(epoch_ptr + slot, mask=inside, other=0)
-    start_afresh(slot, command, pending, epoch_ptr, kv_len_ptr, running_ptr, next_token_ptr)
+    pending = command != tl.load(state.epoch + slot, mask=inside, other=0)
+    start_afresh(state, slot, command, pending)
 
 
 @triton.jit
-def start_afresh(slot, command, pending, epoch_ptr, kv_len_ptr, running_ptr, next_token_ptr):
-    """What a command does to the slots where it is pending.
+def start_afresh(state, slot, command, pending):
+    """What a command does to the slots where it is pending; `state` is a `CommandedState`.
 
     Every thread that decides by the state must have read it by now.
     """
-    tl.store(kv_len_ptr + slot, 0, mask=pending)
-    tl.store(running_ptr + slot, 0, mask=pending)
-    tl.store(next_token_ptr + slot, 0, mask=pending)
-    tl.store(epoch_ptr + slot, command, mask=pending)
+    tl.store(state.kv_len + slot, 0, mask=pending)
+    tl.store(state.running + slot, 0, mask=pending)
+    tl.store(state.next_token + slot, 0, mask=pending)
+    tl.store(state.epoch + slot, command, mask=pending)
 
 
 @triton.jit

@@ -220,7 +220,7 @@ def test_the_gather_of_trees_compiles() -> None:
     ptx, names = compile_launch(launch)
     assert ptx.count("griddepcontrol.wait") == 2
     read = {load.argument for load in global_loads(ptx, names)}
-    assert read >= {"draft_ptr", "tree_depth_ptr", "tree_ancestor_ptr"}
+    assert read >= {"draft_ptr", "trees.depth", "trees.ancestor"}
 
 
 CHAINS: dict[str, tuple[Callable[[], None], ModuleType, tuple[str, ...]]] = {
