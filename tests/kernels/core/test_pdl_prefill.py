@@ -123,5 +123,6 @@ def test_loads_nothing_but_weights_before_the_wait(
     assert {load.argument for load in loads if not load.after_wait} == early
     late = {load.argument for load in loads if load.after_wait}
     assert "slot_ptr" in late
-    splits = call is split_attention
-    assert (launch.arguments.get("SPLITS", 1) > 1) == splits == ("part_ptr" in late)
+    shape = launch.arguments.get("shape")
+    splits = shape is not None and shape.splits.value > 1
+    assert splits == (call is split_attention) == ("part_ptr" in late)
