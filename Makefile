@@ -99,7 +99,9 @@ docs: $(DOCS)/stamp
 pictures: install
 	PYTHONPATH=tests/support $(BIN)/python tests/support/timelines/pictures.py profiles/pictures
 
+# The folder of both environments is there before either is made: venv looks, and then makes it.
 $(DOCS)/stamp:
+	mkdir -p $(VENV)
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/pip install --quiet mkdocs-material==9.8.1 'mkdocstrings[python]'
 	touch $@
@@ -109,6 +111,7 @@ install: $(VENV)/stamp
 		--config-settings editable_mode=strict
 
 $(VENV)/stamp: constraints.txt pyproject.toml
+	mkdir -p $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	# The former name of this distribution: its files would stand in for the new ones.
 	$(BIN)/pip uninstall -qq --yes graphengine
