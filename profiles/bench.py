@@ -48,6 +48,7 @@ from graphengine.profiles.benchmark.peers import run_peer
 from graphengine.profiles.benchmark.recording import record
 from graphengine.profiles.benchmark.shapes import step_bytes
 from graphengine.profiles.benchmark.speculation import measure_sweep
+from graphengine.profiles.benchmark.stored_shape import stored_shape
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.text import (
     CONTEXT_COLUMNS,
@@ -77,8 +78,19 @@ def bench(options: argparse.Namespace) -> None:
         if options.out is not None:
             options.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
-    document = measure_all(wanted, say=_silent if options.json else _say, save=save)
+    with _of_ranks(wanted) as found:
+        document = measure_all(found, say=_silent if options.json else _say, save=save)
     print(json.dumps(document, indent=2) if options.json else describe_document(document))
+
+
+@contextmanager
+def _of_ranks(bench: Bench) -> Iterator[Bench]:
+    """The same, of a shape that ranks can read."""
+    if max(bench.ranks) == 1 or bench.lone_rank or bench.subject.checkpoint is not None:
+        yield bench
+        return
+    with stored_shape(bench.subject, bench.device) as subject:
+        yield replace(bench, subject=subject)
 
 
 def measure_all(
@@ -95,7 +107,7 @@ def measure_all(
         "schema": SCHEMA,
         "environment": environment(bench.device),
         "shape": bench.subject.name,
-        "random_weights": bench.subject.checkpoint is None,
+        "random_weights": bench.subject.checkpoint is None or bench.subject.drawn,
         "config": dict(bench.subject.hf_config),
         "vocab_size": model.vocab_size,
         "ceiling": None if ceiling is None else asdict(ceiling) | {"tb_s_after": None},

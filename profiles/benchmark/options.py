@@ -13,11 +13,13 @@ import torch
 from graphengine import EngineConfig
 from graphengine.cli.option_flags import add_flags
 from graphengine.devices import DTYPES
+from graphengine.parallel.ranks import rank_devices
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import speculation
 from graphengine.profiles.benchmark.contexts import Contexts, kernel_work, read_contexts
 from graphengine.profiles.benchmark.contexts import add_arguments as add_context_arguments
 from graphengine.profiles.benchmark.engines import engine_options
+from graphengine.profiles.benchmark.lone_rank import share_of
 from graphengine.profiles.benchmark.measure import (
     ADMITTED_NEW_TOKENS,
     CHECKED_FIRST_TOKENS,
@@ -279,9 +281,13 @@ def _ranks(options: argparse.Namespace, subject: Subject) -> tuple[int, ...]:
             "--lone-rank is one of several ranks of a --shape with random weights: give "
             "--tensor-parallel of 2 or more"
         )
-    for name in ("contexts", "admission", "kernels", "speculative", "record"):
-        if found != (1,) and getattr(options, name, None):
+    for name in ("context", "admission", "kernels", "speculative"):
+        if found != (1,) and getattr(options, name):
             raise ValueError(f"--tensor-parallel {options.tensor_parallel} has rows, no --{name}")
+    if options.record is not None and len(found) > 1:
+        raise ValueError(
+            f"--record takes one number of ranks, not --tensor-parallel {options.tensor_parallel}"
+        )
     return found
 
 
@@ -305,6 +311,7 @@ def _check_engines(bench: Bench) -> None:
         for chosen in rows:
             check_sweep(bench.sweep, bench.subject, bench.options | engine_options(chosen))
     _check_device(bench.device)
+    _check_ranks(bench)
     most, limit = bench.subject.model.max_positions, bench.limit
     if limit > most:
         raise ValueError(f"--max-seq-len {limit} exceeds the {most} positions of the model")
@@ -321,6 +328,16 @@ def _check_engines(bench: Bench) -> None:
             f"--admission {bench.admission}: that prompt with {ADMITTED_NEW_TOKENS} new tokens, "
             f"and {tokens} tokens of each other request, must fit into max_seq_len={limit}"
         )
+
+
+def _check_ranks(bench: Bench) -> None:
+    """ValueError for a model that these ranks cannot split, or for too few devices."""
+    for ranks in bench.ranks:
+        if ranks > 1:
+            config = EngineConfig(**bench.options, tensor_parallel=ranks)
+            share_of(bench.subject.model, config)
+            if not bench.lone_rank:
+                rank_devices(config)
 
 
 def _check_device(name: str) -> None:

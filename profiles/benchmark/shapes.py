@@ -285,12 +285,16 @@ NAMES = (*SHAPES, DEMO)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What is measured: a shape with random weights, or a checkpoint where `checkpoint` is set."""
+    """What is measured: a shape with random weights, or a checkpoint where `checkpoint` is set.
+
+    drawn  whether its weights are a shape's random ones all the same
+    """
 
     name: str
     hf_config: Mapping[str, Any]
     model: ModelConfig
     checkpoint: Path | None = None
+    drawn: bool = False
 
     @classmethod
     def of_shape(cls, name: str) -> Subject:

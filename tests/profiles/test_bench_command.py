@@ -25,7 +25,7 @@ ROW_KEYS = {
     "live", "max_batch", "sampler", "prompt_tokens", "new_tokens", "runs", "ms_per_step",
     "tokens_per_step", "tokens_per_s", "itl_ms", "itl_admission_ms", "checked", "step_bytes",
     "experts_read", "floor_ms", "share", "ttft_ms", "host", "long_plain", "long", "record",
-    "start", "engine", "speculation",
+    "start", "engine", "speculation", "ranks", "lone_rank", "waited_us", "collectives",
 }  # fmt: skip
 ENVIRONMENT_KEYS = {
     "device", "driver", "cuda", "torch", "triton", "python", "threads", "commit",
