@@ -7,7 +7,8 @@ on an SM, and a plan that wins by itself may lose a fifth in the step. So plans 
 place. A captured chain runs [qkv, output, gate_up, down] of a few layers as `Chain.decode`
 does, on more weights than L2 can hold; lm_head is measured after such a chain. Only attention is
 left out: `output` reads the first q_size columns of qkv's result, a strided view. Of a hybrid the
-chain has a block of each kind in place of a layer, without what recurs.
+chain has a block of each kind in place of a layer, without what recurs. With `--tensor-parallel` it
+is what one of the ranks has, without the sums of all.
 
 One linear at a time gets other plans while the others keep theirs: down, gate_up, qkv, output,
 lm_head, and once more if that gained anything. Compared plans are replayed alternately, and a
@@ -48,6 +49,7 @@ from graphengine.models.linears import LinearPlans
 from graphengine.models.tuning_tables import TunedPlan
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark.engines import engine_options, rounded_model
+from graphengine.profiles.benchmark.lone_rank import share_of
 from graphengine.profiles.benchmark.shapes import DEMO, NAMES, Subject
 from graphengine.profiles.tuning.candidates import ORDER, Target, targets_of
 from graphengine.profiles.tuning.chain_bench import (
@@ -58,7 +60,7 @@ from graphengine.profiles.tuning.chain_bench import (
 )
 from graphengine.profiles.tuning.search import Step, search
 
-_ROUNDING = ("quantize", "quantize_lm_head")
+_ENGINE_FLAGS = ("quantize", "quantize_lm_head", "tensor_parallel", "expert_parallel")
 DEFAULT_ROWS: Mapping[RowFamily, tuple[int, ...]] = {"fma": (1,), "dot": (8, 32)}
 
 
@@ -72,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", nargs="+", choices=ORDER, default=ORDER, help="default: all linears")
     add("--rows", help="to measure at, such as 8,32 (default: 1 for fma; 8,32 for dot)")
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's, or bfloat16")
-    add_flags(parser, EngineConfig, only=_ROUNDING)
+    add_flags(parser, EngineConfig, only=_ENGINE_FLAGS)
     add("--seconds", type=float, default=300.0, help="a family; then no more plans are tried")
     add("--device", default="cuda", help="the GPU to measure on")
     add("--out", type=Path, help="the table to add to (default: the user's)")
@@ -146,9 +148,9 @@ def _model(options: argparse.Namespace) -> tuple[ModelConfig, torch.dtype]:
     else:
         subject = Subject.of_checkpoint(options.checkpoint)
     config = EngineConfig(
-        device="cpu", **engine_options({name: getattr(options, name) for name in _ROUNDING})
+        device="cpu", **engine_options({name: getattr(options, name) for name in _ENGINE_FLAGS})
     )
-    model = rounded_model(subject.model, config)
+    model = share_of(rounded_model(subject.model, config), config)
     if options.dtype is not None:
         return model, DTYPES[options.dtype]
     if subject.checkpoint is None:

@@ -614,6 +614,14 @@ def test_a_command_writes_what_it_found(
     assert key == TuningKey.of(down, "fma", BF16)
     assert entry.us == round((2 + entry.plan.block_m) / 9, 1)
 
+    # What a rank has of its columns.
+    out = tmp_path / "more" / "ranks.json"
+    options = ["--only", "down", "--family", "fma", "--tensor-parallel", "4", "--out", str(out)]
+    assert cli.main(["tune", "--shape", "llama-1b", *options]) == 0
+    (key,) = tuning_tables.read_table(out, "NVIDIA Test")
+    part = down._replace(columns=down.columns // 4)
+    assert key == TuningKey.of(part, "fma", BF16)
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_error_says_so(capsys: pytest.CaptureFixture[str]) -> None:

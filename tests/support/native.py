@@ -4,8 +4,8 @@ run alone.
     python tests/support/native.py --out logs
     python tests/support/native.py tests/kernels/attention --limit 300
 
-A test file is a process, with one of the GPUs that CUDA_VISIBLE_DEVICES leaves; the files that take
-longest are cut into shards, and begin first. A file may have no test for a GPU. The longest jobs
+A test file is a process, with one of the GPUs that CUDA_VISIBLE_DEVICES leaves, those of ranks with
+all of them; the files that take longest are cut into shards, and begin first. A file may have no test for a GPU. The longest jobs
 and the output of those that failed are printed at the end. Exit status 0: all passed; 1: not.
 """
 
@@ -53,6 +53,8 @@ SHARDS = {
     "tests/kernels/linear/test_packed_chunk_fp8.py": 2,
     "tests/graphengine/program/test_graphs.py": 4,
 }
+OF_RANKS = ("tests/graphengine/parallel/", "tests/kernels/comm/")
+"""Whose tests take all GPUs, one a rank."""
 ALONE = re.compile(r"\bmark\.alone\b")
 """What a file with a test that runs alone has in it."""
 RUN_ALONE = "gpu and alone"
@@ -219,7 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def go(numbered: tuple[int, Job]) -> Outcome:
         number, job = numbered
-        own = [gpus[number % len(gpus)]] if gpus else []
+        together = job.paths[0].startswith(OF_RANKS)
+        own = list(gpus) if together or not gpus else [gpus[number % len(gpus)]]
         outcome = run(job, own, options.limit)
         report(outcome, options.out)
         return outcome
