@@ -97,6 +97,12 @@ def test_jobs_share_the_gpus_and_those_that_run_alone_come_last(
     assert sum(counts) == len(beside) and max(counts) - min(counts) <= 1
 
 
+def test_tests_of_ranks_take_all_gpus(ran: list[tuple[Job, list[str], float]]) -> None:
+    files = ["tests/kernels/comm/test_sums.py", "tests/test_layering.py"]
+    assert native.main([*files, "--processes", "1"]) == 0
+    assert [gpus for _, gpus, _ in ran] == [["6", "GPU-8a", "4"], ["GPU-8a"]]
+
+
 def test_fewer_gpus_are_the_first_and_nothing_runs_alone_without_such_a_test(
     ran: list[tuple[Job, list[str], float]], capsys: pytest.CaptureFixture[str]
 ) -> None:

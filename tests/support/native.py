@@ -5,8 +5,9 @@ run alone.
     python tests/support/native.py tests/kernels/attention --limit 300
 
 A test file is a process, with one of the GPUs that CUDA_VISIBLE_DEVICES leaves, those of ranks with
-all of them; the files that take longest are cut into shards, and begin first. A file may have no test for a GPU. The longest jobs
-and the output of those that failed are printed at the end. Exit status 0: all passed; 1: not.
+all of them; the files that take longest are cut into shards, and begin first. A file may have no
+test for a GPU. The longest jobs and the output of those that failed are printed at the end. Exit
+status 0: all passed; 1: not.
 """
 
 from __future__ import annotations
