@@ -5,6 +5,8 @@ Only JSON and safetensors are read: nothing in a checkpoint is ever executed or 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import re
@@ -112,6 +114,17 @@ class Checkpoint:
     @property
     def has_tokenizer(self) -> bool:
         return (self.path / "tokenizer.json").is_file()
+
+    @property
+    def digest(self) -> str:
+        """Of configs and of what tensors there are, not of their values: hexadecimal digits."""
+        tensors = {
+            name: (list(info.stored.shape), str(info.dtype), info.file.name)
+            for name, info in self.tensors.items()
+        }
+        told = [self.config, self.generation_config, self.quant_config, tensors]
+        text = json.dumps(told, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def cut(self, cuts: Mapping[str, Cut]) -> Self:
         """The same checkpoint, of whose tensors of these names only a part is there.

@@ -62,7 +62,7 @@ def open_with_ranks(
     found = read_checkpoint(path, config, Share(0, config.ranks))
     memories = [plan_checkpoint(found, config)] * config.ranks
     launched = share is not None
-    ranks = Ranks(found.checkpoint.path, config, memories, devices, launched=launched)
+    ranks = Ranks(found.checkpoint, config, memories, devices, launched=launched)
     return lead_ranks(ranks, found, memories[0], config, progress, kind)
 
 

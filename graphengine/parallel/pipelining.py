@@ -44,7 +44,7 @@ def open_pipeline(
     found = read_checkpoint(path, config, Share(0, config.ranks))
     memories = plan_stages(found, config)
     of_ranks = [memory for memory in memories for _ in range(config.tensor_parallel)]
-    ranks = Ranks(found.checkpoint.path, config, of_ranks, devices)
+    ranks = Ranks(found.checkpoint, config, of_ranks, devices)
     return lead_ranks(ranks, found, memories[0], config, progress, PipelineRuntime)
 
 

@@ -50,6 +50,7 @@ class RankStart(NamedTuple):
     """What the process of a rank is started with.
 
     path     of the checkpoint
+    digest   of it, as the driver has read it
     config   of the engine, with this rank's device; so is `memory`, what the driver planned
     meeting  the file through which ranks find each other
     driver   the driver's process
@@ -59,6 +60,7 @@ class RankStart(NamedTuple):
 
     share: Share
     path: str
+    digest: str
     config: EngineConfig
     memory: MemoryPlan
     link: LinkMemory
@@ -126,6 +128,11 @@ class _Rank:
             available = int(available_bytes(memory.device) * config.memory_fraction)
             memory.budget.check(available)
         found = read_checkpoint(self._start.path, config, share)
+        if found.checkpoint.digest != self._start.digest:
+            raise ValueError(
+                f"rank {share.rank} of {share.ranks} finds other configs or tensors in "
+                f"{found.checkpoint.path} than the driver has read"
+            )
         opened = load_checkpoint(found, memory, config)
         self._end.reach(Stage.LOADED)
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)

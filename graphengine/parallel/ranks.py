@@ -17,6 +17,7 @@ import torch
 
 from graphengine.buckets import MailboxBroken
 from graphengine.config import EngineConfig
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
@@ -71,7 +72,7 @@ def rank_devices(config: EngineConfig) -> list[str]:
 class Ranks:
     """The other ranks, once there is a process for each but the driver's, rank 0.
 
-    path      of the checkpoint
+    checkpoint  what the driver has read
     memories  of each rank, rank 0 first, its plan; all load as many bytes
     launched  whether torchrun has started them; else they are spawned
     broken    whether driver and ranks may disagree: they are ended without being asked
@@ -83,7 +84,7 @@ class Ranks:
 
     def __init__(
         self,
-        path: Path,
+        checkpoint: Checkpoint,
         config: EngineConfig,
         memories: Sequence[MemoryPlan],
         devices: Sequence[str],
@@ -103,10 +104,10 @@ class Ranks:
         atexit.register(self._kill)
         try:
             if launched:
-                link, joined = lead(self._folder, memories[0], len(devices))
+                link, joined = lead(self._folder, checkpoint, memories[0], len(devices))
                 self._processes += joined
             else:
-                link = self._spawn(path, config, memories)
+                link = self._spawn(checkpoint, config, memories)
         except BaseException:
             self.broken = True
             self.close()
@@ -114,7 +115,7 @@ class Ranks:
         self._end = DriverEnd(link)
 
     def _spawn(
-        self, path: Path, config: EngineConfig, memories: Sequence[MemoryPlan]
+        self, checkpoint: Checkpoint, config: EngineConfig, memories: Sequence[MemoryPlan]
     ) -> LinkMemory:
         """Start a process for each other rank."""
         context = multiprocessing.get_context("spawn")
@@ -124,7 +125,8 @@ class Ranks:
         for rank, device in enumerate(self._devices[1:], start=1):
             start = RankStart(
                 share=Share(rank, ranks),
-                path=os.fspath(path),
+                path=os.fspath(checkpoint.path),
+                digest=checkpoint.digest,
                 config=config.of_rank(device),
                 memory=replace(memories[rank], device=torch.device(device)),
                 link=link,

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from graphengine.config import EngineConfig
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
@@ -60,7 +61,9 @@ def processes_of_torchrun() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if _STARTED in os.environ else None
 
 
-def lead(folder: Path, memory: MemoryPlan, ranks: int) -> tuple[LinkMemory, list[JoinedRank]]:
+def lead(
+    folder: Path, checkpoint: Checkpoint, memory: MemoryPlan, ranks: int
+) -> tuple[LinkMemory, list[JoinedRank]]:
     """The driver's part: call the other ranks to `folder`, and wait until they are there.
 
     ValueError for a second engine: they have ended with the first one.
@@ -75,6 +78,7 @@ def lead(folder: Path, memory: MemoryPlan, ranks: int) -> tuple[LinkMemory, list
     link = LinkMemory.of_file(folder / _LINK, shape)
     call = {
         "driver": os.getpid(),
+        "digest": checkpoint.digest,
         "folder": os.fspath(folder),
         "kv_blocks": memory.kv_blocks,
         "swap_blocks": memory.swap_blocks,
@@ -126,6 +130,7 @@ def _start(
     return RankStart(
         share=share,
         path=os.fspath(found.checkpoint.path),
+        digest=call["digest"],
         config=config,
         memory=memory,
         link=LinkMemory.of_file(folder / _LINK, shape),

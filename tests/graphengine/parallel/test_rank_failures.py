@@ -5,13 +5,16 @@ The programs that are run here stand for a user's own.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -120,8 +123,9 @@ def test_a_rank_that_is_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
     config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
-    memory = plan_checkpoint(read_checkpoint(few_layers(), config), config)
-    ranks = Ranks(tmp_path, config, [memory] * 2, rank_devices(config))
+    found = read_checkpoint(few_layers(), config)
+    memory, gone = plan_checkpoint(found, config), replace(found.checkpoint, path=tmp_path)
+    ranks = Ranks(gone, config, [memory] * 2, rank_devices(config))
     pids = ranks.pids
     message = r"rank 1 .* failed: FileNotFoundError: .*has no config.json\nTraceback"
     with pytest.raises(RankFailed, match=message):
@@ -133,8 +137,9 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_while_it_starts() -> None:
     """No advice to a program that has nothing to do with it."""
     config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
-    memory = plan_checkpoint(read_checkpoint(few_layers(), config), config)
-    ranks = Ranks(few_layers(), config, [memory] * 2, rank_devices(config))
+    found = read_checkpoint(few_layers(), config)
+    memory = plan_checkpoint(found, config)
+    ranks = Ranks(found.checkpoint, config, [memory] * 2, rank_devices(config))
     kill(ranks)
     with pytest.raises(RankFailed, match=r"rank 1 \(process \d+, cpu\) was ended by .*KILL\)$"):
         ranks.wait_for(Stage.LOADED)
@@ -143,7 +148,8 @@ def test_a_rank_that_is_killed_while_it_starts() -> None:
 
 def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(tmp_path: Path) -> None:
     config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
-    memory = plan_checkpoint(read_checkpoint(few_layers(), config), config)
+    found = read_checkpoint(few_layers(), config)
+    memory = plan_checkpoint(found, config)
     context = multiprocessing.get_context("fork")
     link = LinkMemory.allocate(context, LinkShape.of_loads(1, memory.load_bytes))
     folder = tmp_path / "ranks"
@@ -151,6 +157,7 @@ def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(tmp_path:
     start = RankStart(
         share=Share(1, 2),
         path=str(few_layers()),
+        digest=found.checkpoint.digest,
         config=config,
         memory=memory,
         link=link,
@@ -164,6 +171,22 @@ def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(tmp_path:
     said = DriverEnd(link).text(1)
     assert process.exitcode == 1 and said.startswith("DriverGone: the driver, process 0, has ended")
     assert not folder.exists()
+
+
+def test_a_checkpoint_that_changes_while_ranks_open_is_an_error(tmp_path: Path) -> None:
+    """The driver has read it when the change comes; ranks read what is there then."""
+    path = tmp_path / "changing"
+    shutil.copytree(few_layers(), path)
+    config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
+    found = read_checkpoint(path, config, Share(0, 2))
+    memory = plan_checkpoint(found, config)
+    told = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(told | {"rms_norm_eps": 0.5}))
+    ranks = Ranks(found.checkpoint, config, [memory] * 2, ["cpu"] * 2)
+    message = f"rank 1 of 2 finds other configs or tensors in {path} than the driver has read"
+    with pytest.raises(RankFailed, match=message):
+        ranks.wait_for(Stage.LOADED)
+    ranks.close()
 
 
 # What is wrong before there is a process.
