@@ -27,6 +27,7 @@ from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.linear.linear_gluon_epilogue import (
     epilogue,
     exchange_layout,
+    is_last,
     lanes_of,
     load_lanes,
     load_rows,
@@ -180,21 +181,19 @@ def dot_kernel(
         first += (x,)  # type: ignore[assignment]
     lane = lanes_of(L, rows)
     # With splits only the last program needs them, along with the parts of the others.
-    early = None
+    of_lanes = None
     if SPLITS == 1:
-        early = load_lanes(
+        of_lanes = load_lanes(
             lane,
             output,
             lanes,
             slot_ptr,
             squares_ptr,
             residual,
+            peers,
             GROUPS,
             OUTPUTS,
-            L,
-            B,
             WARPS,
-            peers,
             RANKS,
         )
     for stage in gl.static_range(STAGES):
@@ -222,92 +221,73 @@ def dot_kernel(
             up = _multiply(operand, weights.index(t % STAGES * PARTS + 1), up)
 
     if SPLITS == 1:
-        # In one go; `convert_layout` takes four, with barriers between them.
-        exchanged = gl.allocate_shared_memory(gl.float32, [L, B], exchange_layout(B), y)
-        whole_up = exchanged
-        if SWIGLU:
-            whole_up = gl.allocate_shared_memory(gl.float32, [L, B], exchange_layout(B), up)
-        epilogue(
-            exchanged.load(rows),
-            whole_up.load(rows),
-            norm,
-            bias,
-            up_bias,
-            early,
-            lane,
-            output,
-            tile,
-            lanes,
-            eps,
-            bias_ptr,
-            out_ptr,
-            out_stride,
-            residual,
-            K,
-            GROUPS,
-            OUTPUTS,
-            SWIGLU,
-            peers=peers,
-            RANKS=RANKS,
-            SIZE=SIZE,
-            TIMED=TIMED,
-        )
+        whole, whole_up = _in_rows(y, up, rows, SWIGLU)
     else:
-        part = gl.num_programs(1).to(gl.int64) * BLOCK_M * lanes
-        ptrs = ptrs_of_part(partial_ptr, tile, L, B, BLOCK_M, product) + split * part
+        pitch = gl.num_programs(1).to(gl.int64) * BLOCK_M * lanes
+        ptrs = ptrs_of_part(partial_ptr, tile, L, B, BLOCK_M, product) + split * pitch
         stored = (lanes_of(L, product) < lanes)[:, None]
         gl.store(ptrs, y, mask=stored)
         if SWIGLU:
             gl.store(ptrs + B, up, mask=stored)
-        arrival_ptr = arrivals_ptr + tile * gl.num_programs(0) + gl.program_id(0)
-        gl.thread_barrier()
-        if gl.atomic_add(arrival_ptr, 1, sem="acq_rel") == SPLITS - 1:
-            gl.store(arrival_ptr, 0)
-            late = load_lanes(
-                lane,
-                output,
-                lanes,
-                slot_ptr,
-                squares_ptr,
-                residual,
-                GROUPS,
-                OUTPUTS,
-                L,
-                B,
-                WARPS,
-                peers,
-                RANKS,
-            )
-            part_ptrs = ptrs_of_part(partial_ptr, tile, L, B, BLOCK_M, rows)
-            whole = sum_splits(part_ptrs, lane, lanes, part, SPLITS, L, B, rows)
-            whole_up = whole
-            if SWIGLU:
-                whole_up = sum_splits(part_ptrs + B, lane, lanes, part, SPLITS, L, B, rows)
-            epilogue(
-                whole,
-                whole_up,
-                norm,
-                bias,
-                up_bias,
-                late,
-                lane,
-                output,
-                tile,
-                lanes,
-                eps,
-                bias_ptr,
-                out_ptr,
-                out_stride,
-                residual,
-                K,
-                GROUPS,
-                OUTPUTS,
-                SWIGLU,
-                peers=peers,
-                RANKS=RANKS,
-                SIZE=SIZE,
-                TIMED=TIMED,
-            )
+        if not is_last(arrivals_ptr, tile, SPLITS):
+            return
+        of_lanes = load_lanes(
+            lane,
+            output,
+            lanes,
+            slot_ptr,
+            squares_ptr,
+            residual,
+            peers,
+            GROUPS,
+            OUTPUTS,
+            WARPS,
+            RANKS,
+        )
+        part_ptrs = ptrs_of_part(partial_ptr, tile, L, B, BLOCK_M, rows)
+        whole = sum_splits(part_ptrs, lane, lanes, pitch, SPLITS, L, B, rows)
+        whole_up = whole
+        if SWIGLU:
+            whole_up = sum_splits(part_ptrs + B, lane, lanes, pitch, SPLITS, L, B, rows)
+    epilogue(
+        whole,
+        whole_up,
+        norm,
+        bias,
+        up_bias,
+        of_lanes,
+        lane,
+        output,
+        tile,
+        lanes,
+        eps,
+        bias_ptr,
+        out_ptr,
+        out_stride,
+        residual,
+        K,
+        GROUPS,
+        OUTPUTS,
+        SWIGLU,
+        peers=peers,
+        RANKS=RANKS,
+        SIZE=SIZE,
+        TIMED=TIMED,
+    )
+
+
+@gluon.jit
+def _in_rows(y, up, rows: gl.constexpr, SWIGLU: gl.constexpr):
+    """Sums [L, B] in the epilogue's layout; `up` becomes that of the ups, if there are any.
+
+    In one go; `convert_layout` takes four, with barriers between them.
+    """
+    exchange: gl.constexpr = exchange_layout(y.shape[1])
+    exchanged = gl.allocate_shared_memory(gl.float32, y.shape, exchange, y)
+    exchanged_up = exchanged
+    if SWIGLU:
+        exchanged_up = gl.allocate_shared_memory(gl.float32, up.shape, exchange, up)
+    return exchanged.load(rows), exchanged_up.load(rows)
 
 
 @gluon.jit

@@ -169,17 +169,17 @@ def load_lanes(
     slot_ptr,
     squares_ptr,
     residual,
+    peers,
     GROUPS: gl.constexpr,
     OUTPUTS: gl.constexpr,
-    L: gl.constexpr,
-    B: gl.constexpr,
     WARPS: gl.constexpr,
-    peers=None,
-    RANKS: gl.constexpr = 0,
+    RANKS: gl.constexpr,
 ):
     """What the epilogue needs of its lanes: slot [L], `load_squares`, the residual stream [L, B],
     and what a sum of ranks begins with.
     """
+    L: gl.constexpr = lane.shape[0]
+    B: gl.constexpr = output.shape[0]
     inside = lane < lanes
     slot = gl.load(slot_ptr + lane, mask=inside, other=-1)
     column = gl.program_id(0) * L + gl.arange(0, L, gl.SliceLayout(0, squares_layout(WARPS)))
@@ -242,6 +242,17 @@ def ptrs_of_part(
     column = tile * BLOCK_M + gl.arange(0, B, gl.SliceLayout(0, layout))
     row_ptrs = partial_ptr + lane.to(gl.int64) * (gl.num_programs(1) * BLOCK_M)
     return row_ptrs[:, None] + column[None, :]
+
+
+@gluon.jit
+def is_last(arrivals_ptr, tile, SPLITS: gl.constexpr):
+    """Whether all splits of a tile have arrived, which its counter then forgets."""
+    arrival_ptr = arrivals_ptr + tile * gl.num_programs(0) + gl.program_id(0)
+    gl.thread_barrier()
+    last = gl.atomic_add(arrival_ptr, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        gl.store(arrival_ptr, 0)
+    return last
 
 
 @gluon.jit

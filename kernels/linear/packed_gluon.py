@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.linear.linear_gluon_epilogue import (
     epilogue,
+    is_last,
     lanes_of,
     load_lanes,
     load_rows,
@@ -98,8 +99,18 @@ def packed_kernel(
     # With splits only the last program needs them, along with the parts of the others.
     of_lanes = None
     if SPLITS == 1:
-        of_lanes = _load_lanes(
-            lane, output, lanes, slot_ptr, squares_ptr, residual, peers, GROUPS, RANKS, cut
+        of_lanes = load_lanes(
+            lane,
+            output,
+            lanes,
+            slot_ptr,
+            squares_ptr,
+            residual,
+            peers,
+            GROUPS,
+            cut.outputs,
+            cut.warps,
+            RANKS,
         )
     store_inputs(inputs, early_inputs, cut)
 
@@ -108,10 +119,20 @@ def packed_kernel(
     if SPLITS > 1:
         partials = _place_partials(partial_ptr, tile, lanes, cut)
         _store_partial(partials, whole, up, split, lane, lanes, cut)
-        if not _is_last(arrivals_ptr, tile, SPLITS):
+        if not is_last(arrivals_ptr, tile, SPLITS):
             return
-        of_lanes = _load_lanes(
-            lane, output, lanes, slot_ptr, squares_ptr, residual, peers, GROUPS, RANKS, cut
+        of_lanes = load_lanes(
+            lane,
+            output,
+            lanes,
+            slot_ptr,
+            squares_ptr,
+            residual,
+            peers,
+            GROUPS,
+            cut.outputs,
+            cut.warps,
+            RANKS,
         )
         whole, up = _sum_partials(partials, up, lane, lanes, SPLITS, cut)
     epilogue(
@@ -146,37 +167,6 @@ def packed_kernel(
 
 
 @gluon.jit
-def _load_lanes(
-    lane,
-    output,
-    lanes,
-    slot_ptr,
-    squares_ptr,
-    residual,
-    peers,
-    GROUPS: gl.constexpr,
-    RANKS: gl.constexpr,
-    cut,
-):
-    """What the epilogue needs of its lanes."""
-    return load_lanes(
-        lane,
-        output,
-        lanes,
-        slot_ptr,
-        squares_ptr,
-        residual,
-        GROUPS,
-        cut.outputs,
-        cut.L,
-        cut.B,
-        cut.warps,
-        peers,
-        RANKS,
-    )
-
-
-@gluon.jit
 def _place_partials(partial_ptr, tile, lanes, cut):
     """Where the first split leaves its sums [L, B], and how much further the next one does."""
     rows: gl.constexpr = row_layout(cut.B, cut.warps)
@@ -193,17 +183,6 @@ def _store_partial(partials, whole, up, split, lane, lanes, cut):
     gl.store(ptrs + split * pitch, whole, mask=stored)
     if cut.swiglu:
         gl.store(ptrs + cut.B + split * pitch, up, mask=stored)
-
-
-@gluon.jit
-def _is_last(arrivals_ptr, tile, SPLITS: gl.constexpr):
-    """Whether all splits of a tile have arrived, which its counter then forgets."""
-    arrival_ptr = arrivals_ptr + tile * gl.num_programs(0) + gl.program_id(0)
-    gl.thread_barrier()
-    last = gl.atomic_add(arrival_ptr, 1, sem="acq_rel") == SPLITS - 1
-    if last:
-        gl.store(arrival_ptr, 0)
-    return last
 
 
 @gluon.jit
