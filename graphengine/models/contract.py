@@ -119,8 +119,10 @@ class RankGroup(Protocol):
         ...
 
     @property
-    def waited_s(self) -> float:
-        """For which this rank has waited for the others in all; waits for its device."""
+    def waited_s(self) -> float | None:
+        """For which this rank has waited for the others in all; waits for its device. None: not
+        known.
+        """
         ...
 
     @property

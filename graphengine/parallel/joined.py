@@ -44,7 +44,6 @@ class Joined:
         self.group: Meeting | None = None
         self.stages: StageLink | None = None
         self._meetings: list[Meeting] = []
-        self._on_gpu = memory.device.type == "cuda"
         try:
             if place.shard.ranks > 1:
                 name = f"{file}-{place.pipe.rank}"
@@ -82,10 +81,7 @@ class Joined:
 
         None where nothing counts it: there are no others, or NCCL carries all that they sum.
         """
-        group = self.group
-        if group is None or (self._on_gpu and group.peers is None):
-            return None
-        return group.waited_s
+        return None if self.group is None else self.group.waited_s
 
     def check(self) -> None:
         """MeetingFailed once this rank has waited in vain."""

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from graphengine.kernels import (
-    PUSH_UNIT,
     ExpertLanes,
     Peers,
     push_gather,
@@ -104,13 +103,16 @@ class Meeting:
             self._watch[1] = int(seconds * 1e9)
 
     @property
-    def waited_s(self) -> float:
+    def waited_s(self) -> float | None:
         """For which this rank has waited for the others' parts since it joined; waits for its GPU.
 
-        On a GPU it is what the first program of each push has waited, without what NCCL carries.
+        On a GPU it is what the first program of each push has waited, without what NCCL carries;
+        None where that is all.
         """
+        if not self._on_gpu:
+            return self._waited_s
         peers = self.peers
-        return self._waited_s if peers is None else peers.tensors.waited.item() / 1e9
+        return None if peers is None else peers.tensors.waited.item() / 1e9
 
     @property
     def peers(self) -> Peers | None:
@@ -190,7 +192,7 @@ class Meeting:
         peers = self.peers
         if peers is None or self._group is None:
             return peers
-        return peers if part.nbytes <= 4 * PUSH_UNIT * peers.units else None
+        return peers if peers.hold(part) else None
 
     def check(self) -> None:
         """MeetingFailed once this rank has waited in vain: what it computes since is nothing."""

@@ -124,6 +124,15 @@ class Peers:
         """Of the largest launch."""
         return self.tensors.items.shape[2]
 
+    @property
+    def words(self) -> int:
+        """The same in words."""
+        return self.units * UNIT
+
+    def hold(self, part: torch.Tensor) -> bool:
+        """Whether one launch pushes it."""
+        return part.nbytes <= 4 * self.words
+
 
 def item_bytes(ranks: int, units: int) -> int:
     """Bytes of `PeerItems.items`."""
@@ -134,16 +143,16 @@ def push_options(peers: Peers | None) -> dict[str, Any]:
     """Constexprs of a launch that pushes; of a product that does not, with None."""
     return {
         "RANKS": 0 if peers is None else peers.ranks,
-        "SIZE": 0 if peers is None else peers.units * UNIT,
+        "SIZE": 0 if peers is None else peers.words,
         "TIMED": not INTERPRETED,
     }
 
 
 def check_words(peers: Peers, words: int, what: str) -> None:
     """Raise ValueError for more words than these ranks have memory for."""
-    if words > peers.units * UNIT:
+    if words > peers.words:
         raise ValueError(
-            f"{what} takes {words} words: there are {peers.units * UNIT} in {peers.units} units"
+            f"{what} takes {words} words: there are {peers.words} in {peers.units} units"
         )
 
 

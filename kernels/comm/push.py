@@ -48,9 +48,7 @@ def push_gather(peers: Peers, part_NC: torch.Tensor, *, pdl: bool = False) -> to
     part_W = _words_of(part_NC)
     gathered = part_NC.new_empty((peers.ranks, *part_NC.shape))
     out_RW = gathered.view(peers.ranks, -1).view(torch.int32)
-    pieces = zip(
-        part_W.split(peers.units * UNIT), out_RW.split(peers.units * UNIT, dim=1), strict=True
-    )
+    pieces = zip(part_W.split(peers.words), out_RW.split(peers.words, dim=1), strict=True)
     for part, out in pieces:
         _launch(peers, part[None], out, out_stride=out.stride(0), pdl=pdl)
     return gathered
@@ -96,7 +94,7 @@ def push_own_sum(peers: Peers, parts_RNC: torch.Tensor, *, pdl: bool = False) ->
 
 def _sum(peers: Peers, part_DW: torch.Tensor, total: torch.Tensor, *, pdl: bool) -> None:
     """Push words for all ranks, D = 1, or for each its own, and add up what comes."""
-    size = peers.units * UNIT
+    size = peers.words
     out_W = total.view(-1).view(torch.int32)
     for part, out in zip(part_DW.split(size, dim=1), out_W.split(size), strict=True):
         # The pointer's type is the dtype that is added in.

@@ -115,22 +115,18 @@ def _take_sums_kernel(
     if live:
         x += sum_words(found, tl.float32, RANKS) + bias
         tl.store(x_ptrs, x, mask=mask)
-        if scaled_ptr is not None:
-            leave_for_norm(
-                x,
-                h,
-                mask,
-                lane,
-                following,
-                scaled_ptr,
-                scaled_stride,
-                squares_ptr,
-                tile,
-                lanes,
-                kept_ptr,
-                kept_stride,
-                kept_scale,
-            )
-        else:
-            squares = tl.sum(tl.where(mask, x * x, 0.0), 0)
-            tl.store(squares_ptr + tile * lanes + lane, squares)
+        leave_for_norm(
+            x,
+            h,
+            mask,
+            lane,
+            following,
+            scaled_ptr,
+            scaled_stride,
+            squares_ptr,
+            tile,
+            lanes,
+            kept_ptr,
+            kept_stride,
+            kept_scale,
+        )

@@ -164,10 +164,12 @@ def leave_for_norm(
     kept_scale,
 ):
     """What the norm after columns `h` of a lane's stream needs: these times its weight, and the sum
-    of their squares. Where the stream is kept, they are kept, too.
+    of their squares. Where the stream is kept, they are kept, too. Of a product with a norm of its
+    own there are squares alone.
     """
-    scaled = (x * following).to(scaled_ptr.dtype.element_ty)
-    tl.store(scaled_ptr + tl.cast(lane, tl.int64) * scaled_stride + h, scaled, mask=mask)
+    if scaled_ptr is not None:
+        scaled = (x * following).to(scaled_ptr.dtype.element_ty)
+        tl.store(scaled_ptr + tl.cast(lane, tl.int64) * scaled_stride + h, scaled, mask=mask)
     if kept_ptr is not None:
         kept = (x * kept_scale).to(kept_ptr.dtype.element_ty)
         tl.store(kept_ptr + tl.cast(lane, tl.int64) * kept_stride + h, kept, mask=mask)

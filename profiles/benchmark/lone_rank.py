@@ -18,7 +18,6 @@ from graphengine.kernels import (
     PeerItems,
     Peers,
     push_gather,
-    push_lanes,
     push_sum,
 )
 from graphengine.models.contract import AddOwn, ModelConfig, ModelWeights, Share
@@ -62,12 +61,10 @@ class LoneRank:
         raise AssertionError("a lone rank has no requests of its own")
 
     def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
-        return None if self.peers is None else push_lanes(self.peers, lanes, pdl=self._pdl)
+        return None
 
     def _pushes(self, part: Tensor) -> Peers | None:
-        peers = self.peers
-        fits = peers is not None and part.nbytes <= 4 * PUSH_UNIT * peers.units
-        return peers if fits else None
+        return self.peers if self.peers is not None and self.peers.hold(part) else None
 
 
 def _to_itself(ranks: int, device: torch.device, units: int) -> Peers:

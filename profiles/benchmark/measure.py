@@ -447,15 +447,18 @@ def _read_seconds(engine: Engine, waits: Waits, repeats: int = 200) -> float:
 
 def waited_us(engine: Engine, work: Work) -> float | None:
     """Microseconds of a decode step, on average over one run of `work`, for which the driver's rank
-    waits for the parts of others; None where there is one rank.
+    waits for the parts of others; None where there is one rank, or nothing counts it.
     """
     group = engine.runtime.group
-    if group is None:
+    before = None if group is None else group.waited_s
+    if group is None or before is None:
         return None
-    prompts, before = work.prompts(engine.model.config.vocab_size), group.waited_s
+    prompts = work.prompts(engine.model.config.vocab_size)
     _, launched = with_launches(engine, lambda: engine.generate(prompts, work.params()))
     steps = sum(count for key, count in launched.items() if key.kind == "decode")
-    return 1e6 * (group.waited_s - before) / steps
+    waited = group.waited_s
+    assert waited is not None, f"{before=}"
+    return 1e6 * (waited - before) / steps
 
 
 class Admission(NamedTuple):

@@ -97,7 +97,7 @@ def test_what_nothing_counts_is_not_told(engine: Engine, monkeypatch: pytest.Mon
     runtime = engine.runtime
     assert isinstance(runtime, LeadingRuntime) and runtime.rank_times.waited_s() is not None
     with monkeypatch.context() as patch:
-        patch.setattr(runtime._joined, "_on_gpu", True)
+        patch.setattr(runtime._joined.group, "_on_gpu", True)
         assert runtime.rank_times.waited_s() is None
     monkeypatch.setattr(runtime.ranks, "broken", True)
     assert runtime.rank_times.waited_s() is None
