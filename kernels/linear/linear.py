@@ -184,9 +184,8 @@ def linear_residual(
     _check_residual(residual, lanes, M, x_NK.dtype)
     check_part(peers, (lanes, M), launched=use_triton(x_NK))
     check_weight("next_norm", next_norm_M, M)
-    apart = _takes_apart(peers, plan)
-    groups = triton.cdiv(M, BLOCK_H) if apart else residual_groups(plan, M)
-    residual = residual._replace(squares=residual.x.new_empty(groups, lanes))
+    squares = residual.x.new_empty(_groups(peers, plan, M), lanes)
+    residual = residual._replace(squares=squares)
     if not use_triton(x_NK):
         return linear_residual_reference(
             x_NK,
@@ -205,13 +204,11 @@ def linear_residual(
         plan,
         squares_TN=squares_TN,
         eps=eps,
-        bias=None if apart else bias,
-        residual=None if apart else stream_args(residual, next_norm_M),
+        bias=bias,
+        residual=stream_args(residual, next_norm_M),
         peers=peers,
         launch=launch,
     )
-    if peers is not None and apart:
-        take_sums(peers, slot_N, residual, next_norm_M, bias=bias, pdl=launch.pdl)
     return residual
 
 
@@ -238,9 +235,7 @@ def linear_squares(
     plan = _check(x_NK, weight_MK, slot_N, None, bias, "residual", plan)
     check_part(peers, (len(x_NK), len(weight_MK)), launched=use_triton(x_NK))
     M = weight_MK.shape[0]
-    apart = _takes_apart(peers, plan)
-    groups = triton.cdiv(M, BLOCK_H) if apart else residual_groups(plan, M)
-    product = new_product(x_NK, M, groups)
+    product = new_product(x_NK, M, _groups(peers, plan, M))
     if not use_triton(x_NK):
         return linear_squares_reference(x_NK, weight_MK, slot_N, product, bias=bias)
     _launch(
@@ -248,13 +243,11 @@ def linear_squares(
         weight_MK,
         slot_N,
         plan,
-        bias=None if apart else bias,
-        residual=None if apart else ProductArgs(product.y, product.squares),
+        bias=bias,
+        residual=ProductArgs(product.y, product.squares),
         peers=peers,
         launch=launch,
     )
-    if peers is not None and apart:
-        take_sums(peers, slot_N, product, None, bias=bias, pdl=launch.pdl)
     return product
 
 
@@ -346,11 +339,11 @@ def residual_groups(plan: LinearPlan, M: int) -> int:
     return -(-M // plan.block_m)
 
 
-def _takes_apart(peers: Peers | None, plan: LinearPlan) -> bool:
-    """Whether the sum of all ranks' parts is a launch of its own: a product of `fma` has more
-    programs than are resident, and would wait in each of them.
-    """
-    return peers is not None and plan.family == "fma"
+def _groups(peers: Peers | None, plan: LinearPlan, M: int) -> int:
+    """T of the squares that a launch leaves: of `fma` with peers those of `take_sums`."""
+    if peers is not None and plan.family == "fma":
+        return -(-M // BLOCK_H)
+    return residual_groups(plan, M)
 
 
 def arrivals_needed(plan: LinearPlan, M: int) -> int:
@@ -410,8 +403,13 @@ def _launch(
     numbers = (lanes, *strides, out_stride, eps, stop_ids, ahead)
     pushed = None if peers is None else peers.tensors
     if plan.family == "fma":
+        if peers is not None:
+            # It has more programs than are resident: they push alone.
+            inputs = (x_NK, squares_TN, weight_MK, None, slot_N, None, None)
         fma = launcher(fma_kernel, (tiles,))
         fma(*inputs, sampler, token_ids, pushed, *numbers, LANES=lanes, **sizes)
+        if peers is not None and residual is not None:
+            take_sums(peers, slot_N, residual, bias=bias, pdl=launch.pdl)
         return
     partial = None
     if splits > 1:

@@ -22,7 +22,7 @@ from graphengine.kernels.comm.items import (
 )
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.linear.residual import Product, Residual
+from graphengine.kernels.linear.linear_triton import KeepingArgs, ProductArgs, StreamArgs
 from graphengine.kernels.linear.residual_sum import leave_for_norm
 
 BLOCK_H = 256
@@ -32,36 +32,36 @@ BLOCK_H = 256
 def take_sums(
     peers: Peers,
     slot_N: torch.Tensor,
-    into: Residual | Product,
-    next_norm_H: torch.Tensor | None,
+    into: StreamArgs | ProductArgs,
     *,
     bias: torch.Tensor | None,
     pdl: bool,
 ) -> None:
     """Add the sum of what all ranks pushed, float32 [N, H] from the first word on, to a stream.
 
-    All operands have been checked: they are those of `linear_residual`, or with a `Product` of
-    `linear_squares`, which becomes the sum and has no next norm. `into.squares` has a group for
-    each BLOCK_H columns. Padded lanes are not written, but their words are taken.
+    All operands have been checked: they are those of `linear_residual`, or of `linear_squares`,
+    whose product becomes the sum. `into.squares` has a group for each BLOCK_H columns. Padded lanes
+    are not written, but their words are taken.
     """
-    x = into.x if isinstance(into, Residual) else into.y
-    scaled = kept = None
-    kept_scale = 1.0
-    if isinstance(into, Residual):
-        scaled = into.scaled
-        kept, kept_scale = (None, 1.0) if into.kept is None else into.kept
+    x = into.x
+    next_norm = scaled = kept = None
+    kept_stride, kept_scale = 0, 1.0
+    if not isinstance(into, ProductArgs):
+        next_norm, scaled = into.next_norm, into.scaled
+    if isinstance(into, KeepingArgs):
+        kept, kept_stride, kept_scale = into.kept, into.kept_stride, into.kept_scale
     lanes, H = x.shape
     launcher(_take_sums_kernel, (lanes, triton.cdiv(H, BLOCK_H)))(
         bias,
         slot_N,
         x,
-        next_norm_H,
+        next_norm,
         scaled,
         into.squares,
         kept,
         lanes,
         0 if scaled is None else scaled.stride(0),
-        0 if kept is None else kept.stride(0),
+        kept_stride,
         kept_scale,
         peers.tensors,
         H=H,
