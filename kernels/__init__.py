@@ -339,9 +339,9 @@ from graphengine.kernels.sample.sampling import (
     sample_tiles_reference,
 )
 from graphengine.kernels.step.begin import RowTrees, gather_and_embed, gather_and_embed_reference
-from graphengine.kernels.step.finish import (
+from graphengine.kernels.step.finish import verify_commit_publish
+from graphengine.kernels.step.finish_reference import (
     FinishedStep,
-    verify_commit_publish,
     verify_commit_publish_reference,
 )
 from graphengine.kernels.step.handover import HandOver, hand_over, hand_over_reference

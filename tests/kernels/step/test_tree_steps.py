@@ -15,9 +15,9 @@ from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.tree import TreeLanes
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.step.begin import RowTrees
-from graphengine.kernels.step.finish import (
+from graphengine.kernels.step.finish import verify_commit_publish
+from graphengine.kernels.step.finish_reference import (
     FinishedStep,
-    verify_commit_publish,
     verify_commit_publish_reference,
 )
 from graphengine.kernels.step.move import move_path, move_path_reference

@@ -10,7 +10,8 @@ import torch
 
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.step.begin import gather_and_embed, gather_and_embed_reference
-from graphengine.kernels.step.finish import verify_commit_publish, verify_commit_publish_reference
+from graphengine.kernels.step.finish import verify_commit_publish
+from graphengine.kernels.step.finish_reference import verify_commit_publish_reference
 from graphengine.kernels.step.record import unpack_state
 from graphengine.kernels.step.state import DecodeLanes, SlotState, StopTensors
 
