@@ -12,8 +12,11 @@ A rank's group is its own: torch.distributed's default group stays the host prog
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -39,6 +42,11 @@ from graphengine.parallel.peer_memory import PeerMemory, devices_of
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
+# What torch asks when it makes a group of NCCL.
+_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
+_environment = threading.Lock()
+# For which the end of NCCL's communicator is waited for, which takes half a second.
+_END_LIMIT_S = 30.0
 
 
 class MeetingFailed(RuntimeError):
@@ -76,6 +84,7 @@ class Meeting:
         store = torch.distributed.FileStore(file, share.ranks)  # type: ignore[attr-defined]
         store.set_timeout(limit)
         self._memory: PeerMemory | None = None
+        self._ending: threading.Thread | None = None
         self._waited_s = 0.0
         if self._on_gpu:
             self._memory = PeerMemory(store, share, device, units, watch)
@@ -203,8 +212,7 @@ class Meeting:
         """End what is under way, which others may never answer."""
         if self._watch is not None:
             self._watch[0] = 1
-        if self._on_gpu and self._group is not None:
-            self._group.abort()
+        self._end_nccl()
 
     def leave(self) -> None:
         """Let the others' memory go, once nothing is under way."""
@@ -213,11 +221,25 @@ class Meeting:
         self._watch = None
 
     def close(self) -> None:
-        """Free what others no longer have."""
+        """Free what others no longer have, once no graph is left that meets them."""
         self.leave()
+        self._end_nccl()
+        if self._ending is not None:
+            self._ending.join(_END_LIMIT_S)
+            if self._ending.is_alive():
+                log.warning("NCCL has not let go of its memory within %g s", _END_LIMIT_S)
         self._group = None
         if self._memory is not None:
             self._memory.close()
+
+
+    def _end_nccl(self) -> None:
+        """Have NCCL's kernels end, and then, in a thread, its communicator: NCCL waits there until
+        no captured graph has it.
+        """
+        if self._on_gpu and self._group is not None and self._ending is None:
+            self._ending = threading.Thread(target=self._group.abort, daemon=True)
+            self._ending.start()
 
 
 def check_watch(watch: NDArray[np.int64], share: Share, limit_s: float) -> None:
@@ -253,7 +275,26 @@ def _nccl_group(store: Any, share: Share, device: torch.device, problem: str) ->
     if problem:
         log.warning("NCCL carries the sums of all steps: %s", problem)
     options = torch.distributed.ProcessGroupNCCL.Options()
-    return torch.distributed.ProcessGroupNCCL(store, share.rank, share.ranks, options)
+    with _unmonitored():
+        return torch.distributed.ProcessGroupNCCL(store, share.rank, share.ranks, options)
+
+
+@contextmanager
+def _unmonitored() -> Iterator[None]:
+    """Inside, groups of NCCL start no thread that watches them.
+
+    Torch's would look into the store, whose file is removed once all have met, and end the process
+    where NCCL waits for long.
+    """
+    with _environment:
+        before = os.environ.get(_MONITORING)
+        os.environ[_MONITORING] = "0"
+        try:
+            yield
+        finally:
+            del os.environ[_MONITORING]
+            if before is not None:
+                os.environ[_MONITORING] = before
 
 
 def _nccl_gather(group: Any, gathered: Tensor, part: Tensor) -> Any:

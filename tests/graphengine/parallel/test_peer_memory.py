@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,13 +57,21 @@ class NoMemory:
 
 
 class Group:
-    """In place of NCCL's."""
+    """In place of NCCL's.
+
+    aborting, aborted  that it was told to end, and has: not while there is a graph that has it
+    monitored          what the environment said about that when it was made
+    """
 
     def __init__(self) -> None:
-        self.aborted = False
+        self.aborting, self.aborted = threading.Event(), 0
+        self.graphs_closed = threading.Event()
+        self.monitored = os.environ["TORCH_NCCL_ENABLE_MONITORING"]
 
     def abort(self) -> None:
-        self.aborted = True
+        self.aborting.set()
+        self.graphs_closed.wait(20.0)
+        self.aborted += 1
 
     def alltoall_base(self, received: Any, sent: Any, *sizes: list[int]) -> Done:
         """As if the other rank had sent nothing."""
@@ -83,6 +93,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(meetings, "devices_of", devices_of)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclStandIn, raising=False)
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
     return named
 
 
@@ -139,12 +150,35 @@ def test_all_map_all_and_push_what_is_small(
     meeting.abandon()
     with pytest.raises(MeetingFailed, match=r"rank 0 of 2 waited 0\.5 s for the others' parts"):
         meeting.check()
-    assert meeting._group.aborted
+    group = meeting.group
+    assert group.aborting.wait(20.0) and not group.aborted
     meeting.leave()
     meeting.check()
     assert meeting._memory._own is not None and not meeting._memory._own.closed
+    group.graphs_closed.set()
     meeting.close()
-    assert meeting._memory._own is None
+    assert meeting._memory._own is None and meeting.group is None
+    assert group.aborted == 1 and group.monitored == "0"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
+
+
+def test_nccl_that_does_not_end_is_not_waited_for(
+    devices: dict[int, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(meetings, "_END_LIMIT_S", 0.01)
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "7")
+    meeting, other = on_two_ranks(tmp_path, lambda meeting: meeting)
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "7"
+    group = meeting.group
+    meeting.close()
+    assert caplog.messages == ["NCCL has not let go of its memory within 0.01 s"]
+    for each in (group, other.group):
+        each.graphs_closed.set()
+    other.close()
+    assert len(caplog.messages) == 1
 
 
 def lanes_of(lanes: int, squares: torch.Tensor | None) -> ExpertLanes:

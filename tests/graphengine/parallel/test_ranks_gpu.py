@@ -23,6 +23,7 @@ from graphengine.speculative import MTP, DFlash, DraftModel, Speculative
 pytestmark = pytest.mark.gpu
 
 PROMPTS = [PROMPT, OTHER, LONG]
+CHUNK = LONG * 3
 
 
 def open_ranks(**options: object) -> Engine:
@@ -157,6 +158,44 @@ def test_a_cancelled_request_leaves_ranks_in_step(engine: Engine) -> None:
         request.cancel()
     assert tokens(engine) == expected
     assert_equal_ranks(engine)
+
+
+def open_chunks(**options: object) -> Engine:
+    """Chunks of more lanes than pushes have memory for: on GPUs of their own NCCL carries them."""
+    engine = open_ranks(prefill_buckets=(8, 96), max_seq_len=256, **options)
+    group = runtime_of(engine)._joined.group
+    assert group is not None and group.peers is not None
+    assert not group.peers.hold(torch.zeros(96, engine.model.config.hidden_size, device="cuda"))
+    assert (group.group is None) == (torch.cuda.device_count() < 2)
+    return engine
+
+
+def test_chunks_are_what_they_are_in_one_rank_and_end() -> None:
+    prompts = [CHUNK + PROMPT, CHUNK + OTHER]
+    with open_engine(device="cpu", max_batch=2, max_seq_len=256) as alone:
+        expected = [each.token_ids for each in alone.generate(prompts, greedy())]
+    with open_chunks() as engine:
+        assert [each.token_ids for each in engine.generate(prompts, greedy())] == expected
+        assert_equal_ranks(engine)
+        started = time.monotonic()
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_in_a_chunk_ends_the_engine(fault: signal.Signals) -> None:
+    with open_chunks(wait_limit_s=5.0) as engine:
+        (pid,) = runtime_of(engine).ranks.pids
+        engine.generate(CHUNK, greedy(2))
+        os.kill(pid, fault)
+        engine.submit(CHUNK, greedy(60, ignore_eos=True))
+        started = time.monotonic()
+        with pytest.raises(RankFailed):
+            while engine.busy:
+                engine.step()
+        assert time.monotonic() - started < 20
+        started = time.monotonic()
+    assert time.monotonic() - started < 20
+    assert torch.ones(4, device="cuda").sum().item() == 4
 
 
 @pytest.mark.alone  # Others change how much memory is free.
