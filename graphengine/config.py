@@ -59,6 +59,7 @@ from graphengine.speculative_text import (
 
 KvDtype = Literal["auto", "fp8"]
 StateDtype = Literal["auto", "float32", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
 RoundedKind = Literal["fp8", "int8", "int4"]
 """What weights can be rounded to while they are loaded."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -114,6 +115,13 @@ class EngineConfig(EngineSizes):
         of a model: each has all other weights and some whole experts, which work for the requests
         of all (attention data parallelism with expert parallelism), and a device of its own from
         `device` on (on a CPU all have it)""",
+        flag=Flag(),
+    )
+    load_format: LoadFormat = option(
+        "auto",
+        doc="""what weights are: "auto": as the checkpoint has them; "dummy": random, drawn on the
+        device by their names, for measurements, and for weights that `update_weights` brings: of
+        the checkpoint's files only configs and headers are read""",
         flag=Flag(),
     )
     quantize: RoundedKind | None = option(

@@ -10,7 +10,7 @@ from typing import TypedDict
 import torch
 
 from graphengine.buckets import WaitMode
-from graphengine.config import KvDtype, LogprobsMode, RoundedKind, StateDtype
+from graphengine.config import KvDtype, LoadFormat, LogprobsMode, RoundedKind, StateDtype
 from graphengine.kernels import ActivationKind, RowFamily
 from graphengine.speculative import GateOptions, RelaxedAcceptance, Speculative
 
@@ -49,6 +49,12 @@ class EngineOptions(TypedDict, total=False):
     model: each has all other weights and some whole experts, which work for the requests of all
     (attention data parallelism with expert parallelism), and a device of its own from `device`
     on (on a CPU all have it)
+    """
+
+    load_format: LoadFormat
+    """what weights are: "auto": as the checkpoint has them; "dummy": random, drawn on the device
+    by their names, for measurements, and for weights that `update_weights` brings: of the
+    checkpoint's files only configs and headers are read
     """
 
     quantize: RoundedKind | None

@@ -85,11 +85,11 @@ def bench(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _of_ranks(bench: Bench) -> Iterator[Bench]:
-    """The same, of a shape that ranks can read."""
+    """The same, of a shape that ranks can draw."""
     if max(bench.ranks) == 1 or bench.lone_rank or bench.subject.checkpoint is not None:
         yield bench
         return
-    with stored_shape(bench.subject, bench.device) as subject:
+    with stored_shape(bench.subject) as subject:
         yield replace(bench, subject=subject)
 
 

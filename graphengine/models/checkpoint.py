@@ -24,6 +24,7 @@ from graphengine.checks import INT32_MAX, is_int, some
 from graphengine.demo import checkpoint_path
 from graphengine.devices import DTYPES
 from graphengine.models.json_files import read_json_object
+from graphengine.models.random_values import random_values
 from graphengine.models.tensor_files import (
     DTYPE_NAMES,
     MOST_NAMED,
@@ -68,6 +69,8 @@ class Checkpoint:
     config             `config.json`
     generation_config  `generation_config.json`, empty where there is none
     quant_config       ModelOpt's `hf_quant_config.json`, None where there is none
+    drawn_on           the device that draws random values of weights, by their names, in place of
+                       those in the files; None: none does
     tensors            by name; with an index, only what the index names. Those of a base model
                        saved alone ("layers.0."), and of a language model beside a vision tower
                        ("language_model.model.layers.0."), have the names of the whole language
@@ -81,6 +84,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     stored_names: Mapping[str, str] = field(default_factory=dict)
     quant_config: dict[str, Any] | None = None
+    drawn_on: str | None = None
 
     @classmethod
     def open(cls, path_or_hub_id: str | os.PathLike[str]) -> Self:
@@ -133,6 +137,10 @@ class Checkpoint:
         """
         parts = {name: self.tensors[name].part(cut) for name, cut in cuts.items()}
         return replace(self, tensors=MappingProxyType({**self.tensors, **parts}))
+
+    def drawn(self, device: str) -> Self:
+        """The same tensors, with random values; see `random_values`."""
+        return replace(self, drawn_on=device)
 
     def load(self, destinations: Destinations, progress: Progress | None = None) -> list[str]:
         """Fill tensors on any device, in any floating dtype, from the tensors of the checkpoint.
@@ -187,7 +195,8 @@ class Checkpoint:
         return all(equal)
 
     def mapped(self) -> Mapping[str, Tensor]:
-        """All tensors by name, as they are stored: each is mapped from its file when looked up.
+        """All tensors by name, as they are stored: each is mapped from its file, or drawn, when
+        looked up.
 
         A look-up raises ValueError if the file has changed since `open`, or cannot be read.
         """
@@ -195,6 +204,9 @@ class Checkpoint:
 
     def _read(self, file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors mapped from `file`, each valid until the next one is yielded."""
+        if self.drawn_on is not None:
+            yield from ((name, self._draw(name, self.drawn_on)) for name in names)
+            return
         try:
             with safe_open(file, framework="pt", device="cpu") as shard:
                 for name in names:
@@ -203,6 +215,17 @@ class Checkpoint:
                     yield name, whole if cut is None else cut.part(whole)
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
+
+    def _draw(self, name: str, device: str) -> Tensor:
+        info = self.tensors[name]
+        if info.dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"random values are drawn in {_WEIGHT_NAMES}, and {name} of {self.path} is "
+                f"{DTYPE_NAMES[info.dtype]}"
+            )
+        # The whole tensor, so that its parts are those of one rank.
+        whole = random_values(name, info.stored.shape, info.dtype, device)
+        return whole if info.cut is None else info.cut.part(whole)
 
     def _check(self, destinations: Destinations) -> dict[str, tuple[Tensor, ...]]:
         """The destinations of each name, checked against the stored tensors."""
@@ -254,7 +277,8 @@ class Checkpoint:
 
 
 class _MappedTensors(Mapping[str, Tensor]):
-    """A checkpoint's tensors; the files of the last two looked up stay open.
+    """A checkpoint's tensors; the files of the last two looked up stay open. Random values are
+    drawn at each look.
 
     Codes and scales of a weight may lie in two files that follow each other.
     """
@@ -265,7 +289,9 @@ class _MappedTensors(Mapping[str, Tensor]):
         self._checked: set[Path] = set()
 
     def __getitem__(self, name: str) -> Tensor:
-        info = self._checkpoint.tensors[name]
+        info, drawn_on = self._checkpoint.tensors[name], self._checkpoint.drawn_on
+        if drawn_on is not None:
+            return self._checkpoint._draw(name, drawn_on)
         try:
             tensor: Tensor = self._open(info.file).get_tensor(
                 self._checkpoint.stored_names.get(name, name)

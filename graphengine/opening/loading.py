@@ -19,6 +19,7 @@ from graphengine.models.stages import of_stage, place_of_rank, stage_of_rank
 from graphengine.models.stored import (
     destinations,
     load_weights,
+    quantisation_of,
     read_eos_ids,
     read_model,
     with_state_dtype,
@@ -79,6 +80,8 @@ def open_checkpoint(
 def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE) -> Found:
     """Read what is in a checkpoint, of which this rank has a share, or a stage."""
     checkpoint = Checkpoint.open(path)
+    if config.load_format == "dummy":
+        checkpoint = _drawn(checkpoint, config.device)
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
     eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
@@ -105,6 +108,15 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
         calibration=calibration,
     )
     return found_of_stage(found, place.pipe) if config.pipeline_parallel > 1 else found
+
+
+def _drawn(checkpoint: Checkpoint, device: str) -> Checkpoint:
+    if quantisation_of(checkpoint) is not None:
+        raise ValueError(
+            f"load_format='dummy' draws weights of 16 or 32 bits, and those of {checkpoint.path} "
+            f"are quantised"
+        )
+    return checkpoint.drawn(device)
 
 
 def found_of_stage(found: Found, pipe: Share) -> Found:

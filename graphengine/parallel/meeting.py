@@ -232,7 +232,6 @@ class Meeting:
         if self._memory is not None:
             self._memory.close()
 
-
     def _end_nccl(self) -> None:
         """Have NCCL's kernels end, and then, in a thread, its communicator: NCCL waits there until
         no captured graph has it.

@@ -25,13 +25,13 @@ from graphengine.kernels import PackedWeight
 from graphengine.models.contract import ModelConfig
 from graphengine.models.dflash import DFlashConfig
 from graphengine.models.quantised.forms import rounded_forms
+from graphengine.models.random_values import SEED
 from graphengine.models.stored import with_state_dtype
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids
 from graphengine.opening.memory import plan_memory
 from graphengine.profiles.benchmark.lone_rank import lone_engine, share_of
 from graphengine.profiles.benchmark.shapes import (
-    SEED,
     Subject,
     fill_random,
     random_head,
@@ -99,6 +99,8 @@ def build_engine(
         loaded = time.perf_counter()
 
     if subject.checkpoint is not None:
+        if subject.drawn:
+            options = {**options, "load_format": "dummy"}
         engine = Engine.from_pretrained(
             subject.checkpoint, progress=progress, **cast(EngineOptions, options)
         )

@@ -72,7 +72,7 @@ def run_peer(
     require_peer(name)
     source = (
         ["--shape", subject.name]
-        if subject.checkpoint is None
+        if subject.checkpoint is None or subject.drawn
         else ["--checkpoint", str(subject.checkpoint)]
     )
     sizes = {"prompt-tokens": prompt_tokens, "new-tokens": new_tokens, "runs": runs}

@@ -8,7 +8,6 @@ shape, dtype and device always gets the same values.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +27,12 @@ from graphengine.models.families import read_model_config
 from graphengine.models.linears import WeightForms, linear_name
 from graphengine.models.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
 from graphengine.models.quantised.config import read_quantisation
+from graphengine.models.random_values import SEED, WEIGHT_SCALE, generator_of, random_values
 from graphengine.models.states import Paged, recurrent_states
 from graphengine.models.stored import read_model
 from graphengine.models.weights import StoredLinear
 
 DEMO = "demo"
-SEED = 0
-WEIGHT_SCALE = 0.02
-NORM_SCALE = 0.1
 HEAD_TOKENS = 32000
 """Of the draft vocabulary that most EAGLE3 heads are published with."""
 
@@ -376,22 +373,11 @@ def fill_random(
             name = linear.parts[0][0]
             if linear.stack is not None:
                 name = f"{name}.{linear.stack.expert}"
-            generator = _generator(name, linear.weight.codes.device, seed)
+            generator = generator_of(name, linear.weight.codes.device, seed)
             _fill_packed(linear.weight, generator)
     for name, tensor in tensors.items():
-        generator = _generator(name, tensor.device, seed)
         # Drawn in one piece: an element's value must not depend on its stride.
-        drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        drawn.normal_(0.0, WEIGHT_SCALE, generator=generator)
-        if "norm" in name and drawn.ndim == 1:
-            drawn.mul_(NORM_SCALE / WEIGHT_SCALE).add_(1.0)
-        tensor.copy_(drawn)
-
-
-def _generator(name: str, device: torch.device, seed: int) -> torch.Generator:
-    generator = torch.Generator(device)
-    generator.manual_seed(seed + zlib.crc32(name.encode()))
-    return generator
+        tensor.copy_(random_values(name, tensor.shape, tensor.dtype, tensor.device, seed))
 
 
 # Root mean squares of random codes, of e4m3 as they are drawn here.

@@ -1,4 +1,8 @@
-"""A shape as a checkpoint, for engines whose ranks read their parts of it."""
+"""A shape as a checkpoint, for engines whose ranks draw their parts of its weights.
+
+The file says which tensors there are. Its values are a hole, which takes no room on a disk:
+`load_format="dummy"` draws them.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from graphengine.profiles.benchmark.shapes import Subject, fill_random
+from graphengine.profiles.benchmark.shapes import Subject
 
 
 @contextmanager
-def stored_shape(subject: Subject, device: str) -> Iterator[Subject]:
-    """Inside, the shape with its random weights in a checkpoint, in bfloat16: in a temporary
-    directory (`TMPDIR`), which needs room for them, as does the host's memory.
-
-    device  what draws them
+def stored_shape(subject: Subject) -> Iterator[Subject]:
+    """Inside, the shape in a checkpoint of bfloat16 weights in a temporary directory.
 
     ValueError for a shape whose weights are packed.
     """
@@ -30,23 +30,30 @@ def stored_shape(subject: Subject, device: str) -> Iterator[Subject]:
     if packed:
         raise ValueError(
             f"{subject.name} has {len(packed)} linears in 8 or 4 bits, such as {packed[0]}: ranks "
-            f"read a shape from a checkpoint, which is written in bfloat16"
+            f"draw a shape's weights in bfloat16"
         )
+    shapes = {
+        name: [*(given if isinstance(given, Tensor) else given[0]).shape]
+        for name, given in weights.named().items()
+    }
+    config = {**subject.hf_config, "dtype": "bfloat16"}
+    if config.get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
     with tempfile.TemporaryDirectory(prefix="graphengine-shape-") as name:
         folder = Path(name)
-        _write(subject, device, folder)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        write_hole(folder / "model.safetensors", shapes)
         yield replace(subject, checkpoint=folder, drawn=True)
 
 
-def _write(subject: Subject, device: str, folder: Path) -> None:
-    weights = subject.model.allocate(device=device, dtype=torch.bfloat16)
-    fill_random(weights.named(), weights.linears())
-    stored: dict[str, Tensor] = {}
-    for name, given in weights.named().items():
-        tensor = given if isinstance(given, Tensor) else given[0]
-        stored[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    config = {**subject.hf_config, "dtype": "bfloat16"}
-    if config.get("tie_word_embeddings"):
-        stored.pop("lm_head.weight", None)
-    save_file(stored, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+def write_hole(path: Path, shapes: dict[str, list[int]]) -> None:
+    """A safetensors file of bfloat16 tensors, whose values are never written."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)

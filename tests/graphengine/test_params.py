@@ -274,6 +274,7 @@ def test_engine_defaults() -> None:
         "pipeline_parallel": 1,
         "expert_parallel": False,
         "data_parallel": 1,
+        "load_format": "auto",
         "dtype": None,
         "quantize": None,
         "quantize_lm_head": False,
@@ -358,6 +359,7 @@ def test_engine_defaults() -> None:
         ({"wait_limit_s": math.inf}, "wait_limit_s=inf must be positive and finite"),
         ({"wait_limit_s": math.nan}, "wait_limit_s=nan must be positive and finite"),
         ({"kv_blocks": -1}, "kv_blocks=-1 must be at least 1"),
+        ({"load_format": "pt"}, "load_format='pt' must be 'auto' or 'dummy'"),
         ({"quantize": "int3"}, "quantize='int3' must be 'fp8', 'int8', 'int4' or None"),
         (
             {"quantize_lm_head": True},

@@ -113,11 +113,11 @@ def test_ranks_want_a_device_each(
     assert "tensor_parallel=4 from device cuda:0 on takes 4 devices" in capsys.readouterr().err
 
 
-def test_packed_shapes_are_not_written() -> None:
+def test_packed_shapes_are_not_drawn_by_ranks() -> None:
     message = "gpt-oss-20b has 1536 linears in 8 or 4 bits, such as model.layers.0"
     with (
         pytest.raises(ValueError, match=message),
-        stored_shape(Subject.of_shape("gpt-oss-20b"), "cpu"),
+        stored_shape(Subject.of_shape("gpt-oss-20b")),
     ):
         pass
 
