@@ -59,6 +59,7 @@ from graphengine.kernels.comm.push_residual import (
     push_units,
 )
 from graphengine.kernels.comm.sums import sum_parts, sum_parts_reference
+from graphengine.kernels.comm.two_shot import TwoShotMemory, two_shot_sum, two_shot_words
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
@@ -478,6 +479,7 @@ __all__ = [
     "TreeLanes",
     "TreeLevel",
     "TreeTables",
+    "TwoShotMemory",
     "WeightFormat",
     "add_normed",
     "add_normed_reference",
@@ -674,6 +676,8 @@ __all__ = [
     "token_log_probabilities_reference",
     "top_drafts",
     "top_drafts_reference",
+    "two_shot_sum",
+    "two_shot_words",
     "unpack_state",
     "update_relaxed_delta",
     "update_relaxed_delta_reference",

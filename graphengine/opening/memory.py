@@ -10,7 +10,14 @@ from graphengine.buckets import BucketLadder, MemoryBudget, OutOfBudget, format_
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.host.rings import WindowRing
-from graphengine.kernels import MAX_LANES, ActivationKind, item_bytes, lane_units, push_units
+from graphengine.kernels import (
+    MAX_LANES,
+    ActivationKind,
+    item_bytes,
+    lane_units,
+    push_units,
+    two_shot_words,
+)
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import kept_bytes, recurrent_states
 from graphengine.models.weights import RoutedExperts
@@ -49,6 +56,7 @@ class MemoryPlan:
     load_bytes     of the largest copy of what the host owns
     push_units     of memory in which ranks on GPUs get each other's parts: those of a decode step,
                    in float32; stages have none. 0 where there are no ranks
+    summed_words   of the largest part of a chunk that ranks on GPUs sum up by pushes; 0: none
     """
 
     device: torch.device
@@ -74,6 +82,7 @@ class MemoryPlan:
     state_bytes: int = 0
     load_bytes: int = 0
     push_units: int = 0
+    summed_words: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -166,7 +175,7 @@ def _plan(shape: EngineShape, calibration_tokens: int) -> MemoryPlan:
     load_bytes = add_state(budget, shape)
     state_bytes = _add_kept_states(budget, shape)
     _add_drafter(budget, shape)
-    units = _add_ranks(budget, shape, load_bytes)
+    units, summed = _add_ranks(budget, shape, load_bytes)
     budget.add("workspace (estimate)", workspace_bytes(shape), shape.where)
     graphs = _add_graphs(budget, shape)
     room = _room(shape)
@@ -197,6 +206,7 @@ def _plan(shape: EngineShape, calibration_tokens: int) -> MemoryPlan:
         state_bytes=state_bytes,
         load_bytes=load_bytes,
         push_units=units,
+        summed_words=summed,
     )
 
 
@@ -234,18 +244,27 @@ def _add_drafter(budget: MemoryBudget, shape: EngineShape) -> None:
         budget.add("drafter's weights", size, shape.where)
 
 
-def _add_ranks(budget: MemoryBudget, shape: EngineShape, load_bytes: int) -> int:
-    """What ranks share beside their work. Returns the `push_units`."""
-    ranks, units = shape.config.ranks, 0
+def _add_ranks(budget: MemoryBudget, shape: EngineShape, load_bytes: int) -> tuple[int, int]:
+    """What ranks share beside their work. Returns the `push_units` and the `summed_words`."""
+    ranks, units, summed = shape.config.ranks, 0, 0
     if ranks == 1:
-        return units
+        return units, summed
     if shape.on_gpu:
         budget.add("NCCL (estimate)", _NCCL_BYTES, shape.where)
-        units = _push_units(shape)
-        budget.add("parts of all ranks", item_bytes(ranks, units), shape.where)
+        units, summed = _push_units(shape), _summed_words(shape)
+        pushed = item_bytes(ranks, units) + 4 * two_shot_words(summed, ranks)
+        budget.add("parts of all ranks", pushed, shape.where)
     link = LinkShape.of_loads(ranks - 1, load_bytes)
     budget.add(f"link to {ranks - 1} other rank{'s' * (ranks > 2)}", 8 * link.words, "host")
-    return units
+    return units, summed
+
+
+def _summed_words(shape: EngineShape) -> int:
+    """Of a part of the largest chunk, which ranks of one model sum up."""
+    if shape.config.tensor_parallel == 1 or shape.config.pipeline_parallel > 1:
+        return 0
+    values = max(shape.prefill_ladder.sizes) * shape.model.hidden_size
+    return -(-values * shape.dtype.itemsize // 4)
 
 
 def _push_units(shape: EngineShape) -> int:

@@ -65,8 +65,16 @@ class Joined:
         config: EngineConfig,
         watch: Tensor | None = None,
     ) -> Meeting:
-        units, pdl = memory.push_units, config.pdl
-        meeting = Meeting(file, share, memory.device, units=units, pdl=pdl, watch=watch)
+        meeting = Meeting(
+            file,
+            share,
+            memory.device,
+            units=memory.push_units,
+            summed_words=memory.summed_words,
+            pdl=config.pdl,
+            watch=watch,
+            stages=config.pipeline_parallel > 1,
+        )
         self._meetings.append(meeting)
         return meeting
 

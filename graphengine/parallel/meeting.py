@@ -2,10 +2,10 @@
 
 All parts go to all ranks, and each rank adds them up in the order of the ranks: the sum depends on
 neither the library's algorithm nor the number of rows. On a CPU gloo carries the parts, over
-sockets of the loopback interface. On GPUs kernels push what is small, such as the parts of a decode
-step, into memory that all ranks map, and NCCL carries the rest; where memory cannot be mapped it
-carries all. Both are captured into the graphs. NCCL refuses ranks that share a GPU: there
-everything is pushed, in pieces.
+sockets of the loopback interface. On GPUs kernels push them into memory that all ranks map: whole
+where they are small, such as those of a decode step, and in two shots those of a chunk. Where
+memory cannot be mapped NCCL carries all, and it carries what stages pass on; it refuses ranks that
+share a GPU. Both are captured into the graphs.
 A rank's group is its own: torch.distributed's default group stays the host program's.
 """
 
@@ -35,6 +35,7 @@ from graphengine.kernels import (
     push_own_to_residual,
     push_sum,
     sum_parts,
+    two_shot_sum,
 )
 from graphengine.models.contract import AddOwn, Share
 from graphengine.parallel.peer_memory import PeerMemory, devices_of
@@ -42,8 +43,14 @@ from graphengine.parallel.peer_memory import PeerMemory, devices_of
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-# What torch asks when it makes a group of NCCL.
-_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
+# What torch asks when it makes a group of NCCL: whether a thread ends the process where NCCL waits
+# for long or has failed, and looks for other ranks' word of it in the store, whose file is removed
+# once all have met. Who waits in vain says so here.
+_WATCHERS = (
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
 _environment = threading.Lock()
 # For which the end of NCCL's communicator is waited for, which takes half a second.
 _END_LIMIT_S = 30.0
@@ -60,9 +67,11 @@ OPENING_LIMIT_S = 120.0
 class Meeting:
     """Joins the other ranks, through a file that all of them name.
 
-    units  of memory for pushes, on GPUs; pdl: their launches may overlap the ones before
-    watch  int64 [2], where kernels say that this rank has waited in vain, if another process is to
-           see it; None: in memory of its own
+    units   of memory for pushes, on GPUs; summed_words: of the largest part that is summed by them
+    pdl     their launches may overlap the ones before
+    watch   int64 [2], where kernels say that this rank has waited in vain, if another process is to
+            see it; None: in memory of its own
+    stages  whether ranks on GPUs pass on what is not pushed, for which they need NCCL
 
     MeetingFailed where ranks share a GPU and cannot map each other's memory.
     """
@@ -75,8 +84,10 @@ class Meeting:
         limit_s: float = OPENING_LIMIT_S,
         *,
         units: int = 1,
+        summed_words: int = 0,
         pdl: bool = False,
         watch: Tensor | None = None,
+        stages: bool = False,
     ) -> None:
         self.share = share
         limit = timedelta(seconds=limit_s)
@@ -84,11 +95,14 @@ class Meeting:
         store = torch.distributed.FileStore(file, share.ranks)  # type: ignore[attr-defined]
         store.set_timeout(limit)
         self._memory: PeerMemory | None = None
+        self._group: Any = None
         self._ending: threading.Thread | None = None
         self._waited_s = 0.0
         if self._on_gpu:
-            self._memory = PeerMemory(store, share, device, units, watch)
-            self._group = _nccl_group(store, share, device, self._memory.problem)
+            self._memory = PeerMemory(store, share, device, units, watch, summed_words=summed_words)
+            problem = self._memory.problem
+            if problem or stages:
+                self._group = _nccl_group(store, share, device, problem)
         else:
             self._group = _gloo_group(store, share, limit)
         peers = self.peers
@@ -130,15 +144,18 @@ class Meeting:
 
     @property
     def group(self) -> Any:
-        """Torch's, of gloo or NCCL; None where ranks share a GPU, and once it is closed."""
+        """Torch's, of gloo or NCCL; None where all is pushed, and once it is closed."""
         return self._group
 
     def reduce(self, part_NH: Tensor) -> Tensor:
         """A new tensor, the sum of all ranks' parts; see `Reduce`. MeetingFailed on a CPU."""
         peers = self._pushes(part_NH)
-        if peers is not None:
+        if peers is None:
+            return sum_parts(self.gather(part_NH))
+        two_shot = None if self._memory is None else self._memory.two_shot
+        if two_shot is None or peers.hold(part_NH):
             return push_sum(peers, part_NH.contiguous(), pdl=self._pdl)
-        return sum_parts(self.gather(part_NH))
+        return two_shot_sum(peers, two_shot, part_NH.contiguous(), pdl=self._pdl)
 
     def gather(self, part_NC: Tensor) -> Tensor:
         """New `[ranks, N, C]`, the parts of all ranks in their order. MeetingFailed on a CPU."""
@@ -274,26 +291,23 @@ def _nccl_group(store: Any, share: Share, device: torch.device, problem: str) ->
     if problem:
         log.warning("NCCL carries the sums of all steps: %s", problem)
     options = torch.distributed.ProcessGroupNCCL.Options()
-    with _unmonitored():
+    with _unwatched():
         return torch.distributed.ProcessGroupNCCL(store, share.rank, share.ranks, options)
 
 
 @contextmanager
-def _unmonitored() -> Iterator[None]:
-    """Inside, groups of NCCL start no thread that watches them.
-
-    Torch's would look into the store, whose file is removed once all have met, and end the process
-    where NCCL waits for long.
-    """
+def _unwatched() -> Iterator[None]:
+    """Inside, torch makes groups of NCCL without its `_WATCHERS`."""
     with _environment:
-        before = os.environ.get(_MONITORING)
-        os.environ[_MONITORING] = "0"
+        before = {name: os.environ.get(name) for name in _WATCHERS}
+        os.environ.update(dict.fromkeys(_WATCHERS, "0"))
         try:
             yield
         finally:
-            del os.environ[_MONITORING]
-            if before is not None:
-                os.environ[_MONITORING] = before
+            for name, value in before.items():
+                del os.environ[name]
+                if value is not None:
+                    os.environ[name] = value
 
 
 def _nccl_gather(group: Any, gathered: Tensor, part: Tensor) -> Any:

@@ -7,24 +7,34 @@ that cannot map another's memory makes all of them do without.
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
 
 from graphengine.buckets.shared_memory import ExportedMemory, MappedMemory
-from graphengine.kernels import PUSH_UNIT, PeerItems, Peers
+from graphengine.kernels import (
+    PUSH_UNIT,
+    PeerItems,
+    Peers,
+    TwoShotMemory,
+    item_bytes,
+    two_shot_words,
+)
 from graphengine.models.contract import Share
 
 _MAPPED = b"mapped"
 
 
 class PeerMemory:
-    """Exchanges memory for `units` units with all other ranks, which do the same.
+    """Exchanges memory for `units` units, and for sums of parts of up to so many words that are too
+    large for them, with all other ranks, which do the same.
 
     `watch` is of `PeerItems.over_items`.
 
-    peers    what kernels push with; None where it did not work for all, or after `leave()`
-    problem  why not, as the first rank has it that it did not work for; "" where it did
+    peers     what kernels push with; None where it did not work for all, or after `leave()`
+    two_shot  with what they sum large parts beside it; None where `summed_words` is 0, too
+    problem   why not, as the first rank has it that it did not work for; "" where it did
     """
 
     def __init__(
@@ -34,14 +44,17 @@ class PeerMemory:
         device: torch.device,
         units: int,
         watch: torch.Tensor | None = None,
+        *,
+        summed_words: int = 0,
     ) -> None:
         self.peers: Peers | None = None
+        self.two_shot: TwoShotMemory | None = None
         self._device = device
         self._own: ExportedMemory | None = None
         self._mapped: list[MappedMemory] = []
         outcome, addresses = _MAPPED, [0] * share.ranks
         try:
-            self._own = ExportedMemory((2, share.ranks, units, PUSH_UNIT), device)
+            self._own = ExportedMemory((peer_bytes(share.ranks, units, summed_words) // 8,), device)
             addresses[share.rank] = self._own.address
         except RuntimeError as error:
             outcome = f"rank {share.rank} ({device}) exports no memory: {error}".encode()
@@ -63,12 +76,17 @@ class PeerMemory:
             self.close()
             return
         assert self._own is not None, f"{outcomes=}"
-        items = PeerItems.over_items(share.rank, self._own.tensor, addresses, watch)
-        self.peers = Peers(share.rank, items)
+        shape = (2, share.ranks, units, PUSH_UNIT)
+        items, sums = self._own.tensor[: math.prod(shape)], self._own.tensor[math.prod(shape) :]
+        tensors = PeerItems.over_items(share.rank, items.view(shape), addresses, watch)
+        self.peers = Peers(share.rank, tensors)
+        if summed_words:
+            behind = [address + items.nbytes for address in addresses]
+            self.two_shot = TwoShotMemory.over(share.rank, sums.view(torch.int32), behind)
 
     def leave(self) -> None:
         """Wait for what is queued, then unmap the others' memory: no kernel may use it again."""
-        self.peers = None
+        self.peers = self.two_shot = None
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         for each in self._mapped:
@@ -84,6 +102,11 @@ class PeerMemory:
             with contextlib.suppress(RuntimeError):
                 self._own.close()
         self._own = None
+
+
+def peer_bytes(ranks: int, units: int, summed_words: int) -> int:
+    """Of the memory that one rank gives all others."""
+    return item_bytes(ranks, units) + 4 * two_shot_words(summed_words, ranks)
 
 
 def devices_of(store: Any, share: Share, device: torch.device) -> list[str]:

@@ -48,10 +48,10 @@ PROGRAMS = 128
 """Of a launch, at most: a GPU of 32 multiprocessors or more runs so many at the same time."""
 
 # Polls of a wait, each of about a microsecond, between two looks at the clock.
-_PATIENCE = tl.constexpr(256)
+PATIENCE = tl.constexpr(256)
 # Between two looks at the host's words: on two H200s 128 programs that look take 0.8 ms, for which
 # the other ranks wait, and so must not look in turn.
-_PAUSE_NS = tl.constexpr(4_000_000)
+PAUSE_NS = tl.constexpr(4_000_000)
 
 
 class PeerItems(NamedTuple):
@@ -286,20 +286,18 @@ def take_words(
     """
     at = _place(word, tag, RANKS, SIZE)
     item_ptrs = peers.items + at
-    PAUSE: tl.constexpr = _PAUSE_NS if TIMED else 0
-    began = _clock(0, TIMED)
+    PAUSE: tl.constexpr = PAUSE_NS if TIMED else 0
+    began = clock(0, TIMED)
     looked = began
     words, missing = _look(item_ptrs, SIZE, tag, mask, RANKS)
     polls = 0
     while (missing != 0) & (over == 0):
         polls += 1
-        if polls % _PATIENCE == 0:
-            now = _clock(polls, TIMED)
+        if polls % PATIENCE == 0:
+            now = clock(polls, TIMED)
             if now - looked >= PAUSE:
                 looked = now
-                said = tl.load(peers.watch, volatile=True)
-                limit = tl.load(peers.watch + 1, volatile=True)
-                over = ((said != 0) | (now - began >= limit)).to(tl.int32)
+                over = is_over(peers, now - began)
         words, missing = _look(item_ptrs, SIZE, tag, mask, RANKS)
     if over != 0:
         tl.store(peers.over, 1)
@@ -307,8 +305,16 @@ def take_words(
         words, missing = _look(mapped[RANKS - 1] + at, 0, tag, mask, RANKS)
     tl.store(peers.tags + word, tag, mask=mask)
     if tl.program_id(0) + tl.program_id(1) == 0:
-        tl.store(peers.waited, tl.load(peers.waited) + (_clock(polls, TIMED) - began))
+        tl.store(peers.waited, tl.load(peers.waited) + (clock(polls, TIMED) - began))
     return words, over
+
+
+@triton.jit
+def is_over(peers, waited):
+    """What the host's words say of waits, after nanoseconds of one."""
+    said = tl.load(peers.watch, volatile=True)
+    limit = tl.load(peers.watch + 1, volatile=True)
+    return ((said != 0) | (waited >= limit)).to(tl.int32)
 
 
 @triton.jit
@@ -334,7 +340,7 @@ def _look(item_ptrs, stride, tag, mask, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _clock(polls, TIMED: tl.constexpr):
+def clock(polls, TIMED: tl.constexpr):
     """Nanoseconds; in the interpreter, which has no clock, polls."""
     if TIMED:
         return globaltimer()
@@ -352,13 +358,35 @@ def sum_words(words, DTYPE: tl.constexpr, RANKS: tl.constexpr):
 
 
 @triton.jit
+def sum_to_words(words, DTYPE: tl.constexpr, RANKS: tl.constexpr):
+    """The same sums, rounded to DTYPE, in words like those of the ranks."""
+    if DTYPE.primitive_bitwidth == 32:
+        return sum_words(words, DTYPE, RANKS).to(tl.int32, bitcast=True)
+    else:
+        low, high = _halves(words[0], DTYPE)
+        for rank in tl.static_range(1, RANKS):
+            more, above = _halves(words[rank], DTYPE)
+            low += more
+            high += above
+        low = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
+        high = high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
+        return (high << 16) | (low & 0xFFFF)
+
+
+@triton.jit
+def _halves(words, DTYPE: tl.constexpr):
+    """The two values of 16 bits in each of these words, as float32."""
+    low = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return low, (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _values(words, DTYPE: tl.constexpr):
     """The values in these words, as float32."""
     if DTYPE.primitive_bitwidth == 32:
         return words.to(DTYPE, bitcast=True)
     else:
-        low = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-        high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        low, high = _halves(words, DTYPE)
         return tl.reshape(tl.join(low, high), [2 * words.shape[0]])
 
 

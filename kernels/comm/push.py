@@ -45,7 +45,7 @@ def push_gather(peers: Peers, part_NC: torch.Tensor, *, pdl: bool = False) -> to
     Returns:
         A new tensor. ValueError for another shape or size.
     """
-    part_W = _words_of(part_NC)
+    part_W = words_of(part_NC)
     gathered = part_NC.new_empty((peers.ranks, *part_NC.shape))
     out_RW = gathered.view(peers.ranks, -1).view(torch.int32)
     pieces = zip(part_W.split(peers.words), out_RW.split(peers.words, dim=1), strict=True)
@@ -66,7 +66,7 @@ def push_sum(peers: Peers, part_NC: torch.Tensor, *, pdl: bool = False) -> torch
     if part_NC.dtype not in FLOAT_DTYPES:
         raise ValueError(f"parts are {part_NC.dtype}, not one of {FLOAT_DTYPES}")
     total = torch.empty_like(part_NC)
-    _sum(peers, _words_of(part_NC)[None], total, pdl=pdl)
+    _sum(peers, words_of(part_NC)[None], total, pdl=pdl)
     return total
 
 
@@ -86,7 +86,7 @@ def push_own_sum(peers: Peers, parts_RNC: torch.Tensor, *, pdl: bool = False) ->
         )
     if parts_RNC.dtype not in FLOAT_DTYPES:
         raise ValueError(f"parts are {parts_RNC.dtype}, not one of {FLOAT_DTYPES}")
-    words = [_words_of(part) for part in parts_RNC]
+    words = [words_of(part) for part in parts_RNC]
     total = torch.empty_like(parts_RNC[0])
     _sum(peers, parts_RNC.view(-1).view(torch.int32).view(len(words), -1), total, pdl=pdl)
     return total
@@ -101,7 +101,7 @@ def _sum(peers: Peers, part_DW: torch.Tensor, total: torch.Tensor, *, pdl: bool)
         _launch(peers, part, out.view(total.dtype), pdl=pdl)
 
 
-def _words_of(part: torch.Tensor) -> torch.Tensor:
+def words_of(part: torch.Tensor) -> torch.Tensor:
     """The part as int32 `[words]`."""
     if part.dim() != 2 or part.numel() == 0 or not part.is_contiguous() or part.nbytes % 4:
         raise ValueError(

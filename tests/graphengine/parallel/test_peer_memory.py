@@ -22,10 +22,16 @@ from graphengine.models.contract import Share
 from graphengine.parallel import meeting as meetings
 from graphengine.parallel import peer_memory
 from graphengine.parallel.meeting import OPENING_LIMIT_S, Meeting, MeetingFailed
+from graphengine.parallel.peer_memory import peer_bytes
 from graphengine.parallel.ranks import ONE_DEVICE, rank_devices
 
 Result = TypeVar("Result")
 UNITS = 5
+WATCHERS = (
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
 
 
 class Exported:
@@ -60,13 +66,13 @@ class Group:
     """In place of NCCL's.
 
     aborting, aborted  that it was told to end, and has: not while there is a graph that has it
-    monitored          what the environment said about that when it was made
+    watchers           what the environment said of torch's when it was made
     """
 
     def __init__(self) -> None:
         self.aborting, self.aborted = threading.Event(), 0
         self.graphs_closed = threading.Event()
-        self.monitored = os.environ["TORCH_NCCL_ENABLE_MONITORING"]
+        self.watchers = [os.environ[name] for name in WATCHERS]
 
     def abort(self) -> None:
         self.aborting.set()
@@ -93,7 +99,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(meetings, "devices_of", devices_of)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclStandIn, raising=False)
-    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    for name in WATCHERS:
+        monkeypatch.delenv(name, raising=False)
     return named
 
 
@@ -104,16 +111,16 @@ class NcclStandIn:
         return Group()
 
 
-def on_two_ranks(folder: Path, work: Callable[[Meeting], Result]) -> list[Result]:
+def on_two_ranks(folder: Path, work: Callable[[Meeting], Result], **options: Any) -> list[Result]:
     def rank_of(rank: int) -> Result:
-        place = torch.device("cuda", rank)
-        return work(Meeting(str(folder / "meeting"), Share(rank, 2), place, 20.0, units=UNITS))
+        file, place = str(folder / "meeting"), torch.device("cuda", rank)
+        return work(Meeting(file, Share(rank, 2), place, 20.0, units=UNITS, **options))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(rank_of, range(2)))
 
 
-def test_all_map_all_and_push_what_is_small(
+def test_stages_push_what_is_small(
     devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("push_sum", "push_gather", "push_own_sum", "push_lanes", "_nccl_gather"):
@@ -143,7 +150,7 @@ def test_all_map_all_and_push_what_is_small(
         assert meeting.gather(large).shape == (2, *large.shape)
         return peers.tensors, meeting
 
-    (first, meeting), (second, _) = on_two_ranks(tmp_path, work)
+    (first, meeting), (second, _) = on_two_ranks(tmp_path, work, stages=True)
     assert first.outboxes[0] == second.items[0, 0].data_ptr()
     assert second.outboxes[0] == first.items[0, 1].data_ptr()
     meeting.check()
@@ -158,8 +165,8 @@ def test_all_map_all_and_push_what_is_small(
     group.graphs_closed.set()
     meeting.close()
     assert meeting._memory._own is None and meeting.group is None
-    assert group.aborted == 1 and group.monitored == "0"
-    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
+    assert group.aborted == 1 and group.watchers == ["0", "0", "0"]
+    assert not {*WATCHERS} & {*os.environ}
 
 
 def test_nccl_that_does_not_end_is_not_waited_for(
@@ -169,9 +176,9 @@ def test_nccl_that_does_not_end_is_not_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(meetings, "_END_LIMIT_S", 0.01)
-    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "7")
-    meeting, other = on_two_ranks(tmp_path, lambda meeting: meeting)
-    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "7"
+    monkeypatch.setenv(WATCHERS[1], "7")
+    meeting, other = on_two_ranks(tmp_path, lambda meeting: meeting, stages=True)
+    assert [os.environ.get(name) for name in WATCHERS] == [None, "7", None]
     group = meeting.group
     meeting.close()
     assert caplog.messages == ["NCCL has not let go of its memory within 0.01 s"]
@@ -211,18 +218,44 @@ def test_another_process_may_read_whether_a_rank_has_waited_in_vain(
     assert watch[:, 0].tolist() == [0, 1]
 
 
-def test_ranks_that_share_a_gpu_push_all(
+@pytest.mark.parametrize("share_a_gpu", [False, True])
+def test_ranks_push_all(
+    devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share_a_gpu: bool
+) -> None:
+    """In two shots what is larger than their items; NCCL is not begun."""
+    if share_a_gpu:
+        devices[1] = devices[0]
+    for name in ("push_sum", "push_own_sum", "two_shot_sum"):
+        monkeypatch.setattr(meetings, name, lambda *args, name=name, **options: (name, args))
+    small, large = torch.zeros(UNITS, PUSH_UNIT), torch.zeros(UNITS, PUSH_UNIT + 1)
+
+    def work(meeting: Meeting) -> tuple[Any, ...]:
+        memory = meeting._memory
+        assert memory is not None and memory.peers is not None and meeting.group is None
+        assert meeting.reduce(small) == ("push_sum", (memory.peers, small))
+        assert meeting.reduce(large) == ("two_shot_sum", (memory.peers, memory.two_shot, large))
+        assert meeting.sum_own(large.repeat(2, 1, 1))[0] == "push_own_sum"
+        return memory.peers, memory.two_shot, meeting
+
+    (first, own, meeting), (_, other, _) = on_two_ranks(tmp_path, work, summed_words=3000)
+    # Behind the items, at the others first.
+    assert own.boxes.tolist() == [other.own.data_ptr(), own.own.data_ptr()]
+    assert own.own.data_ptr() == first.tensors.items.data_ptr() + first.tensors.items.nbytes
+    assert own.capacity == 2 * 128 * 4096 and not own.own.any() and not own.tags.any()
+    exported = meeting._memory._own.tensor
+    assert (
+        exported.nbytes == peer_bytes(2, UNITS, 3000) == own.own.nbytes + first.tensors.items.nbytes
+    )
+    meeting.close()
+    assert meeting._memory.two_shot is None
+
+
+def test_without_chunks_all_is_pushed_in_pieces(
     devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    devices[1] = devices[0]
-    for name in ("push_sum", "push_own_sum"):
-        monkeypatch.setattr(meetings, name, lambda *args, **options: "pushed")
-    large = torch.zeros(9, UNITS * PUSH_UNIT)
-
-    def work(meeting: Meeting) -> tuple[Any, Any]:
-        return meeting.reduce(large), meeting.sum_own(large.repeat(2, 1, 1))
-
-    assert on_two_ranks(tmp_path, work) == [("pushed", "pushed")] * 2
+    monkeypatch.setattr(meetings, "push_sum", lambda *args, **options: "pushed")
+    large = torch.zeros(UNITS, PUSH_UNIT + 1)
+    assert on_two_ranks(tmp_path, lambda meeting: meeting.reduce(large)) == ["pushed"] * 2
 
 
 def test_what_one_cannot_map_nobody_uses(
@@ -241,7 +274,7 @@ def test_what_one_cannot_map_nobody_uses(
 
     monkeypatch.setattr(peer_memory, "ExportedMemory", export)
     reason = "rank 0 (cuda:0) cannot map the memory of rank 1: a handle of nothing"
-    for meeting in on_two_ranks(tmp_path, lambda meeting: meeting):
+    for meeting in on_two_ranks(tmp_path, lambda meeting: meeting, summed_words=3000):
         assert (
             meeting.peers is None
             and meeting.add_own is None

@@ -1,0 +1,160 @@
+"""Sums in two shots: those of one-shot pushes to the bit, in whatever order ranks come."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extent import extent
+from graphengine.kernels.comm.items import Peers
+from graphengine.kernels.comm.sums import sum_parts_reference
+from graphengine.kernels.comm.two_shot import (
+    BLOCK,
+    TwoShotMemory,
+    two_shot_sum,
+    two_shot_words,
+)
+from graphengine.kernels.core.dispatch import INTERPRETED
+from launches.two_shot_world import TwoShotWorld
+
+interpreted = pytest.mark.skipif(
+    not INTERPRETED, reason="ranks of one process need TRITON_INTERPRET=1"
+)
+
+
+def random_parts(
+    ranks: int, lanes: int, columns: int, dtype: torch.dtype, dice: torch.Generator | None = None
+) -> list[torch.Tensor]:
+    parts = (
+        torch.randn(ranks, lanes, columns, generator=dice) * 3 ** torch.arange(ranks)[:, None, None]
+    )
+    return list(parts.to(dtype))
+
+
+@interpreted
+@settings(deadline=None, max_examples=extent(12, 60))
+@given(
+    ranks=st.integers(1, 4),
+    lanes=st.integers(1, 40),
+    columns=st.sampled_from([2, 130, 256, 514]),
+    programs=st.integers(1, 3),
+    half=st.booleans(),
+    tag=st.sampled_from([0, 2**31 - 2, 2**31 - 1, -2, -1]),
+    seed=st.integers(0, 99),
+)
+def test_all_have_the_sum(ranks, lanes, columns, programs, half, tag, seed):
+    torch.manual_seed(seed)
+    dice = random.Random(seed)
+    dtype = dice.choice([torch.float16, torch.bfloat16]) if half else torch.float32
+    world = TwoShotWorld(ranks, 40 * columns, programs, tag)
+    for _ in range(3):
+        # Another number of lanes, and so of words that a program has.
+        parts = random_parts(ranks, dice.randrange(1, lanes + 1), columns, dtype)
+        # Of padded lanes.
+        for part in parts:
+            part[dice.randrange(len(part)) :] = float("nan")
+        expected = sum_parts_reference(torch.stack(parts))
+        for found in world.sum(parts, dice.sample(range(ranks), ranks)):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    for memory, peers in zip(world.memories, world.peers, strict=True):
+        assert torch.equal(memory.tags, world.memories[0].tags)
+        assert int(memory.tags[0]) == ((tag + 3 + 2**31) % 2**32) - 2**31
+        assert not peers.tensors.over.item() and peers.tensors.waited.item() == 0
+
+
+@interpreted
+def test_large_parts_take_several_launches():
+    world = TwoShotWorld(1, 100, 1)
+    part = torch.randn(5, BLOCK)
+    found = two_shot_sum(world.peers[0], world.memories[0], part)
+    assert torch.equal(found, part) and world.memories[0].tags.tolist() == [5]
+
+
+@interpreted
+@pytest.mark.parametrize("by", ["limit", "host"])
+def test_a_wait_ends_and_its_rank_gives_nothing_any_more(by: str):
+    world = TwoShotWorld(2, 3 * BLOCK, 2)
+    first, before = world.peers[0], world.own[1].clone()
+    if by == "limit":
+        first.tensors.watch[1] = 300
+    else:
+        first.tensors.watch[0] = 1
+    part = torch.randn(3, BLOCK)
+    found = two_shot_sum(first, world.memories[0], part)
+    # Its own share twice, and what it has itself of the other one.
+    doubled = (found == 2 * part).view(-1)
+    assert torch.equal(found.view(-1)[~doubled], part.view(-1)[~doubled])
+    assert int(doubled.sum()) == 2 * BLOCK
+    assert first.tensors.watch[0] == 1 and first.tensors.over.item() == 1
+    assert world.memories[0].tags.tolist() == [1, 1]
+    # Shares were stored before the first wait; neither sums nor anything later were.
+    pushed = world.own[1].clone()
+    assert not torch.equal(pushed, before)
+    capacity = world.capacity
+    assert torch.equal(pushed[capacity : 2 * capacity], before[capacity : 2 * capacity])
+    two_shot_sum(first, world.memories[0], part * 2)
+    assert torch.equal(world.own[1], pushed)
+    assert not world.peers[1].tensors.over.item()
+
+
+def wait_for_each_other(rank: int, world: TwoShotWorld, found: Any) -> None:
+    generator, sizes = torch.Generator().manual_seed(9), random.Random(5)
+    dice = random.Random(rank)
+    for _ in range(8):
+        parts = random_parts(2, sizes.randrange(1, 12), 1000, torch.float32, generator)
+        if dice.random() < 0.5:
+            time.sleep(dice.random() * 0.02)
+        total = two_shot_sum(world.peers[rank], world.memories[rank], parts[rank])
+        assert torch.equal(total, parts[0] + parts[1])
+    assert world.peers[rank].tensors.waited.item() > 0
+    found.put(rank)
+
+
+@interpreted
+def test_ranks_that_are_processes_wait_for_each_other():
+    world = TwoShotWorld(2, 12000, 2)
+    # At the same addresses in both processes.
+    shared = [torch.zeros_like(own).share_memory_() for own in world.own]
+    addresses = [own.data_ptr() for own in shared]
+    world.memories = [TwoShotMemory.over(rank, shared[rank], addresses, 2) for rank in range(2)]
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    ranks = [
+        context.Process(target=wait_for_each_other, args=(rank, world, found)) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+        assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (torch.zeros(3, 4, dtype=torch.int32), "parts are torch.int32, not one of"),
+        (torch.zeros(3, 4).mT, r"a part must be a dense \[N, C\] of a multiple of 4 bytes"),
+        (torch.zeros(1, 3, dtype=torch.float16), r"float16 \[1, 3\] of 6 bytes"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(part: torch.Tensor, message: str):
+    world = TwoShotWorld(1, 100, 1)
+    with pytest.raises(ValueError, match=message):
+        two_shot_sum(world.peers[0], world.memories[0], part)
+
+
+def test_memory_has_room_for_a_part_and_its_flags():
+    assert two_shot_words(0, 2) == 0
+    # Whole blocks of each share of each program.
+    assert two_shot_words(1, 2, 3) == 2 * (2 * 3 * BLOCK) + 2 * 2 * 3
+    assert two_shot_words(12 * BLOCK + 1, 2, 3) == 2 * (18 * BLOCK) + 12
+    assert isinstance(TwoShotWorld(2, 12 * BLOCK + 1, 3).peers[0], Peers)
+    assert TwoShotWorld(2, 12 * BLOCK + 1, 3).capacity == 18 * BLOCK

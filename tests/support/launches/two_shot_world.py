@@ -1,0 +1,73 @@
+"""Ranks of one process that sum in two shots, one after the other: those that have not run yet have
+stored what they give in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graphengine.kernels.comm.items import UNIT, PeerItems, Peers
+from graphengine.kernels.comm.sums import sum_parts_reference
+from graphengine.kernels.comm.two_shot import (
+    BLOCK,
+    TwoShotMemory,
+    two_shot_sum,
+    two_shot_words,
+)
+
+
+class TwoShotWorld:
+    """Ranks after as many launches as `tag` says, with garbage in all words."""
+
+    def __init__(self, ranks: int, words: int, programs: int, tag: int = 0) -> None:
+        self.ranks, self.programs = ranks, programs
+        self.own = [
+            torch.randint(-(2**31), 2**31, (two_shot_words(words, ranks, programs),)).int()
+            for _ in range(ranks)
+        ]
+        addresses = [own.data_ptr() for own in self.own]
+        self.memories = [
+            TwoShotMemory.over(rank, own, addresses, programs) for rank, own in enumerate(self.own)
+        ]
+        self.capacity = self.memories[0].capacity
+        items = [torch.zeros(2, ranks, 1, UNIT, dtype=torch.int64) for _ in range(ranks)]
+        at = [each.data_ptr() for each in items]
+        self.peers = [
+            Peers(rank, PeerItems.over_items(rank, each, at)) for rank, each in enumerate(items)
+        ]
+        for own, memory, peers in zip(self.own, self.memories, self.peers, strict=True):
+            own[2 * self.capacity :] = tag
+            memory.tags.fill_(tag)
+            peers.tensors.watch[1] = 2**40
+
+    def store(self, giver: int, taker: int, parts: Sequence[torch.Tensor]) -> None:
+        """What one rank stores at another one of these parts of all, of one launch."""
+        total = sum_parts_reference(torch.stack([*parts]))
+        part, total = (_words(each) for each in (parts[giver], total))
+        blocks = -(-len(part) // (self.ranks * self.programs * BLOCK))
+        shape = (self.programs, self.ranks, blocks * BLOCK)
+        pad = shape[0] * shape[1] * shape[2] - len(part)
+        shares = torch.nn.functional.pad(part, (0, pad)).view(shape)
+        sums = torch.nn.functional.pad(total, (0, pad)).view(shape)
+        own, size = self.own[taker], shares[0, 0].numel()
+        inbox = own[: self.ranks * self.programs * size].view(self.ranks, self.programs, size)
+        inbox[giver] = shares[:, taker]
+        own[self.capacity :][: sums.numel()].view(shape)[:, giver] = sums[:, giver]
+        flags = own[2 * self.capacity :].view(2, self.ranks, self.programs)
+        flags[:, giver] = self.memories[giver].tags + 1
+
+    def sum(self, parts: Sequence[torch.Tensor], order: Sequence[int]) -> list[torch.Tensor]:
+        """What each rank gets, when they come in this order."""
+        found: dict[int, torch.Tensor] = {}
+        for done, rank in enumerate(order):
+            for other in order[done + 1 :]:
+                self.store(other, rank, parts)
+            # Of what those before it have stored it must take the sums, which are right only now.
+            found[rank] = two_shot_sum(self.peers[rank], self.memories[rank], parts[rank])
+        return [found[rank] for rank in range(self.ranks)]
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    return part.contiguous().view(-1).view(torch.int32)
