@@ -83,7 +83,7 @@ _RANK_COLUMNS = (
     Column("ranks", lambda row: f"{'1 of ' * row['lone_rank']}{row['ranks']}"),
     Column("waits us", lambda row: number(row["waited_us"], 1)),
 )
-_COLLECTIVE_COLUMNS = (
+COLLECTIVE_COLUMNS = (
     Column("linear", lambda each: each["linear"]),
     *(Column(name, _integer(name)) for name in ("ranks", "lanes", "M", "K")),
     *(Column(name, _microseconds(name)) for name in ("alone", "summed", "apart")),
@@ -192,7 +192,7 @@ def describe_document(document: Mapping[str, Any]) -> str:
     collectives = [each for row in document["rows"] for each in row.get("collectives") or ()]
     if collectives:
         title = "sums over ranks, us a call: the part alone, summed in its kernel, summed apart"
-        parts.append(f"{title}\n{text_table(_COLLECTIVE_COLUMNS, collectives)}")
+        parts.append(f"{title}\n{text_table(COLLECTIVE_COLUMNS, collectives)}")
     parts += [_long(row, found) for row in document["rows"] for found in long_runs(row)]
     parts += [_record(row["record"]) for row in document["rows"] if row.get("record")]
     if document["admission"] is not None:

@@ -455,9 +455,17 @@ class Model(Protocol):
         ...
 
     def prefill_logits(
-        self, end: PrefillEnd, slot_1: Tensor, *, launch: PrefillLaunch = ONE_RANK
+        self,
+        end: PrefillEnd,
+        slot_1: Tensor,
+        *,
+        head: AnyWeight | None = None,
+        launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
-        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up."""
+        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up.
+
+        head  some rows of lm_head `[V, H]`; None: all
+        """
         ...
 
 

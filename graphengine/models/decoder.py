@@ -613,12 +613,21 @@ class DecoderModel:
         return PrefillEnd((x_1H, attended_1A), None)
 
     def prefill_logits(
-        self, end: PrefillEnd, slot_1: Tensor, *, launch: PrefillLaunch = ONE_RANK
+        self,
+        end: PrefillEnd,
+        slot_1: Tensor,
+        *,
+        head: AnyWeight | None = None,
+        launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
-        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up."""
+        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up.
+
+        head  some rows of lm_head `[V, H]`; None: all
+        """
         last = self._layers[-1]
         x_1H, attended_1A = end.last
         weights = self.weights
         scratch = prefill_scratch(weights.layers[-1:], 1, like=weights.embedding, launch=launch)
         finish_prefill_layer(last, self._final_norm, x_1H, attended_1A, slot_1, scratch)
-        return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)
+        head = self.lm_head if head is None else head
+        return linear(scratch.h, head, slot_1, out_dtype=torch.float32, launch=launch)

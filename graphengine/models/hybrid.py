@@ -515,9 +515,17 @@ class HybridModel:
         return PrefillEnd((x_1H,), None)
 
     def prefill_logits(
-        self, end: PrefillEnd, slot_1: Tensor, *, launch: PrefillLaunch = ONE_RANK
+        self,
+        end: PrefillEnd,
+        slot_1: Tensor,
+        *,
+        head: AnyWeight | None = None,
+        launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
-        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up."""
+        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up.
+
+        head  some rows of lm_head `[V, H]`; None: all
+        """
         (x_1H,) = end.last
         norm, eps = self._norms_after[self._tail - 1], self.config.norm_eps
         scratch = self._scratch(1, launch, outlived=False)
@@ -526,7 +534,8 @@ class HybridModel:
             block = part.block
             assert isinstance(block, SwigluWeights | SquaredReluWeights), f"{part.layer=}"
             block.prefill(x_1H, next_norm, slot_1, scratch)
-        return linear(scratch.h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)
+        head = self.lm_head if head is None else head
+        return linear(scratch.h, head, slot_1, out_dtype=torch.float32, launch=launch)
 
     def _parts(self) -> Iterator[tuple[PartWeights, Tensor]]:
         """Each part with the norm that reads the stream after it."""

@@ -312,10 +312,11 @@ class StepProgram:
             launch=replace(launch, routes=routes),
         )
         slot = self.buffers["prefill_slot"]
-        logits = self.model.prefill_logits(end, slot, launch=replace(launch, routes=last))
+        vocabulary, launch = self.vocabulary, replace(launch, routes=last)
+        logits = self.model.prefill_logits(end, slot, head=vocabulary.head, launch=launch)
         if routes is not None and last is not None:
             routes.replace_last_layer(last, chunk.last)
-        return logits, end.hidden, routes
+        return vocabulary.logits(logits), end.hidden, routes
 
     def note(self, tokens: int) -> None:
         """Take in a part of a prompt, of at most `tokens`, whose KV already exists.

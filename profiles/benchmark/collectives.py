@@ -142,25 +142,29 @@ class Chain:
         return push_to_residual(self._peers, part, self._slot, self._stream, self._norm, pdl=pdl)
 
     def microseconds(self, *calls: Callable[[Tensor], Residual]) -> list[float]:
-        """Of each a call of a chain that is captured as one graph; these are replayed in turn."""
-        stream, graphs = self._on, list[CapturedGraph]()
-        with ExitStack() as stack:
-            for call in calls:
-                step = partial(self._run, call)
-                graphs.append(
-                    CapturedGraph(step, name="chain", device=stream.device, stream=stream)
-                )
-                stack.callback(graphs[-1].close)
-                graphs[-1].capture()
-            timer = ReplayTimer(stream, REPLAYS * len(graphs))
-            for pair in range(timer.pairs):
-                timer.begin(pair)
-                graphs[pair % len(graphs)].replay()
-                timer.end(pair)
-            stream.synchronize()
-        found = [timer.microseconds(pair) for pair in range(timer.pairs)]
-        return [median(found[index :: len(calls)]) / CALLS for index in range(len(calls))]
+        """Of each a call of a chain, by `microseconds_of`."""
+        return microseconds_of(self._on, *(partial(self._run, call) for call in calls))
 
     def _run(self, call: Callable[[Tensor], Residual]) -> None:
         for index in range(CALLS):
             call(self._weights[index % len(self._weights)])
+
+
+def microseconds_of(stream: torch.cuda.Stream, *chains: Callable[[], None]) -> list[float]:
+    """Of each a call, where a chain makes `CALLS`: captured as a graph, which are replayed in turn.
+    All ranks that meet in a chain call it with the same ones.
+    """
+    graphs = list[CapturedGraph]()
+    with ExitStack() as stack:
+        for chain in chains:
+            graphs.append(CapturedGraph(chain, name="chain", device=stream.device, stream=stream))
+            stack.callback(graphs[-1].close)
+            graphs[-1].capture()
+        timer = ReplayTimer(stream, REPLAYS * len(graphs))
+        for pair in range(timer.pairs):
+            timer.begin(pair)
+            graphs[pair % len(graphs)].replay()
+            timer.end(pair)
+        stream.synchronize()
+    found = [timer.microseconds(pair) for pair in range(timer.pairs)]
+    return [median(found[index :: len(chains)]) / CALLS for index in range(len(chains))]

@@ -429,7 +429,9 @@ def test_what_a_step_on_gpus_launches(
         items = torch.zeros(2, 2, units, PUSH_UNIT, dtype=torch.int64)
         peers = Peers(0, PeerItems.over_items(0, items, [items.data_ptr()] * 2))
         with monkeypatch.context() as patch:
-            patch.setattr(engine.runtime._joined.group, "_memory", SimpleNamespace(peers=peers))
+            patch.setattr(
+                engine.runtime._joined.group, "_memory", SimpleNamespace(peers=peers, two_shot=None)
+            )
             graphs = graph_kernels(engine)
         layers = len(engine.model.config.expert_layers)
         for name, kernels in graphs.items():

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphengine.kernels import (
+    AnyWeight,
     DecodeLanes,
     PrefillLanes,
     Residual,
@@ -331,11 +332,17 @@ class ToyModel:
         return PrefillEnd((x.index_select(0, lanes.last),), scratch.h if all_lanes else None)
 
     def prefill_logits(
-        self, end: PrefillEnd, slot_1: Tensor, *, launch: PrefillLaunch = ONE_RANK
+        self,
+        end: PrefillEnd,
+        slot_1: Tensor,
+        *,
+        head: AnyWeight | None = None,
+        launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
         (x_1H,) = end.last
         h = rms_norm(x_1H, self.weights.norms[3], slot_1, eps=EPS, out_dtype=self.dtype)
-        return linear(h, self.lm_head, slot_1, out_dtype=torch.float32, launch=launch)
+        head = self.lm_head if head is None else head
+        return linear(h, head, slot_1, out_dtype=torch.float32, launch=launch)
 
     def _mix(self, lanes: PrefillLanes, state: Tensor, x: Tensor, scratch: PrefillScratch) -> None:
         """The recurrent layer for a chunk, a token after the other."""

@@ -22,6 +22,7 @@ from graphengine.kernels import (
     push_sum,
     push_to_residual,
     push_units,
+    two_shot_sum,
 )
 from graphengine.kernels.comm.push_lanes import push_lanes_reference
 from graphengine.kernels.comm.sums import sum_parts_reference
@@ -30,6 +31,8 @@ from graphengine.models.contract import Share
 from graphengine.parallel.peer_memory import PeerMemory
 
 HIDDEN, _COLUMNS = 1536, 512
+_WIDER = 9
+"""Times as many lanes has what is summed in two shots: some of these sizes are whole blocks."""
 
 
 def run_ranks(folder: Path, ranks: int, replays: dict[tuple[int, torch.dtype], int]) -> list[int]:
@@ -55,7 +58,7 @@ def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -
     store = torch.distributed.FileStore(file, share.ranks)
     # With room for the lanes' experts and sums beside them.
     units = push_units(64, HIDDEN, torch.float32) + 16
-    memory = PeerMemory(store, share, device, units)
+    memory = PeerMemory(store, share, device, units, summed_words=64 * _WIDER * HIDDEN)
     assert memory.peers is not None, memory.problem
     memory.peers.tensors.watch[1] = 60 * 10**9
     for (lanes, dtype), count in replays.items():
@@ -71,11 +74,12 @@ def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -
 class _Step:
     """One of each kind of push, of parts that change with each step, held against the plain twins.
 
-    wrong  int64 [8]: values that differ, of all steps
+    wrong  int64 [9]: values that differ, of all steps
     """
 
     def __init__(self, memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype) -> None:
-        assert memory.peers is not None
+        assert memory.peers is not None and memory.two_shot is not None
+        self.two_shot = memory.two_shot
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.peers, self.rank = memory.peers, share.rank
         generator = torch.Generator().manual_seed(lanes)
@@ -83,7 +87,7 @@ class _Step:
         self.base = base.to(self.device)
         self.dtype = dtype
         self.step = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.wrong = torch.zeros(8, dtype=torch.int64, device=self.device)
+        self.wrong = torch.zeros(9, dtype=torch.int64, device=self.device)
         self.slot = torch.arange(lanes, dtype=torch.int32, device=self.device)
         self.norm = torch.randn(HIDDEN, generator=generator).to(self.device, dtype)
         weights = torch.randn(share.ranks, HIDDEN, _COLUMNS, generator=generator)
@@ -113,6 +117,9 @@ class _Step:
         expected.scaled.copy_(expected.x * self.norm.float())
         self.wrong[2] += (found.x != expected.x).sum()
         self.wrong[3] += (found.scaled != expected.scaled).sum()
+        wide = parts.repeat(1, _WIDER, 1)
+        found_sum = two_shot_sum(self.peers, self.two_shot, wide[self.rank].contiguous())
+        self.wrong[8] += (found_sum != sum_parts_reference(wide)).sum()
         self._push_own(parts)
         self._push_products(parts[:, :, :_COLUMNS].contiguous())
 

@@ -1,0 +1,163 @@
+"""`python -m graphengine.profiles.sums`: what it costs to sum up over ranks, on several GPUs.
+
+    python -m graphengine.profiles.sums --ranks 2 --shape llama-8b --out sums.json
+
+First the products of a decode step whose parts are summed up, as `graphengine bench --lone-rank`
+has them on one GPU. Then sums by themselves: those of decode steps, and those of chunks by pushes
+and by NCCL, which carries them where GPUs cannot map each other's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import spawn
+
+from graphengine.kernels import MAX_LANES, Launch, RowFamily, push_units
+from graphengine.models.contract import Share
+from graphengine.models.linears import Linears, linear_arrivals
+from graphengine.models.ranks import of_rank
+from graphengine.models.tuning import choose_plans
+from graphengine.observe.environment import environment
+from graphengine.parallel.meeting import Meeting
+from graphengine.profiles.arguments import check_out, integers, write_out
+from graphengine.profiles.benchmark.collectives import (
+    CALLS,
+    Chain,
+    CollectiveTime,
+    microseconds_of,
+)
+from graphengine.profiles.benchmark.shapes import model_shape
+from graphengine.profiles.percentiles import rounded
+from graphengine.profiles.text import COLLECTIVE_COLUMNS, Column, number, text_table
+
+SCHEMA = 1
+CHUNKS = (256, 1024)
+"""Lanes of the chunks whose sums are measured."""
+_COLUMNS = (
+    Column("lanes", lambda each: number(each["lanes"], 0)),
+    Column("columns", lambda each: number(each["columns"], 0)),
+    Column("dtype", lambda each: each["dtype"]),
+    Column("pushed us", lambda each: number(each["pushed_us"], 2)),
+    Column("NCCL us", lambda each: number(each["nccl_us"], 2)),
+)
+DTYPE = torch.bfloat16
+_FOUND = "found.json"
+
+
+def measure(ranks: int, shape: str, lanes: Sequence[int]) -> dict[str, Any]:
+    """The document. ProcessRaisedException or ProcessExitedException where a rank fails."""
+    with tempfile.TemporaryDirectory(prefix="graphengine-sums-") as folder:
+        spawn(_run, (ranks, shape, tuple(lanes), folder), nprocs=ranks)
+        found = json.loads(Path(folder, _FOUND).read_text())
+    names = {"schema": SCHEMA, "environment": environment("cuda"), "shape": shape, "ranks": ranks}
+    return names | {kind: [rounded(each) for each in rows] for kind, rows in found.items()}
+
+
+def _run(rank: int, ranks: int, shape: str, lanes: Sequence[int], folder: str) -> None:
+    device, share = torch.device("cuda", rank), Share(rank, ranks)
+    torch.cuda.set_device(device)
+    model = of_rank(model_shape(shape), share)
+    hidden = model.hidden_size
+    words = max(CHUNKS) * hidden * DTYPE.itemsize // 4
+    units = push_units(MAX_LANES, hidden, torch.float32)
+    pushed = Meeting(f"{folder}/pushed", share, device, units=units, summed_words=words)
+    nccl = Meeting(f"{folder}/nccl", share, device, stages=True)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    products = [
+        each._asdict()
+        for count in lanes
+        for each in _products(pushed, model.linears, count, stream)
+    ]
+    sums = list(_sums((pushed, nccl), lanes, hidden, stream))
+    if rank == 0:
+        Path(folder, _FOUND).write_text(json.dumps({"products": products, "sums": sums}))
+    # All are done before anybody lets memory go.
+    pushed.reduce(torch.zeros(1, 2, device=device))
+    torch.cuda.synchronize(device)
+    for meeting in (pushed, nccl):
+        meeting.check()
+        meeting.leave()
+
+
+def _products(
+    meeting: Meeting, linears: Linears, lanes: int, stream: torch.cuda.Stream
+) -> Iterator[CollectiveTime]:
+    peers = meeting.peers
+    family: RowFamily = "fma" if lanes == 1 else "dot"
+    assert peers is not None, "these GPUs cannot map each other's memory"
+    plans, _ = choose_plans(linears, DTYPE, family, stream.device)
+    counters = torch.zeros(linear_arrivals(linears, plans), dtype=torch.int32, device=stream.device)
+    for name, each in linears.items():
+        if each.shard == "columns" and each.weight is None and not each.experts:
+            size, launch = (lanes, each.rows, each.columns), Launch(pdl=True, arrivals=counters)
+            chain = Chain(peers, size, plans[name], DTYPE, stream, launch)
+            times = chain.microseconds(chain.alone, chain.summed, chain.apart)
+            yield CollectiveTime(name, meeting.share.ranks, *size, *times)
+
+
+def _sums(
+    meetings: Sequence[Meeting], lanes: Sequence[int], hidden: int, stream: torch.cuda.Stream
+) -> Iterator[dict[str, Any]]:
+    sizes = [(count, torch.float32) for count in lanes] + [(count, DTYPE) for count in CHUNKS]
+    for count, dtype in sizes:
+        part = torch.ones(count, hidden, dtype=dtype, device=stream.device)
+        chains = [partial(_repeat, meeting.reduce, part) for meeting in meetings]
+        pushed, nccl = microseconds_of(stream, *chains)
+        names = {"lanes": count, "columns": hidden, "dtype": str(dtype).removeprefix("torch.")}
+        yield names | {"pushed_us": pushed, "nccl_us": nccl}
+
+
+def _repeat(reduce: Callable[[Tensor], Tensor], part: Tensor) -> None:
+    for _ in range(CALLS):
+        reduce(part)
+
+
+def describe(document: dict[str, Any]) -> str:
+    where = f"{document['ranks']} ranks of {document['shape']}, {document['environment']['device']}"
+    return "\n\n".join(
+        [
+            f"products, us a call, on {where}",
+            text_table(COLLECTIVE_COLUMNS, document["products"]),
+            "sums by themselves",
+            text_table(_COLUMNS, document["sums"]),
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, default=2, help="each with a GPU of its own")
+    parser.add_argument("--shape", default="llama-8b")
+    parser.add_argument("--lanes", default="1,8", help="of decode steps")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    options = parser.parse_args(arguments)
+    try:
+        lanes = integers(options.lanes, "--lanes")
+        if options.out is not None:
+            check_out(options.out)
+        gpus = torch.cuda.device_count()
+        if not 2 <= options.ranks <= gpus:
+            raise ValueError(
+                f"--ranks {options.ranks}: there are {gpus} GPUs, and ranks are two or more"
+            )
+        of_rank(model_shape(options.shape), Share(0, options.ranks))
+    except ValueError as error:
+        parser.error(str(error))
+    document = measure(options.ranks, options.shape, lanes)
+    print(describe(document))
+    if options.out is not None:
+        write_out(options.out, json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
