@@ -56,7 +56,8 @@ _FOUND = "found.json"
 def measure(ranks: int, shape: str, lanes: Sequence[int]) -> dict[str, Any]:
     """The document. ProcessRaisedException or ProcessExitedException where a rank fails."""
     with tempfile.TemporaryDirectory(prefix="graphengine-sums-") as folder:
-        spawn(_run, (ranks, shape, tuple(lanes), folder), nprocs=ranks)
+        arguments = (ranks, shape, tuple(lanes), folder)
+        spawn(_run, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
         found = json.loads(Path(folder, _FOUND).read_text())
     names = {"schema": SCHEMA, "environment": environment("cuda"), "shape": shape, "ranks": ranks}
     return names | {kind: [rounded(each) for each in rows] for kind, rows in found.items()}
