@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing import spawn
+from torch.multiprocessing.spawn import spawn
 
 from graphengine.kernels import MAX_LANES, Launch, RowFamily, push_units
 from graphengine.models.contract import Share

@@ -229,9 +229,9 @@ def next_tags(peers, word, mask):
     mask  where there are any; None: everywhere
     """
     if mask is None:
-        tag = tl.load(peers.tags + word)
+        tag = tl.load(peers.tags + word, cache_modifier=".cg")
     else:
-        tag = tl.load(peers.tags + word, mask=mask, other=0)
+        tag = tl.load(peers.tags + word, mask=mask, other=0, cache_modifier=".cg")
     return tag + 1
 
 
@@ -393,7 +393,8 @@ def _values(words, DTYPE: tl.constexpr):
 @triton.jit
 def begin_sum(peers, word, mask, RANKS: tl.constexpr):
     """What `sum_of_ranks` needs of these words of the memory, asked for before there is a part."""
-    return map_peers(peers, RANKS), next_tags(peers, word, mask), tl.load(peers.over)
+    over = tl.load(peers.over, cache_modifier=".cg")
+    return map_peers(peers, RANKS), next_tags(peers, word, mask), over
 
 
 @triton.jit

@@ -6,7 +6,8 @@ The kernels of a decode graph keep one discipline, so that each may rely on it:
   returns when the launch before has completed and its stores can be seen; as that launch waited for
   its own predecessor, everything earlier is complete as well.
 - The next launch is triggered after the wait, never before it. So when launch k starts, launch
-  k - 2 is complete.
+  k - 2 is complete. One kernel is excepted, which takes sums that launch k - 2 has pushed, stores
+  and triggers before it waits, and says why it may.
 - Before its wait a program loads only what no kernel of the graph writes (weights, host-owned
   fields), or, past the L1 cache (`cache_modifier=".cg"`), what launch k - 2 or an earlier one
   wrote.
@@ -49,3 +50,10 @@ def wait_for_inputs(PDL: tl.constexpr, OVERLAP: tl.constexpr = True):
         gdc_wait()
         if OVERLAP:
             gdc_launch_dependents()
+
+
+@triton.jit
+def start_next(PDL: tl.constexpr):
+    """Let the next launch start before this one has waited; nothing without PDL."""
+    if PDL:
+        gdc_launch_dependents()

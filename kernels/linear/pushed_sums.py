@@ -21,7 +21,7 @@ from graphengine.kernels.comm.items import (
     take_words,
 )
 from graphengine.kernels.core.launching import launcher
-from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.pdl import launch_options, start_next, wait_for_inputs
 from graphengine.kernels.linear.linear_triton import KeepingArgs, ProductArgs, StreamArgs
 from graphengine.kernels.linear.residual_sum import leave_for_norm
 
@@ -93,7 +93,13 @@ def _take_sums_kernel(
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane and BLOCK_H columns."""
+    """One program a lane and BLOCK_H columns.
+
+    It may begin while the product still runs, and does not wait for its end before it takes sums:
+    every item says itself that it is there, whoever stored it has read all that it needed, and all
+    else here is older. Nor does the next launch find anything of the product but these sums: so it
+    is let in at once, to load its weights meanwhile. Both wait for the product before they end.
+    """
     lane, tile = tl.program_id(0), tl.program_id(1)
     h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = h < H
@@ -103,14 +109,14 @@ def _take_sums_kernel(
         bias = tl.load(bias_ptr + h, mask=mask, other=0.0).to(tl.float32)
     if next_ptr is not None:
         following = tl.load(next_ptr + h, mask=mask, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
+    start_next(PDL)
     word = lane * H + h
     mapped, tag, over = begin_sum(peers, word, mask, RANKS)
-    live = tl.load(slot_ptr + lane) >= 0
+    live = tl.load(slot_ptr + lane, cache_modifier=".cg") >= 0
     x_ptrs = x_ptr + lane.to(tl.int64) * H + h
     x = tl.zeros([BLOCK_H], dtype=tl.float32)
     if scaled_ptr is not None:
-        x = tl.load(x_ptrs, mask=mask & live, other=0.0)
+        x = tl.load(x_ptrs, mask=mask & live, other=0.0, cache_modifier=".cg")
     found, over = take_words(peers, mapped, word, tag, mask, over, RANKS, SIZE, TIMED)
     if live:
         x += sum_words(found, tl.float32, RANKS) + bias
@@ -130,3 +136,4 @@ def _take_sums_kernel(
             kept_stride,
             kept_scale,
         )
+    wait_for_inputs(PDL, False)

@@ -161,13 +161,8 @@ def test_a_cancelled_request_leaves_ranks_in_step(engine: Engine) -> None:
 
 
 def open_chunks(**options: object) -> Engine:
-    """Chunks of more lanes than pushes have memory for: on GPUs of their own NCCL carries them."""
-    engine = open_ranks(prefill_buckets=(8, 96), max_seq_len=256, **options)
-    group = runtime_of(engine)._joined.group
-    assert group is not None and group.peers is not None
-    assert not group.peers.hold(torch.zeros(96, engine.model.config.hidden_size, device="cuda"))
-    assert (group.group is None) == (torch.cuda.device_count() < 2)
-    return engine
+    """With chunks of more lanes than are pushed whole."""
+    return open_ranks(prefill_buckets=(8, 96), max_seq_len=256, **options)
 
 
 def test_chunks_are_what_they_are_in_one_rank_and_end() -> None:
@@ -175,8 +170,13 @@ def test_chunks_are_what_they_are_in_one_rank_and_end() -> None:
     with open_engine(device="cpu", max_batch=2, max_seq_len=256) as alone:
         expected = [each.token_ids for each in alone.generate(prompts, greedy())]
     with open_chunks() as engine:
+        group = runtime_of(engine)._joined.group
+        assert group is not None and group.peers is not None and group.group is None
+        assert not group.peers.hold(torch.zeros(96, engine.model.config.hidden_size))
+        summed = group._memory.two_shot
         assert [each.token_ids for each in engine.generate(prompts, greedy())] == expected
         assert_equal_ranks(engine)
+        assert summed is not None and summed.tags.min() > 0
         started = time.monotonic()
     assert time.monotonic() - started < 20
 

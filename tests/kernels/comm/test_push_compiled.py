@@ -34,6 +34,7 @@ pushed_sums = importlib.import_module("graphengine.kernels.linear.pushed_sums")
 push = importlib.import_module("graphengine.kernels.comm.push")
 push_lanes = importlib.import_module("graphengine.kernels.comm.push_lanes")
 push_residual = importlib.import_module("graphengine.kernels.comm.push_residual")
+two_shot = importlib.import_module("graphengine.kernels.comm.two_shot")
 
 
 def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -187,7 +188,42 @@ def test_a_product_of_many_programs_leaves_the_wait_to_few(squares: bool) -> Non
     assert early == {"weight_ptr"}
     assert sums.grid == (1, 4)
     ptx, names = compile_launch(sums)
-    assert_waits_before_it_shows(ptx)
     assert_looks(ptx, 2)
-    early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}
-    assert early == ({"bias_ptr"} if squares else {"bias_ptr", "next_ptr"})
+    # The next launch begins first, and the product's end is waited for last, by all programs.
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "griddepcontrol.wait" not in after and "st.global" not in after and "ret;" not in before
+    first, rest = before.split("griddepcontrol.launch_dependents")
+    assert "st.global" not in first and "st.global" in rest
+    # What was written by kernels, which may still run on other multiprocessors, is read past L1.
+    constant = {"bias_ptr", "next_ptr", "peers.outboxes"}
+    loads = [load for load in global_loads(ptx, names) if load.argument not in constant]
+    assert {load.argument for load in loads if not load.past_l1} <= {"peers.items", "peers.waited"}
+    assert {load.argument for load in loads} >= {"slot_ptr", "peers.tags", "peers.over"}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("even", [False, True])
+def test_two_shots_are_wide_and_behind_flags(ranks: int, even: bool) -> None:
+    """Whole blocks go by 16 bytes a thread; flags are stored last and read first."""
+    peers, part = peers_of(ranks), new(1024 if even else 1023, 4096 if even else 4098)
+    own = new(two_shot.two_shot_words(part.nbytes // 4, ranks), dtype=torch.int32)
+    memory = two_shot.TwoShotMemory.over(1, own, [own.data_ptr()] * ranks)
+    launches: list[RecordedLaunch] = []
+    with launches_handed_to(launches.append, two_shot):
+        two_shot.two_shot_sum(peers, memory, part, pdl=True)
+    ptx, _ = compile_launch(launches[0])
+    assert_waits_before_it_shows(ptx)
+    assert launches[0].grid == (128,)
+    flag = r"atom\.global\.sys\.release|ld\.global\.sys\.acquire"
+    found = re.findall(rf"bar\.sync|{flag}|\bst\.global\.(?:v4|b32)", ptx)
+    flags = [at for at, each in enumerate(found) if each.startswith("atom")]
+    seen = [at for at, each in enumerate(found) if each.startswith("ld")]
+    assert len(flags) == len(seen) == 2 * (ranks - 1)
+    # A barrier of the program's threads before each flag, and behind each that was seen.
+    assert all(found[at - 1] == "bar.sync" for at in flags)
+    assert all(found[at + 1] == "bar.sync" for at in seen)
+    assert found[: flags[0]] == ["st.global.v4"] * 2 + ["bar.sync"]
+    # The sum, to all others too.
+    between = found[seen[ranks - 2] : flags[ranks - 1]]
+    assert between.count("st.global.v4") == 2 * (ranks if even else ranks - 1)
+    assert even or between.count("st.global.b32") >= 8
