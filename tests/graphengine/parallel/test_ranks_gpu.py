@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 
 from checkpoints.few_layers import block_drafter, few_layers
+from engines.churn import Owners, come_and_go
 from engines.eager_steps import Eager
 from engines.small_engine import LONG, OTHER, PROMPT, greedy, open_engine, sampled
 from graphengine import Engine
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.ranks import ONE_DEVICE, RankFailed
 from graphengine.speculative import MTP, DFlash, DraftModel, Speculative
+from graphengine.testing import no_alloc, no_sync
 
 pytestmark = pytest.mark.gpu
 
@@ -158,6 +162,41 @@ def test_a_cancelled_request_leaves_ranks_in_step(engine: Engine) -> None:
         request.cancel()
     assert tokens(engine) == expected
     assert_equal_ranks(engine)
+
+
+def test_ten_thousand_tokens_come_and_go() -> None:
+    """With pauses and cancels, on two GPUs; ranks that share one take turns, and have fewer."""
+    dice, steps = random.Random(9), count()
+    pool = {"max_batch": 4, "kv_blocks": 29, "swap_blocks": 400, "prompt_logprobs": True}
+    tokens = 10_000 if torch.cuda.device_count() > 1 else 1_000
+    with open_ranks(**pool) as engine:
+
+        def stepped() -> None:
+            if next(steps) % 50 == 0:
+                assert_equal_ranks(engine)
+
+        owners = Owners(engine, dice)
+        for reached in range(500, tokens + 1, 500):
+            come_and_go(owners, engine, dice, tokens=reached, stepped=stepped)
+        owners.leave()
+        while engine.busy:
+            engine.step()
+        engine.stop_callback = None
+        assert engine.counters["tokens"] > tokens
+        owners.check(engine)
+        assert_equal_ranks(engine)
+
+
+def test_steady_steps_neither_wait_nor_allocate(engine: Engine) -> None:
+    """What the driver does between replays; the other rank does the same, but decides nothing."""
+    engine.submit(PROMPT, greedy(60, ignore_eos=True))
+    for _ in range(8):
+        engine.step()
+    with no_sync(), no_alloc():
+        for _ in range(20):
+            engine.step()
+    while engine.busy:
+        engine.step()
 
 
 def open_chunks(**options: object) -> Engine:
