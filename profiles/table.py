@@ -225,12 +225,14 @@ def _kv_of(measured: Mapping[str, Any]) -> str:
 
 
 def _model(shape: str, row: Row) -> str:
-    """The shape, and how its weights are stored if not all are in one dtype."""
+    """The shape, how its weights are stored if not all are in one dtype, and its ranks."""
     engine = row.get("engine") or {}
     _, *formats = engine.get("weights", ("",))
     codes = dict.fromkeys(label.partition("-")[0].replace("e4m3", "fp8") for label in formats)
     rounded = ", activations in fp8" if engine.get("activations") else ""
-    return " ".join([shape, *codes]) + rounded
+    ranks = engine.get("tensor_parallel", 1)
+    split = f", {ranks} ranks" if ranks > 1 else ""
+    return " ".join([shape, *codes]) + rounded + split
 
 
 def _notes(document: Mapping[str, Any]) -> list[str]:
