@@ -231,7 +231,7 @@ def _model(shape: str, row: Row) -> str:
     codes = dict.fromkeys(label.partition("-")[0].replace("e4m3", "fp8") for label in formats)
     rounded = ", activations in fp8" if engine.get("activations") else ""
     ranks = engine.get("tensor_parallel", 1)
-    split = f", {ranks} ranks" if ranks > 1 else ""
+    split = f" x{ranks}" if ranks > 1 else ""
     return " ".join([shape, *codes]) + rounded + split
 
 
