@@ -2,8 +2,8 @@
 
 All parts go to all ranks, and each rank adds them up in the order of the ranks: the sum depends on
 neither the library's algorithm nor the number of rows. On a CPU gloo carries the parts, over
-sockets of the loopback interface. On GPUs kernels push them into memory that all ranks map: whole
-where they are small, such as those of a decode step, and in two shots those of a chunk. Where
+sockets of the loopback interface. On GPUs kernels push them into memory that all ranks map: as
+items where they are small, such as those of a decode step, and behind flags those of a chunk. Where
 memory cannot be mapped NCCL carries all, and it carries what stages pass on; it refuses ranks that
 share a GPU. Both are captured into the graphs.
 A rank's group is its own: torch.distributed's default group stays the host program's.

@@ -1,18 +1,21 @@
-"""All-reduce of a part that is too large to be pushed whole: in two shots, a reduce-scatter and an
-all-gather in one kernel.
+"""All-reduce of a part that is too large to be pushed as items, in one kernel.
 
-A part is cut into segments, one a program, and a segment into shares, one a rank. A program stores
-each share of its segment at the rank that owns it, adds up its own share as the others have it, and
-stores the sum at all ranks. So a rank sends 2 (R - 1) / R of a part, in place of R - 1 parts.
+A part is cut into segments, one a program. Between two ranks it takes one shot: a program stores
+its segment at the other rank, and adds up what it has with what comes. Among more it takes two, a
+reduce-scatter and an all-gather: a segment is cut into shares, one a rank; a program stores each
+share at the rank that owns it, adds up its own one, and stores the sum at all ranks. So a rank
+sends 2 (R - 1) / R of a part, in place of R - 1 parts.
 
-Words are stored as they are, and a flag behind them says that they are there: release and acquire
+Words are stored as they are, and a flag behind them says that they are there: a fence and acquire
 order them, where items have a tag each, which takes twice the bytes. Programs of one number, on all
-ranks, wait for each other and for no other program. A rank begins a launch once its last one is
-complete; then all others have read what it had stored before, and begun the launch whose flags it
-waits for. So neither words nor flags need two halves.
+ranks, wait for each other and for no other program.
+
+In two shots a rank begins a launch once its last one is complete; then all others have read the
+shares that it had stored, and begun the launch whose sums they wait for. So neither words nor flags
+need two halves. In one shot another rank may be a launch behind: there are two, used in turn.
 
 Sums are those of `push_sum`, to the bit, and waits end as its waits do. The scheme is that of the
-two-shot all-reduces of NCCL's Simple protocol, TensorRT-LLM and PyTorch's symmetric memory.
+one-shot and two-shot all-reduces of TensorRT-LLM and of PyTorch's symmetric memory.
 
 Letters: R ranks, P programs.
 """
@@ -50,8 +53,8 @@ class TwoShotMemory(NamedTuple):
     """Where a rank gets shares and sums, and where it stores those that it gives."""
 
     own: torch.Tensor
-    """int32, on this device: words of shares, as many of sums, and two flags for each program of
-    each rank."""
+    """int32, on this device: in two shots words of shares, and as many of sums, in one shot the two
+    halves of words; then two flags for each program of each rank."""
     boxes: torch.Tensor
     """int64 [R], on this device: addresses of `own` at all ranks from the next one on, this one's
     last."""
@@ -74,8 +77,8 @@ class TwoShotMemory(NamedTuple):
         )
 
     @property
-    def capacity(self) -> int:
-        """Words of the largest launch."""
+    def size(self) -> int:
+        """Words of each half."""
         return (self.own.numel() - _flags(len(self.boxes), len(self.tags))) // 2
 
 
@@ -83,17 +86,27 @@ def two_shot_words(words: int, ranks: int, programs: int = PROGRAMS) -> int:
     """int32 values of `TwoShotMemory.own` for parts of so many words; none for none."""
     if not words:
         return 0
-    capacity = ranks * programs * BLOCK * _blocks(words, ranks, programs)
-    return 2 * capacity + _flags(ranks, programs)
+    return 2 * _owned(ranks) * programs * BLOCK * _blocks(words, ranks, programs) + _flags(
+        ranks, programs
+    )
 
 
 def _flags(ranks: int, programs: int) -> int:
     return 2 * ranks * programs
 
 
+def _shots(ranks: int) -> int:
+    return 1 if ranks == 2 else 2
+
+
+def _owned(ranks: int) -> int:
+    """Shares of a segment."""
+    return 1 if _shots(ranks) == 1 else ranks
+
+
 def _blocks(words: int, ranks: int, programs: int) -> int:
     """Of a share."""
-    return math.ceil(words / (ranks * programs * BLOCK))
+    return math.ceil(words / (_owned(ranks) * programs * BLOCK))
 
 
 def two_shot_sum(
@@ -102,7 +115,7 @@ def two_shot_sum(
     """`[N, C]`: the sum of all ranks' parts, from rank 0 on.
 
     All ranks call it with a part of this shape and dtype, after the same calls. A part of more than
-    `memory.capacity` words takes several launches.
+    `memory.size` words takes several launches.
 
     Args:
         part_NC: dense, of any float dtype, on the device of `peers`; its bytes a multiple of 4.
@@ -114,9 +127,9 @@ def two_shot_sum(
     if part_NC.dtype not in FLOAT_DTYPES:
         raise ValueError(f"parts are {part_NC.dtype}, not one of {FLOAT_DTYPES}")
     part_W, total = words_of(part_NC), torch.empty_like(part_NC)
-    capacity, programs = memory.capacity, len(memory.tags)
-    sums = total.view(-1).view(torch.int32).split(capacity)
-    for part, out in zip(part_W.split(capacity), sums, strict=True):
+    size, programs = memory.size, len(memory.tags)
+    sums = total.view(-1).view(torch.int32).split(size)
+    for part, out in zip(part_W.split(size), sums, strict=True):
         launcher(_two_shot_kernel, (programs,))(
             part,
             out,
@@ -127,11 +140,11 @@ def two_shot_sum(
             peers.rank,
             peers.tensors,
             memory,
-            CAPACITY=capacity,
+            **push_options(peers) | {"SIZE": size},
+            SHOTS=_shots(peers.ranks),
             BLOCK=BLOCK,
             EVEN=part.numel() % BLOCK == 0,
             num_warps=16,
-            **{name: value for name, value in push_options(peers).items() if name != "SIZE"},
             **launch_options(pdl),
         )
     return total
@@ -147,73 +160,81 @@ def _two_shot_kernel(
     rank,
     peers,
     memory,
-    CAPACITY: tl.constexpr,
+    SHOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Words `out`, of values of the dtype that `value_ptr` points to; EVEN are whole blocks."""
+    """Words `out`, of values of the dtype that `value_ptr` points to; EVEN are whole blocks.
+
+    Where a rank stores at another one, or finds what that has stored, depends on how many ranks
+    ahead of the taker the giver is.
+    """
     DTYPE: tl.constexpr = value_ptr.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)
     share = blocks * BLOCK
-    segment = program * RANKS * share
+    segment = program * share * (RANKS if SHOTS == 2 else 1)
     wait_for_inputs(PDL)
     boxes = _map_boxes(memory, RANKS)
     over = tl.load(peers.over)
     tag = tl.load(memory.tags + program) + 1
-    # Flags of shares, and behind them those of sums; of each rank those of its programs.
-    shared = 2 * CAPACITY + program
-    summed = shared + RANKS * programs
+    half = (tag & 1) if SHOTS == 1 else 0
+    shares, shared = half * SIZE, 2 * SIZE + half * RANKS * programs + program
+    sums, summed = SIZE, 2 * SIZE + RANKS * programs + program
 
-    for ahead in tl.static_range(RANKS - 1):
-        first = segment + (rank + 1 + ahead) % RANKS * share
-        if over == 0:
+    if over == 0:
+        for ahead in tl.static_range(RANKS - 1):
+            # Of whom it is ahead by the rest of the ranks.
+            place = shares + ((RANKS - 2 - ahead) * programs + program) * share
+            first = segment
+            if SHOTS == 2:
+                first += (rank + 1 + ahead) % RANKS * share
             for block in range(blocks):
                 at = block * BLOCK + tl.arange(0, BLOCK)
                 there = _there(first + block * BLOCK, words, BLOCK, EVEN)
                 given = tl.load(part_ptr + first + at, mask=there, other=0)
-                tl.store(boxes[ahead] + (rank * programs + program) * share + at, given)
-            _say(boxes[ahead] + shared + rank * programs, tag)
+                tl.store(boxes[ahead] + place + at, given)
+        _say(boxes, shared, programs, tag, RANKS, TIMED)
+    over, waited = _wait_for(peers, memory.own + shared, programs, tag, over, RANKS, TIMED)
 
-    waited = tl.cast(0, tl.int64)
-    for ahead in tl.static_range(RANKS - 1):
-        flag_ptr = memory.own + shared + (rank + 1 + ahead) % RANKS * programs
-        over, late = _wait_for(peers, flag_ptr, tag, over, TIMED)
-        waited += late
-
-    first = segment + rank * share
+    first = segment
+    if SHOTS == 2:
+        first += rank * share
     for block in range(blocks):
         at = block * BLOCK + tl.arange(0, BLOCK)
         there = _there(first + block * BLOCK, words, BLOCK, EVEN)
         own = tl.load(part_ptr + first + at, mask=there, other=0)
         found = ()
         for other in tl.static_range(RANKS):
-            given = tl.load(memory.own + (other * programs + program) * share + at)
-            found += (tl.where((rank == other) | (over != 0), own, given),)  # type: ignore[assignment]
+            place = shares + ((other + RANKS - rank - 1) % RANKS * programs + program) * share
+            is_other = (rank != other) & (over == 0)
+            given = tl.load(memory.own + place + at, mask=is_other, other=0)
+            found += (tl.where(is_other, given, own),)  # type: ignore[assignment]
         total = sum_to_words(found, DTYPE, RANKS)
         tl.store(out_ptr + first + at, total, mask=there)
-        if over == 0:
-            for ahead in tl.static_range(RANKS - 1):
-                tl.store(boxes[ahead] + CAPACITY + first + at, total)
-    if over == 0:
-        for ahead in tl.static_range(RANKS - 1):
-            _say(boxes[ahead] + summed + rank * programs, tag)
-
-    for ahead in tl.static_range(RANKS - 1):
-        owner = (rank + 1 + ahead) % RANKS
-        first = segment + owner * share
-        over, late = _wait_for(peers, memory.own + summed + owner * programs, tag, over, TIMED)
-        waited += late
-        for block in range(blocks):
-            at = block * BLOCK + tl.arange(0, BLOCK)
-            there = _there(first + block * BLOCK, words, BLOCK, EVEN)
+        if SHOTS == 2:  # noqa: SIM102  (known to the compiler, where the other is not)
             if over == 0:
-                given = tl.load(memory.own + CAPACITY + first + at)
-            else:
-                given = tl.load(part_ptr + first + at, mask=there, other=0)
-            tl.store(out_ptr + first + at, given, mask=there)
+                for ahead in tl.static_range(RANKS - 1):
+                    tl.store(boxes[ahead] + sums + first + at, total)
+
+    if SHOTS == 2:
+        if over == 0:
+            _say(boxes, summed, programs, tag, RANKS, TIMED)
+        over, late = _wait_for(peers, memory.own + summed, programs, tag, over, RANKS, TIMED)
+        waited += late
+        for ahead in tl.static_range(RANKS - 1):
+            first = segment + (rank + 1 + ahead) % RANKS * share
+            for block in range(blocks):
+                at = block * BLOCK + tl.arange(0, BLOCK)
+                there = _there(first + block * BLOCK, words, BLOCK, EVEN)
+                if over == 0:
+                    given = tl.load(memory.own + sums + first + at)
+                else:
+                    given = tl.load(part_ptr + first + at, mask=there, other=0)
+                tl.store(out_ptr + first + at, given, mask=there)
 
     tl.store(memory.tags + program, tag)
     if program == 0:
@@ -240,35 +261,64 @@ def _there(first, words, BLOCK: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _say(flag_ptr, tag):
-    """That all which this program has stored is there."""
+def _say(boxes, flag, programs, tag, RANKS: tl.constexpr, TIMED: tl.constexpr):
+    """Tell all others that all is there which this program has stored at them."""
     tl.debug_barrier()
-    tl.atomic_xchg(flag_ptr, tag, sem="release", scope="sys")
+    if TIMED:
+        # By the thread that stores the flags; for the others the barrier has ordered it.
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first fence.acq_rel.sys; // dummy $0
+            }""",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    for ahead in tl.static_range(RANKS - 1):
+        flag_ptr = boxes[ahead] + flag + (RANKS - 2 - ahead) * programs
+        tl.atomic_xchg(flag_ptr, tag, sem="relaxed", scope="sys")
 
 
 @triton.jit
-def _wait_for(peers, flag_ptr, tag, over, TIMED: tl.constexpr):
-    """Wait until a flag has this tag. Whether waits are over, as in `take_words`, and for how long
-    this one has lasted.
+def _wait_for(peers, flag_ptr, programs, tag, over, RANKS: tl.constexpr, TIMED: tl.constexpr):
+    """Wait until the flags of all others have this tag. Whether waits are over, as in `take_words`,
+    and for how long this one has lasted.
     """
     PAUSE: tl.constexpr = PAUSE_NS if TIMED else 0
     began = clock(0, TIMED)
     looked = began
     polls = 0
-    found = tl.load(flag_ptr, volatile=True)
-    while (found != tag) & (over == 0):
+    missing = _missing(flag_ptr, programs, tag, RANKS)
+    while (missing != 0) & (over == 0):
         polls += 1
         if polls % PATIENCE == 0:
             now = clock(polls, TIMED)
             if now - looked >= PAUSE:
                 looked = now
                 over = is_over(peers, now - began)
-        found = tl.load(flag_ptr, volatile=True)
+        missing = _missing(flag_ptr, programs, tag, RANKS)
     if over == 0:
-        # What was stored before the flag is there for all threads, which wait for this one's value.
-        found = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-        over = (found != tag).to(tl.int32)
+        for ahead in tl.static_range(RANKS - 1):
+            # What was stored before the flag is there for all threads, which wait for this one.
+            found = tl.atomic_add(flag_ptr + ahead * programs, 0, sem="acquire", scope="sys")
+            over |= (found != tag).to(tl.int32)
     if over != 0:
         tl.store(peers.over, 1)
         tl.store(peers.watch, 1)
     return over, clock(polls, TIMED) - began
+
+
+@triton.jit
+def _missing(flag_ptr, programs, tag, RANKS: tl.constexpr):
+    """How many flags have another tag; no load waits for another one."""
+    missing = 0
+    for ahead in tl.static_range(RANKS - 1):
+        found = tl.load(flag_ptr + ahead * programs, volatile=True)
+        missing += (found != tag).to(tl.int32)
+    return missing

@@ -241,7 +241,7 @@ def test_ranks_push_all(
     # Behind the items, at the others first.
     assert own.boxes.tolist() == [other.own.data_ptr(), own.own.data_ptr()]
     assert own.own.data_ptr() == first.tensors.items.data_ptr() + first.tensors.items.nbytes
-    assert own.capacity == 2 * 128 * 4096 and not own.own.any() and not own.tags.any()
+    assert own.size == 128 * 4096 and not own.own.any() and not own.tags.any()
     exported = meeting._memory._own.tensor
     assert (
         exported.nbytes == peer_bytes(2, UNITS, 3000) == own.own.nbytes + first.tensors.items.nbytes

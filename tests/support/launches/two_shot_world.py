@@ -1,4 +1,4 @@
-"""Ranks of one process that sum in two shots, one after the other: those that have not run yet have
+"""Ranks of one process that sum large parts, one after the other: those that have not run yet have
 stored what they give in plain PyTorch.
 """
 
@@ -31,32 +31,49 @@ class TwoShotWorld:
         self.memories = [
             TwoShotMemory.over(rank, own, addresses, programs) for rank, own in enumerate(self.own)
         ]
-        self.capacity = self.memories[0].capacity
+        self.size = self.memories[0].size
         items = [torch.zeros(2, ranks, 1, UNIT, dtype=torch.int64) for _ in range(ranks)]
         at = [each.data_ptr() for each in items]
         self.peers = [
             Peers(rank, PeerItems.over_items(rank, each, at)) for rank, each in enumerate(items)
         ]
         for own, memory, peers in zip(self.own, self.memories, self.peers, strict=True):
-            own[2 * self.capacity :] = tag
+            flags = own[2 * self.size :].view(2, -1)
+            flags[:] = tag
+            if ranks == 2:
+                # Of two halves one has the tag before.
+                flags[1 - (tag & 1)] = tag - 1
             memory.tags.fill_(tag)
             peers.tensors.watch[1] = 2**40
 
     def store(self, giver: int, taker: int, parts: Sequence[torch.Tensor]) -> None:
         """What one rank stores at another one of these parts of all, of one launch."""
+        ranks, programs, own = self.ranks, self.programs, self.own[taker]
+        one_shot = ranks == 2
         total = sum_parts_reference(torch.stack([*parts]))
         part, total = (_words(each) for each in (parts[giver], total))
-        blocks = -(-len(part) // (self.ranks * self.programs * BLOCK))
-        shape = (self.programs, self.ranks, blocks * BLOCK)
-        pad = shape[0] * shape[1] * shape[2] - len(part)
-        shares = torch.nn.functional.pad(part, (0, pad)).view(shape)
-        sums = torch.nn.functional.pad(total, (0, pad)).view(shape)
-        own, size = self.own[taker], shares[0, 0].numel()
-        inbox = own[: self.ranks * self.programs * size].view(self.ranks, self.programs, size)
-        inbox[giver] = shares[:, taker]
-        own[self.capacity :][: sums.numel()].view(shape)[:, giver] = sums[:, giver]
-        flags = own[2 * self.capacity :].view(2, self.ranks, self.programs)
-        flags[:, giver] = self.memories[giver].tags + 1
+        owners = 1 if one_shot else ranks
+        size = -(-len(part) // (owners * programs * BLOCK)) * BLOCK
+        shape = (programs, owners, size)
+        pad = programs * owners * size - len(part)
+        shares, sums = (
+            torch.nn.functional.pad(each, (0, pad)).view(shape) for each in (part, total)
+        )
+        due, ahead = self.memories[giver].tags + 1, (giver - taker - 1) % ranks
+        half = int(due[0]) & 1 if one_shot else 0
+        flags = own[2 * self.size :].view(2, ranks, programs)
+        inbox = own[half * self.size :][: (ranks - 1) * programs * size]
+        inbox.view(ranks - 1, programs, size)[ahead] = shares[:, 0 if one_shot else taker]
+        flags[half, ahead] = due
+        if not one_shot:
+            own[self.size :][: sums.numel()].view(shape)[:, giver] = sums[:, giver]
+            flags[1, ahead] = due
+
+    def sums_of(self, rank: int) -> torch.Tensor:
+        """Which words of a rank's memory are sums, in two shots, or their flags."""
+        words = torch.arange(self.own[rank].numel())
+        flags = words[2 * self.size :].view(2, -1)
+        return torch.cat([words[self.size : 2 * self.size], flags[1]])
 
     def sum(self, parts: Sequence[torch.Tensor], order: Sequence[int]) -> list[torch.Tensor]:
         """What each rank gets, when they come in this order."""
