@@ -1,4 +1,4 @@
-"""Two ranks, on a GPU each; where there is one they share it, which gives each its time in turn."""
+"""Two ranks, or four, on a GPU each; where there is one, two share it, and take turns."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from graphengine.testing import no_alloc, no_sync
 
 pytestmark = pytest.mark.gpu
 
+RANKS = 4 if torch.cuda.device_count() > 3 else 2
 PROMPTS = [PROMPT, OTHER, LONG]
 CHUNK = LONG * 3
 
 
 def open_ranks(**options: object) -> Engine:
     small = {"device": "cuda", "dtype": "float32", "max_batch": 2, "wait_limit_s": 60.0}
-    return open_engine(tensor_parallel=2, **small | options)
+    return open_engine(tensor_parallel=RANKS, **small | options)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def runtime_of(engine: Engine) -> LeadingRuntime:
 
 def assert_equal_ranks(engine: Engine) -> None:
     digests = runtime_of(engine).digests()
-    assert len(digests) == 2 and len(set(digests)) == 1
+    assert len(digests) == RANKS and len(set(digests)) == 1
 
 
 def tokens(engine: Engine) -> list[tuple[int, ...]]:
@@ -103,7 +104,7 @@ def test_ranks_have_some_experts_each(glm_checkpoints: dict[str, Any], max_batch
     """Pairs one by one in both row families, grouped, and those of chunks."""
     oracle = glm_checkpoints["glm-norms-biases"]
     options = {"device": "cuda", "dtype": "float32", "max_batch": max_batch, "wait_limit_s": 60.0}
-    options |= {"tensor_parallel": 2, "expert_parallel": True}
+    options |= {"tensor_parallel": RANKS, "expert_parallel": True}
     with open_engine(oracle.path, **options) as engine:
         for result in engine.generate(oracle.prompts((3, 40, 17)), greedy(24, ignore_eos=True)):
             oracle.assert_greedy(result)
@@ -111,7 +112,7 @@ def test_ranks_have_some_experts_each(glm_checkpoints: dict[str, Any], max_batch
 
 
 def test_replays_are_what_eager_steps_are(engine: Engine) -> None:
-    """The driver's steps are eager, those of the other rank are replays."""
+    """The driver's steps are eager, those of the other ranks are replays."""
     params = sampled(12, seed=3, top_k=20)
     expected = [result.token_ids for result in engine.generate(PROMPTS, params)]
     with runtime_of(engine).replaced(Eager):
@@ -124,7 +125,7 @@ def test_a_rank_that_is_late_is_waited_for(engine: Engine) -> None:
     expected = engine.generate(PROMPT, greedy()).token_ids
     request = engine.submit(PROMPT, greedy())
     engine.step()
-    (pid,) = runtime_of(engine).ranks.pids
+    pid, *_ = runtime_of(engine).ranks.pids
     os.kill(pid, signal.SIGSTOP)
     subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -CONT {pid}"])
     while engine.busy:
@@ -139,7 +140,7 @@ def test_a_recording_tells_who_was_late(engine: Engine) -> None:
     engine.submit(PROMPT, greedy(40, ignore_eos=True))
     for _ in range(5):
         engine.step()
-    (pid,) = runtime_of(engine).ranks.pids
+    pid, *_ = runtime_of(engine).ranks.pids
     os.kill(pid, signal.SIGSTOP)
     subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -CONT {pid}"])
     while engine.busy:
@@ -188,7 +189,7 @@ def test_ten_thousand_tokens_come_and_go() -> None:
 
 
 def test_steady_steps_neither_wait_nor_allocate(engine: Engine) -> None:
-    """What the driver does between replays; the other rank does the same, but decides nothing."""
+    """What the driver does between replays; other ranks do the same, but decide nothing."""
     engine.submit(PROMPT, greedy(60, ignore_eos=True))
     for _ in range(8):
         engine.step()
@@ -223,7 +224,7 @@ def test_chunks_are_what_they_are_in_one_rank_and_end() -> None:
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_gone_in_a_chunk_ends_the_engine(fault: signal.Signals) -> None:
     with open_chunks(wait_limit_s=5.0) as engine:
-        (pid,) = runtime_of(engine).ranks.pids
+        pid, *_ = runtime_of(engine).ranks.pids
         engine.generate(CHUNK, greedy(2))
         os.kill(pid, fault)
         engine.submit(CHUNK, greedy(60, ignore_eos=True))
@@ -244,7 +245,7 @@ def test_a_rank_that_is_gone_ends_the_engine(fault: signal.Signals) -> None:
     with open_ranks(wait_limit_s=5.0) as engine:
         engine.submit(PROMPT, greedy(60, ignore_eos=True))
         engine.step()
-        (pid,) = runtime_of(engine).ranks.pids
+        pid, *_ = runtime_of(engine).ranks.pids
         os.kill(pid, fault)
         started = time.monotonic()
         with pytest.raises(RankFailed):

@@ -83,7 +83,14 @@ def test_a_wait_for_nobody_ends(by: str) -> None:
     assert torch.equal(other.tensors.items, before)
 
 
-def test_processes_on_one_gpu_replay_the_same_sums(tmp_path: Path) -> None:
+def test_processes_replay_the_same_sums(tmp_path: Path) -> None:
+    """On a GPU each where there are as many."""
+    ranks = 4 if torch.cuda.device_count() > 3 else 2
     replays = {(1, torch.bfloat16): 1000, (1, torch.float32): 50, (7, torch.float16): 50}
     replays |= {(lanes, torch.bfloat16): 20 for lanes in (2, 16, 64)}
-    assert run_ranks(tmp_path, 2, replays | {(64, torch.float32): 20}) == [0, 0]
+    assert run_ranks(tmp_path, ranks, replays | {(64, torch.float32): 20}) == [0] * ranks
+
+
+def test_three_ranks_sum_large_parts_in_two_shots(tmp_path: Path) -> None:
+    replays = {(7, torch.float16): 10, (64, torch.bfloat16): 5}
+    assert run_ranks(tmp_path, 3, replays) == [0] * 3
