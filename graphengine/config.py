@@ -121,7 +121,8 @@ class EngineConfig(EngineSizes):
         "auto",
         doc="""what weights are: "auto": as the checkpoint has them; "dummy": random, drawn on the
         device by their names, for measurements, and for weights that `update_weights` brings: of
-        the checkpoint's files only configs and headers are read""",
+        the checkpoint's files only configs and headers are read; drafters with a checkpoint of
+        their own are read from it all the same""",
         flag=Flag(),
     )
     quantize: RoundedKind | None = option(

@@ -54,7 +54,8 @@ class EngineOptions(TypedDict, total=False):
     load_format: LoadFormat
     """what weights are: "auto": as the checkpoint has them; "dummy": random, drawn on the device
     by their names, for measurements, and for weights that `update_weights` brings: of the
-    checkpoint's files only configs and headers are read
+    checkpoint's files only configs and headers are read; drafters with a checkpoint of their
+    own are read from it all the same
     """
 
     quantize: RoundedKind | None

@@ -49,6 +49,7 @@ from graphengine.kernels.attention.reference import (
     decode_attention_reference,
     paged_prefill_attention_reference,
 )
+from graphengine.kernels.comm.all_reduce import AllReduceMemory, all_reduce, all_reduce_words
 from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers, item_bytes
 from graphengine.kernels.comm.push import push_gather, push_own_sum, push_sum
@@ -59,7 +60,6 @@ from graphengine.kernels.comm.push_residual import (
     push_units,
 )
 from graphengine.kernels.comm.sums import sum_parts, sum_parts_reference
-from graphengine.kernels.comm.two_shot import TwoShotMemory, two_shot_sum, two_shot_words
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
@@ -414,6 +414,7 @@ __all__ = [
     "AcceptedPath",
     "Activation",
     "ActivationKind",
+    "AllReduceMemory",
     "AnyWeight",
     "BlockDraft",
     "Candidates",
@@ -479,7 +480,6 @@ __all__ = [
     "TreeLanes",
     "TreeLevel",
     "TreeTables",
-    "TwoShotMemory",
     "WeightFormat",
     "add_normed",
     "add_normed_reference",
@@ -493,6 +493,8 @@ __all__ = [
     "advance_module_draft",
     "advance_vanilla_draft",
     "advance_vanilla_draft_reference",
+    "all_reduce",
+    "all_reduce_words",
     "apply_commands",
     "arrivals_needed",
     "attention_split",
@@ -676,8 +678,6 @@ __all__ = [
     "token_log_probabilities_reference",
     "top_drafts",
     "top_drafts_reference",
-    "two_shot_sum",
-    "two_shot_words",
     "unpack_state",
     "update_relaxed_delta",
     "update_relaxed_delta_reference",

@@ -143,6 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         lanes = integers(options.lanes, "--lanes")
+        if max(lanes) > MAX_LANES:
+            raise ValueError(f"--lanes {options.lanes}: a decode step has up to {MAX_LANES}")
         if options.out is not None:
             check_out(options.out)
         gpus = torch.cuda.device_count()

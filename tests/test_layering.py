@@ -57,6 +57,7 @@ MODEL_DOORS = {
             "kv_scales",
             "quantised",
             "rank_cuts",
+            "random_values",
             "ranks",
             "routing",
             "stages",

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftsElsewhere, make_drafter
 from graphengine.kernels import FP8_KV, PackedWeight
@@ -183,8 +185,13 @@ def load_checkpoint(
                 checkpoint = drafter.cut(cut_to(checkpoint, of_all, weights, share))
         linears += drafter.linears()
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
+        if checkpoint.drawn_on is not None and memory.device.type == "cuda":
+            # Each tensor was drawn whole, though a rank may keep a part.
+            torch.cuda.empty_cache()
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
-            read_kv_scales(checkpoint, weights, drafter, whole, share)
+            # Those of random weights are nobody's.
+            if checkpoint.drawn_on is None:
+                read_kv_scales(checkpoint, weights, drafter, whole, share)
             unused = [name for name in unused if not is_kv_scale(name)]
     # Stages leave most of it to each other.
     if unused and config.pipeline_parallel == 1:

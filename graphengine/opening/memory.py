@@ -13,10 +13,10 @@ from graphengine.host.rings import WindowRing
 from graphengine.kernels import (
     MAX_LANES,
     ActivationKind,
+    all_reduce_words,
     item_bytes,
     lane_units,
     push_units,
-    two_shot_words,
 )
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import kept_bytes, recurrent_states
@@ -250,9 +250,10 @@ def _add_ranks(budget: MemoryBudget, shape: EngineShape, load_bytes: int) -> tup
     if ranks == 1:
         return units, summed
     if shape.on_gpu:
-        budget.add("NCCL (estimate)", _NCCL_BYTES, shape.where)
+        if shape.config.pipeline_parallel > 1:
+            budget.add("NCCL (estimate)", _NCCL_BYTES, shape.where)
         units, summed = _push_units(shape), _summed_words(shape)
-        pushed = item_bytes(ranks, units) + 4 * two_shot_words(summed, ranks)
+        pushed = item_bytes(ranks, units) + 4 * all_reduce_words(summed, ranks)
         budget.add("parts of all ranks", pushed, shape.where)
     link = LinkShape.of_loads(ranks - 1, load_bytes)
     budget.add(f"link to {ranks - 1} other rank{'s' * (ranks > 2)}", 8 * link.words, "host")

@@ -3,7 +3,7 @@
 All parts go to all ranks, and each rank adds them up in the order of the ranks: the sum depends on
 neither the library's algorithm nor the number of rows. On a CPU gloo carries the parts, over
 sockets of the loopback interface. On GPUs kernels push them into memory that all ranks map: as
-items where they are small, such as those of a decode step, and behind flags those of a chunk. Where
+items where they are small, such as those of a decode step, and those of a chunk with flags. Where
 memory cannot be mapped NCCL carries all, and it carries what stages pass on; it refuses ranks that
 share a GPU. Both are captured into the graphs.
 A rank's group is its own: torch.distributed's default group stays the host program's.
@@ -29,13 +29,13 @@ from torch import Tensor
 from graphengine.kernels import (
     ExpertLanes,
     Peers,
+    all_reduce,
     push_gather,
     push_lanes,
     push_own_sum,
     push_own_to_residual,
     push_sum,
     sum_parts,
-    two_shot_sum,
 )
 from graphengine.models.contract import AddOwn, Share
 from graphengine.parallel.peer_memory import PeerMemory, devices_of
@@ -43,16 +43,16 @@ from graphengine.parallel.peer_memory import PeerMemory, devices_of
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-# What torch asks when it makes a group of NCCL: whether a thread ends the process where NCCL waits
-# for long or has failed, and looks for other ranks' word of it in the store, whose file is removed
-# once all have met. Who waits in vain says so here.
+# Torch starts a thread beside each group of NCCL, unless these are "0" in the environment. It ends
+# the process where NCCL waits for long or has failed, and looks into the store for what other ranks
+# say of that. Here the store's file is removed once all have met, and ranks say it in another way.
 _WATCHERS = (
     "TORCH_NCCL_ENABLE_MONITORING",
     "TORCH_NCCL_DUMP_ON_TIMEOUT",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 _environment = threading.Lock()
-# For which the end of NCCL's communicator is waited for, which takes half a second.
+# NCCL's communicator takes half a second to end, and is waited for so long.
 _END_LIMIT_S = 30.0
 
 
@@ -152,10 +152,10 @@ class Meeting:
         peers = self._pushes(part_NH)
         if peers is None:
             return sum_parts(self.gather(part_NH))
-        two_shot = None if self._memory is None else self._memory.two_shot
-        if two_shot is None or peers.hold(part_NH):
+        summing = None if self._memory is None else self._memory.summing
+        if summing is None or peers.hold(part_NH):
             return push_sum(peers, part_NH.contiguous(), pdl=self._pdl)
-        return two_shot_sum(peers, two_shot, part_NH.contiguous(), pdl=self._pdl)
+        return all_reduce(peers, summing, part_NH.contiguous(), pdl=self._pdl)
 
     def gather(self, part_NC: Tensor) -> Tensor:
         """New `[ranks, N, C]`, the parts of all ranks in their order. MeetingFailed on a CPU."""

@@ -15,11 +15,11 @@ import torch
 from graphengine.buckets.shared_memory import ExportedMemory, MappedMemory
 from graphengine.kernels import (
     PUSH_UNIT,
+    AllReduceMemory,
     PeerItems,
     Peers,
-    TwoShotMemory,
+    all_reduce_words,
     item_bytes,
-    two_shot_words,
 )
 from graphengine.models.contract import Share
 
@@ -33,7 +33,7 @@ class PeerMemory:
     `watch` is of `PeerItems.over_items`.
 
     peers     what kernels push with; None where it did not work for all, or after `leave()`
-    two_shot  with what they sum large parts beside it; None where `summed_words` is 0, too
+    summing   with what they sum up large parts beside it; None where `summed_words` is 0, too
     problem   why not, as the first rank has it that it did not work for; "" where it did
     """
 
@@ -48,7 +48,7 @@ class PeerMemory:
         summed_words: int = 0,
     ) -> None:
         self.peers: Peers | None = None
-        self.two_shot: TwoShotMemory | None = None
+        self.summing: AllReduceMemory | None = None
         self._device = device
         self._own: ExportedMemory | None = None
         self._mapped: list[MappedMemory] = []
@@ -81,12 +81,12 @@ class PeerMemory:
         tensors = PeerItems.over_items(share.rank, items.view(shape), addresses, watch)
         self.peers = Peers(share.rank, tensors)
         if summed_words:
-            behind = [address + items.nbytes for address in addresses]
-            self.two_shot = TwoShotMemory.over(share.rank, sums.view(torch.int32), behind)
+            after_items = [address + items.nbytes for address in addresses]
+            self.summing = AllReduceMemory.over(share.rank, sums.view(torch.int32), after_items)
 
     def leave(self) -> None:
         """Wait for what is queued, then unmap the others' memory: no kernel may use it again."""
-        self.peers = self.two_shot = None
+        self.peers = self.summing = None
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         for each in self._mapped:
@@ -106,7 +106,7 @@ class PeerMemory:
 
 def peer_bytes(ranks: int, units: int, summed_words: int) -> int:
     """Of the memory that one rank gives all others."""
-    return item_bytes(ranks, units) + 4 * two_shot_words(summed_words, ranks)
+    return item_bytes(ranks, units) + 4 * all_reduce_words(summed_words, ranks)
 
 
 def devices_of(store: Any, share: Share, device: torch.device) -> list[str]:

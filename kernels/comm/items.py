@@ -41,6 +41,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.pdl import wait_for_inputs
 
 UNIT = 256
 """Words in which memory is counted, and of which a program of a push has one at a time."""
@@ -70,7 +71,8 @@ class PeerItems(NamedTuple):
     over: torch.Tensor
     """int32 [1], on this device: not 0 once the waits of this rank are over."""
     waited: torch.Tensor
-    """int64 [1], on this device: nanoseconds that the first program of each launch has waited."""
+    """int64 [1], on this device: nanoseconds that the first program of each launch has waited; one
+    that may begin before the launch that pushes has ended waits for that, too."""
     watch: torch.Tensor
     """int64 [2], pinned: not 0 once waits are over, which host and device may say; and the
     nanoseconds for which one lasts at most."""
@@ -278,10 +280,12 @@ def take_words(
     RANKS: tl.constexpr,
     SIZE: tl.constexpr,
     TIMED: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """The int32 words of all ranks, in their order; and whether waits are over.
 
-    It waits for them. Where waits are over the words are those that this rank has stored at itself.
+    It waits for them. Where waits are over the words are those that this rank has stored at itself;
+    EARLY: in the launch before, which may not have ended.
     These words of the memory have their new tags afterwards.
     """
     at = _place(word, tag, RANKS, SIZE)
@@ -302,6 +306,7 @@ def take_words(
     if over != 0:
         tl.store(peers.over, 1)
         tl.store(peers.watch, 1)
+        wait_for_inputs(EARLY, False)
         words, missing = _look(mapped[RANKS - 1] + at, 0, tag, mask, RANKS)
     tl.store(peers.tags + word, tag, mask=mask)
     if tl.program_id(0) + tl.program_id(1) == 0:

@@ -6,8 +6,9 @@ The kernels of a decode graph keep one discipline, so that each may rely on it:
   returns when the launch before has completed and its stores can be seen; as that launch waited for
   its own predecessor, everything earlier is complete as well.
 - The next launch is triggered after the wait, never before it. So when launch k starts, launch
-  k - 2 is complete. One kernel is excepted, which takes sums that launch k - 2 has pushed, stores
-  and triggers before it waits, and says why it may.
+  k - 2 is complete. One kernel is excepted, `_take_sums_kernel`, which takes what launch k - 1 has
+  pushed: it triggers and stores before its wait, and says why it may. The launch after it may load
+  nothing before its own wait that the pushing launch has written.
 - Before its wait a program loads only what no kernel of the graph writes (weights, host-owned
   fields), or, past the L1 cache (`cache_modifier=".cg"`), what launch k - 2 or an earlier one
   wrote.

@@ -117,7 +117,7 @@ def _take_sums_kernel(
     x = tl.zeros([BLOCK_H], dtype=tl.float32)
     if scaled_ptr is not None:
         x = tl.load(x_ptrs, mask=mask & live, other=0.0, cache_modifier=".cg")
-    found, over = take_words(peers, mapped, word, tag, mask, over, RANKS, SIZE, TIMED)
+    found, over = take_words(peers, mapped, word, tag, mask, over, RANKS, SIZE, TIMED, PDL)
     if live:
         x += sum_words(found, tl.float32, RANKS) + bias
         tl.store(x_ptrs, x, mask=mask)

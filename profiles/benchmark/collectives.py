@@ -151,8 +151,8 @@ class Chain:
 
 
 def microseconds_of(stream: torch.cuda.Stream, *chains: Callable[[], None]) -> list[float]:
-    """Of each a call, where a chain makes `CALLS`: captured as a graph, which are replayed in turn.
-    All ranks that meet in a chain call it with the same ones.
+    """Microseconds of a call, for each chain of `CALLS` calls. Chains are captured as graphs, which
+    are replayed in turn: all ranks that meet in them call this with the same ones.
     """
     graphs = list[CapturedGraph]()
     with ExitStack() as stack:

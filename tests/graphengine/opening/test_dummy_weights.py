@@ -60,6 +60,21 @@ def test_values_in_files_are_not_read(stored: Path, tmp_path: Path) -> None:
     assert updated == tokens(few_layers(), dtype="bfloat16")
 
 
+def test_scales_of_kv_are_not_drawn(tmp_path: Path) -> None:
+    """They are read where weights are, and 1 where these are nobody's."""
+    shutil.copytree(few_layers(), tmp_path / "scaled")
+    file = tmp_path / "scaled" / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(3):
+        for kind in "kv":
+            name = f"model.layers.{layer}.self_attn.{kind}_scale"
+            tensors[name] = torch.tensor(0.02)
+    save_file(tensors, file)
+    plain = tokens(few_layers(), load_format="dummy", kv_dtype="fp8")
+    assert tokens(tmp_path / "scaled", load_format="dummy", kv_dtype="fp8") == plain
+    assert tokens(tmp_path / "scaled", kv_dtype="fp8") != tokens(few_layers(), kv_dtype="fp8")
+
+
 def test_a_part_is_that_of_the_whole() -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     checkpoint = Checkpoint.open(few_layers()).drawn("cpu")

@@ -430,7 +430,7 @@ def test_what_a_step_on_gpus_launches(
         peers = Peers(0, PeerItems.over_items(0, items, [items.data_ptr()] * 2))
         with monkeypatch.context() as patch:
             patch.setattr(
-                engine.runtime._joined.group, "_memory", SimpleNamespace(peers=peers, two_shot=None)
+                engine.runtime._joined.group, "_memory", SimpleNamespace(peers=peers, summing=None)
             )
             graphs = graph_kernels(engine)
         layers = len(engine.model.config.expert_layers)

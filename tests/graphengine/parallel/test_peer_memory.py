@@ -225,7 +225,7 @@ def test_ranks_push_all(
     """In two shots what is larger than their items; NCCL is not begun."""
     if share_a_gpu:
         devices[1] = devices[0]
-    for name in ("push_sum", "push_own_sum", "two_shot_sum"):
+    for name in ("push_sum", "push_own_sum", "all_reduce"):
         monkeypatch.setattr(meetings, name, lambda *args, name=name, **options: (name, args))
     small, large = torch.zeros(UNITS, PUSH_UNIT), torch.zeros(UNITS, PUSH_UNIT + 1)
 
@@ -233,9 +233,9 @@ def test_ranks_push_all(
         memory = meeting._memory
         assert memory is not None and memory.peers is not None and meeting.group is None
         assert meeting.reduce(small) == ("push_sum", (memory.peers, small))
-        assert meeting.reduce(large) == ("two_shot_sum", (memory.peers, memory.two_shot, large))
+        assert meeting.reduce(large) == ("all_reduce", (memory.peers, memory.summing, large))
         assert meeting.sum_own(large.repeat(2, 1, 1))[0] == "push_own_sum"
-        return memory.peers, memory.two_shot, meeting
+        return memory.peers, memory.summing, meeting
 
     (first, own, meeting), (_, other, _) = on_two_ranks(tmp_path, work, summed_words=3000)
     # Behind the items, at the others first.
@@ -247,7 +247,7 @@ def test_ranks_push_all(
         exported.nbytes == peer_bytes(2, UNITS, 3000) == own.own.nbytes + first.tensors.items.nbytes
     )
     meeting.close()
-    assert meeting._memory.two_shot is None
+    assert meeting._memory.summing is None
 
 
 def test_without_chunks_all_is_pushed_in_pieces(

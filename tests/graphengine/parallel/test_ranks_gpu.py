@@ -213,7 +213,7 @@ def test_chunks_are_what_they_are_in_one_rank_and_end() -> None:
         group = runtime_of(engine)._joined.group
         assert group is not None and group.peers is not None and group.group is None
         assert not group.peers.hold(torch.zeros(96, engine.model.config.hidden_size))
-        summed = group._memory.two_shot
+        summed = group._memory.summing
         assert [each.token_ids for each in engine.generate(prompts, greedy())] == expected
         assert_equal_ranks(engine)
         assert summed is not None and summed.tags.min() > 0

@@ -271,7 +271,7 @@ def test_a_step_on_gpus_launches_what_one_ranks_does(
     tensors = PeerItems.over_items(0, items, [items.data_ptr()] * group.share.ranks)
     with monkeypatch.context() as patch:
         peers, program = Peers(0, tensors), engine.runtime.program
-        patch.setattr(group, "_memory", SimpleNamespace(peers=peers, two_shot=None))
+        patch.setattr(group, "_memory", SimpleNamespace(peers=peers, summing=None))
         patch.setattr(program, "launch", replace(program.launch, peers=peers))
         ranks = graph_kernels(engine)
     with open_engine(folder, 1) as alone:

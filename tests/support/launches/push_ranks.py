@@ -12,6 +12,7 @@ import torch
 from graphengine.kernels import (
     ExpertLanes,
     Launch,
+    all_reduce,
     heuristic_plan,
     linear_residual,
     linear_squares,
@@ -22,7 +23,6 @@ from graphengine.kernels import (
     push_sum,
     push_to_residual,
     push_units,
-    two_shot_sum,
 )
 from graphengine.kernels.comm.push_lanes import push_lanes_reference
 from graphengine.kernels.comm.sums import sum_parts_reference
@@ -78,8 +78,8 @@ class _Step:
     """
 
     def __init__(self, memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype) -> None:
-        assert memory.peers is not None and memory.two_shot is not None
-        self.two_shot = memory.two_shot
+        assert memory.peers is not None and memory.summing is not None
+        self.summing = memory.summing
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.peers, self.rank = memory.peers, share.rank
         generator = torch.Generator().manual_seed(lanes)
@@ -118,7 +118,7 @@ class _Step:
         self.wrong[2] += (found.x != expected.x).sum()
         self.wrong[3] += (found.scaled != expected.scaled).sum()
         wide = parts.repeat(1, _WIDER, 1)
-        found_sum = two_shot_sum(self.peers, self.two_shot, wide[self.rank].contiguous())
+        found_sum = all_reduce(self.peers, self.summing, wide[self.rank].contiguous())
         self.wrong[8] += (found_sum != sum_parts_reference(wide)).sum()
         self._push_own(parts)
         self._push_products(parts[:, :, :_COLUMNS].contiguous())

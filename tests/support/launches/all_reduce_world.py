@@ -8,28 +8,30 @@ from collections.abc import Sequence
 
 import torch
 
+from graphengine.kernels.comm.all_reduce import (
+    AllReduceMemory,
+    all_reduce,
+    all_reduce_words,
+    block_of,
+    blocks_of,
+)
 from graphengine.kernels.comm.items import UNIT, PeerItems, Peers
 from graphengine.kernels.comm.sums import sum_parts_reference
-from graphengine.kernels.comm.two_shot import (
-    BLOCK,
-    TwoShotMemory,
-    two_shot_sum,
-    two_shot_words,
-)
 
 
-class TwoShotWorld:
+class AllReduceWorld:
     """Ranks after as many launches as `tag` says, with garbage in all words."""
 
     def __init__(self, ranks: int, words: int, programs: int, tag: int = 0) -> None:
         self.ranks, self.programs = ranks, programs
         self.own = [
-            torch.randint(-(2**31), 2**31, (two_shot_words(words, ranks, programs),)).int()
+            torch.randint(-(2**31), 2**31, (all_reduce_words(words, ranks, programs),)).int()
             for _ in range(ranks)
         ]
         addresses = [own.data_ptr() for own in self.own]
         self.memories = [
-            TwoShotMemory.over(rank, own, addresses, programs) for rank, own in enumerate(self.own)
+            AllReduceMemory.over(rank, own, addresses, programs)
+            for rank, own in enumerate(self.own)
         ]
         self.size = self.memories[0].size
         items = [torch.zeros(2, ranks, 1, UNIT, dtype=torch.int64) for _ in range(ranks)]
@@ -53,7 +55,8 @@ class TwoShotWorld:
         total = sum_parts_reference(torch.stack([*parts]))
         part, total = (_words(each) for each in (parts[giver], total))
         owners = 1 if one_shot else ranks
-        size = -(-len(part) // (owners * programs * BLOCK)) * BLOCK
+        block = block_of(len(part), ranks, programs)
+        size = blocks_of(len(part), ranks, programs, block) * block
         shape = (programs, owners, size)
         pad = programs * owners * size - len(part)
         shares, sums = (
@@ -82,7 +85,7 @@ class TwoShotWorld:
             for other in order[done + 1 :]:
                 self.store(other, rank, parts)
             # Of what those before it have stored it must take the sums, which are right only now.
-            found[rank] = two_shot_sum(self.peers[rank], self.memories[rank], parts[rank])
+            found[rank] = all_reduce(self.peers[rank], self.memories[rank], parts[rank])
         return [found[rank] for rank in range(self.ranks)]
 
 

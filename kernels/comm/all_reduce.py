@@ -1,18 +1,19 @@
 """All-reduce of a part that is too large to be pushed as items, in one kernel.
 
 A part is cut into segments, one a program. Between two ranks it takes one shot: a program stores
-its segment at the other rank, and adds up what it has with what comes. Among more it takes two, a
+its segment at the other rank, and adds up both ranks' segments. Among more it takes two, a
 reduce-scatter and an all-gather: a segment is cut into shares, one a rank; a program stores each
 share at the rank that owns it, adds up its own one, and stores the sum at all ranks. So a rank
 sends 2 (R - 1) / R of a part, in place of R - 1 parts.
 
-Words are stored as they are, and a flag behind them says that they are there: a fence and acquire
-order them, where items have a tag each, which takes twice the bytes. Programs of one number, on all
-ranks, wait for each other and for no other program.
+Words are stored as they are, and then a flag says that they are there: a fence before it and an
+acquire on the other side order them. Items have a tag each instead, which takes twice the bytes.
+Programs of one number, on all ranks, wait for each other and for no other program.
 
-In two shots a rank begins a launch once its last one is complete; then all others have read the
-shares that it had stored, and begun the launch whose sums they wait for. So neither words nor flags
-need two halves. In one shot another rank may be a launch behind: there are two, used in turn.
+In two shots a rank begins a launch once its last one is complete. By then all others have read the
+shares that it had stored; and no sum is stored at a rank before that rank has begun the same
+launch. So neither words nor flags need two halves. In one shot another rank may be a launch late:
+there are two halves, used in turn.
 
 Sums are those of `push_sum`, to the bit, and waits end as its waits do. The scheme is that of the
 one-shot and two-shot all-reduces of TensorRT-LLM and of PyTorch's symmetric memory.
@@ -45,11 +46,13 @@ from graphengine.kernels.core.lanes import FLOAT_DTYPES
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
-BLOCK = 4096
-"""Words that a program has at a time."""
+BLOCK, LEAST_BLOCK = 4096, 512
+"""Words that a program has at a time, and of parts that are small: as many programs as there are
+get some.
+"""
 
 
-class TwoShotMemory(NamedTuple):
+class AllReduceMemory(NamedTuple):
     """Where a rank gets shares and sums, and where it stores those that it gives."""
 
     own: torch.Tensor
@@ -64,7 +67,7 @@ class TwoShotMemory(NamedTuple):
     @classmethod
     def over(
         cls, rank: int, own: torch.Tensor, addresses: Sequence[int], programs: int = PROGRAMS
-    ) -> TwoShotMemory:
+    ) -> AllReduceMemory:
         """Of ranks that have summed nothing yet: `own` holds zeros on each of them, and is mapped
         for this one at `addresses`.
         """
@@ -82,11 +85,11 @@ class TwoShotMemory(NamedTuple):
         return (self.own.numel() - _flags(len(self.boxes), len(self.tags))) // 2
 
 
-def two_shot_words(words: int, ranks: int, programs: int = PROGRAMS) -> int:
-    """int32 values of `TwoShotMemory.own` for parts of so many words; none for none."""
+def all_reduce_words(words: int, ranks: int, programs: int = PROGRAMS) -> int:
+    """int32 values of `AllReduceMemory.own` for parts of so many words; none for none."""
     if not words:
         return 0
-    return 2 * _owned(ranks) * programs * BLOCK * _blocks(words, ranks, programs) + _flags(
+    return 2 * _owned(ranks) * programs * BLOCK * blocks_of(words, ranks, programs) + _flags(
         ranks, programs
     )
 
@@ -104,13 +107,21 @@ def _owned(ranks: int) -> int:
     return 1 if _shots(ranks) == 1 else ranks
 
 
-def _blocks(words: int, ranks: int, programs: int) -> int:
+def blocks_of(words: int, ranks: int, programs: int, block: int = BLOCK) -> int:
     """Of a share."""
-    return math.ceil(words / (_owned(ranks) * programs * BLOCK))
+    return math.ceil(words / (_owned(ranks) * programs * block))
 
 
-def two_shot_sum(
-    peers: Peers, memory: TwoShotMemory, part_NC: torch.Tensor, *, pdl: bool = False
+def block_of(words: int, ranks: int, programs: int) -> int:
+    """The smallest that a share of so many words fits, or the largest."""
+    block = LEAST_BLOCK
+    while block < BLOCK and blocks_of(words, ranks, programs, block) > 1:
+        block *= 2
+    return block
+
+
+def all_reduce(
+    peers: Peers, memory: AllReduceMemory, part_NC: torch.Tensor, *, pdl: bool = False
 ) -> torch.Tensor:
     """`[N, C]`: the sum of all ranks' parts, from rank 0 on.
 
@@ -130,28 +141,31 @@ def two_shot_sum(
     size, programs = memory.size, len(memory.tags)
     sums = total.view(-1).view(torch.int32).split(size)
     for part, out in zip(part_W.split(size), sums, strict=True):
-        launcher(_two_shot_kernel, (programs,))(
+        words = part.numel()
+        block = block_of(words, peers.ranks, programs)
+        launcher(_all_reduce_kernel, (programs,))(
             part,
             out,
             # For the dtype that is added in.
             out.view(total.dtype),
-            part.numel(),
-            _blocks(part.numel(), peers.ranks, programs),
+            words,
+            blocks_of(words, peers.ranks, programs, block),
             peers.rank,
             peers.tensors,
             memory,
             **push_options(peers) | {"SIZE": size},
             SHOTS=_shots(peers.ranks),
-            BLOCK=BLOCK,
-            EVEN=part.numel() % BLOCK == 0,
-            num_warps=16,
+            BLOCK=block,
+            EVEN=words % block == 0,
+            # Eight words a thread.
+            num_warps=block // 256,
             **launch_options(pdl),
         )
     return total
 
 
 @triton.jit(do_not_specialize=["words", "blocks", "rank"])
-def _two_shot_kernel(
+def _all_reduce_kernel(
     part_ptr,
     out_ptr,
     value_ptr,
@@ -179,7 +193,8 @@ def _two_shot_kernel(
     segment = program * share * (RANKS if SHOTS == 2 else 1)
     wait_for_inputs(PDL)
     boxes = _map_boxes(memory, RANKS)
-    over = tl.load(peers.over)
+    # One thread's value, so that all agree.
+    over = tl.atomic_add(peers.over, 0, sem="relaxed")
     tag = tl.load(memory.tags + program) + 1
     half = (tag & 1) if SHOTS == 1 else 0
     shares, shared = half * SIZE, 2 * SIZE + half * RANKS * programs + program
@@ -194,10 +209,10 @@ def _two_shot_kernel(
                 first += (rank + 1 + ahead) % RANKS * share
             for block in range(blocks):
                 at = block * BLOCK + tl.arange(0, BLOCK)
-                there = _there(first + block * BLOCK, words, BLOCK, EVEN)
-                given = tl.load(part_ptr + first + at, mask=there, other=0)
+                inside = _inside(first + block * BLOCK, words, BLOCK, EVEN)
+                given = tl.load(part_ptr + first + at, mask=inside, other=0)
                 tl.store(boxes[ahead] + place + at, given)
-        _say(boxes, shared, programs, tag, RANKS, TIMED)
+        _set_flags(boxes, shared, programs, tag, RANKS, TIMED)
     over, waited = _wait_for(peers, memory.own + shared, programs, tag, over, RANKS, TIMED)
 
     first = segment
@@ -205,8 +220,8 @@ def _two_shot_kernel(
         first += rank * share
     for block in range(blocks):
         at = block * BLOCK + tl.arange(0, BLOCK)
-        there = _there(first + block * BLOCK, words, BLOCK, EVEN)
-        own = tl.load(part_ptr + first + at, mask=there, other=0)
+        inside = _inside(first + block * BLOCK, words, BLOCK, EVEN)
+        own = tl.load(part_ptr + first + at, mask=inside, other=0)
         found = ()
         for other in tl.static_range(RANKS):
             place = shares + ((other + RANKS - rank - 1) % RANKS * programs + program) * share
@@ -214,7 +229,7 @@ def _two_shot_kernel(
             given = tl.load(memory.own + place + at, mask=is_other, other=0)
             found += (tl.where(is_other, given, own),)  # type: ignore[assignment]
         total = sum_to_words(found, DTYPE, RANKS)
-        tl.store(out_ptr + first + at, total, mask=there)
+        tl.store(out_ptr + first + at, total, mask=inside)
         if SHOTS == 2:  # noqa: SIM102  (known to the compiler, where the other is not)
             if over == 0:
                 for ahead in tl.static_range(RANKS - 1):
@@ -222,19 +237,19 @@ def _two_shot_kernel(
 
     if SHOTS == 2:
         if over == 0:
-            _say(boxes, summed, programs, tag, RANKS, TIMED)
+            _set_flags(boxes, summed, programs, tag, RANKS, TIMED)
         over, late = _wait_for(peers, memory.own + summed, programs, tag, over, RANKS, TIMED)
         waited += late
         for ahead in tl.static_range(RANKS - 1):
             first = segment + (rank + 1 + ahead) % RANKS * share
             for block in range(blocks):
                 at = block * BLOCK + tl.arange(0, BLOCK)
-                there = _there(first + block * BLOCK, words, BLOCK, EVEN)
+                inside = _inside(first + block * BLOCK, words, BLOCK, EVEN)
                 if over == 0:
                     given = tl.load(memory.own + sums + first + at)
                 else:
-                    given = tl.load(part_ptr + first + at, mask=there, other=0)
-                tl.store(out_ptr + first + at, given, mask=there)
+                    given = tl.load(part_ptr + first + at, mask=inside, other=0)
+                tl.store(out_ptr + first + at, given, mask=inside)
 
     tl.store(memory.tags + program, tag)
     if program == 0:
@@ -243,7 +258,7 @@ def _two_shot_kernel(
 
 @triton.jit
 def _map_boxes(memory, RANKS: tl.constexpr):
-    """Where to store: pointers of `TwoShotMemory.boxes`."""
+    """Where to store: pointers of `AllReduceMemory.boxes`."""
     boxes = ()
     for ahead in tl.static_range(RANKS):
         address = tl.load(memory.boxes + ahead)
@@ -252,7 +267,7 @@ def _map_boxes(memory, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _there(first, words, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+def _inside(first, words, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     """Which words of a block there are; of whole blocks all or none, so that accesses are wide."""
     if EVEN:
         return first < words
@@ -261,7 +276,7 @@ def _there(first, words, BLOCK: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _say(boxes, flag, programs, tag, RANKS: tl.constexpr, TIMED: tl.constexpr):
+def _set_flags(boxes, flag, programs, tag, RANKS: tl.constexpr, TIMED: tl.constexpr):
     """Tell all others that all is there which this program has stored at them."""
     tl.debug_barrier()
     if TIMED:
@@ -294,20 +309,22 @@ def _wait_for(peers, flag_ptr, programs, tag, over, RANKS: tl.constexpr, TIMED: 
     began = clock(0, TIMED)
     looked = began
     polls = 0
+    # Each thread of the program waits by itself, and looks at the clock at another time.
+    ended = over
     missing = _missing(flag_ptr, programs, tag, RANKS)
-    while (missing != 0) & (over == 0):
+    while (missing != 0) & (ended == 0):
         polls += 1
         if polls % PATIENCE == 0:
             now = clock(polls, TIMED)
             if now - looked >= PAUSE:
                 looked = now
-                over = is_over(peers, now - began)
+                ended = is_over(peers, now - began)
         missing = _missing(flag_ptr, programs, tag, RANKS)
-    if over == 0:
-        for ahead in tl.static_range(RANKS - 1):
-            # What was stored before the flag is there for all threads, which wait for this one.
-            found = tl.atomic_add(flag_ptr + ahead * programs, 0, sem="acquire", scope="sys")
-            over |= (found != tag).to(tl.int32)
+    for ahead in tl.static_range(RANKS - 1):
+        # One thread's look, for which the others wait: so all agree whether waits are over, and
+        # find what was stored before the flag.
+        found = tl.atomic_add(flag_ptr + ahead * programs, 0, sem="acquire", scope="sys")
+        over |= (found != tag).to(tl.int32)
     if over != 0:
         tl.store(peers.over, 1)
         tl.store(peers.watch, 1)

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extent import extent
-from graphengine.kernels.comm.sums import sum_parts_reference
-from graphengine.kernels.comm.two_shot import (
+from graphengine.kernels.comm.all_reduce import (
     BLOCK,
-    TwoShotMemory,
-    two_shot_sum,
-    two_shot_words,
+    AllReduceMemory,
+    all_reduce,
+    all_reduce_words,
 )
+from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
-from launches.two_shot_world import TwoShotWorld
+from launches.all_reduce_world import AllReduceWorld
 
 interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="ranks of one process need TRITON_INTERPRET=1"
@@ -53,7 +53,7 @@ def test_all_have_the_sum(ranks, lanes, columns, programs, half, tag, seed):
     dice = random.Random(seed)
     # The interpreter does not round to bfloat16 as a GPU does.
     dtype = torch.float16 if half else torch.float32
-    world = TwoShotWorld(ranks, 40 * columns, programs, tag)
+    world = AllReduceWorld(ranks, 40 * columns, programs, tag)
     for _ in range(3):
         # Another number of lanes, and so of words that a program has.
         parts = random_parts(ranks, dice.randrange(1, lanes + 1), columns, dtype)
@@ -70,25 +70,24 @@ def test_all_have_the_sum(ranks, lanes, columns, programs, half, tag, seed):
 
 
 @interpreted
-def test_large_parts_take_several_launches():
-    """A wait that is over leaves this rank what it has itself."""
-    world = TwoShotWorld(2, 100, 1)
+def test_a_wait_that_is_over_leaves_each_launch_what_its_rank_has():
+    world = AllReduceWorld(2, 100, 1)
     world.peers[1].tensors.watch[0] = 1
     part = torch.randn(5, BLOCK)
-    found = two_shot_sum(world.peers[1], world.memories[1], part)
+    found = all_reduce(world.peers[1], world.memories[1], part)
     assert torch.equal(found, 2 * part) and world.memories[1].tags.tolist() == [5]
 
 
 @interpreted
 def test_a_rank_may_be_a_launch_behind():
     """In one shot its peer's next words do not touch those that it has not taken yet."""
-    world = TwoShotWorld(2, 3000, 1, tag=-1)
+    world = AllReduceWorld(2, 3000, 1, tag=-1)
     parts, later = (random_parts(2, 3, 1000, torch.float32) for _ in range(2))
     world.store(0, 1, parts)
-    found = two_shot_sum(world.peers[1], world.memories[1], parts[1])
+    found = all_reduce(world.peers[1], world.memories[1], parts[1])
     assert torch.equal(found, parts[0] + parts[1])
     world.store(1, 0, later)
-    assert torch.equal(two_shot_sum(world.peers[0], world.memories[0], parts[0]), found)
+    assert torch.equal(all_reduce(world.peers[0], world.memories[0], parts[0]), found)
     for found in world.sum(later, [0, 1]):
         assert torch.equal(found, later[0] + later[1])
 
@@ -97,14 +96,14 @@ def test_a_rank_may_be_a_launch_behind():
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("by", ["limit", "host"])
 def test_a_wait_ends_and_its_rank_gives_nothing_any_more(by: str, ranks: int):
-    world = TwoShotWorld(ranks, 6 * BLOCK, 2)
+    world = AllReduceWorld(ranks, 6 * BLOCK, 2)
     first, before = world.peers[0], world.own[1].clone()
     if by == "limit":
         first.tensors.watch[1] = 300
     else:
         first.tensors.watch[0] = 1
     part = torch.randn(6, BLOCK)
-    found = two_shot_sum(first, world.memories[0], part)
+    found = all_reduce(first, world.memories[0], part)
     # Its own share as often as there are ranks, and what it has itself of those of others.
     repeated = found == sum_parts_reference(torch.stack([part] * ranks))
     assert torch.equal(found[~repeated], part[~repeated])
@@ -117,39 +116,45 @@ def test_a_wait_ends_and_its_rank_gives_nothing_any_more(by: str, ranks: int):
     pushed = world.own[1].clone()
     changed = (pushed != before).nonzero()
     assert len(changed) and (ranks == 2 or not torch.isin(changed, world.sums_of(1)).any())
-    two_shot_sum(first, world.memories[0], part * 2)
+    all_reduce(first, world.memories[0], part * 2)
     assert torch.equal(world.own[1], pushed)
     assert not world.peers[1].tensors.over.item()
 
 
-def wait_for_each_other(rank: int, world: TwoShotWorld, found: Any) -> None:
+def wait_for_each_other(rank: int, world: AllReduceWorld, found: Any) -> None:
+    """Sums of parts, some of which take several launches."""
     generator, sizes = torch.Generator().manual_seed(9), random.Random(5)
     dice = random.Random(rank)
     for _ in range(8):
-        parts = random_parts(2, sizes.randrange(1, 12), 1000, torch.float32, generator)
+        parts = random_parts(world.ranks, sizes.randrange(1, 40), 1000, torch.float32, generator)
         if dice.random() < 0.5:
             time.sleep(dice.random() * 0.02)
-        total = two_shot_sum(world.peers[rank], world.memories[rank], parts[rank])
-        assert torch.equal(total, parts[0] + parts[1])
+        total = all_reduce(world.peers[rank], world.memories[rank], parts[rank])
+        assert torch.equal(total, sum_parts_reference(torch.stack(parts)))
     assert world.peers[rank].tensors.waited.item() > 0
+    assert int(world.memories[rank].tags[0]) > 8
     found.put(rank)
 
 
 @interpreted
-def test_ranks_that_are_processes_wait_for_each_other():
-    world = TwoShotWorld(2, 12000, 2)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_are_processes_wait_for_each_other(ranks: int):
+    world = AllReduceWorld(ranks, 6000, 2)
     # At the same addresses in both processes.
     shared = [torch.zeros_like(own).share_memory_() for own in world.own]
     addresses = [own.data_ptr() for own in shared]
-    world.memories = [TwoShotMemory.over(rank, shared[rank], addresses, 2) for rank in range(2)]
+    world.memories = [
+        AllReduceMemory.over(rank, own, addresses, 2) for rank, own in enumerate(shared)
+    ]
     context = multiprocessing.get_context("fork")
     found = context.SimpleQueue()
-    ranks = [
-        context.Process(target=wait_for_each_other, args=(rank, world, found)) for rank in range(2)
+    processes = [
+        context.Process(target=wait_for_each_other, args=(rank, world, found))
+        for rank in range(ranks)
     ]
-    for process in ranks:
+    for process in processes:
         process.start()
-    for process in ranks:
+    for process in processes:
         process.join(60)
         process.kill()
         assert process.exitcode == 0
@@ -164,18 +169,18 @@ def test_ranks_that_are_processes_wait_for_each_other():
     ],
 )
 def test_what_does_not_fit_is_an_error(part: torch.Tensor, message: str):
-    world = TwoShotWorld(1, 100, 1)
+    world = AllReduceWorld(1, 100, 1)
     with pytest.raises(ValueError, match=message):
-        two_shot_sum(world.peers[0], world.memories[0], part)
+        all_reduce(world.peers[0], world.memories[0], part)
 
 
 def test_memory_has_room_for_a_part_and_its_flags():
-    assert two_shot_words(0, 2) == 0
+    assert all_reduce_words(0, 2) == 0
     # In one shot two halves, of whole blocks of each program.
-    assert two_shot_words(1, 2, 3) == 2 * (3 * BLOCK) + 2 * 2 * 3
-    assert two_shot_words(6 * BLOCK + 1, 2, 3) == 2 * (9 * BLOCK) + 12
-    assert TwoShotWorld(2, 6 * BLOCK + 1, 3).size == 9 * BLOCK
+    assert all_reduce_words(1, 2, 3) == 2 * (3 * BLOCK) + 2 * 2 * 3
+    assert all_reduce_words(6 * BLOCK + 1, 2, 3) == 2 * (9 * BLOCK) + 12
+    assert AllReduceWorld(2, 6 * BLOCK + 1, 3).size == 9 * BLOCK
     # In two shots shares and sums, of whole blocks of each share of each program.
-    assert two_shot_words(1, 4, 3) == 2 * (4 * 3 * BLOCK) + 2 * 4 * 3
-    assert two_shot_words(12 * BLOCK + 1, 4, 3) == 2 * (24 * BLOCK) + 24
-    assert TwoShotWorld(4, 12 * BLOCK + 1, 3).size == 24 * BLOCK
+    assert all_reduce_words(1, 4, 3) == 2 * (4 * 3 * BLOCK) + 2 * 4 * 3
+    assert all_reduce_words(12 * BLOCK + 1, 4, 3) == 2 * (24 * BLOCK) + 24
+    assert AllReduceWorld(4, 12 * BLOCK + 1, 3).size == 24 * BLOCK
