@@ -49,9 +49,9 @@ from graphengine.kernels.attention.reference import (
     decode_attention_reference,
     paged_prefill_attention_reference,
 )
-from graphengine.kernels.comm.all_reduce import AllReduceMemory, all_reduce, all_reduce_words
+from graphengine.kernels.comm.all_reduce import AllReduceMemory, all_reduce, peer_bytes
 from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
-from graphengine.kernels.comm.items import PeerItems, Peers, item_bytes
+from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.kernels.comm.push import push_gather, push_own_sum, push_sum
 from graphengine.kernels.comm.push_lanes import ExpertLanes, lane_units, push_lanes
 from graphengine.kernels.comm.push_residual import (
@@ -494,7 +494,6 @@ __all__ = [
     "advance_vanilla_draft",
     "advance_vanilla_draft_reference",
     "all_reduce",
-    "all_reduce_words",
     "apply_commands",
     "arrivals_needed",
     "attention_split",
@@ -560,7 +559,6 @@ __all__ = [
     "head_product_reference",
     "heuristic_plan",
     "in_order",
-    "item_bytes",
     "keep_best",
     "keep_best_reference",
     "lane_units",
@@ -616,6 +614,7 @@ __all__ = [
     "packed_plan",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
+    "peer_bytes",
     "prefill_attention_workspace_bytes",
     "prepare_next_forward_pass",
     "prepare_next_forward_pass_reference",

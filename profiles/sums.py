@@ -31,9 +31,9 @@ from graphengine.parallel.meeting import Meeting
 from graphengine.profiles.arguments import check_out, integers, write_out
 from graphengine.profiles.benchmark.collectives import (
     CALLS,
-    Chain,
     CollectiveTime,
     microseconds_of,
+    product_times,
 )
 from graphengine.profiles.benchmark.shapes import model_shape
 from graphengine.profiles.percentiles import rounded
@@ -97,12 +97,8 @@ def _products(
     assert peers is not None, "these GPUs cannot map each other's memory"
     plans, _ = choose_plans(linears, DTYPE, family, stream.device)
     counters = torch.zeros(linear_arrivals(linears, plans), dtype=torch.int32, device=stream.device)
-    for name, each in linears.items():
-        if each.shard == "columns" and each.weight is None and not each.experts:
-            size, launch = (lanes, each.rows, each.columns), Launch(pdl=True, arrivals=counters)
-            chain = Chain(peers, size, plans[name], DTYPE, stream, launch)
-            times = chain.microseconds(chain.alone, chain.summed, chain.apart)
-            yield CollectiveTime(name, meeting.share.ranks, *size, *times)
+    launch = Launch(pdl=True, arrivals=counters)
+    return product_times(peers, linears, plans, lanes, DTYPE, stream, launch)
 
 
 def _sums(

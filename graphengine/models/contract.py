@@ -459,12 +459,12 @@ class Model(Protocol):
         end: PrefillEnd,
         slot_1: Tensor,
         *,
-        head: AnyWeight | None = None,
+        head: AnyWeight,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
         """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up.
 
-        head  some rows of lm_head `[V, H]`; None: all
+        head  `lm_head`, or some of its rows
         """
         ...
 

@@ -617,17 +617,16 @@ class DecoderModel:
         end: PrefillEnd,
         slot_1: Tensor,
         *,
-        head: AnyWeight | None = None,
+        head: AnyWeight,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
         """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up.
 
-        head  some rows of lm_head `[V, H]`; None: all
+        head  `lm_head`, or some of its rows
         """
         last = self._layers[-1]
         x_1H, attended_1A = end.last
         weights = self.weights
         scratch = prefill_scratch(weights.layers[-1:], 1, like=weights.embedding, launch=launch)
         finish_prefill_layer(last, self._final_norm, x_1H, attended_1A, slot_1, scratch)
-        head = self.lm_head if head is None else head
         return linear(scratch.h, head, slot_1, out_dtype=torch.float32, launch=launch)

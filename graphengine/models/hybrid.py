@@ -519,12 +519,12 @@ class HybridModel:
         end: PrefillEnd,
         slot_1: Tensor,
         *,
-        head: AnyWeight | None = None,
+        head: AnyWeight,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
         """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up.
 
-        head  some rows of lm_head `[V, H]`; None: all
+        head  `lm_head`, or some of its rows
         """
         (x_1H,) = end.last
         norm, eps = self._norms_after[self._tail - 1], self.config.norm_eps
@@ -534,7 +534,6 @@ class HybridModel:
             block = part.block
             assert isinstance(block, SwigluWeights | SquaredReluWeights), f"{part.layer=}"
             block.prefill(x_1H, next_norm, slot_1, scratch)
-        head = self.lm_head if head is None else head
         return linear(scratch.h, head, slot_1, out_dtype=torch.float32, launch=launch)
 
     def _parts(self) -> Iterator[tuple[PartWeights, Tensor]]:

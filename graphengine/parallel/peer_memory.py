@@ -18,8 +18,7 @@ from graphengine.kernels import (
     AllReduceMemory,
     PeerItems,
     Peers,
-    all_reduce_words,
-    item_bytes,
+    peer_bytes,
 )
 from graphengine.models.contract import Share
 
@@ -102,11 +101,6 @@ class PeerMemory:
             with contextlib.suppress(RuntimeError):
                 self._own.close()
         self._own = None
-
-
-def peer_bytes(ranks: int, units: int, summed_words: int) -> int:
-    """Of the memory that one rank gives all others."""
-    return item_bytes(ranks, units) + 4 * all_reduce_words(summed_words, ranks)
 
 
 def devices_of(store: Any, share: Share, device: torch.device) -> list[str]:

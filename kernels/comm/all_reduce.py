@@ -32,12 +32,13 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.comm.items import (
-    PATIENCE,
-    PAUSE_NS,
     PROGRAMS,
     Peers,
     clock,
-    is_over,
+    from_next_on,
+    item_bytes,
+    look_at_host,
+    map_addresses,
     push_options,
     sum_to_words,
 )
@@ -71,8 +72,7 @@ class AllReduceMemory(NamedTuple):
         """Of ranks that have summed nothing yet: `own` holds zeros on each of them, and is mapped
         for this one at `addresses`.
         """
-        ranks = len(addresses)
-        boxes = [addresses[(rank + ahead) % ranks] for ahead in range(1, ranks + 1)]
+        boxes = from_next_on(rank, addresses)
         return cls(
             own=own,
             boxes=torch.tensor(boxes, dtype=torch.int64, device=own.device),
@@ -89,9 +89,15 @@ def all_reduce_words(words: int, ranks: int, programs: int = PROGRAMS) -> int:
     """int32 values of `AllReduceMemory.own` for parts of so many words; none for none."""
     if not words:
         return 0
-    return 2 * _owned(ranks) * programs * BLOCK * blocks_of(words, ranks, programs) + _flags(
-        ranks, programs
-    )
+    half = _owned(ranks) * programs * BLOCK * blocks_of(words, ranks, programs)
+    return 2 * half + _flags(ranks, programs)
+
+
+def peer_bytes(ranks: int, units: int, words: int) -> int:
+    """Of the memory that a rank gives all others: items of so many units, and, after them, what
+    parts of so many words are summed with.
+    """
+    return item_bytes(ranks, units) + 4 * all_reduce_words(words, ranks)
 
 
 def _flags(ranks: int, programs: int) -> int:
@@ -192,7 +198,7 @@ def _all_reduce_kernel(
     share = blocks * BLOCK
     segment = program * share * (RANKS if SHOTS == 2 else 1)
     wait_for_inputs(PDL)
-    boxes = _map_boxes(memory, RANKS)
+    boxes = map_addresses(memory.boxes, tl.int32, RANKS)
     # One thread's value, so that all agree.
     over = tl.atomic_add(peers.over, 0, sem="relaxed")
     tag = tl.load(memory.tags + program) + 1
@@ -207,11 +213,7 @@ def _all_reduce_kernel(
             first = segment
             if SHOTS == 2:
                 first += (rank + 1 + ahead) % RANKS * share
-            for block in range(blocks):
-                at = block * BLOCK + tl.arange(0, BLOCK)
-                inside = _inside(first + block * BLOCK, words, BLOCK, EVEN)
-                given = tl.load(part_ptr + first + at, mask=inside, other=0)
-                tl.store(boxes[ahead] + place + at, given)
+            _store_share(part_ptr, first, words, boxes[ahead] + place, blocks, BLOCK, EVEN)
         _set_flags(boxes, shared, programs, tag, RANKS, TIMED)
     over, waited = _wait_for(peers, memory.own + shared, programs, tag, over, RANKS, TIMED)
 
@@ -242,14 +244,9 @@ def _all_reduce_kernel(
         waited += late
         for ahead in tl.static_range(RANKS - 1):
             first = segment + (rank + 1 + ahead) % RANKS * share
-            for block in range(blocks):
-                at = block * BLOCK + tl.arange(0, BLOCK)
-                inside = _inside(first + block * BLOCK, words, BLOCK, EVEN)
-                if over == 0:
-                    given = tl.load(memory.own + sums + first + at)
-                else:
-                    given = tl.load(part_ptr + first + at, mask=inside, other=0)
-                tl.store(out_ptr + first + at, given, mask=inside)
+            _take_share(
+                memory.own + sums, part_ptr, out_ptr, first, words, over, blocks, BLOCK, EVEN
+            )
 
     tl.store(memory.tags + program, tag)
     if program == 0:
@@ -257,13 +254,29 @@ def _all_reduce_kernel(
 
 
 @triton.jit
-def _map_boxes(memory, RANKS: tl.constexpr):
-    """Where to store: pointers of `AllReduceMemory.boxes`."""
-    boxes = ()
-    for ahead in tl.static_range(RANKS):
-        address = tl.load(memory.boxes + ahead)
-        boxes += (tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16),)  # type: ignore[assignment]
-    return boxes
+def _store_share(part_ptr, first, words, box_ptr, blocks, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """Words of the part from the first one on, whole blocks of them."""
+    for block in range(blocks):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        inside = _inside(first + block * BLOCK, words, BLOCK, EVEN)
+        tl.store(box_ptr + at, tl.load(part_ptr + first + at, mask=inside, other=0))
+
+
+@triton.jit
+def _take_share(
+    sum_ptr, part_ptr, out_ptr, first, words, over, blocks, BLOCK: tl.constexpr, EVEN: tl.constexpr
+):
+    """The same words of the sum, which another rank has stored here; where waits are over of this
+    rank's part.
+    """
+    for block in range(blocks):
+        at = first + block * BLOCK + tl.arange(0, BLOCK)
+        inside = _inside(first + block * BLOCK, words, BLOCK, EVEN)
+        if over == 0:
+            given = tl.load(sum_ptr + at)
+        else:
+            given = tl.load(part_ptr + at, mask=inside, other=0)
+        tl.store(out_ptr + at, given, mask=inside)
 
 
 @triton.jit
@@ -305,7 +318,6 @@ def _wait_for(peers, flag_ptr, programs, tag, over, RANKS: tl.constexpr, TIMED: 
     """Wait until the flags of all others have this tag. Whether waits are over, as in `take_words`,
     and for how long this one has lasted.
     """
-    PAUSE: tl.constexpr = PAUSE_NS if TIMED else 0
     began = clock(0, TIMED)
     looked = began
     polls = 0
@@ -314,11 +326,7 @@ def _wait_for(peers, flag_ptr, programs, tag, over, RANKS: tl.constexpr, TIMED: 
     missing = _missing(flag_ptr, programs, tag, RANKS)
     while (missing != 0) & (ended == 0):
         polls += 1
-        if polls % PATIENCE == 0:
-            now = clock(polls, TIMED)
-            if now - looked >= PAUSE:
-                looked = now
-                ended = is_over(peers, now - began)
+        ended, looked = look_at_host(peers, polls, began, looked, ended, TIMED)
         missing = _missing(flag_ptr, programs, tag, RANKS)
     for ahead in tl.static_range(RANKS - 1):
         # One thread's look, for which the others wait: so all agree whether waits are over, and

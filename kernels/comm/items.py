@@ -49,10 +49,10 @@ PROGRAMS = 128
 """Of a launch, at most: a GPU of 32 multiprocessors or more runs so many at the same time."""
 
 # Polls of a wait, each of about a microsecond, between two looks at the clock.
-PATIENCE = tl.constexpr(256)
+_PATIENCE = tl.constexpr(256)
 # Between two looks at the host's words: on two H200s 128 programs that look take 0.8 ms, for which
 # the other ranks wait, and so must not look in turn.
-PAUSE_NS = tl.constexpr(4_000_000)
+_PAUSE_NS = tl.constexpr(4_000_000)
 
 
 class PeerItems(NamedTuple):
@@ -95,7 +95,7 @@ class PeerItems(NamedTuple):
         assert len(addresses) == ranks, f"{ranks=}, {addresses=}"
         assert items.numel() < 2**31, f"{list(items.shape)} items have no int32 index"
         own = rank * units * unit * items.itemsize
-        outboxes = [addresses[(rank + ahead) % ranks] + own for ahead in range(1, ranks + 1)]
+        outboxes = [address + own for address in from_next_on(rank, addresses)]
         return cls(
             items=items,
             outboxes=torch.tensor(outboxes, dtype=torch.int64, device=items.device),
@@ -108,6 +108,11 @@ class PeerItems(NamedTuple):
                 else watch
             ),
         )
+
+
+def from_next_on(rank: int, addresses: Sequence[int]) -> list[int]:
+    """What each rank has, in an order that begins with the next one and ends with this one."""
+    return [*addresses[rank + 1 :], *addresses[: rank + 1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +199,16 @@ def push_words_reference(
 @triton.jit
 def map_peers(peers, RANKS: tl.constexpr):
     """Where to store: pointers of `PeerItems.outboxes`."""
+    return map_addresses(peers.outboxes, tl.int64, RANKS)
+
+
+@triton.jit
+def map_addresses(address_ptr, DTYPE: tl.constexpr, RANKS: tl.constexpr):
+    """Pointers to DTYPE, whose addresses are multiples of 16 bytes."""
     mapped = ()
     for ahead in tl.static_range(RANKS):
-        address = tl.load(peers.outboxes + ahead)
-        mapped += (tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16),)  # type: ignore[assignment]
+        address = tl.load(address_ptr + ahead)
+        mapped += (tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16),)  # type: ignore[assignment]
     return mapped
 
 
@@ -290,18 +301,13 @@ def take_words(
     """
     at = _place(word, tag, RANKS, SIZE)
     item_ptrs = peers.items + at
-    PAUSE: tl.constexpr = PAUSE_NS if TIMED else 0
     began = clock(0, TIMED)
     looked = began
     words, missing = _look(item_ptrs, SIZE, tag, mask, RANKS)
     polls = 0
     while (missing != 0) & (over == 0):
         polls += 1
-        if polls % PATIENCE == 0:
-            now = clock(polls, TIMED)
-            if now - looked >= PAUSE:
-                looked = now
-                over = is_over(peers, now - began)
+        over, looked = look_at_host(peers, polls, began, looked, over, TIMED)
         words, missing = _look(item_ptrs, SIZE, tag, mask, RANKS)
     if over != 0:
         tl.store(peers.over, 1)
@@ -315,11 +321,19 @@ def take_words(
 
 
 @triton.jit
-def is_over(peers, waited):
-    """What the host's words say of waits, after nanoseconds of one."""
-    said = tl.load(peers.watch, volatile=True)
-    limit = tl.load(peers.watch + 1, volatile=True)
-    return ((said != 0) | (waited >= limit)).to(tl.int32)
+def look_at_host(peers, polls, began, looked, over, TIMED: tl.constexpr):
+    """Whether the host's words say that waits are over, after so many polls of one, and when they
+    were looked at last; as before where no look is due.
+    """
+    PAUSE: tl.constexpr = _PAUSE_NS if TIMED else 0
+    if polls % _PATIENCE == 0:
+        now = clock(polls, TIMED)
+        if now - looked >= PAUSE:
+            looked = now
+            said = tl.load(peers.watch, volatile=True)
+            limit = tl.load(peers.watch + 1, volatile=True)
+            over = ((said != 0) | (now - began >= limit)).to(tl.int32)
+    return over, looked
 
 
 @triton.jit

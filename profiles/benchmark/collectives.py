@@ -27,6 +27,7 @@ from graphengine.kernels import (
     new_residual,
     push_to_residual,
 )
+from graphengine.models.linears import LinearPlans, Linears
 
 CALLS, REPLAYS = 64, 20
 # Of all weights of a chain: several times an L2 cache.
@@ -61,25 +62,34 @@ def collective_times(engine: Engine) -> Iterator[CollectiveTime]:
     group, runtime = engine.runtime.group, engine.runtime
     if group is None or group.peers is None:
         return
-    for name, each in engine.model.config.linears.items():
+    assert runtime.stream is not None, "a GPU has a stream"
+    yield from product_times(
+        group.peers,
+        engine.model.config.linears,
+        runtime.plans,
+        engine.config.max_batch,
+        engine.memory.dtype,
+        runtime.stream,
+        Launch(pdl=engine.config.pdl, arrivals=runtime.buffers["arrivals"]),
+    )
+
+
+def product_times(
+    peers: Peers,
+    linears: Linears,
+    plans: LinearPlans,
+    lanes: int,
+    dtype: torch.dtype,
+    stream: torch.cuda.Stream,
+    launch: Launch,
+) -> Iterator[CollectiveTime]:
+    """Of each of the linears that is summed up, with so many lanes; see `Chain`."""
+    for name, each in linears.items():
         if each.shard == "columns" and each.weight is None and not each.experts:
-            assert runtime.stream is not None, "a GPU has a stream"
-            chain = Chain(
-                group.peers,
-                (engine.config.max_batch, each.rows, each.columns),
-                runtime.plans[name],
-                engine.memory.dtype,
-                runtime.stream,
-                Launch(pdl=engine.config.pdl, arrivals=runtime.buffers["arrivals"]),
-            )
-            yield CollectiveTime(
-                name,
-                group.share.ranks,
-                engine.config.max_batch,
-                each.rows,
-                each.columns,
-                *chain.microseconds(chain.alone, chain.summed, chain.apart),
-            )
+            size = (lanes, each.rows, each.columns)
+            chain = Chain(peers, size, plans[name], dtype, stream, launch)
+            times = chain.microseconds(chain.alone, chain.summed, chain.apart)
+            yield CollectiveTime(name, peers.ranks, *size, *times)
 
 
 class Chain:

@@ -337,7 +337,7 @@ def test_prefill_of_all_lanes_leaves_the_logits_alone(
             drafter.attend(1, 0, chunk),
             all_lanes=all_lanes,
         )
-        logits = drafter.model.prefill_logits(end, chunk.slot[:1])
+        logits = drafter.model.prefill_logits(end, chunk.slot[:1], head=drafter.model.lm_head)
         results.append((end, logits, drafter.cache.clone()))
     (plain, logits, cache), (end, same_logits, same_cache) = results
     assert plain.hidden is None and end.hidden is not None

@@ -232,7 +232,7 @@ def run(
     end = model.prefill(chunk, states, attention, all_lanes=True, launch=launch.prefill)
     assert end.hidden is not None
     found["hidden"] = end.hidden[:5]
-    found["logits"] = model.prefill_logits(end, int32(1), launch=launch.prefill)
+    found["logits"] = model.prefill_logits(end, int32(1), head=model.lm_head, launch=launch.prefill)
     combined = torch.randn(8, 2 * config.hidden_size, generator=generator)
     found["module's chunk"] = mtp_prefill(
         drafter.config,

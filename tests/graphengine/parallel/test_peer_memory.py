@@ -16,13 +16,13 @@ from graphengine.config import EngineConfig
 from graphengine.kernels import (
     PUSH_UNIT,
     ExpertLanes,
+    peer_bytes,
     push_own_to_residual,
 )
 from graphengine.models.contract import Share
 from graphengine.parallel import meeting as meetings
 from graphengine.parallel import peer_memory
 from graphengine.parallel.meeting import OPENING_LIMIT_S, Meeting, MeetingFailed
-from graphengine.parallel.peer_memory import peer_bytes
 from graphengine.parallel.ranks import ONE_DEVICE, rank_devices
 
 Result = TypeVar("Result")
@@ -222,7 +222,7 @@ def test_another_process_may_read_whether_a_rank_has_waited_in_vain(
 def test_ranks_push_all(
     devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share_a_gpu: bool
 ) -> None:
-    """In two shots what is larger than their items; NCCL is not begun."""
+    """What is larger than their items is summed with flags; NCCL is not begun."""
     if share_a_gpu:
         devices[1] = devices[0]
     for name in ("push_sum", "push_own_sum", "all_reduce"):

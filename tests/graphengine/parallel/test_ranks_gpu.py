@@ -221,6 +221,15 @@ def test_chunks_are_what_they_are_in_one_rank_and_end() -> None:
     assert time.monotonic() - started < 20
 
 
+def assert_fails_in_time(engine: Engine) -> None:
+    """A rank of the engine is gone."""
+    started = time.monotonic()
+    with pytest.raises(RankFailed):
+        while engine.busy:
+            engine.step()
+    assert time.monotonic() - started < 20
+
+
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_gone_in_a_chunk_ends_the_engine(fault: signal.Signals) -> None:
     with open_chunks(wait_limit_s=5.0) as engine:
@@ -228,11 +237,7 @@ def test_a_rank_that_is_gone_in_a_chunk_ends_the_engine(fault: signal.Signals) -
         engine.generate(CHUNK, greedy(2))
         os.kill(pid, fault)
         engine.submit(CHUNK, greedy(60, ignore_eos=True))
-        started = time.monotonic()
-        with pytest.raises(RankFailed):
-            while engine.busy:
-                engine.step()
-        assert time.monotonic() - started < 20
+        assert_fails_in_time(engine)
         started = time.monotonic()
     assert time.monotonic() - started < 20
     assert torch.ones(4, device="cuda").sum().item() == 4
@@ -247,11 +252,7 @@ def test_a_rank_that_is_gone_ends_the_engine(fault: signal.Signals) -> None:
         engine.step()
         pid, *_ = runtime_of(engine).ranks.pids
         os.kill(pid, fault)
-        started = time.monotonic()
-        with pytest.raises(RankFailed):
-            while engine.busy:
-                engine.step()
-        assert time.monotonic() - started < 20
+        assert_fails_in_time(engine)
         started = time.monotonic()
     assert time.monotonic() - started < 10
     # The device is as it was.

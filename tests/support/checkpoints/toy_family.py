@@ -336,12 +336,11 @@ class ToyModel:
         end: PrefillEnd,
         slot_1: Tensor,
         *,
-        head: AnyWeight | None = None,
+        head: AnyWeight,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
         (x_1H,) = end.last
         h = rms_norm(x_1H, self.weights.norms[3], slot_1, eps=EPS, out_dtype=self.dtype)
-        head = self.lm_head if head is None else head
         return linear(h, head, slot_1, out_dtype=torch.float32, launch=launch)
 
     def _mix(self, lanes: PrefillLanes, state: Tensor, x: Tensor, scratch: PrefillScratch) -> None:
