@@ -49,9 +49,15 @@ from graphengine.kernels.attention.reference import (
     decode_attention_reference,
     paged_prefill_attention_reference,
 )
-from graphengine.kernels.comm.all_reduce import AllReduceMemory, all_reduce, peer_bytes
+from graphengine.kernels.comm.add_parts_norm import (
+    SplitMemory,
+    add_parts_rms_norm,
+    lanes_of_rank,
+)
+from graphengine.kernels.comm.all_reduce import AllReduceMemory, all_reduce
 from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers
+from graphengine.kernels.comm.layout import PeerLayout
 from graphengine.kernels.comm.push import push_gather, push_own_sum, push_sum
 from graphengine.kernels.comm.push_lanes import ExpertLanes, lane_units, push_lanes
 from graphengine.kernels.comm.push_residual import (
@@ -455,6 +461,7 @@ __all__ = [
     "PackedWeight",
     "ParentRun",
     "PeerItems",
+    "PeerLayout",
     "Peers",
     "PrefillLanes",
     "Product",
@@ -472,6 +479,7 @@ __all__ = [
     "RowTrees",
     "SamplingTensors",
     "SlotState",
+    "SplitMemory",
     "StopMatch",
     "StopSequences",
     "StopTensors",
@@ -485,6 +493,7 @@ __all__ = [
     "add_normed_reference",
     "add_normed_rms_norm",
     "add_normed_rms_norm_reference",
+    "add_parts_rms_norm",
     "add_rms_norm",
     "add_rms_norm_reference",
     "add_to_residual",
@@ -562,6 +571,7 @@ __all__ = [
     "keep_best",
     "keep_best_reference",
     "lane_units",
+    "lanes_of_rank",
     "latent_append",
     "latent_append_reference",
     "latent_attention",
@@ -614,7 +624,6 @@ __all__ = [
     "packed_plan",
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
-    "peer_bytes",
     "prefill_attention_workspace_bytes",
     "prepare_next_forward_pass",
     "prepare_next_forward_pass_reference",

@@ -4,7 +4,8 @@
 
 First the products of a decode step whose parts are summed up, as `graphengine bench --lone-rank`
 has them on one GPU. Then sums by themselves: those of decode steps, and those of chunks by pushes
-and by NCCL, which carries them where GPUs cannot map each other's memory.
+and by NCCL, which carries them where GPUs cannot map each other's memory. Last a chunk's sums with
+the residual and the norm behind them: in one kernel, each rank for some lanes, and in two.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from graphengine.kernels import MAX_LANES, Launch, RowFamily, push_units
-from graphengine.models.contract import Share
+from graphengine.kernels import MAX_LANES, Launch, RowFamily, add_rms_norm, push_units
+from graphengine.models.contract import Share, SplitStream
 from graphengine.models.linears import Linears, linear_arrivals
 from graphengine.models.ranks import of_rank
 from graphengine.models.tuning import choose_plans
@@ -49,8 +50,14 @@ _COLUMNS = (
     Column("pushed us", lambda each: number(each["pushed_us"], 2)),
     Column("NCCL us", lambda each: number(each["nccl_us"], 2)),
 )
+_NORM_COLUMNS = (
+    *_COLUMNS[:3],
+    Column("split us", lambda each: number(each["split_us"], 2)),
+    Column("apart us", lambda each: number(each["apart_us"], 2)),
+)
 DTYPE = torch.bfloat16
 _FOUND = "found.json"
+_EPS = 1e-5
 
 
 def measure(ranks: int, shape: str, lanes: Sequence[int]) -> dict[str, Any]:
@@ -78,9 +85,13 @@ def _run(rank: int, ranks: int, shape: str, lanes: Sequence[int], folder: str) -
         for count in lanes
         for each in _products(pushed, model.linears, count, stream)
     ]
-    sums = list(_sums((pushed, nccl), lanes, hidden, stream))
+    found = {
+        "products": products,
+        "sums": list(_sums((pushed, nccl), lanes, hidden, stream)),
+        "norms": list(_norms(pushed, hidden, stream)),
+    }
     if rank == 0:
-        Path(folder, _FOUND).write_text(json.dumps({"products": products, "sums": sums}))
+        Path(folder, _FOUND).write_text(json.dumps(found))
     # All are done before anybody lets memory go.
     pushed.reduce(torch.zeros(1, 2, device=device))
     torch.cuda.synchronize(device)
@@ -113,9 +124,41 @@ def _sums(
         yield names | {"pushed_us": pushed, "nccl_us": nccl}
 
 
+def _norms(meeting: Meeting, hidden: int, stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
+    """Of chunks that are split, which small ones are not."""
+    for count in CHUNKS:
+        split = meeting.split_stream(count, hidden, DTYPE)
+        if split is None:
+            continue
+        x = torch.zeros(count, hidden, device=stream.device)
+        norm = torch.ones(hidden, dtype=DTYPE, device=stream.device)
+        slot = torch.zeros(count, dtype=torch.int32, device=stream.device)
+        split.part_NH.fill_(1e-3)
+
+        operands = (x, norm, slot)
+        in_one = partial(_add_split, split, *operands)
+        in_two = partial(_add_apart, meeting.reduce, split.part_NH, *operands)
+        split_us, apart_us = microseconds_of(stream, in_one, in_two)
+        names = {"lanes": count, "columns": hidden, "dtype": str(DTYPE).removeprefix("torch.")}
+        yield names | {"split_us": split_us, "apart_us": apart_us}
+
+
 def _repeat(reduce: Callable[[Tensor], Tensor], part: Tensor) -> None:
     for _ in range(CALLS):
         reduce(part)
+
+
+def _add_split(split: SplitStream, x: Tensor, norm: Tensor, slot: Tensor) -> None:
+    for _ in range(CALLS):
+        split.add(x, norm, slot, None, _EPS)
+
+
+def _add_apart(
+    reduce: Callable[[Tensor], Tensor], part: Tensor, x: Tensor, norm: Tensor, slot: Tensor
+) -> None:
+    for _ in range(CALLS):
+        whole = reduce(part)
+        add_rms_norm(x, whole, norm, slot, eps=_EPS, out_dtype=DTYPE, out=whole, pdl=True)
 
 
 def describe(document: dict[str, Any]) -> str:
@@ -126,6 +169,8 @@ def describe(document: dict[str, Any]) -> str:
             text_table(COLLECTIVE_COLUMNS, document["products"]),
             "sums by themselves",
             text_table(_COLUMNS, document["sums"]),
+            "sums of chunks, residual and norm",
+            text_table(_NORM_COLUMNS, document["norms"]),
         ]
     )
 

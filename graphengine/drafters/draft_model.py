@@ -155,6 +155,7 @@ class DraftModelDrafter(Drafter):
                 self.plans.first.family, self._model.dtype, self._model.max_seq_len
             ),
             reduce=None,
+            split=None,
             peers=None,
             share=WHOLE,
         )

@@ -57,6 +57,47 @@ Reduce = Callable[[Tensor], Tensor]
 ranks, so that all have the same bits. It may return another tensor or change the one it gets."""
 
 
+class SplitStream(Protocol):
+    """A chunk's residual stream of which each rank has some lanes, while all have what layers read:
+    the sequence parallelism of Megatron-LM.
+    """
+
+    @property
+    def part_NH(self) -> Tensor:
+        """`[N, H]`: where this rank's part of a product goes; it is lost with `add`."""
+        ...
+
+    @property
+    def normed_NH(self) -> Tensor:
+        """`[N, H]`: what layers read, of all lanes; `add` leaves it, and holds nothing before."""
+        ...
+
+    def add(
+        self,
+        stream_NH: Tensor,
+        next_norm_H: Tensor,
+        slot_N: Tensor,
+        bias_H: Tensor | None,
+        eps: float,
+    ) -> None:
+        """`stream` plus the sum of all ranks' parts and the bias, in place, of this rank's lanes;
+        and what `next_norm` makes of it, of all lanes.
+
+        The sum is rounded to the parts' dtype; all ranks have the same bits. Other ranks' lanes of
+        `stream`, float32 `[N, H]`, are neither read nor written. Padded lanes stay as they are.
+        """
+        ...
+
+    def lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
+        """New `[1, H]` on all ranks: one lane of the stream, whichever rank has it."""
+        ...
+
+
+SplitStreams = Callable[[int, int, torch.dtype], SplitStream | None]
+"""That of a chunk of so many lanes, of so many values each, which layers read in this dtype; None
+where all ranks rather have all lanes."""
+
+
 class AddOwn(Protocol):
     """Where the sum of what all ranks have for this one's lanes is added to the residual stream."""
 
@@ -118,6 +159,10 @@ class RankGroup(Protocol):
         """As `Reduce` says."""
         ...
 
+    def split_stream(self, lanes: int, hidden: int, dtype: torch.dtype, /) -> SplitStream | None:
+        """As `SplitStreams` says."""
+        ...
+
     @property
     def waited_s(self) -> float | None:
         """For which this rank has waited for the others in all; waits for its device. None: not
@@ -155,6 +200,7 @@ class PrefillLaunch(Launch):
     """How the kernels of a chunk are launched.
 
     reduce       where its ranks meet; None: there is one
+    split        what gives each rank some lanes of the stream; None: all have all lanes
     share        of the model, that this rank has
     experts      the ranks that the experts are spread over, each of which has lanes of its own;
                  None: all lanes are on all ranks
@@ -164,6 +210,7 @@ class PrefillLaunch(Launch):
     """
 
     reduce: Reduce | None = None
+    split: SplitStreams | None = None
     share: Share = WHOLE
     experts: RankGroup | None = None
     activations: ActivationKind | None = None
@@ -186,7 +233,8 @@ class DecodeLaunch(Launch):
     there is one rank. With `peers` kernels meet: a product and the sum of its parts are one.
     `share` is this rank's part of the model. With `experts` ranks have lanes of their own, and meet
     in layers with experts alone.
-    `activations` are those of prefill: in decode they stay as they are. `routes` are of one step:
+    `activations` and `split` are those of prefill: in decode inputs stay as they are, and all
+    ranks have all lanes. `routes` are of one step:
     those of a chunk have their own.
     """
 
@@ -195,6 +243,7 @@ class DecodeLaunch(Launch):
     tokens_per_row: int = 1
     tree: TreeLanes | None = None
     reduce: Reduce | None = None
+    split: SplitStreams | None = None
     peers: Peers | None = None
     share: Share = WHOLE
     experts: RankGroup | None = None
@@ -211,6 +260,7 @@ class DecodeLaunch(Launch):
         return PrefillLaunch(
             pdl=self.pdl,
             reduce=self.reduce,
+            split=self.split,
             share=self.share,
             experts=self.experts,
             activations=self.activations,

@@ -19,7 +19,7 @@ from graphengine.models.blocks.norms import NextNorm, PostNorms, Sandwich, plus_
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import PrefillScratch, coded_columns
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
-from graphengine.models.contract import DecodeLaunch, PrefillLaunch
+from graphengine.models.contract import DecodeLaunch, PrefillLaunch, SplitStream
 from graphengine.models.linears import WeightForms
 from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
 
@@ -189,6 +189,7 @@ def prefill_scratch(
     like: Tensor,
     launch: PrefillLaunch,
     outlived: bool = False,
+    split: SplitStream | None = None,
 ) -> PrefillScratch:
     """What these layers compute a chunk in, in the dtype of `like`, on its device."""
     attention = layers[0].attention.block
@@ -204,6 +205,7 @@ def prefill_scratch(
             launch.activations,
         ),
         outlived=outlived,
+        split=split,
     )
 
 

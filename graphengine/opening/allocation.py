@@ -148,6 +148,7 @@ def _new_setting(
         arrivals=buffers["arrivals"],
         pdl=config.pdl and memory.device.type == "cuda",
         reduce=None if group is None else group.reduce,
+        split=None if group is None else group.split_stream,
         peers=None if group is None else group.peers,
         share=WHOLE if group is None else group.share,
         experts=experts,

@@ -13,8 +13,8 @@ from graphengine.host.rings import WindowRing
 from graphengine.kernels import (
     MAX_LANES,
     ActivationKind,
+    PeerLayout,
     lane_units,
-    peer_bytes,
     push_units,
 )
 from graphengine.models.contract import ModelConfig
@@ -252,7 +252,7 @@ def _add_ranks(budget: MemoryBudget, shape: EngineShape, load_bytes: int) -> tup
         if shape.config.pipeline_parallel > 1:
             budget.add("NCCL (estimate)", _NCCL_BYTES, shape.where)
         units, summed = _push_units(shape), _summed_words(shape)
-        budget.add("parts of all ranks", peer_bytes(ranks, units, summed), shape.where)
+        budget.add("parts of all ranks", PeerLayout.of(ranks, units, summed).nbytes, shape.where)
     link = LinkShape.of_loads(ranks - 1, load_bytes)
     budget.add(f"link to {ranks - 1} other rank{'s' * (ranks > 2)}", 8 * link.words, "host")
     return units, summed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from graphengine.config import EngineConfig
@@ -134,6 +135,9 @@ class _Alone(RankGroup):
 
     def reduce(self, part_NH: Tensor) -> Tensor:
         return part_NH
+
+    def split_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> None:
+        return None
 
     def gather(self, part_NC: Tensor) -> Tensor:
         return part_NC.unsqueeze(0)

@@ -37,8 +37,9 @@ from graphengine.kernels import (
     push_sum,
     sum_parts,
 )
-from graphengine.models.contract import AddOwn, Share
+from graphengine.models.contract import AddOwn, Share, SplitStream
 from graphengine.parallel.peer_memory import PeerMemory, devices_of
+from graphengine.parallel.split_stream import GatheredStream, PushedStream
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,19 @@ class Meeting:
         if summing is None or peers.hold(part_NH):
             return push_sum(peers, part_NH.contiguous(), pdl=self._pdl)
         return all_reduce(peers, summing, part_NH.contiguous(), pdl=self._pdl)
+
+    def split_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> SplitStream | None:
+        """On GPUs where a part is too large to be pushed as items; see `SplitStreams`."""
+        if not self._on_gpu:
+            part = torch.empty(lanes, hidden, dtype=dtype)
+            return GatheredStream(self.share, part, self.reduce, self.gather)
+        peers, split = self.peers, None if self._memory is None else self._memory.split
+        if peers is None or split is None:
+            return None
+        part = split.part(lanes, hidden, dtype)
+        if peers.hold(part):
+            return None
+        return PushedStream(peers, split, part, self.reduce, pdl=self._pdl)
 
     def gather(self, part_NC: Tensor) -> Tensor:
         """New `[ranks, N, C]`, the parts of all ranks in their order. MeetingFailed on a CPU."""

@@ -7,7 +7,6 @@ that cannot map another's memory makes all of them do without.
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from graphengine.kernels import (
     PUSH_UNIT,
     AllReduceMemory,
     PeerItems,
+    PeerLayout,
     Peers,
-    peer_bytes,
+    SplitMemory,
 )
 from graphengine.models.contract import Share
 
@@ -27,12 +27,13 @@ _MAPPED = b"mapped"
 
 class PeerMemory:
     """Exchanges memory for `units` units, and for sums of parts of up to so many words that are too
-    large for them, with all other ranks, which do the same.
+    large for them, with all other ranks, which do the same. Its layout is `PeerLayout`.
 
     `watch` is of `PeerItems.over_items`.
 
     peers     what kernels push with; None where it did not work for all, or after `leave()`
     summing   with what they sum up large parts beside it; None where `summed_words` is 0, too
+    split     with what they sum up and norm a chunk's lanes; as `summing`
     problem   why not, as the first rank has it that it did not work for; "" where it did
     """
 
@@ -48,12 +49,14 @@ class PeerMemory:
     ) -> None:
         self.peers: Peers | None = None
         self.summing: AllReduceMemory | None = None
+        self.split: SplitMemory | None = None
+        layout = PeerLayout.of(share.ranks, units, summed_words)
         self._device = device
         self._own: ExportedMemory | None = None
         self._mapped: list[MappedMemory] = []
         outcome, addresses = _MAPPED, [0] * share.ranks
         try:
-            self._own = ExportedMemory((peer_bytes(share.ranks, units, summed_words) // 8,), device)
+            self._own = ExportedMemory((layout.nbytes // 8,), device)
             addresses[share.rank] = self._own.address
         except RuntimeError as error:
             outcome = f"rank {share.rank} ({device}) exports no memory: {error}".encode()
@@ -75,17 +78,19 @@ class PeerMemory:
             self.close()
             return
         assert self._own is not None, f"{outcomes=}"
-        shape = (2, share.ranks, units, PUSH_UNIT)
-        items, sums = self._own.tensor[: math.prod(shape)], self._own.tensor[math.prod(shape) :]
-        tensors = PeerItems.over_items(share.rank, items.view(shape), addresses, watch)
-        self.peers = Peers(share.rank, tensors)
+        words = self._own.tensor.view(torch.int32)
+        items, sums, split = torch.split(words, list(layout))
+        items = items.view(torch.int64).view(2, share.ranks, units, PUSH_UNIT)
+        self.peers = Peers(share.rank, PeerItems.over_items(share.rank, items, addresses, watch))
         if summed_words:
             after_items = [address + items.nbytes for address in addresses]
-            self.summing = AllReduceMemory.over(share.rank, sums.view(torch.int32), after_items)
+            after_sums = [address + sums.nbytes for address in after_items]
+            self.summing = AllReduceMemory.over(share.rank, sums, after_items)
+            self.split = SplitMemory.over(share.rank, split, after_sums)
 
     def leave(self) -> None:
         """Wait for what is queued, then unmap the others' memory: no kernel may use it again."""
-        self.peers = self.summing = None
+        self.peers = self.summing = self.split = None
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         for each in self._mapped:

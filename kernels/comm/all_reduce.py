@@ -31,13 +31,11 @@ import torch
 import triton
 import triton.language as tl
 
+from graphengine.kernels.comm.flags import flag_words, set_flags, wait_for_flags
 from graphengine.kernels.comm.items import (
     PROGRAMS,
     Peers,
-    clock,
     from_next_on,
-    item_bytes,
-    look_at_host,
     map_addresses,
     push_options,
     sum_to_words,
@@ -82,7 +80,7 @@ class AllReduceMemory(NamedTuple):
     @property
     def size(self) -> int:
         """Words of each half."""
-        return (self.own.numel() - _flags(len(self.boxes), len(self.tags))) // 2
+        return (self.own.numel() - flag_words(len(self.boxes), len(self.tags))) // 2
 
 
 def all_reduce_words(words: int, ranks: int, programs: int = PROGRAMS) -> int:
@@ -90,18 +88,7 @@ def all_reduce_words(words: int, ranks: int, programs: int = PROGRAMS) -> int:
     if not words:
         return 0
     half = _owned(ranks) * programs * BLOCK * blocks_of(words, ranks, programs)
-    return 2 * half + _flags(ranks, programs)
-
-
-def peer_bytes(ranks: int, units: int, words: int) -> int:
-    """Of the memory that a rank gives all others: items of so many units, and, after them, what
-    parts of so many words are summed with.
-    """
-    return item_bytes(ranks, units) + 4 * all_reduce_words(words, ranks)
-
-
-def _flags(ranks: int, programs: int) -> int:
-    return 2 * ranks * programs
+    return 2 * half + flag_words(ranks, programs)
 
 
 def _shots(ranks: int) -> int:
@@ -214,8 +201,8 @@ def _all_reduce_kernel(
             if SHOTS == 2:
                 first += (rank + 1 + ahead) % RANKS * share
             _store_share(part_ptr, first, words, boxes[ahead] + place, blocks, BLOCK, EVEN)
-        _set_flags(boxes, shared, programs, tag, RANKS, TIMED)
-    over, waited = _wait_for(peers, memory.own + shared, programs, tag, over, RANKS, TIMED)
+        set_flags(boxes, shared, programs, tag, RANKS, TIMED)
+    over, waited = wait_for_flags(peers, memory.own + shared, programs, tag, over, RANKS, TIMED)
 
     first = segment
     if SHOTS == 2:
@@ -239,8 +226,8 @@ def _all_reduce_kernel(
 
     if SHOTS == 2:
         if over == 0:
-            _set_flags(boxes, summed, programs, tag, RANKS, TIMED)
-        over, late = _wait_for(peers, memory.own + summed, programs, tag, over, RANKS, TIMED)
+            set_flags(boxes, summed, programs, tag, RANKS, TIMED)
+        over, late = wait_for_flags(peers, memory.own + summed, programs, tag, over, RANKS, TIMED)
         waited += late
         for ahead in tl.static_range(RANKS - 1):
             first = segment + (rank + 1 + ahead) % RANKS * share
@@ -286,64 +273,3 @@ def _inside(first, words, BLOCK: tl.constexpr, EVEN: tl.constexpr):
         return first < words
     else:
         return first + tl.arange(0, BLOCK) < words
-
-
-@triton.jit
-def _set_flags(boxes, flag, programs, tag, RANKS: tl.constexpr, TIMED: tl.constexpr):
-    """Tell all others that all is there which this program has stored at them."""
-    tl.debug_barrier()
-    if TIMED:
-        # By the thread that stores the flags; for the others the barrier has ordered it.
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .b32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first fence.acq_rel.sys; // dummy $0
-            }""",
-            "=r",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    for ahead in tl.static_range(RANKS - 1):
-        flag_ptr = boxes[ahead] + flag + (RANKS - 2 - ahead) * programs
-        tl.atomic_xchg(flag_ptr, tag, sem="relaxed", scope="sys")
-
-
-@triton.jit
-def _wait_for(peers, flag_ptr, programs, tag, over, RANKS: tl.constexpr, TIMED: tl.constexpr):
-    """Wait until the flags of all others have this tag. Whether waits are over, as in `take_words`,
-    and for how long this one has lasted.
-    """
-    began = clock(0, TIMED)
-    looked = began
-    polls = 0
-    # Each thread of the program waits by itself, and looks at the clock at another time.
-    ended = over
-    missing = _missing(flag_ptr, programs, tag, RANKS)
-    while (missing != 0) & (ended == 0):
-        polls += 1
-        ended, looked = look_at_host(peers, polls, began, looked, ended, TIMED)
-        missing = _missing(flag_ptr, programs, tag, RANKS)
-    for ahead in tl.static_range(RANKS - 1):
-        # One thread's look, for which the others wait: so all agree whether waits are over, and
-        # find what was stored before the flag.
-        found = tl.atomic_add(flag_ptr + ahead * programs, 0, sem="acquire", scope="sys")
-        over |= (found != tag).to(tl.int32)
-    if over != 0:
-        tl.store(peers.over, 1)
-        tl.store(peers.watch, 1)
-    return over, clock(polls, TIMED) - began
-
-
-@triton.jit
-def _missing(flag_ptr, programs, tag, RANKS: tl.constexpr):
-    """How many flags have another tag; no load waits for another one."""
-    missing = 0
-    for ahead in tl.static_range(RANKS - 1):
-        found = tl.load(flag_ptr + ahead * programs, volatile=True)
-        missing += (found != tag).to(tl.int32)
-    return missing

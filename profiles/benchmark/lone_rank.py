@@ -51,6 +51,9 @@ class LoneRank:
         peers = self._pushes(part_NH)
         return part_NH if peers is None else push_sum(peers, part_NH.contiguous(), pdl=self._pdl)
 
+    def split_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> None:
+        return None
+
     def gather(self, part_NC: Tensor) -> Tensor:
         peers = self._pushes(part_NC)
         if peers is None:

@@ -14,6 +14,7 @@ from graphengine.profiles import sums
 PRODUCT = {"linear": "down", "ranks": 2, "lanes": 1, "M": 64, "K": 96}
 PRODUCT |= {"alone_us": 1.25, "summed_us": 2.5, "apart_us": 3.75}
 SUM = {"lanes": 1024, "columns": 64, "dtype": "bfloat16", "pushed_us": 4.5, "nccl_us": 6.25}
+NORM = {"lanes": 1024, "columns": 64, "dtype": "bfloat16", "split_us": 7.5, "apart_us": 8.25}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_what_ranks_found_is_printed_and_kept(
     def spawn(run: Any, arguments: tuple[Any, ...], nprocs: int) -> None:
         ranks, shape, lanes, folder = arguments
         assert (ranks, shape, lanes, nprocs) == (2, "tiny", (1, 8), 2)
-        found = json.dumps({"products": [PRODUCT], "sums": [SUM]})
+        found = json.dumps({"products": [PRODUCT], "sums": [SUM], "norms": [NORM]})
         Path(folder, "found.json").write_text(found)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -55,12 +56,14 @@ def test_what_ranks_found_is_printed_and_kept(
     assert sums.main(["--shape", "tiny", "--out", str(out)]) == 0
     document = json.loads(out.read_text())
     assert document["products"] == [PRODUCT] and document["sums"] == [SUM]
+    assert document["norms"] == [NORM]
     assert (document["schema"], document["shape"], document["ranks"]) == (1, "tiny", 2)
     text = capsys.readouterr().out
     assert "products, us a call, on 2 ranks of tiny, a GPU" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["down", "2", "1", "64", "96", "1.25", "2.50", "3.75"] in rows
     assert ["1024", "64", "bfloat16", "4.50", "6.25"] in rows
+    assert ["1024", "64", "bfloat16", "7.50", "8.25"] in rows
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ from graphengine.kernels import (
     takes_fp8,
 )
 from graphengine.models.blocks.norms import NextNorm, Sandwich
-from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch
+from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, SplitStream
 from graphengine.models.linears import WeightForms
 
 
@@ -213,6 +213,7 @@ class PrefillScratch:
     launch    how the kernels are launched
     coded     columns of the widest inputs that `launch` has rounded
     outlived  whether `h` has separate memory, so that keeping it does not keep the rest
+    split     of whose stream each rank has some lanes, and which holds `h`; None: all have all
     """
 
     def __init__(
@@ -225,18 +226,24 @@ class PrefillScratch:
         launch: PrefillLaunch = ONE_RANK,
         coded: int = 0,
         outlived: bool = False,
+        split: SplitStream | None = None,
     ) -> None:
         self._lanes = lanes
         self.launch = launch
+        self.split = split
         # Whole pieces of 16 bytes, so that what lies after them is aligned for copies.
         codes = -(-code_bytes(lanes, coded) // 16) * 16 // like.itemsize if coded else 0
         sizes = [codes, lanes * hidden, lanes * width]
-        if outlived:
-            h = like.new_empty(lanes * hidden)
+        h = None
+        if split is not None:
+            h = split.normed_NH
+        elif outlived:
+            h = like.new_empty(lanes, hidden)
+        if h is not None:
             sizes[1] = 0
         # One allocation: of 1 to 10 MB each takes 20 of a graph's pool.
         coding, shared, self._memory = torch.split(like.new_empty(sum(sizes)), sizes)
-        self.h = (h if outlived else shared).view(lanes, -1)
+        self.h = shared.view(lanes, -1) if h is None else h
         self._codes = coding.view(torch.uint8) if codes else None
 
     def take(self, columns: int, *, after: int = 0) -> Tensor:
@@ -329,10 +336,16 @@ def add_chunk_product(
 ) -> None:
     """`stream` plus the product of all ranks, in place; `scratch.h` becomes it after `next_norm`.
 
-    `out`, `[N, H]`, takes the product, and may be `scratch.h`. Each rank's part is rounded to its
-    dtype before the parts are summed; in decode they are float32.
+    `out`, `[N, H]`, may take the product, and may be `scratch.h`. Each rank's part is rounded to
+    its dtype before the parts are summed; in decode they are float32. Where the stream is split it
+    is this rank's lanes that change.
     """
-    launch = scratch.launch
+    launch, split = scratch.launch, scratch.split
+    if split is not None:
+        assert not isinstance(next_norm_H, Sandwich), "a split stream has no norm of the product"
+        scratch.product(x_NK, weight_HK, None, out=split.part_NH)
+        split.add(stream_NH, next_norm_H, slot_N, bias, eps)
+        return
     if launch.reduce is None:
         whole = scratch.product(x_NK, weight_HK, bias, out=out)
     else:

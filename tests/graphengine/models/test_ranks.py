@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from threading import Barrier
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from graphengine.kernels import (
     ClampedSwiglu,
     DecodeLanes,
+    PrefillLanes,
     RopeConfig,
     Router,
     Routes,
@@ -31,7 +32,16 @@ from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.streams import add_product
 from graphengine.models.blocks.swiglu import Swiglu
-from graphengine.models.contract import WHOLE, DecodeLaunch, ModelWeights, Reduce, Share
+from graphengine.models.contract import (
+    WHOLE,
+    ChunkAttention,
+    DecodeLaunch,
+    ModelWeights,
+    PrefillLaunch,
+    Reduce,
+    Share,
+    SplitStream,
+)
 from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.mtp import (
@@ -47,6 +57,7 @@ from graphengine.models.ranks import modules_of_rank, of_rank
 from graphengine.models.routing import observed_routes
 from graphengine.models.states import StateTensors, cache_shape
 from graphengine.models.weights import StoredWeights
+from graphengine.parallel.split_stream import GatheredStream
 
 RANKS, SLOTS, BLOCK, LENGTH = 2, 2, 8, 32
 CONFIG = DecoderConfig(
@@ -140,14 +151,18 @@ class Meeting:
         self.count = 0
 
     def reduce(self, rank: int, part: Tensor) -> Tensor:
+        whole = torch.zeros_like(part)
+        for other in self.gather(rank, part):
+            whole += other
+        return whole
+
+    def gather(self, rank: int, part: Tensor) -> Tensor:
         self._parts[rank] = part
         if self._barrier.wait() == 0:
             self.count += 1
-        whole = torch.zeros_like(part)
-        for other in self._parts:
-            whole += other
+        parts = torch.stack(self._parts)
         self._barrier.wait()
-        return whole
+        return parts
 
 
 def on_all_ranks(work: Callable[[int, Reduce], Result]) -> tuple[list[Result], int]:
@@ -192,6 +207,25 @@ def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def fed_chunk(config: DecoderConfig) -> tuple[StateTensors, PrefillLanes, ChunkAttention]:
+    """An empty cache, and five tokens of slot 1 in a chunk of eight lanes."""
+    blocks = LENGTH // BLOCK
+    table = torch.arange(1, SLOTS * blocks + 1, dtype=torch.int32).view(SLOTS, blocks)
+    layers, *block = cache_shape(config.states, BLOCK)
+    states = StateTensors(torch.zeros(layers, SLOTS * blocks + 1, *block), table)
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(0, config.vocab_size, (8,), generator=generator).int()
+    chunk = gather_prefill(tokens, int32(1), int32(0), int32(5))
+    attention = partial(
+        paged_prefill_attention,
+        block_table_SB=table,
+        query_start_P1=chunk.query_start,
+        slot_P=int32(1),
+        position_P=int32(0),
+    )
+    return states, chunk, attention
+
+
 def run(
     model: DecoderModel, drafter: MtpWeights, reduce: Reduce | None, share: Share = WHOLE
 ) -> dict[str, Tensor]:
@@ -199,11 +233,8 @@ def run(
     experts of the steps' live lane, and their weights.
     """
     config, module = model.config, drafter.modules[0]
-    blocks = LENGTH // BLOCK
-    table = torch.arange(1, SLOTS * blocks + 1, dtype=torch.int32).view(SLOTS, blocks)
-    layers, *block = cache_shape(config.states, BLOCK)
-    states = StateTensors(torch.zeros(layers, SLOTS * blocks + 1, *block), table)
-    kv = torch.zeros(SLOTS * blocks + 1, *block)
+    states, chunk, attention = fed_chunk(config)
+    table, kv = states.block_table, torch.zeros_like(states.cache[0])
     linears = {**config.linears, **drafter.config.linears()}
     launch = DecodeLaunch(
         plans=heuristic_plans(linears, torch.float32, "dot"),
@@ -218,21 +249,11 @@ def run(
         for part, ids in zip(routes, ("experts", "weights"), strict=True):
             found[f"{ids} {len(found)}"] = part[1].float()
 
-    generator = torch.Generator().manual_seed(5)
-    # Of eight lanes five are live.
-    tokens = torch.randint(0, config.vocab_size, (8,), generator=generator).int()
-    chunk = gather_prefill(tokens, int32(1), int32(0), int32(5))
-    attention = partial(
-        paged_prefill_attention,
-        block_table_SB=table,
-        query_start_P1=chunk.query_start,
-        slot_P=int32(1),
-        position_P=int32(0),
-    )
     end = model.prefill(chunk, states, attention, all_lanes=True, launch=launch.prefill)
     assert end.hidden is not None
     found["hidden"] = end.hidden[:5]
     found["logits"] = model.prefill_logits(end, int32(1), head=model.lm_head, launch=launch.prefill)
+    generator = torch.Generator().manual_seed(5)
     combined = torch.randn(8, 2 * config.hidden_size, generator=generator)
     found["module's chunk"] = mtp_prefill(
         drafter.config,
@@ -307,6 +328,53 @@ def test_two_ranks_compute_what_one_does(config: DecoderConfig, expert_parallel:
     # again, and in two steps; and so the module, whose projection each rank has as a whole.
     layers = CONFIG.num_layers
     assert met == 2 * (layers + 1) + 2 * 2 * layers + 2 * (1 + 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "splits"),
+    [
+        (CONFIG, True),
+        (replace(LATENTS, experts=None, expert_layers=()), True),
+        (SANDWICHED, False),
+        (EXPERTS, False),
+    ],
+    ids=["norms before", "latents", "norms around", "experts"],
+)
+def test_a_stream_may_be_split_by_lanes(config: DecoderConfig, splits: bool) -> None:
+    """Of the fed lanes four are the first rank's, and the last one is the second's."""
+    meeting, given = Meeting(), []
+
+    def work(rank: int, split: bool, **asked: Any) -> Tensor:
+        share, reduce = Share(rank, RANKS), partial(meeting.reduce, rank)
+        gather = partial(meeting.gather, rank)
+
+        def split_stream(lanes: int, hidden: int, dtype: torch.dtype) -> SplitStream:
+            part = torch.full((lanes, hidden), torch.nan, dtype=dtype)
+            given.append(GatheredStream(share, part, reduce, gather))
+            return given[-1]
+
+        launch = PrefillLaunch(reduce=reduce, split=split_stream if split else None, share=share)
+        model = decoder(False, rank, config)
+        states, chunk, attention = fed_chunk(model.config)
+        end = model.prefill(chunk, states, attention, launch=launch, **asked)
+        found = model.prefill_logits(end, int32(1), head=model.lm_head, launch=launch)
+        return torch.cat([found.flatten(), states.cache.flatten()])
+
+    def both(split: bool, **asked: Any) -> list[Tensor]:
+        with ThreadPoolExecutor(RANKS) as pool:
+            futures = [pool.submit(work, rank, split, **asked) for rank in range(RANKS)]
+            return [future.result() for future in futures]
+
+    expected = both(False)
+    assert not given
+    for one, other in zip(both(True), expected, strict=True):
+        assert torch.equal(one, other)
+    assert len(given) == RANKS * splits
+    given.clear()
+    # Whoever else reads the stream finds all lanes of it on all ranks.
+    both(True, all_lanes=True)
+    both(True, streams={0: torch.zeros(8, config.hidden_size)})
+    assert not given
 
 
 @pytest.mark.parametrize("copies", [1, 3])

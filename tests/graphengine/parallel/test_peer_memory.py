@@ -16,7 +16,7 @@ from graphengine.config import EngineConfig
 from graphengine.kernels import (
     PUSH_UNIT,
     ExpertLanes,
-    peer_bytes,
+    PeerLayout,
     push_own_to_residual,
 )
 from graphengine.models.contract import Share
@@ -235,19 +235,41 @@ def test_ranks_push_all(
         assert meeting.reduce(small) == ("push_sum", (memory.peers, small))
         assert meeting.reduce(large) == ("all_reduce", (memory.peers, memory.summing, large))
         assert meeting.sum_own(large.repeat(2, 1, 1))[0] == "push_own_sum"
-        return memory.peers, memory.summing, meeting
+        return memory.peers.tensors.items, memory.summing, memory.split, meeting
 
-    (first, own, meeting), (_, other, _) = on_two_ranks(tmp_path, work, summed_words=3000)
+    (items, own, split, meeting), (_, *others, _) = on_two_ranks(tmp_path, work, summed_words=3000)
     # Behind the items, at the others first.
-    assert own.boxes.tolist() == [other.own.data_ptr(), own.own.data_ptr()]
-    assert own.own.data_ptr() == first.tensors.items.data_ptr() + first.tensors.items.nbytes
-    assert own.size == 128 * 4096 and not own.own.any() and not own.tags.any()
-    exported = meeting._memory._own.tensor
-    assert (
-        exported.nbytes == peer_bytes(2, UNITS, 3000) == own.own.nbytes + first.tensors.items.nbytes
-    )
+    for kept, other in zip((own, split), others, strict=True):
+        assert kept.boxes.tolist() == [other.own.data_ptr(), kept.own.data_ptr()]
+        assert not kept.own.any() and not kept.tags.any()
+    assert own.own.data_ptr() == items.data_ptr() + items.nbytes
+    assert split.own.data_ptr() == own.own.data_ptr() + own.own.nbytes
+    assert own.size == 128 * 4096 and split.size == 3000
+    exported, layout = meeting._memory._own.tensor, PeerLayout.of(2, UNITS, 3000)
+    assert exported.nbytes == layout.nbytes == items.nbytes + own.own.nbytes + split.own.nbytes
     meeting.close()
-    assert meeting._memory.summing is None
+    assert meeting._memory.summing is meeting._memory.split is None
+    assert meeting.split_stream(6, 1000, torch.bfloat16) is None
+
+
+def test_streams_are_split_where_parts_are_too_large_for_items(
+    devices: dict[int, str], tmp_path: Path
+) -> None:
+    def work(meeting: Meeting) -> None:
+        # Items hold 1,280 words, and a lane has 50.
+        assert meeting.split_stream(25, 100, torch.bfloat16) is None
+        stream = meeting.split_stream(26, 100, torch.bfloat16)
+        assert stream is not None and meeting._memory is not None
+        split = meeting._memory.split
+        assert split is not None
+        assert stream.part_NH.data_ptr() == split.own.data_ptr()
+        assert stream.normed_NH.data_ptr() == split.own.data_ptr() + 4 * 3000
+        assert stream.part_NH.shape == stream.normed_NH.shape == (26, 100)
+
+    on_two_ranks(tmp_path, work, summed_words=3000)
+    assert on_two_ranks(
+        tmp_path / "small", lambda meeting: meeting.split_stream(60, 100, torch.float32)
+    ) == [None, None]
 
 
 def test_without_chunks_all_is_pushed_in_pieces(

@@ -35,6 +35,7 @@ push = importlib.import_module("graphengine.kernels.comm.push")
 push_lanes = importlib.import_module("graphengine.kernels.comm.push_lanes")
 push_residual = importlib.import_module("graphengine.kernels.comm.push_residual")
 all_reduce = importlib.import_module("graphengine.kernels.comm.all_reduce")
+add_parts_norm = importlib.import_module("graphengine.kernels.comm.add_parts_norm")
 
 
 def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -235,3 +236,38 @@ def test_an_all_reduce_is_wide_and_flags_come_last(ranks: int, even: bool) -> No
     rest = found[seen[ranks - 2] :]
     assert rest.count("st.global.v4") >= 2 * ((even + ranks - 1) if shots == 2 else even)
     assert even or rest.count("st.global.b32") >= 8
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_split_chunk_is_read_and_stored_wide_between_its_flags(ranks: int) -> None:
+    peers, (lanes, hidden) = peers_of(ranks), (1024, 4096)
+    own = new(add_parts_norm.split_words(lanes * hidden // 2, ranks), dtype=torch.int32)
+    memory = add_parts_norm.SplitMemory.over(1, own, [own.data_ptr()] * ranks)
+    launches: list[RecordedLaunch] = []
+    with launches_handed_to(launches.append, add_parts_norm):
+        add_parts_norm.add_parts_rms_norm(
+            peers,
+            memory,
+            new(lanes, hidden, dtype=torch.float32),
+            new(hidden),
+            new(lanes, dtype=torch.int32),
+            eps=1e-5,
+            dtype=torch.bfloat16,
+            pdl=True,
+        )
+    ptx, _ = compile_launch(launches[0])
+    assert_waits_before_it_shows(ptx)
+    assert launches[0].grid == (256,)
+    flag = r"atom\.global\.sys\.relaxed\.exch|fence\.acq_rel\.sys|ld\.global\.sys\.acquire"
+    wide = r"\bst\.global\.v4\.b32|\bld\.global\.v4\.b32"
+    found = [each.split(".")[0] for each in re.findall(rf"{flag}|{wide}", ptx)]
+    # The weight, for which nothing waits.
+    assert found[: found.index("fence")] == ["ld"] * 2
+    assert len(re.findall(wide, ptx[: ptx.index("griddepcontrol.wait")])) == 2
+    begun, ended = (at for at, each in enumerate(found) if each == "fence")
+    for at in (begun, ended):
+        assert found[at + 1 : at + 2 * ranks - 1] == ["atom"] * (ranks - 1) + ["ld"] * (ranks - 1)
+    lane = found[begun + 2 * ranks - 1 : ended]
+    # 16 values of a thread: four pieces of 16 bytes of the stream, two of each part and target.
+    assert lane.count("ld") == 4 + 2 * ranks and lane.count("st") == 4 + 2 * ranks
+    assert len(found) == ended + 2 * ranks - 1

@@ -12,8 +12,11 @@ import torch
 from graphengine.kernels import (
     ExpertLanes,
     Launch,
+    add_parts_rms_norm,
+    add_rms_norm,
     all_reduce,
     heuristic_plan,
+    lanes_of_rank,
     linear_residual,
     linear_squares,
     push_gather,
@@ -74,12 +77,13 @@ def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -
 class _Step:
     """One of each kind of push, of parts that change with each step, held against the plain twins.
 
-    wrong  int64 [9]: values that differ, of all steps
+    wrong  int64 [12]: values that differ, of all steps
     """
 
     def __init__(self, memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype) -> None:
         assert memory.peers is not None and memory.summing is not None
-        self.summing = memory.summing
+        assert memory.split is not None
+        self.summing, self.split = memory.summing, memory.split
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.peers, self.rank = memory.peers, share.rank
         generator = torch.Generator().manual_seed(lanes)
@@ -87,7 +91,7 @@ class _Step:
         self.base = base.to(self.device)
         self.dtype = dtype
         self.step = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.wrong = torch.zeros(9, dtype=torch.int64, device=self.device)
+        self.wrong = torch.zeros(12, dtype=torch.int64, device=self.device)
         self.slot = torch.arange(lanes, dtype=torch.int32, device=self.device)
         self.norm = torch.randn(HIDDEN, generator=generator).to(self.device, dtype)
         weights = torch.randn(share.ranks, HIDDEN, _COLUMNS, generator=generator)
@@ -120,8 +124,31 @@ class _Step:
         wide = parts.repeat(1, _WIDER, 1)
         found_sum = all_reduce(self.peers, self.summing, wide[self.rank].contiguous())
         self.wrong[8] += (found_sum != sum_parts_reference(wide)).sum()
+        self._split_chunk(wide)
         self._push_own(parts)
         self._push_products(parts[:, :, :_COLUMNS].contiguous())
+
+    def _split_chunk(self, parts: torch.Tensor) -> None:
+        """Twice, as in a layer: the second one's part is stored where ranks read the first one's.
+
+        The norm's own kernel makes the expected lanes of all lanes.
+        """
+        ranks, lanes, _ = parts.shape
+        slot = torch.zeros(lanes, dtype=torch.int32, device=self.device)
+        options = {"eps": 1e-5, "pdl": True}
+        own = lanes_of_rank(lanes, self.rank, ranks)
+        expected = self.base[0].repeat(lanes // len(self.slot), 1)
+        found = expected.clone()
+        for at, scale in ((9, 1), (10, 2)):
+            scaled = parts * scale
+            self.split.part(lanes, HIDDEN, self.dtype).copy_(scaled[self.rank])
+            normed = add_parts_rms_norm(
+                self.peers, self.split, found, self.norm, slot, dtype=self.dtype, **options
+            )
+            total = sum_parts_reference(scaled)
+            wanted = add_rms_norm(expected, total, self.norm, slot, out_dtype=self.dtype, **options)
+            self.wrong[at] += (normed != wanted).sum()
+        self.wrong[11] += (found[own] != expected[own]).sum()
 
     def _push_products(self, x_RNK: torch.Tensor) -> None:
         """Of inputs of all ranks, each with a weight of its own."""

@@ -1,0 +1,119 @@
+"""A chunk's residual stream of which each rank has some lanes, on GPUs and on a CPU.
+
+On GPUs one kernel sums up, adds and norms in memory that all ranks map. On a CPU parts and normed
+lanes are gathered; that is no faster than sums of all lanes on each rank, and is there so that what
+GPUs do is seen without them.
+
+Letters: N lanes, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import (
+    Peers,
+    SplitMemory,
+    add_parts_rms_norm,
+    add_rms_norm,
+    lanes_of_rank,
+    sum_parts,
+)
+from graphengine.models.contract import Reduce, Share
+
+
+class PushedStream:
+    """By pushes. Valid until the next chunk's: all have one memory."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        memory: SplitMemory,
+        part_NH: Tensor,
+        reduce: Reduce,
+        *,
+        pdl: bool,
+    ) -> None:
+        self._peers, self._memory, self._reduce, self._pdl = peers, memory, reduce, pdl
+        self.part_NH = part_NH
+        lanes, hidden = part_NH.shape
+        self.normed_NH = memory.normed(lanes, hidden, part_NH.dtype)
+
+    def add(
+        self,
+        stream_NH: Tensor,
+        next_norm_H: Tensor,
+        slot_N: Tensor,
+        bias_H: Tensor | None,
+        eps: float,
+    ) -> None:
+        add_parts_rms_norm(
+            self._peers,
+            self._memory,
+            stream_NH,
+            next_norm_H,
+            slot_N,
+            eps=eps,
+            dtype=self.part_NH.dtype,
+            bias_H=bias_H,
+            pdl=self._pdl,
+        )
+
+    def lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
+        share = Share(self._peers.rank, self._peers.ranks)
+        return _lane(stream_NH, index_1, share, self._reduce)
+
+
+class GatheredStream:
+    """By gathers."""
+
+    def __init__(
+        self,
+        share: Share,
+        part_NH: Tensor,
+        reduce: Reduce,
+        gather: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._share, self._reduce, self._gather = share, reduce, gather
+        self.part_NH, self.normed_NH = part_NH, torch.zeros_like(part_NH)
+
+    def add(
+        self,
+        stream_NH: Tensor,
+        next_norm_H: Tensor,
+        slot_N: Tensor,
+        bias_H: Tensor | None,
+        eps: float,
+    ) -> None:
+        whole = sum_parts(self._gather(self.part_NH))
+        if bias_H is not None:
+            whole = whole + bias_H
+        normed, (lanes, hidden) = self.normed_NH, self.normed_NH.shape
+        own = lanes_of_rank(lanes, self._share.rank, self._share.ranks)
+        # As many from each rank, of which the last ones may have fewer.
+        sent = normed.new_zeros(-(-lanes // self._share.ranks), hidden)
+        if own.start < own.stop:
+            add_rms_norm(
+                stream_NH[own],
+                whole[own],
+                next_norm_H,
+                slot_N[own],
+                eps=eps,
+                out_dtype=normed.dtype,
+                out=sent[: own.stop - own.start],
+            )
+        normed.copy_(self._gather(sent).flatten(0, 1)[:lanes])
+
+    def lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
+        return _lane(stream_NH, index_1, self._share, self._reduce)
+
+
+def _lane(stream_NH: Tensor, index_1: Tensor, share: Share, reduce: Reduce) -> Tensor:
+    """The lane of the rank that has it: the sum of it and zeros."""
+    first = lanes_of_rank(len(stream_NH), share.rank, share.ranks)
+    own = (index_1 >= first.start) & (index_1 < first.stop)
+    # What another rank's lane holds here is nothing.
+    return reduce(torch.where(own[:, None], stream_NH.index_select(0, index_1), 0.0))

@@ -1,0 +1,80 @@
+"""Flags: how the programs of one number, on all ranks, tell each other that they have come so far.
+
+A flag is a word in the memory of the rank that waits for it, and is there once it has the tag that
+is due. A fence before it and an acquire on the other side order what was stored before it.
+
+Letters: R ranks, P programs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphengine.kernels.comm.items import clock, look_at_host
+
+
+def flag_words(ranks: int, programs: int) -> int:
+    """Of two flags for each program of each rank."""
+    return 2 * ranks * programs
+
+
+@triton.jit
+def set_flags(boxes, flag, programs, tag, RANKS: tl.constexpr, TIMED: tl.constexpr):
+    """Tell all others that all is there which this program has stored at them."""
+    tl.debug_barrier()
+    if TIMED:
+        # By the thread that stores the flags; for the others the barrier has ordered it.
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first fence.acq_rel.sys; // dummy $0
+            }""",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    for ahead in tl.static_range(RANKS - 1):
+        flag_ptr = boxes[ahead] + flag + (RANKS - 2 - ahead) * programs
+        tl.atomic_xchg(flag_ptr, tag, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def wait_for_flags(peers, flag_ptr, programs, tag, over, RANKS: tl.constexpr, TIMED: tl.constexpr):
+    """Wait until the flags of all others have this tag. Whether waits are over, as in `take_words`,
+    and for how long this one has lasted.
+    """
+    began = clock(0, TIMED)
+    looked = began
+    polls = 0
+    # Each thread of the program waits by itself, and looks at the clock at another time.
+    ended = over
+    missing = _missing(flag_ptr, programs, tag, RANKS)
+    while (missing != 0) & (ended == 0):
+        polls += 1
+        ended, looked = look_at_host(peers, polls, began, looked, ended, TIMED)
+        missing = _missing(flag_ptr, programs, tag, RANKS)
+    for ahead in tl.static_range(RANKS - 1):
+        # One thread's look, for which the others wait: so all agree whether waits are over, and
+        # find what was stored before the flag.
+        found = tl.atomic_add(flag_ptr + ahead * programs, 0, sem="acquire", scope="sys")
+        over |= (found != tag).to(tl.int32)
+    if over != 0:
+        tl.store(peers.over, 1)
+        tl.store(peers.watch, 1)
+    return over, clock(polls, TIMED) - began
+
+
+@triton.jit
+def _missing(flag_ptr, programs, tag, RANKS: tl.constexpr):
+    """How many flags have another tag; no load waits for another one."""
+    missing = 0
+    for ahead in tl.static_range(RANKS - 1):
+        found = tl.load(flag_ptr + ahead * programs, volatile=True)
+        missing += (found != tag).to(tl.int32)
+    return missing

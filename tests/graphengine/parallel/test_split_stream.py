@@ -1,0 +1,44 @@
+"""Chunks whose stream is split, on a CPU: ranks have what one rank makes of all lanes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphengine.kernels import lanes_of_rank
+from graphengine.models.contract import Share
+from graphengine.parallel.meeting import Meeting
+from launches.split_chunks import EPS, SplitChunk
+
+
+@pytest.mark.parametrize(("ranks", "lanes"), [(2, 8), (3, 7), (4, 2)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_ranks_have_their_lanes_and_all_normed_ones(
+    tmp_path: Path, ranks: int, lanes: int, biased: bool
+) -> None:
+    chunk = SplitChunk(ranks, lanes=lanes, hidden=64, dtype=torch.bfloat16, biased=biased, seed=3)
+    expected, normed = chunk.whole()
+    live = chunk.slot >= 0
+    assert live.sum() > 0
+
+    def work(rank: int) -> None:
+        meeting = Meeting(str(tmp_path / "meeting"), Share(rank, ranks), torch.device("cpu"), 20.0)
+        split = meeting.split_stream(lanes, 64, torch.bfloat16)
+        assert split is not None
+        own, stream = lanes_of_rank(lanes, rank, ranks), chunk.stream.clone()
+        split.part_NH.copy_(chunk.parts[rank])
+        split.add(stream, chunk.norm, chunk.slot, chunk.bias, EPS)
+        after = chunk.stream.clone()
+        after[own] = expected[own]
+        torch.testing.assert_close(stream, after, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(split.normed_NH[live], normed[live])
+        for lane in live.nonzero()[:, 0].tolist():
+            found = split.lane(stream, torch.tensor([lane], dtype=torch.int32))
+            assert torch.equal(found, expected[[lane]])
+        meeting.close()
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(work, range(ranks)))
