@@ -165,9 +165,9 @@ def add_parts_rms_norm(
         most,
         x_NH.stride(0),
         eps,
-        peers.rank,
         peers.tensors,
         memory,
+        RANK=peers.rank,
         PROGRAMS=len(memory.tags),
         **push_options(peers) | {"SIZE": memory.size},
         **row_options(H),
@@ -176,7 +176,7 @@ def add_parts_rms_norm(
     return normed
 
 
-@triton.jit(do_not_specialize=["lanes", "most", "rank"])
+@triton.jit(do_not_specialize=["lanes", "most"])
 def _add_parts_rms_norm_kernel(
     x_ptr,
     part_ptr,
@@ -187,9 +187,9 @@ def _add_parts_rms_norm_kernel(
     most,
     x_stride,
     eps,
-    rank,
     peers,
     memory,
+    RANK: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SIZE: tl.constexpr,
     H: tl.constexpr,
@@ -206,27 +206,35 @@ def _add_parts_rms_norm_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     h = tl.arange(0, BLOCK_H)
     first_weight = tl.load(weight_ptr + h, mask=h < H, other=0.0)
+    slot_ptr += RANK * most
+    x_ptr += (RANK * most).to(tl.int64) * x_stride
+    end = min(most, lanes - RANK * most)
     wait_for_inputs(PDL)
+    # Asked for before the first wait.
     boxes = map_addresses(memory.boxes, tl.int32, RANKS)
     targets = map_addresses(memory.boxes, DTYPE, RANKS)
+    tag = tl.load(memory.tags + program) + 1
+    slot = tl.load(slot_ptr + program, mask=program < end, other=-1)
     # One thread's value, so that all agree.
     over = tl.atomic_add(peers.over, 0, sem="relaxed")
-    tag = tl.load(memory.tags + program) + 1
     begun, ended = 2 * SIZE + program, 2 * SIZE + RANKS * PROGRAMS + program
 
     if over == 0:
         set_flags(boxes, begun, PROGRAMS, tag, RANKS, TIMED)
     over, waited = wait_for_flags(peers, memory.own + begun, PROGRAMS, tag, over, RANKS, TIMED)
 
-    part_ptrs = _parts_of_ranks(memory.boxes, rank, over, DTYPE, RANKS)
-    for own in range(program, min(most, lanes - rank * most), programs):
-        lane = (rank * most + own).to(tl.int64)
-        if tl.load(slot_ptr + lane) >= 0:
-            x_row_ptr, at = x_ptr + lane * x_stride, lane * H
-            x = _add_parts(x_row_ptr, part_ptrs, at, bias_ptr, h, H, RANKS)
+    part_ptrs = _readable(targets, over, RANKS)
+    for own in range(program, end, programs):
+        live = slot >= 0
+        following = own + programs
+        slot = tl.load(slot_ptr + following, mask=following < end, other=-1)
+        if live:
+            x_row_ptr = x_ptr + tl.cast(own, tl.int64) * x_stride
+            at = (RANK * most + own).to(tl.int64) * H
+            x = _add_parts(x_row_ptr, part_ptrs, at, bias_ptr, h, H, RANK, RANKS)
             squares = x * x
             for start in tl.range(BLOCK_H, H, BLOCK_H):
-                more = _add_parts(x_row_ptr, part_ptrs, at, bias_ptr, start + h, H, RANKS)
+                more = _add_parts(x_row_ptr, part_ptrs, at, bias_ptr, start + h, H, RANK, RANKS)
                 squares += more * more
             scale = tl.rsqrt(tl.sum(squares) / H + eps)
 
@@ -249,27 +257,36 @@ def _add_parts_rms_norm_kernel(
 
 
 @triton.jit
-def _parts_of_ranks(box_ptr, rank, over, DTYPE: tl.constexpr, RANKS: tl.constexpr):
-    """Pointers to all ranks' parts, in their order; where waits are over to this rank's own."""
+def _readable(box_ptrs, over, RANKS: tl.constexpr):
+    """The same pointers; where waits are over the last one, this rank's, in place of all."""
     found = ()
-    for other in tl.static_range(RANKS):
-        ahead = (other + RANKS - rank - 1) % RANKS
-        address = tl.load(box_ptr + tl.where(over == 0, ahead, RANKS - 1))
-        found += (tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16),)  # type: ignore[assignment]
+    for ahead in tl.static_range(RANKS):
+        box_ptr = tl.where(over == 0, box_ptrs[ahead], box_ptrs[RANKS - 1])
+        found += (tl.multiple_of(box_ptr, 16),)  # type: ignore[assignment]
     return found
 
 
 @triton.jit
-def _add_parts(x_ptr, part_ptrs, at, bias_ptr, h, H: tl.constexpr, RANKS: tl.constexpr):
+def _add_parts(
+    x_ptr,
+    part_ptrs,
+    at,
+    bias_ptr,
+    h,
+    H: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     """Add the sum of columns `h` of all ranks' parts, from `at` on, to x in place and return what x
     is then; 0 past the end.
     """
-    x = tl.load(x_ptr + h, mask=h < H, other=0.0)
-    # All are asked for before the first is used.
+    # All are asked for before the first is used, by each rank in another order: else all would ask
+    # one rank at a time.
     parts = ()
-    for rank in tl.static_range(RANKS):
-        parts += (tl.load(part_ptrs[rank] + at + h, mask=h < H, other=0.0),)  # type: ignore[assignment]
-    total = _rounded_sum(parts, RANKS)
+    for ahead in tl.static_range(RANKS):
+        parts += (tl.load(part_ptrs[ahead] + at + h, mask=h < H, other=0.0),)  # type: ignore[assignment]
+    x = tl.load(x_ptr + h, mask=h < H, other=0.0)
+    total = _rounded_sum(parts, RANK, RANKS)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + h, mask=h < H, other=0.0).to(tl.float32)
         total = total.to(part_ptrs[0].dtype.element_ty).to(tl.float32)
@@ -279,11 +296,13 @@ def _add_parts(x_ptr, part_ptrs, at, bias_ptr, h, H: tl.constexpr, RANKS: tl.con
 
 
 @triton.jit
-def _rounded_sum(parts, RANKS: tl.constexpr):
-    """Float32, of values of the parts' dtype."""
-    total = parts[0].to(tl.float32)
+def _rounded_sum(parts, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Float32, of values of the parts' dtype, in the order of the ranks; the parts are those of
+    the ranks from the next one on.
+    """
+    total = parts[RANKS - 1 - RANK].to(tl.float32)
     for rank in tl.static_range(1, RANKS):
-        total += parts[rank].to(tl.float32)
+        total += parts[(rank + RANKS - RANK - 1) % RANKS].to(tl.float32)
     return total.to(parts[0].dtype).to(tl.float32)
 
 

@@ -186,9 +186,9 @@ def _all_reduce_kernel(
     segment = program * share * (RANKS if SHOTS == 2 else 1)
     wait_for_inputs(PDL)
     boxes = map_addresses(memory.boxes, tl.int32, RANKS)
+    tag = tl.load(memory.tags + program) + 1
     # One thread's value, so that all agree.
     over = tl.atomic_add(peers.over, 0, sem="relaxed")
-    tag = tl.load(memory.tags + program) + 1
     half = (tag & 1) if SHOTS == 1 else 0
     shares, shared = half * SIZE, 2 * SIZE + half * RANKS * programs + program
     sums, summed = SIZE, 2 * SIZE + RANKS * programs + program

@@ -204,6 +204,21 @@ def test_a_product_of_many_programs_leaves_the_wait_to_few(squares: bool) -> Non
     assert {load.argument for load in loads} >= {"slot_ptr", "peers.tags", "peers.over"}
 
 
+FLAG = r"atom\.global\.sys\.relaxed\.exch|fence\.acq_rel\.sys"
+
+
+def fences_of(found: list[str], ranks: int) -> list[int]:
+    """Where they are: each flag that is stored has one before it, behind a barrier of the program's
+    threads; and each look at flags has one behind it, before such a barrier.
+    """
+    fences = [at for at, each in enumerate(found) if each.startswith("fence")]
+    for stored, seen in zip(fences[::2], fences[1::2], strict=True):
+        assert found[stored - 1].startswith("bar") and found[seen + 1].startswith("bar")
+        assert seen == stored + ranks
+        assert all(each.startswith("atom") for each in found[stored + 1 : seen])
+    return fences
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("even", [False, True])
 def test_an_all_reduce_is_wide_and_flags_come_last(ranks: int, even: bool) -> None:
@@ -217,23 +232,14 @@ def test_an_all_reduce_is_wide_and_flags_come_last(ranks: int, even: bool) -> No
     ptx, _ = compile_launch(launches[0])
     assert_waits_before_it_shows(ptx)
     assert launches[0].grid == (128,)
-    flag = r"atom\.global\.sys\.relaxed\.exch|fence\.acq_rel\.sys|ld\.global\.sys\.acquire"
-    found = re.findall(rf"bar\.sync|{flag}|\bst\.global\.(?:v4|b32)", ptx)
+    found = re.findall(rf"bar\.sync|{FLAG}|\bst\.global\.(?:v4|b32)", ptx)
     shots = 1 if ranks == 2 else 2
-    # One fence for all flags of a shot, behind a barrier of the program's threads.
-    fences = [at for at, each in enumerate(found) if each.startswith("fence")]
-    assert len(fences) == shots
-    for at in fences:
-        assert found[at - 1] == "bar.sync"
-        assert all(each.startswith("atom") for each in found[at + 1 : at + ranks])
-    assert sum(each.startswith("atom") for each in found) == shots * (ranks - 1)
-    # Behind each flag that was seen the threads wait for the one that has seen it.
-    seen = [at for at, each in enumerate(found) if each.startswith("ld")]
-    assert len(seen) == shots * (ranks - 1) and all(found[at + 1] == "bar.sync" for at in seen)
+    fences = fences_of(found, ranks)
+    assert len(fences) == 2 * shots
     # The first barrier is for the word that waits are over, of which all threads get one look.
     assert found[: fences[0] - 1] == ["bar.sync"] + ["st.global.v4"] * 2 * (ranks - 1)
     # The sum, and in two shots that of all others, too.
-    rest = found[seen[ranks - 2] :]
+    rest = found[fences[1] :]
     assert rest.count("st.global.v4") >= 2 * ((even + ranks - 1) if shots == 2 else even)
     assert even or rest.count("st.global.b32") >= 8
 
@@ -258,16 +264,14 @@ def test_a_split_chunk_is_read_and_stored_wide_between_its_flags(ranks: int) -> 
     ptx, _ = compile_launch(launches[0])
     assert_waits_before_it_shows(ptx)
     assert launches[0].grid == (256,)
-    flag = r"atom\.global\.sys\.relaxed\.exch|fence\.acq_rel\.sys|ld\.global\.sys\.acquire"
     wide = r"\bst\.global\.v4\.b32|\bld\.global\.v4\.b32"
-    found = [each.split(".")[0] for each in re.findall(rf"{flag}|{wide}", ptx)]
+    found = [each.split(".")[0] for each in re.findall(rf"bar\.sync|{FLAG}|{wide}", ptx)]
+    fences = fences_of(found, ranks)
+    assert len(fences) == 4
     # The weight, for which nothing waits.
-    assert found[: found.index("fence")] == ["ld"] * 2
+    assert found[: fences[0]].count("ld") == 2 and "st" not in found[: fences[0]]
     assert len(re.findall(wide, ptx[: ptx.index("griddepcontrol.wait")])) == 2
-    begun, ended = (at for at, each in enumerate(found) if each == "fence")
-    for at in (begun, ended):
-        assert found[at + 1 : at + 2 * ranks - 1] == ["atom"] * (ranks - 1) + ["ld"] * (ranks - 1)
-    lane = found[begun + 2 * ranks - 1 : ended]
     # 16 values of a thread: four pieces of 16 bytes of the stream, two of each part and target.
+    lane = found[fences[1] : fences[2]]
     assert lane.count("ld") == 4 + 2 * ranks and lane.count("st") == 4 + 2 * ranks
-    assert len(found) == ended + 2 * ranks - 1
+    assert {*found[fences[2] :]} == {"fence", "atom", "bar"}
