@@ -130,14 +130,13 @@ def _norms(meeting: Meeting, hidden: int, stream: torch.cuda.Stream) -> Iterator
         split = meeting.split_stream(count, hidden, DTYPE)
         if split is None:
             continue
+        part = torch.full((count, hidden), 1e-3, dtype=DTYPE, device=stream.device)
         x = torch.zeros(count, hidden, device=stream.device)
         norm = torch.ones(hidden, dtype=DTYPE, device=stream.device)
         slot = torch.zeros(count, dtype=torch.int32, device=stream.device)
-        split.part_NH.fill_(1e-3)
-
-        operands = (x, norm, slot)
+        operands = (part, x, norm, slot)
         in_one = partial(_add_split, split, *operands)
-        in_two = partial(_add_apart, meeting.reduce, split.part_NH, *operands)
+        in_two = partial(_add_apart, meeting.reduce, *operands)
         split_us, apart_us = microseconds_of(stream, in_one, in_two)
         names = {"lanes": count, "columns": hidden, "dtype": str(DTYPE).removeprefix("torch.")}
         yield names | {"split_us": split_us, "apart_us": apart_us}
@@ -148,9 +147,9 @@ def _repeat(reduce: Callable[[Tensor], Tensor], part: Tensor) -> None:
         reduce(part)
 
 
-def _add_split(split: SplitStream, x: Tensor, norm: Tensor, slot: Tensor) -> None:
+def _add_split(split: SplitStream, part: Tensor, x: Tensor, norm: Tensor, slot: Tensor) -> None:
     for _ in range(CALLS):
-        split.add(x, norm, slot, None, _EPS)
+        split.add(part, x, norm, slot, None, _EPS)
 
 
 def _add_apart(

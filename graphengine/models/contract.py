@@ -63,17 +63,13 @@ class SplitStream(Protocol):
     """
 
     @property
-    def part_NH(self) -> Tensor:
-        """`[N, H]`: where this rank's part of a product goes; it is lost with `add`."""
-        ...
-
-    @property
     def normed_NH(self) -> Tensor:
         """`[N, H]`: what layers read, of all lanes; `add` leaves it, and holds nothing before."""
         ...
 
     def add(
         self,
+        part_NH: Tensor,
         stream_NH: Tensor,
         next_norm_H: Tensor,
         slot_N: Tensor,
@@ -83,7 +79,8 @@ class SplitStream(Protocol):
         """`stream` plus the sum of all ranks' parts and the bias, in place, of this rank's lanes;
         and what `next_norm` makes of it, of all lanes.
 
-        The sum is rounded to the parts' dtype; all ranks have the same bits. Other ranks' lanes of
+        A part, `[N, H]`, does not lie in `normed_NH`. The sum is rounded to the parts' dtype; all
+        ranks have the same bits. Other ranks' lanes of
         `stream`, float32 `[N, H]`, are neither read nor written. Padded lanes stay as they are.
         """
         ...

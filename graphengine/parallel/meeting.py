@@ -161,15 +161,15 @@ class Meeting:
     def split_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> SplitStream | None:
         """On GPUs where a part is too large to be pushed as items; see `SplitStreams`."""
         if not self._on_gpu:
-            part = torch.empty(lanes, hidden, dtype=dtype)
-            return GatheredStream(self.share, part, self.reduce, self.gather)
+            normed = torch.zeros(lanes, hidden, dtype=dtype)
+            return GatheredStream(self.share, normed, self.reduce, self.gather)
         peers, split = self.peers, None if self._memory is None else self._memory.split
-        if peers is None or split is None:
+        if peers is None or split is None or not split.holds(lanes, hidden, dtype):
             return None
-        part = split.part(lanes, hidden, dtype)
-        if peers.hold(part):
+        normed = split.normed(lanes, hidden, dtype)
+        if peers.hold(normed):
             return None
-        return PushedStream(peers, split, part, self.reduce, pdl=self._pdl)
+        return PushedStream(peers, split, normed, self.reduce, pdl=self._pdl)
 
     def gather(self, part_NC: Tensor) -> Tensor:
         """New `[ranks, N, C]`, the parts of all ranks in their order. MeetingFailed on a CPU."""

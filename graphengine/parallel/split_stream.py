@@ -32,18 +32,17 @@ class PushedStream:
         self,
         peers: Peers,
         memory: SplitMemory,
-        part_NH: Tensor,
+        normed_NH: Tensor,
         reduce: Reduce,
         *,
         pdl: bool,
     ) -> None:
         self._peers, self._memory, self._reduce, self._pdl = peers, memory, reduce, pdl
-        self.part_NH = part_NH
-        lanes, hidden = part_NH.shape
-        self.normed_NH = memory.normed(lanes, hidden, part_NH.dtype)
+        self.normed_NH = normed_NH
 
     def add(
         self,
+        part_NH: Tensor,
         stream_NH: Tensor,
         next_norm_H: Tensor,
         slot_N: Tensor,
@@ -53,11 +52,11 @@ class PushedStream:
         add_parts_rms_norm(
             self._peers,
             self._memory,
+            part_NH,
             stream_NH,
             next_norm_H,
             slot_N,
             eps=eps,
-            dtype=self.part_NH.dtype,
             bias_H=bias_H,
             pdl=self._pdl,
         )
@@ -73,22 +72,23 @@ class GatheredStream:
     def __init__(
         self,
         share: Share,
-        part_NH: Tensor,
+        normed_NH: Tensor,
         reduce: Reduce,
         gather: Callable[[Tensor], Tensor],
     ) -> None:
         self._share, self._reduce, self._gather = share, reduce, gather
-        self.part_NH, self.normed_NH = part_NH, torch.zeros_like(part_NH)
+        self.normed_NH = normed_NH
 
     def add(
         self,
+        part_NH: Tensor,
         stream_NH: Tensor,
         next_norm_H: Tensor,
         slot_N: Tensor,
         bias_H: Tensor | None,
         eps: float,
     ) -> None:
-        whole = sum_parts(self._gather(self.part_NH))
+        whole = sum_parts(self._gather(part_NH))
         if bias_H is not None:
             whole = whole + bias_H
         normed, (lanes, hidden) = self.normed_NH, self.normed_NH.shape

@@ -3,13 +3,14 @@ of the lanes.
 
 A rank keeps the residual stream of its own lanes alone, one run of them, and all ranks have what
 the norm makes of all lanes: the sequence parallelism of Megatron-LM (Korthikanti et al. 2022),
-whose reduce-scatter and all-gather are here the two ends of one launch. The parts lie in memory
-that all ranks map. Once a program of all ranks has begun, which shows that their parts are
-complete, it reads those of its lanes at all ranks, and stores the normed lanes at all ranks.
+whose reduce-scatter and all-gather are here the two ends of one launch. A program stores its rank's
+part of other ranks' lanes at those ranks, adds up the parts of its own ones, and stores what the
+norm makes of them at all ranks. Flags say that each is there.
 
-A rank ends a launch once all others have stored what they give it, and so have read what they need
-of it; and nothing is stored at a rank before that rank has begun the same launch, when its last
-product has read what was there. So neither parts nor normed lanes need two halves.
+A rank ends a launch once it has the normed lanes of all others, which by then have read the parts
+that it had stored. And no lane is stored at a rank before that rank has begun the same launch, when
+its last product has read what was there. So neither parts nor normed lanes need two halves. Nor
+does it help to read parts where they are: from three GPUs that was slower than to store them there.
 
 Sums are those of `push_sum`, and the norm is that of `add_rms_norm`, to the bit. Waits end as those
 of `take_words` do.
@@ -43,10 +44,10 @@ _ALIGNED = 4
 
 
 class SplitMemory(NamedTuple):
-    """Where a rank has its part of each product of a chunk, and gets the normed lanes."""
+    """Where a rank gets the other ranks' parts of its lanes, and the normed lanes."""
 
     own: torch.Tensor
-    """int32, on this device: words of a part, as many of normed lanes, then two flags for each
+    """int32, on this device: words of parts, as many of normed lanes, then two flags for each
     program of each rank."""
     boxes: torch.Tensor
     """int64 [R], on this device: addresses of `own` at all ranks from the next one on, this one's
@@ -70,32 +71,36 @@ class SplitMemory(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Words of a part, at most."""
+        """Words of each half."""
         return (self.own.numel() - flag_words(len(self.boxes), len(self.tags))) // 2
 
-    def part(self, lanes: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[lanes, hidden]`, dense: where this rank's part of a product belongs. ValueError where
-        it has no room.
-        """
-        return self._view(0, lanes, hidden, dtype)
+    def holds(self, lanes: int, hidden: int, dtype: torch.dtype) -> bool:
+        """Whether chunks of so many lanes have room."""
+        return self._needed(lanes, hidden, dtype) <= self.size
 
     def normed(self, lanes: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[lanes, hidden]`, dense: where the normed lanes come; else as `part`."""
-        return self._view(self.size, lanes, hidden, dtype)
-
-    def _view(self, start: int, lanes: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        words = math.ceil(lanes * hidden * dtype.itemsize / 4)
-        if words > self.size:
+        """`[lanes, hidden]`, dense: where the normed lanes come. ValueError where they have no
+        room.
+        """
+        if not self.holds(lanes, hidden, dtype):
             raise ValueError(
-                f"{lanes} lanes of {hidden} values in {dtype} take {words} words: there are "
-                f"{self.size}"
+                f"{lanes} lanes of {hidden} values in {dtype} take "
+                f"{self._needed(lanes, hidden, dtype)} words: there are {self.size}"
             )
-        values = self.own[start : start + words].view(dtype)
+        values = self.own[self.size : 2 * self.size].view(dtype)
         return values[: lanes * hidden].view(lanes, hidden)
+
+    def _needed(self, lanes: int, hidden: int, dtype: torch.dtype) -> int:
+        """Words of normed lanes, or of parts from all others, of which each has a whole share."""
+        others = len(self.boxes) - 1
+        most = max(lanes, others * -(-lanes // len(self.boxes)))
+        return math.ceil(most * hidden * dtype.itemsize / 4)
 
 
 def split_words(words: int, ranks: int, programs: int = LANE_PROGRAMS) -> int:
-    """int32 values of `SplitMemory.own` for parts of so many words; none for none."""
+    """int32 values of `SplitMemory.own` for chunks of so many words, whose lanes ranks divide; none
+    for none.
+    """
     if not words:
         return 0
     half = math.ceil(words / _ALIGNED) * _ALIGNED
@@ -111,40 +116,44 @@ def lanes_of_rank(lanes: int, rank: int, ranks: int) -> slice:
 def add_parts_rms_norm(
     peers: Peers,
     memory: SplitMemory,
+    part_NH: torch.Tensor,
     x_NH: torch.Tensor,
     weight_H: torch.Tensor,
     slot_N: torch.Tensor,
     *,
     eps: float,
-    dtype: torch.dtype,
     bias_H: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """x += the sum of all ranks' parts, then `rms_norm` of x: of this rank's lanes, by
     `lanes_of_rank`.
 
-    All ranks call it with lanes of this shape and dtype, after the same calls, once their part is
-    in `memory.part(N, H, dtype)`; it is lost with the next one.
+    All ranks call it with a part of this shape and dtype, after the same calls.
 
     Args:
+        part_NH: dense, of any float dtype, to which the sum is rounded, and which the normed lanes
+            have; not in `memory`.
         x_NH: float32, the residual stream, with dense rows, any stride between them; those of other
             ranks' lanes are neither read nor written.
         weight_H, slot_N, eps: as of `add_rms_norm`.
-        dtype: of the parts, to which their sum is rounded, and of the normed lanes.
         bias_H: added to the sum, and rounded with it once more; any float dtype.
         pdl: the launch before, whatever it is, may still run; it does not write weight and bias.
 
     Returns:
-        `memory.normed(N, H, dtype)`, which all ranks have of all live lanes, with the same bits;
-        until the next call. Padded lanes are not written. ValueError for a shape or dtype that does
-        not fit.
+        `memory.normed` of the part's shape and dtype: all ranks have all live lanes, with the same
+        bits, until the next call. Padded lanes are not written. ValueError for a shape or dtype
+        that does not fit.
     """
     check_rows(x_NH=x_NH)
     lanes, H = x_NH.shape
     if x_NH.dtype != torch.float32:
         raise ValueError(f"x_NH is {x_NH.dtype}, not torch.float32")
-    if dtype not in FLOAT_DTYPES:
-        raise ValueError(f"parts are {dtype}, not one of {FLOAT_DTYPES}")
+    if part_NH.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"parts are {part_NH.dtype}, not one of {FLOAT_DTYPES}")
+    if part_NH.shape != x_NH.shape or not part_NH.is_contiguous():
+        raise ValueError(
+            f"a part must be a dense {list(x_NH.shape)}, as x_NH is, not {list(part_NH.shape)}"
+        )
     for name, vector in (("weight_H", weight_H), ("bias_H", bias_H)):
         if vector is None:
             continue
@@ -152,12 +161,11 @@ def add_parts_rms_norm(
             raise ValueError(f"{name} is {vector.dtype}, not one of {FLOAT_DTYPES}")
         check_vector(name, vector, H, vector.dtype)
     check_lanes(lanes, slot_N=slot_N)
-    part, normed = memory.part(lanes, H, dtype), memory.normed(lanes, H, dtype)
+    normed = memory.normed(lanes, H, part_NH.dtype)
     most = -(-lanes // peers.ranks)
     launcher(_add_parts_rms_norm_kernel, (min(most, len(memory.tags)),))(
         x_NH,
-        # For its dtype.
-        part,
+        part_NH,
         bias_H,
         weight_H,
         slot_N,
@@ -206,7 +214,6 @@ def _add_parts_rms_norm_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     h = tl.arange(0, BLOCK_H)
     first_weight = tl.load(weight_ptr + h, mask=h < H, other=0.0)
-    slot_ptr += RANK * most
     x_ptr += (RANK * most).to(tl.int64) * x_stride
     end = min(most, lanes - RANK * most)
     wait_for_inputs(PDL)
@@ -214,16 +221,21 @@ def _add_parts_rms_norm_kernel(
     boxes = map_addresses(memory.boxes, tl.int32, RANKS)
     targets = map_addresses(memory.boxes, DTYPE, RANKS)
     tag = tl.load(memory.tags + program) + 1
-    slot = tl.load(slot_ptr + program, mask=program < end, other=-1)
     # One thread's value, so that all agree.
     over = tl.atomic_add(peers.over, 0, sem="relaxed")
-    begun, ended = 2 * SIZE + program, 2 * SIZE + RANKS * PROGRAMS + program
+    given, ended = 2 * SIZE + program, 2 * SIZE + RANKS * PROGRAMS + program
 
     if over == 0:
-        set_flags(boxes, begun, PROGRAMS, tag, RANKS, TIMED)
-    over, waited = wait_for_flags(peers, memory.own + begun, PROGRAMS, tag, over, RANKS, TIMED)
+        for own in range(program, most, programs):
+            for start in tl.static_range(0, H, BLOCK_H):
+                _give_parts(
+                    part_ptr, targets, slot_ptr, own, most, lanes, start + h, H, RANK, RANKS
+                )
+        set_flags(boxes, given, PROGRAMS, tag, RANKS, TIMED)
+    slot_ptr += RANK * most
+    slot = tl.load(slot_ptr + program, mask=program < end, other=-1)
+    over, waited = wait_for_flags(peers, memory.own + given, PROGRAMS, tag, over, RANKS, TIMED)
 
-    part_ptrs = _readable(targets, over, RANKS)
     for own in range(program, end, programs):
         live = slot >= 0
         following = own + programs
@@ -231,10 +243,13 @@ def _add_parts_rms_norm_kernel(
         if live:
             x_row_ptr = x_ptr + tl.cast(own, tl.int64) * x_stride
             at = (RANK * most + own).to(tl.int64) * H
-            x = _add_parts(x_row_ptr, part_ptrs, at, bias_ptr, h, H, RANK, RANKS)
+            part_ptrs = _parts_of(
+                part_ptr + at, targets[RANKS - 1] + own * H, most * H, over, RANKS
+            )
+            x = _add_parts(x_row_ptr, part_ptrs, bias_ptr, h, H, RANK, RANKS)
             squares = x * x
             for start in tl.range(BLOCK_H, H, BLOCK_H):
-                more = _add_parts(x_row_ptr, part_ptrs, at, bias_ptr, start + h, H, RANK, RANKS)
+                more = _add_parts(x_row_ptr, part_ptrs, bias_ptr, start + h, H, RANK, RANKS)
                 squares += more * more
             scale = tl.rsqrt(tl.sum(squares) / H + eps)
 
@@ -257,34 +272,58 @@ def _add_parts_rms_norm_kernel(
 
 
 @triton.jit
-def _readable(box_ptrs, over, RANKS: tl.constexpr):
-    """The same pointers; where waits are over the last one, this rank's, in place of all."""
-    found = ()
-    for ahead in tl.static_range(RANKS):
-        box_ptr = tl.where(over == 0, box_ptrs[ahead], box_ptrs[RANKS - 1])
-        found += (tl.multiple_of(box_ptr, 16),)  # type: ignore[assignment]
-    return found
-
-
-@triton.jit
-def _add_parts(
-    x_ptr,
-    part_ptrs,
-    at,
-    bias_ptr,
+def _give_parts(
+    part_ptr,
+    targets,
+    slot_ptr,
+    own,
+    most,
+    lanes,
     h,
     H: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Add the sum of columns `h` of all ranks' parts, from `at` on, to x in place and return what x
-    is then; 0 past the end.
+    """Store columns `h` of this rank's part at each other rank, of the lane that is `own` there.
+
+    At a rank the parts of all others are behind each other, from the next rank's on.
     """
-    # All are asked for before the first is used, by each rank in another order: else all would ask
-    # one rank at a time.
+    parts, live = (), ()
+    for ahead in tl.static_range(RANKS - 1):
+        lane = (RANK + 1 + ahead) % RANKS * most + own
+        live += (tl.load(slot_ptr + lane, mask=lane < lanes, other=-1) >= 0,)  # type: ignore[assignment]
+    for ahead in tl.static_range(RANKS - 1):
+        lane = (RANK + 1 + ahead) % RANKS * most + own
+        row_ptr = part_ptr + lane.to(tl.int64) * H
+        parts += (tl.load(row_ptr + h, mask=(h < H) & live[ahead], other=0.0),)  # type: ignore[assignment]
+    for ahead in tl.static_range(RANKS - 1):
+        at = ((RANKS - 2 - ahead) * most + own).to(tl.int64) * H
+        tl.store(targets[ahead] + at + h, parts[ahead], mask=(h < H) & live[ahead])
+
+
+@triton.jit
+def _parts_of(own_ptr, given_ptr, stride, over, RANKS: tl.constexpr):
+    """Pointers to all ranks' parts of a lane, from the next rank's on; where waits are over to this
+    rank's own in place of all.
+    """
+    found = ()
+    for ahead in tl.static_range(RANKS - 1):
+        other_ptr = given_ptr + ahead * stride.to(tl.int64)
+        found += (tl.where(over == 0, other_ptr, own_ptr),)  # type: ignore[assignment]
+    return found + (own_ptr,)  # noqa: RUF005  (Triton knows no stars)
+
+
+@triton.jit
+def _add_parts(
+    x_ptr, part_ptrs, bias_ptr, h, H: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr
+):
+    """Add the sum of columns `h` of all ranks' parts to x in place and return the new x; 0 past the
+    end.
+    """
+    # All are asked for before the first is used.
     parts = ()
     for ahead in tl.static_range(RANKS):
-        parts += (tl.load(part_ptrs[ahead] + at + h, mask=h < H, other=0.0),)  # type: ignore[assignment]
+        parts += (tl.load(part_ptrs[ahead] + h, mask=h < H, other=0.0),)  # type: ignore[assignment]
     x = tl.load(x_ptr + h, mask=h < H, other=0.0)
     total = _rounded_sum(parts, RANK, RANKS)
     if bias_ptr is not None:

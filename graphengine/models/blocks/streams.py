@@ -213,7 +213,8 @@ class PrefillScratch:
     launch    how the kernels are launched
     coded     columns of the widest inputs that `launch` has rounded
     outlived  whether `h` has separate memory, so that keeping it does not keep the rest
-    split     of whose stream each rank has some lanes, and which holds `h`; None: all have all
+    split     of whose stream each rank has some lanes, and which holds `h`, with `part` in its
+              place; None: all have all
     """
 
     def __init__(
@@ -234,16 +235,15 @@ class PrefillScratch:
         # Whole pieces of 16 bytes, so that what lies after them is aligned for copies.
         codes = -(-code_bytes(lanes, coded) // 16) * 16 // like.itemsize if coded else 0
         sizes = [codes, lanes * hidden, lanes * width]
-        h = None
-        if split is not None:
-            h = split.normed_NH
-        elif outlived:
-            h = like.new_empty(lanes, hidden)
-        if h is not None:
+        if outlived:
+            h = like.new_empty(lanes * hidden)
             sizes[1] = 0
         # One allocation: of 1 to 10 MB each takes 20 of a graph's pool.
         coding, shared, self._memory = torch.split(like.new_empty(sum(sizes)), sizes)
-        self.h = shared.view(lanes, -1) if h is None else h
+        self.h = (h if outlived else shared).view(lanes, -1)
+        if split is not None:
+            # Others store into it, so a product's part lies elsewhere.
+            self.part, self.h = self.h, split.normed_NH
         self._codes = coding.view(torch.uint8) if codes else None
 
     def take(self, columns: int, *, after: int = 0) -> Tensor:
@@ -343,8 +343,8 @@ def add_chunk_product(
     launch, split = scratch.launch, scratch.split
     if split is not None:
         assert not isinstance(next_norm_H, Sandwich), "a split stream has no norm of the product"
-        scratch.product(x_NK, weight_HK, None, out=split.part_NH)
-        split.add(stream_NH, next_norm_H, slot_N, bias, eps)
+        part = scratch.product(x_NK, weight_HK, None, out=scratch.part)
+        split.add(part, stream_NH, next_norm_H, slot_N, bias, eps)
         return
     if launch.reduce is None:
         whole = scratch.product(x_NK, weight_HK, bias, out=out)

@@ -349,8 +349,8 @@ def test_a_stream_may_be_split_by_lanes(config: DecoderConfig, splits: bool) -> 
         gather = partial(meeting.gather, rank)
 
         def split_stream(lanes: int, hidden: int, dtype: torch.dtype) -> SplitStream:
-            part = torch.full((lanes, hidden), torch.nan, dtype=dtype)
-            given.append(GatheredStream(share, part, reduce, gather))
+            normed = torch.full((lanes, hidden), torch.nan, dtype=dtype)
+            given.append(GatheredStream(share, normed, reduce, gather))
             return given[-1]
 
         launch = PrefillLaunch(reduce=reduce, split=split_stream if split else None, share=share)

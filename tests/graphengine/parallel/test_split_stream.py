@@ -29,8 +29,7 @@ def test_ranks_have_their_lanes_and_all_normed_ones(
         split = meeting.split_stream(lanes, 64, torch.bfloat16)
         assert split is not None
         own, stream = lanes_of_rank(lanes, rank, ranks), chunk.stream.clone()
-        split.part_NH.copy_(chunk.parts[rank])
-        split.add(stream, chunk.norm, chunk.slot, chunk.bias, EPS)
+        split.add(chunk.parts[rank], stream, chunk.norm, chunk.slot, chunk.bias, EPS)
         after = chunk.stream.clone()
         after[own] = expected[own]
         torch.testing.assert_close(stream, after, rtol=0, atol=0, equal_nan=True)

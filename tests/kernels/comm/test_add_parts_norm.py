@@ -117,9 +117,7 @@ def test_a_wait_ends_and_its_rank_gives_nothing_any_more(by: str):
         peers.tensors.watch[1] = 300
     else:
         peers.tensors.watch[0] = 1
-    part = memory.part(9, 6, torch.float32)
-    part.copy_(torch.randn(9, 6))
-    x, weight = torch.randn(9, 6), torch.randn(6)
+    part, x, weight = torch.randn(9, 6), torch.randn(9, 6), torch.randn(6)
     slot, eps = torch.zeros(9, dtype=torch.int32), 1e-5
     # Of its own lanes it takes its part for that of each rank.
     expected, own = x.clone(), lanes_of_rank(9, 1, 3)
@@ -127,19 +125,22 @@ def test_a_wait_ends_and_its_rank_gives_nothing_any_more(by: str):
     normed = add_rms_norm(
         expected[own], whole[own], weight, slot[own], eps=eps, out_dtype=torch.float32
     )
-    found = add_parts_rms_norm(peers, memory, x, weight, slot, eps=eps, dtype=torch.float32)
+    found = add_parts_rms_norm(peers, memory, part, x, weight, slot, eps=eps)
     assert torch.equal(x, expected) and torch.equal(found[own], normed)
     assert peers.tensors.watch[0] == 1 and peers.tensors.over.item() == 1
     # The first program has polled until the second look at the host's words, or the first.
     assert peers.tensors.waited.item() == (512 if by == "limit" else 256)
     assert memory.tags.tolist() == [1, 1]
-    # Others have the first flag of its first program, and nothing else: no lane, and no end.
-    changed = [
-        (now != was).nonzero()[:, 0] - 2 * WORDS for now, was in zip(others, before, strict=True)
-    ]
-    assert [each.tolist() for each in changed] == [[0], [2]]
-    add_parts_rms_norm(peers, memory, x, weight, slot, eps=eps, dtype=torch.float32)
-    assert [int((now != was).sum()) for now, was in zip(others, before, strict=True)] == [1, 1]
+    # Others have what its first program has given them before it waited, and nothing later.
+    for other, own, was, place in zip((0, 2), others, before, (0, 1), strict=True):
+        lanes = part[lanes_of_rank(9, other, 3)]
+        given = own[place * 18 : (place + 1) * 18].view(torch.float32).view(3, 6)
+        assert torch.equal(given[::2], lanes[::2])
+        changed = (own != was).nonzero()[:, 0].tolist()
+        assert changed[-1] == 2 * WORDS + 2 * place and len(changed) == 12 + 1
+    kept = [own.clone() for own in others]
+    add_parts_rms_norm(peers, memory, 2 * part, x, weight, slot, eps=eps)
+    assert all(torch.equal(now, was) for now, was in zip(others, kept, strict=True))
 
 
 @given(lanes=st.integers(0, 40), ranks=st.integers(1, 8))
@@ -153,13 +154,16 @@ def test_each_lane_is_one_ranks(lanes: int, ranks: int):
     ("changed", "message"),
     [
         ({"x": torch.zeros(3, 4).half()}, "x_NH is torch.float16, not torch.float32"),
-        ({"dtype": torch.int32}, "parts are torch.int32, not one of"),
+        ({"part": torch.zeros(3, 4).int()}, "parts are torch.int32, not one of"),
+        ({"part": torch.zeros(3, 5)}, r"a part must be a dense \[3, 4\], as x_NH is, not \[3, 5\]"),
+        ({"part": torch.zeros(4, 3).mT}, r"a part must be a dense \[3, 4\]"),
         ({"weight": torch.zeros(4).int()}, "weight_H is torch.int32, not one of"),
         ({"bias": torch.zeros(4).int()}, "bias_H is torch.int32, not one of"),
         ({"weight": torch.zeros(5)}, r"weight_H"),
         ({"slot": torch.zeros(2).int()}, r"slot_N"),
         (
-            {"x": torch.zeros(7, 1000), "slot": torch.zeros(7).int(), "weight": torch.ones(1000)},
+            {"x": torch.zeros(7, 1000), "part": torch.zeros(7, 1000), "weight": torch.ones(1000)}
+            | {"slot": torch.zeros(7).int()},
             f"7 lanes of 1000 values in torch.float32 take 7000 words: there are {WORDS}",
         ),
     ],
@@ -167,16 +171,16 @@ def test_each_lane_is_one_ranks(lanes: int, ranks: int):
 def test_what_does_not_fit_is_an_error(changed: dict[str, Any], message: str):
     peers, memory = new_ranks(1, 1)[0]
     given = {"x": torch.zeros(3, 4), "weight": torch.ones(4), "slot": torch.zeros(3).int()}
-    given |= {"dtype": torch.float32, "bias": None} | changed
+    given |= {"part": torch.zeros(3, 4), "bias": None} | changed
     with pytest.raises(ValueError, match=message):
         add_parts_rms_norm(
             peers,
             memory,
+            given["part"],
             given["x"],
             given["weight"],
             given["slot"],
             eps=1e-5,
-            dtype=given["dtype"],
             bias_H=given["bias"],
         )
 
@@ -186,6 +190,9 @@ def test_memory_has_room_for_a_part_its_norms_and_flags():
     assert split_words(5, 2, 3) == 2 * 8 + 2 * 2 * 3
     memory = new_ranks(2, 3)[0][1]
     assert memory.size == WORDS and len(memory.tags) == 3
-    part, normed = (take(3, 5, torch.float16) for take in (memory.part, memory.normed))
-    assert part.shape == normed.shape == (3, 5) and part.data_ptr() == memory.own.data_ptr()
-    assert normed.data_ptr() == part.data_ptr() + 4 * WORDS
+    normed = memory.normed(3, 5, torch.float16)
+    assert normed.shape == (3, 5)
+    assert normed.data_ptr() == memory.own.data_ptr() + 4 * WORDS
+    assert memory.holds(12, 256, torch.float32) and not memory.holds(13, 256, torch.float32)
+    # Of three others two lanes each come, though there are five.
+    assert not new_ranks(4, 1)[0][1].holds(5, WORDS // 5, torch.float32)

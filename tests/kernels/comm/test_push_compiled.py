@@ -254,11 +254,11 @@ def test_a_split_chunk_is_read_and_stored_wide_between_its_flags(ranks: int) -> 
         add_parts_norm.add_parts_rms_norm(
             peers,
             memory,
+            new(lanes, hidden),
             new(lanes, hidden, dtype=torch.float32),
             new(hidden),
             new(lanes, dtype=torch.int32),
             eps=1e-5,
-            dtype=torch.bfloat16,
             pdl=True,
         )
     ptx, _ = compile_launch(launches[0])
@@ -269,9 +269,11 @@ def test_a_split_chunk_is_read_and_stored_wide_between_its_flags(ranks: int) -> 
     fences = fences_of(found, ranks)
     assert len(fences) == 4
     # The weight, for which nothing waits.
-    assert found[: fences[0]].count("ld") == 2 and "st" not in found[: fences[0]]
     assert len(re.findall(wide, ptx[: ptx.index("griddepcontrol.wait")])) == 2
-    # 16 values of a thread: four pieces of 16 bytes of the stream, two of each part and target.
+    # Two pieces of 16 bytes of each other rank's part; of a lane as many of each part and target,
+    # and four of the stream.
+    given = found[: fences[0]]
+    assert given.count("ld") == 2 + 2 * (ranks - 1) and given.count("st") == 2 * (ranks - 1)
     lane = found[fences[1] : fences[2]]
     assert lane.count("ld") == 4 + 2 * ranks and lane.count("st") == 4 + 2 * ranks
     assert {*found[fences[2] :]} == {"fence", "atom", "bar"}

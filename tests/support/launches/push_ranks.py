@@ -129,7 +129,7 @@ class _Step:
         self._push_products(parts[:, :, :_COLUMNS].contiguous())
 
     def _split_chunk(self, parts: torch.Tensor) -> None:
-        """Twice, as in a layer: the second one's part is stored where ranks read the first one's.
+        """Twice, as in a layer: parts and lanes are stored where ranks have read those before.
 
         The norm's own kernel makes the expected lanes of all lanes.
         """
@@ -141,9 +141,9 @@ class _Step:
         found = expected.clone()
         for at, scale in ((9, 1), (10, 2)):
             scaled = parts * scale
-            self.split.part(lanes, HIDDEN, self.dtype).copy_(scaled[self.rank])
+            part = scaled[self.rank].contiguous()
             normed = add_parts_rms_norm(
-                self.peers, self.split, found, self.norm, slot, dtype=self.dtype, **options
+                self.peers, self.split, part, found, self.norm, slot, **options
             )
             total = sum_parts_reference(scaled)
             wanted = add_rms_norm(expected, total, self.norm, slot, out_dtype=self.dtype, **options)

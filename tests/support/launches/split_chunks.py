@@ -58,15 +58,14 @@ class SplitChunk:
     def split(self, peers: Peers, memory: SplitMemory) -> tuple[torch.Tensor, torch.Tensor]:
         """The same as `add_parts_rms_norm` leaves it at this rank."""
         stream = self.stream.clone()
-        memory.part(*stream.shape, self.dtype).copy_(self.parts[peers.rank])
         normed = add_parts_rms_norm(
             peers,
             memory,
+            self.parts[peers.rank].contiguous(),
             stream,
             self.norm,
             self.slot,
             eps=EPS,
-            dtype=self.dtype,
             bias_H=self.bias,
         )
         return stream, normed
