@@ -9,8 +9,8 @@ norm makes of them at all ranks. Flags say that each is there.
 
 A rank ends a launch once it has the normed lanes of all others, which by then have read the parts
 that it had stored. And no lane is stored at a rank before that rank has begun the same launch, when
-its last product has read what was there. So neither parts nor normed lanes need two halves. Nor
-does it help to read parts where they are: from three GPUs that was slower than to store them there.
+its last product has read what was there. So neither parts nor normed lanes need two halves. To
+read parts where they are, in place of storing them where they are added up, took as long.
 
 Sums are those of `push_sum`, and the norm is that of `add_rms_norm`, to the bit. Waits end as those
 of `take_words` do.

@@ -204,19 +204,23 @@ def test_a_product_of_many_programs_leaves_the_wait_to_few(squares: bool) -> Non
     assert {load.argument for load in loads} >= {"slot_ptr", "peers.tags", "peers.over"}
 
 
-FLAG = r"atom\.global\.sys\.relaxed\.exch|fence\.acq_rel\.sys"
+FLAG = r"atom\.global\.sys\.relaxed\.exch|fence\.acq_rel\.sys|ld\.global\.sys\.acquire"
 
 
-def fences_of(found: list[str], ranks: int) -> list[int]:
-    """Where they are: each flag that is stored has one before it, behind a barrier of the program's
-    threads; and each look at flags has one behind it, before such a barrier.
+def meetings_of(found: list[str], ranks: int) -> list[tuple[int, int]]:
+    """Where flags are stored, behind one fence for all of them, which is behind a barrier of the
+    program's threads; and where the last one was seen. Behind each look the threads wait for the
+    one that has looked.
     """
     fences = [at for at, each in enumerate(found) if each.startswith("fence")]
-    for stored, seen in zip(fences[::2], fences[1::2], strict=True):
-        assert found[stored - 1].startswith("bar") and found[seen + 1].startswith("bar")
-        assert seen == stored + ranks
-        assert all(each.startswith("atom") for each in found[stored + 1 : seen])
-    return fences
+    seen = [at for at, each in enumerate(found) if each.endswith("acquire")]
+    assert len(seen) == len(fences) * (ranks - 1)
+    assert all(found[at + 1].startswith("bar") for at in seen)
+    for at in fences:
+        assert found[at - 1].startswith("bar")
+        assert all(each.startswith("atom") for each in found[at + 1 : at + ranks])
+    assert sum(each.startswith("atom") for each in found) == len(seen)
+    return list(zip(fences, seen[ranks - 2 :: ranks - 1], strict=True))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -234,12 +238,12 @@ def test_an_all_reduce_is_wide_and_flags_come_last(ranks: int, even: bool) -> No
     assert launches[0].grid == (128,)
     found = re.findall(rf"bar\.sync|{FLAG}|\bst\.global\.(?:v4|b32)", ptx)
     shots = 1 if ranks == 2 else 2
-    fences = fences_of(found, ranks)
-    assert len(fences) == 2 * shots
+    meetings = meetings_of(found, ranks)
+    assert len(meetings) == shots
     # The first barrier is for the word that waits are over, of which all threads get one look.
-    assert found[: fences[0] - 1] == ["bar.sync"] + ["st.global.v4"] * 2 * (ranks - 1)
+    assert found[: meetings[0][0] - 1] == ["bar.sync"] + ["st.global.v4"] * 2 * (ranks - 1)
     # The sum, and in two shots that of all others, too.
-    rest = found[fences[1] :]
+    rest = found[meetings[0][1] :]
     assert rest.count("st.global.v4") >= 2 * ((even + ranks - 1) if shots == 2 else even)
     assert even or rest.count("st.global.b32") >= 8
 
@@ -265,15 +269,14 @@ def test_a_split_chunk_is_read_and_stored_wide_between_its_flags(ranks: int) -> 
     assert_waits_before_it_shows(ptx)
     assert launches[0].grid == (256,)
     wide = r"\bst\.global\.v4\.b32|\bld\.global\.v4\.b32"
-    found = [each.split(".")[0] for each in re.findall(rf"bar\.sync|{FLAG}|{wide}", ptx)]
-    fences = fences_of(found, ranks)
-    assert len(fences) == 4
+    found = re.findall(rf"bar\.sync|{FLAG}|{wide}", ptx)
+    (gave, had), (stored, _) = meetings_of(found, ranks)
     # The weight, for which nothing waits.
     assert len(re.findall(wide, ptx[: ptx.index("griddepcontrol.wait")])) == 2
     # Two pieces of 16 bytes of each other rank's part; of a lane as many of each part and target,
     # and four of the stream.
-    given = found[: fences[0]]
-    assert given.count("ld") == 2 + 2 * (ranks - 1) and given.count("st") == 2 * (ranks - 1)
-    lane = found[fences[1] : fences[2]]
-    assert lane.count("ld") == 4 + 2 * ranks and lane.count("st") == 4 + 2 * ranks
-    assert {*found[fences[2] :]} == {"fence", "atom", "bar"}
+    loads, stores = "ld.global.v4.b32", "st.global.v4.b32"
+    given, lane = found[:gave], found[had:stored]
+    assert given.count(loads) == 2 + 2 * (ranks - 1) and given.count(stores) == 2 * (ranks - 1)
+    assert lane.count(loads) == 4 + 2 * ranks and lane.count(stores) == 4 + 2 * ranks
+    assert not {loads, stores} & {*found[stored:]}
