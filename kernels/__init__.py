@@ -59,6 +59,7 @@ from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.kernels.comm.layout import PeerLayout
 from graphengine.kernels.comm.push import push_gather, push_own_sum, push_sum
+from graphengine.kernels.comm.push_candidates import push_candidates
 from graphengine.kernels.comm.push_lanes import ExpertLanes, lane_units, push_lanes
 from graphengine.kernels.comm.push_residual import (
     push_own_to_residual,
@@ -633,6 +634,7 @@ __all__ = [
     "publish_logprobs",
     "publish_logprobs_reference",
     "publish_routes",
+    "push_candidates",
     "push_gather",
     "push_lanes",
     "push_own_sum",

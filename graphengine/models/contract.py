@@ -187,6 +187,14 @@ class RankGroup(Protocol):
         """A kernel for that sum and the residual stream; None where there is none."""
         ...
 
+    def push_candidates(
+        self, best_NC: Tensor, health_NC: Tensor, /
+    ) -> tuple[Tensor, Tensor] | None:
+        """`[N, ranks]`: of each rank one tile in place of its own, by one kernel; None where none
+        takes so many lanes.
+        """
+        ...
+
     def push_lanes(self, lanes: ExpertLanes, /) -> ExpertLanes | None:
         """Those of all ranks, in their order, by one kernel; None where none takes so many."""
         ...

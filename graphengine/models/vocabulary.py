@@ -29,7 +29,7 @@ class Vocabulary:
         self.token_ids = token_ids
 
     def candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of all tiles, from those of this rank's."""
+        """Those that decide among all tiles, from those of this rank's."""
         return best_NC, health_NC
 
     def logits(self, logits_NV: Tensor) -> Tensor:
@@ -58,7 +58,8 @@ class VocabularyPart(Vocabulary):
         super().__init__(part, token_ids[own])
 
     def candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor]:
-        return self._beside(best_NC), self._beside(health_NC)
+        pushed = self._group.push_candidates(best_NC, health_NC)
+        return pushed or (self._beside(best_NC), self._beside(health_NC))
 
     def _beside(self, part_NC: Tensor) -> Tensor:
         # With one tile a rank the flattened parts are a view.

@@ -145,5 +145,8 @@ class _Alone(RankGroup):
     def sum_own(self, parts_RNC: Tensor) -> Tensor:
         return parts_RNC[0]
 
+    def push_candidates(self, best_NC: Tensor, health_NC: Tensor) -> None:
+        return None
+
     def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
         return None

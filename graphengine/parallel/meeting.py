@@ -30,6 +30,7 @@ from graphengine.kernels import (
     ExpertLanes,
     Peers,
     all_reduce,
+    push_candidates,
     push_gather,
     push_lanes,
     push_own_sum,
@@ -210,6 +211,11 @@ class Meeting:
         """
         peers = self.peers
         return None if peers is None else partial(push_own_to_residual, peers)
+
+    def push_candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Of all ranks, in one launch; None where nothing is pushed."""
+        peers = self.peers
+        return None if peers is None else push_candidates(peers, best_NC, health_NC, pdl=self._pdl)
 
     def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
         """The lanes of all ranks, in one launch; None where nothing pushes so many."""

@@ -517,6 +517,18 @@ def tokens_of_tiles(
     best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """As `token_of_tiles`, of several rows at once: their loads overlap."""
+    best_W, health_W = best_of_tiles(best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W, BLOCK_C)
+    token_W = (best_W & LAST_ID).to(tl.int32) ^ LAST_ID
+    return tl.where((health_W & HEALTH) == _FINITE, token_W, -1)
+
+
+@triton.jit
+def best_of_tiles(
+    best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Best int64 and health int32 [W] of a tile in place of all of a row's: among more such ones it
+    decides as they do.
+    """
     best = tl.full([BLOCK_W, BLOCK_C], _NOTHING, tl.int64)
     health = tl.full([BLOCK_W, BLOCK_C], _NOTHING_FINITE, tl.int32)
     for start in range(0, tiles, BLOCK_C):
@@ -526,7 +538,7 @@ def tokens_of_tiles(
         best = tl.maximum(best, tl.load(best_ptr + at, mask=inside, other=_NOTHING))
         status = tl.load(health_ptr + at, mask=inside, other=_NOTHING_FINITE) & HEALTH
         health = tl.maximum(health, status)
-    best_W = tl.max(best, 1)
+    best_W, health_W = tl.max(best, 1), tl.max(health, 1)
     if tl.max(is_best_coarse(best_W).to(tl.int32), 0) != 0:
         # Tiles may tie in the sum. The passes over ordinary rows need not carry the errors.
         last = tl.full([BLOCK_W, BLOCK_C], _NOTHING, tl.int64)
@@ -539,9 +551,10 @@ def tokens_of_tiles(
             second = (error_key.to(tl.int64) << 32) | (packed & LAST_ID)
             tied = inside & ((packed >> 32) == (best_W >> 32)[:, None])
             last = tl.maximum(last, tl.where(tied, second, _NOTHING))
-        best_W = tl.max(last, 1)
-    token_W = (best_W & LAST_ID).to(tl.int32) ^ LAST_ID
-    return tl.where(tl.max(health, 1) == _FINITE, token_W, -1)
+        second_W = tl.max(last, 1)
+        best_W = ((best_W >> 32) << 32) | (second_W & LAST_ID)
+        health_W |= (second_W >> 32).to(tl.int32)
+    return best_W, health_W
 
 
 @triton.jit

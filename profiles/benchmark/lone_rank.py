@@ -17,6 +17,7 @@ from graphengine.kernels import (
     ExpertLanes,
     PeerItems,
     Peers,
+    push_candidates,
     push_gather,
     push_sum,
 )
@@ -62,6 +63,11 @@ class LoneRank:
 
     def sum_own(self, parts_RNC: Tensor) -> Tensor:
         raise AssertionError("a lone rank has no requests of its own")
+
+    def push_candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.peers is None:
+            return None
+        return push_candidates(self.peers, best_NC, health_NC, pdl=self._pdl)
 
     def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
         return None

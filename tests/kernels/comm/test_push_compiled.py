@@ -32,6 +32,7 @@ linear_gluon = importlib.import_module("graphengine.kernels.linear.linear_gluon"
 packed_linear = importlib.import_module("graphengine.kernels.linear.packed_linear")
 pushed_sums = importlib.import_module("graphengine.kernels.linear.pushed_sums")
 push = importlib.import_module("graphengine.kernels.comm.push")
+push_candidates = importlib.import_module("graphengine.kernels.comm.push_candidates")
 push_lanes = importlib.import_module("graphengine.kernels.comm.push_lanes")
 push_residual = importlib.import_module("graphengine.kernels.comm.push_residual")
 all_reduce = importlib.import_module("graphengine.kernels.comm.all_reduce")
@@ -115,6 +116,22 @@ def test_polls_of_ranks_do_not_wait_for_each_other(ranks: int) -> None:
     ptx, _ = ptx_of("residual", ranks, torch.bfloat16)
     first = ptx.index("ld.volatile")
     assert ptx[first : ptx.index("bar.sync", first)].count("ld.volatile") == ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_items_of_candidates_are_stored_and_loaded_whole(ranks: int) -> None:
+    launches: list[RecordedLaunch] = []
+    tiles = new(3, 4008, dtype=torch.int64)
+    with launches_handed_to(launches.append, push_candidates):
+        push_candidates.push_candidates(peers_of(ranks), tiles, tiles.int(), pdl=True)
+    ptx, names = compile_launch(launches[0])
+    assert launches[0].grid == (3,)
+    assert_waits_before_it_shows(ptx)
+    # One a thread, of four: before the loop, in it, and of the rank's own; and the host's words.
+    assert re.findall(r"\bld\.volatile\S*", ptx).count("ld.volatile.global.b64") == 3 * ranks + 2
+    assert re.findall(r"\bst\.global\S*", ptx).count("st.global.b64") >= ranks
+    early = {load.argument for load in global_loads(ptx, names) if not load.after_wait}
+    assert early == {"peers.outboxes"}
 
 
 PLANS = {

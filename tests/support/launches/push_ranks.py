@@ -19,6 +19,7 @@ from graphengine.kernels import (
     lanes_of_rank,
     linear_residual,
     linear_squares,
+    push_candidates,
     push_gather,
     push_lanes,
     push_own_sum,
@@ -77,7 +78,7 @@ def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -
 class _Step:
     """One of each kind of push, of parts that change with each step, held against the plain twins.
 
-    wrong  int64 [12]: values that differ, of all steps
+    wrong  int64 [13]: values that differ, of all steps
     """
 
     def __init__(self, memory: PeerMemory, share: Share, lanes: int, dtype: torch.dtype) -> None:
@@ -91,7 +92,7 @@ class _Step:
         self.base = base.to(self.device)
         self.dtype = dtype
         self.step = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.wrong = torch.zeros(12, dtype=torch.int64, device=self.device)
+        self.wrong = torch.zeros(13, dtype=torch.int64, device=self.device)
         self.slot = torch.arange(lanes, dtype=torch.int32, device=self.device)
         self.norm = torch.randn(HIDDEN, generator=generator).to(self.device, dtype)
         weights = torch.randn(share.ranks, HIDDEN, _COLUMNS, generator=generator)
@@ -125,8 +126,16 @@ class _Step:
         found_sum = all_reduce(self.peers, self.summing, wide[self.rank].contiguous())
         self.wrong[8] += (found_sum != sum_parts_reference(wide)).sum()
         self._split_chunk(wide)
+        self._push_candidates(parts)
         self._push_own(parts)
         self._push_products(parts[:, :, :_COLUMNS].contiguous())
+
+    def _push_candidates(self, parts: torch.Tensor) -> None:
+        """Of tiles without noise, whose largest is the best."""
+        best = parts[:, :, :_COLUMNS].float().contiguous().view(torch.int32).long() << 32
+        health = torch.ones_like(best, dtype=torch.int32)
+        found, of_ranks = push_candidates(self.peers, best[self.rank], health[self.rank], pdl=True)
+        self.wrong[12] += (found != best.amax(2).t()).sum() + (of_ranks != 1).sum()
 
     def _split_chunk(self, parts: torch.Tensor) -> None:
         """Twice, as in a layer: parts and lanes are stored where ranks have read those before.
