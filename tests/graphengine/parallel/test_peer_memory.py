@@ -253,8 +253,12 @@ def test_ranks_push_all(
 
 
 def test_streams_are_split_where_parts_are_too_large_for_items(
-    devices: dict[int, str], tmp_path: Path
+    devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Two ranks begin later.
+    assert meetings._LEAST_SPLIT > 2 * 26 * 100
+    monkeypatch.setattr(meetings, "_LEAST_SPLIT", 2 * 26 * 100)
+
     def work(meeting: Meeting) -> None:
         # Items hold 1,280 words, and a lane has 50.
         assert meeting.split_stream(25, 100, torch.bfloat16) is None
@@ -268,12 +272,17 @@ def test_streams_are_split_where_parts_are_too_large_for_items(
         assert meeting.split_stream(61, 100, torch.bfloat16) is None
 
     on_two_ranks(tmp_path, work, summed_words=3000)
-    small = tmp_path / "small"
-    small.mkdir()
-    assert on_two_ranks(small, lambda meeting: meeting.split_stream(60, 100, torch.float32)) == [
-        None,
-        None,
-    ]
+    others = [tmp_path / "late", tmp_path / "none"]
+    for each in others:
+        each.mkdir()
+    monkeypatch.setattr(meetings, "_LEAST_SPLIT", 2 * 26 * 100 + 1)
+    for folder, words in zip(others, (3000, 0), strict=True):
+        found = on_two_ranks(
+            folder,
+            lambda meeting: meeting.split_stream(26, 100, torch.bfloat16),
+            summed_words=words,
+        )
+        assert found == [None, None]
 
 
 def test_without_chunks_all_is_pushed_in_pieces(
