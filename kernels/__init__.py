@@ -50,11 +50,15 @@ from graphengine.kernels.attention.reference import (
     paged_prefill_attention_reference,
 )
 from graphengine.kernels.comm.add_parts_norm import (
-    SplitMemory,
+    LANE_PROGRAMS,
     add_parts_rms_norm,
+    has_room,
     lanes_of_rank,
+    normed_lanes,
 )
-from graphengine.kernels.comm.all_reduce import AllReduceMemory, all_reduce
+from graphengine.kernels.comm.all_reduce import all_reduce
+from graphengine.kernels.comm.flags import FlaggedMemory
+from graphengine.kernels.comm.items import PROGRAMS as PUSH_PROGRAMS
 from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.kernels.comm.layout import PeerLayout
@@ -396,6 +400,7 @@ __all__ = [
     "FP8_MAX",
     "GIVEN",
     "INVALID",
+    "LANE_PROGRAMS",
     "LATENT_TILE",
     "LENGTH",
     "MAX_CHILDREN",
@@ -409,6 +414,7 @@ __all__ = [
     "MAX_ROTATED",
     "PACKED_COLUMNS",
     "PREFILL_ARRIVALS",
+    "PUSH_PROGRAMS",
     "PUSH_UNIT",
     "STOP",
     "TREE_SPLIT",
@@ -421,7 +427,6 @@ __all__ = [
     "AcceptedPath",
     "Activation",
     "ActivationKind",
-    "AllReduceMemory",
     "AnyWeight",
     "BlockDraft",
     "Candidates",
@@ -436,6 +441,7 @@ __all__ = [
     "ExpertLanes",
     "FinishedStep",
     "FirstDraft",
+    "FlaggedMemory",
     "Fusion",
     "GatedDeltaParams",
     "GatedDeltaSizes",
@@ -480,7 +486,6 @@ __all__ = [
     "RowTrees",
     "SamplingTensors",
     "SlotState",
-    "SplitMemory",
     "StopMatch",
     "StopSequences",
     "StopTensors",
@@ -565,6 +570,7 @@ __all__ = [
     "grow_tree_reference",
     "hand_over",
     "hand_over_reference",
+    "has_room",
     "head_product",
     "head_product_reference",
     "heuristic_plan",
@@ -613,6 +619,7 @@ __all__ = [
     "ngram_prompt_reference",
     "ngram_propose",
     "ngram_propose_reference",
+    "normed_lanes",
     "note_prompt",
     "note_prompt_reference",
     "note_tokens",

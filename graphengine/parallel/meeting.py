@@ -30,6 +30,8 @@ from graphengine.kernels import (
     ExpertLanes,
     Peers,
     all_reduce,
+    has_room,
+    normed_lanes,
     push_candidates,
     push_gather,
     push_lanes,
@@ -168,9 +170,9 @@ class Meeting:
             normed = torch.zeros(lanes, hidden, dtype=dtype)
             return GatheredStream(self.share, normed, self.reduce, self.gather)
         peers, split = self.peers, None if self._memory is None else self._memory.split
-        if peers is None or split is None or not split.holds(lanes, hidden, dtype):
+        if peers is None or split is None or not has_room(split, lanes, hidden, dtype):
             return None
-        normed = split.normed(lanes, hidden, dtype)
+        normed = normed_lanes(split, lanes, hidden, dtype)
         if peers.hold(normed) or (self.share.ranks == 2 and normed.nbytes < _LEAST_SPLIT):
             return None
         return PushedStream(peers, split, normed, self.reduce, pdl=self._pdl)

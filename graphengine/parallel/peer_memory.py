@@ -13,12 +13,13 @@ import torch
 
 from graphengine.buckets.shared_memory import ExportedMemory, MappedMemory
 from graphengine.kernels import (
+    LANE_PROGRAMS,
+    PUSH_PROGRAMS,
     PUSH_UNIT,
-    AllReduceMemory,
+    FlaggedMemory,
     PeerItems,
     PeerLayout,
     Peers,
-    SplitMemory,
 )
 from graphengine.models.contract import Share
 
@@ -48,8 +49,8 @@ class PeerMemory:
         summed_words: int = 0,
     ) -> None:
         self.peers: Peers | None = None
-        self.summing: AllReduceMemory | None = None
-        self.split: SplitMemory | None = None
+        self.summing: FlaggedMemory | None = None
+        self.split: FlaggedMemory | None = None
         layout = PeerLayout.of(share.ranks, units, summed_words)
         self._device = device
         self._own: ExportedMemory | None = None
@@ -85,8 +86,8 @@ class PeerMemory:
         if summed_words:
             after_items = [address + items.nbytes for address in addresses]
             after_sums = [address + sums.nbytes for address in after_items]
-            self.summing = AllReduceMemory.over(share.rank, sums, after_items)
-            self.split = SplitMemory.over(share.rank, split, after_sums)
+            self.summing = FlaggedMemory.over(share.rank, sums, after_items, PUSH_PROGRAMS)
+            self.split = FlaggedMemory.over(share.rank, split, after_sums, LANE_PROGRAMS)
 
     def leave(self) -> None:
         """Wait for what is queued, then unmap the others' memory: no kernel may use it again."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    FlaggedMemory,
     Peers,
-    SplitMemory,
     add_parts_rms_norm,
     add_rms_norm,
     lanes_of_rank,
@@ -31,7 +31,7 @@ class PushedStream:
     def __init__(
         self,
         peers: Peers,
-        memory: SplitMemory,
+        memory: FlaggedMemory,
         normed_NH: Tensor,
         reduce: Reduce,
         *,

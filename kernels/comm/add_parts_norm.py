@@ -21,15 +21,18 @@ Letters: R ranks, P programs, N lanes, H hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from graphengine.kernels.comm.flags import flag_words, set_flags, wait_for_flags
-from graphengine.kernels.comm.items import Peers, from_next_on, map_addresses, push_options
+from graphengine.kernels.comm.flags import (
+    FlaggedMemory,
+    flag_words,
+    set_flags,
+    wait_for_flags,
+)
+from graphengine.kernels.comm.items import Peers, map_addresses, push_options
 from graphengine.kernels.core.lanes import FLOAT_DTYPES, check_lanes, check_rows, check_vector
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
@@ -43,64 +46,35 @@ LANE_PROGRAMS = 256
 _ALIGNED = 4
 
 
-class SplitMemory(NamedTuple):
-    """Where a rank gets the other ranks' parts of its lanes, and the normed lanes."""
+def has_room(memory: FlaggedMemory, lanes: int, hidden: int, dtype: torch.dtype) -> bool:
+    """Whether chunks of so many lanes are split in this memory."""
+    return _words_needed(memory, lanes, hidden, dtype) <= memory.size
 
-    own: torch.Tensor
-    """int32, on this device: words of parts, as many of normed lanes, then two flags for each
-    program of each rank."""
-    boxes: torch.Tensor
-    """int64 [R], on this device: addresses of `own` at all ranks from the next one on, this one's
-    last."""
-    tags: torch.Tensor
-    """int32 [P], on this device: the last one of each program; equal on all ranks."""
 
-    @classmethod
-    def over(
-        cls, rank: int, own: torch.Tensor, addresses: Sequence[int], programs: int = LANE_PROGRAMS
-    ) -> SplitMemory:
-        """Of ranks that have summed nothing yet: `own` holds zeros on each of them, and is mapped
-        for this one at `addresses`.
-        """
-        boxes = from_next_on(rank, addresses)
-        return cls(
-            own=own,
-            boxes=torch.tensor(boxes, dtype=torch.int64, device=own.device),
-            tags=torch.zeros(programs, dtype=torch.int32, device=own.device),
+def normed_lanes(
+    memory: FlaggedMemory, lanes: int, hidden: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """`[lanes, hidden]`, dense, in `memory`: where the normed lanes come. ValueError where there is
+    no room.
+    """
+    if not has_room(memory, lanes, hidden, dtype):
+        raise ValueError(
+            f"{lanes} lanes of {hidden} values in {dtype} take "
+            f"{_words_needed(memory, lanes, hidden, dtype)} words: there are {memory.size}"
         )
+    values = memory.own[memory.size : 2 * memory.size].view(dtype)
+    return values[: lanes * hidden].view(lanes, hidden)
 
-    @property
-    def size(self) -> int:
-        """Words of each half."""
-        return (self.own.numel() - flag_words(len(self.boxes), len(self.tags))) // 2
 
-    def holds(self, lanes: int, hidden: int, dtype: torch.dtype) -> bool:
-        """Whether chunks of so many lanes have room."""
-        return self._needed(lanes, hidden, dtype) <= self.size
-
-    def normed(self, lanes: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[lanes, hidden]`, dense: where the normed lanes come. ValueError where they have no
-        room.
-        """
-        if not self.holds(lanes, hidden, dtype):
-            raise ValueError(
-                f"{lanes} lanes of {hidden} values in {dtype} take "
-                f"{self._needed(lanes, hidden, dtype)} words: there are {self.size}"
-            )
-        values = self.own[self.size : 2 * self.size].view(dtype)
-        return values[: lanes * hidden].view(lanes, hidden)
-
-    def _needed(self, lanes: int, hidden: int, dtype: torch.dtype) -> int:
-        """Words of normed lanes, or of parts from all others, of which each has a whole share."""
-        others = len(self.boxes) - 1
-        most = max(lanes, others * -(-lanes // len(self.boxes)))
-        return math.ceil(most * hidden * dtype.itemsize / 4)
+def _words_needed(memory: FlaggedMemory, lanes: int, hidden: int, dtype: torch.dtype) -> int:
+    """Of normed lanes, or of parts from all others, of which each has a whole share."""
+    ranks = len(memory.boxes)
+    most = max(lanes, (ranks - 1) * -(-lanes // ranks))
+    return math.ceil(most * hidden * dtype.itemsize / 4)
 
 
 def split_words(words: int, ranks: int, programs: int = LANE_PROGRAMS) -> int:
-    """int32 values of `SplitMemory.own` for chunks of so many words, whose lanes ranks divide; none
-    for none.
-    """
+    """int32 values of `FlaggedMemory.own`, for chunks of so many words whose lanes ranks divide."""
     if not words:
         return 0
     half = math.ceil(words / _ALIGNED) * _ALIGNED
@@ -115,7 +89,7 @@ def lanes_of_rank(lanes: int, rank: int, ranks: int) -> slice:
 
 def add_parts_rms_norm(
     peers: Peers,
-    memory: SplitMemory,
+    memory: FlaggedMemory,
     part_NH: torch.Tensor,
     x_NH: torch.Tensor,
     weight_H: torch.Tensor,
@@ -128,7 +102,8 @@ def add_parts_rms_norm(
     """x += the sum of all ranks' parts, then `rms_norm` of x: of this rank's lanes, by
     `lanes_of_rank`.
 
-    All ranks call it with a part of this shape and dtype, after the same calls.
+    All ranks call it with a part of this shape and dtype, after the same calls. The halves of
+    `memory` are the other ranks' parts of this one's lanes, and the normed lanes.
 
     Args:
         part_NH: dense, of any float dtype, to which the sum is rounded, and which the normed lanes
@@ -140,7 +115,7 @@ def add_parts_rms_norm(
         pdl: the launch before, whatever it is, may still run; it does not write weight and bias.
 
     Returns:
-        `memory.normed` of the part's shape and dtype: all ranks have all live lanes, with the same
+        `normed_lanes` of the part's shape and dtype: all ranks have all live lanes, with the same
         bits, until the next call. Padded lanes are not written. ValueError for a shape or dtype
         that does not fit.
     """
@@ -161,7 +136,7 @@ def add_parts_rms_norm(
             raise ValueError(f"{name} is {vector.dtype}, not one of {FLOAT_DTYPES}")
         check_vector(name, vector, H, vector.dtype)
     check_lanes(lanes, slot_N=slot_N)
-    normed = memory.normed(lanes, H, part_NH.dtype)
+    normed = normed_lanes(memory, lanes, H, part_NH.dtype)
     most = -(-lanes // peers.ranks)
     launcher(_add_parts_rms_norm_kernel, (min(most, len(memory.tags)),))(
         x_NH,

@@ -24,18 +24,20 @@ Letters: R ranks, P programs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from graphengine.kernels.comm.flags import flag_words, set_flags, wait_for_flags
+from graphengine.kernels.comm.flags import (
+    FlaggedMemory,
+    flag_words,
+    set_flags,
+    wait_for_flags,
+)
 from graphengine.kernels.comm.items import (
     PROGRAMS,
     Peers,
-    from_next_on,
     map_addresses,
     push_options,
     sum_to_words,
@@ -51,40 +53,8 @@ get some.
 """
 
 
-class AllReduceMemory(NamedTuple):
-    """Where a rank gets shares and sums, and where it stores those that it gives."""
-
-    own: torch.Tensor
-    """int32, on this device: in two shots words of shares, and as many of sums, in one shot the two
-    halves of words; then two flags for each program of each rank."""
-    boxes: torch.Tensor
-    """int64 [R], on this device: addresses of `own` at all ranks from the next one on, this one's
-    last."""
-    tags: torch.Tensor
-    """int32 [P], on this device: the last one of each program; equal on all ranks."""
-
-    @classmethod
-    def over(
-        cls, rank: int, own: torch.Tensor, addresses: Sequence[int], programs: int = PROGRAMS
-    ) -> AllReduceMemory:
-        """Of ranks that have summed nothing yet: `own` holds zeros on each of them, and is mapped
-        for this one at `addresses`.
-        """
-        boxes = from_next_on(rank, addresses)
-        return cls(
-            own=own,
-            boxes=torch.tensor(boxes, dtype=torch.int64, device=own.device),
-            tags=torch.zeros(programs, dtype=torch.int32, device=own.device),
-        )
-
-    @property
-    def size(self) -> int:
-        """Words of each half."""
-        return (self.own.numel() - flag_words(len(self.boxes), len(self.tags))) // 2
-
-
 def all_reduce_words(words: int, ranks: int, programs: int = PROGRAMS) -> int:
-    """int32 values of `AllReduceMemory.own` for parts of so many words; none for none."""
+    """int32 values of `FlaggedMemory.own` for parts of so many words; none for none."""
     if not words:
         return 0
     half = _owned(ranks) * programs * BLOCK * blocks_of(words, ranks, programs)
@@ -114,12 +84,13 @@ def block_of(words: int, ranks: int, programs: int) -> int:
 
 
 def all_reduce(
-    peers: Peers, memory: AllReduceMemory, part_NC: torch.Tensor, *, pdl: bool = False
+    peers: Peers, memory: FlaggedMemory, part_NC: torch.Tensor, *, pdl: bool = False
 ) -> torch.Tensor:
     """`[N, C]`: the sum of all ranks' parts, from rank 0 on.
 
     All ranks call it with a part of this shape and dtype, after the same calls. A part of more than
-    `memory.size` words takes several launches.
+    `memory.size` words takes several launches. The halves of `memory` are shares and sums in two
+    shots, and used in turn in one shot.
 
     Args:
         part_NC: dense, of any float dtype, on the device of `peers`; its bytes a multiple of 4.

@@ -8,10 +8,43 @@ Letters: R ranks, P programs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
 import triton
 import triton.language as tl
 
-from graphengine.kernels.comm.items import clock, look_at_host
+from graphengine.kernels.comm.items import clock, from_next_on, look_at_host
+
+
+class FlaggedMemory(NamedTuple):
+    """Where a rank gets what others store for one kind of launch, and where it stores at them."""
+
+    own: torch.Tensor
+    """int32, on this device: two halves of words, then two flags for each program of each rank."""
+    boxes: torch.Tensor
+    """int64 [R], on this device: addresses of `own` at all ranks from the next one on, this one's
+    last."""
+    tags: torch.Tensor
+    """int32 [P], on this device: the last one of each program; equal on all ranks."""
+
+    @classmethod
+    def over(cls, rank: int, own: torch.Tensor, addresses: Sequence[int], programs: int) -> Self:
+        """Of ranks that have launched nothing yet: `own` holds zeros on each of them, and is mapped
+        for this one at `addresses`.
+        """
+        boxes = from_next_on(rank, addresses)
+        return cls(
+            own=own,
+            boxes=torch.tensor(boxes, dtype=torch.int64, device=own.device),
+            tags=torch.zeros(programs, dtype=torch.int32, device=own.device),
+        )
+
+    @property
+    def size(self) -> int:
+        """Words of each half."""
+        return (self.own.numel() - flag_words(len(self.boxes), len(self.tags))) // 2
 
 
 def flag_words(ranks: int, programs: int) -> int:

@@ -15,9 +15,9 @@ class PeerLayout(NamedTuple):
     items: int
     """Of `PeerItems.items`."""
     summing: int
-    """Of `AllReduceMemory.own`."""
+    """What `all_reduce` has."""
     split: int
-    """Of `SplitMemory.own`."""
+    """What `add_parts_rms_norm` has."""
 
     @classmethod
     def of(cls, ranks: int, units: int, words: int) -> PeerLayout:

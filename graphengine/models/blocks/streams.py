@@ -175,7 +175,8 @@ def logits_of_lane(
     """
     plan = None
     if isinstance(head_VH, Tensor):
-        plan = heuristic_plan("store", *head_VH.shape, head_VH.dtype, "fma")
+        rows, columns = head_VH.shape
+        plan = heuristic_plan("store", rows, columns, head_VH.dtype, "fma")
     return linear(x_1H, head_VH, slot_1, out_dtype=torch.float32, plan=plan, launch=launch)
 
 

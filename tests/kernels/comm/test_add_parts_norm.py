@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphengine.kernels.comm.add_parts_norm import (
-    SplitMemory,
     add_parts_rms_norm,
+    has_room,
     lanes_of_rank,
+    normed_lanes,
     split_words,
 )
+from graphengine.kernels.comm.flags import FlaggedMemory
 from graphengine.kernels.comm.items import UNIT, PeerItems, Peers
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
@@ -32,7 +34,7 @@ interpreted = pytest.mark.skipif(
 WORDS = 12 * 256
 
 
-def new_ranks(ranks: int, programs: int, tag: int = 0) -> list[tuple[Peers, SplitMemory]]:
+def new_ranks(ranks: int, programs: int, tag: int = 0) -> list[tuple[Peers, FlaggedMemory]]:
     """Memory that processes forked from here share, with garbage in all words but flags."""
     own = [
         torch.randint(-(2**31), 2**31, (split_words(WORDS, ranks, programs),)).int()
@@ -48,13 +50,13 @@ def new_ranks(ranks: int, programs: int, tag: int = 0) -> list[tuple[Peers, Spli
     for rank in range(ranks):
         peers = Peers(rank, PeerItems.over_items(rank, items[rank], at))
         peers.tensors.watch[1] = 2**40
-        memory = SplitMemory.over(rank, own[rank], addresses, programs)
+        memory = FlaggedMemory.over(rank, own[rank], addresses, programs)
         memory.tags.fill_(tag)
         found.append((peers, memory))
     return found
 
 
-def sum_chunks(rank: int, world: list[tuple[Peers, SplitMemory]], seed: int, found: Any) -> None:
+def sum_chunks(rank: int, world: list[tuple[Peers, FlaggedMemory]], seed: int, found: Any) -> None:
     """Chunks of other sizes and kinds one after the other, for which ranks come at other times."""
     (peers, memory), ranks = world[rank], len(world)
     sizes, dice = random.Random(seed), random.Random(rank)
@@ -103,7 +105,7 @@ def test_rows_that_are_read_twice_have_the_same_bits():
     own = torch.zeros(split_words(8200, 1, 3), dtype=torch.int32)
     items = torch.zeros(2, 1, 1, UNIT, dtype=torch.int64)
     peers = Peers(0, PeerItems.over_items(0, items, [items.data_ptr()]))
-    chunk.assert_is_whole(peers, SplitMemory.over(0, own, [own.data_ptr()], 3))
+    chunk.assert_is_whole(peers, FlaggedMemory.over(0, own, [own.data_ptr()], 3))
 
 
 @interpreted
@@ -190,9 +192,10 @@ def test_memory_has_room_for_a_part_its_norms_and_flags():
     assert split_words(5, 2, 3) == 2 * 8 + 2 * 2 * 3
     memory = new_ranks(2, 3)[0][1]
     assert memory.size == WORDS and len(memory.tags) == 3
-    normed = memory.normed(3, 5, torch.float16)
+    normed = normed_lanes(memory, 3, 5, torch.float16)
     assert normed.shape == (3, 5)
     assert normed.data_ptr() == memory.own.data_ptr() + 4 * WORDS
-    assert memory.holds(12, 256, torch.float32) and not memory.holds(13, 256, torch.float32)
+    assert has_room(memory, 12, 256, torch.float32)
+    assert not has_room(memory, 13, 256, torch.float32)
     # Of three others two lanes each come, though there are five.
-    assert not new_ranks(4, 1)[0][1].holds(5, WORDS // 5, torch.float32)
+    assert not has_room(new_ranks(4, 1)[0][1], 5, WORDS // 5, torch.float32)

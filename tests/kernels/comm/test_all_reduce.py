@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from extent import extent
 from graphengine.kernels.comm.all_reduce import (
     BLOCK,
-    AllReduceMemory,
     all_reduce,
     all_reduce_words,
 )
+from graphengine.kernels.comm.flags import FlaggedMemory
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from launches.all_reduce_world import AllReduceWorld
@@ -144,7 +144,7 @@ def test_ranks_that_are_processes_wait_for_each_other(ranks: int):
     shared = [torch.zeros_like(own).share_memory_() for own in world.own]
     addresses = [own.data_ptr() for own in shared]
     world.memories = [
-        AllReduceMemory.over(rank, own, addresses, 2) for rank, own in enumerate(shared)
+        FlaggedMemory.over(rank, own, addresses, 2) for rank, own in enumerate(shared)
     ]
     context = multiprocessing.get_context("fork")
     found = context.SimpleQueue()

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from graphengine.kernels.comm.flags import FlaggedMemory
 from graphengine.kernels.comm.items import UNIT, PeerItems, Peers
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
@@ -246,7 +247,7 @@ def test_an_all_reduce_is_wide_and_flags_come_last(ranks: int, even: bool) -> No
     """Whole blocks go by 16 bytes a thread; flags are stored last and read first."""
     peers, part = peers_of(ranks), new(1024 if even else 1023, 4096 if even else 4098)
     own = new(all_reduce.all_reduce_words(part.nbytes // 4, ranks), dtype=torch.int32)
-    memory = all_reduce.AllReduceMemory.over(1, own, [own.data_ptr()] * ranks)
+    memory = FlaggedMemory.over(1, own, [own.data_ptr()] * ranks, 128)
     launches: list[RecordedLaunch] = []
     with launches_handed_to(launches.append, all_reduce):
         all_reduce.all_reduce(peers, memory, part, pdl=True)
@@ -269,7 +270,7 @@ def test_an_all_reduce_is_wide_and_flags_come_last(ranks: int, even: bool) -> No
 def test_a_split_chunk_is_read_and_stored_wide_between_its_flags(ranks: int) -> None:
     peers, (lanes, hidden) = peers_of(ranks), (1024, 4096)
     own = new(add_parts_norm.split_words(lanes * hidden // 2, ranks), dtype=torch.int32)
-    memory = add_parts_norm.SplitMemory.over(1, own, [own.data_ptr()] * ranks)
+    memory = FlaggedMemory.over(1, own, [own.data_ptr()] * ranks, 256)
     launches: list[RecordedLaunch] = []
     with launches_handed_to(launches.append, add_parts_norm):
         add_parts_norm.add_parts_rms_norm(

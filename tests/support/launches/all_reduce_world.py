@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from graphengine.kernels.comm.all_reduce import (
-    AllReduceMemory,
     all_reduce,
     all_reduce_words,
     block_of,
     blocks_of,
 )
+from graphengine.kernels.comm.flags import FlaggedMemory
 from graphengine.kernels.comm.items import UNIT, PeerItems, Peers
 from graphengine.kernels.comm.sums import sum_parts_reference
 
@@ -30,8 +30,7 @@ class AllReduceWorld:
         ]
         addresses = [own.data_ptr() for own in self.own]
         self.memories = [
-            AllReduceMemory.over(rank, own, addresses, programs)
-            for rank, own in enumerate(self.own)
+            FlaggedMemory.over(rank, own, addresses, programs) for rank, own in enumerate(self.own)
         ]
         self.size = self.memories[0].size
         items = [torch.zeros(2, ranks, 1, UNIT, dtype=torch.int64) for _ in range(ranks)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from graphengine.kernels.comm.add_parts_norm import (
-    SplitMemory,
     add_parts_rms_norm,
     lanes_of_rank,
+    normed_lanes,
 )
+from graphengine.kernels.comm.flags import FlaggedMemory
 from graphengine.kernels.comm.items import Peers
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.norm_rope.norm import add_rms_norm
@@ -55,7 +56,7 @@ class SplitChunk:
         add_rms_norm(stream, whole, self.norm, self.slot, eps=EPS, out_dtype=self.dtype, out=normed)
         return stream, normed
 
-    def split(self, peers: Peers, memory: SplitMemory) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(self, peers: Peers, memory: FlaggedMemory) -> tuple[torch.Tensor, torch.Tensor]:
         """The same as `add_parts_rms_norm` leaves it at this rank."""
         stream = self.stream.clone()
         normed = add_parts_rms_norm(
@@ -70,11 +71,11 @@ class SplitChunk:
         )
         return stream, normed
 
-    def assert_is_whole(self, peers: Peers, memory: SplitMemory) -> None:
+    def assert_is_whole(self, peers: Peers, memory: FlaggedMemory) -> None:
         """This rank's lanes of the stream, and all normed ones, are those of `whole`; what is
         padded, or another rank's, is as it was.
         """
-        kept = memory.normed(*self.stream.shape, self.dtype).clone()
+        kept = normed_lanes(memory, *self.stream.shape, self.dtype).clone()
         (stream, normed), (expected, all_normed) = self.split(peers, memory), self.whole()
         live, own = self.slot >= 0, lanes_of_rank(len(stream), peers.rank, self.ranks)
         after = self.stream.clone()
