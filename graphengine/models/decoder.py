@@ -33,6 +33,7 @@ from graphengine.kernels import (
     WeightFormat,
     embed,
     first_rows,
+    linear,
     residual_arrivals,
     rms_norm,
 )
@@ -44,7 +45,6 @@ from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (
     keep_stream,
     kept_rows,
-    logits_of_lane,
     new_weight,
     tensors_of,
 )
@@ -649,4 +649,4 @@ class DecoderModel:
         weights = self.weights
         scratch = prefill_scratch(weights.layers[-1:], 1, like=weights.embedding, launch=launch)
         finish_prefill_layer(last, self._final_norm, x_1H, attended_1A, slot_1, scratch)
-        return logits_of_lane(scratch.h, head, slot_1, launch)
+        return linear(scratch.h, head, slot_1, out_dtype=torch.float32, launch=launch)

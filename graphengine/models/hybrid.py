@@ -26,6 +26,7 @@ from graphengine.kernels import (
     RowFamily,
     embed,
     first_rows,
+    linear,
     rms_norm,
 )
 from graphengine.models.blocks.gated_delta import GatedDelta
@@ -38,7 +39,6 @@ from graphengine.models.blocks.streams import (
     PrefillScratch,
     coded_columns,
     kept_rows,
-    logits_of_lane,
     new_weight,
     tensors_of,
 )
@@ -534,7 +534,7 @@ class HybridModel:
             block = part.block
             assert isinstance(block, SwigluWeights | SquaredReluWeights), f"{part.layer=}"
             block.prefill(x_1H, next_norm, slot_1, scratch)
-        return logits_of_lane(scratch.h, head, slot_1, launch)
+        return linear(scratch.h, head, slot_1, out_dtype=torch.float32, launch=launch)
 
     def _parts(self) -> Iterator[tuple[PartWeights, Tensor]]:
         """Each part with the norm that reads the stream after it."""

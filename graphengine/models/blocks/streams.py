@@ -30,7 +30,6 @@ from graphengine.kernels import (
     add_to_residual,
     code_bytes,
     empty_packed,
-    heuristic_plan,
     in_order,
     linear,
     linear_residual,
@@ -164,20 +163,6 @@ def part_product(
         plan=plan,
         launch=launch,
     )
-
-
-def logits_of_lane(
-    x_1H: Tensor, head_VH: AnyWeight, slot_1: Tensor, launch: PrefillLaunch
-) -> Tensor:
-    """Float32 `[1, V]`, of a chunk's last lane after the final norm.
-
-    Of one lane `fma` reads weights twice as fast as `dot`, in engines of both.
-    """
-    plan = None
-    if isinstance(head_VH, Tensor):
-        rows, columns = head_VH.shape
-        plan = heuristic_plan("store", rows, columns, head_VH.dtype, "fma")
-    return linear(x_1H, head_VH, slot_1, out_dtype=torch.float32, plan=plan, launch=launch)
 
 
 def _whole_product(
