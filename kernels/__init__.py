@@ -52,9 +52,9 @@ from graphengine.kernels.attention.reference import (
 from graphengine.kernels.comm.add_parts_norm import (
     LANE_PROGRAMS,
     add_parts_rms_norm,
-    has_room,
-    lanes_of_rank,
-    normed_lanes,
+    split_has_room,
+    split_lanes,
+    split_normed,
 )
 from graphengine.kernels.comm.all_reduce import all_reduce
 from graphengine.kernels.comm.flags import FlaggedMemory
@@ -570,7 +570,6 @@ __all__ = [
     "grow_tree_reference",
     "hand_over",
     "hand_over_reference",
-    "has_room",
     "head_product",
     "head_product_reference",
     "heuristic_plan",
@@ -578,7 +577,6 @@ __all__ = [
     "keep_best",
     "keep_best_reference",
     "lane_units",
-    "lanes_of_rank",
     "latent_append",
     "latent_append_reference",
     "latent_attention",
@@ -619,7 +617,6 @@ __all__ = [
     "ngram_prompt_reference",
     "ngram_propose",
     "ngram_propose_reference",
-    "normed_lanes",
     "note_prompt",
     "note_prompt_reference",
     "note_tokens",
@@ -679,6 +676,9 @@ __all__ = [
     "select_rows",
     "short_conv_decode",
     "short_conv_prefill",
+    "split_has_room",
+    "split_lanes",
+    "split_normed",
     "spread_logits",
     "spread_logits_reference",
     "squared_relu",

@@ -41,7 +41,7 @@ from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.text import COLLECTIVE_COLUMNS, Column, number, text_table
 
 SCHEMA = 1
-CHUNKS = (256, 1024)
+CHUNKS = (256, 512, 1024)
 """Lanes of the chunks whose sums are measured."""
 _COLUMNS = (
     Column("lanes", lambda each: number(each["lanes"], 0)),
@@ -125,9 +125,9 @@ def _sums(
 
 
 def _norms(meeting: Meeting, hidden: int, stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
-    """Of chunks that are split, which small ones are not."""
+    """Of chunks that are split, and of smaller ones, which two ranks do not split."""
     for count in CHUNKS:
-        split = meeting.split_stream(count, hidden, DTYPE)
+        split = meeting.pushed_stream(count, hidden, DTYPE)
         if split is None:
             continue
         part = torch.full((count, hidden), 1e-3, dtype=DTYPE, device=stream.device)

@@ -64,7 +64,9 @@ class SplitStream(Protocol):
 
     @property
     def normed_NH(self) -> Tensor:
-        """`[N, H]`: what layers read, of all lanes; `add` leaves it, and holds nothing before."""
+        """`[N, H]`: what layers read, of all lanes. Between two calls of `add` it is this rank's to
+        read and to write: others store into it only once this rank has begun the next one.
+        """
         ...
 
     def add(
@@ -85,12 +87,12 @@ class SplitStream(Protocol):
         """
         ...
 
-    def lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
-        """New `[1, H]` on all ranks: one lane of the stream, whichever rank has it."""
+    def gather_lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
+        """New `[1, H]` on all ranks, which all call it: one lane of the stream, whoever has it."""
         ...
 
 
-SplitStreams = Callable[[int, int, torch.dtype], SplitStream | None]
+OpenSplit = Callable[[int, int, torch.dtype], SplitStream | None]
 """That of a chunk of so many lanes, of so many values each, which layers read in this dtype; None
 where all ranks rather have all lanes."""
 
@@ -157,7 +159,7 @@ class RankGroup(Protocol):
         ...
 
     def split_stream(self, lanes: int, hidden: int, dtype: torch.dtype, /) -> SplitStream | None:
-        """As `SplitStreams` says."""
+        """As `OpenSplit` says."""
         ...
 
     @property
@@ -190,8 +192,8 @@ class RankGroup(Protocol):
     def push_candidates(
         self, best_NC: Tensor, health_NC: Tensor, /
     ) -> tuple[Tensor, Tensor] | None:
-        """`[N, ranks]`: of each rank one tile in place of its own, by one kernel; None where none
-        takes so many lanes.
+        """`[N, ranks]`: of each rank one tile in place of its own, by one kernel; None where there
+        is none.
         """
         ...
 
@@ -215,7 +217,7 @@ class PrefillLaunch(Launch):
     """
 
     reduce: Reduce | None = None
-    split: SplitStreams | None = None
+    split: OpenSplit | None = None
     share: Share = WHOLE
     experts: RankGroup | None = None
     activations: ActivationKind | None = None
@@ -238,9 +240,8 @@ class DecodeLaunch(Launch):
     there is one rank. With `peers` kernels meet: a product and the sum of its parts are one.
     `share` is this rank's part of the model. With `experts` ranks have lanes of their own, and meet
     in layers with experts alone.
-    `activations` and `split` are those of prefill: in decode inputs stay as they are, and all
-    ranks have all lanes. `routes` are of one step:
-    those of a chunk have their own.
+    `activations` and `split` are those of prefill: in decode inputs stay as they are, and all ranks
+    have all lanes. `routes` are of one step: those of a chunk have their own.
     """
 
     plans: LinearPlans
@@ -248,7 +249,7 @@ class DecodeLaunch(Launch):
     tokens_per_row: int = 1
     tree: TreeLanes | None = None
     reduce: Reduce | None = None
-    split: SplitStreams | None = None
+    split: OpenSplit | None = None
     peers: Peers | None = None
     share: Share = WHOLE
     experts: RankGroup | None = None

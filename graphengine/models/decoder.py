@@ -610,7 +610,7 @@ class DecoderModel:
             keep_stream(x, index, streams)
         attended_1A = attended.index_select(0, lanes.last)
         if split is not None:
-            return PrefillEnd((split.lane(x, lanes.last), attended_1A), None)
+            return PrefillEnd((split.gather_lane(x, lanes.last), attended_1A), None)
         x_1H = x.index_select(0, lanes.last)
         if all_lanes:
             finish_prefill_layer(

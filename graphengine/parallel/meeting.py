@@ -1,8 +1,8 @@
 """Where ranks meet: the sum of what all have, with the same bits on each.
 
-All parts go to all ranks, and each rank adds them up in the order of the ranks: the sum depends on
-neither the library's algorithm nor the number of rows. On a CPU gloo carries the parts, over
-sockets of the loopback interface. On GPUs kernels push them into memory that all ranks map: as
+Parts are added up in the order of the ranks, by each rank or by one that tells the others: the sum
+depends on neither the library's algorithm nor the number of rows. On a CPU gloo carries the parts,
+over sockets of the loopback interface. On GPUs kernels push them into memory that all ranks map: as
 items where they are small, such as those of a decode step, and those of a chunk with flags. Where
 memory cannot be mapped NCCL carries all, and it carries what stages pass on; it refuses ranks that
 share a GPU. Both are captured into the graphs.
@@ -30,14 +30,14 @@ from graphengine.kernels import (
     ExpertLanes,
     Peers,
     all_reduce,
-    has_room,
-    normed_lanes,
     push_candidates,
     push_gather,
     push_lanes,
     push_own_sum,
     push_own_to_residual,
     push_sum,
+    split_has_room,
+    split_normed,
     sum_parts,
 )
 from graphengine.models.contract import AddOwn, Share, SplitStream
@@ -165,15 +165,21 @@ class Meeting:
         return all_reduce(peers, summing, part_NH.contiguous(), pdl=self._pdl)
 
     def split_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> SplitStream | None:
-        """On GPUs where that is faster than a sum of all lanes on each rank; see `SplitStreams`."""
+        """As `OpenSplit` says: of two GPUs for large chunks alone."""
         if not self._on_gpu:
             normed = torch.zeros(lanes, hidden, dtype=dtype)
             return GatheredStream(self.share, normed, self.reduce, self.gather)
+        stream = self.pushed_stream(lanes, hidden, dtype)
+        small = stream is not None and stream.normed_NH.nbytes < _LEAST_SPLIT
+        return None if small and self.share.ranks == 2 else stream
+
+    def pushed_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> PushedStream | None:
+        """That of GPUs; None where it has no memory, and where parts are pushed as items."""
         peers, split = self.peers, None if self._memory is None else self._memory.split
-        if peers is None or split is None or not has_room(split, lanes, hidden, dtype):
+        if peers is None or split is None or not split_has_room(split, lanes, hidden, dtype):
             return None
-        normed = normed_lanes(split, lanes, hidden, dtype)
-        if peers.hold(normed) or (self.share.ranks == 2 and normed.nbytes < _LEAST_SPLIT):
+        normed = split_normed(split, lanes, hidden, dtype)
+        if peers.hold(normed):
             return None
         return PushedStream(peers, split, normed, self.reduce, pdl=self._pdl)
 

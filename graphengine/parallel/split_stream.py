@@ -19,14 +19,14 @@ from graphengine.kernels import (
     Peers,
     add_parts_rms_norm,
     add_rms_norm,
-    lanes_of_rank,
+    split_lanes,
     sum_parts,
 )
 from graphengine.models.contract import Reduce, Share
 
 
 class PushedStream:
-    """By pushes. Valid until the next chunk's: all have one memory."""
+    """By pushes. All have the same memory: it is valid until the next chunk's is opened."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class PushedStream:
             pdl=self._pdl,
         )
 
-    def lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
+    def gather_lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
         share = Share(self._peers.rank, self._peers.ranks)
-        return _lane(stream_NH, index_1, share, self._reduce)
+        return _gather_lane(stream_NH, index_1, share, self._reduce)
 
 
 class GatheredStream:
@@ -90,9 +90,9 @@ class GatheredStream:
     ) -> None:
         whole = sum_parts(self._gather(part_NH))
         if bias_H is not None:
-            whole = whole + bias_H
+            whole = (whole.float() + bias_H.float()).to(whole.dtype)
         normed, (lanes, hidden) = self.normed_NH, self.normed_NH.shape
-        own = lanes_of_rank(lanes, self._share.rank, self._share.ranks)
+        own = split_lanes(lanes, self._share.rank, self._share.ranks)
         # As many from each rank, of which the last ones may have fewer.
         sent = normed.new_zeros(-(-lanes // self._share.ranks), hidden)
         if own.start < own.stop:
@@ -105,15 +105,16 @@ class GatheredStream:
                 out_dtype=normed.dtype,
                 out=sent[: own.stop - own.start],
             )
-        normed.copy_(self._gather(sent).flatten(0, 1)[:lanes])
+        live = slot_N >= 0
+        normed[live] = self._gather(sent).flatten(0, 1)[:lanes][live]
 
-    def lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
-        return _lane(stream_NH, index_1, self._share, self._reduce)
+    def gather_lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
+        return _gather_lane(stream_NH, index_1, self._share, self._reduce)
 
 
-def _lane(stream_NH: Tensor, index_1: Tensor, share: Share, reduce: Reduce) -> Tensor:
+def _gather_lane(stream_NH: Tensor, index_1: Tensor, share: Share, reduce: Reduce) -> Tensor:
     """The lane of the rank that has it: the sum of it and zeros."""
-    first = lanes_of_rank(len(stream_NH), share.rank, share.ranks)
+    first = split_lanes(len(stream_NH), share.rank, share.ranks)
     own = (index_1 >= first.start) & (index_1 < first.stop)
     # What another rank's lane holds here is nothing.
     return reduce(torch.where(own[:, None], stream_NH.index_select(0, index_1), 0.0))

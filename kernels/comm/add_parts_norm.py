@@ -3,14 +3,13 @@ of the lanes.
 
 A rank keeps the residual stream of its own lanes alone, one run of them, and all ranks have what
 the norm makes of all lanes: the sequence parallelism of Megatron-LM (Korthikanti et al. 2022),
-whose reduce-scatter and all-gather are here the two ends of one launch. A program stores its rank's
-part of other ranks' lanes at those ranks, adds up the parts of its own ones, and stores what the
-norm makes of them at all ranks. Flags say that each is there.
+whose reduce-scatter and all-gather are here the two ends of one launch. A program first stores
+what its rank has of other ranks' lanes at those ranks. Then it adds up all ranks' parts of its own
+lanes, and stores what the norm makes of them at all ranks. Flags tell when either is there.
 
 A rank ends a launch once it has the normed lanes of all others, which by then have read the parts
 that it had stored. And no lane is stored at a rank before that rank has begun the same launch, when
-its last product has read what was there. So neither parts nor normed lanes need two halves. To
-read parts where they are, in place of storing them where they are added up, took as long.
+its last product has read what was there. So neither parts nor normed lanes need two halves.
 
 Sums are those of `push_sum`, and the norm is that of `add_rms_norm`, to the bit. Waits end as those
 of `take_words` do.
@@ -39,25 +38,24 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.norm_rope.norm import row_options, store_normed
 
 LANE_PROGRAMS = 256
-"""Of a launch, at most; of lanes that have a program each, some are read while others are stored.
-"""
+"""Of a launch, at most. Of more than one program a multiprocessor some store while others wait."""
 
 # Words in which memory is counted: what begins there is aligned for 16 bytes a thread.
 _ALIGNED = 4
 
 
-def has_room(memory: FlaggedMemory, lanes: int, hidden: int, dtype: torch.dtype) -> bool:
+def split_has_room(memory: FlaggedMemory, lanes: int, hidden: int, dtype: torch.dtype) -> bool:
     """Whether chunks of so many lanes are split in this memory."""
     return _words_needed(memory, lanes, hidden, dtype) <= memory.size
 
 
-def normed_lanes(
+def split_normed(
     memory: FlaggedMemory, lanes: int, hidden: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """`[lanes, hidden]`, dense, in `memory`: where the normed lanes come. ValueError where there is
     no room.
     """
-    if not has_room(memory, lanes, hidden, dtype):
+    if not split_has_room(memory, lanes, hidden, dtype):
         raise ValueError(
             f"{lanes} lanes of {hidden} values in {dtype} take "
             f"{_words_needed(memory, lanes, hidden, dtype)} words: there are {memory.size}"
@@ -81,7 +79,7 @@ def split_words(words: int, ranks: int, programs: int = LANE_PROGRAMS) -> int:
     return 2 * half + flag_words(ranks, programs)
 
 
-def lanes_of_rank(lanes: int, rank: int, ranks: int) -> slice:
+def split_lanes(lanes: int, rank: int, ranks: int) -> slice:
     """Which lanes of a chunk a rank has; the last ranks have fewer, or none."""
     each = -(-lanes // ranks)
     return slice(min(rank * each, lanes), min((rank + 1) * each, lanes))
@@ -100,7 +98,7 @@ def add_parts_rms_norm(
     pdl: bool = False,
 ) -> torch.Tensor:
     """x += the sum of all ranks' parts, then `rms_norm` of x: of this rank's lanes, by
-    `lanes_of_rank`.
+    `split_lanes`.
 
     All ranks call it with a part of this shape and dtype, after the same calls. The halves of
     `memory` are the other ranks' parts of this one's lanes, and the normed lanes.
@@ -115,7 +113,7 @@ def add_parts_rms_norm(
         pdl: the launch before, whatever it is, may still run; it does not write weight and bias.
 
     Returns:
-        `normed_lanes` of the part's shape and dtype: all ranks have all live lanes, with the same
+        `split_normed` of the part's shape and dtype: all ranks have all live lanes, with the same
         bits, until the next call. Padded lanes are not written. ValueError for a shape or dtype
         that does not fit.
     """
@@ -136,9 +134,12 @@ def add_parts_rms_norm(
             raise ValueError(f"{name} is {vector.dtype}, not one of {FLOAT_DTYPES}")
         check_vector(name, vector, H, vector.dtype)
     check_lanes(lanes, slot_N=slot_N)
-    normed = normed_lanes(memory, lanes, H, part_NH.dtype)
-    most = -(-lanes // peers.ranks)
-    launcher(_add_parts_rms_norm_kernel, (min(most, len(memory.tags)),))(
+    normed = split_normed(memory, lanes, H, part_NH.dtype)
+    most, options = -(-lanes // peers.ranks), row_options(H)
+    # All are resident on an H200, of 16 warps one a multiprocessor. On a smaller GPU they start in
+    # the order of their numbers, as `items` says of products: the first that wait are under way.
+    programs = min(most, len(memory.tags), LANE_PROGRAMS * 8 // max(options["num_warps"], 8))
+    launcher(_add_parts_rms_norm_kernel, (programs,))(
         x_NH,
         part_NH,
         bias_H,
@@ -153,7 +154,7 @@ def add_parts_rms_norm(
         RANK=peers.rank,
         PROGRAMS=len(memory.tags),
         **push_options(peers) | {"SIZE": memory.size},
-        **row_options(H),
+        **options,
         **launch_options(pdl),
     )
     return normed

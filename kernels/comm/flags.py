@@ -94,7 +94,7 @@ def wait_for_flags(peers, flag_ptr, programs, tag, over, RANKS: tl.constexpr, TI
         missing = _missing(flag_ptr, programs, tag, RANKS)
     for ahead in tl.static_range(RANKS - 1):
         # One thread's look, for which the others wait: so all agree whether waits are over, and
-        # find what was stored before the flag. One fence for all looks took 2 us longer.
+        # find what was stored before the flag.
         found = tl.atomic_add(flag_ptr + ahead * programs, 0, sem="acquire", scope="sys")
         over |= (found != tag).to(tl.int32)
     if over != 0:

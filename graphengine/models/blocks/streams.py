@@ -1,7 +1,8 @@
 """The residual stream between blocks: how a product is added to it, and what prefill computes in.
 
-Between a block's last product and the sum there is the one place where ranks meet: `reduce`. With
-one rank decode has a kernel for product and sum together.
+Between a block's last product and the sum there is the one place where ranks meet: by `reduce`, or
+in a chunk that they split by its lanes by `SplitStream.add`. With one rank decode has a kernel for
+product and sum together.
 
 Letters: N or T lanes, H hidden, K columns of a weight.
 """
@@ -213,8 +214,8 @@ class PrefillScratch:
     launch    how the kernels are launched
     coded     columns of the widest inputs that `launch` has rounded
     outlived  whether `h` has separate memory, so that keeping it does not keep the rest
-    split     of whose stream each rank has some lanes, and which holds `h`, with `part` in its
-              place; None: all have all
+    split     the stream, where each rank has some of its lanes: then `h` is what it holds, and
+              `part`, which is `h` otherwise, is for products; None: all have all lanes
     """
 
     def __init__(
@@ -240,10 +241,9 @@ class PrefillScratch:
             sizes[1] = 0
         # One allocation: of 1 to 10 MB each takes 20 of a graph's pool.
         coding, shared, self._memory = torch.split(like.new_empty(sum(sizes)), sizes)
-        self.h = (h if outlived else shared).view(lanes, -1)
-        if split is not None:
-            # Others store into it, so a product's part lies elsewhere.
-            self.part, self.h = self.h, split.normed_NH
+        # Where ranks store into `h`, a product's part lies elsewhere.
+        self.part = (h if outlived else shared).view(lanes, -1)
+        self.h = self.part if split is None else split.normed_NH
         self._codes = coding.view(torch.uint8) if codes else None
 
     def take(self, columns: int, *, after: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphengine.kernels import lanes_of_rank
+from graphengine.kernels import split_lanes
 from graphengine.models.contract import Share
 from graphengine.parallel.meeting import Meeting
 from launches.split_chunks import EPS, SplitChunk
@@ -28,14 +28,16 @@ def test_ranks_have_their_lanes_and_all_normed_ones(
         meeting = Meeting(str(tmp_path / "meeting"), Share(rank, ranks), torch.device("cpu"), 20.0)
         split = meeting.split_stream(lanes, 64, torch.bfloat16)
         assert split is not None
-        own, stream = lanes_of_rank(lanes, rank, ranks), chunk.stream.clone()
+        own, stream = split_lanes(lanes, rank, ranks), chunk.stream.clone()
+        split.normed_NH.fill_(7.0)
         split.add(chunk.parts[rank], stream, chunk.norm, chunk.slot, chunk.bias, EPS)
         after = chunk.stream.clone()
         after[own] = expected[own]
         torch.testing.assert_close(stream, after, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(split.normed_NH[live], normed[live])
+        assert (split.normed_NH[~live] == 7.0).all()
         for lane in live.nonzero()[:, 0].tolist():
-            found = split.lane(stream, torch.tensor([lane], dtype=torch.int32))
+            found = split.gather_lane(stream, torch.tensor([lane], dtype=torch.int32))
             assert torch.equal(found, expected[[lane]])
         meeting.close()
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from graphengine.kernels.comm.add_parts_norm import (
     add_parts_rms_norm,
-    has_room,
-    lanes_of_rank,
-    normed_lanes,
+    split_has_room,
+    split_lanes,
+    split_normed,
     split_words,
 )
 from graphengine.kernels.comm.flags import FlaggedMemory
@@ -122,7 +122,7 @@ def test_a_wait_ends_and_its_rank_gives_nothing_any_more(by: str):
     part, x, weight = torch.randn(9, 6), torch.randn(9, 6), torch.randn(6)
     slot, eps = torch.zeros(9, dtype=torch.int32), 1e-5
     # Of its own lanes it takes its part for that of each rank.
-    expected, own = x.clone(), lanes_of_rank(9, 1, 3)
+    expected, own = x.clone(), split_lanes(9, 1, 3)
     whole = sum_parts_reference(torch.stack([part] * 3))
     normed = add_rms_norm(
         expected[own], whole[own], weight, slot[own], eps=eps, out_dtype=torch.float32
@@ -135,7 +135,7 @@ def test_a_wait_ends_and_its_rank_gives_nothing_any_more(by: str):
     assert memory.tags.tolist() == [1, 1]
     # Others have what its first program has given them before it waited, and nothing later.
     for other, own, was, place in zip((0, 2), others, before, (0, 1), strict=True):
-        lanes = part[lanes_of_rank(9, other, 3)]
+        lanes = part[split_lanes(9, other, 3)]
         given = own[place * 18 : (place + 1) * 18].view(torch.float32).view(3, 6)
         assert torch.equal(given[::2], lanes[::2])
         changed = (own != was).nonzero()[:, 0].tolist()
@@ -147,7 +147,7 @@ def test_a_wait_ends_and_its_rank_gives_nothing_any_more(by: str):
 
 @given(lanes=st.integers(0, 40), ranks=st.integers(1, 8))
 def test_each_lane_is_one_ranks(lanes: int, ranks: int):
-    runs = [lanes_of_rank(lanes, rank, ranks) for rank in range(ranks)]
+    runs = [split_lanes(lanes, rank, ranks) for rank in range(ranks)]
     assert [lane for run in runs for lane in range(run.start, run.stop)] == list(range(lanes))
     assert max(run.stop - run.start for run in runs) == -(-lanes // ranks)
 
@@ -192,10 +192,10 @@ def test_memory_has_room_for_a_part_its_norms_and_flags():
     assert split_words(5, 2, 3) == 2 * 8 + 2 * 2 * 3
     memory = new_ranks(2, 3)[0][1]
     assert memory.size == WORDS and len(memory.tags) == 3
-    normed = normed_lanes(memory, 3, 5, torch.float16)
+    normed = split_normed(memory, 3, 5, torch.float16)
     assert normed.shape == (3, 5)
     assert normed.data_ptr() == memory.own.data_ptr() + 4 * WORDS
-    assert has_room(memory, 12, 256, torch.float32)
-    assert not has_room(memory, 13, 256, torch.float32)
+    assert split_has_room(memory, 12, 256, torch.float32)
+    assert not split_has_room(memory, 13, 256, torch.float32)
     # Of three others two lanes each come, though there are five.
-    assert not has_room(new_ranks(4, 1)[0][1], 5, WORDS // 5, torch.float32)
+    assert not split_has_room(new_ranks(4, 1)[0][1], 5, WORDS // 5, torch.float32)

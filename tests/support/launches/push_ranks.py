@@ -16,7 +16,6 @@ from graphengine.kernels import (
     add_rms_norm,
     all_reduce,
     heuristic_plan,
-    lanes_of_rank,
     linear_residual,
     linear_squares,
     push_candidates,
@@ -27,12 +26,14 @@ from graphengine.kernels import (
     push_sum,
     push_to_residual,
     push_units,
+    split_lanes,
 )
 from graphengine.kernels.comm.push_lanes import push_lanes_reference
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.models.contract import Share
 from graphengine.parallel.peer_memory import PeerMemory
+from launches.split_chunks import SplitChunk
 
 HIDDEN, _COLUMNS = 1536, 512
 _WIDER = 9
@@ -67,6 +68,20 @@ def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -
     memory.peers.tensors.watch[1] = 60 * 10**9
     for (lanes, dtype), count in replays.items():
         _replay(memory, share, lanes, dtype, count)
+    assert memory.split is not None
+    # The last one's rows are read twice.
+    for hidden, dtype in ((1536, torch.bfloat16), (8192, torch.float16), (12288, torch.float32)):
+        chunk = SplitChunk(
+            share.ranks,
+            lanes=70,
+            hidden=hidden,
+            dtype=dtype,
+            biased=hidden > 1536,
+            seed=hidden,
+            device=device,
+        )
+        for _ in range(3):
+            chunk.assert_is_whole(memory.peers, memory.split)
     assert not memory.peers.tensors.watch[0]
     memory.leave()
     # The others may still have this memory.
@@ -145,7 +160,7 @@ class _Step:
         ranks, lanes, _ = parts.shape
         slot = torch.zeros(lanes, dtype=torch.int32, device=self.device)
         options = {"eps": 1e-5, "pdl": True}
-        own = lanes_of_rank(lanes, self.rank, ranks)
+        own = split_lanes(lanes, self.rank, ranks)
         expected = self.base[0].repeat(lanes // len(self.slot), 1)
         found = expected.clone()
         for at, scale in ((9, 1), (10, 2)):

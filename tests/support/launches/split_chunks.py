@@ -6,8 +6,8 @@ import torch
 
 from graphengine.kernels.comm.add_parts_norm import (
     add_parts_rms_norm,
-    lanes_of_rank,
-    normed_lanes,
+    split_lanes,
+    split_normed,
 )
 from graphengine.kernels.comm.flags import FlaggedMemory
 from graphengine.kernels.comm.items import Peers
@@ -45,13 +45,13 @@ class SplitChunk:
         self.parts, self.stream = parts.to(device, dtype), stream.to(device)
         self.slot = slot.to(device, torch.int32)
         self.norm = norm.to(device, dtype)
-        self.bias = None if bias is None else bias.to(device, dtype)
+        self.bias = None if bias is None else bias.to(device)
 
     def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream after the sum, and what the norm makes of it, 0 in padded lanes."""
         stream, whole = self.stream.clone(), sum_parts_reference(self.parts)
         if self.bias is not None:
-            whole = whole + self.bias
+            whole = (whole.float() + self.bias).to(self.dtype)
         normed = torch.zeros_like(whole)
         add_rms_norm(stream, whole, self.norm, self.slot, eps=EPS, out_dtype=self.dtype, out=normed)
         return stream, normed
@@ -75,9 +75,9 @@ class SplitChunk:
         """This rank's lanes of the stream, and all normed ones, are those of `whole`; what is
         padded, or another rank's, is as it was.
         """
-        kept = normed_lanes(memory, *self.stream.shape, self.dtype).clone()
+        kept = split_normed(memory, *self.stream.shape, self.dtype).clone()
         (stream, normed), (expected, all_normed) = self.split(peers, memory), self.whole()
-        live, own = self.slot >= 0, lanes_of_rank(len(stream), peers.rank, self.ranks)
+        live, own = self.slot >= 0, split_lanes(len(stream), peers.rank, self.ranks)
         after = self.stream.clone()
         after[own] = expected[own]
         torch.testing.assert_close(stream, after, rtol=0, atol=0, equal_nan=True)
