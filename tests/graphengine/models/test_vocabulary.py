@@ -25,6 +25,9 @@ class Absent:
     def reduce(self, part_NH: Tensor) -> Tensor:
         raise AssertionError("nothing is summed here")
 
+    def push_candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor] | None:
+        return None
+
     def gather(self, part_NC: Tensor) -> Tensor:
         assert torch.equal(part_NC, self.parts[self.share.rank])
         return torch.stack(self.parts)
@@ -70,3 +73,10 @@ def test_the_best_and_the_logits_are_those_of_one_rank(
         assert torch.equal(token_of_tiles_reference(best, health), expected)
         group.parts = products
         torch.testing.assert_close(part.logits(product), logits)
+
+
+def test_candidates_that_a_kernel_has_pushed_are_not_gathered() -> None:
+    group, pushed = Absent(Share(1, 2)), (torch.zeros(3, 2), torch.ones(3, 2))
+    group.push_candidates = lambda *own: pushed  # type: ignore[method-assign]
+    found = vocabulary_of(torch.zeros(8, 4), group).candidates(*pushed)
+    assert found[0] is pushed[0] and found[1] is pushed[1]
