@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from graphengine.kernels import MAX_LANES, Launch, RowFamily, add_rms_norm, push_units
-from graphengine.models.contract import Share, SplitStream
+from graphengine.models.contract import Share
 from graphengine.models.linears import Linears, linear_arrivals
 from graphengine.models.ranks import of_rank
 from graphengine.models.tuning import choose_plans
@@ -118,10 +118,9 @@ def _sums(
     sizes = [(count, torch.float32) for count in lanes] + [(count, DTYPE) for count in CHUNKS]
     for count, dtype in sizes:
         part = torch.ones(count, hidden, dtype=dtype, device=stream.device)
-        chains = [partial(_repeat, meeting.reduce, part) for meeting in meetings]
+        chains = [partial(_repeat, partial(meeting.reduce, part)) for meeting in meetings]
         pushed, nccl = microseconds_of(stream, *chains)
-        names = {"lanes": count, "columns": hidden, "dtype": str(dtype).removeprefix("torch.")}
-        yield names | {"pushed_us": pushed, "nccl_us": nccl}
+        yield _chunk(count, hidden, dtype) | {"pushed_us": pushed, "nccl_us": nccl}
 
 
 def _norms(meeting: Meeting, hidden: int, stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
@@ -134,30 +133,27 @@ def _norms(meeting: Meeting, hidden: int, stream: torch.cuda.Stream) -> Iterator
         x = torch.zeros(count, hidden, device=stream.device)
         norm = torch.ones(hidden, dtype=DTYPE, device=stream.device)
         slot = torch.zeros(count, dtype=torch.int32, device=stream.device)
-        operands = (part, x, norm, slot)
-        in_one = partial(_add_split, split, *operands)
-        in_two = partial(_add_apart, meeting.reduce, *operands)
-        split_us, apart_us = microseconds_of(stream, in_one, in_two)
-        names = {"lanes": count, "columns": hidden, "dtype": str(DTYPE).removeprefix("torch.")}
-        yield names | {"split_us": split_us, "apart_us": apart_us}
+        in_one = partial(split.add, part, x, norm, slot, None, _EPS)
+        in_two = partial(_add_apart, meeting.reduce, part, x, norm, slot)
+        chains = [partial(_repeat, call) for call in (in_one, in_two)]
+        split_us, apart_us = microseconds_of(stream, *chains)
+        yield _chunk(count, hidden, DTYPE) | {"split_us": split_us, "apart_us": apart_us}
 
 
-def _repeat(reduce: Callable[[Tensor], Tensor], part: Tensor) -> None:
+def _chunk(lanes: int, hidden: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {"lanes": lanes, "columns": hidden, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _repeat(call: Callable[[], object]) -> None:
     for _ in range(CALLS):
-        reduce(part)
-
-
-def _add_split(split: SplitStream, part: Tensor, x: Tensor, norm: Tensor, slot: Tensor) -> None:
-    for _ in range(CALLS):
-        split.add(part, x, norm, slot, None, _EPS)
+        call()
 
 
 def _add_apart(
     reduce: Callable[[Tensor], Tensor], part: Tensor, x: Tensor, norm: Tensor, slot: Tensor
 ) -> None:
-    for _ in range(CALLS):
-        whole = reduce(part)
-        add_rms_norm(x, whole, norm, slot, eps=_EPS, out_dtype=DTYPE, out=whole, pdl=True)
+    whole = reduce(part)
+    add_rms_norm(x, whole, norm, slot, eps=_EPS, out_dtype=DTYPE, out=whole, pdl=True)
 
 
 def describe(document: dict[str, Any]) -> str:

@@ -82,8 +82,8 @@ class SplitStream(Protocol):
         and what `next_norm` makes of it, of all lanes.
 
         A part, `[N, H]`, does not lie in `normed_NH`. The sum is rounded to the parts' dtype; all
-        ranks have the same bits. Other ranks' lanes of
-        `stream`, float32 `[N, H]`, are neither read nor written. Padded lanes stay as they are.
+        ranks have the same bits. Other ranks' lanes of `stream`, float32 `[N, H]`, are neither read
+        nor written. Padded lanes stay as they are.
         """
         ...
 

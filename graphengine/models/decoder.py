@@ -57,7 +57,6 @@ from graphengine.models.contract import (
     ModelWeights,
     PrefillEnd,
     PrefillLaunch,
-    SplitStream,
 )
 from graphengine.models.decoder_layer import (
     ATTENTION,
@@ -587,16 +586,13 @@ class DecoderModel:
         x = stream
         if x is None:
             x = embed(lanes.token, weights.embedding, slot, scale=scale, given=given)
-        split = None
-        if not (all_lanes or streams):
-            split = self._split(len(x), launch)
         scratch = prefill_scratch(
             weights.layers,
             len(x),
             like=weights.embedding,
             launch=launch,
             outlived=all_lanes,
-            split=split,
+            may_split=not (all_lanes or streams),
         )
         rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
         caches = states.paged()
@@ -608,10 +604,8 @@ class DecoderModel:
                 break
             finish_prefill_layer(layer, self.norm_after(index), x, attended, slot, scratch)
             keep_stream(x, index, streams)
+        x_1H = scratch.lane_of(x, lanes.last)
         attended_1A = attended.index_select(0, lanes.last)
-        if split is not None:
-            return PrefillEnd((split.gather_lane(x, lanes.last), attended_1A), None)
-        x_1H = x.index_select(0, lanes.last)
         if all_lanes:
             finish_prefill_layer(
                 self._layers[last], self.norm_after(last), x, attended, slot, scratch
@@ -619,18 +613,6 @@ class DecoderModel:
             keep_stream(x, last, streams)
             return PrefillEnd((x_1H, attended_1A), scratch.h, x)
         return PrefillEnd((x_1H, attended_1A), None)
-
-    def _split(self, lanes: int, launch: PrefillLaunch) -> SplitStream | None:
-        """Of which each rank has some lanes, in a chunk that nobody else reads the stream of.
-
-        Experts and norms of a product have sums of their own: then all ranks have all lanes.
-        """
-        plain = all(
-            isinstance(each.mlp, SwigluWeights) and each.post_norms is None for each in self._layers
-        )
-        if launch.split is None or not plain:
-            return None
-        return launch.split(lanes, self.config.hidden_size, self.dtype)
 
     def prefill_logits(
         self,

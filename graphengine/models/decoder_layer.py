@@ -19,7 +19,7 @@ from graphengine.models.blocks.norms import NextNorm, PostNorms, Sandwich, plus_
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import PrefillScratch, coded_columns
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
-from graphengine.models.contract import DecodeLaunch, PrefillLaunch, SplitStream
+from graphengine.models.contract import DecodeLaunch, PrefillLaunch
 from graphengine.models.linears import WeightForms
 from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
 
@@ -72,6 +72,13 @@ class LayerWeights:
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
         return [*self._norms().values(), *self.attention.tensors(), *self.mlp.tensors()]
+
+    @property
+    def may_split(self) -> bool:
+        """Whether ranks may have some lanes of its stream each: experts, and norms of a product,
+        have sums of their own.
+        """
+        return isinstance(self.mlp, SwigluWeights) and self.post_norms is None
 
     @property
     def after_attention(self) -> NextNorm:
@@ -189,10 +196,16 @@ def prefill_scratch(
     like: Tensor,
     launch: PrefillLaunch,
     outlived: bool = False,
-    split: SplitStream | None = None,
+    may_split: bool = False,
 ) -> PrefillScratch:
-    """What these layers compute a chunk in, in the dtype of `like`, on its device."""
+    """What these layers compute a chunk in, in the dtype of `like`, on its device.
+
+    may_split  whether nobody else reads the chunk's stream, so that each rank may have some lanes
+    """
     attention = layers[0].attention.block
+    split = None
+    if may_split and launch.split is not None and all(layer.may_split for layer in layers):
+        split = launch.split(lanes, attention.hidden_size, like.dtype)
     widths = [layer.mlp.prefill_width(lanes) for layer in layers]
     return PrefillScratch(
         lanes,

@@ -25,7 +25,22 @@ from graphengine.kernels import (
 from graphengine.models.contract import Reduce, Share
 
 
-class PushedStream:
+class _SplitStream:
+    """What both have: `reduce` is that of the group."""
+
+    def __init__(self, share: Share, normed_NH: Tensor, reduce: Reduce) -> None:
+        self._share, self._reduce = share, reduce
+        self.normed_NH = normed_NH
+
+    def gather_lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
+        """The lane of the rank that has it: the sum of it and zeros."""
+        first = split_lanes(len(stream_NH), *self._share)
+        own = (index_1 >= first.start) & (index_1 < first.stop)
+        # What another rank's lane holds here is nothing.
+        return self._reduce(torch.where(own[:, None], stream_NH.index_select(0, index_1), 0.0))
+
+
+class PushedStream(_SplitStream):
     """By pushes. All have the same memory: it is valid until the next chunk's is opened."""
 
     def __init__(
@@ -37,8 +52,8 @@ class PushedStream:
         *,
         pdl: bool,
     ) -> None:
-        self._peers, self._memory, self._reduce, self._pdl = peers, memory, reduce, pdl
-        self.normed_NH = normed_NH
+        super().__init__(Share(peers.rank, peers.ranks), normed_NH, reduce)
+        self._peers, self._memory, self._pdl = peers, memory, pdl
 
     def add(
         self,
@@ -61,12 +76,8 @@ class PushedStream:
             pdl=self._pdl,
         )
 
-    def gather_lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
-        share = Share(self._peers.rank, self._peers.ranks)
-        return _gather_lane(stream_NH, index_1, share, self._reduce)
 
-
-class GatheredStream:
+class GatheredStream(_SplitStream):
     """By gathers."""
 
     def __init__(
@@ -76,8 +87,8 @@ class GatheredStream:
         reduce: Reduce,
         gather: Callable[[Tensor], Tensor],
     ) -> None:
-        self._share, self._reduce, self._gather = share, reduce, gather
-        self.normed_NH = normed_NH
+        super().__init__(share, normed_NH, reduce)
+        self._gather = gather
 
     def add(
         self,
@@ -92,7 +103,7 @@ class GatheredStream:
         if bias_H is not None:
             whole = (whole.float() + bias_H.float()).to(whole.dtype)
         normed, (lanes, hidden) = self.normed_NH, self.normed_NH.shape
-        own = split_lanes(lanes, self._share.rank, self._share.ranks)
+        own = split_lanes(lanes, *self._share)
         # As many from each rank, of which the last ones may have fewer.
         sent = normed.new_zeros(-(-lanes // self._share.ranks), hidden)
         if own.start < own.stop:
@@ -107,14 +118,3 @@ class GatheredStream:
             )
         live = slot_N >= 0
         normed[live] = self._gather(sent).flatten(0, 1)[:lanes][live]
-
-    def gather_lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
-        return _gather_lane(stream_NH, index_1, self._share, self._reduce)
-
-
-def _gather_lane(stream_NH: Tensor, index_1: Tensor, share: Share, reduce: Reduce) -> Tensor:
-    """The lane of the rank that has it: the sum of it and zeros."""
-    first = split_lanes(len(stream_NH), share.rank, share.ranks)
-    own = (index_1 >= first.start) & (index_1 < first.stop)
-    # What another rank's lane holds here is nothing.
-    return reduce(torch.where(own[:, None], stream_NH.index_select(0, index_1), 0.0))

@@ -32,10 +32,10 @@ from graphengine.kernels.comm.flags import (
     wait_for_flags,
 )
 from graphengine.kernels.comm.items import Peers, map_addresses, push_options
-from graphengine.kernels.core.lanes import FLOAT_DTYPES, check_lanes, check_rows, check_vector
+from graphengine.kernels.core.lanes import FLOAT_DTYPES, check_lanes, check_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.norm_rope.norm import row_options, store_normed
+from graphengine.kernels.norm_rope.norm import check_weight, row_options, store_normed
 
 LANE_PROGRAMS = 256
 """Of a launch, at most. Of more than one program a multiprocessor some store while others wait."""
@@ -127,12 +127,9 @@ def add_parts_rms_norm(
         raise ValueError(
             f"a part must be a dense {list(x_NH.shape)}, as x_NH is, not {list(part_NH.shape)}"
         )
-    for name, vector in (("weight_H", weight_H), ("bias_H", bias_H)):
-        if vector is None:
-            continue
-        if vector.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name} is {vector.dtype}, not one of {FLOAT_DTYPES}")
-        check_vector(name, vector, H, vector.dtype)
+    check_weight(weight_H, H)
+    if bias_H is not None:
+        check_weight(bias_H, H, "bias_H")
     check_lanes(lanes, slot_N=slot_N)
     normed = split_normed(memory, lanes, H, part_NH.dtype)
     most, options = -(-lanes // peers.ranks), row_options(H)

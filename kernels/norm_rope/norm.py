@@ -52,7 +52,7 @@ def rms_norm(
     """
     check_rows(x_NH=x_NH)
     lanes, H = x_NH.shape
-    _check_weight(weight_H, H)
+    check_weight(weight_H, H)
     check_lanes(lanes, slot_N=slot_N)
     out = output_rows(out, (lanes, H), dtype=out_dtype, like=x_NH)
     if not use_triton(x_NH):
@@ -71,10 +71,11 @@ def rms_norm(
     return out
 
 
-def _check_weight(weight_H: torch.Tensor, H: int) -> None:
+def check_weight(weight_H: torch.Tensor, H: int, name: str = "weight_H") -> None:
+    """Raise ValueError for anything but a dense vector of H values of a float dtype."""
     if weight_H.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"weight_H is {weight_H.dtype}, not one of {FLOAT_DTYPES}")
-    check_vector("weight_H", weight_H, H, weight_H.dtype)
+        raise ValueError(f"{name} is {weight_H.dtype}, not one of {FLOAT_DTYPES}")
+    check_vector(name, weight_H, H, weight_H.dtype)
 
 
 def row_options(H: int) -> dict[str, int]:
@@ -165,7 +166,7 @@ def add_rms_norm(
         raise ValueError(f"x_NH is {x_NH.dtype}, not torch.float32")
     if y_NH.shape != x_NH.shape:
         raise ValueError(f"y_NH is {tuple(y_NH.shape)}, x_NH {tuple(x_NH.shape)}")
-    _check_weight(weight_H, H)
+    check_weight(weight_H, H)
     check_lanes(lanes, slot_N=slot_N)
     out = output_rows(out, (lanes, H), dtype=out_dtype, like=x_NH)
     if not use_triton(x_NH):

@@ -246,6 +246,12 @@ class PrefillScratch:
         self.h = self.part if split is None else split.normed_NH
         self._codes = coding.view(torch.uint8) if codes else None
 
+    def lane_of(self, stream_TH: Tensor, index_1: Tensor) -> Tensor:
+        """New `[1, H]`: one lane of the stream, whichever rank has it; all ranks ask for it."""
+        if self.split is None:
+            return stream_TH.index_select(0, index_1)
+        return self.split.gather_lane(stream_TH, index_1)
+
     def take(self, columns: int, *, after: int = 0) -> Tensor:
         """`[T, columns]`, dense, in the memory past that of `after` columns; it holds anything."""
         start = self._lanes * after

@@ -4,7 +4,6 @@ to the bit, in whatever order ranks come.
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from typing import Any
@@ -26,6 +25,7 @@ from graphengine.kernels.comm.items import UNIT, PeerItems, Peers
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.norm_rope.norm import add_rms_norm
+from launches.forked_ranks import fork_ranks
 from launches.split_chunks import SplitChunk
 
 interpreted = pytest.mark.skipif(
@@ -80,19 +80,7 @@ def sum_chunks(rank: int, world: list[tuple[Peers, FlaggedMemory]], seed: int, f
 @pytest.mark.parametrize(("ranks", "programs", "tag"), [(2, 2, 0), (3, 1, 2**31 - 2), (4, 8, -3)])
 def test_each_rank_has_its_lanes_and_all_normed_ones(ranks: int, programs: int, tag: int):
     world = new_ranks(ranks, programs, tag)
-    context = multiprocessing.get_context("fork")
-    found = context.SimpleQueue()
-    processes = [
-        context.Process(target=sum_chunks, args=(rank, world, ranks, found))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        process.kill()
-        assert process.exitcode == 0
-    ends = [found.get() for _ in processes]
+    ends = fork_ranks(sum_chunks, ranks, world, ranks)
     # The first program is in each launch, on all ranks.
     assert all(tags == ends[0][0] for tags, _ in ends)
     assert ends[0][0][0] == ((tag + 6 + 2**31) % 2**32) - 2**31

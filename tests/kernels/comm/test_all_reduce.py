@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from typing import Any
@@ -22,6 +21,7 @@ from graphengine.kernels.comm.flags import FlaggedMemory
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from launches.all_reduce_world import AllReduceWorld
+from launches.forked_ranks import fork_ranks
 
 interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="ranks of one process need TRITON_INTERPRET=1"
@@ -146,18 +146,7 @@ def test_ranks_that_are_processes_wait_for_each_other(ranks: int):
     world.memories = [
         FlaggedMemory.over(rank, own, addresses, 2) for rank, own in enumerate(shared)
     ]
-    context = multiprocessing.get_context("fork")
-    found = context.SimpleQueue()
-    processes = [
-        context.Process(target=wait_for_each_other, args=(rank, world, found))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        process.kill()
-        assert process.exitcode == 0
+    fork_ranks(wait_for_each_other, ranks, world)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ other.
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from typing import Any
@@ -43,6 +42,7 @@ from graphengine.kernels.linear.residual import (
     add_to_residual_reference,
     new_residual,
 )
+from launches.forked_ranks import fork_ranks
 from launches.push_world import Launch, World, units_of
 
 interpreted = pytest.mark.skipif(
@@ -344,18 +344,7 @@ def test_ranks_that_are_processes_wait_for_each_other():
     tensors = [PeerItems.over_items(rank, each, addresses) for rank, each in enumerate(items)]
     for each in tensors:
         each.watch[1] = 2**40
-    context = multiprocessing.get_context("fork")
-    found = context.SimpleQueue()
-    ranks = [
-        context.Process(target=wait_for_each_other, args=(rank, tensors, found))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-        process.kill()
-        assert process.exitcode == 0
+    fork_ranks(wait_for_each_other, 2, tensors)
 
 
 FLOAT = torch.zeros(3, 4)

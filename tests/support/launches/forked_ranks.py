@@ -1,0 +1,26 @@
+"""Ranks that wait for each other in the interpreter: forked processes, which share memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+
+def fork_ranks(work: Callable[..., None], ranks: int, *arguments: Any) -> list[Any]:
+    """What `work(rank, *arguments, found)` puts into `found` once on each rank, in any order.
+
+    AssertionError where a rank fails, or does not end within a minute.
+    """
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    processes = [
+        context.Process(target=work, args=(rank, *arguments, found)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+        assert process.exitcode == 0
+    return [found.get() for _ in processes]
