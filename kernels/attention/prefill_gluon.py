@@ -39,12 +39,20 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
 ROWS = 128
 """Rows of a tile: 64 for each of two warp groups."""
+FEW_ROWS = 64
+"""Rows of a tile, with one warp group, where there are few tiles."""
 KEYS = 128
 """Keys of a tile, as many as in the Triton kernel."""
 LEAST_PROGRAMS = {64: 128, 128: 64}
-"""Programs by head_dim. With fewer, the Triton kernel's shorter tiles are faster on an H200."""
+"""Programs of ROWS by head_dim. With fewer, the Triton kernel is faster on an H200."""
+FEW_PROGRAMS = 132
+"""At most so many programs have FEW_ROWS: one for each of an H200's multiprocessors, which has room
+for no second one's keys.
+"""
 
 _WARPS = 4
+_PART_ROWS = gl.constexpr(64)
+"""Of a warp group."""
 # Tiles of keys in shared memory, and of values: of e4m3 two as they are and two as numbers.
 _STAGES = gl.constexpr(3)
 _STAGES_FP8 = gl.constexpr(2)
@@ -52,6 +60,7 @@ _STAGES_FP8 = gl.constexpr(2)
 _COLUMNS = gl.constexpr(64)
 # Of a thread, in the warp groups and in the warp that brings tiles, or the four that convert them.
 _REGISTERS = gl.constexpr((240, 24))
+_REGISTERS_ALONE = gl.constexpr((64,))
 _REGISTERS_FP8 = gl.constexpr((208, 96))
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 # Four numbers of e4m3 in one integer become two pairs. The compiler would take bytes apart.
@@ -94,7 +103,7 @@ def takes_wgmma(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> bool:
         return False
     if torch.cuda.get_device_capability(q_NQD.device) != (9, 0):
         return False
-    return math.prod(_grid(q_NQD, kv, segments)) >= least and has_token_rows(kv)
+    return math.prod(_grid(q_NQD, kv, segments, ROWS)) >= least and has_token_rows(kv)
 
 
 def has_token_rows(kv: torch.Tensor) -> bool:
@@ -107,10 +116,17 @@ def has_token_rows(kv: torch.Tensor) -> bool:
     )
 
 
-def _grid(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> tuple[int, int, int]:
+def _grid(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int, rows: int) -> tuple[int, int, int]:
     lanes, heads, _ = q_NQD.shape
     kv_heads = kv.shape[3]
-    return kv_heads, triton.cdiv(lanes * (heads // kv_heads), ROWS), segments
+    return kv_heads, triton.cdiv(lanes * (heads // kv_heads), rows), segments
+
+
+def _pick_rows(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> int:
+    """Of a tile. Rows know nothing of each other: bits are the same."""
+    if kv.dtype != q_NQD.dtype or math.prod(_grid(q_NQD, kv, segments, FEW_ROWS)) > FEW_PROGRAMS:
+        return ROWS
+    return FEW_ROWS
 
 
 def attend(
@@ -133,8 +149,9 @@ def attend(
     rows = kv.as_strided(((blocks - 1) * block_rows + 2 * block_size, token), (token, 1))
     box = [block_size, _COLUMNS.value]
     layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[q_NQD.dtype])
-    fp8 = kv_scales is not None
-    launcher(_attend_kernel, _grid(q_NQD, kv, slot_P.shape[0]))(
+    fp8, segments = kv_scales is not None, slot_P.shape[0]
+    tile_rows = _pick_rows(q_NQD, kv, segments)
+    launcher(_attend_kernel, _grid(q_NQD, kv, segments, tile_rows))(
         q_NQD,
         rows.view(torch.int32) if fp8 else TensorDescriptor.from_tensor(rows, box, layout),
         kv_scales,
@@ -154,7 +171,7 @@ def attend(
         BLOCK_SIZE=block_size,
         LAYOUT=layout,
         FP8=fp8,
-        ROWS=ROWS,
+        ROWS=tile_rows,
         TILE=KEYS,
         WARPS=_WARPS,
         num_warps=_WARPS,
@@ -196,13 +213,14 @@ def _attend_kernel(
     """
     GROUP: gl.constexpr = Q // G
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, D], dtype)
-    queries = gl.allocate_shared_memory(dtype, [2, ROWS // 2, D], half)
+    PARTS: gl.constexpr = ROWS // _PART_ROWS
+    part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_PART_ROWS, D], dtype)
+    queries = gl.allocate_shared_memory(dtype, [PARTS, _PART_ROWS, D], part)
     STAGES: gl.constexpr = _STAGES_FP8 if FP8 else _STAGES
     pieces: gl.constexpr = [STAGES * (D // _COLUMNS), TILE, _COLUMNS]
     keys = gl.allocate_shared_memory(dtype, pieces, LAYOUT)
     values = gl.allocate_shared_memory(dtype, pieces, LAYOUT)
-    barriers = _all_barriers(STAGES)
+    barriers = _all_barriers(STAGES, PARTS)
 
     kv_head = gl.program_id(0)
     first_row = (gl.num_programs(1) - 1 - gl.program_id(1)) * ROWS
@@ -229,7 +247,16 @@ def _attend_kernel(
     source = (cache, table_row_ptr, last_block, block_rows, kv_head * D)
     brought = (source, keys, values, barriers, tiles)
     # This is one warp group. The others begin after a barrier, which follows the wait.
-    if FP8:
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_attend_rows, (rows, gl.constexpr(0), Q, G, FP8)),
+                (_bring_tiles, (brought, D)),
+            ],
+            [1],
+            _REGISTERS_ALONE,
+        )
+    elif FP8:
         gl.warp_specialize(
             [
                 (_attend_rows, (rows, gl.constexpr(0), Q, G, FP8)),
@@ -272,15 +299,15 @@ def _reach_of(place, position_limit, ROWS: gl.constexpr, GROUP: gl.constexpr, TI
 
 
 @gluon.jit
-def _all_barriers(stages: gl.constexpr):
-    """Of each stage: its keys, and its values, are there; both warp groups have used either. And
-    of the last tile's values: both have cleared theirs.
+def _all_barriers(stages: gl.constexpr, parts: gl.constexpr):
+    """Of each stage: its keys, and its values, are there; all warp groups have used either. And
+    of the last tile's values: all have cleared theirs.
     """
     keys_there = _new_barriers(stages, 1)
     values_there = _new_barriers(stages, 1)
-    keys_free = _new_barriers(stages, 2)
-    values_free = _new_barriers(stages, 2)
-    cleared = _new_barriers(1, 2)
+    keys_free = _new_barriers(stages, parts)
+    values_free = _new_barriers(stages, parts)
+    cleared = _new_barriers(1, parts)
     fence_async_shared()
     return keys_there, values_there, keys_free, values_free, cleared
 
@@ -420,8 +447,8 @@ def _put_tile(buffer, raw, there, free, tile, WHICH: gl.constexpr, D: gl.constex
 
 
 @gluon.jit
-def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr):
-    """A warp group: half of the program's rows over all of its tiles.
+def _attend_rows(rows, PART: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr):
+    """A warp group: its part of the program's rows over all of its tiles.
 
     During an iteration `wgmma` computes the scores of a tile and the sums of the previous one;
     sums are still under way while scores become weights.
@@ -432,6 +459,7 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
     keys_there, values_there, keys_free, values_free, cleared = barriers
     tiles, common, written, position_limit = reach
     dtype: gl.constexpr = queries.dtype
+    PARTS: gl.constexpr = queries.shape[0]
     ROWS: gl.constexpr = queries.shape[1]
     D: gl.constexpr = queries.shape[2]
     TILE: gl.constexpr = keys.shape[1]
@@ -439,14 +467,14 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     result_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], dtype)
-    queries = queries.index(HALF)
+    queries = queries.index(PART)
     # wgmma takes 64 consecutive columns as one tile.
     keys = keys._reinterpret(dtype, [STAGES, TILE, D], tile_layout)
     values = values._reinterpret(dtype, [STAGES, TILE, D], tile_layout)
 
-    heads = _place_heads(place, HALF, ROWS, Q // G, D)
+    heads = _place_heads(place, PART, ROWS, Q // G, D)
     _load_queries(queries, q_ptr, heads, q_stride)
-    position = _positions(place, HALF, ROWS, Q // G, gl.SliceLayout(1, scores_layout))
+    position = _positions(place, PART, ROWS, Q // G, gl.SliceLayout(1, scores_layout))
     largest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores_layout))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores_layout))
     acc = gl.zeros([ROWS, D], gl.float32, result_layout)
@@ -482,7 +510,8 @@ def _attend_rows(rows, HALF: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
     last = (tiles - 1) % STAGES
     mbarrier.wait(values_there.index(last), (tiles - 1) // STAGES & 1)
     if not FP8 and tiles * TILE > written:
-        _clear_unwritten(values.index(last), (tiles - 1) * TILE, written, cleared, HALF)
+        first_key = (tiles - 1) * TILE
+        _clear_unwritten(values.index(last), first_key, written, cleared, PART, PARTS)
     acc = _begin_sums(weights, values.index(last), acc, result_layout)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
 
@@ -502,12 +531,12 @@ def _dense_layout(D):
 
 @gluon.jit
 def _place_heads(
-    place, HALF: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr
+    place, PART: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr
 ):
-    """Lanes and query heads of the rows of a half [R], which of them are there, and dimensions."""
+    """Lanes and query heads of the rows of a part [R], which of them are there, and dimensions."""
     kv_head, first_row, first_lane, tokens, _ = place
     dense: gl.constexpr = _dense_layout(D)
-    row = first_row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, dense))
+    row = first_row + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, dense))
     dim = gl.arange(0, D, gl.SliceLayout(0, dense))
     lane = (first_lane + row // GROUP).to(gl.int64)
     head = kv_head * GROUP + row % GROUP
@@ -517,17 +546,17 @@ def _place_heads(
 
 @gluon.jit
 def _positions(
-    place, HALF: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr
+    place, PART: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr
 ):
-    """The position of each row of a half [R]."""
+    """The position of each row of a part [R]."""
     _, first_row, _, _, first_position = place
-    token = (first_row + HALF * ROWS + gl.arange(0, ROWS, layout)) // GROUP
+    token = (first_row + PART * ROWS + gl.arange(0, ROWS, layout)) // GROUP
     return first_position + token
 
 
 @gluon.jit
 def _load_queries(queries, q_ptr, heads, q_stride):
-    """Put the queries of a half into shared memory, for `wgmma`."""
+    """Put the queries of a part into shared memory, for `wgmma`."""
     lane, head, live, dim = heads
     D: gl.constexpr = queries.shape[1]
     at = (lane * q_stride + head * D)[:, None] + dim[None, :]
@@ -538,7 +567,7 @@ def _load_queries(queries, q_ptr, heads, q_stride):
 
 @gluon.jit
 def _store_result(out_ptr, room, result, heads, Q: gl.constexpr):
-    """Store the result of a half, in whole rows by way of `room` in shared memory."""
+    """Store the result of a part, in whole rows by way of `room` in shared memory."""
     lane, head, live, dim = heads
     D: gl.constexpr = room.shape[1]
     room.store(result.to(room.dtype))
@@ -547,16 +576,18 @@ def _store_result(out_ptr, room, result, heads, Q: gl.constexpr):
 
 
 @gluon.jit
-def _clear_unwritten(values, first_key, written, cleared, HALF: gl.constexpr):
+def _clear_unwritten(
+    values, first_key, written, cleared, PART: gl.constexpr, PARTS: gl.constexpr
+):
     """Make 0 of the values of a tile that were not appended. No row weighs them, but 0 times NaN is
-    NaN. Each warp group clears its half of them, and waits for the other.
+    NaN. Each warp group clears its part of them, and waits for the other.
     """
-    COUNT: gl.constexpr = values.shape[0] // 2
+    COUNT: gl.constexpr = values.shape[0] // PARTS
     dense: gl.constexpr = _dense_layout(values.shape[1])
-    part = values.slice(HALF * COUNT, COUNT)
-    key = first_key + HALF * COUNT
+    own = values.slice(PART * COUNT, COUNT)
+    key = first_key + PART * COUNT
     key += gl.arange(0, COUNT, gl.SliceLayout(1, dense))
-    part.store(gl.where((key < written)[:, None], part.load(dense), 0.0))
+    own.store(gl.where((key < written)[:, None], own.load(dense), 0.0))
     fence_async_shared()
     _free(cleared.index(0))
     mbarrier.wait(cleared.index(0), 0)

@@ -87,13 +87,27 @@ def test_a_cache_needs_rows_of_tokens() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 @pytest.mark.parametrize(
-    "head_dim, block_size, fp8",
-    [(64, 128, False), (128, 8, False), (128, 16, False), (64, 16, True), (128, 16, True)],
+    "head_dim, block_size, fp8, groups",
+    [
+        (64, 128, False, 2),
+        (128, 8, False, 2),
+        (128, 16, False, 2),
+        (64, 16, True, 2),
+        (128, 16, True, 2),
+        (64, 16, False, 1),
+        (128, 16, False, 1),
+    ],
 )
 def test_sums_are_under_way_while_scores_become_weights(
-    head_dim: int, block_size: int, fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head_dim: int,
+    block_size: int,
+    fp8: bool,
+    groups: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention_module, "takes_wgmma", lambda *arguments: True)
+    monkeypatch.setattr(gluon_module, "FEW_PROGRAMS", 1000 if groups == 1 else 0)
     call = partial(attend_nothing, head_dim, block_size, fp8)
     kernel, _ = compile_kernel(record_launch(attention_module, call, gluon_module))
     ptx = kernel.asm["ptx"]
@@ -107,12 +121,12 @@ def test_sums_are_under_way_while_scores_become_weights(
     assert ptx.count("mul.rn.bf16x2") == (2 * KEYS * head_dim // 2 // 128 if fp8 else 0)
     assert kernel.metadata.shared <= 232_448
 
-    # In machine code each of two warp groups waits for scores alone, has a tile's exponentials,
-    # and waits for sums then.
+    # In machine code each warp group waits for scores alone, has a tile's exponentials, and waits
+    # for sums then.
     waits = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([01])", machine_code(kernel, tmp_path))
     steps = zip(waits[1::2], waits[2::2], strict=True)
     after_scores = [text for under_way, text in steps if under_way == "1"]
-    assert len(after_scores) == 2
+    assert len(after_scores) == groups
     for text in after_scores:
         assert text.count("MUFU.EX2") >= KEYS * 64 // 128
 
@@ -149,7 +163,9 @@ def machine_code(kernel: Any, folder: Path) -> str:
 
 @pytest.fixture
 def pair(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.Tensor]]:
-    """The segments of a problem by this kernel; it was launched once, and is the Triton kernel."""
+    """The segments of a problem by this kernel, with two warp groups and, but of e4m3, with one; it
+    was launched once each time, and is the Triton kernel.
+    """
     launches: list[int] = []
 
     def counted(q: torch.Tensor, *arguments: Any, **named: Any) -> None:
@@ -160,15 +176,17 @@ def pair(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tor
 
     def run(place_cache: Callable[..., Any], *problem: Any, **named: Any) -> list[torch.Tensor]:
         found = []
-        for least in (1, 10**9):
+        for least, few in ((1, 0), (1, 10**9), (10**9, 0)):
             monkeypatch.setattr(gluon_module, "LEAST_PROGRAMS", dict.fromkeys((64, 128), least))
+            monkeypatch.setattr(gluon_module, "FEW_PROGRAMS", few)
             launches.clear()
             launch = Launch(pdl=named["placement"] % 2 == 1)
             op = partial(paged_prefill_attention, launch=launch), device
             found.append(prefill(op, place_cache, *problem, **named))
             assert len(launches) == (least == 1)
-        for here, there in zip(*found, strict=True):
-            assert torch.equal(here.view(torch.int16), there.view(torch.int16))
+        for segment in zip(*found, strict=True):
+            for other in segment[1:]:
+                assert torch.equal(segment[0].view(torch.int16), other.view(torch.int16))
         return found[0]
 
     return run
@@ -227,8 +245,12 @@ def test_is_the_triton_kernel_and_the_definition(
 
 @hopper
 @pytest.mark.parametrize("position", [12, 14, 16, 2**30, -2, -200])
-def test_tokens_outside_the_block_table_are_nan(position: int, device: str) -> None:
+@pytest.mark.parametrize("few", [0, 10**9])
+def test_tokens_outside_the_block_table_are_nan(
+    position: int, few: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four tokens around the ends of a table of one block of 16."""
+    monkeypatch.setattr(gluon_module, "FEW_PROGRAMS", few)
     like = {"dtype": torch.bfloat16, "device": device}
     result = torch.zeros(4, 128, **like)
     attend(
@@ -248,9 +270,11 @@ def test_tokens_outside_the_block_table_are_nan(position: int, device: str) -> N
 
 
 @hopper
-@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("kind", ["", "fp8", "few"])
 @pytest.mark.parametrize("head_dim", sorted(LEAST_PROGRAMS))
-def test_the_same_bits_every_time(head_dim: int, fp8: bool, device: str) -> None:
+def test_the_same_bits_every_time(
+    head_dim: int, kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Warps ahead of their tiles, and launches ahead of their queries, are caught out now and then.
 
     100 times on each of two streams that disturb each other, what one launch finds is the queries
@@ -260,8 +284,9 @@ def test_the_same_bits_every_time(head_dim: int, fp8: bool, device: str) -> None
     new = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=generator)
     lanes, blocks = 1024, 200
     q, kv = new(lanes, 32, head_dim), new(blocks + 1, 2, 16, 8, head_dim)
+    monkeypatch.setattr(gluon_module, "FEW_PROGRAMS", 10**9 if kind == "few" else 0)
     scales = None
-    if fp8:
+    if kind == "fp8":
         kv, scales = kv.to(FP8_KV), torch.linspace(0.5, 2.0, 16, device=device).view(2, 8)
     table = 1 + torch.randperm(blocks, device=device, generator=generator, dtype=torch.int32)[None]
 
