@@ -7,6 +7,10 @@ whose reduce-scatter and all-gather are here the two ends of one launch. A progr
 what its rank has of other ranks' lanes at those ranks. Then it adds up all ranks' parts of its own
 lanes, and stores what the norm makes of them at all ranks. Flags tell when either is there.
 
+Programs take turns: those of a shift store parts when those of the shift before have. So the links
+are busy while others wait for flags, and with few stores at a time they carry more: 1,024 lanes of
+4,096 values take a sixth less on four H200s.
+
 A rank ends a launch once it has the normed lanes of all others, which by then have read the parts
 that it had stored. And no lane is stored at a rank before that rank has begun the same launch, when
 its last product has read what was there. So neither parts nor normed lanes need two halves.
@@ -27,11 +31,12 @@ import triton.language as tl
 
 from graphengine.kernels.comm.flags import (
     FlaggedMemory,
+    doze,
     flag_words,
     set_flags,
     wait_for_flags,
 )
-from graphengine.kernels.comm.items import Peers, map_addresses, push_options
+from graphengine.kernels.comm.items import Peers, map_addresses, push_options, turn_of
 from graphengine.kernels.core.lanes import FLOAT_DTYPES, check_lanes, check_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
@@ -39,6 +44,9 @@ from graphengine.kernels.norm_rope.norm import check_weight, row_options, store_
 
 LANE_PROGRAMS = 256
 """Of a launch, at most. Of more than one program a multiprocessor some store while others wait."""
+
+_SHIFTS = tl.constexpr(4)
+"""Runs of programs that store their parts one after the other."""
 
 # Words in which memory is counted: what begins there is aligned for 16 bytes a thread.
 _ALIGNED = 4
@@ -180,7 +188,8 @@ def _add_parts_rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     """A lane after the other of this rank's, of which there are `most` at most; SIZE words are a
-    half of the memory.
+    half of the memory. A rank's own flags, the last ones of either kind, are no other rank's: in
+    the first ones the programs of a shift find that it is their turn.
     """
     DTYPE: tl.constexpr = part_ptr.dtype.element_ty
     PACKED: tl.constexpr = 32 // DTYPE.primitive_bitwidth
@@ -192,18 +201,38 @@ def _add_parts_rms_norm_kernel(
     wait_for_inputs(PDL)
     # Asked for before the first wait.
     boxes = map_addresses(memory.boxes, tl.int32, RANKS)
-    targets = map_addresses(memory.boxes, DTYPE, RANKS)
+    targets = map_addresses(memory.boxes, DTYPE, RANKS, program)
     tag = tl.load(memory.tags + program) + 1
     # One thread's value, so that all agree.
     over = tl.atomic_add(peers.over, 0, sem="relaxed")
     given, ended = 2 * SIZE + program, 2 * SIZE + RANKS * PROGRAMS + program
 
+    turn_ptr = memory.own + 2 * SIZE + (RANKS - 1) * PROGRAMS + program
+    shift = tl.cdiv(programs, _SHIFTS)
+    has_next = program + shift < programs
+    next_tag = tl.load(memory.tags + program + shift, mask=has_next, other=0) + 1
+
+    if program >= shift:
+        _wait_for_turn(turn_ptr, tag, TIMED)
     if over == 0:
         for own in range(program, most, programs):
             for start in tl.static_range(0, H, BLOCK_H):
                 _give_parts(
-                    part_ptr, targets, slot_ptr, own, most, lanes, start + h, H, RANK, RANKS
+                    part_ptr,
+                    targets,
+                    program,
+                    slot_ptr,
+                    own,
+                    most,
+                    lanes,
+                    start + h,
+                    H,
+                    RANK,
+                    RANKS,
                 )
+    tl.debug_barrier()
+    tl.store(turn_ptr + shift, next_tag, mask=has_next)
+    if over == 0:
         set_flags(boxes, given, PROGRAMS, tag, RANKS, TIMED)
     slot_ptr += RANK * most
     slot = tl.load(slot_ptr + program, mask=program < end, other=-1)
@@ -245,9 +274,19 @@ def _add_parts_rms_norm_kernel(
 
 
 @triton.jit
+def _wait_for_turn(turn_ptr, tag, TIMED: tl.constexpr):
+    """Until the program that is a shift before this one has given its parts."""
+    found = tl.load(turn_ptr, volatile=True)
+    while found != tag:
+        doze(TIMED)
+        found = tl.load(turn_ptr, volatile=True)
+
+
+@triton.jit
 def _give_parts(
     part_ptr,
     targets,
+    program,
     slot_ptr,
     own,
     most,
@@ -259,19 +298,20 @@ def _give_parts(
 ):
     """Store columns `h` of this rank's part at each other rank, of the lane that is `own` there.
 
-    At a rank the parts of all others are behind each other, from the next rank's on.
+    At a rank the parts of all others are behind each other, from the next rank's on. `targets` are
+    in the order of `turn_of`.
     """
     parts, live = (), ()
-    for ahead in tl.static_range(RANKS - 1):
-        lane = (RANK + 1 + ahead) % RANKS * most + own
+    for each in tl.static_range(RANKS - 1):
+        lane = (RANK + 1 + turn_of(program, each, RANKS)) % RANKS * most + own
         live += (tl.load(slot_ptr + lane, mask=lane < lanes, other=-1) >= 0,)  # type: ignore[assignment]
-    for ahead in tl.static_range(RANKS - 1):
-        lane = (RANK + 1 + ahead) % RANKS * most + own
+    for each in tl.static_range(RANKS - 1):
+        lane = (RANK + 1 + turn_of(program, each, RANKS)) % RANKS * most + own
         row_ptr = part_ptr + lane.to(tl.int64) * H
-        parts += (tl.load(row_ptr + h, mask=(h < H) & live[ahead], other=0.0),)  # type: ignore[assignment]
-    for ahead in tl.static_range(RANKS - 1):
-        at = ((RANKS - 2 - ahead) * most + own).to(tl.int64) * H
-        tl.store(targets[ahead] + at + h, parts[ahead], mask=(h < H) & live[ahead])
+        parts += (tl.load(row_ptr + h, mask=(h < H) & live[each], other=0.0),)  # type: ignore[assignment]
+    for each in tl.static_range(RANKS - 1):
+        at = ((RANKS - 2 - turn_of(program, each, RANKS)) * most + own).to(tl.int64) * H
+        tl.store(targets[each] + at + h, parts[each], mask=(h < H) & live[each])
 
 
 @triton.jit
@@ -322,6 +362,6 @@ def _rounded_sum(parts, RANK: tl.constexpr, RANKS: tl.constexpr):
 def _store_at_all(x, scale, weight, targets, at, h, over, H: tl.constexpr, RANKS: tl.constexpr):
     """Store normed columns at all ranks; where waits are over at this rank alone."""
     if over == 0:
-        for ahead in tl.static_range(RANKS - 1):
-            store_normed(x, scale, weight, targets[ahead] + at, h, H)
+        for each in tl.static_range(RANKS - 1):
+            store_normed(x, scale, weight, targets[each] + at, h, H)
     store_normed(x, scale, weight, targets[RANKS - 1] + at, h, H)

@@ -41,6 +41,7 @@ from graphengine.kernels.comm.items import (
     map_addresses,
     push_options,
     sum_to_words,
+    turn_of,
 )
 from graphengine.kernels.comm.push import words_of
 from graphengine.kernels.core.lanes import FLOAT_DTYPES
@@ -157,6 +158,7 @@ def _all_reduce_kernel(
     segment = program * share * (RANKS if SHOTS == 2 else 1)
     wait_for_inputs(PDL)
     boxes = map_addresses(memory.boxes, tl.int32, RANKS)
+    targets = map_addresses(memory.boxes, tl.int32, RANKS, program)
     tag = tl.load(memory.tags + program) + 1
     # One thread's value, so that all agree.
     over = tl.atomic_add(peers.over, 0, sem="relaxed")
@@ -165,13 +167,14 @@ def _all_reduce_kernel(
     sums, summed = SIZE, 2 * SIZE + RANKS * programs + program
 
     if over == 0:
-        for ahead in tl.static_range(RANKS - 1):
+        for each in tl.static_range(RANKS - 1):
+            ahead = turn_of(program, each, RANKS)
             # Of whom it is ahead by the rest of the ranks.
             place = shares + ((RANKS - 2 - ahead) * programs + program) * share
             first = segment
             if SHOTS == 2:
                 first += (rank + 1 + ahead) % RANKS * share
-            _store_share(part_ptr, first, words, boxes[ahead] + place, blocks, BLOCK, EVEN)
+            _store_share(part_ptr, first, words, targets[each] + place, blocks, BLOCK, EVEN)
         set_flags(boxes, shared, programs, tag, RANKS, TIMED)
     over, waited = wait_for_flags(peers, memory.own + shared, programs, tag, over, RANKS, TIMED)
 
@@ -192,8 +195,8 @@ def _all_reduce_kernel(
         tl.store(out_ptr + first + at, total, mask=inside)
         if SHOTS == 2:  # noqa: SIM102  (known to the compiler, where the other is not)
             if over == 0:
-                for ahead in tl.static_range(RANKS - 1):
-                    tl.store(boxes[ahead] + sums + first + at, total)
+                for each in tl.static_range(RANKS - 1):
+                    tl.store(targets[each] + sums + first + at, total)
 
     if SHOTS == 2:
         if over == 0:

@@ -85,6 +85,10 @@ def test_each_rank_has_its_lanes_and_all_normed_ones(ranks: int, programs: int, 
     assert all(tags == ends[0][0] for tags, _ in ends)
     assert ends[0][0][0] == ((tag + 6 + 2**31) % 2**32) - 2**31
     assert any(waited for _, waited in ends)
+    # Each program but the first, of at most four, found that it was its turn in its last launch.
+    for _, memory in world:
+        turns = memory.own[2 * WORDS + (ranks - 1) * programs :][:programs]
+        assert turns.tolist() == [tag, *ends[0][0][1:]]
 
 
 @interpreted
