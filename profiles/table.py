@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 from graphengine.profiles.text import (
@@ -45,11 +46,16 @@ def markdown(results: Path = RESULTS) -> str:
     Each row and each note has the number of the file that it comes from, in the list at the end.
     """
     paths = sorted(results.glob("bench-*.json"))
-    documents = [_read(path) | {"number": n} for n, path in enumerate(paths, start=1)]
-    if not documents:
+    found = [_read(path) for path in paths]
+    if not found:
         raise ValueError(f"{results} holds no bench-*.json")
+    devices = [document["environment"]["device"] for document in found]
+    documents = [
+        document | {"number": number, "elsewhere": _elsewhere(device, mode(devices))}
+        for number, (document, device) in enumerate(zip(found, devices, strict=True), start=1)
+    ]
     rows = [
-        dict(row) | {"shape": _model(document["shape"], row), "number": document["number"]}
+        dict(row) | {"shape": _model(document, row), "number": document["number"]}
         for document in documents
         for row in document["rows"]
         # A speculating run has its plain engine in the other table, and what was measured for a
@@ -74,7 +80,7 @@ def markdown(results: Path = RESULTS) -> str:
 def _contexts(documents: Iterable[Mapping[str, Any]]) -> list[str]:
     """A table with a line for each batch at each context; no lines if there is none."""
     cells = [
-        dict(cell) | {"shape": _model(document["shape"], cell), "number": document["number"]}
+        dict(cell) | {"shape": _model(document, cell), "number": document["number"]}
         for document in documents
         for cell in context_cells(document)
     ]
@@ -86,7 +92,7 @@ def _contexts(documents: Iterable[Mapping[str, Any]]) -> list[str]:
 def _long_runs(documents: Iterable[Mapping[str, Any]]) -> list[str]:
     """A table with a line for each long run of one row; no lines if there is none."""
     runs = [
-        dict(found) | {"row": row, "shape": document["shape"], "number": document["number"]}
+        dict(found) | {"row": row, "shape": _model(document, row), "number": document["number"]}
         for document in documents
         for row in document["rows"]
         for found in long_runs(row)
@@ -224,15 +230,21 @@ def _kv_of(measured: Mapping[str, Any]) -> str:
     return ", KV in e4m3" if engine.get("kv_dtype") == "float8_e4m3fn" else ""
 
 
-def _model(shape: str, row: Row) -> str:
-    """The shape, how its weights are stored if not all are in one dtype, and its ranks."""
+def _model(document: Mapping[str, Any], row: Row) -> str:
+    """The shape, how its weights are stored if not all are in one dtype, its ranks, and the device
+    where most results have another one.
+    """
     engine = row.get("engine") or {}
     _, *formats = engine.get("weights", ("",))
     codes = dict.fromkeys(label.partition("-")[0].replace("e4m3", "fp8") for label in formats)
     rounded = ", activations in fp8" if engine.get("activations") else ""
     ranks = engine.get("tensor_parallel", 1)
     split = f" x{ranks}" if ranks > 1 else ""
-    return " ".join([shape, *codes]) + rounded + split
+    return " ".join([document["shape"], *codes]) + rounded + split + document["elsewhere"]
+
+
+def _elsewhere(device: str, usual: str) -> str:
+    return "" if device == usual else f" {device.removeprefix('NVIDIA ').split()[0]}"
 
 
 def _notes(document: Mapping[str, Any]) -> list[str]:
@@ -252,7 +264,7 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
     section = document.get("contexts") or {}
     measured = [section.get("first_tokens") or {"ttft_ms": {}}, *document["rows"]]
     notes += [
-        f"- {_model(document['shape'], each)}{_kv_of(each)}: TTFT after a prompt of "
+        f"- {_model(document, each)}{_kv_of(each)}: TTFT after a prompt of "
         f"{int(tokens):,} tokens is {took:,.2f} ms {file}."
         for each in measured
         for tokens, took in each["ttft_ms"].items()

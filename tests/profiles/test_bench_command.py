@@ -465,10 +465,14 @@ def test_every_figure_names_its_file(tmp_path: Path) -> None:
     # What the files share is told once.
     assert shown.count("Device and versions of all of these: NVIDIA H200, driver ") == 1
     assert shown.count("NVIDIA H200") == 1
-    source["environment"]["device"] = "NVIDIA H100"
+    source["environment"]["device"] = "NVIDIA H100 80GB HBM3"
     (tmp_path / "bench-b.json").write_text(json.dumps(source))
     apart = table.markdown(tmp_path)
-    assert "of all of these" not in apart and "bench-b.json`: NVIDIA H100, driver " in apart
+    assert "of all of these" not in apart
+    assert "bench-b.json`: NVIDIA H100 80GB HBM3, driver " in apart
+    # In a row, and in those of thousands of tokens in a row.
+    assert apart.count("| llama-1b H100 | 1/1 |") == 1
+    assert apart.count("| llama-1b H100 |") == 3
 
 
 @pytest.mark.parametrize(("first", "second"), [(4.0, 4.4), (4.4, 4.0)])
