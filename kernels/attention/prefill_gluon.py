@@ -5,7 +5,8 @@ values are finite. (A weight of 0 makes NaN of one that is not: here in the rows
 last tile of keys has it, there from its own tile of rows on.) What differs is when things happen. A
 warp of its own has the tensor memory accelerator (TMA) bring tiles of keys and of values, a block
 of the cache at a time; two warp groups have half of the rows each, and while one turns scores into
-weights, `wgmma` is at its sums of the tile before and at the other's scores. Source:
+weights, `wgmma` is at its sums of the tile before and at the other's scores. Where there are few
+tiles one warp group has half as many rows, so that more multiprocessors have some. Source:
 FlashAttention-3 (Shah et al. 2024). Gluon has no interpreter: a CPU interprets the Triton kernel.
 
 `wgmma` multiplies e4m3 by e4m3 alone. So of such a cache four warps, in place of the one, copy
@@ -40,14 +41,14 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 ROWS = 128
 """Rows of a tile: 64 for each of two warp groups."""
 FEW_ROWS = 64
-"""Rows of a tile, with one warp group, where there are few tiles."""
+"""Rows of a tile with one warp group."""
 KEYS = 128
 """Keys of a tile, as many as in the Triton kernel."""
 LEAST_PROGRAMS = {64: 128, 128: 64}
-"""Programs of ROWS by head_dim. With fewer, the Triton kernel is as fast on an H100."""
+"""Programs of ROWS by head_dim. With fewer, the Triton kernel's shorter tiles are faster."""
 FEW_PROGRAMS = range(64, 133)
 """Programs of FEW_ROWS: at most one for each multiprocessor, where a second one has no room. They
-take half to nine tenths of the time of either other kernel.
+take seven to nine tenths of the time of the faster of the other two kernels.
 """
 
 _WARPS = 4
