@@ -240,11 +240,13 @@ def _model(document: Mapping[str, Any], row: Row) -> str:
     rounded = ", activations in fp8" if engine.get("activations") else ""
     ranks = engine.get("tensor_parallel", 1)
     split = f" x{ranks}" if ranks > 1 else ""
-    return " ".join([document["shape"], *codes]) + rounded + split + document["elsewhere"]
+    elsewhere: str = document["elsewhere"]
+    return " ".join([document["shape"], *codes]) + rounded + split + elsewhere
 
 
 def _elsewhere(device: str, usual: str) -> str:
-    return "" if device == usual else f" {device.removeprefix('NVIDIA ').split()[0]}"
+    """The device's name in short, where it is not the usual one."""
+    return "" if device == usual else f" {device.removeprefix('NVIDIA ').partition(' ')[0]}"
 
 
 def _notes(document: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -42,6 +43,10 @@ _PAUSE_S, _LONG_PAUSE_S, _IDLE_AFTER_S = 50e-6, 1e-3, 0.1
 # For which a stage on a CPU waits for others. Its driver may be busy with other things, and does
 # wait for stages no longer than the engine's limit. Who is gone is seen at once.
 _STAGE_LIMIT_S = 1e7
+_LONG_LOOK_S = 0.2
+"""Between two looks at the driver while the engine opens."""
+_DRIVER_STAYS_S = 2.0
+"""A driver that is still there so long after a rank has failed is not what made it fail."""
 
 Thing = TypeVar("Thing")
 
@@ -72,6 +77,15 @@ class RankStart(NamedTuple):
     def driver_is_there(self) -> bool:
         return os.getppid() == self.driver if self.spawned else is_running(self.driver)
 
+    def driver_stays(self) -> bool:
+        """Whether it is there for a while yet: its connections end before it does."""
+        deadline = time.monotonic() + _DRIVER_STAYS_S
+        while self.driver_is_there():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.01)
+        return False
+
 
 class DriverGone(RuntimeError):
     """The driver's process has ended."""
@@ -94,9 +108,9 @@ def run_rank(start: RankStart) -> NoReturn:
         if not start.spawned:
             # The driver may not come to say it: torchrun ends all once one has.
             traceback.print_exception(error)
-        if not (start.spawned and start.driver_is_there()):
-            rank.remove_folders()
         end.fail(_described(error), when)
+        if not (start.spawned and start.driver_stays()):
+            rank.remove_folders()
     # At once: nothing that is under way is waited for, and the others see that it is gone.
     os._exit(code)
 
@@ -121,7 +135,24 @@ class _Rank:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def _end_with_driver(self, opened: threading.Event) -> None:
+        """Until it is set: this rank may wait for the driver inside of a library."""
+        while not opened.wait(_LONG_LOOK_S):
+            if not self._start.driver_is_there():
+                self.remove_folders()
+                os._exit(1)
+
     def run(self) -> None:
+        opened = threading.Event()
+        if self._start.spawned:
+            watch = threading.Thread(target=self._end_with_driver, args=(opened,), daemon=True)
+            watch.start()
+        try:
+            self._open_and_follow(opened)
+        finally:
+            opened.set()
+
+    def _open_and_follow(self, opened: threading.Event) -> None:
         share, config, memory = self._start.share, self._start.config, self._start.memory
         if memory.device.type == "cuda":
             torch.cuda.set_device(memory.device)
@@ -133,7 +164,7 @@ class _Rank:
                 f"rank {share.rank} of {share.ranks} finds other configs or tensors in "
                 f"{found.checkpoint.path} than the driver has read"
             )
-        opened = load_checkpoint(found, memory, config)
+        loaded = load_checkpoint(found, memory, config)
         self._end.reach(Stage.LOADED)
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
         shared = None
@@ -144,20 +175,21 @@ class _Rank:
         joined = Joined(self._start.meeting, share, memory, config, watch)
         if found.calibration:
             ids = found.calibration
-            calibrate(opened.model, memory, config, opened.drafter, ids, joined.group)
+            calibrate(loaded.model, memory, config, loaded.drafter, ids, joined.group)
         runtime = Runtime(
-            opened.model,
+            loaded.model,
             memory,
             config,
-            opened.drafter,
+            loaded.drafter,
             group=joined.group,
             stages=joined.stages,
             records=None if shared is None else shared.mailboxes,
         )
         joined.wait_up_to(config.wait_limit_s if joined.stages is None else _STAGE_LIMIT_S)
         self._end.reach(Stage.FOLLOWING)
+        opened.set()
         parts = joined.kept_parts(runtime, found)
-        self._follow(runtime, joined, parts, opened.loaded, shared)
+        self._follow(runtime, joined, parts, loaded.loaded, shared)
         runtime.close()
         # The process takes its own memory along, which others may still have.
         joined.leave()

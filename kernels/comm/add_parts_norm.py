@@ -7,9 +7,9 @@ whose reduce-scatter and all-gather are here the two ends of one launch. A progr
 what its rank has of other ranks' lanes at those ranks. Then it adds up all ranks' parts of its own
 lanes, and stores what the norm makes of them at all ranks. Flags tell when either is there.
 
-Programs take turns: those of a shift store parts when those of the shift before have. So the links
-are busy while others wait for flags, and with few stores at a time they carry more: 1,024 lanes of
-4,096 values take a sixth less on four H200s.
+Programs work in shifts: each stores its parts when the one that is a shift before it has. So links
+are busy while others wait for flags, and with few stores at a time they carry more. In one process
+on four H200s 1,024 lanes of 4,096 values took 43 us, and 49 without shifts.
 
 A rank ends a launch once it has the normed lanes of all others, which by then have read the parts
 that it had stored. And no lane is stored at a rank before that rank has begun the same launch, when
@@ -141,8 +141,9 @@ def add_parts_rms_norm(
     check_lanes(lanes, slot_N=slot_N)
     normed = split_normed(memory, lanes, H, part_NH.dtype)
     most, options = -(-lanes // peers.ranks), row_options(H)
-    # All are resident on an H200, of 16 warps one a multiprocessor. On a smaller GPU they start in
-    # the order of their numbers, as `items` says of products: the first that wait are under way.
+    # With up to four ranks all are resident on an H200, of 16 warps one a multiprocessor. Elsewhere
+    # they start in the order of their numbers, as `items` says of products: the first that wait are
+    # under way.
     programs = min(most, len(memory.tags), LANE_PROGRAMS * 8 // max(options["num_warps"], 8))
     launcher(_add_parts_rms_norm_kernel, (programs,))(
         x_NH,
@@ -275,7 +276,9 @@ def _add_parts_rms_norm_kernel(
 
 @triton.jit
 def _wait_for_turn(turn_ptr, tag, TIMED: tl.constexpr):
-    """Until the program that is a shift before this one has given its parts."""
+    """Until the program that is a shift before this one has given its parts, which began earlier
+    and waits for no other rank until then: so there is no limit.
+    """
     found = tl.load(turn_ptr, volatile=True)
     while found != tag:
         doze(TIMED)

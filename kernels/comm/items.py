@@ -220,8 +220,8 @@ def turn_of(first, each, RANKS: tl.constexpr):
     """Which of the others comes as number `each`, where `first` is the first one: any number, of
     which the rest counts.
 
-    Programs that store much at all others do not begin with the same one: to all in turn stores
-    take a fifth longer (four H200s).
+    Programs that store much at all others do not begin with the same one: 6.3 MB to three took
+    23 us where all stored to one after the other, and 19 where each stored to one (four H200s).
     """
     OTHERS: tl.constexpr = RANKS - 1 if RANKS > 1 else 1
     return (first + each) % OTHERS

@@ -307,6 +307,23 @@ def test_ranks_end_with_their_driver(tmp_path: Path, sent: signal.Signals) -> No
     assert_gone(pids)
 
 
+def test_a_driver_that_is_killed_while_it_opens_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank sees the end of their connection before that of the driver."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    program = start(tmp_path, PROGRAM.format(guard=GUARD))
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("graphengine-ranks-*/meeting-0")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    program.kill()
+    program.wait()
+    while list(tmp_path.glob("graphengine-*")):
+        assert time.monotonic() < deadline, "its folder is left"
+        time.sleep(0.02)
+
+
 UPDATES = """
 import os
 import signal

@@ -56,15 +56,19 @@ def new_ranks(ranks: int, programs: int, tag: int = 0) -> list[tuple[Peers, Flag
     return found
 
 
-def sum_chunks(rank: int, world: list[tuple[Peers, FlaggedMemory]], seed: int, found: Any) -> None:
+def sum_chunks(
+    rank: int, world: list[tuple[Peers, FlaggedMemory]], most: int, seed: int, found: Any
+) -> None:
     """Chunks of other sizes and kinds one after the other, for which ranks come at other times."""
     (peers, memory), ranks = world[rank], len(world)
     sizes, dice = random.Random(seed), random.Random(rank)
+    widest = WORDS // most
+    turns = memory.tags.tolist()
     for _ in range(6):
         chunk = SplitChunk(
             ranks,
-            lanes=sizes.randrange(1, 13),
-            hidden=sizes.choice([2, 130, 256]),
+            lanes=sizes.randrange(1, most + 1),
+            hidden=sizes.choice([2, widest // 2 + 2, widest]),
             # The interpreter does not round to bfloat16 as a GPU does.
             dtype=sizes.choice([torch.float32, torch.float16]),
             biased=sizes.random() < 0.5,
@@ -73,22 +77,29 @@ def sum_chunks(rank: int, world: list[tuple[Peers, FlaggedMemory]], seed: int, f
         if dice.random() < 0.5:
             time.sleep(dice.random() * 0.02)
         chunk.assert_is_whole(peers, memory)
-    found.put((memory.tags.tolist(), peers.tensors.waited.item()))
+        # Programs after the first shift have found that it is their turn.
+        programs = min(-(-len(chunk.stream) // ranks), len(turns))
+        for program in range(-(-programs // 4), programs):
+            turns[program] = memory.tags[program].item()
+    found.put((memory.tags.tolist(), turns, peers.tensors.waited.item()))
 
 
 @interpreted
-@pytest.mark.parametrize(("ranks", "programs", "tag"), [(2, 2, 0), (3, 1, 2**31 - 2), (4, 8, -3)])
-def test_each_rank_has_its_lanes_and_all_normed_ones(ranks: int, programs: int, tag: int):
+@pytest.mark.parametrize(
+    ("ranks", "programs", "most_lanes", "tag"),
+    [(2, 2, 12, 0), (2, 24, 48, -2), (3, 1, 12, 2**31 - 2), (4, 8, 12, -3)],
+)
+def test_each_rank_has_its_lanes_and_all_normed_ones(
+    ranks: int, programs: int, most_lanes: int, tag: int
+):
     world = new_ranks(ranks, programs, tag)
-    ends = fork_ranks(sum_chunks, ranks, world, ranks)
+    ends = fork_ranks(sum_chunks, ranks, world, most_lanes, ranks)
     # The first program is in each launch, on all ranks.
-    assert all(tags == ends[0][0] for tags, _ in ends)
+    assert all(tags == ends[0][0] for tags, *_ in ends)
     assert ends[0][0][0] == ((tag + 6 + 2**31) % 2**32) - 2**31
-    assert any(waited for _, waited in ends)
-    # Each program but the first, of at most four, found that it was its turn in its last launch.
-    for _, memory in world:
-        turns = memory.own[2 * WORDS + (ranks - 1) * programs :][:programs]
-        assert turns.tolist() == [tag, *ends[0][0][1:]]
+    assert any(waited for *_, waited in ends)
+    for (_, turns, _), (_, memory) in zip(ends, world, strict=True):
+        assert memory.own[2 * WORDS + (ranks - 1) * programs :][:programs].tolist() == turns
 
 
 @interpreted

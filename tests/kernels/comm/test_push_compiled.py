@@ -294,7 +294,10 @@ def test_a_split_chunk_is_read_and_stored_wide_between_its_flags(ranks: int) -> 
     # Two pieces of 16 bytes of each other rank's part; of a lane as many of each part and target,
     # and four of the stream.
     loads, stores = "ld.global.v4.b32", "st.global.v4.b32"
-    given, lane = found[:gave], found[had:stored]
-    assert given.count(loads) == 2 + 2 * (ranks - 1) and given.count(stores) == 2 * (ranks - 1)
+    parts, lane = found[:gave], found[had:stored]
+    assert parts.count(loads) == 2 + 2 * (ranks - 1) and parts.count(stores) == 2 * (ranks - 1)
     assert lane.count(loads) == 4 + 2 * ranks and lane.count(stores) == 4 + 2 * ranks
     assert not {loads, stores} & {*found[stored:]}
+    # It waits for its turn before it gives parts, and looks at flags after them and at the end.
+    turn, given, ended = (found.start() for found in re.finditer("nanosleep", ptx))
+    assert turn < ptx.index(stores) < ptx.index("fence.acq_rel.sys") < given < ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,11 @@ def fork_ranks(work: Callable[..., None], ranks: int, *arguments: Any) -> list[A
     ]
     for process in processes:
         process.start()
+    deadline = time.monotonic() + 60
     for process in processes:
-        process.join(60)
+        process.join(max(deadline - time.monotonic(), 0))
+    for process in processes:
         process.kill()
-        assert process.exitcode == 0
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * ranks
     return [found.get() for _ in processes]
