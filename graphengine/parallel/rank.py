@@ -145,14 +145,7 @@ class _Rank:
     def run(self) -> None:
         opened = threading.Event()
         if self._start.spawned:
-            watch = threading.Thread(target=self._end_with_driver, args=(opened,), daemon=True)
-            watch.start()
-        try:
-            self._open_and_follow(opened)
-        finally:
-            opened.set()
-
-    def _open_and_follow(self, opened: threading.Event) -> None:
+            threading.Thread(target=self._end_with_driver, args=(opened,), daemon=True).start()
         share, config, memory = self._start.share, self._start.config, self._start.memory
         if memory.device.type == "cuda":
             torch.cuda.set_device(memory.device)

@@ -23,16 +23,15 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from graphengine.kernels.attention.prefill_gluon_tiles import COLUMNS, bring_tiles, convert_tiles
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import token_capacity
@@ -57,37 +56,11 @@ _PART_ROWS = gl.constexpr(64)
 # Tiles of keys in shared memory, and of values: of e4m3 two as they are and two as numbers.
 _STAGES = gl.constexpr(3)
 _STAGES_FP8 = gl.constexpr(2)
-# Of 16 bits: what the TMA and wgmma take as a row of shared memory.
-_COLUMNS = gl.constexpr(64)
 # Of a thread, in the warp groups and in the warp that brings tiles, or the four that convert them.
 _REGISTERS = gl.constexpr((240, 24))
 _REGISTERS_ALONE = gl.constexpr((64,))
 _REGISTERS_FP8 = gl.constexpr((208, 96))
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-# Four numbers of e4m3 in one integer become two pairs. The compiler would take bytes apart.
-_FROM_E4M3 = {
-    "fp16": """{
-        .reg .b16 low, high;
-        mov.b32 {low, high}, $2;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }""",
-    # A number's bits in their places of a bfloat16 are that number times 2**-120.
-    "bf16": """{
-        .reg .b32 x<2>, signs<2>, power;
-        mov.b32 power, 0x7B807B80;
-        prmt.b32 signs0, $2, 0, 0x1404;
-        prmt.b32 signs1, $2, 0, 0x3424;
-        shr.b32 x0, signs0, 4;
-        shr.b32 x1, signs1, 4;
-        and.b32 x0, x0, 0x07F007F0;
-        and.b32 x1, x1, 0x07F007F0;
-        lop3.b32 x0, signs0, 0x80008000, x0, 0xEA;
-        lop3.b32 x1, signs1, 0x80008000, x1, 0xEA;
-        mul.rn.bf16x2 $0, x0, power;
-        mul.rn.bf16x2 $1, x1, power;
-        }""",
-}
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
@@ -148,7 +121,7 @@ def attend(
     token = kv_heads * head_dim
     block_rows = kv.stride(0) // token
     rows = kv.as_strided(((blocks - 1) * block_rows + 2 * block_size, token), (token, 1))
-    box = [block_size, _COLUMNS.value]
+    box = [block_size, COLUMNS.value]
     layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[q_NQD.dtype])
     fp8, segments = kv_scales is not None, slot_P.shape[0]
     tile_rows = FEW_ROWS if _has_few_rows(q_NQD, kv, segments) else ROWS
@@ -218,7 +191,7 @@ def _attend_kernel(
     part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_PART_ROWS, D], dtype)
     queries = gl.allocate_shared_memory(dtype, [PARTS, _PART_ROWS, D], part)
     STAGES: gl.constexpr = _STAGES_FP8 if FP8 else _STAGES
-    pieces: gl.constexpr = [STAGES * (D // _COLUMNS), TILE, _COLUMNS]
+    pieces: gl.constexpr = [STAGES * (D // COLUMNS), TILE, COLUMNS]
     keys = gl.allocate_shared_memory(dtype, pieces, LAYOUT)
     values = gl.allocate_shared_memory(dtype, pieces, LAYOUT)
     barriers = _all_barriers(STAGES, PARTS)
@@ -252,7 +225,7 @@ def _attend_kernel(
         gl.warp_specialize(
             [
                 (_attend_rows, (rows, gl.constexpr(0), Q, G, FP8)),
-                (_bring_tiles, (brought, D)),
+                (bring_tiles, (brought, D)),
             ],
             [1],
             _REGISTERS_ALONE,
@@ -262,7 +235,7 @@ def _attend_kernel(
             [
                 (_attend_rows, (rows, gl.constexpr(0), Q, G, FP8)),
                 (_attend_rows, (rows, gl.constexpr(1), Q, G, FP8)),
-                (_convert_tiles, (brought, written, BLOCK_SIZE, D, G)),
+                (convert_tiles, (brought, written, BLOCK_SIZE, D, G)),
             ],
             [WARPS, 4],
             _REGISTERS_FP8,
@@ -272,16 +245,11 @@ def _attend_kernel(
             [
                 (_attend_rows, (rows, gl.constexpr(0), Q, G, FP8)),
                 (_attend_rows, (rows, gl.constexpr(1), Q, G, FP8)),
-                (_bring_tiles, (brought, D)),
+                (bring_tiles, (brought, D)),
             ],
             [WARPS, 1],
             _REGISTERS,
         )
-
-
-@gluon.constexpr_function
-def _from_e4m3(dtype):
-    return _FROM_E4M3[dtype.name]
 
 
 @gluon.jit
@@ -330,124 +298,6 @@ def _free(barrier):
 
 
 @gluon.jit
-def _bring_tiles(brought, D: gl.constexpr):
-    """One warp: each tile of keys, then of values, as soon as there is room for it."""
-    source, keys, values, barriers, tiles = brought
-    keys_there, values_there, keys_free, values_free, _ = barriers
-    for tile in range(tiles):
-        _bring_tile(source, keys, keys_there, keys_free, tile, 0, D)
-        _bring_tile(source, values, values_there, values_free, tile, 1, D)
-
-
-@gluon.jit
-def _bring_tile(source, buffer, there, free, tile, WHICH: gl.constexpr, D: gl.constexpr):
-    """Have a tile of keys (WHICH 0) or values (1) copied to its stage."""
-    cache, table_row_ptr, last_block, block_rows, column = source
-    BLOCK_SIZE: gl.constexpr = cache.block_shape[0]
-    TILE: gl.constexpr = buffer.shape[1]
-    HALVES: gl.constexpr = D // _COLUMNS
-    STAGES: gl.constexpr = buffer.shape[0] // HALVES
-    stage = tile % STAGES
-    # The first use of a stage does not wait: the phase before a barrier's first is over.
-    mbarrier.wait(free.index(stage), (tile // STAGES & 1) ^ 1)
-    mbarrier.expect(there.index(stage), TILE * D * 2)
-    for piece in gl.static_range(TILE // BLOCK_SIZE):
-        # After the segment's last block, the last block is named again.
-        index = gl.minimum(tile * (TILE // BLOCK_SIZE) + piece, last_block)
-        row = gl.load(table_row_ptr + index) * block_rows + WHICH * BLOCK_SIZE
-        for half in gl.static_range(HALVES):
-            part = buffer.index(stage * HALVES + half).slice(piece * BLOCK_SIZE, BLOCK_SIZE)
-            at = [row, column + half * _COLUMNS]
-            tma.async_copy_global_to_shared(cache, at, there.index(stage), part)
-
-
-@gluon.jit
-def _convert_tiles(brought, written, BLOCK_SIZE: gl.constexpr, D: gl.constexpr, G: gl.constexpr):
-    """Four warps: each tile of keys, then of values, of e4m3. Two of both are on their way to
-    `raw`, where each thread reads what it asked for. Keys and values that were not appended are 0.
-    """
-    source, keys, values, barriers, tiles = brought
-    keys_there, values_there, keys_free, values_free, _ = barriers
-    TILE: gl.constexpr = keys.shape[1]
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    raw = gl.allocate_shared_memory(gl.int32, [4, TILE, D // 4], plain)
-    for tile in gl.static_range(2):
-        block = _find_blocks(source, tile, written, TILE, BLOCK_SIZE, D)
-        _ask_tile(raw, source, block, tile, 0, BLOCK_SIZE, D, G)
-        _ask_tile(raw, source, block, tile, 1, BLOCK_SIZE, D, G)
-    for tile in range(tiles):
-        block = _find_blocks(source, tile + 2, written, TILE, BLOCK_SIZE, D)
-        _put_tile(keys, raw, keys_there, keys_free, tile, 0, D)
-        _ask_tile(raw, source, block, tile + 2, 0, BLOCK_SIZE, D, G)
-        _put_tile(values, raw, values_there, values_free, tile, 1, D)
-        _ask_tile(raw, source, block, tile + 2, 1, BLOCK_SIZE, D, G)
-    async_copy.wait_group(0)
-
-
-@gluon.constexpr_function
-def _raw_layout(D):
-    """Of a tile of e4m3, four in each integer: [T, D / 4]."""
-    return gl.BlockedLayout([1, 4], [512 // D, D // 16], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _find_blocks(
-    source, tile, written, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, D: gl.constexpr
-):
-    """The block of each key of a tile; -1 of those that were not appended."""
-    key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, _raw_layout(D)))
-    return gl.load(source[1] + key // BLOCK_SIZE, mask=key < written, other=-1)
-
-
-@gluon.jit
-def _ask_tile(
-    raw,
-    source,
-    block,
-    tile,
-    WHICH: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    D: gl.constexpr,
-    G: gl.constexpr,
-):
-    """Ask for a tile of keys (WHICH 0) or values (1). A tile begins where a block does."""
-    cache_ptr, _, _, block_rows, column = source
-    layout: gl.constexpr = _raw_layout(D)
-    key = gl.arange(0, raw.shape[1], gl.SliceLayout(1, layout))
-    row = block.to(gl.int64) * block_rows + (WHICH * BLOCK_SIZE + key % BLOCK_SIZE)
-    four = column // 4 + gl.arange(0, D // 4, gl.SliceLayout(0, layout))
-    ptrs = cache_ptr + (row * (G * D // 4))[:, None] + four[None, :]
-    stage = raw.index(tile % 2 * 2 + WHICH)
-    async_copy.async_copy_global_to_shared(stage, ptrs, mask=(block >= 0)[:, None])
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _put_tile(buffer, raw, there, free, tile, WHICH: gl.constexpr, D: gl.constexpr):
-    """Have a tile of e4m3 in its stage, in the buffer's dtype, as soon as there is room for it."""
-    TILE: gl.constexpr = buffer.shape[1]
-    STAGES: gl.constexpr = buffer.shape[0] // (D // _COLUMNS)
-    # The oldest of four.
-    async_copy.wait_group(3)
-    low, high = gl.inline_asm_elementwise(
-        _from_e4m3(buffer.dtype),
-        "=r,=r,r",
-        [raw.index(tile % 2 * 2 + WHICH).load(_raw_layout(D))],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    pairs = gl.join(low, high).reshape([TILE, D // 2])
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D // 2], gl.int32)
-    stage = tile % STAGES
-    mbarrier.wait(free.index(stage), (tile // STAGES & 1) ^ 1)
-    buffer._reinterpret(gl.int32, [STAGES, TILE, D // 2], layout).index(stage).store(pairs)
-    fence_async_shared()
-    gl.thread_barrier()
-    mbarrier.arrive(there.index(stage), count=1)
-
-
-@gluon.jit
 def _attend_rows(rows, PART: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr):
     """A warp group: its part of the program's rows over all of its tiles.
 
@@ -464,7 +314,7 @@ def _attend_rows(rows, PART: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
     ROWS: gl.constexpr = queries.shape[1]
     D: gl.constexpr = queries.shape[2]
     TILE: gl.constexpr = keys.shape[1]
-    STAGES: gl.constexpr = keys.shape[0] // (D // _COLUMNS)
+    STAGES: gl.constexpr = keys.shape[0] // (D // COLUMNS)
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     result_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], dtype)

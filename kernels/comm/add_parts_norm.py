@@ -217,20 +217,7 @@ def _add_parts_rms_norm_kernel(
         _wait_for_turn(turn_ptr, tag, TIMED)
     if over == 0:
         for own in range(program, most, programs):
-            for start in tl.static_range(0, H, BLOCK_H):
-                _give_parts(
-                    part_ptr,
-                    targets,
-                    program,
-                    slot_ptr,
-                    own,
-                    most,
-                    lanes,
-                    start + h,
-                    H,
-                    RANK,
-                    RANKS,
-                )
+            _give_parts(part_ptr, targets, slot_ptr, own, most, lanes, H, BLOCK_H, RANK, RANKS)
     tl.debug_barrier()
     tl.store(turn_ptr + shift, next_tag, mask=has_next)
     if over == 0:
@@ -289,32 +276,34 @@ def _wait_for_turn(turn_ptr, tag, TIMED: tl.constexpr):
 def _give_parts(
     part_ptr,
     targets,
-    program,
     slot_ptr,
     own,
     most,
     lanes,
-    h,
     H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Store columns `h` of this rank's part at each other rank, of the lane that is `own` there.
+    """Store this rank's part at each other rank, of the lane that is `own` there.
 
     At a rank the parts of all others are behind each other, from the next rank's on. `targets` are
-    in the order of `turn_of`.
+    in this program's order, of `turn_of`.
     """
-    parts, live = (), ()
-    for each in tl.static_range(RANKS - 1):
-        lane = (RANK + 1 + turn_of(program, each, RANKS)) % RANKS * most + own
-        live += (tl.load(slot_ptr + lane, mask=lane < lanes, other=-1) >= 0,)  # type: ignore[assignment]
-    for each in tl.static_range(RANKS - 1):
-        lane = (RANK + 1 + turn_of(program, each, RANKS)) % RANKS * most + own
-        row_ptr = part_ptr + lane.to(tl.int64) * H
-        parts += (tl.load(row_ptr + h, mask=(h < H) & live[each], other=0.0),)  # type: ignore[assignment]
-    for each in tl.static_range(RANKS - 1):
-        at = ((RANKS - 2 - turn_of(program, each, RANKS)) * most + own).to(tl.int64) * H
-        tl.store(targets[each] + at + h, parts[each], mask=(h < H) & live[each])
+    program = tl.program_id(0)
+    for start in tl.static_range(0, H, BLOCK_H):
+        h = start + tl.arange(0, BLOCK_H)
+        parts, live = (), ()
+        for each in tl.static_range(RANKS - 1):
+            lane = (RANK + 1 + turn_of(program, each, RANKS)) % RANKS * most + own
+            live += (tl.load(slot_ptr + lane, mask=lane < lanes, other=-1) >= 0,)  # type: ignore[assignment]
+        for each in tl.static_range(RANKS - 1):
+            lane = (RANK + 1 + turn_of(program, each, RANKS)) % RANKS * most + own
+            row_ptr = part_ptr + lane.to(tl.int64) * H
+            parts += (tl.load(row_ptr + h, mask=(h < H) & live[each], other=0.0),)  # type: ignore[assignment]
+        for each in tl.static_range(RANKS - 1):
+            at = ((RANKS - 2 - turn_of(program, each, RANKS)) * most + own).to(tl.int64) * H
+            tl.store(targets[each] + at + h, parts[each], mask=(h < H) & live[each])
 
 
 @triton.jit

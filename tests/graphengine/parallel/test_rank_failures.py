@@ -285,6 +285,17 @@ def start(tmp_path: Path, text: str) -> subprocess.Popen[str]:
     )
 
 
+def kill_once_there(
+    program: subprocess.Popen[str], folder: Path, pattern: str, deadline: float
+) -> None:
+    """When the program has a file there."""
+    while not list(folder.glob(pattern)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    program.kill()
+    program.wait()
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_their_driver(tmp_path: Path, sent: signal.Signals) -> None:
     """Ctrl-C reaches all processes of a terminal, a kill the driver alone."""
@@ -314,11 +325,7 @@ def test_a_driver_that_is_killed_while_it_opens_leaves_nothing(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     program = start(tmp_path, PROGRAM.format(guard=GUARD))
     deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("graphengine-ranks-*/meeting-0")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    program.kill()
-    program.wait()
+    kill_once_there(program, tmp_path, "graphengine-ranks-*/meeting-0", deadline)
     while list(tmp_path.glob("graphengine-*")):
         assert time.monotonic() < deadline, "its folder is left"
         time.sleep(0.02)
@@ -351,11 +358,7 @@ def test_new_weights_of_a_driver_that_is_killed_are_removed(
     assert program.stdout is not None
     pid = int(program.stdout.readline())
     deadline = time.monotonic() + 20
-    while not list(tmp_path.glob("graphengine-weights-*/config.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    program.kill()
-    program.wait()
+    kill_once_there(program, tmp_path, "graphengine-weights-*/config.json", deadline)
     os.kill(pid, signal.SIGCONT)
     assert_gone([pid])
     assert not list(tmp_path.glob("graphengine-*"))
