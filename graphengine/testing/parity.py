@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from graphengine.buckets import CapturedGraph, StaticBuffers
+from graphengine.buckets import CapturedGraph
 from graphengine.testing.arguments import integers, number, require_callable
 from graphengine.testing.errors import GraphCheckError, hide_frame
 from graphengine.testing.regions import most_lanes
@@ -19,6 +19,7 @@ from graphengine.testing.tensors import (
     describe,
     describe_difference,
     differing,
+    is_static,
     named_tensors,
     outside_of,
     random_state_kept,
@@ -86,7 +87,7 @@ def assert_replay_matches_eager(
     number("atol", atol, most=_LARGEST)
     if fill is None:
         if live_sizes is not None:
-            if not isinstance(buffers, StaticBuffers):
+            if not is_static(buffers):
                 raise ValueError(
                     f"live_sizes={list(sizes)} without fill: which lanes of a buffer are live is "
                     "known of StaticBuffers only"
@@ -210,7 +211,7 @@ def _replay(graph: Replayable, returned: object) -> object:
 
 def _fill(buffers: Buffers, seed: int, live: int | None) -> None:
     """The default `fill`; torch is seeded already."""
-    if not isinstance(buffers, StaticBuffers):
+    if not is_static(buffers):
         for tensor in named_tensors(buffers).values():
             _draw(tensor)
         return

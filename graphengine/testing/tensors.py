@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard
 
 import torch
 
-from graphengine.buckets import StaticBuffers
 from graphengine.testing.arguments import require_end
 
-Buffers = Mapping[str, torch.Tensor] | StaticBuffers | torch.nn.Module
+if TYPE_CHECKING:
+    from graphengine.buckets import StaticBuffers
+
+Buffers: TypeAlias = "Mapping[str, torch.Tensor] | StaticBuffers | torch.nn.Module"
 """Tensors by name: a mapping, static buffers by field, or a module's parameters and buffers."""
 
 
@@ -22,9 +25,15 @@ class Replayable(Protocol):
     def replay(self) -> object: ...
 
 
+def is_static(buffers: object) -> TypeGuard[StaticBuffers]:
+    """Whether they are StaticBuffers. Their module needs numpy, so it is not imported to ask."""
+    static = sys.modules.get("graphengine.buckets.static")
+    return static is not None and isinstance(buffers, static.StaticBuffers)
+
+
 def named_tensors(buffers: Buffers) -> dict[str, torch.Tensor]:
     """The tensors that `buffers` holds now, not copied; ValueError for other objects."""
-    if isinstance(buffers, StaticBuffers):
+    if is_static(buffers):
         return {field.name: buffers[field.name] for field in buffers.fields}
     if isinstance(buffers, torch.nn.Module):
         return {**dict(buffers.named_parameters()), **dict(buffers.named_buffers())}

@@ -17,6 +17,7 @@ from types import MappingProxyType
 import pytest
 
 import graphengine
+import graphengine.buckets
 import graphengine.testing
 from graphengine.testing import plugin
 
@@ -169,7 +170,7 @@ def test_a_snapshot_lies_beside_its_test(
 # The packages that import their names late.
 
 
-@pytest.mark.parametrize("package", [graphengine, graphengine.testing])
+@pytest.mark.parametrize("package", [graphengine, graphengine.buckets, graphengine.testing])
 def test_late_names_are_those_that_type_checkers_see(package: typing.Any) -> None:
     tree = ast.parse(Path(package.__file__).read_text())
     (block,) = [
@@ -189,7 +190,7 @@ def test_late_names_are_those_that_type_checkers_see(package: typing.Any) -> Non
         assert getattr(package, name) is not None
 
 
-@pytest.mark.parametrize("package", [graphengine, graphengine.testing])
+@pytest.mark.parametrize("package", [graphengine, graphengine.buckets, graphengine.testing])
 def test_a_name_that_is_not_there(package: typing.Any) -> None:
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'x'"):
         _ = package.x
