@@ -195,6 +195,36 @@ def differing(
     return bits(expected.contiguous()) != bits(actual.contiguous())
 
 
+def require_repeatable(
+    what: str,
+    first: Mapping[str, torch.Tensor],
+    second: Mapping[str, torch.Tensor],
+    *,
+    masks: Mapping[str, torch.Tensor] | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> None:
+    """ValueError if two calls of `what` from the same buffers left other values in a tensor.
+
+    `masks` say where tensors may differ. Of names that only one call left nothing is said.
+    """
+    for name in first.keys() & second.keys():
+        if describe(first[name]) != describe(second[name]):
+            continue
+        wrong = differing(first[name], second[name], rtol=rtol, atol=atol)
+        if masks and name in masks:
+            wrong &= ~masks[name]
+        if wrong.any():
+            sides = "the first", "the second"
+            text = describe_difference(name, first[name], second[name], wrong, sides=sides)
+            raise ValueError(
+                f"`{what}` is not repeatable, so nothing can be said about it: two calls, each "
+                f"with the buffers as they were, differ in {text}. If it keeps state in a tensor "
+                "that is not among the buffers, name that, too; if it draws random numbers from a "
+                "generator of its own, let it seed that"
+            )
+
+
 def describe_difference(
     name: str,
     expected: torch.Tensor,
