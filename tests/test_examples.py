@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import importlib.util
 import json
 import pickle
@@ -9,11 +11,10 @@ import secrets
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from graphengine import Engine
+from graphengine import Chat, Engine, Event, SamplingParams
 from graphengine.demo import checkpoint_path
 
 pytest_plugins = ["pytester"]
@@ -34,6 +35,7 @@ def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -119,39 +121,271 @@ def test_rollouts_have_routing(tmp_path: Path) -> None:
     assert sent == results[0] and (sent.routing == results[0].routing).all()
 
 
-def test_the_shim_answers_over_http() -> None:
-    shim = load("openai_shim")
+class Client:
+    """Asks the shim, a connection each time."""
 
-    def post(body: dict[str, Any]) -> tuple[int, Any]:
-        request = urllib.request.Request(url, json.dumps(body).encode())
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
+    def __init__(self, port: int) -> None:
+        self.port = port
 
-    with Engine.from_pretrained("demo", max_batch=2, max_seq_len=64) as engine:
-        loop, server = shim.serve(engine, port=0)
-        url = f"http://127.0.0.1:{server.server_port}/v1/completions"
-        answers: list[tuple[int, Any]] = []
+    def ask(self, method: str, path: str, data: bytes | None = None) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, f"/v1/{path}", data)
+        answer = connection.getresponse()
+        with contextlib.closing(connection):
+            return answer.status, answer.read().decode()
 
-        def client() -> None:
-            greedy = {"prompt": "def fib(", "max_tokens": 4, "temperature": 0}
-            bodies = [greedy, {"max_tokens": 4}, greedy | {"max_tokens": -1}]
-            answers.extend(map(post, bodies))
-            loop.stopping.set()
+    def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        status, text = self.ask("POST", path, json.dumps(body).encode())
+        return status, json.loads(text)
 
-        thread = threading.Thread(target=client)
-        thread.start()
-        loop.run()
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        """The chunks; the stream has to end as it should."""
+        status, text = self.ask("POST", path, json.dumps({**body, "stream": True}).encode())
+        *lines, last, empty = text.split("\n\n")
+        assert (status, last, empty) == (200, "data: [DONE]", "")
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def shim() -> Iterator[tuple[Client, Any]]:
+    """A client, and `expected(prompt, **params)`: what the engine itself answers."""
+    example = load("openai_shim")
+    ready, answers = threading.Event(), {}
+
+    def run() -> None:
+        with Engine.from_pretrained("demo", max_batch=4, max_seq_len=64, max_waiting=2) as engine:
+            for seed in (None, 7, 8):
+                params = SamplingParams(temperature=int(seed is not None), max_tokens=4, seed=seed)
+                for prompt in ("def fib(", "class A", (Chat(messages=HELLO))):
+                    key = prompt if isinstance(prompt, str) else "chat"
+                    answers[key, seed] = engine.generate(prompt, params)
+            answers["loop"], answers["server"] = example.serve(engine, port=0)
+            ready.set()
+            answers["loop"].run()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(120)
+    loop, server = answers["loop"], answers["server"]
+    try:
+        yield Client(server.server_port), answers
+    finally:
+        loop.stopping.set()
         thread.join()
         server.shutdown()
         server.server_close()
-    assert [status for status, _ in answers] == [200, 400, 400]
-    (choice,) = answers[0][1]["choices"]
-    assert choice["text"] and choice["finish_reason"] == "length"
-    assert "prompt" in answers[1][1]["error"]["message"]
-    assert "max_tokens=-1 must be at least 1" in answers[2][1]["error"]["message"]
+
+
+HELLO: Any = [{"role": "user", "content": "def fib("}]
+FIB = {"prompt": "def fib(", "max_tokens": 4, "temperature": 0}
+CHAT = {"model": "demo", "messages": HELLO, "max_completion_tokens": 4, "temperature": 0}
+
+
+def test_the_shim_completes(shim: tuple[Client, Any]) -> None:
+    client, expected = shim
+    alone = expected["def fib(", None]
+    status, answer = client.post("completions", **FIB)
+    (choice,) = answer["choices"]
+    assert status == 200 and answer["id"].startswith("cmpl-")
+    assert (answer["object"], answer["model"]) == ("text_completion", "demo")
+    assert (choice["text"], choice["finish_reason"]) == (alone.text, "length")
+    count = len(alone.prompt_token_ids)
+    usage = {"prompt_tokens": count, "completion_tokens": 4, "total_tokens": count + 4}
+    assert answer["usage"] == usage
+
+    options = {"stream_options": {"include_usage": True}}
+    *chunks, last = client.stream("completions", **FIB, **options)
+    parts = [chunk["choices"][0] for chunk in chunks]
+    assert len({chunk["id"] for chunk in chunks}) == 1 < len(chunks)
+    assert "".join(part["text"] for part in parts) == alone.text
+    assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert (last["choices"], last["usage"]) == ([], usage)
+
+    # Several prompts, each with two choices; one of the prompts by its ids.
+    ids = list(expected["class A", 7].prompt_token_ids)
+    several = {"prompt": [FIB["prompt"], "class A"], "n": 2, "seed": 7, "max_tokens": 4}
+    wanted = [expected[key, seed].text for key in several["prompt"] for seed in (7, 8)]
+    status, answer = client.post("completions", **several)
+    assert [choice["text"] for choice in answer["choices"]] == wanted
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == count + len(ids)
+    said = dict.fromkeys(range(2), "")
+    for chunk in client.stream("completions", **{**several, "prompt": ids}):
+        said[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert list(said.values()) == wanted[2:]
+
+
+def test_the_shim_tells_logprobs(shim: tuple[Client, Any]) -> None:
+    client, expected = shim
+    _, answer = client.post("completions", **FIB, logprobs=2)
+    (choice,) = answer["choices"]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"] == expected["def fib(", None].text
+    ends = [len(token) for token in found["tokens"]]
+    assert found["text_offset"] == [sum(ends[:place]) for place in range(4)]
+    for token, logprob, best in zip(
+        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
+        assert len(best) == 2 and best[token] == max(best.values()) == logprob <= 0  # greedy
+    _, answer = client.post("completions", **{**FIB, "temperature": 1, "seed": 7}, logprobs=0)
+    found = answer["choices"][0]["logprobs"]
+    pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
+    assert found["top_logprobs"] == [{token: logprob} for token, logprob in pairs]
+    # A part of a character, which alone is no text, has a name, and no place in the text.
+    part = {"logit_bias": {"130": 100}, "max_tokens": 2}
+    _, answer = client.post("completions", **{**FIB, **part}, logprobs=0)
+    found = answer["choices"][0]["logprobs"]
+    assert (found["tokens"], found["text_offset"]) == (["bytes:\\xc5"] * 2, [0, 0])
+    _, answer = client.post("chat/completions", **CHAT, logprobs=True, top_logprobs=2)
+    (choice,) = answer["choices"]
+    tokens = choice["logprobs"]["content"]
+    assert "".join(each["token"] for each in tokens) == choice["message"]["content"]
+    assert all(bytes(each["bytes"]).decode() == each["token"] for each in tokens)
+    assert all(each["top_logprobs"][0]["logprob"] == each["logprob"] for each in tokens)
+    streamed = client.stream("chat/completions", **CHAT, logprobs=True)
+    parts = [chunk["choices"][0]["logprobs"]["content"] for chunk in streamed]
+    assert [each["token"] for part in parts for each in part] == [each["token"] for each in tokens]
+
+
+def test_the_shim_chats(shim: tuple[Client, Any]) -> None:
+    client, expected = shim
+    said = {"role": "assistant", "content": expected["chat", None].text}
+    status, answer = client.post("chat/completions", **CHAT)
+    (choice,) = answer["choices"]
+    assert status == 200 and answer["id"].startswith("chatcmpl-")
+    assert (answer["object"], choice["message"]) == ("chat.completion", said)
+    assert answer["usage"]["completion_tokens"] == 4
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "def fib("}]}]}
+    assert client.post("chat/completions", **{**CHAT, **parts})[1]["choices"] == [choice]
+    # The client's dumps of messages have null for what is not there.
+    parts = {"messages": [{"role": "user", "content": "def fib(", "tool_calls": None}]}
+    assert client.post("chat/completions", **{**CHAT, **parts})[1]["choices"] == [choice]
+    chunks = client.stream("chat/completions", **CHAT)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta["content"] for delta in deltas) == said["content"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_shim_lists_its_model(shim: tuple[Client, Any]) -> None:
+    client, _ = shim
+    status, text = client.ask("GET", "models")
+    (card,) = json.loads(text)["data"]
+    assert (status, card["id"], card["object"]) == (200, "demo", "model")
+    status, text = client.ask("GET", "models/demo")
+    assert (status, json.loads(text)) == (200, card)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param", "message"),
+    [
+        ("completions", {"prompt": None}, "prompt", "prompt=None is neither text nor token ids"),
+        ("completions", {"prompt": [["a"]]}, "prompt", "prompt: ['a'] is neither text nor token"),
+        ("completions", {"max_tokens": -1}, None, "max_tokens=-1 must be at least 1"),
+        ("completions", {"temperature": "hot"}, None, "temperature='hot'"),
+        ("completions", {"n": 0}, "n", "n=0 must be an integer in [1, 128]"),
+        ("completions", {"logprobs": True}, "logprobs", "logprobs=True must be an integer"),
+        ("completions", {"echo": True}, "echo", "echo=True is not supported"),
+        ("completions", {"best_of": 3}, "best_of", "best_of=3 is not supported"),
+        ("completions", {"stream": "yes"}, "stream", "stream='yes' must be true or false"),
+        ("completions", {"top_k": 3}, "top_k", "top_k=3 is not supported"),
+        ("completions", {"logit_bias": {"a": 1}}, "logit_bias", "logit_bias={'a': 1} is not"),
+        ("completions", {"logit_bias": {"5": "x"}}, None, "logit_bias[5]='x' must be a number"),
+        ("completions", {"stream_options": {"a": 1}}, "stream_options", "{'a': 1} is not supp"),
+        ("completions", {"model": "gpt"}, "model", "model='gpt': this server has 'demo' alone"),
+        (
+            "completions",
+            {"prompt": "x " * 99},
+            None,
+            "leaves no room for a new one in max_seq_len=64",
+        ),
+        ("completions", {"prompt": [10**6]}, None, "1000000"),
+        ("chat/completions", {"messages": "hi"}, "messages", "messages='hi' is not a list of"),
+        ("chat/completions", {"tools": [{}]}, "tools", "tools=[{}] is not supported"),
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
+        ("chat/completions", {"max_tokens": 2}, "max_tokens", "are the same limit"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a", "name": "b"}]},
+            "messages",
+            "messages: name='b' is not supported",
+        ),
+        ("chat/completions", {"messages": [{"content": "a"}]}, None, "role=None: must be a string"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+            "{'type': 'image_url'} is not a part of text",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_shim_refuses_what_it_lacks(
+    shim: tuple[Client, Any], path: str, change: Any, param: str | None, message: str, stream: bool
+) -> None:
+    """In a stream as well, where the status comes before the first chunk."""
+    body = {"stream": stream, **(FIB if path == "completions" else CHAT), **change}
+    status, answer = shim[0].post(path, **body)
+    error = answer["error"]
+    assert message in error["message"]
+    found = (status, error["type"], error["param"], error["code"])
+    assert found == (400, "invalid_request_error", param, None)
+
+
+def test_the_shim_answers_other_errors_in_the_same_form(shim: tuple[Client, Any]) -> None:
+    client, _ = shim
+    for data in (b"", b"{", b"[]"):
+        status, text = client.ask("POST", "completions", data)
+        assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
+    status, answer = client.post("embeddings", input="a")
+    assert status == 404 and "/v1/embeddings is not here" in answer["error"]["message"]
+    status, text = client.ask("DELETE", "models/demo")
+    assert (status, json.loads(text)["error"]["type"]) == (501, "invalid_request_error")
+    options = {"stream_options": {"include_usage": True}}
+    status, answer = client.post("completions", **FIB, **options)
+    assert (status, answer["error"]["param"]) == (400, "stream_options")
+    # Two may wait. Those that were submitted before are cancelled, and the next is served.
+    status, answer = client.post("completions", **FIB, n=8)
+    assert (status, answer["error"]["type"]) == (503, "server_error")
+    assert client.post("completions", **FIB)[0] == 200
+    # What asks for nothing is taken.
+    nothing = {"echo": False, "suffix": None, "best_of": 1, "user": "me", "model": "demo"}
+    assert client.post("completions", **FIB, **nothing)[0] == 200
+
+
+class Endless:
+    """Stands in for an engine whose requests never end."""
+
+    busy = False
+
+    def submit(self, prompt: str, params: SamplingParams, *, on_event: Any) -> Any:
+        self.busy, self.on_event, self.cancelled = True, on_event, threading.Event()
+        return SimpleNamespace(cancel=self.cancelled.set)
+
+    def step(self) -> None:
+        self.busy = not self.cancelled.wait(0.001)
+        self.on_event(Event(SimpleNamespace(), (5,), "a", None, 0.0))
+
+
+def test_the_shim_cancels_what_nobody_reads() -> None:
+    engine = Endless()
+    loop, server = load("openai_shim").serve(engine, port=0)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps({**FIB, "stream": True}))
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"data: {") and not engine.cancelled.is_set()
+    answer.close()
+    connection.close()
+    assert engine.cancelled.wait(600)
+    loop.stopping.set()
+    thread.join()
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(RuntimeError, match="the server is stopping"):
+        next(loop.submit([("def fib(", SamplingParams())]))
 
 
 # What somebody could break in the runner, and a test of the example that must see it.
