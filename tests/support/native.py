@@ -22,6 +22,8 @@ suite fails. Exit status 0: all passed; 1: not.
 from __future__ import annotations
 
 import argparse
+import fcntl
+import hashlib
 import importlib
 import importlib.metadata
 import json
@@ -43,42 +45,40 @@ from native_cases import CASES, chosen
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Files that take longest on an H200 with 16 cores, the longest first.
 SHARDS = {
-    "tests/graphengine/models/test_hybrids.py": 7,
-    "tests/graphengine/drafters/test_speculation.py": 6,
-    "tests/kernels/attention/test_scores.py": 5,
-    "tests/graphengine/program/test_graphs.py": 4,
-    "tests/kernels/attention/test_prefill.py": 4,
-    "tests/kernels/attention/test_decode_rows.py": 4,
-    "tests/graphengine/testing/test_planted_faults.py": 3,
-    "tests/graphengine/host/test_churn.py": 3,
-    "tests/graphengine/models/test_gemma3.py": 3,
-    "tests/kernels/attention/test_decode.py": 3,
-    "tests/kernels/experts/test_packed_experts_gluon.py": 3,
-    "tests/graphengine/models/test_windows.py": 3,
-    "tests/graphengine/models/test_gpt_oss.py": 3,
-    "tests/kernels/linear/test_linear_sample.py": 2,
+    "tests/graphengine/models/test_hybrids.py": 3,
+    "tests/graphengine/drafters/test_speculation.py": 2,
+    "tests/kernels/attention/test_scores.py": 3,
+    "tests/kernels/attention/test_prefill.py": 2,
     "tests/kernels/recurrent/test_gated_delta.py": 2,
-    "tests/graphengine/drafters/test_speculation_churn.py": 2,
+    "tests/kernels/experts/test_packed_experts_gluon.py": 2,
+    "tests/graphengine/program/test_graphs.py": 2,
+    "tests/kernels/attention/test_decode.py": 2,
+    "tests/kernels/attention/test_decode_rows.py": 2,
+    "tests/graphengine/models/test_gpt_oss.py": 2,
+    "tests/graphengine/host/test_churn.py": 2,
+    "tests/graphengine/models/test_gemma3.py": 2,
+    "tests/kernels/linear/test_linear_sample.py": 2,
     "tests/graphengine/drafters/test_speculation_options.py": 2,
-    "tests/graphengine/drafters/test_trees.py": 2,
-    "tests/kernels/experts/test_experts.py": 2,
-    "tests/graphengine/models/test_window_rings.py": 2,
-    "tests/graphengine/opening/test_compilation.py": 2,
-    "tests/graphengine/parallel/test_data_parallel_gpu.py": 2,
-    "tests/kernels/sample/test_sampling.py": 2,
-    "tests/graphengine/program/test_decode_step.py": 2,
-    "tests/graphengine/drafters/test_eagle3.py": 2,
-    "tests/kernels/linear/test_packed_chunk_fp8.py": 2,
-    "tests/graphengine/models/test_parity.py": 2,
-    "tests/kernels/attention/test_prefill_gluon.py": 2,
-    "tests/graphengine/parallel/test_ranks_gpu.py": 2,
-    "tests/graphengine/drafters/test_speculation_graphs.py": 2,
-    "tests/graphengine/drafters/test_speculation_counts.py": 2,
-    "tests/graphengine/models/test_glm4_moe.py": 2,
-    "tests/graphengine/test_fp8_kv.py": 2,
-    "tests/kernels/linear/test_packed_chunk.py": 2,
-    "tests/kernels/linear/test_linear.py": 2,
-    "tests/kernels/linear/test_packed_linear.py": 2,
+    "tests/graphengine/testing/test_planted_faults.py": 2,
+    "tests/graphengine/models/test_windows.py": 1,
+    "tests/graphengine/drafters/test_trees.py": 1,
+    "tests/graphengine/drafters/test_speculation_churn.py": 1,
+    "tests/kernels/experts/test_experts.py": 1,
+    "tests/graphengine/models/test_window_rings.py": 1,
+    "tests/graphengine/program/test_decode_step.py": 1,
+    "tests/kernels/attention/test_prefill_gluon.py": 1,
+    "tests/kernels/linear/test_packed_chunk_fp8.py": 1,
+    "tests/graphengine/models/test_parity.py": 1,
+    "tests/graphengine/drafters/test_eagle3.py": 1,
+    "tests/graphengine/parallel/test_data_parallel_gpu.py": 1,
+    "tests/graphengine/parallel/test_ranks_gpu.py": 1,
+    "tests/kernels/sample/test_sampling.py": 1,
+    "tests/graphengine/drafters/test_speculation_graphs.py": 1,
+    "tests/graphengine/models/test_glm4_moe.py": 1,
+    "tests/graphengine/test_fp8_kv.py": 1,
+    "tests/kernels/linear/test_packed_chunk.py": 1,
+    "tests/kernels/linear/test_linear.py": 1,
+    "tests/kernels/linear/test_packed_linear.py": 1,
 }
 OF_RANKS = ("tests/graphengine/parallel/", "tests/kernels/comm/")
 """Whose tests take all GPUs, one a rank."""
@@ -131,17 +131,16 @@ class Outcome:
 class Recording:
     """A pytest plugin: keeps a shard's items and appends a line for each test to a file."""
 
-    def __init__(self, job: Job, lines: Path) -> None:
-        self._job, self._lines = job, lines
+    def __init__(self, job: Job, lines: Path, locks: Path) -> None:
+        self._job, self._lines, self._locks = job, lines, locks
         self._outcomes: dict[str, str] = {}
         self._compiled: list[float] = []
 
     def pytest_sessionstart(self) -> None:
-        try:
-            from triton import knobs
-        except ImportError:
-            return
+        from triton import knobs
+
         knobs.compilation.listener = self._note_compilation
+        compile_once(self._locks)
 
     def _note_compilation(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
@@ -177,6 +176,22 @@ class Recording:
         with self._lines.open("a") as file:
             file.write(json.dumps(line) + "\n")
         return result
+
+
+def compile_once(folder: Path) -> None:
+    """From here on, a kernel that another job compiles is waited for, and read from the disk."""
+    from triton import compiler
+
+    compile_kernel = compiler.compile
+
+    def compile_alone(src: Any, target: Any = None, options: Any = None, **others: Any) -> Any:
+        asked = f"{src.hash()} {target} {sorted((options or {}).items(), key=str)}"
+        lock = folder / f"{hashlib.sha256(asked.encode()).hexdigest()}.lock"
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return compile_kernel(src, target=target, options=options, **others)
+
+    compiler.compile = compile_alone
 
 
 def chosen_of(items: Sequence[Any]) -> list[Any]:
@@ -264,7 +279,12 @@ def gpu_count() -> int:
 
 def import_once() -> None:
     """What every job would import for itself; nothing that asks CUDA."""
-    for name in ("torch", "transformers", "triton.experimental.gluon.language.nvidia.hopper"):
+    for name in (
+        "torch",
+        "transformers",
+        "hypothesis.strategies",
+        "triton.experimental.gluon.language.nvidia.hopper",
+    ):
         importlib.import_module(name)
     from transformers import (  # noqa: F401
         DeepseekV3ForCausalLM,
@@ -288,7 +308,7 @@ class Running:
         self.job, self.gpus = job, tuple(gpus)
         self._begun = time.monotonic()
         self._output = folder / f"{time.monotonic_ns()}.log"
-        self._lines = lines
+        self._lines, self._folder = lines, folder
         sys.stdout.flush()
         self._pid = os.fork()
         if self._pid == 0:
@@ -307,7 +327,8 @@ class Running:
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
             os.chdir(ROOT)
             arguments = ["-q", "-m", self.job.marker, *self.job.paths]
-            status = int(pytest.main(arguments, plugins=[Recording(self.job, self._lines)]))
+            recording = Recording(self.job, self._lines, self._folder)
+            status = int(pytest.main(arguments, plugins=[recording]))
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -465,6 +486,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs, alone = jobs_of(files), alone_of(files)
     last = [Job(alone, marker=RUN_ALONE)] if alone else []
     suite = Suite([*jobs, *last], options.out)
+    # What pytest rewrites is kept for the next job that imports it.
+    sys.dont_write_bytecode = False
     import_once()
     with TemporaryDirectory() as folder:
         lines = (options.out or Path(folder)) / "tests.jsonl"

@@ -20,9 +20,7 @@ from graphengine.kernels.core.launching import Launch
 from launches.prefill import TOLERANCE, Op, Problem, Segment, dense_attention, prefill, segments_of
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
-SETTINGS = settings(
-    deadline=None, max_examples=extent(12 if NATIVE else 6, 40), derandomize=not NATIVE
-)
+SETTINGS = settings(deadline=None, max_examples=extent(6, 40), derandomize=not NATIVE)
 
 
 class Splitting:
