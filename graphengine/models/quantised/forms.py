@@ -7,6 +7,7 @@ or from what the user wants them rounded to. Only the orders of columns, which a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 import torch
@@ -70,6 +71,18 @@ def stored_forms(
         if form is not None and not linear.plain:
             forms[linear.parts[0][0]] = form
     return WeightForms(forms)
+
+
+def parted_names(quantisation: Quantisation, linears: Sequence[StoredLinear]) -> set[str]:
+    """Parts of linears that the config stores in another format than the part before them.
+
+    A block that can compute them apart begins a product with each.
+    """
+    found = set()
+    for linear in linears:
+        formats = [(name, _format(quantisation.scheme(name))) for name, _ in linear.parts]
+        found |= {name for (_, before), (name, own) in pairwise(formats) if own != before}
+    return found
 
 
 class _Stored(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from graphengine.kernels.linear.quantised import WeightFormat
@@ -21,6 +22,7 @@ class WeightScheme(NamedTuple):
     codes       name of the tensor of codes, below the linear's name, as all names here; one of the
                 given ones must be there
     scales      names of which one must be there
+    powers      whether scales are bytes that mean powers of two, e8m0, whatever their dtype
     whole       name of a factor on all scales
     inverse     whether scales are to be divided by it
     zeros       name of zero points; of a format that has none they may be there, and then must
@@ -36,6 +38,7 @@ class WeightScheme(NamedTuple):
     format: WeightFormat
     codes: tuple[str, ...] = ("weight",)
     scales: tuple[str, ...] = ("weight_scale",)
+    powers: bool = False
     whole: str | None = None
     inverse: bool = False
     zeros: str | None = None
@@ -54,14 +57,26 @@ class Rule(NamedTuple):
 
 
 class Quantisation(NamedTuple):
-    """What a config says of a model's weights: of each linear, what the first rule for it says."""
+    """What a config says of a model's weights: of each linear, what the first rule for it says.
+
+    stored_names  names of modules in the files, where they differ; rules may mean either
+    """
 
     method: str
     rules: tuple[Rule, ...]
+    stored_names: Mapping[str, str] = MappingProxyType({})
 
     def scheme(self, linear: str) -> WeightScheme | None:
         """Of the linear of this name in the checkpoint ("lm_head"); None: it is not quantised."""
-        return next((rule.scheme for rule in self.rules if rule.matches(linear)), None)
+        names = {linear, self._stored(linear)}
+        return next((rule.scheme for rule in self.rules if any(map(rule.matches, names))), None)
+
+    def _stored(self, linear: str) -> str:
+        """Its name in the files. Experts in stacked tensors have that of the module below it."""
+        if linear in self.stored_names:
+            return self.stored_names[linear]
+        module, dot, name = linear.rpartition(".")
+        return self.stored_names.get(module, module) + dot + name
 
     @property
     def notes(self) -> tuple[str, ...]:
