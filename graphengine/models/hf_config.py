@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -49,6 +49,7 @@ class FamilyDefaults:
     latent    whether attention is latent: head_dim is then of no head, and not looked at
     rotated   parts of a head that RoPE may turn
     biases    the keys of linears' biases that may be true
+    fixed     keys that say what the family always computes, and the values that say so
     """
 
     max_positions: int
@@ -59,6 +60,7 @@ class FamilyDefaults:
     latent: bool = False
     rotated: tuple[float, ...] = (1.0,)
     biases: tuple[str, ...] = ("attention_bias",)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
@@ -69,9 +71,11 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
     """
     # How weights and KV are quantised changes nothing of what is computed: `read_model` reads it.
     config = {**config, "quantization_config": None}
-    check_neutral(config, family.keys)
+    known = [*family.fixed, *(key.name for key in family.keys)]
+    check_neutral(config, known)
+    check_neutral(config, table=family.fixed)
     if family.routes:
-        check_neutral(config, family.keys, NEUTRAL_ROUTING)
+        check_neutral(config, known, NEUTRAL_ROUTING)
     settings = read_keys(config, KEYS + family.keys)
     check_epsilons(config, settings)
     for name in ("attention_bias", "mlp_bias"):

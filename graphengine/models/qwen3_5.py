@@ -25,7 +25,13 @@ from graphengine.models.hybrid import HybridConfig
 from graphengine.models.hybrid_parts import Part
 
 DEFAULTS = hf_config.FamilyDefaults(
-    max_positions=32_768, head_dim=256, keys=QWEN3_5_KEYS, rotated=(0.25, 0.5, 1.0)
+    max_positions=32_768,
+    head_dim=256,
+    keys=QWEN3_5_KEYS,
+    rotated=(0.25, 0.5, 1.0),
+    # The gates of the norm after a gated delta net. Those of attention go through a sigmoid, which
+    # no key says.
+    fixed={"output_gate_type": ("swish", "silu")},
 )
 # What transformers takes where the config says nothing; of other families these must be there.
 _SIZES = {
