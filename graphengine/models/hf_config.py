@@ -14,6 +14,7 @@ from graphengine.kernels import RopeConfig, RopeKind
 from graphengine.models.config_schema import (
     KEYS,
     LAYER_TYPES,
+    NEUTRAL_ROPE,
     NEUTRAL_ROUTING,
     ROPE_KEYS,
     HfConfig,
@@ -206,6 +207,22 @@ def types_of_layers(
         names = " or ".join(map(repr, known))
         raise unsupported("layer_types", types, f"{layers} of {names}, one that attends among them")
     return types
+
+
+def of_one_axis(config: HfConfig) -> dict[str, Any]:
+    """The config of a model of texts: RoPE of several axes is that of one where a token has one
+    position on all of them.
+    """
+    told = dict(config)
+    for name in ("rope_parameters", "rope_scaling"):
+        given = told.get(name)
+        if isinstance(given, dict):
+            kept = {key: each for key, each in given.items() if key not in NEUTRAL_ROPE}
+            if given.get("mrope_section") is not None and kept.get("type") == "mrope":
+                # An older name of what has these axes and nothing else.
+                del kept["type"]
+            told[name] = kept
+    return told
 
 
 def state_dtype(settings: dict[str, Any], name: str) -> torch.dtype:

@@ -9,6 +9,7 @@ from graphengine.kernels.linear.quantised import CodeKind, WeightFormat
 from graphengine.models.config_schema import unsupported
 from graphengine.models.kv_scheme import check_kv
 from graphengine.models.quantised.schemes import (
+    ABOUT_MAKING,
     GROUPS,
     Quantisation,
     Rule,
@@ -72,7 +73,7 @@ class _Weights(NamedTuple):
 
 def read_compressed(config: Mapping[str, Any]) -> Quantisation:
     """ValueError, with key, value and what is known, for anything else than is read here."""
-    check_keys(config, _TOP_KEYS, _INSIDE)
+    check_keys(config, _TOP_KEYS + ABOUT_MAKING, _INSIDE)
     for key in ("sparsity_config", "transform_config"):
         value = config.get(key)
         # Sparse weights may be stored as they are.

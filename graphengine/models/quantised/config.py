@@ -13,6 +13,7 @@ from graphengine.models.kv_scheme import check_kv, quantises_kv_alone
 from graphengine.models.quantised.compressed_config import read_compressed
 from graphengine.models.quantised.gptq_config import read_awq, read_gptq
 from graphengine.models.quantised.schemes import (
+    ABOUT_MAKING,
     Quantisation,
     Rule,
     WeightScheme,
@@ -87,7 +88,7 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
         quant_method fmt activation_scheme weight_block_size modules_to_not_convert ignored_layers
         scale_fmt kv_cache_scheme is_checkpoint_fp8_serialized expert_dtype dequantize
     """
-    check_keys(config, known, _KEY)
+    check_keys(config, known + ABOUT_MAKING, _KEY)
     read_choice(config, "fmt", ["e4m3", "float8_e4m3fn", None], _KEY)
     scheme = read_choice(config, "activation_scheme", ["dynamic", "static", None], _KEY)
     read_choice(config, "scale_fmt", ["float", "ue8m0", None], _KEY)

@@ -88,6 +88,18 @@ class Quantisation(NamedTuple):
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)
 """Columns that may share a scale, beside all."""
 HEAD = "lm_head"
+ABOUT_MAKING = """
+    quant_method meta tokenizer dataset damp_percent damp_auto_increment true_sequential backend
+    static_groups mse model_name_or_path model_file_base_name model_seqlen batch_size
+    pad_token_id max_input_length cache_block_outputs use_cuda_fp16 use_exllama exllama_config
+    disable_exllama act_group_aware block_name_to_quantize module_name_preceding_first_block
+    offload_to_disk offload_to_disk_path quantizer hyb_act fuse_max_seq_len do_fuse
+    modules_to_fuse autoround_version iters lr minmax_lr nsamples seqlen train_bs
+    low_gpu_mem_usage enable_quanted_input enable_minmax_tuning scale_dtype data_type amp
+    gradient_accumulate_steps provider quant_block_list to_quant_block_names supported_types
+    enable_norm_bias_tuning nblocks
+"""
+"""Keys of how a quantised model was made, and with what it is to be run: they change nothing."""
 
 
 def read_choice(

@@ -88,6 +88,13 @@ def test_linears_that_are_left_as_they_are(config: dict[str, Any], linear: str) 
         assert found.scheme(UP.replace("1", "11")) is not None
 
 
+@pytest.mark.parametrize("config", [FP8, AWQ, GPTQ, COMPRESSED])
+def test_how_it_was_made_changes_nothing(config: dict[str, Any]) -> None:
+    made = {"provider": "auto-round", "autoround_version": "0.9.2", "iters": 200, "nsamples": 128,
+            "quant_block_list": [["model.layers.0"]]}  # fmt: skip
+    assert formats(config | made, UP, "lm_head") == formats(config, UP, "lm_head")
+
+
 def test_an_older_status_of_compressed_weights() -> None:
     config = COMPRESSED | {"quantization_status": "frozen"}
     assert formats(config, UP) == [WeightFormat("int4", 1, 128)]
