@@ -65,8 +65,8 @@ def read_model(
 
     quantize  what weights will be rounded to, and with `head` lm_head, too
 
-    Unknown keys of `config.json` are logged. ValueError says what is missing, what is
-    not supported and what contradicts.
+    Unknown keys of `config.json`, and a LoRA adapter beside it, are logged. ValueError says what is
+    missing, what is not supported and what contradicts.
     """
     config = read_model_config(checkpoint.config)
     quantisation = quantisation_of(checkpoint)
@@ -88,6 +88,12 @@ def read_model(
     unknown = unknown_keys(checkpoint.config)
     if unknown:
         log.warning("%s: config.json has unknown keys: %s", checkpoint.path, ", ".join(unknown))
+    if checkpoint.has_adapter:
+        log.warning(
+            "%s has adapter_config.json beside its weights: they are used as they are, without the "
+            "LoRA adapter",
+            checkpoint.path,
+        )
     stored = checkpoint.tensors
     used = destinations(checkpoint, _meta(config))
     used = _without(used, dequantised_names(checkpoint, packed))
