@@ -487,7 +487,7 @@ def check_neutral(
         settings = config.get(name)
         if not isinstance(settings, dict):
             continue
-        for key, neutral in (NEUTRAL_ROPE | _FACTORS_OF_ROPE).items():
+        for key, neutral in {**NEUTRAL_ROPE, **_FACTORS_OF_ROPE}.items():
             if settings.get(key) not in (None, *neutral):
                 shown_values = " or ".join(["null", *map(repr, neutral)])
                 raise unsupported(f"{name}.{key}", settings[key], shown_values)

@@ -117,14 +117,14 @@ def read_dflash(
 
 def _from_newest(checkpoint: Checkpoint) -> bool:
     names = read_keys(checkpoint.config, _KINDS)
-    architectures = names["architectures"] or ()
+    architectures: tuple[str, ...] = tuple(names["architectures"])
     known = [_FROM_NEWEST[name] for name in architectures if name in _FROM_NEWEST]
     if len(architectures) != 1 or not known:
         raise ValueError(
             f"{checkpoint.path} has architectures={list(architectures)}: block drafters are "
             f"{' or '.join(_FROM_NEWEST)}"
         )
-    if architectures[0] == _DSPARK and names["model_type"] != "qwen3":
+    if _DSPARK in architectures and names["model_type"] != "qwen3":
         # Under this name there are drafters with DeepSeek's layers, too.
         raise unsupported("model_type", names["model_type"], f"'qwen3' of a {_DSPARK}")
     return known[0]

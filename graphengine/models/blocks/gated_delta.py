@@ -266,7 +266,7 @@ class GatedDeltaWeights:
 
     def _columns(self, projected: Tensor) -> tuple[Tensor, ...]:
         """What each of the projections writes."""
-        return projected.split([weight.shape[0] for weight in self.projections], dim=1)
+        return torch.split(projected, [each.shape[0] for each in self.projections], dim=1)
 
     def prefill(
         self,
