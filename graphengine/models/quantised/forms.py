@@ -24,7 +24,7 @@ from graphengine.kernels import (
 )
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.linears import WeightForms
-from graphengine.models.quantised.concatenate import are_same, joined_format
+from graphengine.models.quantised.concatenate import are_same, joined_format, ordered_format
 from graphengine.models.quantised.filling import is_of_weight, of_stack
 from graphengine.models.quantised.readers import is_plain, read_order, read_weight
 from graphengine.models.quantised.rounding import KIND_FORMATS, check_columns
@@ -128,8 +128,9 @@ def _form(
     ]
     dtypes = {part.scales.dtype for part in parts}
     same = len(dtypes) == 1
+    joined = joined_format(first.format, [rows for _, rows in linear.parts])
     form = packed_form(
-        joined_format(first.format, [rows for _, rows in linear.parts]),
+        ordered_format(joined, linear.order),
         dtypes.pop() if same else torch.float32,
         whole=first.whole is not None and same,
         ordered=_is_ordered(stored, found, columns),

@@ -110,7 +110,8 @@ def test_products_of_a_gated_delta_net_in_several_formats(tmp_path: Path) -> Non
         config["quantization_config"]["modules_to_not_convert"] = ["in_proj_a", "in_proj_b"]
 
     plain = (HEAD, "in_proj_a", "in_proj_b")
-    options = {"family": "qwen3.5", "plain": plain, "edit": leave_out, "linear_value_head_dim": 64}
+    options = {"family": "qwen3.5", "plain": plain, "edit": leave_out}
+    options |= {"linear_value_head_dim": 64, "head_dim": 256}
     path = write_model(tmp_path, KINDS["fp8 blocks"], **SIZES | options).path
     assert_as_one(path, PROMPTS, 16)
 

@@ -221,6 +221,8 @@ HYBRIDS: dict[str, tuple[Kind, dict[str, Any], list[str]]] = {
     "fp8 blocks": (
         Kind(KINDS["fp8 blocks"].config | SKIPPED, KINDS["fp8 blocks"].store),
         {"plain": (HEAD, f"{DELTA}.in_proj_b", f"{DELTA}.in_proj_a"), "num_hidden_layers": 3,
+         # RoPE's part of a head goes elsewhere among its rows, past those that share a scale.
+         "head_dim": 256,
          "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
         # The other gated delta net is in one format.
         ["qkv z", "b a", "qkv z b a"],
