@@ -15,13 +15,13 @@ from graphengine.kernels import FP8_KV, PackedWeight
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
 from graphengine.models.kv_scales import is_kv_scale
+from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.rank_cuts import cut_linears, cut_to
 from graphengine.models.ranks import of_rank
 from graphengine.models.stages import of_stage, place_of_rank, stage_of_rank
 from graphengine.models.stored import (
     destinations,
     load_weights,
-    quantisation_of,
     read_eos_ids,
     read_model,
     with_state_dtype,

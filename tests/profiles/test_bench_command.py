@@ -219,7 +219,7 @@ def test_a_checkpoint_is_measured(run_bench: Bench) -> None:
         (("--shape", "tiny", "--batch", "4", "--max-batch", "2"), "less than a batch of 4"),
         (("--shape", "tiny", "--batch", "1,65"), "max_batch=65 must be in [1, 64]"),
         (("--shape", "tiny", "--batch", "2", "--max-batch", "65"), "max_batch=65 must be in"),
-        (("--shape", "tiny", "--batch", "1,4", "--row-family", "fma"), "not max_batch=4"),
+        (("--shape", "tiny", "--batch", "1,4", "--row-family", "fma"), "not the 4 of max_batch=4"),
         (("--shape", "tiny", "--runs", "0"), "runs=0 must be at least 1"),
         (("--shape", "tiny", "--prompt-tokens", "0"), "prompt_tokens=0 must be at least 1"),
         (("--shape", "tiny", "--new-tokens", "0"), "new_tokens=0: a steady step needs"),
@@ -241,7 +241,7 @@ def test_a_checkpoint_is_measured(run_bench: Bench) -> None:
         ),
         (
             ("--shape", "tiny", "--batch", "1", "--row-family", "fma", "--admission", "40"),
-            "row_family='fma' serves up to 2 rows, not max_batch=8",
+            "row_family='fma' serves up to 2 lanes a step, not the 8 of max_batch=8",
         ),
         (("--shape", "tiny", "--device", "foo"), "device='foo': must be 'cpu', 'cuda'"),
         (("--shape", "tiny", "--device", "cpu:x"), "device='cpu:x': must be 'cpu', 'cuda'"),

@@ -156,6 +156,17 @@ def test_a_head_of_another_shape_is_named(source: Path, tmp_path: Path) -> None:
         read_model(Checkpoint.open(path))
 
 
+def test_an_adapter_beside_the_weights_is_told(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = changed(source, tmp_path, lambda config, tensors: None)
+    read_model(Checkpoint.open(path))
+    assert "adapter" not in caplog.text
+    (path / "adapter_config.json").write_text("{}")
+    read_model(Checkpoint.open(path))
+    assert "has adapter_config.json beside its weights: they are used as they are" in caplog.text
+
+
 def test_a_quantised_head_is_no_embedding(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
