@@ -92,12 +92,12 @@ class Intake:
     def prompt(self, prompt: Prompt, params: SamplingParams) -> PromptTokens:
         """The prompt's tokens; ValueError for what cannot be served."""
         _check_params(params)
-        return self.session_prompt(prompt, 0, params.add_bos)
+        return self.session_prompt(prompt, (), params.add_bos)
 
     def session_prompt(
-        self, prompt: Prompt, known: int, add_bos: bool | None = None
+        self, prompt: Prompt, before: Sequence[int], add_bos: bool | None = None
     ) -> PromptTokens:
-        """The tokens of a prompt after `known` of a session; ValueError likewise."""
+        """The tokens of a prompt after those of a session; ValueError likewise."""
         return read_prompt(
             prompt,
             tokenizer=self.tokenizer,
@@ -105,7 +105,7 @@ class Intake:
             max_seq_len=self._max_seq_len,
             embeds=self.embeds,
             add_bos=add_bos,
-            known=known,
+            before=before,
         )
 
     def turn(
@@ -171,7 +171,7 @@ class Intake:
                 processing=processing,
                 full=params.filtered or processing is not None,
                 deadline=None if deadline_s is None else submitted + float(deadline_s),
-                stream=self._stream(params),
+                stream=self._stream(params, prompt.ids),
                 guide=guide,
                 given_routes=given_routes,
                 routes=self._new_routes(),
@@ -278,15 +278,23 @@ class Intake:
         )
         request.job.drafts = CallerDrafts(ids, len(request.token_ids))
 
-    def _stream(self, params: SamplingParams) -> TextStream | None:
-        if self.tokenizer is None:
+    def _stream(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextStream | None:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             return None
+        hidden = self._eos_ids if params.remove_eos else ()
+        silent = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
+        # Text that a grammar promises has its first space whatever stands before it.
+        continues = params.structured_outputs is not None or tokenizer.has_text(
+            prompt_ids, silent.union(hidden)
+        )
         return TextStream(
-            self.tokenizer,
+            tokenizer,
             params.stop_strings,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
-            hidden=self._eos_ids if params.remove_eos else (),
+            hidden=hidden,
+            continues=continues,
             min_tokens=params.min_tokens,
         )
 
