@@ -179,8 +179,8 @@ class SamplingParams:
     bad_words: Sequence[BadWord] | None = option(
         None,
         doc="""words, or sequences of token ids, whose last token is not sampled where it would
-        complete them in the output; a word counts with and without a space before it, as in
-        vLLM""",
+        complete them in the output; a word counts with and without a space before it, however
+        many tokens either takes""",
         flag=Flag(name="bad-word", many=True),
     )
     logit_bias: Mapping[int, float] | None = option(

@@ -455,21 +455,34 @@ def test_what_an_engine_has_no_room_for_is_refused() -> None:
         assert_idle(engine)
 
 
-def test_bad_words_are_tokenised_as_vllm_does(engine: Engine) -> None:
-    encode = engine.tokenizer.encode
-    word = next(
+def test_bad_words_are_tokenised_with_and_without_a_space(engine: Engine) -> None:
+    def encode(text: str) -> list[int]:
+        return engine.tokenizer.encode(text, add_special_tokens=False)
+
+    same = next(
         text
         for text in ("return", "self", "in", "not", "is")
-        if len(encode(text, False)) == len(encode(" " + text, False)) == 1
+        if len(encode(text)) == len(encode(" " + text)) == 1
     )
-    request = engine.submit("x", ask(bad_words=[" " + word, "for x in y"]))
+    assert len(encode("that")) == 2 and len(encode(" that")) == len(encode("\n")) == 1
+    words = [" " + same, "for x in y", "that", "\n"]
+    request = engine.submit("x", ask(bad_words=words))
     assert request.job.processing is not None
     listed = request.job.processing.values["bad_words"]
     found = [[token for token in ids if token >= 0] for ids in listed]
-    assert found[:2] == [encode(word, False), encode(" " + word, False)]
-    assert found[2] == encode("for x in y", False)
+    # " \n" ends with the token of "\n", which is banned already.
+    forms = [same, f" {same}", "for x in y", " for x in y", "that", " that", "\n"]
+    assert found == [encode(form) for form in forms]
     request.cancel()
     run(engine)
+
+
+@pytest.mark.parametrize("word", ["that", " that", "\n"])
+def test_a_bad_word_is_banned_however_many_tokens_it_has(engine: Engine, word: str) -> None:
+    (token,) = engine.tokenizer.encode(" that" if "that" in word else word, False)
+    likely = {"logit_bias": {token: 1000.0}}
+    assert engine.generate(PROMPT, ask(3, **likely)).token_ids == (token,) * 3
+    assert token not in engine.generate(PROMPT, ask(3, **likely, bad_words=[word])).token_ids
 
 
 # Prompts.
