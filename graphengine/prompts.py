@@ -63,8 +63,9 @@ class PromptParts:
     A part is text, token ids, a `Chat`, or a tensor [n, H] of floating point, on the CPU or a GPU,
     whose rows take the place of what `embed_tokens` would give: what transformers calls
     `inputs_embeds`. A text is tokenised by itself; it gets special tokens, or what `add_bos`
-    says, only as the first part, and so does a space that a tokenizer puts before a text. A `Chat`
-    can only be first. Parts may be empty, but not all of them. A tensor alone is a prompt, too.
+    says, only as the first part, and after other text no space that a tokenizer puts before a
+    text. A `Chat` can only be first. Parts may be empty, but not all of them. A tensor alone is a
+    prompt, too.
 
     Parts are checked only when the prompt is used; then every error is a ValueError.
     """
