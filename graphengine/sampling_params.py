@@ -300,6 +300,11 @@ class SamplingParams:
         return self.routing
 
     @property
+    def room(self) -> int:
+        """Tokens that `max_seq_len` must hold after a prompt: 0 where it is only scored."""
+        return 0 if self.max_tokens == 0 else 1
+
+    @property
     def filtered(self) -> bool:
         """Whether a filter can leave a token out of a draw; greedy ignores them."""
         return self.temperature > 0 and any(

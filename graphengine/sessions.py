@@ -213,7 +213,8 @@ class Session:
         if not self._tokens:
             raise ValueError("the session is empty: append a prompt")
         core, limit = self._core, self._core.memory.max_seq_len
-        if len(self._tokens) >= limit:
+        room = params.room if isinstance(params, SamplingParams) else 1
+        if len(self._tokens) > limit - room:
             raise ValueError(
                 f"a session of {len(self._tokens)} tokens leaves no room for a new one in "
                 f"max_seq_len={limit}"

@@ -92,10 +92,10 @@ class Intake:
     def prompt(self, prompt: Prompt, params: SamplingParams) -> PromptTokens:
         """The prompt's tokens; ValueError for what cannot be served."""
         _check_params(params)
-        return self.session_prompt(prompt, (), params.add_bos)
+        return self.session_prompt(prompt, (), params.add_bos, room=params.room)
 
     def session_prompt(
-        self, prompt: Prompt, before: Sequence[int], add_bos: bool | None = None
+        self, prompt: Prompt, before: Sequence[int], add_bos: bool | None = None, room: int = 1
     ) -> PromptTokens:
         """The tokens of a prompt after those of a session; ValueError likewise."""
         return read_prompt(
@@ -106,6 +106,7 @@ class Intake:
             embeds=self.embeds,
             add_bos=add_bos,
             before=before,
+            room=room,
         )
 
     def turn(
@@ -175,7 +176,7 @@ class Intake:
                 guide=guide,
                 given_routes=given_routes,
                 routes=self._new_routes(),
-                scores=params.max_tokens == 0,
+                scores=not params.room,
             ),
         )
 
@@ -210,9 +211,12 @@ class Intake:
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
         """Tokens of the whole sequence at which a request ends."""
-        room = 1 if self._prompts_only else self._max_seq_len - prompt_len
-        # A prefill always samples a token.
-        most = room if params.max_tokens is None else max(1, params.max_tokens)
+        # A prefill always samples a token. That of a prompt which is only scored is dropped: it may
+        # lie past the last position, as nothing is written for it.
+        if self._prompts_only or not params.room:
+            return prompt_len + 1
+        room = self._max_seq_len - prompt_len
+        most = room if params.max_tokens is None else params.max_tokens
         return prompt_len + min(room, most)
 
     def _guide(self, params: SamplingParams, processing: Processing | None) -> Guide | None:

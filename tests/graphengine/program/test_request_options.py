@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.few_layers import few_layers
 from engines.logit_options import assert_greedy, assert_logprobs, each_option, expect
 from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run
 from engines.speculation import DOT, open_plain, open_speculating, run_with
@@ -22,7 +23,7 @@ from graphengine.kernels import publish_logprobs
 from graphengine.program import logits_step as logits_step_module
 from graphengine.program.fields import host_updates
 from graphengine.requests.processing import GROUP
-from graphengine.speculative import MTP, NGram, Speculative
+from graphengine.speculative import MTP, DraftModel, NGram, Speculative
 
 MODEL_NAMES = ["llama-biases", "qwen3-tied-128", "demo"]
 TOKENS = 18
@@ -546,6 +547,50 @@ def test_a_prompt_is_scored_without_a_new_token(device: str) -> None:
             assert (
                 session.generate(ask(4)).token_ids == engine.generate(prompts[0], ask(4)).token_ids
             )
+        run(engine)
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("mode", ["plain", "mtp", "ngram", "draft model"])
+def test_a_prompt_that_is_only_scored_may_fill_the_sequence(mode: str) -> None:
+    """Nothing is written for the token that is dropped, past the last position."""
+    speculative = {
+        "plain": None,
+        "mtp": MTP(k=2),
+        "ngram": NGram(k=2),
+        "draft model": DraftModel(few_layers(), k=2),
+    }[mode]
+    scoring = ask(0, prompt_logprobs=2)
+    with open_engine(prompt_logprobs=True, speculative=speculative, device="cpu") as engine:
+        limit, size = engine.memory.max_seq_len, engine.memory.block_size
+        prompt = (engine.tokenizer.encode(LONG) * 8)[:limit]
+        less = engine.generate(prompt[:-1], scoring)
+        buffers = engine.runtime.buffers
+        names = ["counts", "history", *["token_history"] * (mode == "ngram")]
+        tables = [buffers[name] for name in names]
+        for table in tables:
+            table[1:] = 77
+        for cache, _ in engine.runtime.caches:
+            cache.fill_(-3.0)
+        result = engine.generate(prompt, scoring)
+        assert len(result.prompt_logprobs) == limit and result.token_ids == ()
+        assert result.prompt_logprobs[:-1] == less.prompt_logprobs
+        assert prompt[-1] in result.prompt_logprobs[-1]
+        for table in tables:
+            assert (table[1:] == 77).all()
+        for cache, _ in engine.runtime.caches:
+            # Block 0 is the dummy.
+            written = (cache[:, 1:] != -3.0).flatten(2).any(dim=2).any(dim=0).sum()
+            assert written in (0, limit // size)
+        with pytest.raises(ValueError, match=f"{limit + 1} tokens exceeds max_seq_len={limit}"):
+            engine.submit([*prompt, 1], scoring)
+        with pytest.raises(ValueError, match=f"{limit} tokens leaves no room for a new one"):
+            engine.submit(prompt, ask(1, prompt_logprobs=2))
+        with engine.session() as session:
+            session.append(prompt[:-1])
+            session.generate(ask(1))
+            assert len(session) == limit
+            assert len(session.generate(scoring).prompt_logprobs) == limit
         run(engine)
         assert_idle(engine)
 
