@@ -232,9 +232,9 @@ class SamplingParams:
     )
     stop_token_sequences: Sequence[Sequence[int]] = option(
         (),
-        doc="""sequences of token ids that end the request where the output holds one of them as a
-        whole, but not before `min_tokens`; they stay in the text, as the beginning of one may have
-        been delivered""",
+        doc="""sequences of one or more token ids that end the request where the output holds one of
+        them as a whole, unless complete within the first `min_tokens` tokens, which bans none of
+        them; they stay in the text, as the beginning of one may have been delivered""",
         flag=Flag(name="stop-token-sequence", parse=read_integers, metavar="ID,...", many=True),
     )
     structured_outputs: StructuredOutputsParams | None = option(

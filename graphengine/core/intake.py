@@ -21,7 +21,6 @@ from graphengine.requests.processing import (
     Processing,
     check_something_is_left,
     make_processing,
-    single_stop_ids,
 )
 from graphengine.requests.request import Event, Request
 from graphengine.requests.routes import RecordedRoutes
@@ -183,8 +182,7 @@ class Intake:
     def _stops(self, params: SamplingParams) -> Stops:
         """The tokens that end a request; ValueError for too many, and for one that is none."""
         eos = () if params.ignore_eos else self._eos_ids
-        stops = (*params.stop_tokens, *single_stop_ids(params))
-        given = (token_id(token, self._vocab_size) for token in stops)
+        given = (token_id(token, self._vocab_size) for token in params.stop_tokens)
         ids = tuple(dict.fromkeys((*eos, *given)))
         limit = self._config.max_stop_ids
         if len(ids) > limit:

@@ -96,7 +96,7 @@ def make_processing(
             )
         _check_count("prompt_logprobs", params.prompt_logprobs, "max_logprobs", config)
         values["prompt_logprobs_wanted"] = params.prompt_logprobs
-    if sequences := [ids for ids in params.stop_token_sequences if len(ids) > 1]:
+    if sequences := params.stop_token_sequences:
         for ids in sequences:
             _check_tokens("stop_token_sequences", ids, config.max_stop_sequence_tokens, vocabulary)
         _check_count("stop_token_sequences", len(sequences), "max_stop_sequences", config)
@@ -125,11 +125,6 @@ def check_something_is_left(
         raise ValueError(
             f"allowed_token_ids={allowed!r} leave no token to begin with: {who} ban them"
         )
-
-
-def single_stop_ids(params: SamplingParams) -> tuple[int, ...]:
-    """Stop sequences of one token, which become ordinary stop ids."""
-    return tuple(ids[0] for ids in params.stop_token_sequences if len(ids) == 1)
 
 
 def processing_fields(

@@ -243,7 +243,6 @@ def test_the_earliest_stop_sequence_ends_a_request(
         result = stopped(said[9:12], said[4:6], logprobs=1)
         count = min(end(said[9:12]), end(said[4:6]))
         assert result.token_ids == said[:count] and len(result.logprobs or ()) == count
-        # One token is a stop id.
         assert stopped(said[5:6]).token_ids == said[: end(said[5:6])]
         assert stopped(said[:1]).token_ids == said[:1]
         # What the prompt ends with is none of it, and what ends before min_tokens does not count.
@@ -265,6 +264,31 @@ def test_a_sequence_of_one_token_stops_as_longer_ones_do(engine: Engine) -> None
     assert engine.tokenizer is not None
     assert sequence.text == engine.tokenizer.decode(sequence.token_ids)
     assert token.text == engine.tokenizer.decode(token.token_ids[:-1])
+    # The first token, which the prompt's last chunk samples.
+    first = engine.generate(PROMPT, ask(stop_token_sequences=[[7, 8], said[:1]]))
+    assert first.token_ids == said[:1] and first.stop_reason == said[:1]
+    # They are not counted as stop token ids.
+    many = engine.config.max_stop_ids - len(engine.eos_ids)
+    full = ask(stop_token_sequences=[said[2:3]], stop_token_ids=range(4000, 4000 + many))
+    assert engine.generate(PROMPT, full).token_ids == sequence.token_ids
+    run(engine)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_min_tokens_bans_no_stop_sequence(engine: Engine, size: int) -> None:
+    """Nor does one end the request that token number `min_tokens` or one before it completes."""
+    said = engine.generate(PROMPT, ask()).token_ids
+    for least in range(size, 8):
+        sequence = said[least - size : least]
+        params = ask(stop_token_sequences=[sequence], min_tokens=least)
+        ends = (n for n in range(least + 1, len(said) + 1) if said[n - size : n] == sequence)
+        result = engine.generate(PROMPT, params)
+        assert result.token_ids == said[: next(ends, len(said))]
+        earlier = engine.generate(PROMPT, dataclasses.replace(params, min_tokens=least - 1))
+        assert len(earlier.token_ids) == next(
+            n for n in range(least, len(said) + 1) if said[n - size : n] == sequence
+        )
+    run(engine)
 
 
 @pytest.mark.parametrize(
@@ -440,6 +464,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": [[1, 2, 3, 4]]}, "4 tokens; max_bad_word_tokens=3"),
     ({"bad_words": [[1, 4096]]}, "4096 is outside"),
     ({"stop_token_sequences": [[1, 2], [2, 3]]}, "2 entries.*max_stop_sequences=1"),
+    ({"stop_token_sequences": [[1], [2]]}, "2 entries.*max_stop_sequences=1"),
     ({"stop_token_sequences": [[1, 2, 3]]}, "3 tokens; max_stop_sequence_tokens=2"),
     ({"stop_token_sequences": [[1, 4096]]}, "4096 is outside"),
     ({"logprobs": 5}, "logprobs=5 exceed max_logprobs=4"),
