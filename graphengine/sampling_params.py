@@ -116,7 +116,8 @@ class SamplingParams:
     seed: int | None = option(
         None,
         SEED,
-        doc="seed of the request's random numbers; None: the engine draws one and reports it",
+        doc="""seed of the request's random numbers; None: the engine draws one and reports it, in
+        every process the same ones unless `EngineConfig.seed` differs""",
         flag=Flag(),
         slot=SlotField(dtype=torch.int64, pad=0, meaning="Philox key"),
     )

@@ -38,7 +38,7 @@ from graphengine.kernels.step.record import MAX_DRAFTS
 EMITTED = 1  # the row has a new token
 STOP = 2  # which is one of the slot's stop ids
 LENGTH = 4  # or fills the sequence up to the slot's max_len
-INVALID = 8  # no token: the row's logits were not finite
+INVALID = 8  # no token: the row's logits had a NaN, or no finite value
 
 _EMITTED = tl.constexpr(EMITTED)
 _STOP = tl.constexpr(STOP)
