@@ -388,7 +388,12 @@ class EngineConfig(EngineSizes):
         doc="""drafts that every row accepts, right or wrong, or all if it has fewer: only for
         measuring speed""",
     )
-    seed: int = option(0, SEED, doc="seed of the generator that seeds requests without a seed")
+    seed: int = option(
+        0,
+        SEED,
+        doc="""seed of the generator that seeds requests without a seed: processes with the same
+        one, such as the default, give the same seeds in the same order""",
+    )
     wait: WaitMode = option("spin", doc="how the host waits for the mailbox", flag=Flag())
     wait_limit_s: float = option(
         30.0,

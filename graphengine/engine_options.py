@@ -250,7 +250,9 @@ class EngineOptions(TypedDict, total=False):
     """
 
     seed: int
-    """seed of the generator that seeds requests without a seed"""
+    """seed of the generator that seeds requests without a seed: processes with the same one, such
+    as the default, give the same seeds in the same order
+    """
 
     wait: WaitMode
     """how the host waits for the mailbox"""

@@ -332,10 +332,11 @@ class _MappedTensors(Mapping[str, Tensor]):
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """End-of-sequence ids: `generation_config.json`'s, else `config.json`'s, else none.
+    """End-of-sequence ids that `generation_config.json` or `config.json` name, in this order.
 
     -1 stands for none, as in transformers. ValueError for anything else but token ids.
     """
+    found: list[int] = []
     for source, config in (
         ("generation_config.json", checkpoint.generation_config),
         ("config.json", checkpoint.config),
@@ -350,8 +351,8 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
                 f"{checkpoint.path}: {source} has eos_token_id={value!r}: must be token ids, "
                 f"integers in [0, {INT32_MAX}], or -1 for none"
             )
-        return tuple(dict.fromkeys(item for item in ids if item >= 0))
-    return ()
+        found += [item for item in ids if item >= 0]
+    return tuple(dict.fromkeys(found))
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

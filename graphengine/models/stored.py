@@ -212,12 +212,18 @@ def destinations(checkpoint: Checkpoint, weights: ModelWeights) -> Destinations:
     return names
 
 
-def read_eos_ids(checkpoint: Checkpoint, config: ModelConfig) -> tuple[int, ...]:
+def read_eos_ids(
+    checkpoint: Checkpoint, config: ModelConfig, of_tokenizer: int | None = None
+) -> tuple[int, ...]:
     """The end-of-sequence ids that the model can say; others are left out, with a warning.
 
-    A tokenizer may have more tokens than the model: transformers loads both.
+    They are those of the configs, and `of_tokenizer`, the id of the tokenizer's `eos_token`: a
+    checkpoint's files may each name another. A tokenizer may have more tokens than the model:
+    transformers loads both.
     """
-    ids = eos_token_ids(checkpoint)
+    ids = [*eos_token_ids(checkpoint)]
+    if of_tokenizer is not None and of_tokenizer not in ids:
+        ids.append(of_tokenizer)
     beyond = [token for token in ids if token >= config.vocab_size]
     if beyond:
         log.warning(

@@ -567,11 +567,14 @@ def test_the_real_hub_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("generation_config", "config", "expected"),
     [
-        ({"eos_token_id": 3}, {"eos_token_id": 9}, (3,)),
+        ({"eos_token_id": 3}, {"eos_token_id": 9}, (3, 9)),
+        ({"eos_token_id": [3, 9]}, {"eos_token_id": 9}, (3, 9)),
+        ({"eos_token_id": []}, {"eos_token_id": 9}, (9,)),
         ({"eos_token_id": [5, 3, 5]}, {}, (5, 3)),
         ({}, {"eos_token_id": [9, 0]}, (9, 0)),
         ({"eos_token_id": None}, {"eos_token_id": 9}, (9,)),
-        ({"eos_token_id": -1}, {"eos_token_id": 9}, ()),
+        ({"eos_token_id": -1}, {"eos_token_id": 9}, (9,)),
+        ({"eos_token_id": -1}, {"eos_token_id": [-1]}, ()),
         ({"eos_token_id": [4, -1, 2**31 - 1]}, {}, (4, 2**31 - 1)),
         ({}, {"eos_token_id": None, "text_config": {"eos_token_id": 4}}, (4,)),
         ({}, {"text_config": None}, ()),

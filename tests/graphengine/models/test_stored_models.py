@@ -332,9 +332,16 @@ def test_ids_that_are_never_said_are_left_out(
     edited: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     for told, expected in ((-1, ()), ([5, 4096, -1, 2**31 - 1], (5,)), ([5, 0], (5, 0))):
-        path = edited(checkpoint_path(), generation_config={"eos_token_id": told})
+        path = edited(
+            checkpoint_path(),
+            generation_config={"eos_token_id": told},
+            config={"eos_token_id": None},
+        )
         checkpoint = Checkpoint.open(path)
-        assert read_eos_ids(checkpoint, read_model(checkpoint)) == expected
+        model = read_model(checkpoint)
+        assert read_eos_ids(checkpoint, model) == expected
+        assert read_eos_ids(checkpoint, model, 4096) == expected
+        assert {*read_eos_ids(checkpoint, model, 0)} == {*expected, 0}
     assert "end-of-sequence ids [4096, 2147483647] are left out" in caplog.text
     assert "4096 tokens" in caplog.text
 
