@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
@@ -15,10 +16,11 @@ import torch
 
 from graphengine import EngineConfig
 from graphengine.cli import main as cli
-from graphengine.profiles import bench, table, text
+from graphengine.profiles import acceptance, bench, table, text
 from graphengine.profiles.benchmark import options as bench_options
 from graphengine.profiles.benchmark.ceiling import ReadCeiling
 from graphengine.profiles.benchmark.shapes import model_shape, step_bytes
+from graphengine.profiles.summary import FIGURES
 from timelines.small_bench import Bench, bench_command
 
 ROW_KEYS = {
@@ -359,6 +361,20 @@ def test_help_lists_the_commands_above(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_page_shows_the_committed_results() -> None:
     """If it does not: `python -m graphengine.profiles.table`."""
     assert table.main(["--check"]) == 0
+
+
+def test_the_page_begins_with_ten_figures_of_the_results() -> None:
+    text = table.SUMMARY_PAGE.read_text("utf-8")
+    head = text.partition("\n## ")[0]
+    rows = [line.split(" | ") for line in head.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == len(FIGURES) == 10
+    step = json.loads((table.RESULTS / "bench-llama-8b-2-gpus-h200.json").read_text())["rows"][0]
+    assert ["2 x H200", f"{step['ms_per_step']:.3g} ms a step"] in [row[1:3] for row in rows]
+    for row in rows:
+        command = row[3].removesuffix(" |").strip("`").split()
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        {"bench": bench_options, "acceptance": acceptance}[command[1]].add_arguments(parser)
+        parser.parse_args(command[2:])
 
 
 def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -> None:
