@@ -72,7 +72,7 @@ class Item:
     def __init__(self, nodeid: str, **indices: int) -> None:
         self.nodeid = nodeid
         if indices:
-            self.callspec = type("CallSpec", (), {"indices": indices})
+            self.callspec = type("CallSpec", (), {"indices": indices, "params": indices})
 
 
 def test_tests_that_are_not_named_keep_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:

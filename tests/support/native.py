@@ -33,7 +33,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -204,10 +204,19 @@ def chosen_of(items: Sequence[Any]) -> list[Any]:
         file, _, test = name.partition("::")
         count = CASES.get(file, {}).get(test, len(cases))
         if count < len(cases):
-            values = [tuple(case.callspec.indices.values()) for case in cases]
+            values = [values_of(case) for case in cases]
             cases = chosen(cases, values, count)
         kept += cases
     return kept
+
+
+def values_of(case: Any) -> tuple[Hashable, ...]:
+    """A case's parameters; of what is no number or text, which one it is."""
+    found = case.callspec
+    return tuple(
+        value if isinstance(value, (str, int, float, type(None))) else ("case", found.indices[name])
+        for name, value in found.params.items()
+    )
 
 
 def part(items: Sequence[Any], shard: int, shards: int) -> list[Any]:
