@@ -154,6 +154,7 @@ CASES = {
         "test_captured": 2,
     },
     "tests/graphengine/program/test_graphs.py": {
+        "test_steps_allocate_and_synchronise_nothing": 5,
         "test_a_replay_equals_the_eager_step": 3,
         "test_padded_lanes_of_a_prefill_step": 5,
         "test_padded_rows_of_a_decode_step": 4,
