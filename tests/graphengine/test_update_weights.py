@@ -48,7 +48,7 @@ PROMPTS = [[5, 3, 80], [*range(1, 72, 3)]]
 
 def open_engine(path: Path, **options: Any) -> Engine:
     sizes = {"max_batch": 2, "max_seq_len": 96, "block_size": 8, "prefill_buckets": (8, 32)}
-    fixed = {"device": "cpu", "dtype": "float32", "wait_limit_s": 60.0}
+    fixed = {"device": "cpu", "dtype": "float32", "wait_limit_s": GENEROUS_S}
     return Engine.from_pretrained(path, **sizes | fixed | options)
 
 

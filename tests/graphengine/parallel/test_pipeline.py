@@ -59,7 +59,9 @@ def greedy(max_tokens: int = 24) -> SamplingParams:
 
 def open_engine(path: Path, stages: int, **options: Any) -> Engine:
     sizes = {"max_batch": 4, "max_seq_len": 160, "block_size": 8, "prefill_buckets": (8, 32)}
-    options = {"device": "cpu", "wait_limit_s": 60.0, "prompt_logprobs": True} | sizes | options
+    options = (
+        {"device": "cpu", "wait_limit_s": GENEROUS_S, "prompt_logprobs": True} | sizes | options
+    )
     return Engine.from_pretrained(path, pipeline_parallel=stages, **options)
 
 

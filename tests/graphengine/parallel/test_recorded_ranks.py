@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from events import until_stopped
+from events import GENEROUS_S, until_stopped
 from numpy.typing import NDArray
 
 from engines.small_engine import PROMPT, greedy, open_engine
@@ -63,7 +63,7 @@ def clock() -> Iterator[SharedClock]:
 @pytest.fixture(scope="module")
 def engine(forked_ranks: None, clock: SharedClock) -> Iterator[Engine]:
     """One of two ranks, with graphs that publish nothing between those that do."""
-    options = {"lookahead": 1, "speculative": MTP(1, own_graph=True), "wait_limit_s": 60.0}
+    options = {"lookahead": 1, "speculative": MTP(1, own_graph=True), "wait_limit_s": GENEROUS_S}
     with open_engine(device="cpu", tensor_parallel=2, **options) as opened:
         opened.generate(PROMPT, greedy(2))
         yield opened

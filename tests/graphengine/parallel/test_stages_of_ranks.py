@@ -37,7 +37,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprob
 
 def open_engine(path: Path, ranks: int, stages: int, **options: Any) -> Engine:
     sizes = {"max_batch": 4, "max_seq_len": 160, "block_size": 8, "prefill_buckets": (8, 32)}
-    fixed = {"device": "cpu", "dtype": "float32", "wait_limit_s": 60.0, "prompt_logprobs": True}
+    fixed = {
+        "device": "cpu",
+        "dtype": "float32",
+        "wait_limit_s": GENEROUS_S,
+        "prompt_logprobs": True,
+    }
     options = fixed | sizes | options
     return Engine.from_pretrained(path, tensor_parallel=ranks, pipeline_parallel=stages, **options)
 
