@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from events import GENEROUS_S
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from graphengine import Engine
+from graphengine import Engine, Request
 from graphengine.demo import checkpoint_path
 
 pytest_plugins = ["pytester"]
@@ -45,10 +46,16 @@ def test_every_example_has_a_test_and_a_line_on_the_page() -> None:
     assert names and [n for n in names if f"`{n}.py`" not in page or f'"{n}' not in tests] == []
 
 
-def test_the_robot_cancels_what_is_out_of_date() -> None:
+def test_the_robot_cancels_what_is_out_of_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = Engine.submit
+
+    def without_hurry(*arguments: Any, deadline_s: float) -> Request:
+        return submit(*arguments, deadline_s=GENEROUS_S)
+
+    monkeypatch.setattr(Engine, "submit", without_hurry)
     first, second = load("robot_loop").main()
     assert first.finish_reason in ("cancelled", "length", "stop")
-    assert second.finish_reason in ("length", "stop", "deadline") and second.text
+    assert second.finish_reason in ("length", "stop") and second.text
     assert second.request_id == first.request_id + 1
 
 
@@ -125,7 +132,7 @@ def test_the_shim_answers_over_http() -> None:
     def post(body: dict[str, Any]) -> tuple[int, Any]:
         request = urllib.request.Request(url, json.dumps(body).encode())
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=GENEROUS_S) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)

@@ -12,6 +12,8 @@ import transformers
 from torch import Tensor
 
 pytest.importorskip("compressed_tensors")
+from events import GENEROUS_S
+
 from checkpoints.few_layers import HEAD_LAYERS, eagle3_head, few_layers
 from checkpoints.quantised_models import HEAD, KINDS, write_model
 from graphengine import Engine, SamplingParams
@@ -48,7 +50,7 @@ LATENTS: dict[str, Any] = {
 
 def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
     sizes = {"max_batch": 2, "max_seq_len": 128, "block_size": 8, "prefill_buckets": (4, 32)}
-    options = {"device": "cpu", "dtype": "float32", "wait_limit_s": 60.0} | sizes | options
+    options = {"device": "cpu", "dtype": "float32", "wait_limit_s": GENEROUS_S} | sizes | options
     return Engine.from_pretrained(path, tensor_parallel=ranks, **options)
 
 
