@@ -32,6 +32,7 @@ CHECK_EVERY = 64
 """Replays of a graph between two checks of its buffers' addresses."""
 
 Step = Callable[[], object]
+"""What is captured: a function of static tensors, whose result is ignored."""
 PoolHandle = tuple[int, int]
 """What `torch.cuda.graph_pool_handle()` returns. A handle dies with the last graph that used it."""
 
