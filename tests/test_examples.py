@@ -36,8 +36,9 @@ def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
+    del sys.modules[spec.name]  # so that Ray sends what the file defines, and not the name
     return module
 
 
