@@ -250,7 +250,9 @@ class EngineOptions(TypedDict, total=False):
     """
 
     seed: int
-    """seed of the generator that seeds requests without a seed"""
+    """seed of the generator that seeds requests without a seed: runs of a program repeat unless it
+    is another number
+    """
 
     wait: WaitMode
     """how the host waits for the mailbox"""
