@@ -80,10 +80,11 @@ def _short(action: argparse.Action, rare: Sequence[argparse.Action]) -> str | No
     text = action.help
     if action in rare:
         return argparse.SUPPRESS
-    if text is None or ";" not in text:
-        return text
+    if text is None:
+        return None
     default = re.search(r" \(default: [^()]*\)$", text)
-    return text.partition(";")[0] + (default[0] if default else "")
+    begin = text if default is None else text[: default.start()]
+    return begin.partition(";")[0] + (default[0] if default else "")
 
 
 @contextmanager
