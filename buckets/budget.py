@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Where = Literal["device", "pinned", "host"]
+"""Where memory is held: on the GPU, in page-locked host memory, or in ordinary host memory."""
 # Columns that a name has in the narrowest table.
 _LEAST_NAME = 16
 

@@ -17,19 +17,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from graphengine.buckets.driver import driver
 from graphengine.buckets.graphs.nodes import count_nodes
 from graphengine.buckets.runtime import runtime
-from graphengine.buckets.static import StaticBuffers
+
+if TYPE_CHECKING:
+    from graphengine.buckets.static import StaticBuffers
 
 CHECK_EVERY = 64
 """Replays of a graph between two checks of its buffers' addresses."""
 
 Step = Callable[[], object]
+"""What is captured: a function of static tensors, whose result is ignored."""
 PoolHandle = tuple[int, int]
 """What `torch.cuda.graph_pool_handle()` returns. A handle dies with the last graph that used it."""
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 Owner = Literal["host", "device"]
+"""Who changes a field: the host, by loading it, or the device, in a replay."""
 
 ALIGNMENT = 64  # bytes; every field starts at a multiple of it
 

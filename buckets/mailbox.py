@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 WaitMode = Literal["spin", "yield", "block"]
+"""How the host waits: polling, yielding its core between polls, or sleeping between them."""
 Payloads = list[tuple[int, ...]]
 """For each lane its items' payloads, each 0..2**32-1."""
 

@@ -8,12 +8,15 @@ step in place of a replay, and the tests that need no graph run all the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from graphengine.testing import Poison
 
 BUCKETS = (1, 4, 8)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,6 +68,11 @@ class Runner:
         self.graphs[rows].replay()
         return self.logits[: len(ids)]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What the graphs read and write, as the runner has it now."""
+        names = ("table", "head", "ids", "lengths", "logits")
+        return {name: getattr(self, name) for name in names}
+
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
@@ -75,15 +83,21 @@ def runner() -> Runner:
 def test_a_replay_computes_what_the_step_computes(
     runner: Runner, rows: int, assert_replay_matches_eager: Any
 ) -> None:
-    buffers = {"lengths": runner.lengths[:rows], "logits": runner.logits[:rows]}
-    assert_replay_matches_eager(lambda: runner.step(rows), buffers, graph=runner.graphs[rows])
+    buffers = {name: runner.tensors()[name][:rows] for name in ("ids", "lengths", "logits")}
+    assert_replay_matches_eager(
+        lambda: runner.step(rows),
+        buffers,
+        graph=runner.graphs[rows],
+        draw={"ids": range(len(runner.table))},  # which integers are valid
+    )
 
 
 def test_padded_rows_change_nothing(runner: Runner, poison_padding: Any) -> None:
     runner.ids.copy_(torch.arange(8))
-    padding = {"lengths": slice(5, None), "logits": slice(5, None)}
-    buffers = {"lengths": runner.lengths, "logits": runner.logits}
-    poison_padding(buffers, runner.graphs[8].replay, padding=padding)
+    # Any id may be left in the padding, but no other number: the table is read there, too.
+    poison = Poison(name="NaN, the last id", floating=math.nan, integer=len(runner.table) - 1)
+    padding = dict.fromkeys(("ids", "lengths", "logits"), slice(5, None))
+    poison_padding(runner.tensors(), runner.graphs[8].replay, padding=padding, values=[poison])
 
 
 def test_a_batch_goes_to_the_smallest_bucket_that_holds_it(
@@ -106,10 +120,13 @@ def test_every_row_of_the_bucket_is_written(
 def test_a_batch_leaves_the_buffers_where_they_were(
     runner: Runner, assert_pointers_stable: Any
 ) -> None:
-    with assert_pointers_stable({"ids": runner.ids, "logits": runner.logits}):
+    # The function itself: its names are read anew, so that an attribute that was rebound is seen.
+    with assert_pointers_stable(runner.tensors):
         runner.run([3, 1, 4])
 
 
-def test_a_row_does_not_depend_on_its_bucket(runner: Runner) -> None:
-    alone = runner.run([7]).clone()
-    assert torch.allclose(runner.run([7, 1, 2])[:1], alone, atol=1e-5)
+def test_a_row_is_that_of_its_token_in_every_bucket(runner: Runner) -> None:
+    expected = runner.table[7] @ runner.head
+    for ids in ([7], [7, 1, 2], [3, 1, 4, 1, 7]):
+        row = runner.run(ids)[ids.index(7)]
+        assert torch.allclose(row, expected, atol=1e-5), ids

@@ -258,8 +258,8 @@ class EngineConfig(EngineSizes):
         _INDEX,
         NOT_NEGATIVE,
         doc="""points of sessions and cached prefixes at which the states of a model's recurrent
-        layers are kept, of all of them together: without one a turn prefills everything; no other
-        model keeps any""",
+        layers are kept, of all of them together: without one a turn prefills everything, and
+        prefix_caching is refused; no other model keeps any""",
         flag=Flag(),
     )
     window_rings: bool = option(
@@ -346,9 +346,10 @@ class EngineConfig(EngineSizes):
     )
     row_family: RowFamily | None = option(
         None,
-        doc="""the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot";
-        None: "fma" on a GPU where a step has a single lane and max_seq_len is at most 4,096,
-        "dot" elsewhere""",
+        doc="""the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 lanes
+        a step; lanes are rows times k + 1 tokens: with drafts a single row, and k=1) or "dot";
+        None: "fma" on a GPU where a step has a single lane and max_seq_len is at most 4,096, "dot"
+        elsewhere""",
         flag=Flag(),
     )
     speculative: Speculative | str | None = option(
@@ -392,8 +393,8 @@ class EngineConfig(EngineSizes):
     seed: int = option(
         0,
         SEED,
-        doc="""seed of the generator that seeds requests without a seed: runs of a program repeat
-        unless it is another number""",
+        doc="""seed of the generator that seeds requests without a seed: processes with the same
+        one, such as the default, give the same seeds in the same order""",
         flag=Flag(
             common=True,
             name="engine-seed",
@@ -433,8 +434,7 @@ class EngineConfig(EngineSizes):
         self._check_ranks()
         if self.row_family == "fma" and self.lanes > FMA_LANES:
             raise ValueError(
-                f"row_family='fma' serves up to {FMA_LANES} rows, not max_batch={self.max_batch}"
-                + (f" of {1 + self.drafts} tokens each" if self.drafts else "")
+                f"row_family='fma' serves up to {FMA_LANES} lanes a step, not {self.lanes_text}"
             )
         if self.prefix_caching and self.mode is not None and self.mode.whole_prompts:
             raise ValueError(

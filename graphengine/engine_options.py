@@ -149,8 +149,8 @@ class EngineOptions(TypedDict, total=False):
 
     session_states: int
     """points of sessions and cached prefixes at which the states of a model's recurrent layers are
-    kept, of all of them together: without one a turn prefills everything; no other model keeps
-    any
+    kept, of all of them together: without one a turn prefills everything, and prefix_caching is
+    refused; no other model keeps any
     """
 
     window_rings: bool
@@ -220,9 +220,9 @@ class EngineOptions(TypedDict, total=False):
     """
 
     row_family: RowFamily | None
-    """the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 rows) or "dot"; None:
-    "fma" on a GPU where a step has a single lane and max_seq_len is at most 4,096, "dot"
-    elsewhere
+    """the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 lanes a step; lanes are
+    rows times k + 1 tokens: with drafts a single row, and k=1) or "dot"; None: "fma" on a GPU
+    where a step has a single lane and max_seq_len is at most 4,096, "dot" elsewhere
     """
 
     speculative: Speculative | str | None
@@ -250,8 +250,8 @@ class EngineOptions(TypedDict, total=False):
     """
 
     seed: int
-    """seed of the generator that seeds requests without a seed: runs of a program repeat unless it
-    is another number
+    """seed of the generator that seeds requests without a seed: processes with the same one, such
+    as the default, give the same seeds in the same order
     """
 
     wait: WaitMode

@@ -122,6 +122,19 @@ class EngineSizes:
         return max(self.max_batch, rows * (1 + self.drafts_of(rows)))
 
     @property
+    def lanes_text(self) -> str:
+        """`lanes` and what they are made of, for messages."""
+        rows = self.widest_rows
+        tokens = 1 + self.drafts_of(rows)
+        if rows * tokens < self.lanes or tokens == 1:
+            return f"the {self.lanes} of max_batch={self.max_batch}"
+        count = "1 row" if rows == 1 else f"{rows} rows"
+        return (
+            f"the {self.lanes} of {count} with {tokens} tokens each, the newest one and "
+            f"k={tokens - 1} drafts (max_batch={self.max_batch})"
+        )
+
+    @property
     def family(self) -> RowFamily:
         """The engine's row family: `row_family`, the device's, or the one that fits its sizes."""
         return self._family_of(self.lanes)

@@ -24,7 +24,7 @@ Times vary from run to run, and the cut with them. It is a part of `numerics_id`
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Self
@@ -91,27 +91,38 @@ class PrefillCut:
         last = bisect_right(self.steps, start, key=lambda step: step[0]) - 1
         return min(_next_multiple(start, self.steps[last][1]), prompt_len)
 
-    def within(self, longest: int) -> Self:
+    def within(self, longest: int, largest: int = INT32_MAX) -> Self:
         """The same cut of all prompts of at most `longest` tokens, without steps that change
         nothing there.
+
+        largest  the largest bucket, which is to hold any chunk: in place of tokens past the longest
+                 prompt
         """
-        kept = [self.steps[0]]
+        (start, first) = self.steps[0]
+        kept = [(start, min(first, largest))]
         ends = [*(position for position, _ in self.steps[2:]), longest]
         for (position, tokens), end in zip(self.steps[1:], ends, strict=False):
             if position >= longest:
                 break
-            before = kept[-1][1]
+            before, tokens = kept[-1][1], min(tokens, largest)
             if not _cut_alike(position, min(end, longest), before, tokens, last=end >= longest):
                 kept.append((position, tokens))
         return type(self)(tuple(kept))
 
-    def check_sizes(self, sizes: Sequence[int]) -> None:
-        """ValueError for a chunk size that is none of the buckets."""
+    def check_sizes(
+        self, sizes: Sequence[int], beyond: Collection[int] = (), limit: str | None = None
+    ) -> None:
+        """ValueError for a chunk size that is none of the buckets.
+
+        beyond  buckets that are larger than any prompt, in whose place there is a smaller one
+        limit   the option that made buckets smaller than they were given; None: none did
+        """
         for position, tokens in self.steps:
-            if tokens not in sizes:
+            if tokens not in sizes and tokens not in beyond:
+                buckets = f"are {', '.join(map(str, sizes))}"
                 raise self._wrong(
                     f"has chunks of {tokens} tokens from position {position} on, but the prefill "
-                    f"buckets are {', '.join(map(str, sizes))}"
+                    f"buckets {buckets}" + ("" if limit is None else f", which {limit} limits")
                 )
 
     def __str__(self) -> str:

@@ -63,8 +63,9 @@ class PromptParts:
     A part is text, token ids, a `Chat`, or a tensor [n, H] of floating point, on the CPU or a GPU,
     whose rows take the place of what `embed_tokens` would give: what transformers calls
     `inputs_embeds`. A text is tokenised by itself; it gets special tokens, or what `add_bos`
-    says, only as the first part. A `Chat` can only be first. Parts may be empty, but not all of
-    them. A tensor alone is a prompt, too.
+    says, only as the first part, and after other text no space that a tokenizer puts before a
+    text. A `Chat` can only be first. Parts may be empty, but not all of them. A tensor alone is a
+    prompt, too.
 
     Parts are checked only when the prompt is used; then every error is a ValueError.
     """
@@ -93,7 +94,8 @@ def read_prompt(
     max_seq_len: int,
     embeds: EmbedsSpec | None = None,
     add_bos: bool | None = None,
-    known: int = 0,
+    before: Sequence[int] = (),
+    room: int = 1,
 ) -> PromptTokens:
     """A prompt's tokens and embeddings; `embeds` is what they must be, None where none are taken.
 
@@ -102,10 +104,11 @@ def read_prompt(
     if _is_embeddings(prompt):
         prompt = PromptParts(cast(Tensor, prompt))
     ids_of = partial(
-        prompt_ids, tokenizer=tokenizer, vocab_size=vocab_size, max_seq_len=max_seq_len
+        prompt_ids, tokenizer=tokenizer, vocab_size=vocab_size, max_seq_len=max_seq_len, room=room
     )
     if not isinstance(prompt, PromptParts):
-        return PromptTokens(ids_of(prompt, add_bos=add_bos, known=known))
+        return PromptTokens(ids_of(prompt, add_bos=add_bos, before=before))
+    known = len(before)
     ids: tuple[int, ...] = ()
     held = NO_EMBEDS
     for part in prompt.parts:
@@ -120,11 +123,11 @@ def read_prompt(
                 )
             held = held.then(embeds_at(rows, at, embeds))
             ids += (EMBEDDED,) * len(rows)
-            if len(ids) > max_seq_len - known - 1:
-                raise ValueError(_too_long(len(ids), known, max_seq_len))
+            if len(ids) > max_seq_len - known - room:
+                raise ValueError(_too_long(len(ids), known, max_seq_len, room))
         else:
             bos = None if ids else add_bos
-            ids += ids_of(cast(Prompt, part), add_bos=bos, known=at)
+            ids += ids_of(cast(Prompt, part), add_bos=bos, before=(*before, *ids))
     if not ids:
         raise ValueError("the prompt is empty: it holds no token")
     return PromptTokens(ids, held)
@@ -134,11 +137,10 @@ def _is_embeddings(prompt: object) -> bool:
     return isinstance(prompt, Tensor) and (prompt.dim() > 1 or prompt.is_floating_point())
 
 
-def _too_long(count: int | str, known: int, max_seq_len: int) -> str:
+def _too_long(count: int | str, known: int, max_seq_len: int, room: int) -> str:
     after = f" after {known} of the session" if known else ""
-    return (
-        f"prompt of {count} tokens{after} leaves no room for a new one in max_seq_len={max_seq_len}"
-    )
+    lacks = "leaves no room for a new one in" if room else "exceeds"
+    return f"prompt of {count} tokens{after} {lacks} max_seq_len={max_seq_len}"
 
 
 def prompt_ids(
@@ -148,16 +150,19 @@ def prompt_ids(
     vocab_size: int,
     max_seq_len: int,
     add_bos: bool | None = None,
-    known: int = 0,
+    before: Sequence[int] = (),
+    room: int = 1,
 ) -> tuple[int, ...]:
     """Token ids of text, of a conversation, or of ids given as they are.
 
     add_bos  as for `Tokenizer.encode`; only for text
-    known    tokens of a session before it; if there are any, a text gets no special tokens, and
-             chat messages are refused
+    before   what the prompt follows: a session's tokens, or other parts; if there is anything, a
+             text is encoded as `Tokenizer.encode_after` says, and chat messages are refused
+    room     tokens that must be left in `max_seq_len`: 0 where nothing is generated
 
     ValueError, with the value and the limit, for a prompt that cannot be served.
     """
+    known = len(before)
     if _is_messages(prompt):
         prompt = Chat(messages=cast(Messages, prompt))
     if add_bos is not None and not isinstance(prompt, str):
@@ -175,16 +180,18 @@ def prompt_ids(
     if isinstance(prompt, str | Chat):
         if tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer.json: give token ids as prompts")
-        if isinstance(prompt, str):
-            prompt = tokenizer.encode(prompt, add_special_tokens=not known, add_bos=add_bos)
+        if isinstance(prompt, str) and known:
+            prompt = tokenizer.encode_after(prompt, before)
+        elif isinstance(prompt, str):
+            prompt = tokenizer.encode(prompt, add_bos=add_bos)
         else:
             prompt = prompt.token_ids(tokenizer)
     ids = token_ids_of(
         prompt,
         vocab_size,
         "a prompt is text, token ids or chat messages",
-        limit=max_seq_len - known - 1,
-        too_many=lambda count: _too_long(count, known, max_seq_len),
+        limit=max_seq_len - known - room,
+        too_many=lambda count: _too_long(count, known, max_seq_len, room),
     )
     if not ids:
         raise ValueError("the prompt is empty: it holds no token")

@@ -116,7 +116,8 @@ class SamplingParams:
     seed: int | None = option(
         None,
         SEED,
-        doc="seed of the request's random numbers; None: the engine draws one and reports it",
+        doc="""seed of the request's random numbers; None: the engine draws one and reports it, in
+        every process the same ones unless `EngineConfig.seed` differs""",
         flag=Flag(
             common=True,
             metavar="N",
@@ -188,8 +189,8 @@ class SamplingParams:
     bad_words: Sequence[BadWord] | None = option(
         None,
         doc="""words, or sequences of token ids, whose last token is not sampled where it would
-        complete them in the output; a word counts with and without a space before it, as in
-        vLLM""",
+        complete them in the output; a word counts with and without a space before it, however
+        many tokens either takes""",
         flag=Flag(name="bad-word", many=True),
     )
     logit_bias: Mapping[int, float] | None = option(
@@ -241,9 +242,9 @@ class SamplingParams:
     )
     stop_token_sequences: Sequence[Sequence[int]] = option(
         (),
-        doc="""sequences of token ids that end the request where the output holds one of them as a
-        whole, but not before `min_tokens`; they stay in the text, as the beginning of one may have
-        been delivered""",
+        doc="""sequences of one or more token ids that end the request where the output holds one of
+        them as a whole, unless complete within the first `min_tokens` tokens, which bans none of
+        them; they stay in the text, as the beginning of one may have been delivered""",
         flag=Flag(name="stop-token-sequence", parse=read_integers, metavar="ID,...", many=True),
     )
     structured_outputs: StructuredOutputsParams | None = option(
@@ -307,6 +308,11 @@ class SamplingParams:
         """`routing`, as it was kept."""
         assert self.routing is None or isinstance(self.routing, RoutingRecord), f"{self.routing=}"
         return self.routing
+
+    @property
+    def room(self) -> int:
+        """Tokens that `max_seq_len` must hold after a prompt: 0 where it is only scored."""
+        return 0 if self.max_tokens == 0 else 1
 
     @property
     def filtered(self) -> bool:

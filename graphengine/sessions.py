@@ -135,11 +135,12 @@ class Session:
         """Add to the end: text, token ids, embeddings, or, to an empty session, chat messages.
 
         The first text gets the special tokens of a prompt (or those that `add_bos` says), later
-        texts get none. A text is tokenised by itself: a token never spans two pieces. ValueError
-        for an invalid prompt, and if the conversation would leave no room in `max_seq_len`.
+        texts get none, and no space in front that a tokenizer puts before the first text only. A
+        text is tokenised by itself: a token never spans two pieces. ValueError for an invalid
+        prompt, and if the conversation would leave no room in `max_seq_len`.
         """
         self._check_idle()
-        self._extend(self._core.intake.session_prompt(prompt, len(self._tokens), add_bos))
+        self._extend(self._core.intake.session_prompt(prompt, self._tokens, add_bos))
 
     def update(self, prompt: Prompt) -> None:
         """Make this the conversation: keep the common beginning, rewind to its end, add the rest.
@@ -148,7 +149,7 @@ class Session:
         so far. Tokens at the beginning that the template did not change are not prefilled again.
         """
         self._check_idle()
-        read = self._core.intake.session_prompt(prompt, 0)
+        read = self._core.intake.session_prompt(prompt, ())
         same = 0
         held, given = self._embeds.identity(self._tokens), read.embeds.identity(read.ids)
         for known, wanted in zip(held, given, strict=False):
@@ -212,7 +213,8 @@ class Session:
         if not self._tokens:
             raise ValueError("the session is empty: append a prompt")
         core, limit = self._core, self._core.memory.max_seq_len
-        if len(self._tokens) >= limit:
+        room = params.room if isinstance(params, SamplingParams) else 1
+        if len(self._tokens) > limit - room:
             raise ValueError(
                 f"a session of {len(self._tokens)} tokens leaves no room for a new one in "
                 f"max_seq_len={limit}"

@@ -374,6 +374,7 @@ from graphengine.kernels.step.state import (
     DecodeLanes,
     PrefillLanes,
     SlotState,
+    StopSequences,
     StopTensors,
     apply_commands,
     commit_prefill,
@@ -381,7 +382,6 @@ from graphengine.kernels.step.state import (
 )
 from graphengine.kernels.step.stop_sequences import (
     StopMatch,
-    StopSequences,
     match_stop_sequences,
     match_stop_sequences_reference,
 )

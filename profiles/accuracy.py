@@ -199,7 +199,8 @@ def _said(result: Result) -> list[tuple[float, int]]:
     said = []
     for token, entry in zip(result.prompt_token_ids, result.prompt_logprobs, strict=True):
         if entry is not None:
-            best = min(entry, key=lambda token_id: entry[token_id].rank)
+            # Equal tokens share a rank; greedy takes the lowest id.
+            best = min(entry, key=lambda token_id: (entry[token_id].rank, token_id))
             said.append((entry[token].logprob, best))
     return said
 

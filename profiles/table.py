@@ -1,7 +1,7 @@
-"""Makes the tables of docs/numbers.md from the committed results.
+"""Makes the tables of docs/numbers.md and its appendix from the committed results.
 
-    python -m graphengine.profiles.table            # write it
-    python -m graphengine.profiles.table --check    # or fail if it differs from the results
+    python -m graphengine.profiles.table            # write them
+    python -m graphengine.profiles.table --check    # or fail if one differs from the results
 
 Every `bench-*.json` under `results/` is a document of `graphengine bench`. If its `environment`
 holds `recorded`, commit and changes were set afterwards, and `recorded` has what the run had
@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mode
 from typing import Any
 
+from graphengine.profiles.summary import summary
 from graphengine.profiles.text import (
     NOTHING,
     Column,
@@ -35,7 +36,10 @@ from graphengine.profiles.text import (
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "profiles" / "results"
-PAGE = ROOT / "docs" / "numbers.md"
+SUMMARY_PAGE = ROOT / "docs" / "numbers.md"
+PAGE = ROOT / "docs" / "numbers_appendix.md"
+SUMMARY_BEGIN = "<!-- summary: made by `python -m graphengine.profiles.table` -->"
+SUMMARY_END = "<!-- end of summary -->"
 BEGIN = "<!-- numbers: made by `python -m graphengine.profiles.table` from profiles/results -->"
 END = "<!-- end of numbers -->"
 
@@ -352,14 +356,14 @@ def _bandwidth(ceiling: Mapping[str, Any]) -> str:
     return f"{ceiling['tb_s']:.2f}{'' if after is None else f' and {after:.2f}'} TB/s"
 
 
-def render(page: str, table: str) -> str:
+def render(page: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """`page` with `table` between the markers. ValueError unless each marker is there once."""
-    for marker in (BEGIN, END):
+    for marker in (begin, end):
         if page.count(marker) != 1:
             raise ValueError(f"the page has {page.count(marker)} times the marker {marker}")
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -367,20 +371,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; status 1 if it differs"
     )
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument(
+        "--page", type=Path, help="write this page alone, from --results (default: both of docs/)"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     try:
-        present = options.page.read_text(encoding="utf-8")
-        wanted = render(present, markdown(options.results))
+        present, wanted = _pages(options.page, options.results)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if options.check:
-        if present != wanted:
-            print(f"{options.page} is not what {options.results} says", file=sys.stderr)
-        return int(present != wanted)
-    options.page.write_text(wanted, encoding="utf-8")
-    return 0
+    differing = [page for page, text in wanted.items() if text != present[page]]
+    for page in differing:
+        if options.check:
+            print(f"{page} is not what {options.results} says", file=sys.stderr)
+        else:
+            page.write_text(wanted[page], encoding="utf-8")
+    return int(bool(differing) and options.check)
+
+
+def _pages(page: Path | None, results: Path) -> tuple[dict[Path, str], dict[Path, str]]:
+    """Each page's text, as it is and as it must be."""
+    appendix = PAGE if page is None else page
+    pages = [appendix] if page else [appendix, SUMMARY_PAGE]
+    present = {each: each.read_text(encoding="utf-8") for each in pages}
+    wanted = {appendix: render(present[appendix], markdown(results))}
+    if page is None:
+        shown = summary(results)
+        wanted[SUMMARY_PAGE] = render(present[SUMMARY_PAGE], shown, SUMMARY_BEGIN, SUMMARY_END)
+    return present, wanted
 
 
 if __name__ == "__main__":

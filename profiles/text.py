@@ -14,11 +14,15 @@ NOTHING = "-"
 
 
 class Column(NamedTuple):
-    """A column's heading, and its cell for a row; `left` holds words and is aligned to the left."""
+    """A column's heading, and its cell for a row; `left` holds words and is aligned to the left.
+
+    meaning  of the heading, where its name does not say it
+    """
 
     title: str
     cell: Callable[[Row], str]
     left: bool = False
+    meaning: str = ""
 
 
 def number(value: float | None, digits: int) -> str:

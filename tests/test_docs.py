@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine import Engine, SamplingParams
+import graphengine
+from graphengine import Engine, EngineConfig, SamplingParams
+from graphengine.options import rows
 from graphengine.testing import poison_padding
 from pages import PAGES, READER, ROOT, code_of, module_of, name_of, write_modules
 
@@ -177,3 +181,66 @@ def test_the_table_of_experts_has_what_the_result_files_have() -> None:
             found = cell.strip()
             assert found in steps.get(place, {"-"}), f"{shape} {place}: {found}, not {steps}"
         assert token in first, f"{shape}: {token}, not {first}"
+
+
+# Pages that quote the source.
+
+
+def literals(root: Path) -> set[str]:
+    """The texts of all strings of the packages, with "…" where an f-string has a value."""
+    found = set()
+    for folder in ("graphengine", "kernels", "buckets", "profiles"):
+        for path in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [getattr(part, "value", None) for part in node.values]
+                    found.add("".join(part if isinstance(part, str) else "…" for part in parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(node.value)
+    return found
+
+
+def quoted(message: str, texts: set[str]) -> bool:
+    """Whether one of the texts has the message's parts between "…", in their order."""
+    pattern = re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
+    return any(pattern.search(text) for text in texts)
+
+
+def test_messages_on_the_page_of_troubles_are_in_the_source() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8").partition("## It runs, but")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    texts = literals(ROOT)
+    assert len(messages) >= 25
+    assert [message for message in messages if not quoted(message, texts)] == []
+    # What is not there is not found, nor are parts in another order.
+    assert not quoted("no such message: … at all", texts)
+    assert not quoted("would exceed … requests wait already", texts)
+
+
+PEERS = {"from_vllm.md": 25, "from_transformers.md": 20}
+
+
+@pytest.mark.parametrize("page", PEERS)
+def test_names_for_those_who_come_from_elsewhere_exist(page: str) -> None:
+    options = {row.name for table in (SamplingParams, EngineConfig) for row in rows(table)}
+    cells = re.findall(
+        r"^\|[^|]+\| (.*) \|$", (ROOT / "docs" / page).read_text("utf-8"), re.MULTILINE
+    )
+    names = {name for cell in cells for name in re.findall(r"`([A-Za-z_.]+)`", cell)}
+    for name in sorted(names):
+        owner, _, member = name.partition(".")
+        exists = name in options or hasattr(graphengine, owner)
+        assert exists and (not member or hasattr(getattr(graphengine, owner), member)), name
+    assert len(names) >= PEERS[page]
+
+
+def test_the_page_of_the_api_is_what_the_docstrings_say() -> None:
+    """If it does not: `python docs/api_page.py`."""
+    found = runpy.run_path(str(ROOT / "docs" / "api_page.py"))
+    shown = (ROOT / "docs" / "api.md").read_text("utf-8")
+    assert found["page"]() == shown
+    for name in graphengine.__all__:
+        assert f"\n### `{name}`\n\n" in shown
+    # Every name has words, and nothing that differs from process to process.
+    assert not re.search(r"^### `\w+`\n+(```text\n[^`]*```\n+)?(?=#|\Z)", shown, re.MULTILINE)
+    assert " at 0x" not in shown

@@ -5,6 +5,7 @@ An editable install forgives everything that these tests look for.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -19,8 +20,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import graphengine
+from planted.cases import CPU_CASES
 
 ROOT = Path(__file__).resolve().parent.parent
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -422,41 +426,98 @@ def test_the_plugin_has_no_engine(plugin: Path) -> None:
     assert required == ["torch", "pytest"]
 
 
-ONLY_TORCH = """
-    import sys
+# Hides the modules named in its first argument from all that pytest then imports.
+HIDING = """
+    import json, sys
 
     class Hide:
-        def __init__(self, finder):
-            self.finder = finder
+        def __init__(self, finder, names):
+            self.finder, self.names = finder, names
 
         def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] in {"triton", "safetensors", "tokenizers", "nvtx"}:
+            if name.partition(".")[0] in self.names:
                 return None
             return self.finder.find_spec(name, path, target)
 
-    sys.meta_path[:] = [Hide(finder) for finder in sys.meta_path]
+    hidden = {*json.loads(sys.argv[1])}
+    sys.meta_path[:] = [Hide(finder, hidden) for finder in sys.meta_path]
+
+    import pytest
+    sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.slow
-def test_the_plugin_runs_with_torch_alone(plugin: Path, tmp_path: Path) -> None:
-    """The example of its page, and what it says where an engine is asked for."""
-    page = (ROOT / "plugin" / "README.md").read_text()
-    (tmp_path / "test_step.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    (tmp_path / "test_engine.py").write_text(
-        "def test_engine():\n    from graphengine import Engine\n"
+def required_by(*names: str) -> set[str]:
+    """These distributions and all that they require here, extras aside."""
+    found: set[str] = set()
+    waiting = [Requirement(name) for name in names]
+    while waiting:
+        each = waiting.pop()
+        if (name := canonicalize_name(each.name)) in found:
+            continue
+        if each.marker is None or each.marker.evaluate({"extra": ""}):
+            found.add(name)
+            waiting += map(Requirement, importlib.metadata.requires(name) or ())
+    return found
+
+
+def hidden_from(*names: str) -> list[str]:
+    """Modules of all distributions here that these neither are nor require."""
+    known = required_by(*names)
+    return [
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if module != "graphengine" and not known & {canonicalize_name(name) for name in owners}
+    ]
+
+
+def first_block(page: Path, heading: str = "") -> str:
+    """The first Python of the page past a heading."""
+    return (
+        page.read_text("utf-8")
+        .partition(heading)[2]
+        .partition("```python\n")[2]
+        .partition("```")[0]
     )
-    (tmp_path / "conftest.py").write_text(textwrap.dedent(ONLY_TORCH))
+
+
+@pytest.mark.slow
+def test_the_plugin_runs_with_torch_and_pytest_alone(plugin: Path, tmp_path: Path) -> None:
+    """The tests of its pages and of each fixture, and what it says where an engine is wanted."""
+    hidden = hidden_from("torch", "pytest")
+    assert {"numpy", "safetensors", "tokenizers", "nvtx"} <= {*hidden}
+    on_cpu = {case.check: case for case in reversed(CPU_CASES)}
+    source = (plugin / "graphengine" / "testing" / "plugin.py").read_text("utf-8")
+    fixtures = re.findall(r"^@pytest\.fixture.*\ndef (\w+)", source, re.MULTILINE)
+    others = [name for name in fixtures if name not in on_cpu]
+    assert "no_sync" in others and len(on_cpu) + len(others) == len(fixtures)
+    programs = {
+        "step": first_block(ROOT / "plugin" / "README.md", "# "),
+        "readme": first_block(ROOT / "README.md", "## 2. "),
+        "mlp": first_block(ROOT / "graphengine" / "testing" / "README.md", "## A first test"),
+        "engine": "def test_engine():\n    from graphengine import Engine\n",
+        "numpy": "def test_numpy():\n    from graphengine.buckets import StaticBuffers\n",
+        **{name: case.source(case.sound) for name, case in on_cpu.items()},
+        **{name: f"def test_{name}({name}):\n    assert {name}\n" for name in others},
+    }
+    for name, program in programs.items():
+        (tmp_path / f"test_{name}.py").write_text(program)
     options = ["-p", "graphengine.testing.plugin", "-p", "no:cacheprovider", "-q"]
+    options += [f"--rootdir={tmp_path}", "--graph-snapshot-update"]
+    code = textwrap.dedent(HIDING)
     done = subprocess.run(
-        [sys.executable, "-S", "-P", "-m", "pytest", *options, f"--rootdir={tmp_path}"],
+        [sys.executable, "-S", "-P", "-c", code, json.dumps(hidden), *options],
         cwd=tmp_path,
-        env=with_wheel(plugin) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env=with_wheel(plugin)
+        | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    # Those of the pages: one each of the first two, three of five of the third.
+    passed, skipped = len(on_cpu) + 5, len(others) + 2
+    assert f"2 failed, {passed} passed, {skipped} skipped" in done.stdout, done.stdout + done.stderr
     assert "graphengine.Engine is part of the distribution graphengine-decode" in done.stdout
+    assert "No module named 'numpy'" in done.stdout
 
 
 @pytest.mark.slow

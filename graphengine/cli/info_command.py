@@ -86,5 +86,6 @@ def _prefill_cut(config: EngineConfig, memory: MemoryPlan) -> str:
     """Where prompts will be cut, as far as that is known before anything is measured."""
     if config.max_prefill_ms_per_step is not None:
         return f"measured at opening, within {config.max_prefill_ms_per_step:g} ms"
-    cut = PrefillCut(config.prefill_cut or ((0, memory.prefill_ladder.sizes[-1]),))
-    return str(cut.within(longest_prompt(memory)))
+    largest = memory.prefill_ladder.sizes[-1]
+    cut = PrefillCut(config.prefill_cut or ((0, largest),))
+    return str(cut.within(longest_prompt(memory), largest))

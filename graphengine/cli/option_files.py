@@ -20,6 +20,7 @@ from pathlib import Path
 
 from graphengine.cli.option_flags import FILE as FLAGS
 from graphengine.cli.option_flags import to_json
+from graphengine.cli.option_groups import GROUPS, Groups, grouped
 from graphengine.config import EngineConfig
 from graphengine.options import Row, rows
 from graphengine.sampling_params import SamplingParams
@@ -66,10 +67,19 @@ def keyword_arguments(table: type, name: str, meaning: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def markdown(table: type) -> str:
-    """A table's options as a table in Markdown."""
+def markdown(table: type, groups: Groups | None = None) -> str:
+    """A table's options in Markdown, with a heading for each group if there are any."""
+    if groups is None:
+        return _markdown_rows(rows(table))
+    return "\n\n".join(
+        f"### {group}\n\n{_markdown_rows(options)}"
+        for group, options in grouped(table, groups).items()
+    )
+
+
+def _markdown_rows(options: Sequence[Row]) -> str:
     lines = ["| option | default | what it does |", "|---|---|---|"]
-    for row in rows(table):
+    for row in options:
         flag = "" if row.flag is None else f"<br>`--{row.flag_name}`"
         doc = row.doc.replace("|", "\\|")
         lines.append(f"| `{row.name}`{flag} | {_default(row)} | {doc} |")
@@ -85,7 +95,7 @@ def with_tables(page: str) -> str:
                 raise ValueError(f"the page has {page.count(marker)} times the marker {marker}")
         before, rest = page.split(begin)
         _, after = rest.split(end)
-        page = f"{before}{begin}\n\n{markdown(table)}\n\n{end}{after}"
+        page = f"{before}{begin}\n\n{markdown(table, GROUPS[table])}\n\n{end}{after}"
     return page
 
 

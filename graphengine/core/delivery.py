@@ -234,7 +234,8 @@ class Delivery:
             bans.insert(0, "structured_outputs")
         if bans:
             where = f" where {' and '.join(bans)} allow a token"
-        log.error("request %d: the logits hold no finite value%s", request.id, where)
+        # The device says only that it chose none.
+        log.error("request %d: the logits hold a NaN, or no finite value%s", request.id, where)
 
     def _follow(
         self, request: Request, guide: Guide, tokens: tuple[int, ...], flags: int

@@ -21,7 +21,6 @@ from graphengine.requests.processing import (
     Processing,
     check_something_is_left,
     make_processing,
-    single_stop_ids,
 )
 from graphengine.requests.request import Event, Request
 from graphengine.requests.routes import RecordedRoutes
@@ -92,12 +91,12 @@ class Intake:
     def prompt(self, prompt: Prompt, params: SamplingParams) -> PromptTokens:
         """The prompt's tokens; ValueError for what cannot be served."""
         _check_params(params)
-        return self.session_prompt(prompt, 0, params.add_bos)
+        return self.session_prompt(prompt, (), params.add_bos, room=params.room)
 
     def session_prompt(
-        self, prompt: Prompt, known: int, add_bos: bool | None = None
+        self, prompt: Prompt, before: Sequence[int], add_bos: bool | None = None, room: int = 1
     ) -> PromptTokens:
-        """The tokens of a prompt after `known` of a session; ValueError likewise."""
+        """The tokens of a prompt after those of a session; ValueError likewise."""
         return read_prompt(
             prompt,
             tokenizer=self.tokenizer,
@@ -105,7 +104,8 @@ class Intake:
             max_seq_len=self._max_seq_len,
             embeds=self.embeds,
             add_bos=add_bos,
-            known=known,
+            before=before,
+            room=room,
         )
 
     def turn(
@@ -171,19 +171,18 @@ class Intake:
                 processing=processing,
                 full=params.filtered or processing is not None,
                 deadline=None if deadline_s is None else submitted + float(deadline_s),
-                stream=self._stream(params),
+                stream=self._stream(params, prompt.ids),
                 guide=guide,
                 given_routes=given_routes,
                 routes=self._new_routes(),
-                scores=params.max_tokens == 0,
+                scores=not params.room,
             ),
         )
 
     def _stops(self, params: SamplingParams) -> Stops:
         """The tokens that end a request; ValueError for too many, and for one that is none."""
         eos = () if params.ignore_eos else self._eos_ids
-        stops = (*params.stop_tokens, *single_stop_ids(params))
-        given = (token_id(token, self._vocab_size) for token in stops)
+        given = (token_id(token, self._vocab_size) for token in params.stop_tokens)
         ids = tuple(dict.fromkeys((*eos, *given)))
         limit = self._config.max_stop_ids
         if len(ids) > limit:
@@ -210,9 +209,12 @@ class Intake:
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
         """Tokens of the whole sequence at which a request ends."""
-        room = 1 if self._prompts_only else self._max_seq_len - prompt_len
-        # A prefill always samples a token.
-        most = room if params.max_tokens is None else max(1, params.max_tokens)
+        # A prefill always samples a token. That of a prompt which is only scored is dropped: it may
+        # lie past the last position, as nothing is written for it.
+        if self._prompts_only or not params.room:
+            return prompt_len + 1
+        room = self._max_seq_len - prompt_len
+        most = room if params.max_tokens is None else params.max_tokens
         return prompt_len + min(room, most)
 
     def _guide(self, params: SamplingParams, processing: Processing | None) -> Guide | None:
@@ -278,15 +280,23 @@ class Intake:
         )
         request.job.drafts = CallerDrafts(ids, len(request.token_ids))
 
-    def _stream(self, params: SamplingParams) -> TextStream | None:
-        if self.tokenizer is None:
+    def _stream(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextStream | None:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             return None
+        hidden = self._eos_ids if params.remove_eos else ()
+        silent = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
+        # Text that a grammar promises has its first space whatever stands before it.
+        continues = params.structured_outputs is not None or tokenizer.has_text(
+            prompt_ids, silent.union(hidden)
+        )
         return TextStream(
-            self.tokenizer,
+            tokenizer,
             params.stop_strings,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
-            hidden=self._eos_ids if params.remove_eos else (),
+            hidden=hidden,
+            continues=continues,
             min_tokens=params.min_tokens,
         )
 

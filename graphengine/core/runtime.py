@@ -168,7 +168,7 @@ class Runtime(Waits):
         """
         sizes, bound = memory.prefill_ladder.sizes, config.max_prefill_ms_per_step
         longest = longest_prompt(memory)
-        usual = PrefillCut(config.prefill_cut or ((0, sizes[-1]),)).within(longest)
+        usual = PrefillCut(config.prefill_cut or ((0, sizes[-1]),)).within(longest, sizes[-1])
         if bound is None:
             return usual, None
         graphs = dict(zip(self.graphs, self.captured, strict=True))

@@ -200,7 +200,7 @@ class OpenEagle3(OpenModules):
     def take_in_chunk(self, prefilled: Prefilled, following: Tensor) -> ModuleOutput:
         chunk, weights = prefilled.chunk, self._weights
         lanes, launch = chunk.slot.numel(), self.launch.prefill
-        g = fuse_chunk(weights, self._rows[:lanes], launch)
+        g = fuse_chunk(weights, self._rows[:lanes], chunk.slot, launch)
         residual = self.new_stream(lanes)
         token, fusion = prefilled.embedded(following, self.fusions[0])
         combined = combine_hidden(token, chunk.slot, g, None, fusion, residual=residual)

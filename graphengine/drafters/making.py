@@ -316,8 +316,9 @@ def draft_vocabulary(
     if not checkpoint.has_tokenizer:
         raise ValueError(f"{checkpoint.path} has no tokenizer.json to split {options.text} with")
     text = read_text(options.text, "draft_vocab text")
-    ids = Tokenizer.from_directory(checkpoint.path).encode(text)
-    always = read_eos_ids(checkpoint, model)
+    tokenizer = Tokenizer.from_directory(checkpoint.path)
+    ids = tokenizer.encode(text)
+    always = read_eos_ids(checkpoint, model, tokenizer.eos_token_id)
     return frequent_tokens(ids, options.size, model.vocab_size, always=always)
 
 

@@ -162,11 +162,18 @@ class _PartOfMailbox(Mailbox):
 
 
 def _token_logprobs(token: int, payloads: tuple[int, ...]) -> TokenLogprobs:
-    """Entries for a token and the most probable tokens, in this order, without duplicates."""
+    """Entries for a token and the most probable tokens, in this order, without duplicates.
+
+    Of the most probable ones equal ones share a rank, as the token does.
+    """
     found = {token: Logprob(_float(payloads[0]), payloads[1])}
-    for rank, (top_id, value) in enumerate(zip(payloads[2::2], payloads[3::2], strict=True), 1):
-        if top_id != _NO_ID:
-            found.setdefault(top_id, Logprob(_float(value), rank))
+    rank, last = 1, None
+    for place, (top_id, value) in enumerate(zip(payloads[2::2], payloads[3::2], strict=True), 1):
+        if top_id == _NO_ID:
+            continue
+        if value != last:
+            rank, last = place, value
+        found.setdefault(top_id, Logprob(_float(value), rank))
     return found
 
 

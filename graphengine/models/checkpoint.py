@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from graphengine.checks import INT32_MAX, is_int, some
+from graphengine.checks import INT32_MAX, is_int, shown, some
 from graphengine.demo import checkpoint_path
 from graphengine.devices import DTYPES
 from graphengine.models.json_files import read_json_object
@@ -42,6 +42,11 @@ Destinations = Mapping[str, Tensor | Sequence[Tensor]]
 DEMO = "demo"
 """Names the packaged model wherever a path may stand; a folder of that name is "./demo"."""
 
+_ADAPTER = "adapter_config.json"
+_GGUF_HINT = (
+    "GGUF files are not read; open the safetensors checkpoint that they were made from, in 16 bits "
+    'or quantised, or round it with quantize="int4"'
+)
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
 # The same weights in other layouts, which some repositories also hold.
@@ -97,7 +102,9 @@ class Checkpoint:
         directory = _find_directory(path_or_hub_id)
         config = directory / "config.json"
         if not config.is_file():
-            raise FileNotFoundError(f"{directory} has no config.json")
+            raise FileNotFoundError(
+                f"{directory} has no config.json{_told_instead(directory, path_or_hub_id)}"
+            )
         generation_config = directory / "generation_config.json"
         quant_config = directory / "hf_quant_config.json"
         stored = find_tensors(directory)
@@ -114,6 +121,11 @@ class Checkpoint:
                 {name: old for name, old in names.items() if name != old}
             ),
         )
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether a LoRA adapter lies beside the weights; nothing here reads it."""
+        return (self.path / _ADAPTER).is_file()
 
     @property
     def has_tokenizer(self) -> bool:
@@ -320,10 +332,11 @@ class _MappedTensors(Mapping[str, Tensor]):
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """End-of-sequence ids: `generation_config.json`'s, else `config.json`'s, else none.
+    """End-of-sequence ids that `generation_config.json` or `config.json` name, in this order.
 
     -1 stands for none, as in transformers. ValueError for anything else but token ids.
     """
+    found: list[int] = []
     for source, config in (
         ("generation_config.json", checkpoint.generation_config),
         ("config.json", checkpoint.config),
@@ -338,8 +351,8 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
                 f"{checkpoint.path}: {source} has eos_token_id={value!r}: must be token ids, "
                 f"integers in [0, {INT32_MAX}], or -1 for none"
             )
-        return tuple(dict.fromkeys(item for item in ids if item >= 0))
-    return ()
+        found += [item for item in ids if item >= 0]
+    return tuple(dict.fromkeys(found))
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -421,13 +434,31 @@ def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
     if is_folder:
         return path
     if is_there:
-        raise ValueError(f"{name} is a file: a checkpoint is a directory with config.json")
+        hint = f"; {_GGUF_HINT}" if path.suffix == ".gguf" else ""
+        raise ValueError(f"{name} is a file: a checkpoint is a directory with config.json{hint}")
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
         raise FileNotFoundError(
             f"no checkpoint {name!r}: there is no such directory, "
             "and it does not look like a hub id (org/name)"
         )
     return None
+
+
+def _told_instead(directory: Path, path_or_hub_id: str | os.PathLike[str]) -> str:
+    """What a directory without `config.json` is, and what to do about it; empty if unknown."""
+    if (directory / _ADAPTER).is_file():
+        base = read_json_object(directory / _ADAPTER).get("base_model_name_or_path")
+        return (
+            f", but {_ADAPTER}: it is a LoRA adapter of {shown(base)}, and adapters are not read. "
+            f"Merge it into that model (merge_and_unload of peft), save the whole and open that"
+        )
+    found = sorted(file.name for file in directory.glob("*.gguf"))
+    if found:
+        return f", but {some(found, MOST_NAMED)}: {_GGUF_HINT}"
+    # Of a hub id these files are not downloaded.
+    if find_local(path_or_hub_id) is None and "gguf" in os.fspath(path_or_hub_id).lower():
+        return f", and its name says GGUF: {_GGUF_HINT}"
+    return ""
 
 
 def _find_directory(path_or_hub_id: str | os.PathLike[str]) -> Path:

@@ -7,7 +7,7 @@ it is unknown whether it changes the arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from graphengine.checks import INT32_MAX, shown
@@ -260,6 +260,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_shared_experts": (0,),
     "moe_num_experts": (0,),
     "moe_num_shared_experts": (0,),
+    "shared_expert_intermediate_size": (0,),
     "moe_layers": ([],),
     "enable_moe_block": (False,),
     "per_layer_config": ({},),
@@ -310,6 +311,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_sandwich_norm": (False,),
     "use_attention_gate": (False,),
     "attn_output_gate": (False,),
+    "headwise_attn_output_gate": (False,),
+    "elementwise_attn_output_gate": (False,),
+    "output_gate_type": (),
     "add_swa_attention_sink_bias": (False,),
     "add_full_attention_sink_bias": (False,),
     "learnable_sink_init": (),
@@ -319,6 +323,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "norm_after": (False,),
     "use_double_wide_mlp": (False,),
     "lm_head_bias": (False,),
+    "qkv_bias": (False,),
+    "use_gemma_norm": (False,),
     # Factors and caps.
     "attn_logit_softcapping": (0,),
     "final_logit_softcapping": (0,),
@@ -371,8 +377,19 @@ NEUTRAL_ROUTING: Mapping[str, tuple[Any, ...]] = {
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
 """Names of the norms' epsilon; a family reads the last one of its own."""
 
-NEUTRAL_ROPE = ("mrope_section", "mrope_interleaved")
-"""Keys of RoPE's settings by which dimensions turn by positions of several axes."""
+NEUTRAL_ROPE: Mapping[str, tuple[Any, ...]] = {
+    "mrope_section": (False,),
+    "mrope_interleaved": (False,),
+}
+"""Keys of RoPE's settings by which dimensions turn by positions of several axes, and the values,
+beside null, that say of one axis."""
+# What other programs multiply by, and transformers does not know.
+_FACTORS_OF_ROPE: Mapping[str, tuple[Any, ...]] = {
+    "attn_factor": (1,),
+    "extrapolation_factor": (1,),
+    "apply_yarn_scaling": (True,),
+    "llama_4_scaling_beta": (0,),
+}
 
 _HARMLESS = """
     _attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation
@@ -451,14 +468,13 @@ def read_keys(config: HfConfig, keys: Sequence[Key] = KEYS, *, inside: str = "")
 
 def check_neutral(
     config: HfConfig,
-    read: Sequence[Key] = (),
+    known: Collection[str] = (),
     table: Mapping[str, tuple[Any, ...]] = NEUTRAL,
 ) -> None:
     """Raise ValueError for a key that says that the model computes something else.
 
-    read  keys that the family reads besides `KEYS`
+    known  keys that the family understands besides `KEYS`
     """
-    known = {key.name for key in read}
     for name, neutral in table.items():
         value = config.get(name)
         if value is None or value in neutral or name in known:
@@ -471,9 +487,10 @@ def check_neutral(
         settings = config.get(name)
         if not isinstance(settings, dict):
             continue
-        for key in NEUTRAL_ROPE:
-            if settings.get(key) not in (None, False):
-                raise unsupported(f"{name}.{key}", settings[key], "null or False")
+        for key, neutral in {**NEUTRAL_ROPE, **_FACTORS_OF_ROPE}.items():
+            if settings.get(key) not in (None, *neutral):
+                shown_values = " or ".join(["null", *map(repr, neutral)])
+                raise unsupported(f"{name}.{key}", settings[key], shown_values)
 
 
 def check_epsilons(config: HfConfig, settings: Mapping[str, Any]) -> None:
@@ -499,7 +516,8 @@ def unknown_keys(config: HfConfig) -> list[str]:
     names = [name for name in config if name not in known]
     if isinstance(text, dict):
         names += [f"text_config.{name}" for name in unknown_keys(text)]
-    rope_keys = {key.name for key in ROPE_KEYS} | {*LAYER_TYPES, "finetuned", *NEUTRAL_ROPE}
+    rope_keys = {key.name for key in ROPE_KEYS} | {*LAYER_TYPES, "finetuned"}
+    rope_keys |= NEUTRAL_ROPE.keys() | _FACTORS_OF_ROPE.keys()
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)
         if isinstance(settings, dict):

@@ -10,9 +10,10 @@ A checkpoint has the config of a Qwen3 of few layers, and its tensors without th
 The architecture says how a block is drafted from. A `DFlashDraftModel` (z-lab/dflash) has a block
 of `block_size` tokens, the newest one among them, and drafts one less: a mask's output is its own
 token. A `Qwen3DSparkModel` (deepseek-ai/DeepSpec, its DFlash checkpoints too, which have
-`markov_rank` 0) drafts as many tokens as its block has, each after its lane's. z-lab's config has
-`block_size`, `mask_token_id` and `target_layer_ids` in `dflash_config` or beside it; what is in it
-goes first. DeepSpec's has them beside the rest.
+`markov_rank` 0) drafts as many tokens as its block has, each after its lane's. So does a
+`DSparkDraftModel` of SpecForge and SGLang whose `model_type` is "qwen3", as vLLM takes it. z-lab's
+config has `block_size`, `mask_token_id` and `target_layer_ids` in `dflash_config` or beside it;
+what is in it goes first. DeepSpec's has them beside the rest.
 
 `target_layer_ids` are numbers of the target's layers, from 0: the stream that each leaves is read.
 The last layer's is not taken, since transformers hands it out normed and other engines do not. A
@@ -42,7 +43,8 @@ from graphengine.models.llama import decoder_config
 
 log = logging.getLogger(__name__)
 
-_FROM_NEWEST = {"DFlashDraftModel": False, "Qwen3DSparkModel": True}
+_DSPARK = "DSparkDraftModel"
+_FROM_NEWEST = {"DFlashDraftModel": False, "Qwen3DSparkModel": True, _DSPARK: True}
 # Of the whole config, and of `dflash_config` in it.
 _BLOCK_KEYS = (
     Key("block_size", "integer", (1, 1024), default=None, null=True),
@@ -60,6 +62,10 @@ _KEYS = (
     Key("markov_rank", "integer", (0, MAX_RANK), default=0, null=True),
     Key("markov_head_type", "text", default="vanilla", null=True),
     Key("draft_vocab_size", "integer", (1, INT32_MAX), default=None, null=True),
+)
+_KINDS = (
+    Key("architectures", "texts", default=(), null=True),
+    Key("model_type", "text", default=None, null=True),
 )
 _NEUTRAL = {
     "input_embedding_scale": (None, 1.0),
@@ -85,7 +91,7 @@ def read_dflash(
     """
     path, stored = checkpoint.path, checkpoint.tensors
     from_newest = _from_newest(checkpoint)
-    values = hf_config.read_settings(checkpoint.config, _LAYERS)
+    values = hf_config.read_settings(hf_config.of_one_axis(checkpoint.config), _LAYERS)
     settings = _settings(checkpoint, values)
     chosen = settings["target_layer_ids"] if layers is None else tuple(layers)
     decoder = decoder_config(values, "DFlash", qk_norm=True)
@@ -110,14 +116,17 @@ def read_dflash(
 
 
 def _from_newest(checkpoint: Checkpoint) -> bool:
-    names = read_keys(checkpoint.config, (Key("architectures", "texts", default=(), null=True),))
-    architectures = names["architectures"] or ()
+    names = read_keys(checkpoint.config, _KINDS)
+    architectures: tuple[str, ...] = tuple(names["architectures"])
     known = [_FROM_NEWEST[name] for name in architectures if name in _FROM_NEWEST]
     if len(architectures) != 1 or not known:
         raise ValueError(
             f"{checkpoint.path} has architectures={list(architectures)}: block drafters are "
             f"{' or '.join(_FROM_NEWEST)}"
         )
+    if _DSPARK in architectures and names["model_type"] != "qwen3":
+        # Under this name there are drafters with DeepSeek's layers, too.
+        raise unsupported("model_type", names["model_type"], f"'qwen3' of a {_DSPARK}")
     return known[0]
 
 

@@ -4,6 +4,7 @@ Y. Li, F. Wei, C. Zhang, H. Zhang, "EAGLE-3: Scaling up Inference Acceleration o
 Models via Training-Time Test", arXiv:2503.01840. For the token at position p and the one after it:
 
     g = fc [h_a; h_b; h_c]           where the target has been; else y of the run before
+                                     EAGLE 3.1 norms each h before (`fc_norm`), others all at once
     a = attention of [norm_e(E(token)); norm_h(g)], which is 2H wide
     r = g + a                        or norm_h(g) + a, as `norm_before_residual` says
     y = r + mlp(norm(r))
@@ -30,6 +31,7 @@ from graphengine.kernels import (
     PrefillLanes,
     Residual,
     linear_squares,
+    rms_norm,
 )
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
@@ -59,7 +61,8 @@ def usual_layers(target: ModelConfig) -> tuple[int, ...]:
 class Eagle3Names:
     """Names in the checkpoint, without ".weight"; None for what is the target's.
 
-    layer  prefix of the layer's tensors
+    layer         prefix of the layer's tensors
+    stream_norms  of what fc reads: each norms an equal share of its columns; empty: there are none
     """
 
     layer: str
@@ -67,6 +70,7 @@ class Eagle3Names:
     final_norm: str
     lm_head: str | None
     embedding: str | None
+    stream_norms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +150,8 @@ class Eagle3Config(StreamReaders):
 class Eagle3Weights(StoredWeights):
     """All weights, in the model's dtype; `layer.input_norm` is the embedding's.
 
-    fc         `[H, A * target width]`
+    fc            `[H, A * target width]`
+    stream_norms  `[A * target width]` together, in the order of fc's columns
     lm_head    `[D, H]`, its rows in the order of their tokens; None: it is the target's
     embedding  `[V, H]`; None: it is the target's
     """
@@ -154,6 +159,7 @@ class Eagle3Weights(StoredWeights):
     config: Eagle3Config
     fc: Tensor
     fc_bias: Tensor | None
+    stream_norms: tuple[Tensor, ...]
     hidden_norm: Tensor
     layer: LayerWeights
     final_norm: Tensor
@@ -186,6 +192,8 @@ class Eagle3Weights(StoredWeights):
             f"{names.lm_head}.weight": self.lm_head,
             f"{names.embedding}.weight": self.embedding,
         }
+        norms = zip(names.stream_norms, self.stream_norms, strict=True)
+        named |= {f"{name}.weight": norm for name, norm in norms}
         own = {name: Weight(tensor) for name, tensor in named.items() if tensor is not None}
         return own | self.layer.stored()
 
@@ -193,7 +201,7 @@ class Eagle3Weights(StoredWeights):
         """Every weight tensor."""
         own = (self.fc, self.fc_bias, self.hidden_norm, self.final_norm, self.lm_head)
         there = [tensor for tensor in (*own, self.embedding) if tensor is not None]
-        return there + self.layer.tensors()
+        return [*there, *self.stream_norms, *self.layer.tensors()]
 
     def kv_scales(self) -> dict[str, Tensor]:
         """Of the layer's keys and values, by the prefix of its attention."""
@@ -216,6 +224,9 @@ def allocate_eagle3_weights(
         config=config,
         fc=new(hidden, config.streams_width),
         fc_bias=new(hidden) if config.fc_bias else None,
+        stream_norms=tuple(
+            new(config.streams_width // len(names.stream_norms)) for _ in names.stream_norms
+        ),
         hidden_norm=new(hidden),
         layer=layer,
         final_norm=new(hidden),
@@ -231,7 +242,7 @@ def fuse_streams(
     side. Padded lanes hold anything.
     """
     product = linear_squares(
-        streams_NS,
+        _normed_streams(weights, streams_NS, slot_N, launch.pdl),
         weights.fc,
         slot_N,
         bias=weights.fc_bias,
@@ -241,10 +252,29 @@ def fuse_streams(
     return product.y
 
 
-def fuse_chunk(weights: Eagle3Weights, streams_TS: Tensor, launch: PrefillLaunch) -> Tensor:
+def fuse_chunk(
+    weights: Eagle3Weights, streams_TS: Tensor, slot_T: Tensor, launch: PrefillLaunch
+) -> Tensor:
     """The same of a chunk's lanes, in the model's dtype."""
+    normed = _normed_streams(weights, streams_TS, slot_T, launch.pdl)
     g = streams_TS.new_empty(len(streams_TS), weights.config.hidden_size)
-    return chunk_product(streams_TS, weights.fc, weights.fc_bias, out=g, pdl=launch.pdl)
+    return chunk_product(normed, weights.fc, weights.fc_bias, out=g, pdl=launch.pdl)
+
+
+def _normed_streams(
+    weights: Eagle3Weights, streams_NS: Tensor, slot_N: Tensor, pdl: bool
+) -> Tensor:
+    """What fc reads: the streams, in new memory where they have norms. Padded lanes hold
+    anything.
+    """
+    norms = weights.stream_norms
+    if not norms:
+        return streams_NS
+    normed, eps = torch.empty_like(streams_NS), weights.config.layer.norm_eps
+    shares = (each.chunk(len(norms), dim=1) for each in (streams_NS, normed))
+    for norm, source, out in zip(norms, *shares, strict=True):
+        rms_norm(source, norm, slot_N, eps=eps, out_dtype=out.dtype, out=out, pdl=pdl)
+    return normed
 
 
 def eagle3_decode(

@@ -55,14 +55,16 @@ _KEYS = (
     Key(_IDS, "integers", (0, 1024), default=None, null=True),
     Key("eagle_config", "object", default=None, null=True),
     Key("transformer_layer_config", "object", default=None, null=True),
+    Key("architectures", "texts", default=(), null=True),
+    Key("speculators_model_type", "text", default=None, null=True),
 )
 _SUPPORTED = {
-    "norm_before_fc": False,
-    "fc_norm": False,
     "parallel_drafting": False,
     "use_aux_hidden_state": True,
 }
 _LAYER, _OFFSETS, _MASK = "layers.0.", "d2t", "t2d"
+# Others have tensors of the same names, and draft in another way.
+_PARALLEL = "PEagle"
 
 
 class _Chosen(NamedTuple):
@@ -97,6 +99,7 @@ def read_eagle3(
     """
     names, path = _names(checkpoint), checkpoint.path
     settings = _settings(checkpoint.config)
+    _check_kind(path, settings)
     of_layer = settings["transformer_layer_config"]
     values = _layer_settings(checkpoint.config if of_layer is None else of_layer)
     if "fc.weight" not in names:
@@ -111,7 +114,7 @@ def read_eagle3(
     embedding = names.get("embed_tokens.weight")
     config = Eagle3Config(
         layer=replace(decoder, vocab_size=drafted),
-        names=_stored_names(names),
+        names=_stored_names(names, _stream_norms(settings, len(chosen.layers))),
         layers=chosen.layers,
         target_width=target.hidden_size,
         embedding_rows=0 if embedding is None else checkpoint.tensors[embedding].shape[0],
@@ -140,7 +143,30 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
-def _stored_names(names: Mapping[str, str]) -> Eagle3Names:
+def _check_kind(path: Path, settings: Mapping[str, Any]) -> None:
+    """ValueError for a checkpoint that says it is of another kind."""
+    architectures, kind = settings["architectures"], settings["speculators_model_type"]
+    parallel = any(name.startswith(_PARALLEL) for name in architectures)
+    if parallel or kind not in (None, "eagle3"):
+        raise ValueError(
+            f"{path} has architectures={list(architectures)} and speculators_model_type={kind!r}: "
+            f"it is no EAGLE3 head, which drafts token after token"
+            + (", but a P-EAGLE one, which drafts all at once: not supported" if parallel else "")
+        )
+
+
+def _stream_norms(settings: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """Names of the norms of what fc reads, as vLLM has them: one for each layer's stream, as EAGLE
+    3.1 has, or one for all of them side by side.
+    """
+    if settings["fc_norm"] and settings["norm_before_fc"]:
+        raise unsupported("fc_norm", True, "False beside norm_before_fc=True")
+    if settings["fc_norm"]:
+        return tuple(f"fc_norm.{index}" for index in range(layers))
+    return ("input_norm",) if settings["norm_before_fc"] else ()
+
+
+def _stored_names(names: Mapping[str, str], stream_norms: tuple[str, ...]) -> Eagle3Names:
     def of(name: str) -> str | None:
         stored = names.get(f"{name}.weight")
         return None if stored is None else stored.removesuffix(".weight")
@@ -154,6 +180,7 @@ def _stored_names(names: Mapping[str, str]) -> Eagle3Names:
         final_norm=of("norm") or "norm",
         lm_head=of("lm_head"),
         embedding=of("embed_tokens"),
+        stream_norms=tuple(of(norm) or norm for norm in stream_norms),
     )
 
 
@@ -161,7 +188,7 @@ def _settings(config: HfConfig) -> dict[str, Any]:
     """What the config says beside the layer's sizes; `eagle_config` may say the same."""
     settings = read_keys(config, _KEYS)
     inside = read_keys(settings["eagle_config"] or {}, _KEYS, inside="eagle_config")
-    settings |= {name: value for name, value in inside.items() if value is not None}
+    settings |= {name: value for name, value in inside.items() if value not in (None, ())}
     for name, supported in _SUPPORTED.items():
         if settings[name] not in (None, supported):
             raise unsupported(name, settings[name], f"{supported}")
@@ -173,7 +200,8 @@ def _settings(config: HfConfig) -> dict[str, Any]:
 
 def _layer_settings(config: HfConfig) -> dict[str, Any]:
     """Of a Llama with one layer: the config may count those of the target."""
-    return hf_config.read_settings({**config, "num_hidden_layers": 1}, DEFAULTS)
+    layer = hf_config.of_one_axis(config) | {"num_hidden_layers": 1}
+    return hf_config.read_settings(layer, DEFAULTS)
 
 
 def _chosen(

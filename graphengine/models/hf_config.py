@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +14,7 @@ from graphengine.kernels import RopeConfig, RopeKind
 from graphengine.models.config_schema import (
     KEYS,
     LAYER_TYPES,
+    NEUTRAL_ROPE,
     NEUTRAL_ROUTING,
     ROPE_KEYS,
     HfConfig,
@@ -49,6 +50,7 @@ class FamilyDefaults:
     latent    whether attention is latent: head_dim is then of no head, and not looked at
     rotated   parts of a head that RoPE may turn
     biases    the keys of linears' biases that may be true
+    fixed     keys that say what the family always computes, and the values that say so
     """
 
     max_positions: int
@@ -59,6 +61,7 @@ class FamilyDefaults:
     latent: bool = False
     rotated: tuple[float, ...] = (1.0,)
     biases: tuple[str, ...] = ("attention_bias",)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
@@ -69,9 +72,11 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
     """
     # How weights and KV are quantised changes nothing of what is computed: `read_model` reads it.
     config = {**config, "quantization_config": None}
-    check_neutral(config, family.keys)
+    known = [*family.fixed, *(key.name for key in family.keys)]
+    check_neutral(config, known)
+    check_neutral(config, table=family.fixed)
     if family.routes:
-        check_neutral(config, family.keys, NEUTRAL_ROUTING)
+        check_neutral(config, known, NEUTRAL_ROUTING)
     settings = read_keys(config, KEYS + family.keys)
     check_epsilons(config, settings)
     for name in ("attention_bias", "mlp_bias"):
@@ -202,6 +207,22 @@ def types_of_layers(
         names = " or ".join(map(repr, known))
         raise unsupported("layer_types", types, f"{layers} of {names}, one that attends among them")
     return types
+
+
+def of_one_axis(config: HfConfig) -> dict[str, Any]:
+    """The config of a model of texts: RoPE of several axes is that of one where a token has one
+    position on all of them.
+    """
+    told = dict(config)
+    for name in ("rope_parameters", "rope_scaling"):
+        given = told.get(name)
+        if isinstance(given, dict):
+            kept = {key: each for key, each in given.items() if key not in NEUTRAL_ROPE}
+            if given.get("mrope_section") is not None and kept.get("type") == "mrope":
+                # An older name of what has these axes and nothing else.
+                del kept["type"]
+            told[name] = kept
+    return told
 
 
 def state_dtype(settings: dict[str, Any], name: str) -> torch.dtype:

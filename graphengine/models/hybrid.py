@@ -9,7 +9,7 @@ Letters: N lanes, T tokens of a chunk, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from graphengine.kernels import (
     Residual,
     RopeConfig,
     RowFamily,
+    WeightFormat,
     embed,
     first_rows,
     linear,
@@ -131,19 +132,39 @@ class HybridConfig:
         """The same model with weights that are stored so."""
         return replace(self, forms=forms)
 
+    def parted(self, beginning: Collection[str]) -> HybridConfig:
+        """The same where these linears of gated delta nets each begin a product of their own.
+
+        beginning  names in the checkpoint; those of other blocks change nothing
+        """
+
+        def changed(prefix: str, part: Part) -> Part:
+            if not isinstance(part.block, GatedDelta):
+                return part
+            below = prefix + part.prefix
+            names = {name.removeprefix(below) for name in beginning if name.startswith(below)}
+            return part._replace(block=part.block.parted(names))
+
+        return self._with_parts(changed)
+
     def with_state_dtype(self, dtype: torch.dtype) -> HybridConfig:
         """The same with heads' states in this dtype; itself where no layer has some."""
 
-        def changed(part: Part) -> Part:
+        def changed(_: str, part: Part) -> Part:
             if isinstance(part.block, Mamba2 | GatedDelta):
                 return part._replace(block=replace(part.block, state_dtype=dtype))
             return part
 
         if not any(isinstance(part.block, Mamba2 | GatedDelta) for _, _, part in self.parts()):
             return self
-        return replace(
-            self, layers=tuple(tuple(changed(part) for part in layer) for layer in self.layers)
-        )
+        return self._with_parts(changed)
+
+    def _with_parts(self, changed: Callable[[str, Part], Part]) -> HybridConfig:
+        """The same with what `changed` makes of each part; it also gets the layer's prefix."""
+        layers: list[tuple[Part, ...]] = [() for _ in self.layers]
+        for index, prefix, part in self.parts():
+            layers[index] += (changed(prefix, part),)
+        return replace(self, layers=tuple(layers))
 
     def parts(self) -> Iterator[tuple[int, str, Part]]:
         """Each part with its layer's index, and with that layer's prefix in the checkpoint."""
@@ -201,12 +222,16 @@ class HybridConfig:
         prefixes: dict[Block, list[str]] = {}
         for _, prefix, part in self.parts():
             prefixes[part.block] = [*prefixes.pop(part.block, []), prefix + part.prefix]
-        linears = {name: each for block in prefixes for name, each in block.linears.items()}
-        formats = {
-            name: [self.forms.format_of(prefix + first) for prefix in of_block]
-            for block, of_block in prefixes.items()
-            for name, first in block.first_linears.items()
-        }
+        linears: dict[str, Linear] = {}
+        formats: dict[str, list[WeightFormat | None]] = {}
+        for block, of_block in prefixes.items():
+            # Blocks that differ in other linears may share one: the last to run has its place.
+            for name, each in block.linears.items():
+                linears.pop(name, None)
+                linears[name] = each
+            for name, first in block.first_linears.items():
+                found = [self.forms.format_of(prefix + first) for prefix in of_block]
+                formats.setdefault(name, []).extend(found)
         linears[HEAD] = Linear("sample", self.vocab_size, self.hidden_size)
         formats[HEAD] = [self.forms.format_of(HEAD)]
         return in_formats(linears, formats)

@@ -77,5 +77,5 @@ def products(block: BlockWeights) -> list[tuple[AnyWeight, Tensor | None]]:
         case SquaredReluWeights():
             return [(block.up, block.up_bias), (block.down, block.down_bias)]
         case GatedDeltaWeights():
-            return [(block.projection, None), (block.output, None)]
+            return [(weight, None) for weight in (*block.projections, block.output)]
     return [(block.projection, block.projection_bias), (block.output, block.output_bias)]

@@ -15,7 +15,7 @@ from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families import read_model_config
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.mtp import LAYOUTS, MtpConfig, MtpLayout, allocate_mtp_weights
-from graphengine.models.quantised.config import read_quantisation
+from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.filling import names_of_packed
 from graphengine.models.quantised.forms import stored_forms
 
@@ -51,7 +51,7 @@ def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
     # `_check_settings` has refused other types.
     full = settings["mtp_layer_types"] is not None
     mtp = MtpConfig.of_target(target, layout, prefixes, experts, full_attention=full)
-    quantisation = read_quantisation(checkpoint.config, checkpoint.quant_config)
+    quantisation = quantisation_of(checkpoint)
     if quantisation is not None:
         linears = allocate_mtp_weights(mtp, device="meta", dtype=torch.float32).linears()
         mtp = mtp.stored_as(stored_forms(checkpoint, quantisation, linears, may_be_plain=True))

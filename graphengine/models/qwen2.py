@@ -7,7 +7,9 @@ from graphengine.models.config_schema import HfConfig
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.llama import decoder_config
 
-DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, windows="switched")
+DEFAULTS = hf_config.FamilyDefaults(
+    max_positions=32768, windows="switched", fixed={"qkv_bias": (True,)}
+)
 
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:

@@ -7,7 +7,11 @@ from graphengine.models.config_schema import HfConfig
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.llama import decoder_config
 
-DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, head_dim=128, windows="switched")
+NORMED = {"use_qk_norm": (True,), "qk_norm": (True,)}
+"""What a config may say of the norms of queries and keys, which are always there."""
+DEFAULTS = hf_config.FamilyDefaults(
+    max_positions=32768, head_dim=128, windows="switched", fixed=NORMED
+)
 
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:

@@ -15,7 +15,6 @@ from graphengine.models.blocks.gated_delta import GatedDelta
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.config_schema import (
-    NEUTRAL_ROPE,
     QWEN3_5_KEYS,
     HfConfig,
     check_neutral,
@@ -25,7 +24,13 @@ from graphengine.models.hybrid import HybridConfig
 from graphengine.models.hybrid_parts import Part
 
 DEFAULTS = hf_config.FamilyDefaults(
-    max_positions=32_768, head_dim=256, keys=QWEN3_5_KEYS, rotated=(0.25, 0.5, 1.0)
+    max_positions=32_768,
+    head_dim=256,
+    keys=QWEN3_5_KEYS,
+    rotated=(0.25, 0.5, 1.0),
+    # The gates of the norm after a gated delta net. Those of attention go through a sigmoid, which
+    # no key says.
+    fixed={"output_gate_type": ("swish", "silu")},
 )
 # What transformers takes where the config says nothing; of other families these must be there.
 _SIZES = {
@@ -101,12 +106,8 @@ def _language_model(config: HfConfig) -> dict[str, Any]:
 
 def _plain(config: HfConfig) -> dict[str, Any]:
     """Without layer types, which are not those of other families, and without RoPE's axes."""
-    told = {name: value for name, value in config.items() if name != "layer_types"}
-    for name in ("rope_parameters", "rope_scaling"):
-        given = told.get(name)
-        if isinstance(given, dict):
-            told[name] = {key: each for key, each in given.items() if key not in NEUTRAL_ROPE}
-    return told
+    told = hf_config.of_one_axis(config)
+    return {name: value for name, value in told.items() if name != "layer_types"}
 
 
 def _layer_types(types: Any, settings: dict[str, Any]) -> list[str]:

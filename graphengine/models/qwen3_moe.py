@@ -11,10 +11,13 @@ from graphengine.models.blocks.experts import Experts
 from graphengine.models.config_schema import EXPERT_KEYS, HfConfig, unsupported
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.llama import decoder_config
+from graphengine.models.qwen3 import NORMED
 
 # transformers has so many where neither name is there.
 _EXPERTS = 128
-DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, keys=EXPERT_KEYS, routes=True)
+DEFAULTS = hf_config.FamilyDefaults(
+    max_positions=32768, keys=EXPERT_KEYS, routes=True, fixed=NORMED
+)
 
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:

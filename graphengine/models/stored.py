@@ -21,7 +21,7 @@ from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.families import read_model_config
 from graphengine.models.hybrid import HybridConfig
 from graphengine.models.kv_scales import is_kv_scale
-from graphengine.models.quantised.config import read_quantisation
+from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.filling import (
     Reader,
     dequantised_names,
@@ -31,7 +31,7 @@ from graphengine.models.quantised.filling import (
     rounding_reader,
     stored_reader,
 )
-from graphengine.models.quantised.forms import rounded_forms, stored_forms
+from graphengine.models.quantised.forms import parted_names, rounded_forms, stored_forms
 from graphengine.models.quantised.schemes import Quantisation
 from graphengine.models.weights import Destinations, StoredLinear
 
@@ -65,8 +65,8 @@ def read_model(
 
     quantize  what weights will be rounded to, and with `head` lm_head, too
 
-    Unknown keys of `config.json` are logged. ValueError says what is missing, what is
-    not supported and what contradicts.
+    Unknown keys of `config.json`, and a LoRA adapter beside it, are logged. ValueError says what is
+    missing, what is not supported and what contradicts.
     """
     config = read_model_config(checkpoint.config)
     quantisation = quantisation_of(checkpoint)
@@ -75,6 +75,8 @@ def read_model(
         for note in quantisation.notes:
             log.info("%s: %s", checkpoint.path, note)
         config = _with_own_head(checkpoint, quantisation, config)
+        if isinstance(config, HybridConfig):
+            config = config.parted(parted_names(quantisation, _meta(config).linears()))
         linears = _meta(config).linears()
         config = config.stored_as(stored_forms(checkpoint, quantisation, linears))
         packed = _meta(config).linears()
@@ -86,6 +88,12 @@ def read_model(
     unknown = unknown_keys(checkpoint.config)
     if unknown:
         log.warning("%s: config.json has unknown keys: %s", checkpoint.path, ", ".join(unknown))
+    if checkpoint.has_adapter:
+        log.warning(
+            "%s has adapter_config.json beside its weights: they are used as they are, without the "
+            "LoRA adapter",
+            checkpoint.path,
+        )
     stored = checkpoint.tensors
     used = destinations(checkpoint, _meta(config))
     used = _without(used, dequantised_names(checkpoint, packed))
@@ -132,11 +140,6 @@ def _rounded(
 def _meta(config: ModelConfig) -> ModelWeights:
     """The model's weights, of which only names, shapes and kinds are asked."""
     return config.allocate(device="meta", dtype=torch.float32)
-
-
-def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
-    """What its configs say of quantised weights. ValueError for what is not understood."""
-    return read_quantisation(checkpoint.config, checkpoint.quant_config)
 
 
 def load_weights(
@@ -209,12 +212,18 @@ def destinations(checkpoint: Checkpoint, weights: ModelWeights) -> Destinations:
     return names
 
 
-def read_eos_ids(checkpoint: Checkpoint, config: ModelConfig) -> tuple[int, ...]:
+def read_eos_ids(
+    checkpoint: Checkpoint, config: ModelConfig, of_tokenizer: int | None = None
+) -> tuple[int, ...]:
     """The end-of-sequence ids that the model can say; others are left out, with a warning.
 
-    A tokenizer may have more tokens than the model: transformers loads both.
+    They are those of the configs, and `of_tokenizer`, the id of the tokenizer's `eos_token`: a
+    checkpoint's files may each name another. A tokenizer may have more tokens than the model:
+    transformers loads both.
     """
-    ids = eos_token_ids(checkpoint)
+    ids = [*eos_token_ids(checkpoint)]
+    if of_tokenizer is not None and of_tokenizer not in ids:
+        ids.append(of_tokenizer)
     beyond = [token for token in ids if token >= config.vocab_size]
     if beyond:
         log.warning(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphengine.buckets import CaptureReport
+from graphengine.observe.processor_use import ProcessorUse
 from graphengine.observe.ring import FINISHED, KINDS, NEVER, REASONS, REPLAY, STAMPS
 from graphengine.program.graph_key import GraphKey
 
@@ -45,7 +46,8 @@ def replay_object(
     values = dict(zip(REPLAY.names or (), record.item(), strict=True))
     lanes, kind, microseconds = (values.pop(name) for name in ("lanes", "kind", "device_us"))
     skew, last = values.pop("skew_us"), values.pop("last_rank")
-    launches = {"skew_us": _known(skew), "last_rank": None if last == NEVER else last}
+    launches = {"skew_us": _known(skew), "last_rank": _counted(last)}
+    used = {name: _counted(values.pop(name)) for name in ProcessorUse._fields}
     return {
         "kind": "replay",
         **values,
@@ -54,6 +56,7 @@ def replay_object(
         "device_us": _known(microseconds),
         **{name: _since(values[name], origin) for name in STAMPS},
         **(launches if ranks > 1 else {}),
+        **used,
         "lanes": np.stack([ids[:lanes], tokens[:lanes]], axis=1).tolist(),
     }
 
@@ -67,6 +70,10 @@ def request_object(record: np.void, origin: int) -> dict[str, Any]:
 
 def _known(microseconds: float) -> float | None:
     return None if math.isnan(microseconds) else round(microseconds, 3)
+
+
+def _counted(value: int) -> int | None:
+    return None if value == NEVER else value
 
 
 def _since(time: int, origin: int) -> int | None:

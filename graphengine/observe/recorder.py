@@ -1,7 +1,8 @@
 """The recorder: what each replay did and when, in a ring that is allocated before the first replay.
 
 It is off until `engine.recorder.start()`. Then it adds a few clock reads to a step, two writes into
-the ring and two CUDA events around each replay, and never waits.
+the ring and two CUDA events around each replay, and never waits. Once a step it asks the operating
+system for how long this thread ran and how often it lost its core.
 
     engine.recorder.start()
     ...                                       # any use of the engine
@@ -42,6 +43,7 @@ from numpy.typing import NDArray
 from graphengine.buckets import CaptureReport, ReplayTimer
 from graphengine.checks import is_int
 from graphengine.observe.environment import environment
+from graphengine.observe.processor_use import UNKNOWN_USE, processor_use
 from graphengine.observe.rank_times import UNKNOWN_LAUNCH, RankTimes, WaitMeter
 from graphengine.observe.record_lines import SCHEMA, capture_object, replay_object, request_object
 from graphengine.observe.ring import (
@@ -63,8 +65,8 @@ if TYPE_CHECKING:
 
 LEAST_CAPACITY = 64
 
-_REPLAY = struct.Struct("<7q6id3q4idq")
-_COLLECTED = struct.Struct("<3q4idq")
+_REPLAY = struct.Struct("<7q6id3q4id2q2i")
+_COLLECTED = struct.Struct("<3q4id2q2i")
 _TIME = struct.Struct("<q")
 _MICROSECONDS = struct.Struct("<d")
 _FINISHED = struct.Struct("<4q4i")
@@ -121,6 +123,8 @@ class Recorder:
         self._plan = self._load = self._collect = NEVER
         self._step = NEVER
         self._starts = 0
+        self._on_host = stream is None
+        self._use, self._used_at = UNKNOWN_USE, math.nan
         self._undelivered: list[int] = []
         # Lanes seldom change, so their ids are packed once for many replays.
         self._requests, self._ids = _NO_REQUESTS, b""
@@ -145,7 +149,7 @@ class Recorder:
 
         The records of each start have its number, and no gap between tokens spans two starts.
 
-        capacity      replays to keep, each 144 bytes and 9 bytes for each slot of the engine
+        capacity      replays to keep, each 160 bytes and 9 bytes for each slot of the engine
         requests      finished requests to keep
         device_times  time each replay with a pair of CUDA events; no effect on a CPU
 
@@ -342,7 +346,7 @@ class Recorder:
             ring.memory, number % ring.capacity * ring.stride,
             self._starts, self._step, sequence, self._plan, self._load, began, launched,
             fed, index, rows, fed or live, width, kind,
-            math.nan, NEVER, NEVER, NEVER, 0, 0, 0, 0, *UNKNOWN_LAUNCH,
+            math.nan, NEVER, NEVER, NEVER, 0, 0, 0, 0, *UNKNOWN_LAUNCH, *UNKNOWN_USE,
         )  # fmt: skip
         if KINDS[kind] != "draft":
             self._launches[sequence % len(self._launches)] = (sequence, number)
@@ -368,13 +372,16 @@ class Recorder:
         if requests is not self._requests:
             self._requests = requests
             self._ids = struct.pack(f"<{len(requests)}q", *[request.id for request in requests])
+        if now != self._used_at:
+            # Replays of one step are read at the same time.
+            self._use, self._used_at = processor_use(whole=self._on_host), now
         ring, lanes = self._replays, len(requests)
         row = number % ring.capacity
         (began,) = _TIME.unpack_from(ring.memory, row * ring.stride + self._could_begin)
         _COLLECTED.pack_into(
             ring.memory, row * ring.stride + _AT["collect"],
             self._collect, nanoseconds(now), NEVER, sum(given), drafted, accepted, lanes,
-            *self._ranks.last_launch(sequence, began),
+            *self._ranks.last_launch(sequence, began), *self._use,
         )  # fmt: skip
         start = row * self._lane_ids.stride
         self._lane_ids.memory[start : start + 8 * lanes] = self._ids

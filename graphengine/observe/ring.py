@@ -49,6 +49,9 @@ REPLAY = np.dtype(
         ("lanes", "<i4"),
         ("skew_us", "<f8"),
         ("last_rank", "<i8"),
+        ("cpu_ns", "<i8"),
+        ("preempted", "<i4"),
+        ("yielded", "<i4"),
     ]
 )
 """One replay. Times are nanoseconds of `time.perf_counter_ns`, `NEVER` where one is missing.
@@ -73,6 +76,11 @@ skew_us        microseconds from the driver's launch of it until the last other 
                on a CPU began it; negative where that one was earlier. NaN if unknown, as with one
                rank
 last_rank      which rank that was; `NEVER` if unknown
+cpu_ns         for how long the thread that read its tokens had run by then, in all; `NEVER` if
+               unknown, as for the next two
+preempted      how often that thread had lost its core to others by then; on a CPU all threads of
+               the process
+yielded        how often it had given its core away by then, to sleep or to wait
 """
 
 FINISHED = np.dtype(

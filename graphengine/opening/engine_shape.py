@@ -61,7 +61,7 @@ class EngineShape:
         ladder = BucketLadder(config.max_batch, config.buckets)
         chunks = prefill_ladder(config, max_seq_len)
         if config.prefill_cut is not None:
-            PrefillCut(config.prefill_cut).check_sizes(chunks.sizes)
+            _check_cut(config, chunks, max_seq_len)
         weights = model.allocate(device="meta", dtype=dtype)
         return cls(
             model=model,
@@ -109,3 +109,14 @@ class EngineShape:
     @property
     def field_sizes(self) -> FieldSizes:
         return FieldSizes(self.config.max_batch, self.max_seq_len, self.chunk, self.dtype)
+
+
+def _check_cut(config: EngineConfig, chunks: BucketLadder, max_seq_len: int) -> None:
+    """ValueError for a `prefill_cut` of other chunks than the buckets that were given."""
+    assert config.prefill_cut is not None
+    given, most = config.prefill_buckets, config.max_prefill_tokens_per_step
+    beyond = [size for size in given if size > max_seq_len]
+    limit = f"max_seq_len={max_seq_len}" if beyond else None
+    if most is not None and most < min(max_seq_len, max(given)):
+        beyond, limit = [], f"max_prefill_tokens_per_step={most}"
+    PrefillCut(config.prefill_cut).check_sizes(chunks.sizes, beyond, limit)

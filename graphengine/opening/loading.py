@@ -15,13 +15,13 @@ from graphengine.kernels import FP8_KV, PackedWeight
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
 from graphengine.models.kv_scales import is_kv_scale
+from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.rank_cuts import cut_linears, cut_to
 from graphengine.models.ranks import of_rank
 from graphengine.models.stages import of_stage, place_of_rank, stage_of_rank
 from graphengine.models.stored import (
     destinations,
     load_weights,
-    quantisation_of,
     read_eos_ids,
     read_model,
     with_state_dtype,
@@ -86,7 +86,9 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
         checkpoint = _drawn(checkpoint, config.device)
     model = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
     model = with_state_dtype(model, config.state_dtype)
-    eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model))
+    tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
+    named = None if tokenizer is None else tokenizer.eos_token_id
+    eos_ids = config.check_eos_ids(read_eos_ids(checkpoint, model, named))
     whole, place = model, place_of_rank(share, config.pipeline_parallel)
     model = of_rank(
         whole,
@@ -95,7 +97,6 @@ def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE
         data_parallel=config.data_parallel > 1,
     )
     drafter = make_drafter(config, checkpoint, model, place.shard)
-    tokenizer = Tokenizer.from_directory(checkpoint.path) if checkpoint.has_tokenizer else None
     calibration = calibration_ids(config, model, tokenizer)
     found = Found(
         checkpoint=checkpoint,

@@ -47,10 +47,13 @@ def _check_prefixes(model: ModelConfig, config: EngineConfig, needs: DraftNeeds)
     recurrent = recurrent_states(model.states)
     # With prefixes no layer has rings.
     if config.prefix_caching and recurrent and not state_places(model, config, needs, ()):
+        why = "session_states=0 keeps none of them: that needs 1 or more"
+        if config.session_states:
+            own = len(recurrent_states(needs.states))
+            why = f"beside a drafter with {own} of its own none of them is kept"
         raise ValueError(
             f"prefix_caching=True, but a {model.architecture} has {len(recurrent)} recurrent "
-            f"states, which follow from every token of a prompt, and none are kept: that needs "
-            f"session_states above 0, and a drafter without such states"
+            f"states, which follow from every token of a prompt, and {why}"
         )
 
 

@@ -20,9 +20,10 @@ from graphengine.config import EngineConfig
 from graphengine.models.checkpoint import Checkpoint, whole_names
 from graphengine.models.contract import ModelConfig
 from graphengine.models.given_tensors import HANDED_OVER, GivenTensors
+from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.filling import rounded_names
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.stored import load_weights, quantisation_of, read_model, with_state_dtype
+from graphengine.models.stored import load_weights, read_model, with_state_dtype
 from graphengine.models.tensor_files import WEIGHT_DTYPES
 from graphengine.models.weights import Destinations, StoredLinear
 

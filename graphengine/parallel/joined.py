@@ -48,10 +48,12 @@ class Joined:
         try:
             if place.shard.ranks > 1:
                 name = f"{file}-{place.pipe.rank}"
-                self.group = self._meet(name, place.shard, memory, config, watch)
+                # Between stages, ranks on GPUs have NCCL for what is not pushed.
+                stages = config.pipeline_parallel > 1 and memory.device.type == "cuda"
+                self.group = self._meet(name, place.shard, memory, config, watch, stages=stages)
             if place.pipe.ranks > 1:
                 name = f"{file}-stages-{place.shard.rank}"
-                pipe = self._meet(name, place.pipe, memory, config)
+                pipe = self._meet(name, place.pipe, memory, config, stages=True)
                 self.stages = StageLink(pipe, config.mailbox_entries)
         except BaseException:
             self.abandon()
@@ -65,6 +67,8 @@ class Joined:
         memory: MemoryPlan,
         config: EngineConfig,
         watch: Tensor | None = None,
+        *,
+        stages: bool,
     ) -> Meeting:
         meeting = Meeting(
             file,
@@ -74,7 +78,7 @@ class Joined:
             summed_words=memory.summed_words,
             pdl=config.pdl,
             watch=watch,
-            stages=config.pipeline_parallel > 1,
+            stages=stages,
         )
         self._meetings.append(meeting)
         return meeting

@@ -1,11 +1,11 @@
 """Where ranks meet: the sum of what all have, with the same bits on each.
 
 Parts are added up in the order of the ranks, by each rank or by one that tells the others: the sum
-depends on neither the library's algorithm nor the number of rows. On a CPU gloo carries the parts,
-over sockets of the loopback interface. On GPUs kernels push them into memory that all ranks map: as
-items where they are small, such as those of a decode step, and those of a chunk with flags. Where
-memory cannot be mapped NCCL carries all, and it carries what stages pass on; it refuses ranks that
-share a GPU. Both are captured into the graphs.
+depends on neither the library's algorithm nor the number of rows. On a CPU sockets carry the parts
+(`exchange.py`), and gloo what stages pass on. On GPUs kernels push them into memory that all ranks
+map: as items where they are small, such as those of a decode step, and those of a chunk with flags.
+Where memory cannot be mapped NCCL carries all, and it carries what stages pass on; it refuses ranks
+that share a GPU. Both are captured into the graphs.
 A rank's group is its own: torch.distributed's default group stays the host program's.
 """
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -41,6 +40,7 @@ from graphengine.kernels import (
     sum_parts,
 )
 from graphengine.models.contract import AddOwn, Share, SplitStream
+from graphengine.parallel.exchange import Exchange, MeetingFailed
 from graphengine.parallel.peer_memory import PeerMemory, devices_of
 from graphengine.parallel.split_stream import GatheredStream, PushedStream
 
@@ -63,10 +63,6 @@ _LEAST_SPLIT = 2 * 2**20
 _END_LIMIT_S = 30.0
 
 
-class MeetingFailed(RuntimeError):
-    """A rank is gone, or did not come in time."""
-
-
 OPENING_LIMIT_S = 120.0
 """For which a rank waits for the others while they open."""
 
@@ -78,9 +74,10 @@ class Meeting:
     pdl     their launches may overlap the ones before
     watch   int64 [2], where kernels say that this rank has waited in vain, if another process is to
             see it; None: in memory of its own
-    stages  whether ranks on GPUs pass on what is not pushed, for which they need NCCL
+    stages  whether ranks pass on what is neither pushed nor exchanged, by NCCL or gloo
 
-    MeetingFailed where ranks share a GPU and cannot map each other's memory.
+    MeetingFailed where a rank does not come to meet on a CPU, and where ranks share a GPU and
+    cannot map each other's memory.
     """
 
     def __init__(
@@ -99,19 +96,20 @@ class Meeting:
         self.share = share
         limit = timedelta(seconds=limit_s)
         self._on_gpu, self._pdl = device.type == "cuda", pdl
-        store = torch.distributed.FileStore(file, share.ranks)  # type: ignore[attr-defined]
-        store.set_timeout(limit)
         self._memory: PeerMemory | None = None
         self._group: Any = None
+        self._exchange: Exchange | None = None
         self._ending: threading.Thread | None = None
-        self._waited_s = 0.0
         if self._on_gpu:
+            store = _store(file, share, limit)
             self._memory = PeerMemory(store, share, device, units, watch, summed_words=summed_words)
             problem = self._memory.problem
             if problem or stages:
                 self._group = _nccl_group(store, share, device, problem)
         else:
-            self._group = _gloo_group(store, share, limit)
+            self._exchange = Exchange(file, share, limit_s)
+            if stages:
+                self._group = _gloo_group(_store(file, share, limit), share, limit)
         peers = self.peers
         # For the host a NumPy view: a look at a tensor takes microseconds.
         self._watch = None if peers is None else peers.tensors.watch.numpy()
@@ -129,6 +127,8 @@ class Meeting:
     @limit_s.setter
     def limit_s(self, seconds: float) -> None:
         self._limit_s = seconds
+        if self._exchange is not None:
+            self._exchange.limit_s = seconds
         if self._watch is not None:
             self._watch[1] = int(seconds * 1e9)
 
@@ -140,7 +140,7 @@ class Meeting:
         None where that is all.
         """
         if not self._on_gpu:
-            return self._waited_s
+            return 0.0 if self._exchange is None else self._exchange.waited_s
         peers = self.peers
         return None if peers is None else peers.tensors.waited.item() / 1e9
 
@@ -151,7 +151,7 @@ class Meeting:
 
     @property
     def group(self) -> Any:
-        """Torch's, of gloo or NCCL; None where all is pushed, and once it is closed."""
+        """Torch's, of gloo or NCCL; None where there is none, and once it is closed."""
         return self._group
 
     def reduce(self, part_NH: Tensor) -> Tensor:
@@ -192,11 +192,8 @@ class Meeting:
         gathered = part_NC.new_empty((self.share.ranks, *part_NC.shape))
         if self._on_gpu:
             _nccl_gather(self._group, gathered.flatten(0, 1), part_NC).wait()
-            return gathered
-        # Gloo knows bytes of every dtype.
-        parts = list(gathered.view(torch.uint8).unbind())
-        sent = part_NC.view(torch.uint8)
-        self._finish(lambda: self._group.allgather([parts], [sent]))
+        else:
+            self._swap("gather", [part_NC] * self.share.ranks, gathered)
         return gathered
 
     def sum_own(self, parts_RNC: Tensor) -> Tensor:
@@ -208,11 +205,11 @@ class Meeting:
         if peers is not None:
             return push_own_sum(peers, parts_RNC, pdl=self._pdl)
         exchanged = torch.empty_like(parts_RNC)
-        sent, received = parts_RNC.view(torch.uint8), exchanged.view(torch.uint8)
         if self._on_gpu:
+            sent, received = parts_RNC.view(torch.uint8), exchanged.view(torch.uint8)
             self._group.alltoall_base(received, sent, [], []).wait()
         else:
-            self._finish(lambda: self._group.alltoall_base(received, sent, [], []))
+            self._swap("sum of own", parts_RNC.unbind(), exchanged)
         return sum_parts(exchanged)
 
     @property
@@ -235,14 +232,9 @@ class Meeting:
             return None
         return push_lanes(peers, lanes, pdl=self._pdl)
 
-    def _finish(self, start: Callable[[], Any]) -> None:
-        """Wait for what gloo starts. MeetingFailed where a rank is gone or does not come."""
-        began = time.perf_counter()
-        try:
-            start().wait(timedelta(seconds=self.limit_s))
-        except RuntimeError as error:
-            raise MeetingFailed(str(error).partition("\n")[0]) from error
-        self._waited_s += time.perf_counter() - began
+    def _swap(self, name: str, sent: Sequence[Tensor], received: Tensor) -> None:
+        assert self._exchange is not None, "it is closed"
+        self._exchange.swap(name, sent, received.unbind())
 
     def _pushes(self, part: Tensor) -> Peers | None:
         """With what a part is pushed; None: it is not."""
@@ -277,6 +269,8 @@ class Meeting:
             if self._ending.is_alive():
                 log.warning("NCCL has not let go of its memory within %g s", _END_LIMIT_S)
         self._group = None
+        if self._exchange is not None:
+            self._exchange.close()
         if self._memory is not None:
             self._memory.close()
 
@@ -295,6 +289,12 @@ def check_watch(watch: NDArray[np.int64], share: Share, limit_s: float) -> None:
         raise MeetingFailed(
             f"rank {share.rank} of {share.ranks} waited {limit_s:g} s for the others' parts"
         )
+
+
+def _store(file: str, share: Share, limit: timedelta) -> Any:
+    store = torch.distributed.FileStore(file, share.ranks)  # type: ignore[attr-defined]
+    store.set_timeout(limit)
+    return store
 
 
 def _gloo_group(store: Any, share: Share, limit: timedelta) -> Any:

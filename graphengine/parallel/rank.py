@@ -99,20 +99,14 @@ def run_rank(start: RankStart) -> NoReturn:
     logging.disable(logging.WARNING)
     torch.set_num_threads(start.threads)
     end = RankEnd(start.link, start.share.rank)
-    rank, code = _Rank(start, end), 0
+    rank = _Rank(start, end)
     try:
         rank.run()
         end.reach(Stage.ENDED)
     except BaseException as error:
-        code, when = 1, time.monotonic_ns()
-        if not start.spawned:
-            # The driver may not come to say it: torchrun ends all once one has.
-            traceback.print_exception(error)
-        end.fail(_described(error), when)
-        if not (start.spawned and start.driver_stays()):
-            rank.remove_folders()
+        rank.fail(error)
     # At once: nothing that is under way is waited for, and the others see that it is gone.
-    os._exit(code)
+    os._exit(0)
 
 
 def _described(error: BaseException) -> str:
@@ -129,18 +123,33 @@ class _Rank:
         # Of the driver, which removes them unless it is killed: that of the meeting, and that of
         # an update's values.
         self._folders = [Path(start.meeting).parent]
+        self._failing = threading.Lock()
 
-    def remove_folders(self) -> None:
-        """In place of a driver that is gone."""
-        for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
+    def fail(self, error: BaseException) -> NoReturn:
+        """Leave why this rank ends for the driver to read, and end the process at once.
+
+        Of two threads that fail the first one does it, and the other one stands still.
+        """
+        self._failing.acquire()
+        when = time.monotonic_ns()
+        if not self._start.spawned:
+            # The driver may not come to say it: torchrun ends all once one has.
+            traceback.print_exception(error)
+        self._end.fail(_described(error), when)
+        if not (self._start.spawned and self._start.driver_stays()):
+            # In place of a driver that is gone.
+            for folder in self._folders:
+                shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
 
     def _end_with_driver(self, opened: threading.Event) -> None:
         """Until it is set: this rank may wait for the driver inside of a library."""
         while not opened.wait(_LONG_LOOK_S):
             if not self._start.driver_is_there():
-                self.remove_folders()
-                os._exit(1)
+                self.fail(self._driver_gone())
+
+    def _driver_gone(self) -> DriverGone:
+        return DriverGone(f"the driver, process {self._start.driver}, has ended")
 
     def run(self) -> None:
         opened = threading.Event()
@@ -287,7 +296,7 @@ class _Rank:
             if idle < self._spin:
                 continue
             if not self._start.driver_is_there():
-                raise DriverGone(f"the driver, process {self._start.driver}, has ended")
+                raise self._driver_gone()
             time.sleep(_PAUSE_S if idle < _IDLE_AFTER_S else _LONG_PAUSE_S)
 
 

@@ -21,8 +21,8 @@ from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
+from graphengine.parallel.exchange import MeetingFailed
 from graphengine.parallel.link import ALL, DriverEnd, Kind, LinkMemory, Stage
-from graphengine.parallel.meeting import MeetingFailed
 from graphengine.parallel.processes import RankProcess, SpawnedRank, check_may_start
 from graphengine.parallel.rank import RankStart, run_rank
 from graphengine.parallel.torchrun import lead
@@ -267,7 +267,7 @@ class Ranks:
                 break
             time.sleep(_PAUSE_S)
         if reason is None and about_ranks:
-            return f"ranks did not come within {self._limit:g} s: {self._progress()}"
+            return f"ranks did not come within {self._limit:g} s: {self._progress()}; {error}"
         return reason
 
     def _failure(self, *, consequences: bool = True) -> str | None:
@@ -278,12 +278,14 @@ class Ranks:
         """
         reasons: list[tuple[bool, int, str]] = []
         for rank, process in enumerate(self._processes, start=1):
+            # First: what it has said before it ended is there when it is looked for.
+            ending = process.ending()
             if self._end.stage(rank) is Stage.FAILED:
                 text = self._end.text(rank)
                 follows = text.startswith(MeetingFailed.__name__)
                 what = f"{self._named(rank)} failed: {text}"
                 reasons.append((follows, self._end.failed_at(rank), what))
-            elif (ending := process.ending()) is not None:
+            elif ending is not None:
                 what = f"{self._named(rank)} {ending}"
                 reasons.append((False, 0, what + self._unguarded(rank)))
         follows, _, reason = min(reasons, default=(True, 0, None))

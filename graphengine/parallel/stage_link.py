@@ -8,6 +8,8 @@ prompt while the stage after it is busy.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 
 from graphengine.models.stages import rank_of_stage, stage_of_rank
-from graphengine.parallel.meeting import Meeting, MeetingFailed
+from graphengine.parallel.exchange import MeetingFailed
+from graphengine.parallel.meeting import Meeting
 
 
 class StageLink:
@@ -32,8 +35,8 @@ class StageLink:
         if meeting.group is None:
             raise MeetingFailed(f"{self.share.ranks} stages need a GPU each: they share one")
         self._most = in_flight
-        # With their tensors, which a CPU reads while they are under way.
-        self._sent: deque[tuple[Any, Tensor]] = deque()
+        # With the stages and tensors, which a CPU reads while they are under way.
+        self._sent: deque[tuple[Any, int, Tensor]] = deque()
 
     def receive(self, tensor: Tensor) -> None:
         """Wait for what the stage before sends. MeetingFailed on a CPU."""
@@ -54,32 +57,41 @@ class StageLink:
 
     def receive_from(self, stage: int, tensor: Tensor) -> None:
         """Wait for what this stage sends, which is of this shape and dtype."""
-        try:
+        with self._explained(f"what stage {stage} sends", tensor):
             work = self._meeting.group.recv(
                 [_bytes(tensor)], rank_of_stage(stage, self.share.ranks), 0
             )
             self._wait(work, tensor)
-        except RuntimeError as error:
-            raise _failed(error) from error
 
     def send_to(self, stage: int, tensor: Tensor) -> None:
         """Send to this stage, without a wait for it; nobody changes the tensor afterwards."""
-        tensor = tensor.contiguous()
-        try:
-            sent = _bytes(tensor)
+        sent = _bytes(tensor.contiguous())
+        with self._explained(f"stage {stage} to take a tensor", sent):
             work = self._meeting.group.send([sent], rank_of_stage(stage, self.share.ranks), 0)
             if tensor.device.type == "cuda":
                 self._wait(work, sent)
                 return
-            self._sent.append((work, sent))
-            while len(self._sent) > self._most:
-                self._wait(*self._sent.popleft())
-        except RuntimeError as error:
-            raise _failed(error) from error
+        self._sent.append((work, stage, sent))
+        while len(self._sent) > self._most:
+            oldest, stage, sent = self._sent.popleft()
+            with self._explained(f"stage {stage} to take a tensor", sent):
+                self._wait(oldest, sent)
 
     def close(self) -> None:
         """Forget what is under way, so that the meeting's threads end with it."""
         self._sent.clear()
+
+    @contextmanager
+    def _explained(self, what: str, tensor: Tensor) -> Iterator[None]:
+        """Inside, an error of gloo or NCCL becomes a MeetingFailed with what was waited for."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise MeetingFailed(
+                f"stage {self.share.rank} of {self.share.ranks} waited, for at most "
+                f"{self._meeting.limit_s:g} s, for {what}, {tensor.nbytes} bytes: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error
 
     def _wait(self, work: Any, tensor: Tensor) -> None:
         """Wait for what was done with a tensor; of a GPU the current stream waits, and no host."""
@@ -93,7 +105,3 @@ class StageLink:
 def _bytes(tensor: Tensor) -> Tensor:
     """The same memory, as gloo knows it of every dtype."""
     return tensor.view(torch.uint8)
-
-
-def _failed(error: RuntimeError) -> MeetingFailed:
-    return MeetingFailed(str(error).partition("\n")[0])

@@ -267,7 +267,10 @@ class StepProgram:
             self.logits_step.note_prompt(chunk)
             processed = self.logits_step.process(logits, lane)
         sampled = sample(logits, slot, position, self.sampling)
-        flags = commit_prefill(self.state, sampled, slot, start, count, final, self.stopping)
+        sequences = None if processed is None else self.logits_step.stops
+        flags = commit_prefill(
+            self.state, sampled, slot, start, count, final, self.stopping, sequences
+        )
         publish(self.mailbox.tensor, self.state, sampled, flags, slot)
         if processed is not None:
             self.logits_step.report(processed, sampled, flags & EMITTED)

@@ -96,7 +96,7 @@ def make_processing(
             )
         _check_count("prompt_logprobs", params.prompt_logprobs, "max_logprobs", config)
         values["prompt_logprobs_wanted"] = params.prompt_logprobs
-    if sequences := [ids for ids in params.stop_token_sequences if len(ids) > 1]:
+    if sequences := params.stop_token_sequences:
         for ids in sequences:
             _check_tokens("stop_token_sequences", ids, config.max_stop_sequence_tokens, vocabulary)
         _check_count("stop_token_sequences", len(sequences), "max_stop_sequences", config)
@@ -125,11 +125,6 @@ def check_something_is_left(
         raise ValueError(
             f"allowed_token_ids={allowed!r} leave no token to begin with: {who} ban them"
         )
-
-
-def single_stop_ids(params: SamplingParams) -> tuple[int, ...]:
-    """Stop sequences of one token, which become ordinary stop ids."""
-    return tuple(ids[0] for ids in params.stop_token_sequences if len(ids) == 1)
 
 
 def processing_fields(
@@ -233,9 +228,7 @@ def _bitmask(ids: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
 def _bad_words(
     params: SamplingParams, vocabulary: int, tokenizer: Tokenizer | None, config: EngineConfig
 ) -> list[Sequence[int]]:
-    """The token sequences that bad words expand to, as vLLM makes them: each word as it is, and
-    after a space where that makes another first token and no longer sequence.
-    """
+    """The token sequences that bad words expand to."""
     found: list[Sequence[int]] = []
     for word in params.bad_words or ():
         if not isinstance(word, str):
@@ -245,20 +238,38 @@ def _bad_words(
             raise ValueError(
                 f"bad_words hold {word!r}, but the checkpoint has no tokenizer.json: give token ids"
             )
-        bare, spaced = (
-            tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)
-            for prefix in ("", " ")
-        )
-        if not bare:
+        forms = _forms_of_word(word, tokenizer)
+        if not forms:
             raise ValueError(f"bad_words hold {word!r}, which comes to no token")
-        found.append(bare)
-        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
-            found.append(spaced)
+        found += forms
     found = list(dict.fromkeys(map(tuple, found)))
     for ids in found:
         _check_tokens("bad_words", ids, config.max_bad_word_tokens, vocabulary)
     _check_count("bad_words", len(found), "max_bad_words", config)
     return found
+
+
+def _forms_of_word(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """The tokens of a word with and without a space before it, at the beginning of a text and
+    inside one. (vLLM drops the form with a space where the two differ in length.)
+
+    A form that ends with another is left out: that one bans its last token already.
+    """
+    bare = word.lstrip(" ") or word
+    forms = [
+        tuple(encode(text))
+        for encode in (
+            partial(tokenizer.encode, add_special_tokens=False),
+            tokenizer.encode_inside,
+        )
+        for text in (bare, f" {bare}")
+    ]
+    known = {*forms}
+    return [
+        form
+        for form in dict.fromkeys(forms)
+        if form and not any(form[start:] in known for start in range(1, len(form)))
+    ]
 
 
 def _from_the_end(sequences: Sequence[Sequence[int]], width: int) -> list[list[int]]:

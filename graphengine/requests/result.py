@@ -41,7 +41,10 @@ class Timings:
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability and its rank; rank 1 is the most probable token."""
+    """A token's log-probability and its rank: 1, and one more for each token that is more probable.
+
+    Equal tokens share a rank; the most probable ones have 1.
+    """
 
     logprob: float
     rank: int

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 class Stops:
     """The stop tokens of one request.
 
-    ids        every id that ends it, for the device
+    ids        every single id that ends it, for the device
     eos_ids    those of `ids` that come from the checkpoint
     tokens     those of `ids` that its caller named as single tokens
-    sequences  its caller's stop sequences; `ids` has those of one token, too
+    sequences  its caller's stop sequences
     in_text    whether a stop token is part of the text that it ends; sequences always are
     """
 

@@ -29,17 +29,20 @@ __tracebackhide__ = hide_frame
 class PointerCheck:
     """What `assert_pointers_stable` returns: remembers where tensors are, and checks again."""
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, buffers: Buffers | Callable[[], Buffers]) -> None:
         self._buffers = buffers
-        self._places = _places(buffers)
-        if not self._places:
+        tensors = _read(buffers)
+        self._places = _places(tensors)
+        if not tensors:
             raise ValueError("no buffers to watch")
-        if not any(tensor.numel() for tensor in named_tensors(buffers).values()):
-            raise ValueError(f"no buffers to watch: all {len(self._places)} have 0 elements")
+        if not any(tensor.numel() for tensor in tensors.values()):
+            raise ValueError(f"no buffers to watch: all {len(tensors)} have 0 elements")
+        # While it is held, no other tensor can be given the same address.
+        self._memory = [tensor.untyped_storage() for tensor in tensors.values()]
 
     def check(self) -> None:
         """GraphCheckError if a tensor has moved or changed."""
-        now = _places(self._buffers)
+        now = _places(_read(self._buffers))
         changes = [
             f"{name} was {place}, is {now.get(name, 'gone')}"
             for name, place in self._places.items()
@@ -64,25 +67,36 @@ class PointerCheck:
             self.check()
 
 
-def assert_pointers_stable(buffers: Buffers) -> PointerCheck:
+def assert_pointers_stable(buffers: Buffers | Callable[[], Buffers]) -> PointerCheck:
     """Remembers address, shape, strides and dtype of the tensors, all of which a graph freezes.
 
     Call it right after a capture: `check()` of the returned object raises GraphCheckError, with old
     and new address, if a tensor has moved or changed since then. So does the end of a `with` block:
 
-        with assert_pointers_stable({"x": x}):
+        with assert_pointers_stable(lambda: {"x": runner.x, "y": runner.y}):
             serve(...)
 
-    `buffers` is read again each time: give the object that the program itself uses (a module, its
-    dictionary of tensors), so that a replaced tensor can be seen.
+    `buffers` is read again each time. A function is called again and names the tensors that the
+    program uses now, so a tensor that was replaced is seen (`runner.x = torch.zeros(8)`). It is
+    also seen in a module, in StaticBuffers and in the dictionary in which the program itself keeps
+    its tensors. A dictionary made for this call holds on to the old tensors: there, only what
+    changes these is seen, such as `x.data = ...`, `x.resize_()` or `x.t_()`.
+
+    The old memory is kept as long as the returned object, so that nothing else gets its address.
     """
     return PointerCheck(buffers)
 
 
-def _places(buffers: Buffers) -> dict[str, str]:
+def _read(buffers: Buffers | Callable[[], Buffers]) -> dict[str, torch.Tensor]:
+    if callable(buffers) and not isinstance(buffers, torch.nn.Module):
+        return named_tensors(buffers())
+    return named_tensors(buffers)
+
+
+def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {
         name: f"{describe(tensor)} with strides {list(tensor.stride())} at {tensor.data_ptr():#x}"
-        for name, tensor in named_tensors(buffers).items()
+        for name, tensor in tensors.items()
     }
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-from graphengine.buckets import CapturedGraph, StaticBuffers
+from graphengine.buckets import CapturedGraph
 from graphengine.testing.arguments import integers, number, require_callable
 from graphengine.testing.errors import GraphCheckError, hide_frame
+from graphengine.testing.filling import Fill, drawing
 from graphengine.testing.regions import most_lanes
 from graphengine.testing.tensors import (
     Buffers,
@@ -19,9 +20,11 @@ from graphengine.testing.tensors import (
     describe,
     describe_difference,
     differing,
+    is_static,
     named_tensors,
     outside_of,
     random_state_kept,
+    require_repeatable,
     require_writable,
     restore,
     returned_tensors,
@@ -34,9 +37,6 @@ __tracebackhide__ = hide_frame
 # Upper limit of a tolerance: with an infinite one, everything would be equal.
 _LARGEST = sys.float_info.max
 
-Fill = Callable[[int, int | None], object]
-"""Called with a seed and a live size (None without live sizes): writes a step's inputs."""
-
 
 def assert_replay_matches_eager(
     step: Callable[[], object],
@@ -45,6 +45,7 @@ def assert_replay_matches_eager(
     graph: Replayable | Callable[[], object] | None = None,
     returned: object = None,
     fill: Fill | None = None,
+    draw: Mapping[str, range | None] | None = None,
     seeds: Iterable[int] = (0, 1, 2),
     live_sizes: Iterable[int] | None = None,
     rtol: float = 0.0,
@@ -66,15 +67,18 @@ def assert_replay_matches_eager(
 
     `fill(seed, live)` writes the inputs, in place, and everything else that the step reads: a
     Python number that is frozen in the graph shows when it changes between two seeds. By default,
-    floating-point tensors are drawn from a normal distribution and others left alone, since only
-    the caller knows which integers are valid. For `StaticBuffers` the default fills the host-owned
-    fields, whose lanes from `live` on get the pad value. In both runs torch's random numbers start
-    from the seed.
+    floating-point tensors are drawn from a normal distribution. Which integers are valid only the
+    caller knows: `draw` gives a range for each buffer of integers (or bools), as in
+    `draw={"ids": range(vocabulary), "tokens": None}`. None leaves a buffer as it is, for what is
+    constant or only written: a graph that reads a copy of it is not seen. In `StaticBuffers`, the
+    lanes of host-owned fields from `live` on get the pad value. In both runs torch's random numbers
+    start from the seed.
 
     Bits are compared unless `rtol` or `atol` allow a difference (see `torch.isclose`); a NaN equals
     one with the same bits. ValueError if there is nothing to compare, if the step returns tensors
-    that are in no buffer and the replay returns none, and for live sizes without a `fill` that
-    knows what they mean.
+    that are in no buffer and the replay returns none, for integers without `fill` and `draw`, for
+    live sizes without a `fill` that knows what they mean, and where the step itself does not leave
+    the same when it is called again.
     """
     require_callable("step", step)
     _require_graph(graph, returned)
@@ -86,16 +90,19 @@ def assert_replay_matches_eager(
     number("atol", atol, most=_LARGEST)
     if fill is None:
         if live_sizes is not None:
-            if not isinstance(buffers, StaticBuffers):
+            if not is_static(buffers):
                 raise ValueError(
                     f"live_sizes={list(sizes)} without fill: which lanes of a buffer are live is "
                     "known of StaticBuffers only"
                 )
             integers("live_sizes", sizes, most=most_lanes(buffers))
-        fill = functools.partial(_fill, buffers)
+    elif draw is not None:
+        raise ValueError(f"{draw=} with `fill`: the buffers are filled by one of the two")
     tensors = named_tensors(buffers)
+    fill = fill or drawing(buffers, tensors, draw or {}, seeds)
     require_writable(tensors)
     original = save(tensors)
+    first = True
     with random_state_kept(), _replaying(step, tensors, graph, returned) as replay:
         try:
             for seed in seeds:
@@ -104,7 +111,10 @@ def assert_replay_matches_eager(
                     torch.manual_seed(seed)
                     fill(seed, live)
                     where = f"seed {seed}" + (f", live size {live}" if live is not None else "")
-                    _compare_once(step, replay, tensors, seed, where, rtol=rtol, atol=atol)
+                    _compare_once(
+                        step, replay, tensors, seed, where, twice=first, rtol=rtol, atol=atol
+                    )
+                    first = False
         finally:
             restore(tensors, original)
 
@@ -128,15 +138,23 @@ def _compare_once(
     seed: int,
     where: str,
     *,
+    twice: bool,
     rtol: float,
     atol: float,
 ) -> None:
+    """Compare a call of the step with a replay; before that, if `twice`, with another call."""
     filled = save(tensors)
     torch.manual_seed(seed)
     left = returned_tensors(run_and_wait(step))
     unseen = outside_of(tensors, left)
     expected_returned, expected = save(left), save(tensors)
     restore(tensors, filled)
+    if twice:
+        torch.manual_seed(seed)
+        again = returned_tensors(run_and_wait(step))
+        before, after = {**expected_returned, **expected}, {**again, **tensors}
+        require_repeatable("step", before, after, rtol=rtol, atol=atol)
+        restore(tensors, filled)
     torch.manual_seed(seed)
     actual_returned = returned_tensors(run_and_wait(replay))
     # A step that writes into buffers may return them by the way; the graph's side decides.
@@ -206,29 +224,6 @@ def _replaying(
 def _replay(graph: Replayable, returned: object) -> object:
     graph.replay()
     return returned
-
-
-def _fill(buffers: Buffers, seed: int, live: int | None) -> None:
-    """The default `fill`; torch is seeded already."""
-    if not isinstance(buffers, StaticBuffers):
-        for tensor in named_tensors(buffers).values():
-            _draw(tensor)
-        return
-    for field in buffers.fields:
-        if field.owner == "host":
-            lanes = buffers[field.name]
-            _draw(lanes)
-            if live is not None and lanes.dim():
-                lanes[live:] = field.pad
-
-
-def _draw(tensor: torch.Tensor) -> None:
-    if not tensor.is_floating_point():
-        return
-    if tensor.element_size() > 1:
-        tensor.detach().normal_()
-    else:  # none of torch's kernels draws numbers of one byte
-        tensor.detach().copy_(torch.randn(tensor.shape, device=tensor.device))
 
 
 def _names(tensors: dict[str, torch.Tensor]) -> str:

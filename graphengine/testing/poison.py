@@ -20,6 +20,7 @@ from graphengine.testing.tensors import (
     named_tensors,
     outside_of,
     random_state_kept,
+    require_repeatable,
     require_writable,
     restore,
     returned_tensors,
@@ -60,6 +61,7 @@ POISONS = (
     Poison(name="-inf, smallest", floating=-math.inf, integer=-(2**63)),
     Poison(name="1e30, 10**9", floating=1e30, integer=10**9),
 )
+"""What `poison_padding` writes into padding, one after the other."""
 
 
 # Any seed will do.
@@ -77,11 +79,18 @@ def poison_padding(
 ) -> None:
     """GraphCheckError if the contents of padding change anything that is not padding.
 
-    `run` (a step, or `graph.replay`) is called once with the buffers as they are, and once for each
-    poison with the padding overwritten. The contents of all buffers outside the padding must have
-    the same bits each time. At the end the buffers hold what they held before. Returned values are
-    not compared, so it has to write its results into buffers: ValueError for a returned tensor that
-    is not part of one. Torch's random numbers start from the same seed each time.
+    `run` (a step, or `graph.replay`) is called twice with the buffers as they are, and once for
+    each poison with the padding overwritten. The contents of all buffers outside the padding must
+    have the same bits each time. At the end the buffers hold what they held before. Returned values
+    are not compared, so it has to write its results into buffers: ValueError for a returned tensor
+    that is not part of one. Torch's random numbers start from the same seed each time.
+
+    ValueError if the first two calls differ: state that `run` changes has to be among the buffers.
+    GraphCheckError if it writes nothing outside the padding, as an empty graph does. Where the
+    first call changes nothing, since all results are in their place already, each buffer of
+    floating-point numbers is spoilt in its last bits, until a call writes one anew. Integers may be
+    indices and are not spoilt: for a step that writes nothing else, let its outputs hold something
+    else beforehand.
 
     `padding` names, for each buffer, the part that is padding: lanes of an input past the live
     ones, tails such as the unused end of a block table, and lanes of an output that are never read.
@@ -107,6 +116,11 @@ def poison_padding(
                 canaries.check("without poison")
             _require_in_buffers(tensors, result)
             clean = save(tensors)
+            restore(tensors, original)
+            torch.manual_seed(_SEED)
+            run_and_wait(run)
+            require_repeatable("run", clean, tensors, masks=masks)
+            _require_writes(run, tensors, original, clean, masks)
             for poison in poisons:
                 restore(tensors, original)
                 for name, mask in masks.items():
@@ -137,6 +151,43 @@ def _require_in_buffers(tensors: Mapping[str, torch.Tensor], result: object) -> 
             f"`run` returned tensors that are in no buffer and would not be compared: {named}; "
             "write results into a buffer, as in `lambda: y.copy_(model(x))`"
         )
+
+
+def _require_writes(
+    run: Callable[[], object],
+    tensors: Mapping[str, torch.Tensor],
+    original: Mapping[str, torch.Tensor],
+    clean: Mapping[str, torch.Tensor],
+    masks: Mapping[str, torch.Tensor],
+) -> None:
+    """GraphCheckError unless `run`, which turns `original` into `clean`, writes what is live."""
+
+    def changed(name: str, before: torch.Tensor, after: torch.Tensor) -> bool:
+        wrong = differing(before, after)
+        return bool((wrong & ~masks[name] if name in masks else wrong).any())
+
+    if any(changed(name, original[name], clean[name]) for name in tensors):
+        return
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            restore(tensors, original)
+            _spoil(tensor)
+            (spoilt,) = save({name: tensor}).values()
+            torch.manual_seed(_SEED)
+            run_and_wait(run)
+            if changed(name, spoilt, tensor):
+                return
+    raise GraphCheckError(
+        f"`run` was not seen to write anything outside of the padding: {', '.join(tensors)} hold "
+        "what they held before. If it writes only integers, and these were in their place already, "
+        "let them hold something else beforehand, as by `tokens.fill_(-1)`"
+    )
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    """Flip the last bit of each number, which an input may well bear."""
+    numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+    bits(numbers).bitwise_xor_(1)
 
 
 def fill(tensor: torch.Tensor, mask: torch.Tensor, poison: Poison) -> None:

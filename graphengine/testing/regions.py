@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import EllipsisType
+from typing import TYPE_CHECKING
 
 import torch
 
-from graphengine.buckets import StaticBuffers
 from graphengine.testing.arguments import integer
-from graphengine.testing.tensors import Buffers, describe
+from graphengine.testing.tensors import Buffers, describe, is_static
+
+if TYPE_CHECKING:
+    from graphengine.buckets import StaticBuffers
 
 Region = slice | torch.Tensor | EllipsisType | tuple[slice | int | EllipsisType, ...]
 """Indexes a tensor: a slice of its lanes, a bool mask, a tuple such as `(..., slice(5, None))`."""
@@ -43,7 +46,7 @@ def padding_masks(
 def _past_live(buffers: Buffers, live: int | Mapping[str, int] | None) -> dict[str, Region]:
     if live is None:
         return {}
-    if not isinstance(buffers, StaticBuffers):
+    if not is_static(buffers):
         raise ValueError(f"{live=}: lanes are known of StaticBuffers only, so give `padding`")
     if isinstance(live, Mapping):
         lanes = {field.name: lanes_of(buffers, field.name) for field in buffers.fields}

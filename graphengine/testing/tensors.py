@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard
 
 import torch
 
-from graphengine.buckets import StaticBuffers
 from graphengine.testing.arguments import require_end
 
-Buffers = Mapping[str, torch.Tensor] | StaticBuffers | torch.nn.Module
+if TYPE_CHECKING:
+    from graphengine.buckets import StaticBuffers
+
+Buffers: TypeAlias = "Mapping[str, torch.Tensor] | StaticBuffers | torch.nn.Module"
 """Tensors by name: a mapping, static buffers by field, or a module's parameters and buffers."""
 
 
@@ -22,9 +25,15 @@ class Replayable(Protocol):
     def replay(self) -> object: ...
 
 
+def is_static(buffers: object) -> TypeGuard[StaticBuffers]:
+    """Whether they are StaticBuffers. Their module needs numpy, so it is not imported to ask."""
+    static = sys.modules.get("graphengine.buckets.static")
+    return static is not None and isinstance(buffers, static.StaticBuffers)
+
+
 def named_tensors(buffers: Buffers) -> dict[str, torch.Tensor]:
     """The tensors that `buffers` holds now, not copied; ValueError for other objects."""
-    if isinstance(buffers, StaticBuffers):
+    if is_static(buffers):
         return {field.name: buffers[field.name] for field in buffers.fields}
     if isinstance(buffers, torch.nn.Module):
         return {**dict(buffers.named_parameters()), **dict(buffers.named_buffers())}
@@ -184,6 +193,36 @@ def differing(
         pair = torch.view_as_real(expected), torch.view_as_real(actual)
         return differing(*pair).any(-1)
     return bits(expected.contiguous()) != bits(actual.contiguous())
+
+
+def require_repeatable(
+    what: str,
+    first: Mapping[str, torch.Tensor],
+    second: Mapping[str, torch.Tensor],
+    *,
+    masks: Mapping[str, torch.Tensor] | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> None:
+    """ValueError if two calls of `what` from the same buffers left other values in a tensor.
+
+    `masks` say where tensors may differ. Of names that only one call left nothing is said.
+    """
+    for name in first.keys() & second.keys():
+        if describe(first[name]) != describe(second[name]):
+            continue
+        wrong = differing(first[name], second[name], rtol=rtol, atol=atol)
+        if masks and name in masks:
+            wrong &= ~masks[name]
+        if wrong.any():
+            sides = "the first", "the second"
+            text = describe_difference(name, first[name], second[name], wrong, sides=sides)
+            raise ValueError(
+                f"`{what}` is not repeatable, so nothing can be said about it: two calls, each "
+                f"with the buffers as they were, differ in {text}. If it keeps state in a tensor "
+                "that is not among the buffers, name that, too; if it draws random numbers from a "
+                "generator of its own, let it seed that"
+            )
 
 
 def describe_difference(

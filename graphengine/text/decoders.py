@@ -51,17 +51,24 @@ class Stage(Protocol):
 
 
 class Pipeline:
-    """The stages of a library's decoder. ValueError and panics of the library pass through."""
+    """The stages of a library's decoder. ValueError and panics of the library pass through.
 
-    def __init__(self, library: tokenizers.Tokenizer) -> None:
+    continues  whether the text follows other text: no stage does what it does at the beginning of
+               one. Members that are not known here and regular expressions see only the new text
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, *, continues: bool = False) -> None:
         self._stages: list[Stage] = []
         members = decoder_members(library)
+        begins = first = not continues
         for index, member in enumerate(members):
-            stage = _make_stage(member)
+            stage = _make_stage(member, first=first, begins=begins)
             self._stages.append(_Held(members[index:]) if stage is None else stage)
             if stage is None:
                 break
-        self._stages = self._stages or [_Spaced()]
+            # The one text of these begins with what came before.
+            first |= isinstance(stage, _Joined)
+        self._stages = self._stages or [_Spaced(first=not continues)]
         self._began = False
 
     def push(self, token: str) -> str:
@@ -98,25 +105,31 @@ def _flatten(description: dict[str, Any]) -> Iterable[dict[str, Any]]:
         yield from _flatten(member)
 
 
-def _make_stage(member: dict[str, Any]) -> Stage | None:
-    """The stage of this member; None for an unknown kind."""
+def _make_stage(member: dict[str, Any], *, first: bool, begins: bool) -> Stage | None:
+    """The stage of this member; None for an unknown kind.
+
+    first   whether the text that comes next is the first of the list
+    begins  whether the next piece of a text in pieces is the first of that text
+    """
     match member:
         case {"type": "ByteLevel"}:
-            return _ByteLevel()
+            return _ByteLevel(begins=begins)
         case {"type": "ByteFallback"}:
             return _ByteFallback()
         case {"type": "Fuse"}:
-            return _Fuse()
+            return _Fuse(begins=begins)
         case {"type": "Metaspace", "replacement": replacement, "prepend_scheme": scheme}:
-            return _Metaspace(replacement, drops_first=scheme != "never")
+            return _Metaspace(replacement, drops_first=first and scheme != "never")
         case {"type": "Strip", "content": content, "start": start, "stop": stop}:
-            return _Strip(content, start, stop)
+            return _Strip(content, start, stop, begins=begins)
         case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
-            return _Replace(pattern, content) if pattern else _Whole(decoders.Replace("", content))
+            if not pattern:
+                return _Whole(decoders.Replace("", content))
+            return _Replace(pattern, content, begins=begins)
         case {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}:
             return _Whole(decoders.Replace(tokenizers.Regex(pattern), content))
         case {"type": "WordPiece", "prefix": prefix, "cleanup": cleanup}:
-            return _WordPiece(decoders.WordPiece(prefix=prefix, cleanup=cleanup))
+            return _WordPiece(decoders.WordPiece(prefix=prefix, cleanup=cleanup), first=first)
         case {"type": "BPEDecoder", "suffix": suffix}:
             return _Suffixed(suffix)
         case {
@@ -157,7 +170,9 @@ class _Whole:
 class _WordPiece(_Whole):
     """All texts but the first get a space in front, or lose their prefix."""
 
-    _first = True
+    def __init__(self, member: Any, *, first: bool) -> None:
+        super().__init__(member)
+        self._first = first
 
     def take(self, text: str) -> Iterable[Piece]:
         texts = [text] if self._first else ["", text]
@@ -205,10 +220,9 @@ class _Suffixed(_Whole):
 class _Spaced(_Whole):
     """No decoder: the texts are joined with spaces."""
 
-    _first = True
-
-    def __init__(self) -> None:
+    def __init__(self, *, first: bool) -> None:
         super().__init__(None)
+        self._first = first
 
     def take(self, text: str) -> Iterable[Piece]:
         text = text if self._first else f" {text}"
@@ -219,9 +233,9 @@ class _Spaced(_Whole):
 class _Joined(_Whole):
     """A member that makes one text of all texts; it begins with the first piece that has text."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, begins: bool) -> None:
         super().__init__(None)
-        self._begun = False
+        self._begun = not begins
 
     def grow(self, text: str) -> list[Piece]:
         """More of the one text."""
@@ -245,8 +259,8 @@ class _Fuse(_Joined):
 
 
 class _ByteLevel(_Joined):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, begins: bool) -> None:
+        super().__init__(begins=begins)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, text: str) -> Iterable[Piece]:
@@ -315,10 +329,10 @@ class _Metaspace:
 class _Replace:
     """A string that is not empty is replaced, from left to right."""
 
-    def __init__(self, pattern: str, content: str) -> None:
+    def __init__(self, pattern: str, content: str, *, begins: bool) -> None:
         self._pattern = pattern
         self._content = content
-        self._begins = True
+        self._begins = begins
         self._rest = ""
 
     def push(self, piece: Piece) -> Iterable[Piece]:
@@ -343,14 +357,14 @@ class _Replace:
 class _Strip:
     """The content is stripped up to `start` times at the beginning and `stop` times at the end."""
 
-    def __init__(self, content: str, start: int, stop: int) -> None:
+    def __init__(self, content: str, start: int, stop: int, *, begins: bool) -> None:
         self._content = content
         self._start = start
         self._stop = stop
         self._member = decoders.Strip(content, start, stop)
         # For a text in pieces: whether it had other characters yet, how often the content stood at
         # its beginning, then at its end, and how many of those were passed on.
-        self._inside = False
+        self._inside = not begins
         self._count = 0
         self._passed = 0
 

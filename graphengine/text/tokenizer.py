@@ -13,6 +13,7 @@ from typing import Self
 import tokenizers
 
 from graphengine.text.chat import ChatTemplate, Messages, Tools
+from graphengine.text.continuing import continuing
 from graphengine.text.decoders import (
     REPLACEMENT,
     Pipeline,
@@ -47,6 +48,8 @@ class Tokenizer:
         library.no_truncation()
         library.no_padding()
         self._library = library
+        # What encodes text that follows text, and text that follows an added token; made when used.
+        self._continuing: dict[bool, tokenizers.Tokenizer] = {}
         self.special_tokens = dict(special_tokens or {})
         self._templates = {
             name: ChatTemplate(source) for name, source in (chat_templates or {}).items()
@@ -54,6 +57,7 @@ class Tokenizer:
         self._affixes = self._explicit_affixes(add_bos, add_eos)
 
         added = library.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         kinds = [member["type"] for member in decoder_members(library)]
         self.is_byte_level = kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}
@@ -127,14 +131,7 @@ class Tokenizer:
                             and the configuration say, as in Megatron's text generation controller;
                             None: it is left as it is. ValueError for True without a BOS
         """
-        if not isinstance(text, str):
-            raise ValueError(f"text to encode must be a string, got {text!r}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"text to encode has a lone surrogate {text[error.start]!r} at {error.start}"
-            ) from error
+        _check_text(text)
         if self._affixes is None or not add_special_tokens:
             ids = self._encoding(text, add_special_tokens).ids
         else:
@@ -142,9 +139,37 @@ class Tokenizer:
             ids = [*before, *self._encoding(text, False).ids, *after]
         return ids if add_bos is None else self._with_bos(ids, add_bos)
 
-    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
+        """Token ids of `text` where it follows the tokens `before`, without special tokens.
+
+        After text no space is put before it that belongs to the beginning of a text alone. An id
+        below 0 stands for an embedding.
+        """
+        if not self.has_text(before, self.special_ids):
+            return self.encode(text, add_special_tokens=False)
+        return self.encode_inside(text, after_added=before[-1] < 0 or before[-1] in self._added_ids)
+
+    def encode_inside(self, text: str, *, after_added: bool = False) -> list[int]:
+        """Token ids of `text` in the middle of another; `continuing` has `after_added`."""
+        _check_text(text)
+        if after_added not in self._continuing:
+            made = continuing(self._library, after_added=after_added)
+            self._continuing[after_added] = made
+        return self._encoding(text, False, self._continuing[after_added]).ids
+
+    def has_text(self, ids: Sequence[int], hidden: Collection[int]) -> bool:
+        """Whether one of `ids` has text: neither a hidden token nor an embedding, below 0."""
+        return any(
+            token >= 0 and token not in hidden and self.id_to_token(token) is not None
+            for token in reversed(ids)
+        )
+
+    def _encoding(
+        self, text: str, add_special_tokens: bool, library: tokenizers.Tokenizer | None = None
+    ) -> tokenizers.Encoding:
+        library = self._library if library is None else library
         with library_errors(f"a text of {len(text)} characters cannot be encoded"):
-            return self._library.encode(text, add_special_tokens=add_special_tokens)
+            return library.encode(text, add_special_tokens=add_special_tokens)
 
     def _with_bos(self, ids: list[int], wanted: bool) -> list[int]:
         """`ids` with exactly one BOS token before them, or with none."""
@@ -183,9 +208,9 @@ class Tokenizer:
         decoder = IncrementalDecoder(self, skip_special_tokens=skip_special_tokens)
         return "".join(map(decoder.push, ids)) + decoder.flush()
 
-    def pipeline(self) -> Pipeline:
-        """The decoder for one text, a token at a time."""
-        return Pipeline(self._library)
+    def pipeline(self, *, continues: bool = False) -> Pipeline:
+        """The decoder for one text, a token at a time; `continues` where it follows other text."""
+        return Pipeline(self._library, continues=continues)
 
     def apply_chat_template(
         self,
@@ -300,7 +325,9 @@ class IncrementalDecoder:
     longer be completed. `graphengine.text.decoders` says what else a decoder holds back. The cost
     of a push does not depend on how many came before it.
 
-    hidden  ids that have no text, in addition to the special ones if those are skipped
+    hidden     ids that have no text, in addition to the special ones if those are skipped
+    continues  whether the text follows other text, as a reply follows its prompt: what the decoder
+               strips at the beginning of a text then stays. `decode` has no such texts
 
     ValueError for a token that the library cannot decode.
     """
@@ -311,13 +338,16 @@ class IncrementalDecoder:
         *,
         skip_special_tokens: bool = True,
         hidden: Collection[int] = (),
+        continues: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         special = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._skipped = special.union(hidden)
         self._known_bytes = {} if hidden else tokenizer.known_bytes[skip_special_tokens]
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pipeline = None if tokenizer.is_byte_level else tokenizer.pipeline()
+        self._pipeline = (
+            None if tokenizer.is_byte_level else tokenizer.pipeline(continues=continues)
+        )
 
     def push(self, token_id: int) -> str:
         """The text that this token made certain; often empty."""
@@ -356,6 +386,7 @@ class TextStream:
     include_stop         whether a stop string that ends the text stays in it
     skip_special_tokens  whether special tokens have no text
     hidden               other ids without text
+    continues            whether it follows other text
     min_tokens           a stop string that one of the first `min_tokens` tokens completes is text
 
     `text` is what all calls so far have returned, kept as `pieces`, so that a push adds to it
@@ -375,13 +406,17 @@ class TextStream:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         hidden: Collection[int] = (),
+        continues: bool = False,
         min_tokens: int = 0,
     ) -> None:
         self.pieces: list[str] = []
         self.lengths: list[int] = []
         self.failure: ValueError | None = None
         self._decoder = IncrementalDecoder(
-            tokenizer, skip_special_tokens=skip_special_tokens, hidden=hidden
+            tokenizer,
+            skip_special_tokens=skip_special_tokens,
+            hidden=hidden,
+            continues=continues,
         )
         self._stops = StopStrings(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
@@ -447,6 +482,18 @@ class TextStream:
             text += self._stops.flush()
         self.pieces.append(text)
         return text
+
+
+def _check_text(text: object) -> None:
+    """ValueError for what cannot be encoded."""
+    if not isinstance(text, str):
+        raise ValueError(f"text to encode must be a string, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text to encode has a lone surrogate {text[error.start]!r} at {error.start}"
+        ) from error
 
 
 def _checked_id(token_id: int) -> int:

@@ -52,6 +52,16 @@ def check_vector(name: str, tensor: torch.Tensor, length: int, dtype: torch.dtyp
         )
 
 
+def check_table(name: str, table: torch.Tensor, slots: int, dims: int) -> None:
+    """Raise ValueError unless `table` is a dense int32 of `dims` dimensions, the first [slots]."""
+    shape, dtype = tuple(table.shape), table.dtype
+    if dtype != torch.int32 or len(shape) != dims or shape[0] != slots or not table.is_contiguous():
+        raise ValueError(
+            f"{name} must be a dense int32 of {dims} dimensions for {slots} slots, "
+            f"not {dtype} {shape}"
+        )
+
+
 def check_weight(name: str, weight: torch.Tensor, length: int) -> None:
     """Raise ValueError unless `weight` is a dense vector [length] of any float dtype."""
     if weight.dtype not in FLOAT_DTYPES:

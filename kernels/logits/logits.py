@@ -38,7 +38,7 @@ import torch
 import triton
 
 from graphengine.kernels.core.dispatch import use_triton
-from graphengine.kernels.core.lanes import check_lanes, check_vector, live_lanes
+from graphengine.kernels.core.lanes import check_lanes, check_table, check_vector, live_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.core.tree import TreeLanes, ancestors_of, check_tree_lanes
@@ -341,16 +341,6 @@ def check_logits_tensors(tensors: LogitsTensors, vocabulary: int, width: int) ->
             f"counts of {tensors.counts.shape[1]} ids a slot do not do for {vocabulary} ids"
         )
     return slots
-
-
-def check_table(name: str, table: torch.Tensor, slots: int, dims: int) -> None:
-    """Raise ValueError unless `table` is a dense int32 of `dims` dimensions, the first [slots]."""
-    shape, dtype = tuple(table.shape), table.dtype
-    if dtype != torch.int32 or len(shape) != dims or shape[0] != slots or not table.is_contiguous():
-        raise ValueError(
-            f"{name} must be a dense int32 of {dims} dimensions for {slots} slots, "
-            f"not {dtype} {shape}"
-        )
 
 
 def check_noted(counts_SV: torch.Tensor, history_SP: torch.Tensor, slots: int) -> None:

@@ -11,8 +11,9 @@ ones: after `process_logits`, before min_len, temperature and filters (vLLM's `p
 are after these).
 
 The top n are ordered by logit and then by lower id. Ids at -inf are not among them: where fewer are
-left, the other places have id -1 and -inf. A token's rank is the number of ids whose logit is at
-least its own, itself included: vLLM's, so that the worst of equal ones counts.
+left, the other places have id -1 and -inf. A token's rank is one more than the number of ids with a
+larger logit: equal ones share the best rank. (vLLM gives them the worst: it counts ids with at
+least the token's.)
 
 A lane with a NaN, or +inf, among its logits has NaN for its log-probabilities. Sums have one order,
 which depends only on the vocabulary.
@@ -77,7 +78,7 @@ class TokenLogprobs(NamedTuple):
     value: torch.Tensor
     """float32 [N]: its log-probability."""
     rank: torch.Tensor
-    """int32 [N]: ids with at least its logit, at least 1."""
+    """int32 [N]: 1, and one more for each id with a larger logit."""
 
 
 def rank_logits(
@@ -279,7 +280,7 @@ def token_log_probabilities_reference(
         if 0 <= token < vocabulary:
             logit = logits_V[token]
         tokens.value[lane] = (logit - ranked.largest[lane]) - ranked.log_total[lane]
-        tokens.rank[lane] = (logits_V >= logit).sum().to(torch.int32)
+        tokens.rank[lane] = 1 + (logits_V > logit).sum().to(torch.int32)
     return tokens
 
 

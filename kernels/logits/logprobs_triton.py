@@ -201,6 +201,6 @@ def token_kernel(
             logits = _load_logits(
                 logits_ptr, raw_ptr, logits_stride, raw_stride, row, is_raw, ids, inside
             )
-            ranks += (inside & (logits >= logit)).to(tl.int32)
+            ranks += (inside & (logits > logit)).to(tl.int32)
         tl.store(value_ptr + lane, value)
-        tl.store(rank_ptr + lane, tl.sum(ranks, 0))
+        tl.store(rank_ptr + lane, 1 + tl.sum(ranks, 0))

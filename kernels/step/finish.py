@@ -34,6 +34,7 @@ from graphengine.kernels.step.state import (
     STOP,
     DecodeLanes,
     SlotState,
+    StopSequences,
     StopTensors,
     check_draft_count,
     check_draft_table,
@@ -45,7 +46,6 @@ from graphengine.kernels.step.state import (
 )
 from graphengine.kernels.step.stop_sequences import (
     History,
-    StopSequences,
     check_stop_sequences,
     stop_sequence_of_tokens,
 )

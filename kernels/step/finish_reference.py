@@ -18,14 +18,12 @@ from graphengine.kernels.step.state import (
     STOP,
     DecodeLanes,
     SlotState,
+    StopSequences,
     StopTensors,
     commit_flags_reference,
     commit_tokens_reference,
 )
-from graphengine.kernels.step.stop_sequences import (
-    StopSequences,
-    stop_sequence_of_tokens_reference,
-)
+from graphengine.kernels.step.stop_sequences import stop_sequence_of_tokens_reference
 from graphengine.kernels.step.walk import AcceptedPath, fed_depths_reference, walk_reference
 
 

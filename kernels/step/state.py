@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.dispatch import use_triton
-from graphengine.kernels.core.lanes import check_lanes, check_vector
+from graphengine.kernels.core.lanes import check_lanes, check_table, check_vector
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.step.record import MAX_DRAFTS
 
@@ -38,7 +38,7 @@ from graphengine.kernels.step.record import MAX_DRAFTS
 EMITTED = 1  # the row has a new token
 STOP = 2  # which is one of the slot's stop ids
 LENGTH = 4  # or fills the sequence up to the slot's max_len
-INVALID = 8  # no token: the row's logits were not finite
+INVALID = 8  # no token: the row's logits had a NaN, or no finite value
 
 _EMITTED = tl.constexpr(EMITTED)
 _STOP = tl.constexpr(STOP)
@@ -83,6 +83,18 @@ class StopTensors(NamedTuple):
     """int32 [S, E]: tokens that end it; -1 for none."""
     max_len: torch.Tensor
     """int32 [S]: tokens of the whole sequence, prompt included, at which it ends."""
+
+
+class StopSequences(NamedTuple):
+    """Each slot's stop sequences; host-owned."""
+
+    tokens: torch.Tensor
+    """int32 [S, Q, L]: the last column has each sequence's last token; a shorter one has -1 in
+    front; -1 throughout for none."""
+    start: torch.Tensor
+    """int32 [S]: the first position that may be of a match: the prompt's length, or 0."""
+    min_len: torch.Tensor
+    """int32 [S]: the lowest position at which a match may end, as of `SamplingTensors`."""
 
 
 class DecodeLanes(NamedTuple):
@@ -217,6 +229,7 @@ def commit_prefill(
     prefill_count_1: torch.Tensor,
     prefill_final_1: torch.Tensor,
     limits: StopTensors,
+    sequences: StopSequences | None = None,
 ) -> torch.Tensor:
     """Take one slot's prompt chunk into its state, in place: kv_len = start + count.
 
@@ -231,6 +244,8 @@ def commit_prefill(
         prefill_slot_1, prefill_start_1, prefill_count_1: int32 [1], as for `gather_prefill`.
         prefill_final_1: int32 [1], not 0 for the prompt's last chunk.
         limits: host-owned.
+        sequences: stop sequences by slot, of which the token completes those of one token;
+            host-owned.
 
     Returns:
         flags_1: new int32 [1], as of `verify_commit_publish`; 0 if nothing was emitted.
@@ -246,8 +261,9 @@ def commit_prefill(
         prefill_count=prefill_count_1,
         prefill_final=prefill_final_1,
     )
+    Q, L = (0, 1) if sequences is None else _sizes_of_sequences(sequences, slots)
     if not use_triton(token_1):
-        return commit_prefill_reference(state, token_1, *chunk, limits)
+        return commit_prefill_reference(state, token_1, *chunk, limits, sequences)
     flags_1 = torch.empty_like(token_1)
     launcher(_commit_prefill_kernel, (1,))(
         token_1,
@@ -257,9 +273,13 @@ def commit_prefill(
         state.running,
         limits.stop_ids,
         limits.max_len,
+        sequences,
         flags_1,
         stop_ids,
+        Q=Q,
+        L=L,
         BLOCK_E=stop_ids_block(stop_ids),
+        BLOCK_Q=triton.next_power_of_2(max(Q, 1)),
         num_warps=1,
     )
     return flags_1
@@ -273,6 +293,7 @@ def commit_prefill_reference(
     prefill_count_1: torch.Tensor,
     prefill_final_1: torch.Tensor,
     limits: StopTensors,
+    sequences: StopSequences | None = None,
 ) -> torch.Tensor:
     """Plain twin of `commit_prefill`."""
     live = (prefill_slot_1 >= 0) & (prefill_count_1 > 0)
@@ -283,7 +304,21 @@ def commit_prefill_reference(
     slot = prefill_slot_1[final].long()
     state.running[slot] = 1
     flags_1[final] = commit_tokens_reference(state, token_1[final], slot, limits)
+    if sequences is not None and bool(flags_1 & EMITTED):
+        wanted = sequences.tokens[slot[0]]
+        alone = wanted[(wanted[:, :-1] < 0).all(dim=1), -1]
+        first = max(int(sequences.start[slot[0]]), int(sequences.min_len[slot[0]]))
+        if bool((alone == token_1).any()) and int(state.kv_len[slot[0]]) >= first:
+            flags_1 |= STOP
+            state.running[slot] = 0
     return flags_1
+
+
+def _sizes_of_sequences(sequences: StopSequences, slots: int) -> tuple[int, int]:
+    """(Q, L); ValueError unless everything fits the slots."""
+    check_lanes(slots, start=sequences.start, min_len=sequences.min_len)
+    check_table("stop sequences", sequences.tokens, slots, 3)
+    return sequences.tokens.shape[1], sequences.tokens.shape[2]
 
 
 def commit_flags_reference(
@@ -455,9 +490,13 @@ def _commit_prefill_kernel(
     running_ptr,
     stop_ids_ptr,
     max_len_ptr,
+    sequences,
     flags_ptr,
     stop_ids,
+    Q: tl.constexpr,
+    L: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):
     slot = tl.load(prefill_slot_ptr)
     count = tl.load(prefill_count_ptr)
@@ -469,6 +508,34 @@ def _commit_prefill_kernel(
     token_1 = tl.load(token_ptr + one, mask=final, other=0)
     stop_ids_E, max_len = load_limits(stop_ids_ptr, max_len_ptr, slot, final, stop_ids, BLOCK_E)
     flags_1 = commit_flags(token_1, kv_len, final, stop_ids_E, max_len)
+    if sequences is not None:
+        stops_1 = _is_sequence(token_1, kv_len, slot, final, sequences, Q, L, BLOCK_Q)
+        flags_1 = tl.where(stops_1 & ((flags_1 & _EMITTED) != 0), flags_1 | _STOP, flags_1)
     tl.store(next_token_ptr + slot + one, token_1, mask=(flags_1 & _EMITTED) != 0)
     tl.store(running_ptr + slot + one, (flags_1 == _EMITTED).to(tl.int32), mask=final)
     tl.store(flags_ptr + one, flags_1)
+
+
+@triton.jit
+def _is_sequence(
+    token_1,
+    position,
+    slot,
+    live,
+    sequences,
+    Q: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    """Whether the token, at this position, is one of the slot's stop sequences of one token."""
+    q = tl.arange(0, BLOCK_Q)
+    inside = live & (q < Q)
+    last_ptr = sequences.tokens + slot.to(tl.int64) * (Q * L) + q * L + (L - 1)
+    alone_Q = tl.load(last_ptr, mask=inside, other=-1)
+    if L > 1:
+        before_Q = tl.load(last_ptr - 1, mask=inside, other=-1)
+        alone_Q = tl.where(before_Q < 0, alone_Q, -1)
+    start = tl.load(sequences.start + slot, mask=live, other=0)
+    min_len = tl.load(sequences.min_len + slot, mask=live, other=0)
+    same_1 = tl.max((token_1[:, None] == alone_Q[None, :]).to(tl.int32), 1) != 0
+    return same_1 & (position >= start) & (position >= min_len)

@@ -12,6 +12,9 @@ stop id either (vLLM's `min_tokens`).
     match_stop_sequences        a separate kernel
     stop_sequence_of_tokens     its device function, for one that has a row's tokens in registers
 
+The first token, which the prompt's last chunk samples, may complete sequences of one token alone:
+`commit_prefill` looks for those.
+
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, P positions, Q sequences of at most L
 tokens.
 """
@@ -25,24 +28,12 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.dispatch import use_triton
-from graphengine.kernels.core.lanes import check_lanes
+from graphengine.kernels.core.lanes import check_lanes, check_table
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.draft.draft import check_steps
-from graphengine.kernels.logits.logits import check_table, tokens_from
-from graphengine.kernels.step.state import DecodeLanes, check_draft_count
-
-
-class StopSequences(NamedTuple):
-    """Each slot's stop sequences; host-owned."""
-
-    tokens: torch.Tensor
-    """int32 [S, Q, L]: the last column has each sequence's last token; a shorter one has -1 in
-    front; -1 throughout for none."""
-    start: torch.Tensor
-    """int32 [S]: the first position that may be of a match: the prompt's length, or 0."""
-    min_len: torch.Tensor
-    """int32 [S]: the lowest position at which a match may end, as of `SamplingTensors`."""
+from graphengine.kernels.logits.logits import tokens_from
+from graphengine.kernels.step.state import DecodeLanes, StopSequences, check_draft_count
 
 
 class History(NamedTuple):

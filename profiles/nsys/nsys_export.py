@@ -38,6 +38,7 @@ from graphengine.profiles.runs.run_file import (
     names,
     replay_gaps,
 )
+from graphengine.profiles.runs.units import counted
 
 RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
 GRAPH_TRACE = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -221,10 +222,12 @@ def _replays(
     keys = list(work)
     missing = sum(key not in launches for key in keys)
     if missing:
-        notes.append(f"the launch of {missing} of {len(keys)} replays is not in the export")
+        notes.append(
+            f"the launch of {missing} of {counted(len(keys), 'replay')} is not in the export"
+        )
     untimed = sum(work[key].end <= work[key].begin for key in keys)
     if untimed:
-        notes.append(f"CUPTI could not time {untimed} of {len(keys)} replays")
+        notes.append(f"CUPTI could not time {untimed} of {counted(len(keys), 'replay')}")
 
     def order(key: tuple[int, int]) -> tuple[float, int]:
         launch = launches.get(key)

@@ -16,6 +16,9 @@ OUTSIDE = "outside"
 LEAST_EXCESS = 0.05
 DEVIATIONS = 5.0
 MAD_TO_SIGMA = 1.4826
+THREAD_SLACK_US = 1000.0
+"""A thread's own time is read some microseconds after a gap's ends, or later if it is preempted in
+between. Beyond this the two ends were read by different threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +38,9 @@ class Breakdown:
                   on the host, within the gap; NaN if unknown or if there is none
     skew_us       the largest skew of the ranks' launches of these replays, and `late` the replay
                   that has it; NaN and `UNKNOWN` if unknown, and with one rank
+    away_us       for how long in the gap the host's thread did not run; NaN if unknown
+    preempted     how often it lost its core in the gap, and `yielded` how often it gave it away;
+                  NaN if unknown
     limit_ms      a gap above it is an outlier; `outlier` marks these
     """
 
@@ -49,6 +55,9 @@ class Breakdown:
     next_step_us: Floats
     skew_us: Floats
     late: Integers
+    away_us: Floats
+    preempted: Floats
+    yielded: Floats
     typical_ms: float
     limit_ms: float
     outlier: NDArray[np.bool_]
@@ -87,6 +96,7 @@ def break_down(run: Run) -> Breakdown:
     fed = np.concatenate([[0], np.cumsum(replays.prompt_tokens)])
     decodes = np.concatenate([[0], np.cumsum(replays.decodes)])
     skew, late = latest_launches(run, after, until)
+    away, preempted, yielded = _away(run, first, last, end - begin)
     typical, limit = outlier_limit(milliseconds)
     return Breakdown(
         gap=chosen,
@@ -100,6 +110,9 @@ def break_down(run: Run) -> Breakdown:
         next_step_us=_next_step(run, begin, end, last),
         skew_us=skew,
         late=late,
+        away_us=away,
+        preempted=preempted,
+        yielded=yielded,
         typical_ms=typical,
         limit_ms=limit,
         outlier=milliseconds > limit,
@@ -143,6 +156,23 @@ def _next_step(run: Run, begin: Floats, end: Floats, last: Integers) -> Floats:
         nearer = np.isnan(found) | (np.abs(distance) < np.abs(found))
         found = np.where(nearer & ~np.isnan(distance), distance, found)
     return found
+
+
+def _away(run: Run, first: Integers, last: Integers, took: Floats) -> tuple[Floats, Floats, Floats]:
+    """The `away_us`, `preempted` and `yielded` of gaps that take `took` nanoseconds.
+
+    Unknown where two threads read the tokens, as the times of both cannot be compared.
+    """
+    if run.thread is None:
+        unknown = np.full(len(took), np.nan)
+        return unknown, unknown, unknown
+    use = run.thread
+    ran, preempted, yielded = (
+        column[last] - column[first] for column in (use.cpu_ns, use.preempted, use.yielded)
+    )
+    other = ~((ran >= 0) & (ran <= took + 1e3 * THREAD_SLACK_US))
+    away = np.where(other, np.nan, np.maximum(0.0, took - ran) / 1e3)
+    return away, np.where(other, np.nan, preempted), np.where(other, np.nan, yielded)
 
 
 def _one_a_step(gaps: Gaps, steps: Integers) -> Integers:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from graphengine.profiles.runs.breakdown import OUTSIDE, Breakdown, break_down, replay_times
 from graphengine.profiles.runs.run_file import Run
-from graphengine.profiles.runs.units import MS, duration
+from graphengine.profiles.runs.units import MS, counted, duration
 
 SHOWN = 10
 OVERLAPS = 3
@@ -23,6 +23,10 @@ SYNC_SLACK_US = 50.0
 """A caller that comes back within this time after the device's end counts as having waited for it:
 on an H200 `torch.cuda.synchronize` takes 30 us to return once the device is done."""
 
+LONGEST_TURN_US = 20_000.0
+"""Longest time for which others run on a core that a thread loses to them once: a few turns of the
+scheduler. A launch that is longer by more than that was not slow for this reason."""
+
 READ_US = 10.0
 """Time within which a record that has already arrived is read."""
 SYNCS = "synchronize, .item(), .cpu()"
@@ -33,14 +37,15 @@ HOST_STAGES = {
     "launch": "launching the graph",
     "deliver": "handing out tokens (text, callbacks)",
 }
+CALLERS = (OUTSIDE, "deliver")
+"""Parts in which the caller's own code runs, which may sleep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlier:
     """One gap that stands out.
 
-    cause    a word that groups causes: "outside", "sync", "skew", "prefill", "bucket", "device",
-             "pause", "late", "unknown", or a host stage
+    cause    a name of `CAUSES`, which groups outliers
     grew_us  by part, how much more it took than usual
     overlap  what a trace shows in the gap, longest first: (name, microseconds)
     """
@@ -107,9 +112,15 @@ def _cause(
     waited = sum(grew.get(name, 0.0) for name in waits)
     device = grew.get("launch", device) if run.on_host else device
     worst = max(host, key=lambda name: host[name], default=None)
+    if _lost_its_core(run, found, place, grew, device, excess):
+        return "cpu", _without_core(found, place)
     if worst is not None and host[worst] >= max(0.5 * excess, waited):
         if worst != OUTSIDE:
-            return worst, f"{HOST_STAGES[worst]} took {duration(host[worst])} more than usual"
+            slept = _slept(found, place, excess) if worst in CALLERS else ""
+            return (
+                worst,
+                f"{HOST_STAGES[worst]} took {duration(host[worst])} more than usual{slept}",
+            )
         if synchronised(found)[place]:
             away = duration(found.parts[OUTSIDE][place])
             return "sync", (
@@ -118,20 +129,26 @@ def _cause(
             )
         return (
             OUTSIDE,
-            f"{duration(host[worst])} more between two calls of step(): the caller's code",
+            f"{duration(host[worst])} more between two calls of step(): the caller's code"
+            f"{_slept(found, place, excess)}",
         )
     if found.skew_us[place] - found.usual(found.skew_us) >= 0.5 * excess:
         return "skew", _late_rank(run, found, place)
     if found.skipped[place] > 0:
-        return "pause", f"{found.skipped[place]} steps went by without the request: it was paused"
+        passed = counted(int(found.skipped[place]), "step")
+        return "pause", f"{passed} went by without the request: it was paused"
     if found.prefilled[place] > 0:
-        return "prefill", f"it waited for {found.prefilled[place]} prompt tokens to be fed"
+        fed = counted(int(found.prefilled[place]), "prompt token")
+        return "prefill", f"it waited for {fed} to be fed"
     larger = _larger_bucket(run, found, place)
     if larger is not None and not device < 0.3 * excess:
         return "bucket", larger
     bucket = run.replays.bucket[run.gaps.last[found.gap[place]]]
     where = "to compute" if run.on_host else "on the device"
     if device >= 0.5 * excess:
+        lost = found.preempted[place] - found.usual(found.preempted)
+        if run.on_host and lost >= 1 and device <= lost * LONGEST_TURN_US:
+            return "cpu", _slower_without_cores(found, place, bucket, device)
         return "device", f"{bucket} took {duration(device)} more {where} than usual"
     if worst is None:
         return "unknown", "the source does not tell what the host did meanwhile"
@@ -140,9 +157,65 @@ def _cause(
     computed = f"only {duration(device)} longer" if device > 0 else "no longer"
     return "late", (
         f"the host waited {duration(waited)} more than usual, though the device computed "
-        f"{computed}: the replay began late, or the host looked late because it was not scheduled "
-        "or Python's collector ran"
+        f"{computed}: {_why_late(run, found, place, excess)}"
     )
+
+
+def _lost_its_core(
+    run: Run, found: Breakdown, place: int, grew: dict[str, float], device: float, excess: float
+) -> bool:
+    """Whether most of the excess is time in which the thread was ready to run and did not.
+
+    A thread that also gave its core away may have slept in the caller's own code, or on a CPU
+    waited for the threads that compute with it. And one that sleeps while it waits for tokens is
+    away for as long as the device works.
+    """
+    away = found.away_us[place] - found.usual(found.away_us)
+    if found.yielded[place] > found.usual(found.yielded):
+        sleeps = (*CALLERS, "launch") if run.on_host else CALLERS
+        away -= sum(max(0.0, grew.get(name, 0.0)) for name in sleeps)
+    lost = found.preempted[place] >= 1 and away >= 0.5 * excess
+    return bool(lost) and (run.spins or not device >= 0.5 * excess)
+
+
+def _without_core(found: Breakdown, place: int) -> str:
+    times = counted(int(found.preempted[place]), "time")
+    return (
+        f"the CPU was busy: this thread did not run for {duration(found.away_us[place])}, as its "
+        f"core ran something else; it was interrupted {times}"
+    )
+
+
+def _slower_without_cores(found: Breakdown, place: int, bucket: str, device: float) -> str:
+    times = counted(int(found.preempted[place]), "time")
+    return (
+        f"the CPU was busy: {bucket} took {duration(device)} more to compute than usual, and the "
+        f"process's threads lost their cores {times} meanwhile"
+    )
+
+
+def _slept(found: Breakdown, place: int, excess: float) -> str:
+    """That the thread slept in the caller's code, where it did for most of the excess."""
+    away = found.away_us[place]
+    if not (found.yielded[place] >= 1 and away >= 0.5 * excess):
+        return ""
+    return f", which slept or waited for {duration(away)}"
+
+
+def _why_late(run: Run, found: Breakdown, place: int, excess: float) -> str:
+    """What is left of the reasons why the host saw a replay late."""
+    away = found.away_us[place]
+    if np.isnan(away) or not run.spins:
+        return (
+            "the replay began late, or the host looked late because it was not scheduled or "
+            "Python's collector ran"
+        )
+    if away - found.usual(found.away_us) >= 0.5 * excess:
+        return (
+            f"this thread did not run for {duration(away)}, though its core was not taken from "
+            "it: it waited for the GIL, a lock or memory"
+        )
+    return "this thread ran all the while, so the replay began late or Python's collector ran"
 
 
 def _late_rank(run: Run, found: Breakdown, place: int) -> str:
@@ -181,7 +254,7 @@ def _larger_bucket(run: Run, found: Breakdown, place: int) -> str | None:
     usual = int(sizes[np.argmax(counts)])
     if rows <= usual:
         return None
-    text = f"a bucket of {rows} rows for {live} live ones, while most steps have {usual}"
+    text = f"a bucket of {rows} rows for {counted(live, 'live one')}, while most steps have {usual}"
     return text + (f"; a bucket of {live} would be enough" if live < rows else "")
 
 
@@ -215,11 +288,10 @@ def stands_out(run: Run, found: Breakdown, judged: Sequence[Outlier]) -> list[Fi
         more = duration(1e3 * excess)
         took = duration(1e3 * worst.milliseconds, MS)
         longest = f"took {took} (step {worst.step}): {worst.text}"
+        several = len(members) > 1
         text = (
-            f"{len(members):,} of {len(found):,} steps took longer than usual, by {more} in all. "
-            f"The longest {longest}"
-            if len(members) > 1
-            else f"1 of {len(found):,} steps took longer than usual, by {more}. It {longest}"
+            f"{len(members):,} of {counted(len(found), 'step')} took longer than usual, by {more}"
+            f"{' in all. The longest' if several else '. It'} {longest}"
         )
         lines.append(Finding(cause=cause, count=len(members), excess_ms=excess, text=text))
     lines.sort(key=lambda line: -line.excess_ms)
@@ -232,9 +304,9 @@ def _hidden_syncs(found: Breakdown) -> list[Finding]:
     if not count:
         return []
     text = (
-        f"in {count:,} of {len(found):,} steps, none of them an outlier, the host was outside the "
-        f"engine until the device was done: something waits for the device there ({SYNCS}). The "
-        "host's own work then no longer overlaps with the device's"
+        f"in {count:,} of {counted(len(found), 'step')}, none of them an outlier, the host was "
+        f"outside the engine until the device was done: something waits for the device there "
+        f"({SYNCS}). The host's own work then no longer overlaps with the device's"
     )
     return [Finding(cause="sync", count=count, excess_ms=0.0, text=text)]
 
@@ -269,16 +341,18 @@ def _padding(run: Run) -> list[Finding]:
         padding = 1.0 - live.sum() / (rows * len(live))
         most = int(live.max())
         smaller = [size for size in sizes if most <= size < rows]
+        these = f"{counted(len(live), 'replay')} of {counted(int(rows), 'row')}"
+        cost = _cost(run, int(rows))
         if smaller:
             text = (
-                f"{len(live):,} replays of {rows} rows had at most {most} live ones, though a "
-                f"bucket of {smaller[0]} is captured{_cost(run, int(rows))}"
+                f"{these} had at most {counted(most, 'live one')}, though a bucket of {smaller[0]} "
+                f"is captured{cost}"
             )
         elif padding >= PADDED and most < rows:
             text = (
-                f"{100 * padding:.0f}% of the rows of {len(live):,} replays of {rows} rows were "
-                f"padding: at most {most} were live, and no smaller bucket that would hold them "
-                f"is captured. Add {most} to `buckets`{_cost(run, int(rows))}"
+                f"{100 * padding:.0f}% of the rows of {these} were padding: at most {most} "
+                f"{'was' if most == 1 else 'were'} live, and no smaller bucket for so many is "
+                f"captured. Add {most} to `buckets`{cost}"
             )
         else:
             continue
@@ -303,8 +377,8 @@ def _cost(run: Run, rows: int) -> str:
     share = 100 * (mine / theirs - 1)
     more = "more" if share >= 0 else "less"
     return (
-        f" (its replays take {duration(mine)}, {abs(share):.0f}% {more} than those of {other} "
-        f"row{'' if other == 1 else 's'})"
+        f" (its replays take {duration(mine)}, {abs(share):.0f}% {more} than those of "
+        f"{counted(other, 'row')})"
     )
 
 

@@ -99,7 +99,7 @@
         const isMark = points.includes(one);
         const sample = put(item, "svg", { class: `c-${one.colour}${isMark ? " mark" : ""}`, "aria-hidden": "true" });
         if (isMark) put(sample, "use", { href: `#mark-${one.colour}`, width: 12, height: 12 });
-        else if (bars.includes(one)) put(sample, "rect", { class: one.style, x: 1, y: 1, width: 22, height: 10 });
+        else if (bars.includes(one)) put(sample, "rect", { class: `bars ${one.style}`, x: 1, y: 1, width: 22, height: 10 });
         else put(sample, "path", { class: `trace ${one.style}`, d: "M0 6H24" });
         item.append(one.name);
       }
@@ -221,13 +221,14 @@
       put(parent, "path", { class: `trace ${style} c-${colour}`, d: path.join("") || "M0 0" });
     }
 
+    // The outline of a histogram, in steps: two of them can be told apart where they overlap.
     drawBars(parent, { colour, style, edges, counts }, base) {
-      const path = counts.map((count, place) => {
-        if (!count) return "";
-        const from = this.toX(edges[place]), wide = Math.max(1, this.toX(edges[place + 1]) - from - 0.5);
-        return `M${from.toFixed(1)} ${base}V${this.toY(count).toFixed(1)}h${wide.toFixed(1)}V${base}z`;
+      const at = (place) => this.toX(edges[place]).toFixed(1);
+      let path = `M${at(0)} ${base}`;
+      counts.forEach((count, place) => {
+        path += `V${count ? this.toY(count).toFixed(1) : base}H${at(place + 1)}`;
       });
-      put(parent, "path", { class: `${style} c-${colour}`, d: path.join("") || "M0 0" });
+      put(parent, "path", { class: `bars ${style} c-${colour}`, d: `${path}V${base}` });
     }
 
     valueAt(event) {

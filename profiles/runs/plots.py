@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from graphengine.profiles.runs.breakdown import OUTSIDE, Breakdown
 from graphengine.profiles.runs.findings import Outlier
 from graphengine.profiles.runs.run_file import UNKNOWN, Floats, Integers, Run
-from graphengine.profiles.runs.units import duration
+from graphengine.profiles.runs.units import counted, duration
 
 POINTS = 20_000
 """Most points of a line: longer ones are drawn by the largest value of neighbouring steps."""
@@ -160,7 +160,7 @@ def distribution(run: Run, base: Run | None) -> Plot:
         counts = np.histogram(values, edges)[0].tolist()
         bars.append({
             "name": label, "colour": colour,
-            "style": "outline" if is_base else "bars",
+            "style": "dashed" if is_base else "shaded",
             "edges": _plain(edges), "counts": counts,
         })  # fmt: skip
         lines.append(_percentile_line(np.sort(values), colour, label, "dashed" if is_base else ""))
@@ -176,7 +176,7 @@ def distribution(run: Run, base: Run | None) -> Plot:
                 "histogram",
                 {"label": "time between tokens", "time": True},
                 {"label": "number of gaps", "log": True},
-                # The baseline's outline lies over the bars.
+                # The baseline's outline lies over the shaded run.
                 bars=bars[::-1],
             ),
             _chart(
@@ -269,7 +269,7 @@ def buckets(document: Mapping[str, Any]) -> Plot:
         bars.append(
             Bar(
                 name=row["bucket"],
-                text=f"{row['replays']:,} replays{share}",
+                text=f"{counted(row['replays'], 'replay')}{share}",
                 tracks=((("run", row["replays"] - padded), ("padding", padded)),),
             )
         )

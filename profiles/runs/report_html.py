@@ -10,31 +10,33 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
 from typing import Any
 
+from graphengine.profiles.runs.causes import CAUSES
 from graphengine.profiles.runs.findings import judge_run
 from graphengine.profiles.runs.plots import Bar, Plot, all_plots
 from graphengine.profiles.runs.report_sections import (
     STAR,
+    Fact,
     Section,
     Table,
     comparison,
     facts,
+    legend,
     notes,
     sections,
 )
 from graphengine.profiles.runs.run_file import Run
-from graphengine.profiles.runs.units import MS, duration
+from graphengine.profiles.runs.units import MS, counted, duration
+from graphengine.profiles.text import Column
 
-MARKS = (
-    *("outside", "sync", "skew", "prefill", "bucket", "pause", "device"),
-    *("plan", "load", "launch", "deliver", "late", "unknown"),
-)
-"""Causes with a mark of their own in page.html, and its colour in page.css."""
+MARKS = tuple(cause.name for cause in CAUSES if cause.name not in ("idle", "padding"))
+"""Causes of single gaps: each has a mark of its own in page.html, and its colour in page.css."""
 
 
 def html_report(run: Run, document: Mapping[str, Any], baseline: Run | None) -> str:
@@ -77,8 +79,23 @@ _NO_SCRIPT = (
 
 def _head(document: Mapping[str, Any]) -> str:
     told = "".join(f"<p>Note: {escape(note)}</p>" for note in notes(document))
-    shown = escape(", ".join(facts(document)))
-    return f'<h1>{escape(document["file"])}</h1>\n<p class="muted">{shown}</p>{told}'
+    shown = ", ".join(_with_meaning(one.text, one) for one in facts(document))
+    words = "".join(f'<p class="muted">{escape(line)}.</p>' for line in legend(facts(document)))
+    return f'<h1>{escape(document["file"])}</h1>\n<p class="muted">{shown}</p>{words}{told}'
+
+
+def _with_meaning(text: str, named: Fact | Column) -> str:
+    """`text`, in which the name that needs one has its meaning: pointed at, or read aloud."""
+    if not named.meaning:
+        return escape(text)
+    name = escape(named.title)
+    marked = f'<abbr title="{escape(named.meaning)}">{name}</abbr>'
+    return escape(text).replace(name, marked, 1)
+
+
+def _with_code(text: str) -> str:
+    """A text of ours, with what is between backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _tiles(document: Mapping[str, Any]) -> str:
@@ -90,7 +107,8 @@ def _tiles(document: Mapping[str, Any]) -> str:
         )
         for name in ("p50", "p90", "p99", "p99.9", "max")
     ]
-    tiles.append((f"{found['n']:,}", "gaps"))
+    count, _, what = counted(found["n"], "gap").partition(" ")
+    tiles.append((count, what))
     if document["ttft_ms"] is not None:
         tiles.append((duration(1e3 * document["ttft_ms"]["p50"], MS), "TTFT p50"))
     deadline = document["deadline"]
@@ -113,7 +131,8 @@ def _mark(cause: str) -> str:
 def _findings(document: Mapping[str, Any]) -> str:
     items = "".join(
         f'<li>{_mark(one["cause"])}<span class="cause">{escape(one["cause"])}</span>: '
-        f"{escape(one['text'])}</li>"
+        f"{_with_code(one['text'])}"
+        f'<div class="remedy">What to do: {_with_code(one["remedy"])}.</div></li>'
         for one in document["stands_out"]
     )
     return f"<h2>What stands out</h2>\n<ul>{items or '<li>Nothing.</li>'}</ul>"
@@ -166,18 +185,25 @@ def _section(section: Section) -> str:
 
 
 def _table(table: Table) -> str:
-    def row(tag: str, cells: Sequence[str]) -> str:
-        kinds = [' class="left name"' if column.left else "" for column in table.columns]
-        return "".join(
-            f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)
-        )
+    """On a narrow page each row becomes a block of its own, in which cells show their heading."""
 
-    head = row("th", [column.title for column in table.columns])
+    def kind(column: Column) -> str:
+        return ' class="left name"' if column.left else ""
+
+    head = "".join(
+        f"<th{kind(column)}>{_with_meaning(column.title, column)}</th>" for column in table.columns
+    )
     body = "".join(
-        f"<tr>{row('td', [column.cell(one) for column in table.columns])}</tr>"
+        "<tr>"
+        + "".join(
+            f'<td{kind(column)} data-head="{escape(column.title)}">{escape(column.cell(one))}</td>'
+            for column in table.columns
+        )
+        + "</tr>"
         for one in table.rows
     )
+    words = "".join(f'<p class="muted">{escape(line)}.</p>' for line in legend(table.columns))
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f"<tbody>{body}</tbody></table></div>{words}"
     )

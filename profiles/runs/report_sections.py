@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from graphengine.profiles.runs.units import MS, US, Unit, duration, unit_for
+from graphengine.profiles.runs.units import MS, US, Unit, counted, duration, unit_for
 from graphengine.profiles.text import NOTHING, Column, number
 
 KERNELS_SHOWN = 12
 NAME_WIDTH = 60
 PERCENTILE_NAMES = ("p50", "p90", "p99", "p99.9", "max")
+MEANINGS = {
+    "n": "how many times were measured",
+    "separate": "how many of them are independent, as requests that share a step share its time",
+}
 STAR = "* too few values for this percentile, which is then the maximum"
 
 Document = Mapping[str, Any]
@@ -50,20 +54,46 @@ def sections(document: Document) -> list[Section]:
     return [section for section in found if section is not None]
 
 
-def facts(document: Document) -> list[str]:
+class Fact(NamedTuple):
+    """One fact about the run, such as `lookahead 1`.
+
+    title    its first word, where that has a `meaning` to be explained
+    """
+
+    text: str
+    title: str = ""
+    meaning: str = ""
+
+
+ENGINE_FACTS = {
+    "max_batch": "requests that decode at the same time, at most",
+    "lookahead": "steps that the host launches before it has read the one before; 0 or 1",
+    "speculative": "who drafts tokens, and how many in a step",
+    "numerics_id": "names the arithmetic: runs with the same one give the same tokens, bit by bit",
+}
+"""Facts of the engine that a report shows, and what they mean."""
+
+
+def legend(named: Iterable[Fact | Column]) -> list[str]:
+    """A line that says what the names mean, if any of them needs it."""
+    found = [f"{one.title}: {one.meaning}" for one in named if one.meaning]
+    return ["; ".join(found)] if found else []
+
+
+def facts(document: Document) -> list[Fact]:
     """Where and with what the run was recorded."""
     environment, engine = document["environment"] or {}, document["engine"] or {}
-    found = [str(environment.get("device") or "unknown device"), document["source"]]
-    found += [f"{document['replays']:,} replays"]
-    found += [str(engine["dtype"])] if engine.get("dtype") else []
-    for name in ("max_batch", "lookahead", "speculative", "numerics_id"):
+    found = [Fact(str(environment.get("device") or "unknown device")), Fact(document["source"])]
+    found.append(Fact(counted(document["replays"], "replay")))
+    found += [Fact(str(engine["dtype"]))] if engine.get("dtype") else []
+    for name, meaning in ENGINE_FACTS.items():
         if engine.get(name) is not None:
-            found.append(f"{name} {engine[name]}")
+            found.append(Fact(f"{name} {engine[name]}", name, meaning))
     for name in ("torch", "date"):
         if environment.get(name):
-            found.append(f"{name} {environment[name]}")
+            found.append(Fact(f"{name} {environment[name]}"))
     commit = str(environment.get("commit") or "")[:10]
-    return found + ([f"commit {commit}"] if commit else [])
+    return found + ([Fact(f"commit {commit}")] if commit else [])
 
 
 def notes(document: Document) -> list[str]:
@@ -97,7 +127,10 @@ def _latencies(document: Document) -> Section:
             counts = {"n": found["n"], "separate": found["independent"]}
             rows.append({"latency": f"{name} {unit.name}", **cells, **counts})
     names = ("latency", *PERCENTILE_NAMES, "n", "separate")
-    columns = [Column(name, _entry(name), left=name == "latency") for name in names]
+    columns = [
+        Column(name, _entry(name), left=name == "latency", meaning=MEANINGS.get(name, ""))
+        for name in names
+    ]
     parts: list[str | Table] = [Table(columns=columns, rows=rows)]
     parts.append(f"ITL is the time {document['itl_basis']}")
     if any(found["unsupported"] for _, found, _ in kept if found is not None):
@@ -105,9 +138,9 @@ def _latencies(document: Document) -> Section:
     deadline = document["deadline"]
     if deadline is not None:
         parts.append(
-            f"{deadline['missed']:,} of {deadline['n']:,} gaps missed the deadline of "
+            f"{deadline['missed']:,} of {counted(deadline['n'], 'gap')} missed the deadline of "
             f"{deadline['ms']:g} ms ({100 * deadline['rate']:.3f}%), in "
-            f"{deadline['steps_missed']:,} of {deadline['steps']:,} steps"
+            f"{deadline['steps_missed']:,} of {counted(deadline['steps'], 'step')}"
         )
     return Section(title="Latencies", parts=tuple(parts))
 
@@ -126,8 +159,18 @@ def _step(document: Document) -> Section | None:
         where = "inside the launch" if step["replay_on_host"] else "on the device"
         share = _optional(step["device_share"], 100, 0, "%")
         lines.append(f"{duration(device)} {where}, {share} of the step")
+    if document["thread"] is not None:
+        lines.append(_thread(document["thread"]))
     title = f"A usual step takes {duration(1e3 * step['ms'], MS)}"
     return Section(title=title, parts=tuple(filter(None, lines)))
+
+
+def _thread(found: Mapping[str, Any]) -> str:
+    times = counted(found["preempted"], "time")
+    return (
+        f"the host's thread did not run for {duration(found['away_us'])} of it, and lost its core "
+        f"{times} in the whole recording"
+    )
 
 
 def _optional(value: float | None, scale: float = 1.0, digits: int = 1, unit: str = "") -> str:
@@ -162,14 +205,14 @@ def _ranks(found: Mapping[str, Any] | None) -> Section | None:
     columns = [
         Column("skew", _entry("skew"), left=True),
         *_times(rows, "us", PERCENTILE_NAMES),
-        Column("n", lambda row: str(row["us"]["n"])),
+        Column("n", lambda row: str(row["us"]["n"]), meaning=MEANINGS["n"]),
     ]
     parts.append(Table(columns=columns, rows=rows))
     parts += [STAR] if skew["unsupported"] else []
     columns = [
         Column("last to launch", lambda row: f"rank {row['rank']}", left=True),
         Column("replays", lambda row: str(row["replays"])),
-        Column("share", lambda row: _optional(row["share"], 100, 1, "%")),
+        Column("share", lambda row: _optional(row["share"], 100, 1, "%"), meaning="of all replays"),
     ]
     return Section(title="Ranks", parts=(*parts, Table(columns=columns, rows=found["last"])))
 
@@ -187,8 +230,10 @@ def _buckets(rows: Sequence[Row]) -> Section:
     columns = (
         Column("bucket", lambda row: row["bucket"], left=True),
         Column("replays", lambda row: str(row["replays"])),
-        Column("share", lambda row: _optional(row["share"], 100, 1, "%")),
-        Column("live", lambda row: _optional(row["live"], digits=2)),
+        Column("share", lambda row: _optional(row["share"], 100, 1, "%"), meaning="of all replays"),
+        Column(
+            "live", lambda row: _optional(row["live"], digits=2), meaning="rows in use, on average"
+        ),
         Column("padding", lambda row: _optional(row["padding"], 100, 1, "%")),
         *_times(rows, "device_us", ("p50", "p99", "max")),
     )
@@ -217,7 +262,7 @@ def _ranges(rows: Sequence[Row] | None) -> Section | None:
     columns = [
         Column("range", lambda row: row["range"], left=True),
         *_times(rows, "us", PERCENTILE_NAMES),
-        Column("n", lambda row: str(row["us"]["n"])),
+        Column("n", lambda row: str(row["us"]["n"]), meaning=MEANINGS["n"]),
     ]
     return Section(title="Ranges of the host", parts=(Table(columns=columns, rows=rows),))
 
@@ -233,7 +278,7 @@ def _captures(rows: Sequence[Row] | None) -> Section | None:
     )
     total = sum(row.get("seconds") or 0.0 for row in rows)
     size = sum(row.get("bytes") or 0 for row in rows) / 2**20
-    said = f"{len(rows)} graphs: {total:.2f} s, {size:.1f} MiB"
+    said = f"{counted(len(rows), 'graph')}: {total:.2f} s, {size:.1f} MiB"
     return Section(title="Captured graphs", parts=(Table(columns=columns, rows=rows), said))
 
 
@@ -300,9 +345,9 @@ def comparison(document: Document) -> list[Section]:
         )
         parts.append(Table(columns=columns, rows=found["only"]))
     parts.append(
-        f"Intervals are at {found['confidence']:g}% confidence. They come from {found['draws']:,} "
-        f"draws of blocks of consecutive steps: {found['block'][0]} before, {found['block'][1]} "
-        "after"
+        f"Intervals are at {found['confidence']:g}% confidence. They come from "
+        f"{counted(found['draws'], 'draw')} of blocks of consecutive steps: {found['block'][0]} "
+        f"before, {found['block'][1]} after"
     )
     return [Section(title=f"Compared with {found['against']}", parts=tuple(parts))]
 

@@ -8,6 +8,7 @@ from graphengine.profiles.runs.report_sections import (
     Table,
     comparison,
     facts,
+    legend,
     notes,
     sections,
 )
@@ -20,12 +21,16 @@ def describe_report(document: Document) -> str:
 
 
 def _heading(document: Document) -> str:
+    said = ", ".join(fact.text for fact in facts(document))
     told = [f"note: {note}" for note in notes(document)]
-    return "\n".join([document["file"], ", ".join(facts(document)), *told])
+    return "\n".join([document["file"], said, *legend(facts(document)), *told])
 
 
 def _stands_out(document: Document) -> str:
-    lines = [f"- {found['cause']}: {found['text']}" for found in document["stands_out"]]
+    lines = [
+        f"- {found['cause']}: {found['text']}\n  what to do: {found['remedy']}"
+        for found in document["stands_out"]
+    ]
     return "\n".join(["What stands out", *(lines or ["- nothing"])])
 
 
@@ -35,14 +40,15 @@ def _section(section: Section) -> str:
 
 
 def _table(table: Table) -> str:
-    """Columns as wide as their cells."""
+    """Columns as wide as their cells, and what their headings mean."""
     cells = [[column.title for column in table.columns]]
     cells += [[column.cell(row) for column in table.columns] for row in table.rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
+    lines = [
         "  ".join(
             f"{cell:<{width}}" if column.left else f"{cell:>{width}}"
             for column, cell, width in zip(table.columns, line, widths, strict=True)
         ).rstrip()
         for line in cells
-    )
+    ]
+    return "\n".join([*lines, *legend(table.columns)])

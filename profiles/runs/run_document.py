@@ -10,6 +10,7 @@ import numpy as np
 
 from graphengine.profiles.percentiles import percentiles, rounded
 from graphengine.profiles.runs.breakdown import Breakdown, covered, replay_times
+from graphengine.profiles.runs.causes import REMEDIES
 from graphengine.profiles.runs.compare import replay_sums
 from graphengine.profiles.runs.findings import SHOWN, Finding, Outlier, judge_run
 from graphengine.profiles.runs.rank_times import describe_ranks
@@ -42,6 +43,7 @@ def describe_run(run: Run, *, deadline_ms: float | None = None) -> dict[str, Any
         "ranges": _ranges(run),
         "requests": _requests(run),
         "ranks": describe_ranks(run),
+        "thread": _thread(run, found),
         "limit_ms": found.limit_ms,
         "stands_out": [_finding(one) for one in findings],
         "outliers": [_outlier(one) for one in judged[:SHOWN]],
@@ -169,6 +171,16 @@ def kernel_rows(run: Run) -> list[dict[str, Any]] | None:
     return sorted(rows, key=order)
 
 
+def _thread(run: Run, found: Breakdown) -> dict[str, Any] | None:
+    """For how long the host's thread did not run in a usual step, and how often it was preempted
+    in all; None for a source that does not tell.
+    """
+    away = found.usual(found.away_us)
+    if run.thread is None or np.isnan(away):
+        return None
+    return {"away_us": away, "preempted": int(np.nansum(found.preempted))}
+
+
 def _ranges(run: Run) -> list[dict[str, Any]] | None:
     if run.ranges is None:
         return None
@@ -194,6 +206,7 @@ def _requests(run: Run) -> dict[str, Any] | None:
 def _finding(found: Finding) -> dict[str, Any]:
     return {
         "cause": found.cause,
+        "remedy": REMEDIES[found.cause],
         "count": found.count,
         "excess_ms": found.excess_ms,
         "text": found.text,

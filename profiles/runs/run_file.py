@@ -146,6 +146,21 @@ class Ranks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ThreadUse:
+    """What the thread that read the tokens had used of the processor by then. Columns with one
+    element a replay; NaN if unknown.
+
+    cpu_ns     for how long it had run
+    preempted  how often it, or on a CPU any thread of the process, had lost its core to others
+    yielded    how often it had given its core away, to sleep or to wait
+    """
+
+    cpu_ns: Floats
+    preempted: Floats
+    yielded: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """What one file says about one run.
 
@@ -156,6 +171,7 @@ class Run:
     ranges      by name of the NVTX range: begin and end of each, (n, 2)
     dropped     replays that the recorder's ring had no room for
     ranks       of an engine of several; None of one, and for a source that does not tell
+    thread      None for a source that does not tell, as recordings of earlier versions
     """
 
     source: str
@@ -174,11 +190,17 @@ class Run:
     activities: Activities | None = None
     dropped: int | None = None
     ranks: Ranks | None = None
+    thread: ThreadUse | None = None
 
     @property
     def on_host(self) -> bool:
         """Whether a replay is a call that computes, as on a CPU device."""
         return self.engine is not None and str(self.engine.get("device", "")).startswith("cpu")
+
+    @property
+    def spins(self) -> bool:
+        """Whether the host keeps its core while it waits for tokens, as with `wait="spin"`."""
+        return self.on_host or (self.engine or {}).get("wait", "spin") == "spin"
 
 
 def read_recording(path: Path) -> Run:
@@ -221,6 +243,7 @@ def recording_from_lines(lines: Iterable[str], path: Path) -> Run:
         requests=request_columns(requests),
         dropped=dropped,
         ranks=ranks_of(header.get("ranks"), replays),
+        thread=thread_use(replays),
     )
 
 
@@ -302,6 +325,16 @@ def ranks_of(header: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]
         skew_us=floats(rows, "skew_us"),
         last=integers(rows, "last_rank", UNKNOWN),
     )
+
+
+def thread_use(rows: Sequence[Mapping[str, Any]]) -> ThreadUse | None:
+    """None where no replay tells."""
+    found = ThreadUse(
+        cpu_ns=floats(rows, "cpu_ns"),
+        preempted=floats(rows, "preempted"),
+        yielded=floats(rows, "yielded"),
+    )
+    return None if np.isnan(found.cpu_ns).all() else found
 
 
 def host_stages(rows: Sequence[Mapping[str, Any]]) -> dict[str, Floats]:

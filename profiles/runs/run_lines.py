@@ -9,13 +9,14 @@ from typing import Any
 
 from graphengine.observe.record_lines import SCHEMA
 from graphengine.observe.ring import STAMPS
+from graphengine.profiles.runs.units import counted
 
 LARGEST = 2**62
 """Above every valid count and time of a run; columns cannot hold more."""
 MOST_RANKS = 65536
 COUNTS = (
     "recording", "step", "rows", "live", "prompt_tokens", "emitted", "drafted", "accepted",
-    "last_rank",
+    "last_rank", "cpu_ns", "preempted", "yielded",
 )  # fmt: skip
 REQUEST_COUNTS = ("id", "prompt_tokens", "new_tokens", "pauses")
 REQUEST_TIMES = ("submitted", "first", "finished")
@@ -58,11 +59,13 @@ def read_lines(lines: Iterable[str]) -> Lines:
     for key, found in (("records", replays), ("requests", requests)):
         told = recorder.get(key)
         if told is not None and told != len(found) and not notes:
-            what = "replays" if key == "records" else key
-            notes.append(f"the header tells of {told} {what} and {len(found)} are here: cut off?")
+            what = counted(told, "replay" if key == "records" else "request")
+            here = f"{len(found):,} {'is' if len(found) == 1 else 'are'} here"
+            notes.append(f"the header tells of {what} and {here}: cut off?")
     dropped = recorder.get("dropped") or 0
     if dropped:
-        notes.append(f"the recorder's ring was full: the first {dropped} replays are not here")
+        lost = "replay is" if dropped == 1 else f"{dropped} replays are"
+        notes.append(f"the recorder's ring was full: the first {lost} not here")
     return Lines(
         header=header, replays=replays, requests=requests, notes=tuple(notes), dropped=dropped
     )

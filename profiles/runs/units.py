@@ -1,4 +1,4 @@
-"""Times in a unit of their magnitude, for people."""
+"""Times in a unit of their magnitude, and counts of things, for people."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def unit_for(us: float, least: Unit = US) -> Unit:
     """The unit of a table whose largest time is `us`, `least` or larger."""
     allowed = UNITS[UNITS.index(least) :]
     return next((unit for unit in allowed if us < MOST * unit.us), S)
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """A count and what is counted: 1 replay, 1,200 replays. `many` is where an s is not enough."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def duration(us: float, least: Unit = US) -> str:

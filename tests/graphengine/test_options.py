@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from dataclasses import FrozenInstanceError, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from graphengine.buckets import Field
 from graphengine.cli import option_files
 from graphengine.cli.option_files import files, keyword_arguments, markdown, with_tables
 from graphengine.cli.option_flags import add_flags, given_options
+from graphengine.cli.option_groups import GROUPS
 from graphengine.config import EngineConfig
 from graphengine.kernels import SamplingTensors
 from graphengine.options import (
@@ -282,6 +284,27 @@ def test_a_table_for_readers_has_every_option() -> None:
     assert "| `count`<br>`--count` | `2` | how many |" in lines
     assert "| `on`<br>`--off` | `True` | do it |" in lines
     assert "| `place` |  | where |" in lines
+
+
+def test_a_page_shows_the_groups_and_an_option_in_none_is_an_error() -> None:
+    names = [field.name for field in fields(Table)]
+    groups = {"First": names[:1], "Others": names[1:]}
+    shown = markdown(Table, groups)
+    assert re.findall("^### (.*)$", shown, re.MULTILINE) == ["First", "Others"]
+    assert shown.count("\n| `") == len(names)
+    for wrong, said in (
+        ({"First": names[:1]}, rf"Table\.{min(names[1:])} is in 0 groups"),
+        ({**groups, "Twice": names[:1]}, rf"Table\.{names[0]} is in 2 groups"),
+        ({**groups, "None": ["nothing"]}, r"Table\.nothing is in 1 groups .* no option"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            markdown(Table, wrong)
+
+
+def test_the_groups_of_the_page_have_every_option_once() -> None:
+    for table, groups in GROUPS.items():
+        shown = [name for names in groups.values() for name in names]
+        assert sorted(shown) == sorted(row.name for row in rows(table))
 
 
 @pytest.fixture

@@ -398,9 +398,12 @@ def test_engine_defaults() -> None:
         ({"row_family": ["fma"]}, "row_family=['fma'] must be 'fma', 'dot' or None"),
         (
             {"row_family": "fma", "max_batch": 3},
-            "row_family='fma' serves up to 2 rows, not max_batch=3",
+            "row_family='fma' serves up to 2 lanes a step, not the 3 of max_batch=3",
         ),
-        ({"row_family": "fma"}, "row_family='fma' serves up to 2 rows, not max_batch=8"),
+        (
+            {"row_family": "fma"},
+            "row_family='fma' serves up to 2 lanes a step, not the 8 of max_batch=8",
+        ),
     ],
 )
 def test_engine_errors_name_the_field_and_its_value(options: dict[str, Any], message: str) -> None:

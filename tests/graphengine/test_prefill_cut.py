@@ -217,6 +217,9 @@ def test_steps_that_change_nothing_are_left_out() -> None:
     assert PrefillCut(((0, 8), (8, 24), (24, 4))).within(99).steps == ((0, 8), (8, 24), (24, 4))
     assert PrefillCut(((0, 1), (1, 2))).within(3).steps == ((0, 1),)
     assert PrefillCut(((0, 1), (1, 2))).within(4).steps == ((0, 1), (1, 2))
+    # Whose largest bucket holds every prompt.
+    assert PrefillCut(((0, 32), (64, 16))).within(23, 24).steps == ((0, 24),)
+    assert PrefillCut(((0, 8), (8, 32))).within(23, 24).steps == ((0, 8), (8, 24))
     assert cut.within(72).steps == cut.within(64).steps == cut.within(1).steps == ((0, 16),)
 
 
@@ -232,6 +235,7 @@ def test_a_cut_is_read_from_pairs() -> None:
     with pytest.raises(ValueError, match=r"chunks of 24 tokens from position 0 on, but the prefill "
                                          r"buckets are 8, 100"):  # fmt: skip
         cut.check_sizes((8, 100))
+    cut.check_sizes((8, 24, 40), beyond=(100,))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from events import GENEROUS_S
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,6 +28,7 @@ from transformers import (
 from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
 from checkpoints.few_layers import few_layers
 from checkpoints.mtp_chains import HAS_CHAINS, SIZES, VOCAB, Chains
+from engines.failing_ranks import limit_waits, stop
 from graphengine import Engine, SamplingParams
 from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
@@ -47,7 +48,7 @@ PROMPTS = [[5, 3, 80], [*range(1, 72, 3)]]
 
 def open_engine(path: Path, **options: Any) -> Engine:
     sizes = {"max_batch": 2, "max_seq_len": 96, "block_size": 8, "prefill_buckets": (8, 32)}
-    fixed = {"device": "cpu", "dtype": "float32", "wait_limit_s": 60.0}
+    fixed = {"device": "cpu", "dtype": "float32", "wait_limit_s": GENEROUS_S}
     return Engine.from_pretrained(path, **sizes | fixed | options)
 
 
@@ -260,10 +261,6 @@ def test_values_without_room_say_how_many_bytes_they_have(
         raise AssertionError("nothing was written")
 
 
-def stop(ranks: Ranks) -> None:
-    os.kill(ranks.pids[0], signal.SIGSTOP)
-
-
 def send_elsewhere(ranks: Ranks) -> None:
     ranks.send(Kind.UPDATE, (False,), b"/nowhere")
 
@@ -273,8 +270,8 @@ def send_elsewhere(ranks: Ranks) -> None:
     [
         (
             stop,
-            r"^waited 2\.5 s for command (\d+), an update of {nbytes} bytes of weights "
-            r"\(wait_limit_s=2 and 0\.5 s for the bytes\): rank 1 \(process \d+, cpu\) has done "
+            r"^waited 0\.7 s for command (\d+), an update of {nbytes} bytes of weights "
+            r"\(wait_limit_s=0\.2 and 0\.5 s for the bytes\): rank 1 \(process \d+, cpu\) has done "
             r"\d+ of \1 commands$",
         ),
         (send_elsewhere, r"^rank 1 \(process \d+, cpu\) failed: FileNotFoundError: .*/nowhere"),
@@ -290,14 +287,14 @@ def test_a_rank_that_does_not_update(
     path = checkpoints["llama-biases"].path
     nbytes = sum(info.nbytes for info in Checkpoint.open(path).tensors.values())
     monkeypatch.setattr("graphengine.parallel.ranks._UPDATE_BYTES_PER_S", 2 * nbytes)
-    with open_engine(path, wait_limit_s=2.0, tensor_parallel=2) as engine:
+    with open_engine(path, wait_limit_s=GENEROUS_S, tensor_parallel=2) as engine:
         runtime = engine.runtime
         assert isinstance(runtime, LeadingRuntime)
+        if fault is stop:
+            limit_waits(engine, 0.2)
         fault(runtime.ranks)
-        started = time.monotonic()
         with pytest.raises(RankFailed, match=message.format(nbytes=nbytes)):
             engine.update_weights(path)
-        assert time.monotonic() - started < 15
         with pytest.raises(RuntimeError, match=r"(?s)is broken.* while weights were updated"):
             engine.generate([5], GREEDY)
 

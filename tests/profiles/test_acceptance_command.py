@@ -189,7 +189,7 @@ def test_tokens_that_differ_stop_the_measurement(run: Run, monkeypatch: pytest.M
         (("--max-batch", "1,32"), "feed 128 tokens a step"),
         (("--max-batch", "0,8"), "max_batch='0,8' must be positive integers"),
         (("--top-p", "0"), "top_p=0"),
-        (("--row-family", "fma"), "row_family='fma' serves up to 2 rows"),
+        (("--row-family", "fma"), "row_family='fma' serves up to 2 lanes"),
     ],
 )
 def test_errors_come_before_anything_is_measured(

@@ -16,11 +16,13 @@ import torch
 
 from graphengine import EngineConfig
 from graphengine.cli import main as cli
-from graphengine.profiles import bench, table, text
+from graphengine.cli.parser import CommandParser
+from graphengine.profiles import acceptance, bench, table, text
 from graphengine.profiles.benchmark import options as bench_options
 from graphengine.profiles.benchmark.ceiling import ReadCeiling
 from graphengine.profiles.benchmark.shapes import model_shape, step_bytes
 from graphengine.profiles.progress import Progress
+from graphengine.profiles.summary import FIGURES
 from timelines.small_bench import Bench, bench_command
 
 ROW_KEYS = {
@@ -256,7 +258,7 @@ def test_a_checkpoint_is_measured(run_bench: Bench) -> None:
         (("--shape", "tiny", "--batch", "4", "--max-batch", "2"), "less than a batch of 4"),
         (("--shape", "tiny", "--batch", "1,65"), "max_batch=65 must be in [1, 64]"),
         (("--shape", "tiny", "--batch", "2", "--max-batch", "65"), "max_batch=65 must be in"),
-        (("--shape", "tiny", "--batch", "1,4", "--row-family", "fma"), "not max_batch=4"),
+        (("--shape", "tiny", "--batch", "1,4", "--row-family", "fma"), "not the 4 of max_batch=4"),
         (("--shape", "tiny", "--runs", "0"), "runs=0 must be at least 1"),
         (("--shape", "tiny", "--prompt-tokens", "0"), "prompt_tokens=0 must be at least 1"),
         (("--shape", "tiny", "--new-tokens", "0"), "new_tokens=0: a steady step needs"),
@@ -278,7 +280,7 @@ def test_a_checkpoint_is_measured(run_bench: Bench) -> None:
         ),
         (
             ("--shape", "tiny", "--batch", "1", "--row-family", "fma", "--admission", "40"),
-            "row_family='fma' serves up to 2 rows, not max_batch=8",
+            "row_family='fma' serves up to 2 lanes a step, not the 8 of max_batch=8",
         ),
         (("--shape", "tiny", "--device", "foo"), "device='foo': must be 'cpu', 'cuda'"),
         (("--shape", "tiny", "--device", "cpu:x"), "device='cpu:x': must be 'cpu', 'cuda'"),
@@ -428,6 +430,20 @@ def test_a_table_is_as_wide_as_its_terminal() -> None:
 def test_the_page_shows_the_committed_results() -> None:
     """If it does not: `python -m graphengine.profiles.table`."""
     assert table.main(["--check"]) == 0
+
+
+def test_the_page_begins_with_ten_figures_of_the_results() -> None:
+    text = table.SUMMARY_PAGE.read_text("utf-8")
+    head = text.partition("\n## ")[0]
+    rows = [line.split(" | ") for line in head.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == len(FIGURES) == 10
+    step = json.loads((table.RESULTS / "bench-llama-8b-2-gpus-h200.json").read_text())["rows"][0]
+    assert ["2 x H200", f"{step['ms_per_step']:.3g} ms a step"] in [row[1:3] for row in rows]
+    for row in rows:
+        command = row[3].removesuffix(" |").strip("`").split()
+        parser = CommandParser(exit_on_error=False)
+        {"bench": bench_options, "acceptance": acceptance}[command[1]].add_arguments(parser)
+        parser.parse_args(command[2:])
 
 
 def test_the_table_is_made_from_every_result(run_bench: Bench, tmp_path: Path) -> None:

@@ -17,12 +17,14 @@ import pytest
 from graphengine.cli import main as cli
 from graphengine.profiles.report import make_document
 from graphengine.profiles.runs.breakdown import break_down, outlier_limit
+from graphengine.profiles.runs.causes import CAUSES
 from graphengine.profiles.runs.report_text import describe_report
 from graphengine.profiles.sources import read_run
 from timelines.chrome_traces import chrome_trace
 from timelines.nsys_files import Export
 from timelines.simulated_run import Timeline, simulate, write_recording
 
+ROOT = Path(__file__).resolve().parents[2]
 Report = Callable[..., tuple[int, str, str]]
 
 
@@ -76,6 +78,95 @@ def test_a_planted_cause_is_found(source: str, cause: str, tmp_path: Path) -> No
         assert "Add 2 to `buckets`" in document["stands_out"][1]["text"]
 
 
+BUSY: dict[str, tuple[dict[str, Any], str, str]] = {
+    "while it waited": (
+        {"unseen": {70: 900.0}, "away": {70: 900.0}}, "cpu",
+        "this thread did not run for 900 us, as its core ran something else; it was interrupted "
+        "1 time",
+    ),
+    # The event before the launch was early, and the launch late: the device seems slow.
+    "while it launched": (
+        {"slower": {70: 400.0}, "away": {71: 400.0}}, "cpu", "did not run for 400 us",
+    ),
+    "while it planned": ({"planning": {70: 900.0}, "away": {70: 900.0}}, "cpu", "900 us"),
+    "not at all, but the collector ran": (
+        {"unseen": {70: 900.0}}, "late", "this thread ran all the while",
+    ),
+    "not at all, but the device was slow": ({"slower": {70: 400.0}}, "device", "on the device"),
+    "for less than the caller slept": (
+        {"stalls": {70: 900.0}, "away": {71: 30.0}}, "outside",
+        "the caller's code, which slept or waited for 9",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("when", BUSY)
+def test_a_thread_that_lost_its_core_is_told_from_a_slow_device(when: str, tmp_path: Path) -> None:
+    planted, cause, text = BUSY[when]
+    path = write_recording(tmp_path / "run.jsonl", simulate(**planted))
+    (outlier,) = make_document(read_run(path))["outliers"]
+    assert outlier["cause"] == cause and text in outlier["text"], outlier
+
+
+def test_a_host_that_sleeps_while_it_waits_is_not_taken_for_a_busy_one(tmp_path: Path) -> None:
+    timeline = simulate(slower={70: 400.0}, away={71: 400.0})
+    causes = {}
+    for wait in ("spin", "block"):
+        path = write_recording(tmp_path / "run.jsonl", timeline, engine={"wait": wait})
+        causes[wait] = [one["cause"] for one in make_document(read_run(path))["outliers"]]
+    assert causes == {"spin": ["cpu"], "block": ["device"]}
+
+
+def test_recordings_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    timeline = simulate(unseen={70: 900.0}, away={70: 900.0})
+    path = write_recording(tmp_path / "run.jsonl", timeline, counted=False)
+    assert "cpu_ns" not in path.read_text()
+    document = make_document(read_run(path))
+    (outlier,) = document["outliers"]
+    assert outlier["cause"] == "late" and "it was not scheduled or" in outlier["text"]
+    assert document["thread"] is None
+
+
+def test_tokens_that_two_threads_read_tell_nothing_of_either(tmp_path: Path) -> None:
+    path = write_recording(tmp_path / "run.jsonl", simulate(unseen={70: 900.0}, away={70: 900.0}))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line.get("step", 0) >= 69 and line["kind"] == "replay":
+            line["cpu_ns"] = 5_000 + line["step"]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = break_down(read_run(path))
+    assert np.isnan(found.away_us).sum() == 1
+
+
+@pytest.mark.parametrize(("more_ms", "cause"), [(5, "cpu"), (500, "device")])
+def test_threads_of_a_cpu_that_lose_their_cores_make_a_launch_long(
+    more_ms: int, cause: str, tmp_path: Path
+) -> None:
+    """The thread itself spins at the barrier. Losing a core does not take half a second."""
+    path = write_recording(tmp_path / "run.jsonl", simulate(60), engine={"device": "cpu"})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    shift = 0
+    for line in lines[1:-1]:
+        for name in ("plan", "load", "replay", "launched", "collect", "read", "delivered"):
+            if name == "launched" and line["step"] == 40:
+                shift = more_ms * 1_000_000
+            line[name] = line[name] and line[name] + shift
+        if "cpu_ns" in line:
+            line["cpu_ns"] += shift
+            line["preempted"] += 3 * (line["step"] >= 40)
+    path.write_text("\n".join(map(json.dumps, lines)))
+    (outlier,) = make_document(read_run(path))["outliers"]
+    assert outlier["cause"] == cause, outlier
+    assert (cause == "cpu") == ("lost their cores 3 times" in outlier["text"])
+
+
+def test_the_page_on_profiling_has_the_table_of_causes() -> None:
+    text = (ROOT / "docs" / "profiling.md").read_text("utf-8")
+    table = text.partition("| cause | what grew | what to do |\n|---|---|---|\n")[2]
+    rows = [f"| `{one.name}` | {one.grew} | {one.remedy} |" for one in CAUSES]
+    assert table.partition("\n\n")[0].splitlines() == rows
+
+
 RANKS = {
     "count": 2, "option": "tensor_parallel=2", "waited_s": 0.025, "seconds": 0.25, "steps": 400,
 }  # fmt: skip
@@ -120,10 +211,11 @@ def test_the_section_on_ranks(run_report: Report, tmp_path: Path) -> None:
         r"last rank's launch after rank 0's +1\.8 +2\.5 +2\.5 +1,500\.0\* +1,500\.0 +399",
         section[3],
     )
-    assert section[4].startswith("* too few")
-    assert re.match(r"last to launch +replays +share", section[5])
-    assert re.match(r"rank 0 +100 +25\.1%", section[6])
-    assert re.match(r"rank 1 +299 +74\.9%", section[7])
+    assert section[4] == "n: how many times were measured"
+    assert section[5].startswith("* too few")
+    assert re.match(r"last to launch +replays +share", section[6])
+    assert re.match(r"rank 0 +100 +25\.1%", section[7])
+    assert re.match(r"rank 1 +299 +74\.9%", section[8])
     page = (tmp_path / "run.html").read_text()
     assert "<h2>Ranks</h2>" in page and "10.0% of the recorded time" in page
     assert 'class="mark c-skew"' in page

@@ -1,14 +1,16 @@
 """A gated delta net's mixer: out(norm(delta(conv(q, k, v), b, a)) * silu(z)) of one projection.
 
 Decode has four kernels: two products, between them one for convolution and state, and the norm.
+A checkpoint may store the parts of the projection in different formats: then each run of parts in
+one format is a product of its own.
 
 Letters: N lanes, T lanes of a chunk, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +42,7 @@ from graphengine.models.weights import StoredLinear, Weight
 
 RING, STATE = "conv", "delta"
 """Names of what a layer keeps: inputs of the convolution, and the heads' states."""
+_PROJECTED = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,25 +51,54 @@ class GatedDelta:
 
     norm_eps     of the norm that the block's input needs, and of each head's
     state_dtype  what a head's state is rounded to after each token
+    products     linears of a checkpoint that each product of the inputs computes, in their order
     """
 
     hidden_size: int
     sizes: GatedDeltaSizes
     norm_eps: float
     state_dtype: torch.dtype = torch.float32
+    products: tuple[tuple[str, ...], ...] = (_PROJECTED,)
+
+    def parted(self, beginning: Collection[str]) -> GatedDelta:
+        """The same where each of these linears begins a product of its own."""
+        starts = [i for i, name in enumerate(_PROJECTED) if i == 0 or name in beginning]
+        ends = [*starts[1:], len(_PROJECTED)]
+        products = tuple(_PROJECTED[i:j] for i, j in zip(starts, ends, strict=True))
+        return replace(self, products=products)
 
     @property
     def linears(self) -> Linears:
         """In the order of a step. Ranks split heads: those of keys stay with theirs of values."""
-        return {
-            "delta_in": Linear("store", self.sizes.projected, self.hidden_size, shard="rows"),
-            "delta_out": Linear("residual", self.hidden_size, self.sizes.inner, shard="columns"),
+        rows = self.part_rows
+        inputs = {
+            name: Linear("store", sum(rows[part] for part in parts), self.hidden_size, shard="rows")
+            for name, parts in self._named_products.items()
         }
+        output = Linear("residual", self.hidden_size, self.sizes.inner, shard="columns")
+        return {**inputs, "delta_out": output}
 
     @property
     def first_linears(self) -> Mapping[str, str]:
         """Of each weight, the first linear of a checkpoint whose rows it has."""
-        return {"delta_in": "in_proj_qkv", "delta_out": "out_proj"}
+        inputs = {name: parts[0] for name, parts in self._named_products.items()}
+        return {**inputs, "delta_out": "out_proj"}
+
+    @property
+    def _named_products(self) -> dict[str, tuple[str, ...]]:
+        """`products` by their names in `linears`: "delta_in", or of some parts "delta_in.qkv_z"."""
+        if len(self.products) == 1:
+            return {"delta_in": self.products[0]}
+        return {
+            "delta_in." + "_".join(part.removeprefix("in_proj_") for part in parts): parts
+            for parts in self.products
+        }
+
+    @property
+    def part_rows(self) -> Mapping[str, int]:
+        sizes = self.sizes
+        counts = (sizes.channels, sizes.inner, sizes.value_heads, sizes.value_heads)
+        return dict(zip(_PROJECTED, counts, strict=True))
 
     @property
     def convolved(self) -> tuple[int, int, int]:
@@ -111,54 +143,54 @@ class GatedDelta:
         def of_heads() -> Tensor:
             return torch.empty(sizes.value_heads, device=device)
 
-        def weight(name: str, rows: int, columns: int) -> AnyWeight:
-            first = prefix + self.first_linears[name]
-            return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
+        def weight(name: str) -> AnyWeight:
+            first, shape = prefix + self.first_linears[name], self.linears[name][1:3]
+            return new_weight(forms, first, shape, device=device, dtype=dtype)
 
-        hidden, sizes = self.hidden_size, self.sizes
+        sizes = self.sizes
         return GatedDeltaWeights(
             block=self,
             prefix=prefix,
-            projection=weight("delta_in", sizes.projected, hidden),
+            projections=tuple(weight(name) for name in self._named_products),
             params=GatedDeltaParams(
                 new(sizes.channels, sizes.taps),
                 a_log=of_heads(),
                 dt_bias=of_heads(),
                 norm=new(sizes.value_dim),
             ),
-            output=weight("delta_out", hidden, sizes.inner),
+            output=weight("delta_out"),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedDeltaWeights:
-    """The block's weights; the projection is to [q | k | v | z | b | a].
+    """The block's weights; the projections, one after the other, are to [q | k | v | z | b | a].
 
     prefix  of the names in the checkpoint, those of Hugging Face's Qwen3.5
     """
 
     block: GatedDelta
     prefix: str
-    projection: AnyWeight
+    projections: tuple[AnyWeight, ...]
     params: GatedDeltaParams
     output: AnyWeight
 
     def linears(self) -> list[StoredLinear]:
         """The block's products."""
-        block, sizes = self.block, self.block.sizes
-        rows = {
-            "in_proj_qkv": sizes.channels,
-            "in_proj_z": sizes.inner,
-            "in_proj_b": sizes.value_heads,
-            "in_proj_a": sizes.value_heads,
-        }
-        projection = tuple((self.prefix + name, count) for name, count in rows.items())
-        output = ((f"{self.prefix}out_proj", block.hidden_size),)
+        block = self.block
+        rows = block.part_rows
         pieces = {f"{self.prefix}in_proj_qkv": block.convolved}
-        return [
-            StoredLinear(self.projection, projection, axis=0, pieces=pieces),
-            StoredLinear(self.output, output, axis=1),
+        inputs = [
+            StoredLinear(
+                weight,
+                tuple((self.prefix + part, rows[part]) for part in parts),
+                axis=0,
+                pieces=pieces,
+            )
+            for weight, parts in zip(self.projections, block.products, strict=True)
         ]
+        output = ((f"{self.prefix}out_proj", block.hidden_size),)
+        return [*inputs, StoredLinear(self.output, output, axis=1)]
 
     def stored(self) -> dict[str, Weight]:
         """What is not packed, by its name."""
@@ -173,7 +205,7 @@ class GatedDeltaWeights:
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        return tensors_of(self.projection, self.output, *self.params)
+        return tensors_of(*self.projections, self.output, *self.params)
 
     def decode(
         self,
@@ -189,15 +221,7 @@ class GatedDeltaWeights:
         place but for its squares. `states` are the layer's, by name: each token leaves an entry.
         """
         block = self.block
-        projected = linear(
-            residual.scaled,
-            self.projection,
-            row.slot,
-            squares_TN=residual.squares,
-            eps=block.norm_eps,
-            plan=launch.plan("delta_in", self.projection),
-            launch=launch,
-        )
+        projected = self._project(row, residual, launch)
         mixed = gated_delta_decode(
             projected,
             states[RING],
@@ -221,6 +245,29 @@ class GatedDeltaWeights:
             launch=launch,
         )
 
+    def _project(self, row: DecodeLanes, residual: Residual, launch: DecodeLaunch) -> Tensor:
+        """`[N, projected]`: all products of the block's normed inputs."""
+        x, block = residual.scaled, self.block
+        projected = x.new_empty(len(x), block.sizes.projected)
+        for name, weight, out in zip(
+            block.linears, self.projections, self._columns(projected), strict=False
+        ):
+            linear(
+                x,
+                weight,
+                row.slot,
+                squares_TN=residual.squares,
+                eps=block.norm_eps,
+                out=out,
+                plan=launch.plan(name, weight),
+                launch=launch,
+            )
+        return projected
+
+    def _columns(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """What each of the projections writes."""
+        return torch.split(projected, [each.shape[0] for each in self.projections], dim=1)
+
     def prefill(
         self,
         lanes: PrefillLanes,
@@ -236,7 +283,8 @@ class GatedDeltaWeights:
         """
         block, sizes, pdl = self.block, self.block.sizes, scratch.launch.pdl
         projected = scratch.take(sizes.projected)
-        scratch.product(scratch.h, self.projection, None, out=projected)
+        for weight, out in zip(self.projections, self._columns(projected), strict=True):
+            scratch.product(scratch.h, weight, None, out=out)
         qkv = causal_conv_chunk(
             projected[:, : sizes.channels],
             self.params.conv_weight,

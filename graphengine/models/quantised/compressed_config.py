@@ -9,6 +9,7 @@ from graphengine.kernels.linear.quantised import CodeKind, WeightFormat
 from graphengine.models.config_schema import unsupported
 from graphengine.models.kv_scheme import check_kv
 from graphengine.models.quantised.schemes import (
+    ABOUT_MAKING,
     GROUPS,
     Quantisation,
     Rule,
@@ -30,6 +31,7 @@ _WEIGHT_KEYS = """
     num_bits type strategy group_size symmetric dynamic block_structure actorder scale_dtype
     zp_dtype observer observer_kwargs
 """
+_MXFP8 = "mxfp8-quantized"
 # Of each format, the types and bits that its weights may have.
 FORMATS: Mapping[str, tuple[tuple[str, int], ...]] = {
     "float-quantized": (("float", 8),),
@@ -38,7 +40,10 @@ FORMATS: Mapping[str, tuple[tuple[str, int], ...]] = {
     "pack-quantized": (("int", 4), ("int", 8)),
     "nvfp4-pack-quantized": (("float", 4),),
     "mxfp4-pack-quantized": (("float", 4),),
+    _MXFP8: (("float", 8),),
 }
+# Columns that share a scale, where a format says how many.
+_GROUPS_OF = {"nvfp4-pack-quantized": [16], "mxfp4-pack-quantized": [32], _MXFP8: [32]}
 _CODES: Mapping[tuple[str, int], CodeKind] = {
     ("float", 8): "e4m3",
     ("float", 4): "e2m1",
@@ -68,7 +73,7 @@ class _Weights(NamedTuple):
 
 def read_compressed(config: Mapping[str, Any]) -> Quantisation:
     """ValueError, with key, value and what is known, for anything else than is read here."""
-    check_keys(config, _TOP_KEYS, _INSIDE)
+    check_keys(config, _TOP_KEYS + ABOUT_MAKING, _INSIDE)
     for key in ("sparsity_config", "transform_config"):
         value = config.get(key)
         # Sparse weights may be stored as they are.
@@ -143,8 +148,7 @@ def _read_weights(given: Any, name: str, inside: str) -> _Weights:
     strategy = read_choice({"strategy": strategy}, "strategy", known, inside)
     columns = 0
     if strategy in ("group", "tensor_group"):
-        sizes = {"nvfp4-pack-quantized": [16], "mxfp4-pack-quantized": [32]}.get(name, GROUPS)
-        columns = read_choice(given, "group_size", sizes, inside)
+        columns = read_choice(given, "group_size", _GROUPS_OF.get(name, GROUPS), inside)
     else:
         read_size(given, "group_size", inside, [], -1) if given.get("group_size") else None
     orders = ["group", "dynamic", True, "weight", "static", False, None]
@@ -170,7 +174,7 @@ def _usual_strategy(group_size: Any) -> str:
 def _strategies(name: str, kind: str, symmetric: bool) -> Sequence[str]:
     if name == "nvfp4-pack-quantized":
         return ("tensor_group",)
-    if name == "mxfp4-pack-quantized":
+    if name in ("mxfp4-pack-quantized", _MXFP8):
         return ("group",)
     if kind == "float":
         return ("tensor", "channel", "group", "block")
@@ -199,6 +203,7 @@ def _scheme(weights: _Weights, name: str, inside: str) -> WeightScheme:
     scheme = WeightScheme(
         layout="codes",
         format=WeightFormat(code, rows, columns, weights.has_zeros),
+        powers=name == _MXFP8,
         zeros="weight_zero_point",
         order="weight_g_idx",
         needs_order=weights.needs_order,

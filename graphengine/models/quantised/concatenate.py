@@ -119,18 +119,31 @@ def are_same(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one, other)
 
 
+def ordered_format(kind: WeightFormat, order: Tensor | None) -> WeightFormat:
+    """The format of a weight of this format after `in_order`: a scale for each row where rows that
+    share one part.
+    """
+    if order is None or _groups_in_order(kind, order) is not None:
+        return kind
+    return kind._replace(rows=1)
+
+
+def _groups_in_order(kind: WeightFormat, order: Tensor) -> Tensor | None:
+    """The group of rows that is in each group's place; None where rows that share scales part."""
+    shared = kind.rows or len(order)
+    groups = order[::shared] // shared
+    together = torch.equal(order // shared, groups.repeat_interleave(shared)[: len(order)])
+    return groups if together else None
+
+
 def in_order(weight: QuantisedWeight, order: Tensor | None) -> QuantisedWeight:
-    """The weight whose row i is row `order[i]`. ValueError where rows that share scales part."""
+    """The weight whose row i is row `order[i]`, in `ordered_format`."""
     if order is None:
         return weight
-    shared = weight.format.rows or weight.shape[0]
-    blocks = order[::shared] // shared
-    if not torch.equal(order // shared, blocks.repeat_interleave(shared)[: len(order)]):
-        raise ValueError(
-            f"rows of heads that RoPE turns in part are stored in another order, and {shared} rows "
-            f"share a scale: they would part"
-        )
-    order, blocks = (index.to(weight.codes.device) for index in (order, blocks))
+    groups = _groups_in_order(weight.format, order)
+    if groups is None:
+        weight, groups = each_row(weight), order
+    order, blocks = (index.to(weight.codes.device) for index in (order, groups))
     whole = weight.whole
     return weight._replace(
         codes=weight.codes[order],

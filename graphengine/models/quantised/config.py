@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.config_schema import HfConfig, unsupported
 from graphengine.models.kv_scheme import check_kv, quantises_kv_alone
 from graphengine.models.quantised.compressed_config import read_compressed
 from graphengine.models.quantised.gptq_config import read_awq, read_gptq
 from graphengine.models.quantised.schemes import (
+    ABOUT_MAKING,
     Quantisation,
     Rule,
     WeightScheme,
@@ -26,6 +28,24 @@ from graphengine.models.quantised.schemes import (
 _KEY = "quantization_config"
 _FILE = "hf_quant_config.json"
 _MODELOPT = ("modelopt", "modelopt_fp4")
+# Columns that share a scale.
+_MODELOPT_GROUPS = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}
+
+
+def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
+    """What its configs say of quantised weights. ValueError for what is not understood.
+
+    Their lists may have the names that are in its files: a language model beside a vision tower has
+    other ones, and so has one that was saved alone.
+    """
+    found = read_quantisation(checkpoint.config, checkpoint.quant_config)
+    if found is None:
+        return None
+    names = {
+        name.rpartition(".")[0]: old.rpartition(".")[0]
+        for name, old in checkpoint.stored_names.items()
+    }
+    return found._replace(stored_names=names)
 
 
 def read_quantisation(
@@ -68,7 +88,7 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
         quant_method fmt activation_scheme weight_block_size modules_to_not_convert ignored_layers
         scale_fmt kv_cache_scheme is_checkpoint_fp8_serialized expert_dtype dequantize
     """
-    check_keys(config, known, _KEY)
+    check_keys(config, known + ABOUT_MAKING, _KEY)
     read_choice(config, "fmt", ["e4m3", "float8_e4m3fn", None], _KEY)
     scheme = read_choice(config, "activation_scheme", ["dynamic", "static", None], _KEY)
     read_choice(config, "scale_fmt", ["float", "ue8m0", None], _KEY)
@@ -161,17 +181,25 @@ def _modelopt_scheme(config: Mapping[str, Any], inside: str, file: str) -> Weigh
     note = f"{inside}.quant_algo={algorithm!r}: activations are not quantised, weights alone are"
     if algorithm == "FP8":
         return WeightScheme(layout="codes", format=WeightFormat("e4m3", 0, 0), notes=(note,))
-    if algorithm == "NVFP4":
-        if config.get("group_size") not in (16, None):
-            raise unsupported(f"{inside}.group_size", config["group_size"], "16, null", file=file)
+    if algorithm in _MODELOPT_GROUPS:
+        columns = _MODELOPT_GROUPS[algorithm]
+        if config.get("group_size") not in (columns, None):
+            known = f"{columns}, null"
+            raise unsupported(f"{inside}.group_size", config["group_size"], known, file=file)
+    if algorithm == "MXFP8":
+        return WeightScheme(
+            layout="codes", format=WeightFormat("e4m3", 1, 32), powers=True, notes=(note,)
+        )
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
         return WeightScheme(
             layout="halves",
             format=WeightFormat("e2m1", 1, 16),
             whole="weight_scale_2",
-            notes=(note,),
+            notes=(note,) if algorithm == "NVFP4" else (),
         )
+    known = ", ".join(map(repr, ("FP8", *_MODELOPT_GROUPS)))
     raise unsupported(
-        f"{inside}.quant_algo", algorithm, "'FP8', 'NVFP4', 'MIXED_PRECISION' of these", file=file
+        f"{inside}.quant_algo", algorithm, f"{known}, 'MIXED_PRECISION' of these", file=file
     )
 
 

@@ -18,7 +18,7 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.concatenate import concatenate, in_order
-from graphengine.models.quantised.config import read_quantisation
+from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.cutting import part_of
 from graphengine.models.quantised.readers import is_plain, read_weight
 from graphengine.models.quantised.rounding import quantise
@@ -221,7 +221,7 @@ def packed_names(linears: Sequence[StoredLinear]) -> set[str]:
 def dequantised_names(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> set[str]:
     """Of the linears in the model's dtype, those that the checkpoint has in 8 or 4 bits."""
     names = {name for linear in linears if linear.plain for name, _ in linear.parts}
-    quantisation = read_quantisation(checkpoint.config, checkpoint.quant_config) if names else None
+    quantisation = quantisation_of(checkpoint) if names else None
     if quantisation is None:
         return set()
     dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}

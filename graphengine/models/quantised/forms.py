@@ -7,6 +7,7 @@ or from what the user wants them rounded to. Only the orders of columns, which a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 import torch
@@ -23,7 +24,7 @@ from graphengine.kernels import (
 )
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.linears import WeightForms
-from graphengine.models.quantised.concatenate import are_same, joined_format
+from graphengine.models.quantised.concatenate import are_same, joined_format, ordered_format
 from graphengine.models.quantised.filling import is_of_weight, of_stack
 from graphengine.models.quantised.readers import is_plain, read_order, read_weight
 from graphengine.models.quantised.rounding import KIND_FORMATS, check_columns
@@ -72,6 +73,18 @@ def stored_forms(
     return WeightForms(forms)
 
 
+def parted_names(quantisation: Quantisation, linears: Sequence[StoredLinear]) -> set[str]:
+    """Parts of linears that the config stores in another format than the part before them.
+
+    A block that can compute them apart begins a product with each.
+    """
+    found = set()
+    for linear in linears:
+        formats = [(name, _format(quantisation.scheme(name))) for name, _ in linear.parts]
+        found |= {name for (_, before), (name, own) in pairwise(formats) if own != before}
+    return found
+
+
 class _Stored(NamedTuple):
     """A checkpoint's tensors by name.
 
@@ -115,8 +128,9 @@ def _form(
     ]
     dtypes = {part.scales.dtype for part in parts}
     same = len(dtypes) == 1
+    joined = joined_format(first.format, [rows for _, rows in linear.parts])
     form = packed_form(
-        joined_format(first.format, [rows for _, rows in linear.parts]),
+        ordered_format(joined, linear.order),
         dtypes.pop() if same else torch.float32,
         whole=first.whole is not None and same,
         ordered=_is_ordered(stored, found, columns),

@@ -8,6 +8,7 @@ from typing import Any
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.config_schema import unsupported
 from graphengine.models.quantised.schemes import (
+    ABOUT_MAKING,
     GROUPS,
     Quantisation,
     Rule,
@@ -23,17 +24,6 @@ from graphengine.models.quantised.schemes import (
 )
 
 _INSIDE = "quantization_config"
-# How a quantised model was made, and with what it is to be run.
-_ABOUT_MAKING = """
-    quant_method meta tokenizer dataset damp_percent damp_auto_increment true_sequential backend
-    static_groups mse model_name_or_path model_file_base_name model_seqlen batch_size
-    pad_token_id max_input_length cache_block_outputs use_cuda_fp16 use_exllama exllama_config
-    disable_exllama act_group_aware block_name_to_quantize module_name_preceding_first_block
-    offload_to_disk offload_to_disk_path quantizer hyb_act fuse_max_seq_len do_fuse
-    modules_to_fuse autoround_version iters lr minmax_lr nsamples seqlen train_bs
-    low_gpu_mem_usage enable_quanted_input enable_minmax_tuning scale_dtype data_type amp
-    gradient_accumulate_steps
-"""
 _AWQ_KEYS = """
     bits w_bit group_size q_group_size zero_point version format modules_to_not_convert desc_act sym
     pack_dtype
@@ -46,7 +36,7 @@ _GPTQ_KEYS = """
 
 def read_awq(config: Mapping[str, Any]) -> Quantisation:
     """The gemm layout, of 4 bits. ValueError, with key and value, for others."""
-    check_keys(config, _ABOUT_MAKING + _AWQ_KEYS, _INSIDE)
+    check_keys(config, ABOUT_MAKING + _AWQ_KEYS, _INSIDE)
     config = {"bits": config.get("w_bit", 4), "group_size": config.get("q_group_size"), **config}
     read_choice(config, "bits", [4], _INSIDE)
     columns = read_size(config, "group_size", _INSIDE, GROUPS)
@@ -75,7 +65,7 @@ def read_awq(config: Mapping[str, Any]) -> Quantisation:
 
 def read_gptq(config: Mapping[str, Any]) -> Quantisation:
     """Both kinds of zero points, and `dynamic`. ValueError, with key and value, for others."""
-    check_keys(config, _ABOUT_MAKING + _GPTQ_KEYS, _INSIDE)
+    check_keys(config, ABOUT_MAKING + _GPTQ_KEYS, _INSIDE)
     rules = []
     if not read_choice(config, "lm_head", [True, False, None], _INSIDE):
         rules.append(Rule(is_head, None))

@@ -122,7 +122,11 @@ def _read_codes(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, i
 def _scales(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> Tensor:
     kind = scheme.format
     return stored.take_scales(
-        scheme.scales, kind, group_shapes(kind, shape), group_text(kind, shape)
+        scheme.scales,
+        kind,
+        group_shapes(kind, shape),
+        group_text(kind, shape),
+        powers=scheme.powers,
     )
 
 

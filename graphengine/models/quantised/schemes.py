@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from graphengine.kernels.linear.quantised import WeightFormat
@@ -21,6 +22,7 @@ class WeightScheme(NamedTuple):
     codes       name of the tensor of codes, below the linear's name, as all names here; one of the
                 given ones must be there
     scales      names of which one must be there
+    powers      whether scales are bytes that mean powers of two, e8m0, whatever their dtype
     whole       name of a factor on all scales
     inverse     whether scales are to be divided by it
     zeros       name of zero points; of a format that has none they may be there, and then must
@@ -36,6 +38,7 @@ class WeightScheme(NamedTuple):
     format: WeightFormat
     codes: tuple[str, ...] = ("weight",)
     scales: tuple[str, ...] = ("weight_scale",)
+    powers: bool = False
     whole: str | None = None
     inverse: bool = False
     zeros: str | None = None
@@ -54,14 +57,26 @@ class Rule(NamedTuple):
 
 
 class Quantisation(NamedTuple):
-    """What a config says of a model's weights: of each linear, what the first rule for it says."""
+    """What a config says of a model's weights: of each linear, what the first rule for it says.
+
+    stored_names  names of modules in the files, where they differ; rules may mean either
+    """
 
     method: str
     rules: tuple[Rule, ...]
+    stored_names: Mapping[str, str] = MappingProxyType({})
 
     def scheme(self, linear: str) -> WeightScheme | None:
         """Of the linear of this name in the checkpoint ("lm_head"); None: it is not quantised."""
-        return next((rule.scheme for rule in self.rules if rule.matches(linear)), None)
+        names = {linear, self._stored(linear)}
+        return next((rule.scheme for rule in self.rules if any(map(rule.matches, names))), None)
+
+    def _stored(self, linear: str) -> str:
+        """Its name in the files. Experts in stacked tensors have that of the module below it."""
+        if linear in self.stored_names:
+            return self.stored_names[linear]
+        module, dot, name = linear.rpartition(".")
+        return self.stored_names.get(module, module) + dot + name
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -73,6 +88,18 @@ class Quantisation(NamedTuple):
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)
 """Columns that may share a scale, beside all."""
 HEAD = "lm_head"
+ABOUT_MAKING = """
+    quant_method meta tokenizer dataset damp_percent damp_auto_increment true_sequential backend
+    static_groups mse model_name_or_path model_file_base_name model_seqlen batch_size
+    pad_token_id max_input_length cache_block_outputs use_cuda_fp16 use_exllama exllama_config
+    disable_exllama act_group_aware block_name_to_quantize module_name_preceding_first_block
+    offload_to_disk offload_to_disk_path quantizer hyb_act fuse_max_seq_len do_fuse
+    modules_to_fuse autoround_version iters lr minmax_lr nsamples seqlen train_bs
+    low_gpu_mem_usage enable_quanted_input enable_minmax_tuning scale_dtype data_type amp
+    gradient_accumulate_steps provider quant_block_list to_quant_block_names supported_types
+    enable_norm_bias_tuning nblocks
+"""
+"""Keys of how a quantised model was made, and with what it is to be run: they change nothing."""
 
 
 def read_choice(

@@ -73,11 +73,22 @@ class LinearTensors:
         return tensor.reshape(shapes[0])
 
     def take_scales(
-        self, ends: Sequence[str], kind: WeightFormat, shapes: Sequence[tuple[int, ...]], why: str
+        self,
+        ends: Sequence[str],
+        kind: WeightFormat,
+        shapes: Sequence[tuple[int, ...]],
+        why: str,
+        *,
+        powers: bool = False,
     ) -> Tensor:
-        """Scales as `take_groups` has them, e8m0 as uint8. ValueError names the first wrong one."""
+        """Scales as `take_groups` has them, e8m0 as uint8. ValueError names the first wrong one.
+
+        powers  whether they are e8m0 and nothing else
+        """
         wanted: Sequence[torch.dtype] = FLOATS
-        if kind.code == "e2m1":
+        if powers:
+            wanted = _POWERS
+        elif kind.code == "e2m1":
             wanted = _POWERS if kind.columns == 32 else (torch.float8_e4m3fn,)
         elif kind.code == "e4m3":
             # A byte may mean a power of two here, too; its dtype must say so.

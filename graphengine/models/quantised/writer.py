@@ -24,9 +24,10 @@ from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.config_schema import unsupported
 from graphengine.models.contract import ModelConfig
+from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.stored import quantisation_of, read_model
+from graphengine.models.stored import read_model
 
 INT4_GROUPS = (32, 64, 128)
 _INDEX = "model.safetensors.index.json"

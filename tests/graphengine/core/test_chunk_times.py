@@ -241,9 +241,26 @@ def test_a_cut_of_other_buckets_is_refused_before_weights_are_loaded() -> None:
     ):
         open_engine(**BUCKETS, prefill_cut=((0, 32), (64, 24)), progress=pytest.fail)
     with pytest.raises(
-        ValueError, match=r"chunks of 32 tokens .*, but the prefill buckets are 8, 1"
+        ValueError,
+        match=r"chunks of 32 tokens from position 0 on, but the prefill buckets are 8, 16, which "
+        r"max_prefill_tokens_per_step=16 limits$",
     ):
         open_engine(**BUCKETS, prefill_cut=((0, 32),), max_prefill_tokens_per_step=16)
+
+
+def test_a_cut_holds_in_an_engine_for_shorter_prompts() -> None:
+    """Whose largest bucket is smaller: no chunk was to have more tokens."""
+    shorter = BUCKETS | {"max_seq_len": 24}
+    with open_engine(**shorter) as engine:
+        usual, prompt = engine.numerics_id, list(range(200, 222))
+        expected = engine.generate(prompt, greedy(1)).token_ids
+    with open_engine(**shorter, prefill_cut=((0, 32), (64, 16))) as engine:
+        assert (engine.prefill_cut, engine.numerics_id) == (((0, 24),), usual)
+        assert engine.generate(prompt, greedy(1)).token_ids == expected
+    with pytest.raises(
+        ValueError, match=r"chunks of 20 .* buckets are 8, 16, 24, which max_seq_len=24 limits$"
+    ):
+        open_engine(**shorter, prefill_cut=((0, 20),))
 
 
 def test_cuts_that_cut_alike_have_one_numerics_id() -> None:

@@ -102,9 +102,16 @@ def llama() -> Any:
 SHAPES: dict[str, tuple[Shape, bool]] = {
     "published": (Shape(), False),
     "speculators": (
-        Shape(layers=(1, 6, 4), narrower=50, bias=True, normed_stream=True), True,
+        Shape(
+            layers=(1, 6, 4), narrower=50, bias=True, normed_stream=True, norms=("input_norm",),
+        ), True,
     ),
-    "whole vocabulary": (Shape(layers=(3, 7), drafted=0, normed_output=True), False),
+    # EAGLE 3.1 norms each stream, and its output.
+    "whole vocabulary": (
+        Shape(
+            layers=(3, 7), drafted=0, normed_output=True, norms=("fc_norm.0", "fc_norm.1"),
+        ), False,
+    ),
 }  # fmt: skip
 
 

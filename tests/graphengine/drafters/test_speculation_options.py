@@ -600,9 +600,10 @@ def test_a_forbidden_draft_is_never_accepted_and_penalties_are_seen(
         ({"speculative": Auto(), "max_batch": 20, "buckets": (20,)},
          r"20 rows .*max_live=16\) with k=3 .* 80 tok"),
         ({"speculative": NGram(k=3), "row_family": "fma"},
-         r"row_family='fma' serves up to 2 rows, not max_batch=8 of 4 tokens each"),
+         r"row_family='fma' serves up to 2 lanes a step, not the 32 of 8 rows with 4 tokens each, "
+         r"the newest one and k=3 drafts"),
         ({"speculative": NGram(k=2), "row_family": "fma", "max_batch": 1},
-         r"row_family='fma' serves up to 2 rows, not max_batch=1 of 3 tokens each"),
+         r"row_family='fma' serves up to 2 lanes a step, not the 3 of 1 row with 3 tokens each, "),
         ({"gate": GateOptions()}, r"gate is for an engine with drafts, not speculative=None"),
         ({"gate": True, "speculative": NGram()}, r"gate=True must be GateOptions or None"),
         ({"forced_acceptance": 2}, r"forced_acceptance is for an engine with drafts, not"),

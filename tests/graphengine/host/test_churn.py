@@ -17,6 +17,7 @@ import pytest
 
 from engines.churn import Owners, write_tokenizer
 from engines.logit_options import HAS_GRAMMARS, consistent, random_options
+from extent import extent
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path
 from graphengine.speculative import NGram
@@ -146,7 +147,10 @@ def test_each_request_gets_the_tokens_it_gets_alone(
 
 HYBRID_SIZES = {
     "cpu": Size(tokens=300, occurrences=2, max_batch=5, kv_blocks=20),
-    "cuda": Size(tokens=10_000, occurrences=50, max_batch=12, kv_blocks=72),
+    "cuda": extent(
+        Size(tokens=1_500, occurrences=10, max_batch=12, kv_blocks=72),
+        Size(tokens=10_000, occurrences=50, max_batch=12, kv_blocks=72),
+    ),
 }
 
 

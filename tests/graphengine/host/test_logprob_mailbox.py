@@ -78,6 +78,17 @@ def test_what_was_asked_for_is_read_and_nothing_else() -> None:
     assert logprobs.wait(replay, records, timeout=0) is None
 
 
+def test_equal_tokens_share_the_best_rank() -> None:
+    mailbox = new_mailbox()
+    best = (70, bits(-1.0), 3, bits(-1.0), 9, bits(-2.0))
+    for token, rank in ((3, 1), (9, 3), (80, 5)):
+        write(mailbox, 5, 0, 0, (bits(-1.0), rank, *best))
+        found = mailbox.wait(5, [((token,), TOP)], timeout=0)
+        assert found is not None and found[0] is not None
+        ranks = {70: 1, 3: 1, 9: 3} | {token: rank}
+        assert {each: logprob.rank for each, logprob in found[0][0].items()} == ranks
+
+
 def test_an_item_is_believed_because_of_its_own_tag() -> None:
     mailbox = new_mailbox()
     items = (bits(-0.5), 1, 7, bits(-0.5))

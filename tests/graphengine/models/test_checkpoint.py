@@ -450,6 +450,25 @@ def test_a_directory_without_weights_or_config_is_refused(tmp_path: Path) -> Non
         Checkpoint.open(tmp_path)
 
 
+def test_what_a_directory_without_a_config_is_instead(tmp_path: Path) -> None:
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    message = (
+        r"has no config.json, but model-q4.gguf: GGUF files are not read; open the safetensors "
+        r"checkpoint that they were made from"
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        Checkpoint.open(tmp_path)
+    with pytest.raises(ValueError, match=r"model-q4.gguf is a file: .*; GGUF files are not read"):
+        Checkpoint.open(tmp_path / "model-q4.gguf")
+    write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": "org/base"})
+    message = (
+        r"has no config.json, but adapter_config.json: it is a LoRA adapter of 'org/base', and "
+        r"adapters are not read. Merge it into that model"
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        Checkpoint.open(tmp_path)
+
+
 def test_a_file_is_no_checkpoint(single: Path) -> None:
     with pytest.raises(ValueError, match=r"model.safetensors is a file: a checkpoint is a direct"):
         Checkpoint.open(single / "model.safetensors")
@@ -497,6 +516,9 @@ def test_a_hub_id_is_taken_from_the_hubs_cache(
     assert checkpoint.path == single
     assert asked["repo_id"] == "org/name-1.5B"
     assert asked["allow_patterns"] == ["*.json", "*.jinja", "*.safetensors", "*.txt"]
+    (single / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no config.json, and its name says GGUF: GGUF fi"):
+        Checkpoint.open("org/name-GGUF")
 
 
 def test_a_local_directory_goes_before_the_hub(
@@ -545,11 +567,14 @@ def test_the_real_hub_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("generation_config", "config", "expected"),
     [
-        ({"eos_token_id": 3}, {"eos_token_id": 9}, (3,)),
+        ({"eos_token_id": 3}, {"eos_token_id": 9}, (3, 9)),
+        ({"eos_token_id": [3, 9]}, {"eos_token_id": 9}, (3, 9)),
+        ({"eos_token_id": []}, {"eos_token_id": 9}, (9,)),
         ({"eos_token_id": [5, 3, 5]}, {}, (5, 3)),
         ({}, {"eos_token_id": [9, 0]}, (9, 0)),
         ({"eos_token_id": None}, {"eos_token_id": 9}, (9,)),
-        ({"eos_token_id": -1}, {"eos_token_id": 9}, ()),
+        ({"eos_token_id": -1}, {"eos_token_id": 9}, (9,)),
+        ({"eos_token_id": -1}, {"eos_token_id": [-1]}, ()),
         ({"eos_token_id": [4, -1, 2**31 - 1]}, {}, (4, 2**31 - 1)),
         ({}, {"eos_token_id": None, "text_config": {"eos_token_id": 4}}, (4,)),
         ({}, {"text_config": None}, ()),

@@ -75,6 +75,9 @@ def test_what_is_inside_goes_first(tmp_path: Path) -> None:
 
 def test_a_dspark_as_deepspec_publishes_it(tmp_path: Path) -> None:
     found = read(tmp_path, config_of(DSPARK), tensors_of(DSPARK))
+    # SpecForge's name for the same.
+    renamed = config_of(DSPARK) | {"architectures": ["DSparkDraftModel"]}
+    assert read(tmp_path / "renamed", renamed, tensors_of(DSPARK)) == found
     assert (found.most_drafts, found.block_of(3), found.from_newest) == (7, 3, True)
     assert (found.rank, found.embedding_rows, found.own_head) == (16, VOCAB, True)
     # Every name but those of the confidence head, which is not read.
@@ -217,6 +220,10 @@ WRONG: dict[str, tuple[BlockShape, Change, str]] = {
     "another architecture": (
         DFLASH, saying(architectures=["DFlash2DraftModel"]),
         r"architectures=\['DFlash2DraftModel'\]: block drafters are DFlashDraftModel or Qwen3DSp",
+    ),
+    "DSpark of DeepSeek": (
+        DSPARK, saying(architectures=["DSparkDraftModel"], model_type="deepseek_v4"),
+        r"model_type='deepseek_v4': supported: 'qwen3' of a DSparkDraftModel",
     ),
     "no architecture": (DFLASH, saying(architectures=None), r"has architectures=\[\]: block draf"),
     "another vocabulary": (

@@ -149,6 +149,21 @@ def test_a_drafter_is_made_of_it(tmp_path: Path) -> None:
     assert make_drafter(config, target, read_model_config(TARGET)).needs.wants_hidden
 
 
+def test_rope_of_several_axes_is_that_of_one_for_text(tmp_path: Path) -> None:
+    """As heads for Qwen's models with a vision tower have it."""
+    shape = Shape()
+    axes = {"mrope_section": [16, 24, 24], "mrope_interleaved": True}
+    told = [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0} | axes},
+        {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+    ]
+    plain = read(tmp_path / "plain", config_of(shape), tensors_of(shape)).config
+    for index, ropes in enumerate(told):
+        config = config_of(shape, **ropes)
+        found = read(tmp_path / f"{index}", config, tensors_of(shape)).config
+        assert found == plain
+
+
 # What is refused.
 
 Change = Callable[[dict[str, Any], Tensors], None]
@@ -263,8 +278,26 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"=\[2, 5, 5\], of which 0 is the embedding; the target's layers \[1, 4, 4\] must differ",
     ),
     "no layers": (saying(**{IDS: [1.5]}), rf"{IDS}=\[1.5\]: must be a list of integers"),
-    "normed streams": (saying(norm_before_fc=True), r"norm_before_fc=True.*False"),
-    "normed streams inside": (saying(eagle_config={"fc_norm": True}), r"fc_norm=True.*False"),
+    "no norm of the streams": (
+        saying(norm_before_fc=True), r"an EAGLE3 checkpoint that lacks input_norm.weight"
+    ),
+    "no norms of the streams": (
+        saying(eagle_config={"fc_norm": True}),
+        r"lacks fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight",
+    ),
+    "norms of both kinds": (
+        saying(fc_norm=True, norm_before_fc=True), r"fc_norm=True: supported: False beside norm_be"
+    ),
+    "norms that the config does not name": (
+        with_tensor("fc_norm.0.weight", HIDDEN), r"that nobody reads .*: fc_norm.0.weight"
+    ),
+    "P-EAGLE": (
+        saying(architectures=["PEagleDraftModel"]),
+        r"architectures=\['PEagleDraftModel'\] .*drafts all at once: not supported",
+    ),
+    "P-EAGLE of speculators": (
+        saying(speculators_model_type="peagle"), r"_model_type='peagle': it is no EAGLE3 head"
+    ),
     "the last layer's": (
         saying(eagle_config={"use_aux_hidden_state": False}), r"use_aux_hidden_state=False.*True"
     ),

@@ -572,6 +572,7 @@ def test_models_without_states_of_heads_take_no_dtype_of_them(hybrids: dict[str,
         ("qwen", {"layer_types": [M] * 4}, "one that attends among them"),
         ("qwen", {"linear_num_value_heads": 3}, "linear_num_value_heads=3, no multiple of .*=2"),
         ("qwen", {"attn_output_gate": False}, "attn_output_gate=False"),
+        ("qwen", {"output_gate_type": "sigmoid"}, "type='sigmoid': supported: null or 'swish' or"),
         ("qwen", {"linear_conv_kernel_dim": 9}, r"linear_conv_kernel_dim=9: must be .*\[2, 8\]"),
         ("qwen", {"num_experts": 4}, "num_experts=4"),
         ("qwen", {"mamba_ssm_dtype": "half"}, "mamba_ssm_dtype='half': supported: 'float32', "),
@@ -623,6 +624,8 @@ def test_a_language_model_beside_a_vision_tower(hybrids: dict[str, Any], tmp_pat
     path = hybrids["qwen"].path
     text = json.loads((path / "config.json").read_text())
     text["rope_parameters"] |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    # As Qwen3.6 has it.
+    text["output_gate_type"] = "swish"
     whole = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "text_config": text,

@@ -214,6 +214,7 @@ def test_a_long_value_is_cut_in_the_message() -> None:
             r"rope_scaling.mrope_section=\[1, 2\]: supported: null or False",
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": YARN | {"attn_factor": 1.2}}, "rope_scaling.attn_factor=1.2: .* null or"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu': supported: 'silu'"),
         ({"per_layer_config": {"0": {"hidden_act": "gelu"}}}, "per_layer_config="),
         ({"position_embedding_type": "nope"}, "position_embedding_type='nope': supported: null or"),
@@ -239,12 +240,28 @@ def test_what_is_computed_otherwise_is_refused(changes: dict[str, Any], message:
         ("Glm4Moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: supported: null or 1"),
         ("Qwen3Moe", {"mlp_layer_types": ["dense"] * 2}, r"mlp_layer_types=\['dense', .*: null$"),
         ("Glm4Moe", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types=.*: null$"),
+        ("Qwen3Moe", {"shared_expert_intermediate_size": 64}, ".*size=64: supported: null or 0"),
     ],
 )
 def test_other_ways_to_route_are_refused(
     family: str, changes: dict[str, Any], message: str
 ) -> None:
     refused(f"config.json has {message}", small(family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("Llama", {"use_qk_norm": True}, "use_qk_norm=True: supported: null or False"),
+        ("Qwen3", {"use_qk_norm": False}, "use_qk_norm=False: supported: null or True"),
+        ("Qwen3Moe", {"use_qk_norm": False}, "use_qk_norm=False: supported: null or True"),
+        ("Qwen3Moe", {"qkv_bias": True}, "qkv_bias=True: supported: null or False"),
+        ("Qwen2", {"qkv_bias": False}, "qkv_bias=False: supported: null or True"),
+        ("Qwen3", {"output_gate_type": "swish"}, "output_gate_type='swish': supported: null$"),
+    ],
+)
+def test_what_a_family_always_computes(family: str, changes: dict[str, Any], message: str) -> None:
+    refused(f"config.json has {message}", small(family, head_dim=64, **changes))
 
 
 @pytest.mark.parametrize(
@@ -262,6 +279,9 @@ def test_neutral_values_are_no_obstacle(family: str) -> None:
     neutral |= {name: values[-1] for name, values in NEUTRAL.items() if values}
     neutral |= {"no_rope_layers": [1, 1], "use_sliding_window": False, "sliding_window": 32}
     neutral |= {"layer_types": ["full_attention"] * 2, "partial_rotary_factor": None}
+    # What a family always computes.
+    normed = {"use_qk_norm": True, "qk_norm": True}
+    neutral |= {"Qwen3": normed, "Llama": {}}.get(family, {"qkv_bias": True})
     assert read_model_config(small(family, head_dim=64, **neutral)) == plain
     # A window as long as any text is none.
     assert read_model_config(small(family, head_dim=64, sliding_window=512)) == plain
@@ -294,6 +314,14 @@ REAL: dict[str, dict[str, Any]] = {
     "Qwen3": {
         "head_dim": 128, "max_window_layers": 28, "model_type": "qwen3", "sliding_window": None,
         "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64},
+    },
+    "Qwen3Moe-Coder-30B-A3B": {
+        "decoder_sparse_step": 1, "head_dim": 128, "max_window_layers": 28, "mlp_only_layers": [],
+        "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False,
+        "qkv_bias": False, "rope_scaling": None, "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0, "sliding_window": None,
+        "use_qk_norm": True, "use_sliding_window": False,
     },
     "Qwen3Moe-30B-A3B": {
         "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from events import GENEROUS_S
 from torch import Tensor
 
 from graphengine.kernels import (
@@ -146,7 +147,7 @@ class Meeting:
     """Where the ranks' parts of a product meet: each adds all of them up, in the ranks' order."""
 
     def __init__(self) -> None:
-        self._barrier = Barrier(RANKS, timeout=60)
+        self._barrier = Barrier(RANKS, timeout=GENEROUS_S)
         self._parts: list[Tensor] = [torch.empty(0)] * RANKS
         self.count = 0
 

@@ -156,6 +156,17 @@ def test_a_head_of_another_shape_is_named(source: Path, tmp_path: Path) -> None:
         read_model(Checkpoint.open(path))
 
 
+def test_an_adapter_beside_the_weights_is_told(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = changed(source, tmp_path, lambda config, tensors: None)
+    read_model(Checkpoint.open(path))
+    assert "adapter" not in caplog.text
+    (path / "adapter_config.json").write_text("{}")
+    read_model(Checkpoint.open(path))
+    assert "has adapter_config.json beside its weights: they are used as they are" in caplog.text
+
+
 def test_a_quantised_head_is_no_embedding(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -321,9 +332,16 @@ def test_ids_that_are_never_said_are_left_out(
     edited: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     for told, expected in ((-1, ()), ([5, 4096, -1, 2**31 - 1], (5,)), ([5, 0], (5, 0))):
-        path = edited(checkpoint_path(), generation_config={"eos_token_id": told})
+        path = edited(
+            checkpoint_path(),
+            generation_config={"eos_token_id": told},
+            config={"eos_token_id": None},
+        )
         checkpoint = Checkpoint.open(path)
-        assert read_eos_ids(checkpoint, read_model(checkpoint)) == expected
+        model = read_model(checkpoint)
+        assert read_eos_ids(checkpoint, model) == expected
+        assert read_eos_ids(checkpoint, model, 4096) == expected
+        assert {*read_eos_ids(checkpoint, model, 0)} == {*expected, 0}
     assert "end-of-sequence ids [4096, 2147483647] are left out" in caplog.text
     assert "4096 tokens" in caplog.text
 

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import sys
+import time
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import torch
 from engines.named_graphs import graph_of, replace_graph
 from engines.small_engine import LONG, OTHER, PROMPT, greedy, open_engine, run, sampled, step_until
 from graphengine import Engine, Event, Request
+from graphengine.observe import processor_use
 from graphengine.observe.recorder import Recorder, nanoseconds
 from graphengine.observe.ring import FINISHED, KINDS, NEVER, REASONS, REPLAY, STAGES, STAMPS, Ring
 from graphengine.profiles.runs.breakdown import break_down
@@ -495,6 +497,39 @@ def test_a_file_holds_a_header_and_a_line_for_each_record(device: str, tmp_path:
     first = requests[other.id]["first"] - requests[other.id]["submitted"]
     assert first / 1e9 == pytest.approx(other.timings.time_to_first_token, abs=1e-8)
     assert requests[other.id]["new_tokens"] == 12 and requests[other.id]["reason"] == "length"
+
+
+def test_it_tells_how_long_the_thread_ran_and_how_often_it_slept(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def sleep(event: Event) -> None:
+        time.sleep(0.02)
+
+    with open_engine(device="cpu") as engine, recorded(engine) as recorder:
+        engine.submit(PROMPT, greedy(5), on_event=sleep)
+        run(engine)
+        records = recorder.replays()
+        assert (records["cpu_ns"] > 0).all() and (np.diff(records["cpu_ns"]) >= 0).all()
+        assert (np.diff(records["yielded"]) >= 0).all() and (records["preempted"] >= 0).all()
+        # Read once a step.
+        steps = {(int(one["step"]), int(one["cpu_ns"])) for one in records}
+        assert len(steps) == len(np.unique(records["step"]))
+        recorder.write(path)
+    found = break_down(read_recording(path))
+    assert (found.away_us > 15_000).all() and (found.yielded >= 1).all()
+
+
+def test_a_system_that_does_not_count_leaves_it_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor_use, "_PROCESS", None)
+    path = tmp_path / "run.jsonl"
+    with open_engine(device="cpu") as engine, recorded(engine) as recorder:
+        engine.generate(PROMPT, greedy(4))
+        recorder.write(path)
+    row = json.loads(path.read_text().splitlines()[1])
+    assert row["cpu_ns"] is row["preempted"] is row["yielded"] is None
+    assert read_recording(path).thread is None
 
 
 def test_a_file_of_nothing_is_its_header(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ os.register_at_fork(after_in_child=gc.freeze)
 @pytest.fixture(scope="module")
 def forked_ranks() -> Iterator[None]:
     """Ranks on a CPU are forked: they need not import torch and the engine, which takes seconds of
-    each. `test_rank_failures.py` and `test_torchrun.py` start them as users do.
+    each. The programs of `test_rank_failures.py` and `test_torchrun.py` start them as users do.
     """
     if torch.cuda.is_available():  # A fork has no CUDA.
         yield

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,9 +189,7 @@ def test_a_rank_that_is_gone_ends_the_engine(oracle: Any) -> None:
         ranks.step()
         (pid,) = runtime_of(ranks).ranks.pids
         os.kill(pid, signal.SIGKILL)
-        started = time.monotonic()
         with pytest.raises(RankFailed):
             while ranks.busy:
                 ranks.step()
-        assert time.monotonic() - started < 20
     assert torch.ones(4, device="cuda").sum().item() == 4

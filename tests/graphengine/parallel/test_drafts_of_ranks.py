@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from events import GENEROUS_S
 from safetensors.torch import load_file
 
 from checkpoints.block_drafters import write_random
@@ -62,7 +63,7 @@ MODES: dict[str, Callable[[Path], Speculative]] = {
 
 def open_engine(ranks: int, **options: Any) -> Engine:
     options = {"max_batch": 3, "max_seq_len": 128, "block_size": 8, "lookahead": 1} | options
-    options = {"prefill_buckets": (8, 32), "wait_limit_s": 60.0, "device": "cpu"} | options
+    options = {"prefill_buckets": (8, 32), "wait_limit_s": GENEROUS_S, "device": "cpu"} | options
     return Engine.from_pretrained(few_layers(), tensor_parallel=ranks, **options)
 
 

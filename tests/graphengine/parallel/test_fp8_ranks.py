@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from events import GENEROUS_S
 from safetensors.torch import load_file, save_file
 
 from checkpoints.few_layers import HEAD_LAYERS, eagle3_head, few_layers
@@ -26,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
     options = {"max_batch": 2, "max_seq_len": 128, "block_size": 8} | options
-    options = {"prefill_buckets": (8, 32), "wait_limit_s": 60.0, "device": "cpu"} | options
+    options = {"prefill_buckets": (8, 32), "wait_limit_s": GENEROUS_S, "device": "cpu"} | options
     return Engine.from_pretrained(path, tensor_parallel=ranks, kv_dtype="fp8", **options)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from events import GENEROUS_S
 
 from checkpoints.mtp_chains import HAS_CHAINS, Chains
 from engines.family_checks import assert_rewinds
@@ -33,7 +34,12 @@ NAMES = ["granite-rope-limits", "nemotron-biases", "qwen", "lfm2-biases"]
 
 def open_engine(path: Path, **options: Any) -> Engine:
     sizes = {"max_batch": 3, "max_seq_len": 160, "block_size": 8, "prefill_buckets": (8, 32)}
-    options = {"device": "cpu", "dtype": "float32", "lookahead": 0, "wait_limit_s": 60.0} | options
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "lookahead": 0,
+        "wait_limit_s": GENEROUS_S,
+    } | options
     return Engine.from_pretrained(path, **{"tensor_parallel": 2} | sizes | options)
 
 

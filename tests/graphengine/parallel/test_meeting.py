@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import time
+import multiprocessing
+import os
+import re
+import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from graphengine.models.contract import Share
-from graphengine.parallel.meeting import Meeting, MeetingFailed
+from graphengine.parallel import exchange
+from graphengine.parallel.exchange import MeetingFailed
+from graphengine.parallel.meeting import Meeting
+from timelines.fake_clock import Clock
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
+GENEROUS_S = 600.0
+"""Only for a test that would hang."""
 
 
 def on_all_ranks(
-    folder: Path, ranks: int, work: Callable[[int, Meeting], Result], limit_s: float = 20.0
+    folder: Path, ranks: int, work: Callable[[int, Meeting], Result], limit_s: float = GENEROUS_S
 ) -> list[Result]:
     def rank_of(rank: int) -> Result:
         meeting = Meeting(str(folder / "meeting"), Share(rank, ranks), CPU, limit_s)
@@ -54,16 +63,11 @@ def test_all_have_the_sum_in_the_order_of_the_ranks(tmp_path: Path, ranks: int) 
     assert not torch.distributed.is_initialized()
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
-    def work(rank: int, meeting: Meeting) -> str:
-        if rank == 1:
-            return ""
-        with pytest.raises(MeetingFailed) as error:
-            meeting.reduce(torch.ones(1, 4))
-        return str(error.value)
-
-    text, _ = on_all_ranks(tmp_path, 2, work, limit_s=1.0)
-    assert text and "\n" not in text
+def test_parts_that_no_socket_holds_are_exchanged(tmp_path: Path) -> None:
+    parts = torch.arange(3 * 3 * 500_000, dtype=torch.float32).view(3, 3, 1, -1)
+    results = on_all_ranks(tmp_path, 3, lambda rank, meeting: meeting.sum_own(parts[rank]))
+    for rank, found in enumerate(results):
+        assert torch.equal(found, parts[0][rank] + parts[1][rank] + parts[2][rank])
 
 
 def test_each_has_the_sum_of_what_all_have_for_it(tmp_path: Path) -> None:
@@ -73,24 +77,118 @@ def test_each_has_the_sum_of_what_all_have_for_it(tmp_path: Path) -> None:
         assert torch.equal(found, parts[0][rank] + parts[1][rank] + parts[2][rank])
 
 
-def test_a_rank_that_brings_nothing_of_its_own_is_not_waited_for(tmp_path: Path) -> None:
-    def work(rank: int, meeting: Meeting) -> None:
+# What a rank says that waits in vain.
+
+
+def failure_of(work: Callable[[], object]) -> str:
+    with pytest.raises(MeetingFailed) as error:
+        work()
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_come_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the one that comes; both see that it leaves at last."""
+    comes, failed, poll = threading.Event(), threading.Event(), exchange._poll
+
+    def waiting(peers: list[Any], seconds: float) -> None:
+        if {peer.rank for peer in peers} == {0, 1}:
+            # The last rank's parts have left.
+            comes.set()
+        poll(peers, seconds)
+
+    def work(rank: int, meeting: Meeting) -> str:
+        assert meeting.add_own is None
+        meeting.gather(torch.ones(1, 4))
+        if rank == 2:
+            monkeypatch.setattr(exchange, "_poll", waiting)
+        if rank == 1:
+            assert failed.wait(GENEROUS_S)
+            return ""
         if rank == 0:
-            assert meeting.add_own is None
-            with pytest.raises(MeetingFailed):
-                meeting.sum_own(torch.ones(2, 1, 4))
+            assert comes.wait(GENEROUS_S)
+            meeting.limit_s = 0.2
+        text = failure_of(lambda: meeting.sum_own(torch.ones(3, 1, 4)))
+        failed.set()
+        return text
 
-    on_all_ranks(tmp_path, 2, work, limit_s=1.0)
+    first, _, last = on_all_ranks(tmp_path, 3, work)
+    assert first == "rank 0 of 3 waited 0.2 s for rank 1 in exchange 2, sum of own of 16 bytes"
+    assert re.match("rank 2 of 3 lost rank [01] in exchange 2, sum of own of 16 bytes: ", last)
 
 
-def test_a_rank_knows_for_how_long_it_has_waited(tmp_path: Path) -> None:
-    def work(rank: int, meeting: Meeting) -> float:
+def test_ranks_that_are_at_different_exchanges_are_told(tmp_path: Path) -> None:
+    def work(rank: int, meeting: Meeting) -> str:
+        if rank == 0:
+            return failure_of(lambda: meeting.gather(torch.ones(1, 4)))
+        return failure_of(lambda: meeting.sum_own(torch.ones(2, 1, 2)))
+
+    gather, own = "exchange 1, gather of 16 bytes", "exchange 1, sum of own of 8 bytes"
+    assert on_all_ranks(tmp_path, 2, work) == [
+        f"rank 0 of 2 is at {gather}, and rank 1 at {own}",
+        f"rank 1 of 2 is at {own}, and rank 0 at {gather}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (signal.SIGSTOP, "rank 0 of 2 waited 0.2 s for rank 1 in exchange 1, gather of 4000000"),
+        (signal.SIGKILL, "rank 0 of 2 lost rank 1 in exchange 1, gather of 4000000 bytes: "),
+    ],
+)
+def test_a_rank_that_answers_no_more_is_named(
+    tmp_path: Path, sent: signal.Signals, said: str
+) -> None:
+    """It stands, or is gone, between two exchanges."""
+
+    def other() -> None:
+        meeting = Meeting(str(tmp_path / "meeting"), Share(1, 2), CPU, GENEROUS_S)
+        os.kill(os.getpid(), sent)
+        meeting.close()
+
+    process = multiprocessing.get_context("fork").Process(target=other)
+    process.start()
+    meeting = Meeting(str(tmp_path / "meeting"), Share(0, 2), CPU, GENEROUS_S)
+    meeting.limit_s = 0.2 if sent is signal.SIGSTOP else GENEROUS_S
+    text = failure_of(lambda: meeting.gather(torch.ones(1, 1_000_000)))
+    process.kill()
+    process.join()
+    meeting.close()
+    assert text.startswith(said) and "\n" not in text
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "ranks 1, 2"), (1, "rank 0"), (2, "rank 0")])
+def test_a_rank_that_does_not_meet_is_named(tmp_path: Path, rank: int, missing: str) -> None:
+    text = failure_of(lambda: Meeting(str(tmp_path / "meeting"), Share(rank, 3), CPU, 0.05))
+    assert text == f"rank {rank} of 3 waited 0.05 s for {missing} to meet"
+
+
+def test_a_rank_knows_for_how_long_it_has_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank comes once the first one waits, for 3 seconds of this clock."""
+    clock, poll = Clock(), exchange._poll
+    second, waits = threading.Event(), threading.Event()
+
+    def waiting(peers: list[Any], seconds: float) -> None:
+        if second.is_set() and peers[0].rank == 1 and not waits.is_set():
+            clock.now += 3.0
+            waits.set()
+        poll(peers, seconds)
+
+    monkeypatch.setattr(exchange, "time", clock.module)
+    monkeypatch.setattr(exchange, "_poll", waiting)
+
+    def work(rank: int, meeting: Meeting) -> float | None:
         assert meeting.waited_s == 0.0
         meeting.reduce(torch.ones(1, 4))
         if rank == 1:
-            time.sleep(0.3)
+            second.set()
+            assert waits.wait(GENEROUS_S)
+        assert second.wait(GENEROUS_S)
         meeting.gather(torch.ones(1, 4))
         return meeting.waited_s
 
-    first, _ = on_all_ranks(tmp_path, 2, work)
-    assert first > 0.2
+    assert on_all_ranks(tmp_path, 2, work) == [3.0, 0.0]

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from torch import Tensor
 
 pytest.importorskip("compressed_tensors")
+from events import GENEROUS_S
+
 from checkpoints.few_layers import HEAD_LAYERS, eagle3_head, few_layers
-from checkpoints.quantised_models import KINDS, write_model
+from checkpoints.quantised_models import HEAD, KINDS, write_model
 from graphengine import Engine, SamplingParams
 from graphengine.core.runtime import Runtime
 from graphengine.parallel.leading import LeadingRuntime
@@ -47,7 +50,7 @@ LATENTS: dict[str, Any] = {
 
 def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
     sizes = {"max_batch": 2, "max_seq_len": 128, "block_size": 8, "prefill_buckets": (4, 32)}
-    options = {"device": "cpu", "dtype": "float32", "wait_limit_s": 60.0} | sizes | options
+    options = {"device": "cpu", "dtype": "float32", "wait_limit_s": GENEROUS_S} | sizes | options
     return Engine.from_pretrained(path, tensor_parallel=ranks, **options)
 
 
@@ -85,7 +88,10 @@ def assert_as_one(
         assert_equal_ranks(engine.runtime)
         # The weights are found to be the same, whoever has them.
         with engine.restore_session(kept) as restored:
-            assert restored.cached_tokens == kept.blocks * engine.memory.block_size
+            whole_blocks = kept.blocks * engine.memory.block_size
+            # A recurrent model goes on from the state that was kept.
+            expected_tokens = len(restored) - 1 if engine.memory.recurrent else whole_blocks
+            assert restored.cached_tokens == expected_tokens
         assert packed_bytes(engine) < 0.7 * size or not size
 
 
@@ -98,6 +104,18 @@ def test_checkpoints_as_people_have_them(tmp_path: Path, name: str) -> None:
 def test_latents_and_experts_in_codes(tmp_path: Path, expert_parallel: bool) -> None:
     path = write_model(tmp_path, KINDS["fp8 blocks"], **SIZES | LATENTS).path
     assert_as_one(path, PROMPTS, 16, expert_parallel=expert_parallel)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Qwen3_5ForCausalLM"), reason="an older transformers")
+def test_products_of_a_gated_delta_net_in_several_formats(tmp_path: Path) -> None:
+    def leave_out(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config["quantization_config"]["modules_to_not_convert"] = ["in_proj_a", "in_proj_b"]
+
+    plain = (HEAD, "in_proj_a", "in_proj_b")
+    options = {"family": "qwen3.5", "plain": plain, "edit": leave_out}
+    options |= {"linear_value_head_dim": 64, "head_dim": 256}
+    path = write_model(tmp_path, KINDS["fp8 blocks"], **SIZES | options).path
+    assert_as_one(path, PROMPTS, 16)
 
 
 def test_an_eagle3_head_is_split() -> None:

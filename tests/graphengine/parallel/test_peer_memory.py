@@ -22,7 +22,8 @@ from graphengine.kernels import (
 from graphengine.models.contract import Share
 from graphengine.parallel import meeting as meetings
 from graphengine.parallel import peer_memory
-from graphengine.parallel.meeting import OPENING_LIMIT_S, Meeting, MeetingFailed
+from graphengine.parallel.exchange import MeetingFailed
+from graphengine.parallel.meeting import OPENING_LIMIT_S, Meeting
 from graphengine.parallel.ranks import ONE_DEVICE, rank_devices
 
 Result = TypeVar("Result")

@@ -18,11 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from events import GENEROUS_S, until
 from transformers import LlamaConfig
 
 from checkpoints import toy_family
 from checkpoints.few_layers import few_layers
 from engines.churn import Owners, come_and_go, write_tokenizer
+from engines.failing_ranks import limit_waits, stop
 from engines.family_checks import assert_rewinds
 from engines.small_engine import assert_idle, run
 from graphengine import Engine, EngineConfig, Result, SamplingParams
@@ -33,7 +35,7 @@ from graphengine.models.stages import of_stage, stage_spans
 from graphengine.models.states import recurrent_states
 from graphengine.opening.loading import found_of_stage, plan_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan
-from graphengine.parallel.meeting import MeetingFailed
+from graphengine.parallel.exchange import MeetingFailed
 from graphengine.parallel.pipelining import PipelineRuntime, plan_stages
 from graphengine.parallel.ranks import RankFailed, rank_devices
 from graphengine.parallel.stage_link import StageLink
@@ -57,7 +59,9 @@ def greedy(max_tokens: int = 24) -> SamplingParams:
 
 def open_engine(path: Path, stages: int, **options: Any) -> Engine:
     sizes = {"max_batch": 4, "max_seq_len": 160, "block_size": 8, "prefill_buckets": (8, 32)}
-    options = {"device": "cpu", "wait_limit_s": 60.0, "prompt_logprobs": True} | sizes | options
+    options = (
+        {"device": "cpu", "wait_limit_s": GENEROUS_S, "prompt_logprobs": True} | sizes | options
+    )
     return Engine.from_pretrained(path, pipeline_parallel=stages, **options)
 
 
@@ -97,10 +101,12 @@ def test_two_stages_say_what_one_process_says(
     prompts = oracle.prompts(PROMPT_LENGTHS)
     with open_engine(oracle.path, 1) as alone:
         expected = replies(alone, prompts)
-    with open_engine(oracle.path, 2, wait_limit_s=3.0) as engine:
+    limit_s = 0.2 if kind == "checkpoints" else GENEROUS_S
+    with open_engine(oracle.path, 2, wait_limit_s=limit_s) as engine:
+        limit_waits(engine, GENEROUS_S)
         assert replies(engine, prompts) == expected
         if kind == "checkpoints":
-            time.sleep(3.3)
+            time.sleep(0.3)
             assert replies(engine, prompts) == expected
         assert_equal_stages(engine)
 
@@ -219,7 +225,7 @@ def test_a_stage_is_at_the_next_chunk_while_another_is_at_the_one_before(engine:
     core = engine.core
     before, begun = [ranks.done(rank) for rank in (1, 2)], queue.done
     assert begun == queue.queued
-    os.kill(second, signal.SIGSTOP)
+    stop(ranks, 2)
     try:
         for _ in range(2):
             plan = core.plan()
@@ -227,10 +233,8 @@ def test_a_stage_is_at_the_next_chunk_while_another_is_at_the_one_before(engine:
             core.load(plan)
             core.replay(plan)
         # Copies of what was loaded, and two replays, are a command each.
-        commands, deadline = queue.queued - begun, time.monotonic() + 30
-        while (done := ranks.done(1) - before[0]) < commands:
-            assert time.monotonic() < deadline, f"{done=} of {commands=}"
-            time.sleep(0.01)
+        commands = queue.queued - begun
+        until(lambda: ranks.done(1) - before[0] >= commands, f"the first stage to do {commands=}")
         assert ranks.done(2) == before[1] and queue.done == begun
     finally:
         os.kill(second, signal.SIGCONT)
@@ -382,9 +386,10 @@ def assert_an_interrupt_breaks(engine: Engine) -> None:
     assert not request.finished
 
 
-def test_a_stage_that_is_killed_is_the_next_calls_error() -> None:
+def test_a_stage_that_is_killed_is_the_next_calls_error(monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"rank 2 \(process \d+, cpu\) was ended by signal 9 \(SIGKILL\)"
-    with open_engine(few_layers(), 3, wait_limit_s=3.0) as engine:
+    monkeypatch.setattr("graphengine.parallel.ranks._GRACE_S", GENEROUS_S)
+    with open_engine(few_layers(), 3, wait_limit_s=GENEROUS_S) as engine:
         pids = runtime_of(engine).ranks.pids
         assert len(engine.generate("def fib(n):", greedy(4)).token_ids) == 4
         engine.submit("def fib(n):", greedy(20))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -68,9 +67,7 @@ def test_a_stage_that_is_gone_ends_the_engine() -> None:
         engine.step()
         (pid,) = runtime_of(engine).ranks.pids
         os.kill(pid, signal.SIGKILL)
-        started = time.monotonic()
         with pytest.raises(RankFailed):
             while engine.busy:
                 engine.step()
-        assert time.monotonic() - started < 20
     assert torch.ones(4, device="cuda").sum().item() == 4

@@ -12,24 +12,30 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from events import GENEROUS_S, until
 
 from checkpoints.few_layers import few_layers
+from engines.failing_ranks import limit_waits, ranks_of, stop
 from engines.small_engine import greedy, open_engine
-from graphengine import Engine, EngineConfig
+from graphengine import EngineConfig
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
-from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel import exchange, rank
+from graphengine.parallel.exchange import Exchange
 from graphengine.parallel.link import DriverEnd, Kind, LinkMemory, Stage
+from graphengine.parallel.processes import SpawnedRank
 from graphengine.parallel.rank import RankStart, run_rank
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
 
@@ -44,24 +50,12 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def assert_gone(pids: list[int], within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
-    while any(map(is_there, pids)):
-        assert time.monotonic() < deadline, f"{pids=} are left"
-        time.sleep(0.02)
-
-
-def ranks_of(engine: Engine) -> Ranks:
-    assert isinstance(engine.runtime, LeadingRuntime)
-    return engine.runtime.ranks
+def wait_until_gone(pids: list[int]) -> None:
+    until(lambda: not any(map(is_there, pids)), f"the end of {pids=}")
 
 
 def kill(ranks: Ranks) -> None:
     os.kill(ranks.pids[0], signal.SIGKILL)
-
-
-def stop(ranks: Ranks) -> None:
-    os.kill(ranks.pids[0], signal.SIGSTOP)
 
 
 def confuse(ranks: Ranks) -> None:
@@ -70,58 +64,97 @@ def confuse(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "grace_s", "message"),
     [
-        (kill, r"rank 1 \(process \d+, cpu\) was ended by signal 9 \(SIGKILL\)"),
-        (confuse, r"rank 1 \(process \d+, cpu\) failed: IndexError: tuple index out of range"),
+        (kill, GENEROUS_S, r"rank 1 \(process \d+, cpu\) was ended by signal 9 \(SIGKILL\)"),
+        (
+            confuse,
+            GENEROUS_S,
+            r"rank 1 \(process \d+, cpu\) failed: IndexError: tuple index out of range",
+        ),
         (
             stop,
-            r"ranks did not come within 3 s: rank 1 \(process \d+, cpu\) has done \d+ of \d+ "
-            r"commands",
+            0.0,
+            r"ranks did not come within 0.5 s: rank 1 \(process \d+, cpu\) has done \d+ of \d+ "
+            r"commands; rank 0 of 2 waited 0.5 s for rank 1 in exchange \d+, gather of \d+ bytes$",
         ),
     ],
 )
 def test_a_fault_of_a_rank_is_the_next_calls_error(
-    fault: Callable[[Ranks], None], message: str
+    forked_ranks: None,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[Ranks], None],
+    grace_s: float,
+    message: str,
 ) -> None:
-    with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=3.0) as engine:
+    monkeypatch.setattr("graphengine.parallel.ranks._GRACE_S", grace_s)
+    with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=GENEROUS_S) as engine:
         pids = ranks_of(engine).pids
         assert len(engine.generate(PROMPT, greedy(4)).token_ids) == 4
         engine.submit(PROMPT, greedy(20))
         engine.step()
+        if fault is stop:
+            limit_waits(engine, 0.5)
         fault(ranks_of(engine))
-        started = time.monotonic()
         with pytest.raises(RankFailed, match=message) as error:
             while engine.busy:
                 engine.step()
-        assert time.monotonic() - started < 15
         assert error.value.__cause__ is not None
         with pytest.raises(RuntimeError, match="the engine is broken, close it: RankFailed: rank"):
             engine.step()
-    assert_gone(pids, within_s=1.0)
+    assert not any(map(is_there, pids))
+
+
+def test_a_rank_that_waits_in_vain_says_for_whom(forked_ranks: None) -> None:
+    """Here for the driver, which never comes to the replay that it has told."""
+    message = r"rank 1 .* failed: MeetingFailed: rank 1 of 2 waited 0\.2 s for rank 0 in exchange "
+    with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=0.2) as engine:
+        ranks = ranks_of(engine)
+        with pytest.raises(RankFailed, match=message + r"\d+, gather of \d+ bytes"):
+            ranks.wait_done(1, ranks.send(Kind.REPLAY, (0,)), GENEROUS_S)
+        ranks.broken = True
 
 
 def test_a_rank_that_is_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when it is to close. Ctrl-C, which reaches ranks, too, does nothing to them."""
-    monkeypatch.setattr("graphengine.parallel.ranks._CLOSE_S", 0.3)
-    with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=20.0) as engine:
+    monkeypatch.setattr("graphengine.parallel.ranks._CLOSE_S", 0.1)
+    poll, waits = exchange._poll, 0
+
+    def go_on(*arguments: Any) -> None:
+        """The driver waits: only now the rank goes on."""
+        nonlocal waits
+        waits += 1
+        os.kill(pid, signal.SIGCONT)
+        poll(*arguments)
+
+    with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=GENEROUS_S) as engine:
         expected = engine.generate(PROMPT, greedy()).token_ids
         request = engine.submit(PROMPT, greedy())
         engine.step()
         (pid,) = ranks_of(engine).pids
         os.kill(pid, signal.SIGINT)
-        os.kill(pid, signal.SIGSTOP)
-        subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -CONT {pid}"])
-        while engine.busy:
-            engine.step()
-        assert tuple(request.token_ids) == expected
         stop(ranks_of(engine))
-        started = time.monotonic()
-    assert time.monotonic() - started < 5
-    assert_gone([pid], within_s=1.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(exchange, "_poll", go_on)
+            while engine.busy:
+                engine.step()
+        assert waits and tuple(request.token_ids) == expected
+        stop(ranks_of(engine))
+    assert not is_there(pid)
 
 
-def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
+def test_what_a_rank_says_while_it_opens(
+    forked_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it says it, and ends, between two looks of the driver."""
+    ending = SpawnedRank.ending
+
+    def after_its_end(process: SpawnedRank) -> str | None:
+        process.join()
+        return ending(process)
+
+    monkeypatch.setattr(SpawnedRank, "ending", after_its_end)
+    monkeypatch.setattr("graphengine.parallel.rank._DRIVER_STAYS_S", 0.0)
     config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
     found = read_checkpoint(few_layers(), config)
     memory, gone = plan_checkpoint(found, config), replace(found.checkpoint, path=tmp_path)
@@ -131,10 +164,10 @@ def test_what_a_rank_says_while_it_opens(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=message):
         ranks.wait_for(Stage.LOADED)
     ranks.close()
-    assert_gone(pids, within_s=1.0)
+    assert not any(map(is_there, pids))
 
 
-def test_a_rank_that_is_killed_while_it_starts() -> None:
+def test_a_rank_that_is_killed_while_it_starts(forked_ranks: None) -> None:
     """No advice to a program that has nothing to do with it."""
     config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
     found = read_checkpoint(few_layers(), config)
@@ -146,7 +179,15 @@ def test_a_rank_that_is_killed_while_it_starts() -> None:
     ranks.close()
 
 
-def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: bool
+) -> None:
+    """It says why, too, where it finds that out while something else does not return."""
+    if blocked:
+        monkeypatch.setattr(rank, "read_checkpoint", lambda *_: threading.Event().wait())
+    else:
+        monkeypatch.setattr(rank, "_LONG_LOOK_S", GENEROUS_S)
     config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
     found = read_checkpoint(few_layers(), config)
     memory = plan_checkpoint(found, config)
@@ -173,7 +214,9 @@ def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(tmp_path:
     assert not folder.exists()
 
 
-def test_a_checkpoint_that_changes_while_ranks_open_is_an_error(tmp_path: Path) -> None:
+def test_a_checkpoint_that_changes_while_ranks_open_is_an_error(
+    forked_ranks: None, tmp_path: Path
+) -> None:
     """The driver has read it when the change comes; ranks read what is there then."""
     path = tmp_path / "changing"
     shutil.copytree(few_layers(), path)
@@ -229,7 +272,7 @@ def test_a_daemon_is_told_that_it_may_start_no_ranks() -> None:
     )
     process.start()
     for option in ("tensor_parallel", "pipeline_parallel"):
-        assert ours.poll(30), "it says nothing"
+        assert ours.poll(GENEROUS_S), "it says nothing"
         assert ours.recv().startswith(
             f"ValueError: {option}=2 takes 2 processes, and this one, worker 7 ({process.pid}), "
             f"cannot start the others: it is a daemon of multiprocessing. Start it with "
@@ -285,86 +328,118 @@ def start(tmp_path: Path, text: str) -> subprocess.Popen[str]:
     )
 
 
-def kill_once_there(
-    program: subprocess.Popen[str], folder: Path, pattern: str, deadline: float
-) -> None:
-    """When the program has a file there."""
-    while not list(folder.glob(pattern)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    program.kill()
-    program.wait()
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_ranks_end_with_their_driver(tmp_path: Path, sent: signal.Signals) -> None:
-    """Ctrl-C reaches all processes of a terminal, a kill the driver alone."""
+def test_ranks_end_with_their_driver(tmp_path: Path) -> None:
+    """Ctrl-C reaches all processes of a terminal."""
     program = start(tmp_path, PROGRAM.format(guard=GUARD))
     assert program.stdout is not None
     pids = list(map(int, program.stdout.readline().split()))
     assert pids and all(map(is_there, pids))
-    if sent is signal.SIGINT:
-        os.killpg(program.pid, sent)
-    else:
-        program.kill()
+    os.killpg(program.pid, signal.SIGINT)
     try:
-        _, errors = program.communicate(timeout=30)
+        _, errors = program.communicate(timeout=GENEROUS_S)
     except subprocess.TimeoutExpired:
         os.killpg(program.pid, signal.SIGKILL)
         raise
-    assert program.returncode in (-sent, 130)
-    if sent is signal.SIGINT:
-        assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert_gone(pids)
+    assert program.returncode in (-signal.SIGINT, 130)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    wait_until_gone(pids)
+
+
+# Drivers that are killed: forks of this process, which have imported everything.
+
+
+@pytest.fixture
+def fork_driver(
+    forked_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[ForkProcess, Connection]]]:
+    """`fork_driver(work)`: a process that calls `work(connection)`, and the other end of that."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(rank, "_DRIVER_STAYS_S", GENEROUS_S)
+    context, started = multiprocessing.get_context("fork"), list[ForkProcess]()
+
+    def fork(work: Callable[[Connection], None]) -> tuple[ForkProcess, Connection]:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(theirs,))
+        process.start()
+        theirs.close()
+        started.append(process)
+        return process, ours
+
+    yield fork
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def decode(connection: Connection) -> None:
+    with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=GENEROUS_S) as engine:
+        connection.send(ranks_of(engine).pids)
+        while True:
+            engine.generate(PROMPT, greedy(100, ignore_eos=True))
+
+
+def stand_where_ranks_meet(connection: Connection) -> None:
+    """All have met, and wait for the driver's first part."""
+
+    def stand(*_: object) -> None:
+        connection.send(None)
+        threading.Event().wait()
+
+    spawn = Ranks._spawn
+
+    def then_stand(*arguments: Any) -> Any:
+        link = spawn(*arguments)
+        Exchange.swap = stand  # type: ignore[method-assign]
+        return link
+
+    Ranks._spawn = then_stand  # type: ignore[method-assign]
+    open_engine(device="cpu", tensor_parallel=2)
+
+
+def update_without_rank(connection: Connection) -> None:
+    with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=GENEROUS_S) as engine:
+        stop(ranks_of(engine))
+        connection.send(ranks_of(engine).pids)
+        width = engine.model.config.hidden_size
+        engine.update_weights({"model.norm.weight": torch.ones(width)})
+
+
+def test_ranks_end_with_a_driver_that_is_killed(fork_driver: Any) -> None:
+    driver, connection = fork_driver(decode)
+    pids = connection.recv()
+    assert pids and all(map(is_there, pids))
+    driver.kill()
+    driver.join()
+    wait_until_gone(pids)
 
 
 def test_a_driver_that_is_killed_while_it_opens_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fork_driver: Any, tmp_path: Path
 ) -> None:
     """A rank sees the end of their connection before that of the driver."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    program = start(tmp_path, PROGRAM.format(guard=GUARD))
-    deadline = time.monotonic() + 30
-    kill_once_there(program, tmp_path, "graphengine-ranks-*/meeting-0", deadline)
-    while list(tmp_path.glob("graphengine-*")):
-        assert time.monotonic() < deadline, "its folder is left"
-        time.sleep(0.02)
-
-
-UPDATES = """
-import os
-import signal
-import sys
-import torch
-from graphengine import Engine
-
-if __name__ == "__main__":
-    with Engine.from_pretrained(sys.argv[1], device="cpu", tensor_parallel=2, max_seq_len=64,
-                                max_batch=1, prefill_buckets=(16,)) as engine:
-        (pid,) = engine.runtime.ranks.pids
-        os.kill(pid, signal.SIGSTOP)
-        print(pid, flush=True)
-        width = engine.model.config.hidden_size
-        engine.update_weights({"model.norm.weight": torch.ones(width)})
-"""
+    driver, connection = fork_driver(stand_where_ranks_meet)
+    connection.recv()
+    assert list(tmp_path.glob("graphengine-ranks-*"))
+    driver.kill()
+    driver.join()
+    until(lambda: not list(tmp_path.glob("graphengine-*")), "a rank to remove the folder")
 
 
 def test_new_weights_of_a_driver_that_is_killed_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fork_driver: Any, tmp_path: Path
 ) -> None:
     """By a rank, which was to read them."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    program = start(tmp_path, UPDATES)
-    assert program.stdout is not None
-    pid = int(program.stdout.readline())
-    deadline = time.monotonic() + 20
-    kill_once_there(program, tmp_path, "graphengine-weights-*/config.json", deadline)
+    driver, connection = fork_driver(update_without_rank)
+    (pid,) = connection.recv()
+    until(lambda: list(tmp_path.glob("graphengine-weights-*/config.json")), "new weights")
+    driver.kill()
+    driver.join()
     os.kill(pid, signal.SIGCONT)
-    assert_gone([pid])
+    wait_until_gone([pid])
     assert not list(tmp_path.glob("graphengine-*"))
 
 
 def test_a_program_without_a_guard_is_told(tmp_path: Path) -> None:
-    _, errors = start(tmp_path, PROGRAM.format(guard="")).communicate(timeout=60)
+    _, errors = start(tmp_path, PROGRAM.format(guard="")).communicate(timeout=GENEROUS_S)
     assert "RankFailed: rank 1 " in errors and "ended with exit code 1 before it began" in errors
     assert 'so it is a file, and opens such an engine under `if __name__ == "__main__":`' in errors

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from events import GENEROUS_S
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -71,7 +72,7 @@ FAMILIES = [
 
 def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
     options = {"max_batch": 4, "max_seq_len": 160, "block_size": 8, "lookahead": 0} | options
-    options = {"prefill_buckets": (8, 32), "wait_limit_s": 60.0, "device": "cpu"} | options
+    options = {"prefill_buckets": (8, 32), "wait_limit_s": GENEROUS_S, "device": "cpu"} | options
     return Engine.from_pretrained(path, tensor_parallel=ranks, **options)
 
 

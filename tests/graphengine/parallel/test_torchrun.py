@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from events import GENEROUS_S
 
 from checkpoints.few_layers import few_layers
 from engines import pushing_ranks
@@ -49,7 +50,7 @@ def torchrun(program: Path, **environment: str) -> subprocess.CompletedProcess[s
         env=os.environ | {"PYTHONPATH": SUPPORT, "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=GENEROUS_S,
         check=False,
     )
 

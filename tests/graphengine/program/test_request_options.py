@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.few_layers import few_layers
 from engines.logit_options import assert_greedy, assert_logprobs, each_option, expect
 from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_engine, run
 from engines.speculation import DOT, open_plain, open_speculating, run_with
@@ -22,7 +23,7 @@ from graphengine.kernels import publish_logprobs
 from graphengine.program import logits_step as logits_step_module
 from graphengine.program.fields import host_updates
 from graphengine.requests.processing import GROUP
-from graphengine.speculative import MTP, NGram, Speculative
+from graphengine.speculative import MTP, DraftModel, NGram, Speculative
 
 MODEL_NAMES = ["llama-biases", "qwen3-tied-128", "demo"]
 TOKENS = 18
@@ -242,7 +243,6 @@ def test_the_earliest_stop_sequence_ends_a_request(
         result = stopped(said[9:12], said[4:6], logprobs=1)
         count = min(end(said[9:12]), end(said[4:6]))
         assert result.token_ids == said[:count] and len(result.logprobs or ()) == count
-        # One token is a stop id.
         assert stopped(said[5:6]).token_ids == said[: end(said[5:6])]
         assert stopped(said[:1]).token_ids == said[:1]
         # What the prompt ends with is none of it, and what ends before min_tokens does not count.
@@ -264,6 +264,31 @@ def test_a_sequence_of_one_token_stops_as_longer_ones_do(engine: Engine) -> None
     assert engine.tokenizer is not None
     assert sequence.text == engine.tokenizer.decode(sequence.token_ids)
     assert token.text == engine.tokenizer.decode(token.token_ids[:-1])
+    # The first token, which the prompt's last chunk samples.
+    first = engine.generate(PROMPT, ask(stop_token_sequences=[[7, 8], said[:1]]))
+    assert first.token_ids == said[:1] and first.stop_reason == said[:1]
+    # They are not counted as stop token ids.
+    many = engine.config.max_stop_ids - len(engine.eos_ids)
+    full = ask(stop_token_sequences=[said[2:3]], stop_token_ids=range(4000, 4000 + many))
+    assert engine.generate(PROMPT, full).token_ids == sequence.token_ids
+    run(engine)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_min_tokens_bans_no_stop_sequence(engine: Engine, size: int) -> None:
+    """Nor does one end the request that token number `min_tokens` or one before it completes."""
+    said = engine.generate(PROMPT, ask()).token_ids
+    for least in range(size, 8):
+        sequence = said[least - size : least]
+        params = ask(stop_token_sequences=[sequence], min_tokens=least)
+        ends = (n for n in range(least + 1, len(said) + 1) if said[n - size : n] == sequence)
+        result = engine.generate(PROMPT, params)
+        assert result.token_ids == said[: next(ends, len(said))]
+        earlier = engine.generate(PROMPT, dataclasses.replace(params, min_tokens=least - 1))
+        assert len(earlier.token_ids) == next(
+            n for n in range(least, len(said) + 1) if said[n - size : n] == sequence
+        )
+    run(engine)
 
 
 @pytest.mark.parametrize(
@@ -439,6 +464,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": [[1, 2, 3, 4]]}, "4 tokens; max_bad_word_tokens=3"),
     ({"bad_words": [[1, 4096]]}, "4096 is outside"),
     ({"stop_token_sequences": [[1, 2], [2, 3]]}, "2 entries.*max_stop_sequences=1"),
+    ({"stop_token_sequences": [[1], [2]]}, "2 entries.*max_stop_sequences=1"),
     ({"stop_token_sequences": [[1, 2, 3]]}, "3 tokens; max_stop_sequence_tokens=2"),
     ({"stop_token_sequences": [[1, 4096]]}, "4096 is outside"),
     ({"logprobs": 5}, "logprobs=5 exceed max_logprobs=4"),
@@ -455,21 +481,34 @@ def test_what_an_engine_has_no_room_for_is_refused() -> None:
         assert_idle(engine)
 
 
-def test_bad_words_are_tokenised_as_vllm_does(engine: Engine) -> None:
-    encode = engine.tokenizer.encode
-    word = next(
+def test_bad_words_are_tokenised_with_and_without_a_space(engine: Engine) -> None:
+    def encode(text: str) -> list[int]:
+        return engine.tokenizer.encode(text, add_special_tokens=False)
+
+    same = next(
         text
         for text in ("return", "self", "in", "not", "is")
-        if len(encode(text, False)) == len(encode(" " + text, False)) == 1
+        if len(encode(text)) == len(encode(" " + text)) == 1
     )
-    request = engine.submit("x", ask(bad_words=[" " + word, "for x in y"]))
+    assert len(encode("that")) == 2 and len(encode(" that")) == len(encode("\n")) == 1
+    words = [" " + same, "for x in y", "that", "\n"]
+    request = engine.submit("x", ask(bad_words=words))
     assert request.job.processing is not None
     listed = request.job.processing.values["bad_words"]
     found = [[token for token in ids if token >= 0] for ids in listed]
-    assert found[:2] == [encode(word, False), encode(" " + word, False)]
-    assert found[2] == encode("for x in y", False)
+    # " \n" ends with the token of "\n", which is banned already.
+    forms = [same, f" {same}", "for x in y", " for x in y", "that", " that", "\n"]
+    assert found == [encode(form) for form in forms]
     request.cancel()
     run(engine)
+
+
+@pytest.mark.parametrize("word", ["that", " that", "\n"])
+def test_a_bad_word_is_banned_however_many_tokens_it_has(engine: Engine, word: str) -> None:
+    (token,) = engine.tokenizer.encode(" that" if "that" in word else word, False)
+    likely = {"logit_bias": {token: 1000.0}}
+    assert engine.generate(PROMPT, ask(3, **likely)).token_ids == (token,) * 3
+    assert token not in engine.generate(PROMPT, ask(3, **likely, bad_words=[word])).token_ids
 
 
 # Prompts.
@@ -533,6 +572,50 @@ def test_a_prompt_is_scored_without_a_new_token(device: str) -> None:
             assert (
                 session.generate(ask(4)).token_ids == engine.generate(prompts[0], ask(4)).token_ids
             )
+        run(engine)
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("mode", ["plain", "mtp", "ngram", "draft model"])
+def test_a_prompt_that_is_only_scored_may_fill_the_sequence(mode: str) -> None:
+    """Nothing is written for the token that is dropped, past the last position."""
+    speculative = {
+        "plain": None,
+        "mtp": MTP(k=2),
+        "ngram": NGram(k=2),
+        "draft model": DraftModel(few_layers(), k=2),
+    }[mode]
+    scoring = ask(0, prompt_logprobs=2)
+    with open_engine(prompt_logprobs=True, speculative=speculative, device="cpu") as engine:
+        limit, size = engine.memory.max_seq_len, engine.memory.block_size
+        prompt = (engine.tokenizer.encode(LONG) * 8)[:limit]
+        less = engine.generate(prompt[:-1], scoring)
+        buffers = engine.runtime.buffers
+        names = ["counts", "history", *["token_history"] * (mode == "ngram")]
+        tables = [buffers[name] for name in names]
+        for table in tables:
+            table[1:] = 77
+        for cache, _ in engine.runtime.caches:
+            cache.fill_(-3.0)
+        result = engine.generate(prompt, scoring)
+        assert len(result.prompt_logprobs) == limit and result.token_ids == ()
+        assert result.prompt_logprobs[:-1] == less.prompt_logprobs
+        assert prompt[-1] in result.prompt_logprobs[-1]
+        for table in tables:
+            assert (table[1:] == 77).all()
+        for cache, _ in engine.runtime.caches:
+            # Block 0 is the dummy.
+            written = (cache[:, 1:] != -3.0).flatten(2).any(dim=2).any(dim=0).sum()
+            assert written in (0, limit // size)
+        with pytest.raises(ValueError, match=f"{limit + 1} tokens exceeds max_seq_len={limit}"):
+            engine.submit([*prompt, 1], scoring)
+        with pytest.raises(ValueError, match=f"{limit} tokens leaves no room for a new one"):
+            engine.submit(prompt, ask(1, prompt_logprobs=2))
+        with engine.session() as session:
+            session.append(prompt[:-1])
+            session.generate(ask(1))
+            assert len(session) == limit
+            assert len(session.generate(scoring).prompt_logprobs) == limit
         run(engine)
         assert_idle(engine)
 

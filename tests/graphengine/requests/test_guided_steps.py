@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers
 
 from engines.small_engine import (
     LONG,
@@ -444,6 +444,9 @@ def byte_fallback_checkpoint(folder: Path, rows: int = 331) -> Path:
         models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True)
     )
     library.add_special_tokens(["<s>", "</s>"])
+    library.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     fallback = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     library.decoder = decoders.Sequence([*fallback, decoders.Strip(" ", 1, 0)])
     torch.manual_seed(0)
@@ -472,6 +475,36 @@ def test_a_tokenizer_with_byte_fallback(
         # Either end-of-sequence token may end it.
         ends = {engine.generate([5], regex("b*", 90, seed=s)).token_ids[-1] for s in range(30)}
         assert {1, 2} <= ends
+
+
+def test_text_after_a_text_keeps_its_first_space(tmp_path: Path) -> None:
+    """Of a tokenizer that puts a space before a text, and takes it away again."""
+    with open_engine(byte_fallback_checkpoint(tmp_path)) as engine:
+        tokenizer = engine.tokenizer
+        the, quick = map(tokenizer.token_to_id, ("▁the", "▁quick"))
+        # Also where nothing before it has text: a grammar's word is kept.
+        for prompt in ("b", [1]):
+            choice = StructuredOutputsParams(choice=[" the", " quick"])
+            result = engine.generate(prompt, SamplingParams(structured_outputs=choice, seed=1))
+            assert result.text in (" the", " quick")
+        assert engine.generate("b", regex("  c", 8, seed=1)).text == "  c"
+        says_the = SamplingParams(max_tokens=2, allowed_token_ids=[the])
+        assert engine.generate("b", says_the).text == " the the"
+        assert engine.generate([1], says_the).text == "the the"
+        stops = SamplingParams(max_tokens=2, allowed_token_ids=[quick], stop=" quick")
+        assert engine.generate("b", stops).token_ids == (quick,)
+        parts = engine.generate("bc", says_the).prompt_token_ids
+        with engine.session() as session:
+            session.append("b")
+            session.append("c")
+            assert session.token_ids == parts and tokenizer.decode(parts) == "bc"
+            assert session.generate(says_the).text == " the the"
+            session.append("b")
+            assert tokenizer.decode(session.token_ids) == "bc the theb"
+        word = engine.submit("b", SamplingParams(bad_words=["c"])).job.processing
+        assert word is not None and {ids[-1] for ids in word.values["bad_words"]} == {
+            tokenizer.token_to_id("c")
+        }
 
 
 def test_special_tokens_are_hidden_in_each_kind_of_tokenizer() -> None:

@@ -10,7 +10,7 @@ from graphengine import Request
 from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.stops import Stops
 
-STOPS = Stops(ids=(2, 5, 6, 8), eos_ids=(2,), tokens=(5, 6), sequences=((8,), (7, 1), (1, 7, 1)))
+STOPS = Stops(ids=(2, 5, 6), eos_ids=(2,), tokens=(5, 6), sequences=((8,), (7, 1), (1, 7, 1)))
 
 
 def test_the_handle_has_what_its_user_reads_and_one_link_to_the_engines_record() -> None:

@@ -40,6 +40,36 @@ def test_a_tensor_that_moved_is_named_with_both_addresses() -> None:
     assert "1 of 2 buffers" in str(caught.value)
 
 
+class Runner:
+    def __init__(self) -> None:
+        self.x, self.y = torch.zeros(4), torch.zeros(4)
+
+
+def test_a_function_names_the_tensors_that_are_in_use_now() -> None:
+    runner = Runner()
+    with assert_pointers_stable(lambda: {"x": runner.x, "y": runner.y}):
+        runner.x.copy_(torch.ones(4))
+    with (
+        pytest.raises(GraphCheckError, match=r"1 of 2 buffers moved .*: y was float32"),
+        assert_pointers_stable(lambda: {"x": runner.x, "y": runner.y}),
+    ):
+        runner.y = runner.y.clone()
+    with pytest.raises(ValueError, match="the buffers are of type list: give tensors by name"):
+        assert_pointers_stable(lambda: [runner.x])  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="no buffers to watch"):
+        assert_pointers_stable(dict)
+
+
+def test_a_new_tensor_does_not_come_to_the_old_address() -> None:
+    """As its memory would be free after the second time, and be given out to the third."""
+    runner = Runner()
+    pointers = assert_pointers_stable(lambda: {"x": runner.x})
+    for _ in range(8):
+        runner.x = torch.zeros(4)
+        with pytest.raises(GraphCheckError, match="x was"):
+            pointers.check()
+
+
 def test_a_tensor_that_is_gone_is_named() -> None:
     buffers = {"x": torch.zeros(4), "y": torch.zeros(4)}
     pointers = assert_pointers_stable(buffers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -64,10 +65,14 @@ def test_a_captured_graph_with_static_buffers_and_live_sizes(device: str) -> Non
             seen.append(buffers.x.tolist() + buffers.slot.tolist())
             graph.replay()
 
-    assert_replay_matches_eager(step, buffers, graph=Watched(), seeds=(3,), live_sizes=(8, 2))
+    options: dict[str, Any] = {"seeds": (3,), "live_sizes": (8, 2)}
+    assert_replay_matches_eager(
+        step, buffers, graph=Watched(), draw={"slot": range(1, 9)}, **options
+    )
     full, partial = seen
-    assert -1 not in full[:8] and full[8:] == [-7] * 8
+    assert -1 not in full[:8] and min(full[8:]) >= 1
     assert partial[2:8] == [-1] * 6 and -1 not in partial[:2]
+    assert min(partial[8:10]) >= 1 and partial[10:] == [-7] * 6
     graph.close()
 
 
@@ -81,11 +86,86 @@ def test_fill_is_called_for_every_seed_and_live_size() -> None:
     assert calls == [(seed, live) for seed in (0, 1, 2) for live in (4, 1)]
 
 
-def test_integers_are_left_to_the_caller() -> None:
-    index, out = torch.tensor([2, 0]), torch.zeros(2)
-    rows = torch.zeros(3)
-    buffers = {"index": index, "rows": rows, "out": out}
-    assert_replay_matches_eager(lambda: torch.index_select(rows, 0, index, out=out), buffers)
+def test_a_replay_with_a_copy_of_an_integer_is_found() -> None:
+    """Only the caller knows which integers are valid, so that is asked for."""
+    position, out = torch.tensor(5), torch.zeros(4, dtype=torch.int32)
+    rows, frozen = torch.zeros(8, 4), position.clone()
+    buffers = {"position": position, "rows": rows, "out": out}
+
+    def step(place: torch.Tensor) -> None:
+        out.copy_(rows[place] > 0)
+
+    def check(**options: Any) -> None:
+        assert_replay_matches_eager(
+            lambda: step(position), buffers, graph=lambda: step(frozen), **options
+        )
+
+    message = (
+        r"position \(int64 \[\]\), out \(int32 \[4\]\) would keep the values of now, so a graph "
+        r"that has a copy of them would pass: say which are valid, "
+        r'as in draw={"position": range\(8\)}'
+    )
+    options: tuple[dict[str, range] | None, ...] = (None, {})
+    for draw in options:
+        with pytest.raises(ValueError, match=message):
+            check(draw=draw)
+    with pytest.raises(GraphCheckError, match="the replay differs from eager in out"):
+        check(draw={"position": range(8), "out": None})
+    with pytest.raises(GraphCheckError, match="the replay differs from eager in out"):
+        check(fill=lambda seed, live: (position.fill_(seed), rows.normal_()))
+    check(draw={"position": None, "out": None})  # said to be constant
+    assert (position.item(), out.tolist()) == (5, [0] * 4)
+
+
+@pytest.mark.parametrize("values", [range(2), range(10, 0, -3), range(-(2**63), 2**63 - 1)])
+def test_integers_are_of_their_range_and_change_with_every_seed(values: range) -> None:
+    x, seen = torch.zeros(16, dtype=torch.int64), []
+
+    def replay() -> None:
+        seen.append(x.tolist())
+
+    assert_replay_matches_eager(
+        replay, {"x": x}, graph=replay, draw={"x": values}, seeds=(7, 3, 12)
+    )
+    for before, after in itertools.pairwise(seen[1::2]):  # the first seed's step is called twice
+        assert all(one in values for one in after)
+        assert not any(one == other for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        ({"z": range(2)}, r"draw: no buffer \['z'\], there are x, ids, on"),
+        ({"x": range(2)}, r"draw of 'x' \(float32 \[2\]\): range\(0, 2\) is for integers"),
+        ({"ids": (0, 8)}, r"draw of 'ids' .* \(0, 8\) is neither a range nor None"),
+        ({"ids": range(3, 4)}, r"range\(3, 4\) has less than 2 values"),
+        ({"ids": range(-5, 8)}, r"draw of 'ids' \(uint8 \[2\]\): -5 is not within 0 to 255"),
+        ({"on": range(8)}, r"draw of 'on' \(bool \[2\]\): 7 is not within 0 to 1"),
+    ],
+    ids=str,
+)
+def test_ranges_that_do_not_fit_are_refused(draw: Any, message: str) -> None:
+    buffers = {"x": torch.ones(2), "ids": torch.ones(2, dtype=torch.uint8)}
+    buffers["on"] = torch.ones(2, dtype=torch.bool)
+    valid = {"ids": range(8), "on": range(2)}
+    with pytest.raises(ValueError, match=message):
+        assert_replay_matches_eager(lambda: None, buffers, draw=valid | draw)
+    with pytest.raises(ValueError, match=r"draw=.* with `fill`: the buffers are filled by one"):
+        assert_replay_matches_eager(lambda: None, buffers, draw=valid, fill=lambda seed, live: None)
+
+
+def test_a_step_with_state_outside_of_the_buffers_is_told() -> None:
+    x, y, count = torch.ones(4), torch.zeros(4), torch.zeros(())
+
+    def step() -> None:
+        torch.mul(x, count.add_(1), out=y)
+
+    message = (
+        r"`step` is not repeatable.* differ in y \(float32 \[4\]\), .* a tensor that is not among"
+    )
+    with pytest.raises(ValueError, match=message):
+        assert_replay_matches_eager(step, {"x": x, "y": y}, graph=step)
+    assert_replay_matches_eager(step, {"x": x, "y": y, "count": count}, graph=step)
 
 
 def test_what_the_capture_returned_is_compared_where_it_is_given() -> None:
@@ -354,8 +434,9 @@ def test_every_dtype_is_filled_and_compared(dtype: torch.dtype, device: str) -> 
         y.copy_(x)
         y.view(torch.uint8)[0] ^= 1
 
-    assert_replay_matches_eager(step, buffers, graph=step)
-    assert (len({*map(tuple, seen)}) == 3) == dtype.is_floating_point, "each seed fills otherwise"
+    draw = {} if dtype.is_floating_point else {"x": range(2), "y": None}
+    assert_replay_matches_eager(step, buffers, graph=step, draw=draw)
+    assert len({*map(tuple, seen)}) == (3 if dtype.is_floating_point else 2), "by the seed"
     with pytest.raises(GraphCheckError, match=r"differs from eager in y .* first at row 0"):
-        assert_replay_matches_eager(step, buffers, graph=wrong)
-    assert_replay_matches_eager(step, buffers, graph=step, rtol=0.1)
+        assert_replay_matches_eager(step, buffers, graph=wrong, draw=draw)
+    assert_replay_matches_eager(step, buffers, graph=step, rtol=0.1, draw=draw)

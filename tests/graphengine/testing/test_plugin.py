@@ -15,8 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import torch
 
 import graphengine
+import graphengine.buckets
 import graphengine.testing
 from graphengine.testing import plugin
 
@@ -169,7 +171,7 @@ def test_a_snapshot_lies_beside_its_test(
 # The packages that import their names late.
 
 
-@pytest.mark.parametrize("package", [graphengine, graphengine.testing])
+@pytest.mark.parametrize("package", [graphengine, graphengine.buckets, graphengine.testing])
 def test_late_names_are_those_that_type_checkers_see(package: typing.Any) -> None:
     tree = ast.parse(Path(package.__file__).read_text())
     (block,) = [
@@ -189,7 +191,7 @@ def test_late_names_are_those_that_type_checkers_see(package: typing.Any) -> Non
         assert getattr(package, name) is not None
 
 
-@pytest.mark.parametrize("package", [graphengine, graphengine.testing])
+@pytest.mark.parametrize("package", [graphengine, graphengine.buckets, graphengine.testing])
 def test_a_name_that_is_not_there(package: typing.Any) -> None:
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'x'"):
         _ = package.x
@@ -236,6 +238,42 @@ def test_the_fault_of_the_page_is_told_as_the_page_says(
     before, _, after = shown.partition("0.11343829333782196")  # the weights are drawn anew
     printed = result.stdout.str()
     assert before in printed and after in printed
+
+
+@pytest.mark.parametrize(
+    ("sound", "broken", "test"),
+    [
+        (
+            "self.replay = self.step",
+            "self.replay = lambda: None",
+            "a_replay_computes_what_the_step",
+        ),
+        (
+            "self.replay = self.step",
+            "x = self.x.clone(); self.replay = lambda: self.y.copy_(self.model(x))",
+            "a_replay_computes_what_the_step",
+        ),
+        ("self.y.copy_(self.model(self.x))", "self.model(self.x)", "unused_lanes_change_nothing"),
+        (
+            "mlp.model.requires_grad_(False)",
+            "mlp.x = torch.zeros(8, 16)",
+            "tensors_stay_where_they_were_captured",
+        ),
+        (
+            "mlp.model.requires_grad_(False)",
+            "mlp.model.double()",
+            "tensors_stay_where_they_were_captured",
+        ),
+    ],
+)
+def test_the_tests_of_the_page_see_what_is_broken(
+    sound: str, broken: str, test: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    write_example(pytester, {sound: broken})
+    result = pytester.runpytest_inprocess("-p", "no:hypothesispytest")
+    result.stdout.fnmatch_lines([f"FAILED test_mlp.py::test_{test}*"])
 
 
 @pytest.mark.gpu

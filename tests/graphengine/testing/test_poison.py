@@ -30,10 +30,10 @@ def test_a_sound_step_sees_every_poison_and_passes(device: str) -> None:
     poison_padding(
         {"x": x, "slot": slot, "y": y}, step, padding=dict.fromkeys(("x", "slot", "y"), UNUSED)
     )
-    assert [integer for _, integer, _ in seen] == [4, 2**31 - 1, -1, -(2**31), 10**9]
-    assert math.isnan(seen[1][0]) and math.isnan(seen[1][2])
-    assert [floating for floating, _, _ in seen[2:4]] == [math.inf, -math.inf]
-    assert seen[4][0] == pytest.approx(1e30)
+    assert [integer for _, integer, _ in seen] == [4, 4, 2**31 - 1, -1, -(2**31), 10**9]
+    assert math.isnan(seen[2][0]) and math.isnan(seen[2][2])
+    assert [floating for floating, _, _ in seen[3:5]] == [math.inf, -math.inf]
+    assert seen[5][0] == pytest.approx(1e30)
     assert (x.tolist(), slot.tolist(), y.tolist()) == ([1] * 5, [0, 1, 2, 3, 4], [0] * 5)
 
 
@@ -93,6 +93,7 @@ def make_buffers() -> StaticBuffers:
 @pytest.mark.parametrize("live", [3, {"tokens": 3}])
 def test_lanes_past_the_live_ones_follow_from_the_table(live: int | dict[str, int]) -> None:
     buffers = make_buffers()
+    buffers.total.fill_(7)
     seen: list[tuple[int, int]] = []
 
     def step() -> None:
@@ -100,9 +101,9 @@ def test_lanes_past_the_live_ones_follow_from_the_table(live: int | dict[str, in
         buffers.total.copy_(buffers.tokens[:3].sum())
 
     poison_padding(buffers, step, live=live)
-    assert [token for token, _ in seen] == [0, 2**31 - 1, -1, -(2**31), 10**9]
+    assert [token for token, _ in seen] == [0, 0, 2**31 - 1, -1, -(2**31), 10**9]
     # A field that marks padded lanes by its pad value can be left out.
-    assert {slot for _, slot in seen[1:]} == ({-1} if live != 3 else {t for t, _ in seen[1:]})
+    assert {slot for _, slot in seen[2:]} == ({-1} if live != 3 else {t for t, _ in seen[2:]})
 
     def wrong() -> None:
         buffers.total.copy_(buffers.tokens[:4].sum())
@@ -112,7 +113,7 @@ def test_lanes_past_the_live_ones_follow_from_the_table(live: int | dict[str, in
 
 
 def test_a_step_that_fails_under_poison_is_a_fault() -> None:
-    index, y = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
+    index, y = torch.zeros(4, dtype=torch.int64), torch.arange(4.0)
     with pytest.raises(GraphCheckError, match=r"'NaN, largest' .* of index, the step failed"):
         poison_padding(
             {"index": index, "y": y}, lambda: y.copy_(y[index]), padding={"index": UNUSED}
@@ -125,6 +126,48 @@ def test_a_step_that_fails_anyway_is_not() -> None:
 
     with pytest.raises(KeyError):
         poison_padding({"x": torch.ones(4), "y": torch.ones(1)}, step, padding={"x": UNUSED})
+
+
+def test_a_step_with_state_outside_of_the_buffers_is_told() -> None:
+    """The poison has nothing to do with it."""
+    x, y, count = torch.ones(5), torch.zeros(5), torch.zeros(())
+
+    def step() -> None:
+        torch.mul(x, count.add_(1), out=y)
+
+    padding = {"x": UNUSED, "y": UNUSED}
+    message = (
+        r"`run` is not repeatable, .* differ in y \(float32 \[5\]\), first at row 0, element \[0\]"
+        r": the first 1.0, the second 2.0; .* a tensor that is not among the buffers, name that"
+    )
+    with pytest.raises(ValueError, match=message):
+        poison_padding({"x": x, "y": y}, step, padding=padding)
+    poison_padding({"x": x, "y": y, "count": count}, step, padding=padding)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2, torch.complex128])
+def test_a_step_that_writes_nothing_live_is_told(dtype: torch.dtype, device: str) -> None:
+    x, y = torch.ones(5, device=device).to(dtype), torch.ones(5, device=device).to(dtype)
+    buffers, padding = {"x": x, "y": y}, {"x": UNUSED, "y": UNUSED}
+    message = r"`run` was not seen to write anything outside of the padding: x, y hold what they"
+    for step in (lambda: None, lambda: y[UNUSED].zero_()):
+        with pytest.raises(GraphCheckError, match=message):
+            poison_padding(buffers, step, padding=padding)
+    assert torch.equal(x.to(torch.complex64), torch.ones(5, device=device).to(torch.complex64))
+    # Also where the results are in their place already, as those of a warm-up are.
+    poison_padding(buffers, lambda: y.copy_(x), padding=padding)
+
+
+def test_integers_that_are_in_their_place_are_asked_to_hold_something_else() -> None:
+    ids, tokens = torch.zeros(5, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    buffers = {"ids": ids, "tokens": tokens}
+    with pytest.raises(
+        GraphCheckError, match=r"something else beforehand, as by `tokens.fill_\(-1"
+    ):
+        poison_padding(buffers, lambda: tokens.copy_(ids[:3]), padding={"ids": UNUSED})
+    tokens.fill_(-1)
+    poison_padding(buffers, lambda: tokens.copy_(ids[:3]), padding={"ids": UNUSED})
 
 
 def test_calls_that_would_check_nothing_are_refused() -> None:
@@ -191,7 +234,7 @@ DTYPES = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_is_poisoned(dtype: torch.dtype, device: str) -> None:
-    x, y = torch.zeros(5, device=device).to(dtype), torch.zeros(3, device=device).to(dtype)
+    x, y = torch.zeros(5, device=device).to(dtype), torch.ones(3, device=device).to(dtype)
     poison_padding({"x": x, "y": y}, lambda: y.copy_(x[:3]), padding={"x": UNUSED})
     with pytest.raises(GraphCheckError, match=r"changed y .* first at row 2"):
         poison_padding({"x": x, "y": y}, lambda: y.copy_(x[1:4]), padding={"x": UNUSED})
@@ -208,7 +251,7 @@ def test_parameters_and_transposed_tensors_are_poisoned() -> None:
 
     regions = {"table": UNUSED, "across": UNUSED}
     poison_padding({"table": table, "across": across, "y": y}, step, padding=regions)
-    assert seen[:2] == [False, True]
+    assert seen[:3] == [False, False, True]
 
 
 def test_a_buffer_that_cannot_be_written_is_named() -> None:

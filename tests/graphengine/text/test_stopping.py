@@ -25,8 +25,9 @@ from engines.small_engine import (
     run,
     step_until,
 )
-from graphengine import Engine, Event, Request, Result
+from graphengine import Engine, EngineConfig, Event, Request, Result
 from graphengine.cli.main import main
+from graphengine.opening.loading import read_checkpoint
 from graphengine.requests.request import Phase
 from graphengine.speculative import MTP
 
@@ -129,6 +130,20 @@ def eos_checkpoint(engine: Engine, edited: Callable[..., Path]) -> tuple[Path, i
         tokenizer_config={"eos_token": engine.tokenizer.id_to_token(eos)},
     )
     return path, eos
+
+
+def test_an_end_of_sequence_may_be_named_by_any_file(
+    eos_checkpoint: tuple[Path, int], edited: Callable[..., Path]
+) -> None:
+    path, eos = eos_checkpoint
+    other = edited(path, config={"eos_token_id": 7}, generation_config={"eos_token_id": [5]})
+    assert read_checkpoint(other, EngineConfig(device="cpu")).eos_ids == (5, 7, eos)
+    # The tokenizer alone.
+    nowhere = {"eos_token_id": None}
+    with open_engine(edited(path, config=nowhere, generation_config=nowhere)) as engine:
+        assert engine.eos_ids == (eos,)
+        result = engine.generate(PROMPT, greedy(40))
+        assert result.finish_reason == "stop" and result.token_ids[-1] == eos
 
 
 def test_an_end_of_sequence_is_no_stop_reason(

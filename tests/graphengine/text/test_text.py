@@ -189,6 +189,46 @@ def test_deltas_of_any_tokens_are_the_text(kind: str, data: st.DataObject) -> No
         assert special not in "".join(deltas)
 
 
+WITH_A_SPACE = ["llama_bpe", "unigram", "metaspace_only"]
+
+
+@pytest.mark.parametrize("kind", WITH_A_SPACE)
+@pytest.mark.parametrize("text", ["the", " the", "  the", "fox jumps", " dog,"])
+def test_a_text_after_another_gets_no_space_and_loses_none(kind: str, text: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    before = tokenizer.encode("the quick")
+    ids = tokenizer.encode_after(text, before)
+    decoder = IncrementalDecoder(tokenizer, continues=True)
+    assert "".join(map(decoder.push, ids)) + decoder.flush() == text
+    assert tokenizer.decode([*before, *ids]) == "the quick" + text
+    # At the beginning, and after nothing that has text, it is as ever.
+    assert tokenizer.encode_after(text, []) == tokenizer.encode(text)
+    assert tokenizer.encode_after(text, [tokenizer.token_to_id("<s>"), -1]) == tokenizer.encode(
+        text
+    )
+
+
+def test_a_text_after_an_added_token_is_encoded_as_the_whole_is() -> None:
+    first = metaspace_only()
+    first.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    for tokenizer in (*(TOKENIZERS[kind] for kind in WITH_A_SPACE), Tokenizer(first)):
+        whole = tokenizer.encode("the fox</s>dog", add_special_tokens=False)
+        before = tokenizer.encode("the fox</s>", add_special_tokens=False)
+        assert [*before, *tokenizer.encode_after("dog", before)] == whole
+
+
+def test_other_tokenizers_encode_alike_everywhere() -> None:
+    for kind in ("byte_level", "word_piece", "word_suffix"):
+        tokenizer = TOKENIZERS[kind]
+        before = tokenizer.encode("the")
+        assert tokenizer.encode_after(" fox", before) == tokenizer.encode(" fox")
+    spaced = byte_level()
+    spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer = Tokenizer(spaced)
+    ids = tokenizer.encode_after("fox", tokenizer.encode("the"))
+    assert tokenizer.decode(tokenizer.encode("fox")) == " fox" and tokenizer.decode(ids) == "fox"
+
+
 @any_kind
 @settings(max_examples=60, deadline=None)
 @given(text=HARD_TEXTS)

@@ -128,6 +128,25 @@ def test_streamed_text_is_that_of_all_tokens(name: str, ids: list[int]) -> None:
         assert tokenizer.decode(ids) == theirs
 
 
+# What these do to a text depends on more than whether it is at the beginning.
+UNCLEAR = ("ctc", "regex", "suffix", "fused, bytes")
+CLEAR = [name for name in DECODERS if not any(word in name for word in UNCLEAR)]
+
+
+@pytest.mark.parametrize("name", CLEAR)
+@settings(max_examples=25, deadline=None)
+@given(ids=IDS)
+@example(ids=ids_of("▁a", "a", "▁a"))
+@example(ids=ids_of(" ", "  ", "x"))
+@example(ids=ids_of("a", "aa", "x"))
+def test_text_that_continues_is_that_of_all_tokens_but_the_first(name: str, ids: list[int]) -> None:
+    tokenizer = TOKENIZERS[name]
+    first = ids_of("x")
+    decoder = IncrementalDecoder(tokenizer, continues=True)
+    text = "".join(map(decoder.push, ids)) + decoder.flush()
+    assert tokenizer.decode(first) + text == tokenizer.decode([*first, *ids])
+
+
 @pytest.mark.parametrize("name", STRIPPED_AT_THE_END)
 @settings(max_examples=20, deadline=None)
 @given(ids=IDS.map(lambda ids: [index for index in ids if TOKENS[index].strip(" a")]))
@@ -163,7 +182,7 @@ def test_a_decoder_that_is_not_known_has_its_text_at_the_end(
     monkeypatch.setattr(
         text_decoders,
         "_make_stage",
-        lambda member: None if member["type"] == "Metaspace" else made(member),
+        lambda member, **how: None if member["type"] == "Metaspace" else made(member, **how),
     )
     members = [decoders.ByteFallback(), decoders.Metaspace(), decoders.WordPiece("x")]
     tokenizer = with_decoder(sequence(*members))

@@ -215,6 +215,8 @@ def op_dtypes(op: Op, request: pytest.FixtureRequest) -> tuple[torch.dtype, ...]
 # Around a split's edge, and past more splits than a window touches.
 LENGTHS = (0, 1, 63, 64, 65, 129, 256, 600, 1500) if NATIVE else (1, 64, 129)
 # The interpreter takes its time.
+# Natively long splits are asked for, too, which Gluon's kernel would take without a window.
+SPLITS = extent((64, 256), (64, 256, 512)) if NATIVE else (64,)
 SOME = 7 if NATIVE else 1
 CASES = {
     "window of one": {"window": 1},
@@ -244,8 +246,7 @@ def test_decode_equals_the_definition(
     case: str,
     width: int,
 ) -> None:
-    # Natively long splits are asked for, too, which Gluon's kernel would take without a window.
-    for split in (64, 256, 512) if NATIVE else (64,):
+    for split in SPLITS:
         for dtype in op_dtypes[:SOME]:
             rows = Rows(lengths=LENGTHS, width=width, split=split, dtype=dtype, **CASES[case])
             decoding = Decoding(op, place_cache, rows)
@@ -260,7 +261,7 @@ def test_a_lane_has_the_same_bits_anywhere(
 ) -> None:
     lengths = (1500, 511, 62, 5) if NATIVE else (126, 0)
     # Natively the longer splits of half precision are Gluon's.
-    for split in (64, 256, 512) if NATIVE else (64,):
+    for split in SPLITS:
         for dtype in op_dtypes[:SOME]:
             rows = Rows(lengths=lengths, width=3, split=split, dtype=dtype, **CASES[case])
             together = Decoding(op, place_cache, rows).at_once()

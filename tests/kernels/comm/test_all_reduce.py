@@ -131,9 +131,8 @@ def wait_for_each_other(rank: int, world: AllReduceWorld, found: Any) -> None:
             time.sleep(dice.random() * 0.02)
         total = all_reduce(world.peers[rank], world.memories[rank], parts[rank])
         assert torch.equal(total, sum_parts_reference(torch.stack(parts)))
-    assert world.peers[rank].tensors.waited.item() > 0
     assert int(world.memories[rank].tags[0]) > 8
-    found.put(rank)
+    found.put(world.peers[rank].tensors.waited.item())
 
 
 @interpreted
@@ -146,7 +145,8 @@ def test_ranks_that_are_processes_wait_for_each_other(ranks: int):
     world.memories = [
         FlaggedMemory.over(rank, own, addresses, 2) for rank, own in enumerate(shared)
     ]
-    fork_ranks(wait_for_each_other, ranks, world)
+    # Whoever came first has waited; one rank may be the last one each time.
+    assert any(fork_ranks(wait_for_each_other, ranks, world))
 
 
 @pytest.mark.parametrize(

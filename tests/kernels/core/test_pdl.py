@@ -247,7 +247,8 @@ def test_linear_residual_gives_the_same_bits(make_linear_case, counters, plan, l
     case = make_linear_case(lanes, 2048, 2048, torch.bfloat16, device="cuda")
 
     def run(pdl: bool) -> Residual:
-        stream = Residual(case.stream.clone(), torch.zeros_like(case.x), torch.empty(0))
+        nothing = torch.empty(0, device="cuda")
+        stream = Residual(case.stream.clone(), torch.zeros_like(case.x), nothing)
         return linear_residual(
             case.x,
             case.weight,
@@ -260,7 +261,8 @@ def test_linear_residual_gives_the_same_bits(make_linear_case, counters, plan, l
 
     plain = run(False)
     for _ in range(20):
-        assert all(map(torch.equal, run(True), plain))
+        # What is kept beside the stream is nothing here.
+        assert all(map(torch.equal, run(True)[:3], plain[:3]))
     assert not counters.any()
 
 

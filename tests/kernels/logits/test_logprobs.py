@@ -149,7 +149,7 @@ class Twin:
                 assert (ranked[3][lane, len(ids) :] == -INF).all()
                 if j < row.count:
                     np.testing.assert_allclose(values[lane], logprobs[token], **close)
-                    assert ranks[lane] == np.count_nonzero(logits_V >= logits_V[token])
+                    assert ranks[lane] == 1 + np.count_nonzero(logits_V > logits_V[token])
 
 
 @pytest.fixture(scope="module", params=["reference", "kernel"])
@@ -238,12 +238,11 @@ def test_broken_logits(twin: Twin):
     twin.check(logits[1:], None, rows[:3], 1)
 
 
-def test_equal_logits_share_the_worst_rank(twin: Twin):
-    """As in vLLM, which counts whatever is at least as probable."""
+def test_equal_logits_share_the_best_rank(twin: Twin):
     logits = np.array([[1.0, 2.0, 2.0, 0.0, 2.0, -0.0]] * 4, np.float32)
     rows = [Row(s, [token], 1, 6) for s, token in enumerate([1, 4, 0, 3])]
     results, _ = twin.run(logits, None, rows, 1)
-    assert results.tokens.rank.tolist() == [3, 3, 4, 6]
+    assert results.tokens.rank.tolist() == [1, 1, 4, 5]
     assert results.ranked.top_id[0, :6].tolist() == [1, 2, 4, 0, 3, 5]
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.paged import FP8_KV, quantise
 from graphengine.kernels.norm_rope.rope import (
@@ -25,7 +26,7 @@ from graphengine.kernels.norm_rope.rope import (
 NATIVE = torch.cuda.is_available() and not INTERPRETED
 SENTINEL = -555.0
 HUGE = (2**31 - 1, -(2**31), 10**9, -7)
-SETTINGS = settings(deadline=None, max_examples=40 if NATIVE else 8, derandomize=not NATIVE)
+SETTINGS = settings(deadline=None, max_examples=extent(8, 40), derandomize=not NATIVE)
 EPS = 1e-6
 
 Op = tuple[Callable[..., torch.Tensor], str]

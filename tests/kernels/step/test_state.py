@@ -17,6 +17,7 @@ from graphengine.kernels.step.state import (
     LENGTH,
     STOP,
     SlotState,
+    StopSequences,
     StopTensors,
 )
 from launches.finish import new_mailbox, read_entry
@@ -125,6 +126,38 @@ def test_commit_prefill(ops: Ops, slot: int, count: int, final: int, token: int,
     assert [state.kv_len.tolist(), state.running.tolist(), state.next_token.tolist()] == expected
 
 
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize(
+    ("token", "start", "min_len", "final", "flag"),
+    [
+        (50, 30, 30, 1, EMITTED | STOP),
+        (60, 0, 0, 1, EMITTED | STOP),
+        (50, 31, 0, 1, EMITTED),
+        (50, 0, 31, 1, EMITTED),
+        (70, 0, 0, 1, EMITTED),
+        (-1, 0, 0, 1, INVALID),
+        (50, 0, 0, 0, 0),
+    ],
+)
+def test_the_first_token_may_be_a_stop_sequence(
+    ops: Ops, length: int, token: int, start: int, min_len: int, final: int, flag: int
+):
+    """At position 30. Only a sequence of one token can end there; the other slots' are poison."""
+    state, limits = ops.state(), ops.limits()
+    table = torch.full((SLOTS, 5, length), 50, dtype=torch.int32, device=ops.device)
+    table[2] = -1
+    table[2, 1:3, -1] = ops.ints([50, 60])
+    if length > 1:
+        table[2, 3, -2:] = ops.ints([30, 70])
+    at = [ops.ints([LOWEST] * SLOTS) for _ in range(2)]
+    at[0][2], at[1][2] = start, min_len
+    scalars = (ops.ints([value]) for value in (token, 2, 20, 10, final))
+    sequences = StopSequences(table, *at)
+    assert ops.commit_prefill(state, *scalars, limits, sequences).tolist() == [flag]
+    assert state.running[2].item() == (flag == EMITTED)
+    assert state.next_token[2].item() == (token if flag & EMITTED else 0)
+
+
 def test_without_stop_ids_only_the_length_stops(ops: Ops):
     state = ops.state()
     limits = ops.limits(max_len=2)._replace(
@@ -180,7 +213,8 @@ def _good_arguments() -> Iterator[tuple[str, tuple[Any, ...]]]:
     lanes, one = ops.ints([0, 1, 2]), ops.ints([0])
     yield "apply_commands", (state, ops.ints([0] * 4))
     yield "gather_prefill", (lanes, one, one, one)
-    yield "commit_prefill", (state, one, one, one, one, one, limits)
+    sequences = StopSequences(torch.zeros(4, 2, 3, dtype=torch.int32), *[ops.ints([0] * 4)] * 2)
+    yield "commit_prefill", (state, one, one, one, one, one, limits, sequences)
     yield "publish", (torch.zeros(2, 3, 2, dtype=torch.int64), state, lanes, lanes, lanes)
 
 

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.step.swap import _copy_kernel, copy_blocks, copy_blocks_reference
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
-SETTINGS = settings(deadline=None, max_examples=40 if NATIVE else 12, derandomize=not NATIVE)
+SETTINGS = settings(deadline=None, max_examples=extent(12, 40), derandomize=not NATIVE)
 
 Op = tuple[Callable[..., None], str]
 

@@ -409,7 +409,7 @@ def test_a_checkpoint_brings_its_own_modules(run_bench: Bench) -> None:
         (("--speculative", "ngram", "--draft-vocab", "9"), "--draft-vocab is for mtp"),
         (("--speculative", "model:x"), "draft model x, k=3: this needs a checkpoint"),
         (("--speculative", "mtp", "--batch", "32"), "feed 128 tokens a step"),
-        (("--speculative", "mtp", "--row-family", "fma"), "row_family='fma' serves up to 2 rows"),
+        (("--speculative", "mtp", "--row-family", "fma"), "row_family='fma' serves up to 2 lanes"),
     ],
 )
 def test_errors_come_before_anything_is_measured(

@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from dataclasses import replace
+from html import unescape
 from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
@@ -16,9 +17,11 @@ import pytest
 
 from graphengine.cli import main as cli
 from graphengine.profiles.report import make_document
+from graphengine.profiles.runs.causes import REMEDIES
 from graphengine.profiles.runs.findings import HOST_STAGES, judge_run
 from graphengine.profiles.runs.plots import POINTS, distribution, over_steps, upper_envelope
 from graphengine.profiles.runs.report_html import MARKS, html_report, policy_hash
+from graphengine.profiles.runs.report_text import describe_report
 from graphengine.profiles.runs.run_file import Kernel
 from graphengine.profiles.sources import read_run
 from timelines import browsers
@@ -87,8 +90,46 @@ def test_the_comparison_is_a_table(page: Path) -> None:
     section = section[: section.index("<figure")]
     heads = re.findall(r"<th\b[^>]*>(.*?)</th>", section)
     assert heads[:6] == ["ITL", "before, ms", "after, ms", "change", "interval", "verdict"]
-    assert re.search(r"p99</td><td>0\.\d{3}</td><td>\d\.\d{3}</td>.*?>slower</td>", section)
+    assert re.search(
+        r"p99</td><td[^>]*>0\.\d{3}</td><td[^>]*>\d\.\d{3}</td>.*?>slower</td>", section
+    )
     assert "decode/1 dot_kernel</td>" in section and "no change shown</td>" in section
+
+
+def test_each_cause_has_its_remedy_beside_it(page: Path) -> None:
+    section = page.read_text().partition("<h2>What stands out</h2>")[2].partition("</ul>")[0]
+    lines = re.findall(
+        r'<span class="cause">(\w+)</span>.*?<div class="remedy">What to do: (.*?)\.</div></li>',
+        section,
+    )
+    assert {cause for cause, _ in lines} >= {"outside", "sync", "prefill", "device", "plan"}
+    for cause, remedy in lines:
+        assert unescape(re.sub(r"</?code>", "`", remedy)) == REMEDIES[cause]
+
+
+def test_words_that_need_it_are_explained_where_they_stand(tmp_path: Path) -> None:
+    run = read_run(str(write_recording(tmp_path / "run.jsonl", simulate(60))))
+    document = make_document(run)
+    page, text = html_report(run, document, None), describe_report(document)
+    for word in ("n", "separate", "lookahead", "numerics_id", "max_batch"):
+        meaning = re.findall(rf'<abbr title="([^"]+)">{word}</abbr>', page)[0]
+        # A phone has no pointer to rest on a word.
+        assert f"{word}: {meaning}" in text and f"{word}: {meaning}" in re.sub(
+            "<abbr.*?>", "", page
+        )
+
+
+def test_one_thing_is_not_counted_as_several(tmp_path: Path) -> None:
+    found = simulate(60, larger={30}, prefills={20}, unseen={40: 900.0}, away={40: 900.0})
+    run = read_run(str(write_recording(tmp_path / "run.jsonl", found)))
+    document = make_document(run, deadline_ms=1.0)
+    page, text = html_report(run, document, None), describe_report(document)
+    wrong = re.compile(
+        r"(?<![\d.,])1 (?:replays|steps|gaps|rows|times|tokens|prompt tokens|graphs|live ones)\b"
+    )
+    for shown in (page, text):
+        assert not wrong.findall(shown)
+        assert "1 replay of 32 rows" in shown and "interrupted 1 time" in shown
 
 
 def test_a_recording_has_captures_and_no_kernels(tmp_path: Path) -> None:
@@ -243,6 +284,10 @@ def test_a_browser_shows_the_page(
     found = measure(chromium, page.read_text(), tmp_path, MEASURE, size, scheme)
     assert found["width"] == found["scroll"] == size[0]
     assert found["overlaps"] == []
+    # Every cell is in sight; on a phone each shows its heading.
+    assert found["hidden"] == 0
+    shown = {'"interval"', '"verdict"', '"kernel"'} & set(found["heads"])
+    assert len(shown) == (3 if size == PHONE else 0)
     assert found["paper"] == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
     assert len(found["plots"]) == 4 and all(drawn >= 1 for drawn in found["drawn"])
     assert all(wide >= 300 and high == 250 for wide, high in found["plots"])

@@ -190,9 +190,7 @@ def test_a_file_that_was_cut_off_at_a_lines_end_is_told(tmp_path: Path) -> None:
         "the header tells of 50 replays and 30 are here: cut off?",
     )
     path.write_text("\n".join(lines[:-1]) + "\n")
-    assert read_recording(path).notes == (
-        "the header tells of 1 requests and 0 are here: cut off?",
-    )
+    assert read_recording(path).notes == ("the header tells of 1 request and 0 are here: cut off?",)
 
 
 def test_bytes_are_refused(tmp_path: Path) -> None:

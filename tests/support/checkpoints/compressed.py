@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
+
+# The tests that need it are skipped where it is missing.
+pytest.importorskip("compressed_tensors")
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
-from torch import Tensor
 
 from graphengine.kernels.linear.quantised import WeightFormat
 

@@ -31,6 +31,7 @@ class Shape:
     layers    of the target, after which its stream is read
     drafted   tokens of the draft vocabulary; 0: it has no lm_head and no offsets of its own
     narrower  the head's own width; 0: it is the target's, and so is the embedding
+    norms     names of the norms of what fc reads, each of an equal share
     """
 
     layers: tuple[int, ...] = USUAL
@@ -39,6 +40,7 @@ class Shape:
     bias: bool = False
     normed_stream: bool = False
     normed_output: bool = False
+    norms: tuple[str, ...] = ()
 
 
 def shuffled(count: int, of: int) -> Tensor:
@@ -79,6 +81,8 @@ def head_tensors(shape: Shape, embedding: Tensor, lm_head: Tensor) -> Tensors:
     }
     if shape.bias:
         tensors["fc.bias"] = noise(hidden)
+    for name in shape.norms:
+        tensors[f"{name}.weight"] = 1 + noise(len(shape.layers) * width // len(shape.norms))
     if shape.narrower:
         tensors["embed_tokens.weight"] = embedding[:, :hidden].clone()
         lm_head = lm_head[:, :hidden]
@@ -112,6 +116,8 @@ def head_config(shape: Shape, embedding: Tensor) -> dict[str, Any]:
         config["norm_before_residual"] = True
     if shape.normed_output:
         config["norm_output"] = True
+    if shape.norms:
+        config["norm_before_fc" if shape.norms == ("input_norm",) else "fc_norm"] = True
     return config
 
 
@@ -137,7 +143,7 @@ def as_speculators(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, 
         "draft_vocab_size": config["draft_vocab_size"],
         "target_hidden_size": config["target_hidden_size"],
         "norm_before_residual": config.get("norm_before_residual", False),
-        "norm_before_fc": False,
+        "norm_before_fc": config.get("norm_before_fc", False),
         **config["eagle_config"],
     }
     renamed = {name.replace(PREFIX, "layers.0."): tensor for name, tensor in tensors.items()}
@@ -176,6 +182,10 @@ class Head:
 
     def fuse(self, streams: Tensor) -> Tensor:
         """g of a token, whose streams lie side by side."""
+        if self.shape.norms:
+            shares = streams.chunk(len(self.shape.norms))
+            norms = [self[name] for name in self.shape.norms]
+            streams = torch.cat([rms(x, norm) for x, norm in zip(shares, norms, strict=True)])
         g = self["fc"] @ streams
         return g + self.tensors["fc.bias"] if self.shape.bias else g
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
@@ -188,6 +189,51 @@ def modelopt_nvfp4_kind() -> Kind:
     return Kind(config | {"ignore": [HEAD]}, store)
 
 
+def modelopt_mxfp8_kind() -> Kind:
+    def store(linear: str, M: int, K: int) -> Stored:
+        codes = (torch.rand(M, K) * 2 - 1).mul(448).to(torch.float8_e4m3fn)
+        scales = torch.randint(115, 118, (M, K // 32), dtype=torch.uint8)
+        meant = codes.float() * torch.exp2(scales.float() - 127).repeat_interleave(32, dim=1)
+        return Stored({"weight": codes, "weight_scale": scales}, meant)
+
+    config = {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32}
+    return Kind(config | {"ignore": [HEAD]}, store)
+
+
+def mixed_modelopt_kind(algorithms: Mapping[str, str]) -> Kind:
+    """Linears whose names end so in these formats of ModelOpt; a config of "MIXED_PRECISION", whose
+    layers are listed under the names that a language model has beside a vision tower.
+    """
+    kinds = {
+        "FP8": modelopt_fp8_kind(),
+        "MXFP8": modelopt_mxfp8_kind(),
+        "W4A16_NVFP4": modelopt_nvfp4_kind(),
+    }
+    layers: dict[str, Any] = {}
+
+    def store(linear: str, M: int, K: int) -> Stored:
+        algorithm = algorithms[linear.rpartition(".")[2]]
+        name = linear.replace("model.", "model.language_model.", 1)
+        layers[name] = {"quant_algo": algorithm}
+        return kinds[algorithm].store(linear, M, K)
+
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    return Kind(config | {"quantized_layers": layers}, store)
+
+
+def beside_a_tower(config: dict[str, Any], tensors: Tensors) -> None:
+    """Renames the tensors of a language model as those of one beside a vision tower are, and puts
+    its config inside.
+    """
+    text = dict(config)
+    quantization = text.pop("quantization_config")
+    config.clear()
+    config |= {"text_config": text, "quantization_config": quantization}
+    config["architectures"] = ["Qwen3_5ForConditionalGeneration"]
+    for name in [name for name in tensors if name.startswith("model.")]:
+        tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+
+
 def modelopt_fp8_kind() -> Kind:
     """With the scales of an fp8 KV cache, as ModelOpt names them."""
     whole = fp8_kind(None).store
@@ -245,6 +291,7 @@ KINDS: dict[str, Kind] = {
     "gptq desc_act static groups": gptq_kind(64, desc_act=True, static_groups=True),
     "mxfp4": mxfp4_kind(),
     "modelopt NVFP4": modelopt_nvfp4_kind(),
+    "modelopt MXFP8": modelopt_mxfp8_kind(),
     "modelopt FP8": modelopt_fp8_kind(),
 }
 """By name."""
@@ -261,6 +308,13 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": None,
     "bos_token_id": None,
+}
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
 }
 FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -287,7 +341,12 @@ def write_model(
     files  over which the tensors are spread, in the order of their names
     """
     torch.manual_seed(len(str(kind.config)))
-    make_config, make_model = FAMILIES[family]
+    if family == "qwen3.5":
+        # The oldest transformers that the package admits has no such model.
+        make_config, make_model = transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM
+        sizes = HYBRID | sizes
+    else:
+        make_config, make_model = FAMILIES[family]
     config = make_config(**SIZES | sizes)
     model: PreTrainedModel = make_model(config).float().eval()
     with torch.no_grad():

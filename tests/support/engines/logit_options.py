@@ -130,10 +130,10 @@ def assert_logprobs(result: Result, table: Table, top: int) -> None:
     for index, (token, logprobs, exact_V, near) in enumerate(rows):
         assert next(iter(logprobs)) == token
         room = float(near)
-        # Ranks count ids with at least the token's logit; logits this close may be on either side.
+        # Ranks count ids with a larger logit; logits this close may be on either side.
         chosen, exact = logprobs[token], exact_V[token]
-        above, below = (int((exact_V >= exact + step).sum()) for step in (2 * room, -2 * room))
-        assert above <= chosen.rank <= below, f"token {index}: {chosen=}, {above=}, {below=}"
+        above, below = (int((exact_V > exact + step).sum()) for step in (2 * room, -2 * room))
+        assert above < chosen.rank <= max(below, 1), f"token {index}: {chosen=}, {above=}, {below=}"
         others = list(logprobs)[1:]
         assert top - 1 <= len(others) <= top
         values = [logprobs[other].logprob for other in others]

@@ -19,7 +19,8 @@ import torch
 from graphengine import Engine, SamplingParams
 from graphengine.kernels import PUSH_UNIT, PeerItems, Peers
 from graphengine.models.contract import Share
-from graphengine.parallel import leading, rank
+from graphengine.parallel import joined
+from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.meeting import Meeting
 from launches.interpreted import prepare_interpreter
 
@@ -48,10 +49,11 @@ class FileMemory:
         made.rename(path)
         self._items = [_mapped(folder / f"items{rank}", shape) for rank in range(share.ranks)]
         addresses = [items.data_ptr() for items in self._items]
-        tensors = PeerItems.over_items(self._items[share.rank], addresses)
+        tensors = PeerItems.over_items(share.rank, self._items[share.rank], addresses)
         # In polls, as the interpreter has no clock.
         tensors.watch[1] = 2**50
         self.peers: Peers | None = Peers(share.rank, tensors)
+        self.summing = self.split = None
 
     def leave(self) -> None:
         self.peers = None
@@ -67,16 +69,21 @@ def _mapped(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 class PushingMeeting(Meeting):
-    """One where all is pushed."""
+    """One where all is pushed, but by no product: their plain twins push nothing."""
 
     limit_s = 60.0
+    peers = None
 
     def __init__(self, file: str, share: Share, device: torch.device, **options: Any) -> None:
-        self.share, self._on_gpu, self._pdl, self._group = share, False, False, None
+        self.share, self._on_gpu, self._pdl = share, False, False
+        self._group = self._exchange = self._ending = None
         # So few that logits take several launches.
         self._memory = FileMemory(Path(file).parent, share, units=4)
         assert self._memory.peers is not None
         self._watch = self._memory.peers.tensors.watch.numpy()
+
+    def _pushes(self, part: torch.Tensor) -> Peers | None:
+        return self._memory.peers
 
 
 def run_plain_twins() -> None:
@@ -89,14 +96,14 @@ def main(checkpoint: str) -> None:
     run_plain_twins()
     prepare_interpreter()
     torch.set_num_threads(1)
-    leading.Meeting = rank.Meeting = PushingMeeting
+    joined.Meeting = PushingMeeting  # type: ignore[misc]
     options = SIZES | {"tensor_parallel": 2, "wait_limit_s": 60.0}
     with Engine.from_pretrained(checkpoint, **options) as engine:
         cancelled = engine.submit(PROMPTS[1], PARAMS[0])
         engine.step()
         cancelled.cancel()
         results = engine.generate(PROMPTS, PARAMS)
-        assert isinstance(engine.runtime, leading.LeadingRuntime)
+        assert isinstance(engine.runtime, LeadingRuntime)
         digests = engine.runtime.digests()
     print("ranks", len(digests), "states", len(set(digests)))
     for result in results:

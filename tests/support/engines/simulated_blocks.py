@@ -118,10 +118,10 @@ class Sharing:
         pass
 
     def session_prompt(
-        self, prompt: Sequence[int], known: int, add_bos: bool | None = None
+        self, prompt: Sequence[int], before: Sequence[int], add_bos: bool | None = None
     ) -> PromptTokens:
-        if known + len(prompt) >= self.memory.max_seq_len:
-            raise ValueError(f"{known + len(prompt)} tokens")
+        if len(before) + len(prompt) >= self.memory.max_seq_len:
+            raise ValueError(f"{len(before) + len(prompt)} tokens")
         return PromptTokens(tuple(prompt))
 
     def turn(

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from events import GENEROUS_S
+
 
 def fork_ranks(work: Callable[..., None], ranks: int, *arguments: Any) -> list[Any]:
     """What `work(rank, *arguments, found)` puts into `found` once on each rank, in any order.
 
-    AssertionError where a rank fails, or does not end within a minute.
+    AssertionError where a rank fails, or does not end within ten minutes.
     """
     context = multiprocessing.get_context("fork")
     found = context.SimpleQueue()
@@ -20,7 +22,7 @@ def fork_ranks(work: Callable[..., None], ranks: int, *arguments: Any) -> list[A
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + GENEROUS_S
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
     for process in processes:

@@ -32,9 +32,7 @@ class Case:
 PREAMBLE = """
 import ctypes, random, time
 import pytest, torch
-from graphengine.buckets import (
-    Field, GraphEdge, GraphNode, GraphStructure, KernelLaunch, StaticBuffers
-)
+from graphengine.buckets import GraphEdge, GraphNode, GraphStructure, KernelLaunch
 
 def capture(step):
     side = torch.cuda.Stream()
@@ -259,6 +257,8 @@ CPU_CASES = [
         check="assert_replay_matches_eager",
         fault="the graph of one live size serves them all",
         program="""
+        from graphengine.buckets import Field, StaticBuffers
+
         def test_it(assert_replay_matches_eager):
             table = [Field(name="x", shape=(8,), dtype=torch.float32)]
             buffers, total = StaticBuffers(table, "cpu"), torch.zeros(())
@@ -281,6 +281,37 @@ CPU_CASES = [
         planted="8",
         message="*in total (float32 [[][]]), first at its only element: eager 3.0, replay 8.0;*"
         "(seed 0, live size 3)*",
+    ),
+    Case(
+        check="assert_replay_matches_eager",
+        fault="a copy of an integer is replayed",
+        program="""
+        def test_it(assert_replay_matches_eager):
+            rows, position, y = torch.ones(8, 4), torch.tensor(5), torch.zeros(4)
+            frozen = position.clone()
+            assert_replay_matches_eager(
+                lambda: y.copy_(rows[position]),
+                {"rows": rows, "position": position, "y": y},
+                graph=lambda: y.copy_(rows[<here>]),
+                draw={"position": range(8)},
+            )
+        """,
+        sound="position",
+        planted="frozen",
+        message="*differs from eager in y (float32 [[]4]), first at row 0*(seed 0)*",
+    ),
+    Case(
+        check="assert_replay_matches_eager",
+        fault="nobody says which integers are valid",
+        program="""
+        def test_it(assert_replay_matches_eager):
+            position, y = torch.tensor(5), torch.zeros(())
+            step = lambda: y.copy_(position)
+            assert_replay_matches_eager(step, {"position": position, "y": y}, <here>)
+        """,
+        sound='draw={"position": range(8)}',
+        planted="",
+        message="*position (int64 [[][]]) would keep the values of now, so a graph that has*",
     ),
     Case(
         check="poison_padding",
@@ -318,6 +349,29 @@ CPU_CASES = [
     ),
     Case(
         check="poison_padding",
+        fault="a step writes nothing",
+        program=PADDED,
+        sound="torch.sum(x[:5], 0, out=y)",
+        planted="torch.sum(x[:5], 0)",
+        message="*`run` was not seen to write anything outside of the padding: x, y hold*",
+    ),
+    Case(
+        check="poison_padding",
+        fault="a step changes state that is not among the buffers",
+        program="""
+        def test_it(poison_padding):
+            x, y, count = torch.ones(8), torch.zeros(8), torch.zeros(())
+            unused = slice(5, None)
+            buffers = {"x": x, "y": y, <here>}
+            step = lambda: torch.mul(x, count.add_(1), out=y)
+            poison_padding(buffers, step, padding={"x": unused, "y": unused})
+        """,
+        sound='"count": count',
+        planted="",
+        message="*`run` is not repeatable*differ in y*the first 1.0, the second 2.0*",
+    ),
+    Case(
+        check="poison_padding",
         fault="one element is written past the end of a tensor",
         program="""
         from graphengine.testing import CanaryPages
@@ -341,6 +395,22 @@ CPU_CASES = [
         sound='buffers["x"].copy_(torch.ones(4, 4))',
         planted='buffers["x"] = torch.ones(4, 4)',
         message="*1 of 2 buffers moved*x was float32 [[]4, 4] with strides [[]4, 1] at 0x*, is *",
+    ),
+    Case(
+        check="assert_pointers_stable",
+        fault="an attribute is bound to a new tensor",
+        program="""
+        class Runner:
+            x, y = torch.zeros(4, 4), torch.zeros(4)
+
+        def test_it(assert_pointers_stable):
+            runner = Runner()
+            with assert_pointers_stable(lambda: {"x": runner.x, "y": runner.y}):
+                <here>
+        """,
+        sound="runner.y.copy_(torch.ones(4))",
+        planted="runner.y = torch.ones(4)",
+        message="*1 of 2 buffers moved*y was float32 [[]4] with strides [[]1] at 0x*, is *",
     ),
     Case(
         check="assert_pointers_stable",

@@ -60,6 +60,8 @@ const found = {
   plots: sizes("svg.plot"),
   drawn: plots.map((each) => each.querySelectorAll("path.trace, path.bars").length),
   bars: sizes(".track .fill"),
+  hidden: boxes("td").filter(({ left, right }) => left < 0 || right > innerWidth + 1).length,
+  heads: [...document.querySelectorAll("td")].map((cell) => getComputedStyle(cell, "::before").content),
   paper: getComputedStyle(document.body).backgroundColor,
   whole: state(),
   dragged: drag(0.6, 0.7),

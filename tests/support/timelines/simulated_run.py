@@ -17,6 +17,7 @@ US = 1000
 DEVICE_US = {"decode/1/fast": 300.0, "decode/32/fast": 420.0, "prefill/64": 900.0}
 HOST_US = {"plan": 12.0, "load": 6.0, "launch": 9.0, "deliver": 14.0, "outside": 20.0}
 REQUEST = 1
+THREAD = ("cpu_ns", "preempted", "yielded")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,6 +25,8 @@ class Simulated:
     """One replay: nanoseconds of the host's stages, and its time on the device.
 
     skew_us  by which rank 1 launches it later than the driver, where there are two ranks
+    cpu_ns   for how long the thread had run when it read the tokens; it had lost its core
+             `preempted` times, and given it away `yielded` times
     """
 
     step: int
@@ -40,6 +43,9 @@ class Simulated:
     device_begin: int = 0
     device_end: int = 0
     skew_us: float = 0.0
+    cpu_ns: int = 0
+    preempted: int = 0
+    yielded: int = 0
 
     @property
     def rows(self) -> int:
@@ -72,6 +78,8 @@ def simulate(
     slower: Mapping[int, float] | None = None,
     planning: Mapping[int, float] | None = None,
     skews: Mapping[int, float] | None = None,
+    unseen: Mapping[int, float] | None = None,
+    away: Mapping[int, float] | None = None,
     factor: float = 1.0,
     seed: int = 0,
 ) -> Timeline:
@@ -83,6 +91,8 @@ def simulate(
     prefills  a prompt of 60 tokens is fed in the step
     slower    microseconds more on the device
     planning  microseconds more to plan
+    unseen    microseconds by which the host reads the step before this one late
+    away      microseconds of the step for which the thread ran nothing, as its core was taken
     skews     microseconds by which rank 1 launches later than the driver, else some 2
     factor    all device times are multiplied by it
     """
@@ -90,6 +100,7 @@ def simulate(
     found = Timeline()
     now = device = 1_000_000
     waiting: list[list[Simulated]] = []
+    unran, preempted, yielded = 0, 0, 0
 
     def noise(us: float) -> int:
         return round(us * US * (1 + 0.02 * dice.random()))
@@ -121,24 +132,30 @@ def simulate(
             continue
         collected = waiting.pop(0)
         begin = now
-        now = max(now, collected[-1].device_end) + 3 * US
+        now = max(now, collected[-1].device_end) + round((3 + (unseen or {}).get(step, 0.0)) * US)
+        if step in (away or {}):
+            unran, preempted = unran + round((away or {})[step] * US), preempted + 1
         for made in collected:
             made.collect, made.read = begin, now
+            made.cpu_ns, made.preempted, made.yielded = now - unran, preempted, yielded
         now += noise(HOST_US["deliver"])
         for made in collected:
             made.delivered = now
         begin = now
         now += noise(HOST_US["outside"] + (stalls or {}).get(step, 0.0))
+        if step in (stalls or {}):
+            unran, yielded = unran + round((stalls or {})[step] * US), yielded + 1
         if step in syncs:
             begin, now = now, max(now, device) + 2 * US
             found.calls.append(("cudaDeviceSynchronize", begin, now))
     return found
 
 
-def recording_lines(timeline: Timeline, **header: Any) -> list[str]:
+def recording_lines(timeline: Timeline, *, counted: bool = True, **header: Any) -> list[str]:
     """The recorder's lines; keyword arguments replace parts of the header.
 
-    Those of two ranks where the header has `ranks`.
+    Those of two ranks where the header has `ranks`; those of an earlier version, which did not ask
+    what the thread used, without `counted`.
     """
     engine = {
         "max_batch": 32, "lookahead": 1, "row_family": "dot", "numerics_id": "0123456789ab",
@@ -167,6 +184,7 @@ def recording_lines(timeline: Timeline, **header: Any) -> list[str]:
             **{name: getattr(made, name) or None for name in stamps},
             "device_us": made.device_us, "emitted": len(lanes), "drafted": 0, "accepted": 0,
             "lanes": lanes, "a key of a later version": 1,
+            **{name: getattr(made, name) for name in THREAD if counted and made.read},
             **(launches if "ranks" in header else {}),
         }  # fmt: skip
         lines.append(json.dumps(document))
@@ -179,6 +197,7 @@ def recording_lines(timeline: Timeline, **header: Any) -> list[str]:
     return [*lines, json.dumps(request)]
 
 
-def write_recording(path: Path, timeline: Timeline, **header: Any) -> Path:
-    path.write_text("\n".join(recording_lines(timeline, **header)) + "\n", encoding="utf-8")
+def write_recording(path: Path, timeline: Timeline, *, counted: bool = True, **header: Any) -> Path:
+    lines = recording_lines(timeline, counted=counted, **header)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

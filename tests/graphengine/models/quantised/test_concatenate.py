@@ -10,7 +10,12 @@ from torch import Tensor
 
 from graphengine.kernels.linear.packed import pack, unpack
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise
-from graphengine.models.quantised.concatenate import concatenate, in_order, joined_format
+from graphengine.models.quantised.concatenate import (
+    concatenate,
+    in_order,
+    joined_format,
+    ordered_format,
+)
 
 K = 192
 
@@ -142,8 +147,11 @@ def test_rows_in_another_order_keep_their_meaning(kind: WeightFormat) -> None:
     assert in_order(weight, None) is weight
 
 
-def test_rows_that_share_a_scale_do_not_part() -> None:
-    weight = random_weight(WeightFormat("e4m3", 128, 128), 512)
+def test_rows_that_share_a_scale_get_their_own_where_they_part() -> None:
+    kind = WeightFormat("e4m3", 128, 128)
+    weight = random_weight(kind, 512)
     order = torch.arange(512).view(2, 2, 2, 64).transpose(1, 2).flatten()
-    with pytest.raises(ValueError, match="in another order, and 128 rows share a scale"):
-        in_order(weight, order)
+    moved = in_order(weight, order)
+    assert moved.format == ordered_format(kind, order) == WeightFormat("e4m3", 1, 128)
+    assert torch.equal(dequantise(moved), dequantise(weight)[order])
+    assert ordered_format(kind, torch.arange(512)) == ordered_format(kind, None) == kind

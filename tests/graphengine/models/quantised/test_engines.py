@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,8 +24,10 @@ from checkpoints.quantised_models import (
     Kind,
     Tensors,
     Written,
+    beside_a_tower,
     compressed_kind,
     gptq_kind,
+    mixed_modelopt_kind,
     save,
     write_model,
 )
@@ -33,8 +36,10 @@ from graphengine import Engine, Result, SamplingParams
 from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.kernels import PackedWeight
 from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.writer import compressed_tensors
+from graphengine.models.stored import read_model
 from graphengine.speculative import MTP, DraftModel
 
 Eager = Callable[[Engine], dict[tuple[int, int], Tensor]]
@@ -201,6 +206,42 @@ def test_a_config_of_modelopts_own_file(tmp_path: Path, eager: Eager) -> None:
         (tmp_path / "hf_quant_config.json").write_text(quantization)
 
     assert_parity(write_model(tmp_path, KINDS["modelopt NVFP4"], edit=move), eager, 4)
+
+
+# Qwen's own FP8 checkpoints list what is not quantised so, layer by layer.
+DELTA = "layers.0.linear_attn"
+LEFT_OUT = [f"model.language_model.{DELTA}.{name}" for name in ("conv1d", "in_proj_b", "in_proj_a")]
+MIXED = {
+    "in_proj_qkv": "MXFP8", "in_proj_z": "FP8", "in_proj_b": "MXFP8", "in_proj_a": "MXFP8",
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "out_proj"), "W4A16_NVFP4"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "FP8"),
+}  # fmt: skip
+SKIPPED = {"modules_to_not_convert": [*LEFT_OUT, "model.visual", HEAD]}
+HYBRIDS: dict[str, tuple[Kind, dict[str, Any], list[str]]] = {
+    "fp8 blocks": (
+        Kind(KINDS["fp8 blocks"].config | SKIPPED, KINDS["fp8 blocks"].store),
+        {"plain": (HEAD, f"{DELTA}.in_proj_b", f"{DELTA}.in_proj_a"), "num_hidden_layers": 3,
+         # RoPE's part of a head goes elsewhere among its rows, past those that share a scale.
+         "head_dim": 256,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        # The other gated delta net is in one format.
+        ["qkv z", "b a", "qkv z b a"],
+    ),
+    "formats of ModelOpt": (mixed_modelopt_kind(MIXED), {}, ["qkv", "z", "b a"]),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Qwen3_5ForCausalLM"), reason="an older transformers")
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_gated_delta_nets_in_several_formats(tmp_path: Path, eager: Eager, name: str) -> None:
+    """Under the names that a language model has beside a vision tower."""
+    kind, options, products = HYBRIDS[name]
+    written = write_model(tmp_path, kind, family="qwen3.5", edit=beside_a_tower, **options)
+    assert_parity(written, eager, 12)
+    weights = read_model(Checkpoint.open(tmp_path)).allocate(device="meta", dtype=torch.float32)
+    names = [[part for part, _ in each.parts] for each in weights.linears()]
+    found = [" ".join(part.partition("in_proj_")[2] for part in parts) for parts in names]
+    assert [parts for parts in found if parts.strip()] == products
 
 
 def test_what_is_ignored_is_not_packed(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+pytest.importorskip("compressed_tensors")
+from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
 
 from checkpoints.packed_weights import awq_tensors, gptq_tensors, meaning, packed_words
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise

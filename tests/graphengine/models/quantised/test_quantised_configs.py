@@ -88,6 +88,13 @@ def test_linears_that_are_left_as_they_are(config: dict[str, Any], linear: str) 
         assert found.scheme(UP.replace("1", "11")) is not None
 
 
+@pytest.mark.parametrize("config", [FP8, AWQ, GPTQ, COMPRESSED])
+def test_how_it_was_made_changes_nothing(config: dict[str, Any]) -> None:
+    made = {"provider": "auto-round", "autoround_version": "0.9.2", "iters": 200, "nsamples": 128,
+            "quant_block_list": [["model.layers.0"]]}  # fmt: skip
+    assert formats(config | made, UP, "lm_head") == formats(config, UP, "lm_head")
+
+
 def test_an_older_status_of_compressed_weights() -> None:
     config = COMPRESSED | {"quantization_status": "frozen"}
     assert formats(config, UP) == [WeightFormat("int4", 1, 128)]
@@ -122,17 +129,50 @@ def test_dynamic_settings_of_gptq() -> None:
 
 
 def test_layers_of_modelopt_with_formats_of_their_own() -> None:
-    layers = {QUERY: {"quant_algo": "FP8"}, UP: {"quant_algo": "NVFP4", "group_size": 16}}
+    down = f"{LAYER}mlp.down_proj"
+    layers = {
+        QUERY: {"quant_algo": "FP8"},
+        UP: {"quant_algo": "NVFP4", "group_size": 16},
+        down: {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+        "lm_head": {"quant_algo": "MXFP8", "group_size": 32},
+    }
     config = {
         "quant_method": "modelopt",
         "quant_algo": "MIXED_PRECISION",
         "quantized_layers": layers,
     }
-    assert formats(config, QUERY, UP, f"{LAYER}mlp.down_proj") == [
+    assert formats(config, QUERY, UP, down, "lm_head", f"{LAYER}self_attn.o_proj") == [
         WeightFormat("e4m3", 0, 0),
         WeightFormat("e2m1", 1, 16),
+        WeightFormat("e2m1", 1, 16),
+        WeightFormat("e4m3", 1, 32),
         None,
     ]
+
+
+def test_mxfp8_of_compressed_tensors_has_powers_of_two() -> None:
+    weights = FLOAT8 | {"strategy": "group", "group_size": 32}
+    groups = {"a": {"targets": ["Linear"], "weights": weights}}
+    scheme = read(COMPRESSED | {"format": "mxfp8-quantized", "config_groups": groups}).scheme(UP)
+    assert scheme is not None
+    assert (scheme.format, scheme.powers) == (WeightFormat("e4m3", 1, 32), True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [FP8 | {"modules_to_not_convert": ["backbone.layers.1.self_attn"]},
+     AWQ | {"modules_to_not_convert": ["backbone.layers.1.self_attn.q_proj"]},
+     GPTQ | {"dynamic": {r"-:backbone\.layers\.1\.self_attn": {}}},
+     MODELOPT | {"exclude_modules": ["backbone.layers.1.self_attn*"]},
+     COMPRESSED | {"ignore": ["backbone.layers.1.self_attn.q_proj"]}],
+    ids=lambda config: config["quant_method"],
+)  # fmt: skip
+def test_rules_may_have_the_names_of_the_files(config: dict[str, Any]) -> None:
+    stored = {each: each.replace("model.", "backbone.") for each in (UP, QUERY)}
+    found = read(config)
+    renamed = found._replace(stored_names=stored)
+    assert (found.scheme(QUERY) is None, renamed.scheme(QUERY) is None) == (False, True)
+    assert renamed.scheme(UP) == found.scheme(UP) is not None
 
 
 def test_the_file_of_modelopt_says_it_alone_or_beside_the_config() -> None:
@@ -212,6 +252,7 @@ def changed(weights: dict[str, Any], **top: Any) -> dict[str, Any]:
         (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic='\(': supported: regular expressions"),
         (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ': supported: 'FP8', 'NVFP4'"),
         (MODELOPT | {"quant_algo": "NVFP4", "group_size": 32}, "group_size=32: supported: 16"),
+        (MODELOPT | {"quant_algo": "MXFP8", "group_size": 16}, "group_size=16: supported: 32"),
         (COMPRESSED | {"format": "marlin-24"}, "format='marlin-24': supported: 'float-quantized', "
          "'int-quantized', 'naive-quantized', 'pack-quantized', 'nvfp4-pack-quantized', 'mxfp4-"),
         (COMPRESSED | {"format": "mixed-precision"}, r"group_0\.format=None: supported: 'float-q"),

@@ -1,0 +1,252 @@
+"""What ranks on a CPU exchange: bytes, over a Unix socket between each two of them.
+
+In an exchange each rank sends every other one its bytes and waits for theirs. All ranks take part
+in the same exchanges, in the same order: a header says which one the bytes are of, so that ranks
+that have gone apart are told and neither wait nor take the wrong bytes. No thread is started, as a
+program may fork beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphengine.models.contract import Share
+
+# The number of the exchange, its name, and bytes.
+_HEADER = struct.Struct("=Q16sQ")
+_RANK = struct.Struct("=Q")
+# Between two looks for a rank that does not listen yet.
+_PAUSE_S = 2e-3
+# For which the system is asked to wait at once; it takes no more milliseconds than an int has.
+_LONGEST_S = 1e6
+
+
+class MeetingFailed(RuntimeError):
+    """A rank is gone, or did not come in time."""
+
+
+class Exchange:
+    """Connects this rank with all others, through sockets whose names begin with `file`.
+
+    limit_s   for which this rank waits for others, from the next exchange on
+    waited_s  for which it has been in exchanges
+
+    MeetingFailed, with their numbers, where ranks do not come within the limit.
+    """
+
+    def __init__(self, file: str, share: Share, limit_s: float) -> None:
+        self.share, self.limit_s, self.waited_s = share, limit_s, 0.0
+        self._number = 0
+        self._peers: dict[int, _Peer] = {}
+        try:
+            self._connect(Path(file), time.perf_counter() + limit_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def swap(self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Bring rank i the bytes of `sent[i]`, and its own into `received[i]`; all are dense, and
+        of one size.
+
+        name  of what it is for, in messages
+
+        MeetingFailed where a rank is gone, does not come within the limit, or is at another
+        exchange. Only `close` may follow.
+        """
+        began, own = time.perf_counter(), self.share.rank
+        self._number += 1
+        received[own].copy_(sent[own])
+        header = _HEADER.pack(self._number, name.encode(), sent[own].nbytes)
+        waiting = [*self._peers.values()]
+        for peer in waiting:
+            peer.begin(header, _bytes(sent[peer.rank]), _bytes(received[peer.rank]))
+        deadline = began + self.limit_s
+        while waiting := [peer for peer in waiting if not self._advance(peer, header)]:
+            left = deadline - time.perf_counter()
+            if left <= 0:
+                raise MeetingFailed(
+                    f"rank {own} of {self.share.ranks} waited {self.limit_s:g} s for "
+                    f"{_named([peer.rank for peer in waiting])} in {_described(header)}"
+                )
+            _poll(waiting, left)
+        self.waited_s += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Leave: others that wait for this rank are told so."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    def _advance(self, peer: _Peer, header: bytes) -> bool:
+        lost: OSError | None = None
+        try:
+            done = peer.advance()
+        except OSError as error:
+            lost, done = error, False
+        apart = peer.told is not None and peer.told != header
+        if lost is None and not apart:
+            return done
+        who, here = f"rank {self.share.rank} of {self.share.ranks}", _described(header)
+        if peer.told is not None and apart:
+            there = _described(peer.told)
+            raise MeetingFailed(f"{who} is at {here}, and rank {peer.rank} at {there}")
+        raise MeetingFailed(f"{who} lost rank {peer.rank} in {here}: {lost}") from lost
+
+    def _connect(self, file: Path, deadline: float) -> None:
+        """Connect to the ranks before this one, and let those after it do so."""
+        own, ranks = self.share
+        with _short(file.parent) as folder, socket.socket(socket.AF_UNIX) as listening:
+            name = f"{folder}/{file.name}"
+            listening.bind(f"{name}-{own}")
+            listening.listen(ranks)
+            for rank in range(own):
+                connection = self._reach(f"{name}-{rank}", rank, deadline)
+                self._peers[rank] = _Peer(rank, connection)
+                connection.sendall(_RANK.pack(own))
+            while len(self._peers) < ranks - 1:
+                missing = sorted({*range(own + 1, ranks)} - {*self._peers})
+                listening.settimeout(self._left(missing, deadline))
+                with suppress(TimeoutError):
+                    connection, _ = listening.accept()
+                    connection.settimeout(self._left(missing, deadline))
+                    greeting = connection.recv(_RANK.size, socket.MSG_WAITALL)
+                    # One that is gone at once has said nothing, and does not come.
+                    for (rank,) in _RANK.iter_unpack(greeting):
+                        self._peers[rank] = _Peer(rank, connection)
+            os.unlink(f"{name}-{own}")
+
+    def _reach(self, name: str, rank: int, deadline: float) -> socket.socket:
+        """A connection to this rank, once it listens there."""
+        while True:
+            self._left([rank], deadline)
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(name)
+            except (FileNotFoundError, ConnectionRefusedError):
+                connection.close()
+                time.sleep(_PAUSE_S)
+            else:
+                return connection
+
+    def _left(self, missing: Sequence[int], deadline: float) -> float:
+        """Seconds that are left for these ranks to come. MeetingFailed where there are none."""
+        left = deadline - time.perf_counter()
+        if left <= 0:
+            raise MeetingFailed(
+                f"rank {self.share.rank} of {self.share.ranks} waited {self.limit_s:g} s for "
+                f"{_named(missing)} to meet"
+            )
+        return min(left, _LONGEST_S)
+
+
+class _Peer:
+    """The connection to another rank, with what is left to send and to receive there.
+
+    told  the header of what arrives; None while that is not there
+    """
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self._socket = rank, connection
+        self.told: bytes | None = None
+        self._leaving: list[memoryview] = []
+        self._arriving: list[memoryview] = []
+        self._header, self._received = bytearray(_HEADER.size), 0
+
+    def begin(self, header: bytes, sent: memoryview, received: memoryview) -> None:
+        self._socket.setblocking(False)
+        self.told, self._received = None, 0
+        self._leaving = [memoryview(header), sent]
+        self._arriving = [memoryview(self._header), received]
+
+    def advance(self) -> bool:
+        """Send and receive what can be without a wait; whether that was all. OSError where the rank
+        is gone.
+        """
+        try:
+            self._send()
+        finally:
+            # A rank that is gone may have said at what it was.
+            self._receive()
+        return not (self._leaving or self._arriving)
+
+    def _send(self) -> None:
+        with suppress(BlockingIOError):
+            while self._leaving:
+                count = self._socket.sendmsg(self._leaving, [], socket.MSG_NOSIGNAL)
+                self._leaving = _after(self._leaving, count)
+
+    def _receive(self) -> None:
+        with suppress(BlockingIOError):
+            while self._arriving:
+                count = self._socket.recvmsg_into(self._arriving)[0]
+                if not count:
+                    raise ConnectionResetError("it has closed the connection")
+                self._arriving = _after(self._arriving, count)
+                self._received += count
+                if self._received >= _HEADER.size:
+                    self.told = bytes(self._header)
+
+    def wanted(self) -> tuple[socket.socket, int]:
+        """What to wait for before the next `advance`."""
+        sending = select.POLLOUT if self._leaving else 0
+        return self._socket, sending | (select.POLLIN if self._arriving else 0)
+
+    def close(self) -> None:
+        # A process that was forked may have it, too.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _poll(peers: Sequence[_Peer], seconds: float) -> None:
+    """Wait until one of them can advance."""
+    poll = select.poll()
+    for peer in peers:
+        poll.register(*peer.wanted())
+    poll.poll(1e3 * min(seconds, _LONGEST_S))
+
+
+def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the buffers after so many bytes."""
+    left = []
+    for buffer in buffers:
+        taken = min(count, len(buffer))
+        count -= taken
+        if taken < len(buffer):
+            left.append(buffer[taken:])
+    return left
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+
+
+def _described(header: bytes) -> str:
+    number, name, nbytes = _HEADER.unpack(header)
+    return f"exchange {number}, {name.rstrip(bytes(1)).decode()} of {nbytes} bytes"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+@contextmanager
+def _short(folder: Path) -> Iterator[str]:
+    """A name of the folder that leaves room for that of a socket, which has 107 bytes."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
