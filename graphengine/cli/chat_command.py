@@ -191,7 +191,7 @@ def _command(conversation: Conversation, line: str) -> str:
 def interrupts() -> Iterator[threading.Event]:
     """Set by the first Ctrl-C in the block; the second one is a KeyboardInterrupt.
 
-    An interrupt that is raised inside a launch would break the engine. For the main thread.
+    So a reply ends as a cancelled request, and what it has said is kept. For the main thread.
     """
     interrupted = threading.Event()
 

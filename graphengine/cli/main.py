@@ -1,7 +1,7 @@
 """`graphengine`: generate text, chat, see what an engine would hold, its graphs, measure, tune.
 
 What a command runs is imported when it runs: `--version`, `--help` and errors of arguments do not
-wait for torch.
+wait for torch. The exceptions are commands that measure, as their options come from what they run.
 """
 
 from __future__ import annotations
