@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 Where = Literal["device", "pinned", "host"]
 """Where memory is held: on the GPU, in page-locked host memory, or in ordinary host memory."""
+# Columns that a name has in the narrowest table.
+_LEAST_NAME = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +53,11 @@ class MemoryBudget:
                 f"{format_bytes(total - available)} short\n{self.table()}"
             )
 
-    def table(self) -> str:
-        """The lines and a total for each place, as aligned text without a trailing newline."""
+    def table(self, width: int | None = None) -> str:
+        """The lines and a total for each place, as aligned text without a trailing newline.
+
+        width  of a line at most: names that are too long continue below; None: as long as they are
+        """
         rows = [(line.name, line.where, format_bytes(line.bytes)) for line in self.lines]
         totals = [
             ("total", where, format_bytes(self.total(where)))
@@ -60,9 +66,16 @@ class MemoryBudget:
         ]
         header = ("memory", "where", "size")
         widths = [max(len(row[i]) for row in (header, *rows, *totals)) for i in range(3)]
+        if width is not None:
+            room = max(width - sum(widths[1:]) - 4, _LEAST_NAME)
+            widths[0] = min(widths[0], room)
 
         def text(row: tuple[str, str, str]) -> str:
-            return f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}"
+            name, *more = textwrap.wrap(
+                row[0], widths[0], subsequent_indent="  ", break_on_hyphens=False
+            )
+            line = f"{name:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}"
+            return "\n".join([line, *more])
 
         rule = "-" * (sum(widths) + 4)
         return "\n".join([text(header), rule, *map(text, rows), rule, *map(text, totals)])

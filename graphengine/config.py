@@ -52,6 +52,7 @@ from graphengine.speculative import (
     forced_acceptance,
 )
 from graphengine.speculative_text import (
+    GRAMMAR,
     RELAXED_GRAMMAR,
     parse_relaxed_acceptance,
     parse_speculative,
@@ -79,13 +80,13 @@ class EngineConfig(EngineSizes):
         factory=usual_device,
         doc="""one of "cuda", "cuda:1", "cpu"; by default "cuda" where torch finds a GPU when the
         config is made""",
-        flag=Flag(),
+        flag=Flag(common=True),
     )
     dtype: torch.dtype | str | None = option(
         None,
         doc="""dtype of weights, and of KV with kv_dtype="auto": "float32", "bfloat16" or
         "float16"; "auto" or None: the checkpoint's on a GPU, float32 on a CPU""",
-        flag=Flag(),
+        flag=Flag(common=True),
     )
     tensor_parallel: int = option(
         1,
@@ -147,7 +148,7 @@ class EngineConfig(EngineSizes):
         8,
         within(1, MAX_LANES),
         doc=f"slots, and the largest bucket; at most {MAX_LANES}",
-        flag=Flag(),
+        flag=Flag(common=True, metavar="N"),
     )
     max_seq_len: int | None = option(
         None,
@@ -155,7 +156,7 @@ class EngineConfig(EngineSizes):
         at_least(2),
         doc="""prompt plus generated tokens of one request; None: the model's limit, at most
         4,096""",
-        flag=Flag(),
+        flag=Flag(common=True, metavar="N"),
     )
     buckets: tuple[int, ...] | None = option(
         None,
@@ -355,6 +356,7 @@ class EngineConfig(EngineSizes):
         None,
         doc="""the drafter: MTP(k=3), NGram(k=3), ..., or its text as for the command line,
         "mtp:3"; a step then feeds k + 1 tokens a row; None: no drafts""",
+        flag=Flag(common=True, metavar="MODE", help=f"the drafter: {GRAMMAR} (default: off)"),
     )
     gate: GateOptions | None = option(
         None, doc="when to stop speculating and when to try again; None: always speculate"
@@ -393,6 +395,13 @@ class EngineConfig(EngineSizes):
         SEED,
         doc="""seed of the generator that seeds requests without a seed: processes with the same
         one, such as the default, give the same seeds in the same order""",
+        flag=Flag(
+            common=True,
+            name="engine-seed",
+            metavar="N",
+            help="draws the seeds of requests without --seed, the same in every run unless it "
+            "changes",
+        ),
     )
     wait: WaitMode = option("spin", doc="how the host waits for the mailbox", flag=Flag())
     wait_limit_s: float = option(

@@ -60,8 +60,9 @@ class Engine:
     TimeoutError for a replay that never published). From then on the engine is broken: every call
     but `close` is a RuntimeError.
 
-    An interrupt (Ctrl-C) inside a launch, which on a CPU takes most of the time, breaks it too: how
-    far the step had come is unknown. An interrupt inside a wait does no harm.
+    Ctrl-C does not break it: KeyboardInterrupt is raised in a wait, or once a launch has ended. A
+    `generate` or `stream` then ends its requests; others go on with the next step. Only a second
+    Ctrl-C before that is raised at once, and breaks the engine inside a launch.
     """
 
     def __init__(

@@ -14,11 +14,23 @@ import textwrap
 from collections.abc import Callable
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
-
-import torch
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from graphengine.checks import is_int, is_number, shown
+
+if TYPE_CHECKING:
+    # The command line reads flags without torch, which takes seconds.
+    import torch
 
 T = TypeVar("T")
 
@@ -52,6 +64,7 @@ class Flag:
     many      it may be repeated, and the option is all values; `collect` makes it of their list
     inverse   giving it sets a flag to False
     help      in place of the row's text
+    common    `--help` lists it; the others are listed by `--help-all`
     """
 
     name: str | None = None
@@ -62,6 +75,7 @@ class Flag:
     collect: Callable[[list[Any]], Any] = list
     inverse: bool = False
     help: str | None = None
+    common: bool = False
 
 
 def read_integers(text: str) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ class SamplingParams:
             lambda value: value == 0 or MIN_TEMPERATURE <= value <= FLOAT32_MAX,
         ),
         doc="0 is greedy; otherwise logits are divided by it, and it is at least 1e-6",
-        flag=Flag(),
+        flag=Flag(common=True, metavar="T"),
         slot=SlotField(dtype=torch.float32, pad=0, meaning="0 is greedy"),
     )
     top_k: int = option(
@@ -83,7 +83,7 @@ class SamplingParams:
             lambda value: -1 <= value <= INT32_MAX,
         ),
         doc="keep the k most probable tokens; 0 or -1 keeps all",
-        flag=Flag(),
+        flag=Flag(common=True, metavar="K"),
         slot=SlotField(
             dtype=torch.int32, pad=0, meaning="0 keeps all tokens", off=(-1,), filters=True
         ),
@@ -92,7 +92,7 @@ class SamplingParams:
         1.0,
         SHARE,
         doc="keep the shortest prefix of the tokens, by probability, that reaches top_p",
-        flag=Flag(),
+        flag=Flag(common=True, metavar="P"),
         slot=SlotField(dtype=torch.float32, pad=1, meaning="1 keeps all tokens", filters=True),
     )
     min_p: float = option(
@@ -118,7 +118,12 @@ class SamplingParams:
         SEED,
         doc="""seed of the request's random numbers; None: the engine draws one and reports it, in
         every process the same ones unless `EngineConfig.seed` differs""",
-        flag=Flag(),
+        flag=Flag(
+            common=True,
+            metavar="N",
+            help="seed of the request's random numbers (left out: the same in every run, unless "
+            "--engine-seed changes)",
+        ),
         slot=SlotField(dtype=torch.int64, pad=0, meaning="Philox key"),
     )
     max_tokens: int | None = option(
@@ -126,7 +131,11 @@ class SamplingParams:
         Bound(_MAX_TOKENS, lambda count: count >= 0),
         doc="""new tokens at most; None: up to max_seq_len; 0, with `prompt_logprobs`, scores the
         prompt alone""",
-        flag=Flag(help="new tokens at most; 0, with --prompt-logprobs, scores the prompt alone"),
+        flag=Flag(
+            common=True,
+            metavar="N",
+            help="new tokens at most; 0, with --prompt-logprobs, scores the prompt alone",
+        ),
     )
     min_tokens: int = option(
         0,
@@ -138,7 +147,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = option(
         None,
         doc="strings that end the request, unless complete within the first `min_tokens` tokens",
-        flag=Flag(many=True),
+        flag=Flag(common=True, many=True),
     )
     stop_token_ids: Sequence[int] | None = option(
         None,

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import product
@@ -22,17 +21,20 @@ from typing import Any, cast
 
 from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.cli.option_flags import add_flags
+from graphengine.cli.parser import CommandParser
+from graphengine.cli.terminal import columns, fit
 from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.devices import DTYPES
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels import RowFamily
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.observe.environment import environment
-from graphengine.profiles.arguments import check_out, integers
+from graphengine.profiles.arguments import check_out, integers, tell_written
 from graphengine.profiles.benchmark.eager import comparable, require_equal
 from graphengine.profiles.benchmark.engines import engine_options, freed
 from graphengine.profiles.percentiles import rounded
-from graphengine.profiles.text import Column, Row, number, text_table
+from graphengine.profiles.progress import Progress, told
+from graphengine.profiles.text import Column, number, text_table
 from graphengine.speculative import FORCE_ACCEPTED, Speculative, describe
 from graphengine.speculative_text import GRAMMAR, parse_speculative
 from graphengine.text.tokenizer import Tokenizer
@@ -42,6 +44,11 @@ MODES = ("mtp:3", "mtp:1:vanilla", "ngram:3", "ngram:5:3")
 TEMPERATURES = "0,1"
 FILTERS = ("top_k", "top_p", "min_p")
 GRAM = 4
+COMMON = (
+    *("--checkpoint", "--text", "--speculative", "--temperature", "--prompts", "--new-tokens"),
+    *("--max-batch", "--device", "--dtype", "--out", "--json", "--verbose"),
+)
+"""Options that `--help` lists."""
 CPU_PROMPTS = 4
 """Default number of prompts on a CPU; a GPU takes the whole text."""
 
@@ -80,8 +87,9 @@ class Study:
         ]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """The options of `graphengine acceptance`."""
+    parser.usage = "graphengine acceptance ... (see --help)"
     add = parser.add_argument
     add("--checkpoint", default="demo", help="directory or hub id; 'demo' is the packaged model")
     add("--text", type=Path, help="UTF-8 file (default: what the demo model was not trained on)")
@@ -102,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, help="JSON file to write")
     add("--json", action="store_true", help="print the JSON instead of tables")
     add("--verbose", action="store_true", help="log budget and captures")
+    parser.show_first(COMMON)
 
 
 def acceptance(options: argparse.Namespace) -> None:
@@ -109,15 +118,13 @@ def acceptance(options: argparse.Namespace) -> None:
     if options.out is not None:
         check_out(options.out)
     study = _read_options(options)
-
-    def say(row: Row, first: bool) -> None:
-        if not options.json:
-            print(text_table(COLUMNS, [row], header=first), file=sys.stderr, flush=True)
-
-    document = measure(study, say)
+    with told(quiet=options.json) as progress:
+        document = measure(study, progress)
     if options.out is not None:
         options.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(document, indent=2) if options.json else describe_document(document))
+    shown = json.dumps(document, indent=2) if options.json else None
+    print(shown or describe_document(document, columns()), flush=True)
+    tell_written(options.out)
 
 
 def _read_options(options: argparse.Namespace) -> Study:
@@ -210,8 +217,8 @@ def prompt_starts(
     return [starts[index * len(starts) // most] for index in range(most)]
 
 
-def measure(study: Study, say: Callable[[Row, bool], None]) -> dict[str, Any]:
-    """The JSON document; `say` is called with each row as it comes, and whether it is the first."""
+def measure(study: Study, progress: Progress) -> dict[str, Any]:
+    """The JSON document; `progress` is told what is done, and what each drafter was worth."""
     config = EngineConfig(**study.options)
     rows: list[dict[str, Any]] = []
     plain: dict[tuple[int, RowFamily], dict[float, _Run]] = {}
@@ -220,14 +227,17 @@ def measure(study: Study, say: Callable[[Row, bool], None]) -> dict[str, Any]:
         options = base | {"speculative": mode}
         family = EngineConfig(**options).family
         if (batch, family) not in plain:
-            with _open(study, base | {"row_family": family}) as engine:
-                runs = {heat: _run(engine, study, heat) for heat in study.temperatures}
+            with _open(study, base | {"row_family": family}, progress) as engine:
+                runs = {heat: _run(engine, study, heat, progress) for heat in study.temperatures}
             plain[batch, family] = runs
-        with _open(study, options) as engine:
+        with _open(study, options, progress) as engine:
             for temperature in study.temperatures:
-                row = _row(engine, study, temperature, plain[batch, family][temperature])
+                row = _row(engine, study, temperature, plain[batch, family][temperature], progress)
                 rows.append(rounded({"speculative": name, "max_batch": batch, **row}))
-                say(rows[-1], len(rows) == 1)
+                progress.done(
+                    f"{name}, batch {batch}, temperature {temperature:g}: "
+                    f"{row['acceptance']['mean_length']:.2f} tokens a step"
+                )
     return {
         "schema": SCHEMA,
         "environment": environment(config.device),
@@ -263,25 +273,29 @@ class _Run:
         return 1e3 * took / later if later else None
 
 
-def _run(engine: Engine, study: Study, temperature: float) -> _Run:
-    params = study.params(temperature)
+def _run(engine: Engine, study: Study, temperature: float, progress: Progress) -> _Run:
+    params, mode = study.params(temperature), describe(engine.config.mode)
+    progress.doing(f"{mode}, temperature {temperature:g}: warming up")
     # The first replay has one-time costs, so it is not timed.
     engine.generate(study.prompts[0], params[0])
     engine.acceptance.reset()
+    progress.doing(f"{mode}, temperature {temperature:g}: {len(params)} continuations")
     started = time.perf_counter()
     results: list[Result] = engine.generate(study.prompts, params)
     seconds = time.perf_counter() - started
     return _Run(numerics_id=engine.numerics_id, results=results, seconds=seconds)
 
 
-def _row(engine: Engine, study: Study, temperature: float, plain: _Run) -> dict[str, Any]:
+def _row(
+    engine: Engine, study: Study, temperature: float, plain: _Run, progress: Progress
+) -> dict[str, Any]:
     """One drafter at one temperature; RuntimeError unless its tokens are those of plain decoding.
 
     `equal_tokens` is None where an engine with a tree has numerics of its own: then nobody looked.
     `tokens_per_s` of all continuations, their prompts' prefill included; `ms_per_token` of one
     request, without its own.
     """
-    run = _run(engine, study, temperature)
+    run = _run(engine, study, temperature, progress)
     mode = describe(engine.config.mode)
     compared = comparable(engine, plain.numerics_id)
     if compared:
@@ -312,7 +326,12 @@ def repeated_grams(texts: Sequence[Sequence[int]], size: int = GRAM) -> float | 
     return repeated / total if total else None
 
 
-def _open(study: Study, options: Mapping[str, Any]) -> AbstractContextManager[Engine]:
+def _open(
+    study: Study, options: Mapping[str, Any], progress: Progress
+) -> AbstractContextManager[Engine]:
+    config = EngineConfig(**options)
+    name = f"{study.name}, max_batch={config.max_batch}, {describe(config.mode)}"
+    progress.doing(f"{name}: opening the engine")
     return freed(Engine.from_pretrained(study.checkpoint, **cast(EngineOptions, options)))
 
 
@@ -337,8 +356,8 @@ COLUMNS = (
 )
 
 
-def describe_document(document: Mapping[str, Any]) -> str:
-    """All of a document's figures, for a terminal."""
+def describe_document(document: Mapping[str, Any], width: int | None = None) -> str:
+    """All of a document's figures, for a terminal of this width; None: lines of any length."""
     looping = 100 * (document["text_repeated_4grams"] or 0)
     filters = ", ".join(f"{name} {value:g}" for name, value in document["filters"].items())
     heading = (
@@ -350,4 +369,4 @@ def describe_document(document: Mapping[str, Any]) -> str:
         f"ms/tok: of one request, after its first token. looping: share of repeated {GRAM}-grams, "
         f"in the text itself {looping:.1f} %"
     )
-    return f"{heading}\n\n{text_table(COLUMNS, document['rows'])}"
+    return f"{fit(heading, width)}\n\n{text_table(COLUMNS, document['rows'], width=width)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,6 +58,13 @@ def _same(one: Path, other: Path) -> bool:
     if one.exists() and other.exists():
         return one.samefile(other)
     return one.resolve() == other.resolve()
+
+
+def tell_written(*paths: Path | None) -> None:
+    """Say on standard error which files were written; None are those that nobody asked for."""
+    for path in paths:
+        if path is not None:
+            print(f"wrote {path}", file=sys.stderr)
 
 
 def write_out(path: Path, text: str, option: str = "--out") -> None:

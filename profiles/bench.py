@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from graphengine import Engine
+from graphengine import Engine, EngineConfig
+from graphengine.cli.terminal import columns
 from graphengine.observe.environment import environment
-from graphengine.profiles.arguments import check_apart, check_out
+from graphengine.profiles.arguments import check_apart, check_out, tell_written
 from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.ceiling import (
     ReadCeiling,
@@ -50,13 +50,8 @@ from graphengine.profiles.benchmark.shapes import step_bytes
 from graphengine.profiles.benchmark.speculation import measure_sweep
 from graphengine.profiles.benchmark.stored_shape import stored_shape
 from graphengine.profiles.percentiles import rounded
-from graphengine.profiles.text import (
-    CONTEXT_COLUMNS,
-    SWEEP_COLUMNS,
-    describe_document,
-    row_columns,
-    text_table,
-)
+from graphengine.profiles.progress import Progress, told
+from graphengine.profiles.text import describe_document
 from graphengine.speculative import describe
 
 # What the command line takes from a command's module.
@@ -78,9 +73,11 @@ def bench(options: argparse.Namespace) -> None:
         if options.out is not None:
             options.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
-    with _of_ranks(wanted) as found:
-        document = measure_all(found, say=_silent if options.json else _say, save=save)
-    print(json.dumps(document, indent=2) if options.json else describe_document(document))
+    with told(quiet=options.json) as progress, _of_ranks(wanted) as found:
+        document = measure_all(found, progress=progress, save=save)
+    shown = json.dumps(document, indent=2) if options.json else None
+    print(shown or describe_document(document, columns()), flush=True)
+    tell_written(options.out, options.record)
 
 
 @contextmanager
@@ -94,12 +91,12 @@ def _of_ranks(bench: Bench) -> Iterator[Bench]:
 
 
 def measure_all(
-    bench: Bench, *, say: Callable[[str], None], save: Callable[[dict[str, Any]], None]
+    bench: Bench, *, progress: Progress, save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Run everything that `bench` asks for; returns the JSON document.
 
-    `say` is called with the rows as they come. `save` is called with the document after each
-    measurement, so that a late failure loses nothing.
+    `progress` is told what is done and how fast the steps are. `save` is called with the document
+    after each measurement, so that a late failure loses nothing.
     """
     ceiling = measure_read_ceiling(bench.device)
     model = bench.subject.model
@@ -119,33 +116,34 @@ def measure_all(
         "peers": {},
     }
     for work, sizes in bench.rows():
-        row = rounded(_measure_row(bench, work, sizes, ceiling))
+        row = rounded(_measure_row(bench, work, sizes, ceiling, progress))
         document["rows"].append(row)
-        say(text_table(row_columns([row]), [row], header=len(document["rows"]) == 1))
+        progress.done(f"{_live(row)}: {row['ms_per_step']} ms/step")
         save(document)
-        for entries in _measure_speculation(bench, work, sizes, row, ceiling):
-            say(text_table(SWEEP_COLUMNS, entries[-1:], header=len(entries) == 1))
+        for entries in _measure_speculation(bench, work, sizes, row, ceiling, progress):
+            progress.done(f"{_live(row)}, {_drafts(entries[-1])}")
             save(document)
-    for section in _measure_contexts(bench, ceiling, say):
+    for section in _measure_contexts(bench, ceiling, progress):
         document["contexts"] = section
         save(document)
     if ceiling is not None:
         _measure_ceiling_again(bench, document, ceiling)
         save(document)
     if bench.admission:
-        document["admission"] = rounded(_measure_admission(bench))
+        document["admission"] = rounded(_measure_admission(bench, progress))
         save(document)
     if bench.kernels:
         document["kernels"] = []
-        for found in _all_kernels(bench):
+        for found in _all_kernels(bench, progress):
             document["kernels"].append(rounded(found))
             save(document)
         document["prefill_kernels"] = [
-            rounded(_measure_prefill_kernels(bench, tokens)) for tokens in bench.first_tokens
+            rounded(_measure_prefill_kernels(bench, tokens, progress))
+            for tokens in bench.first_tokens
         ]
         save(document)
     for peer in bench.peers:
-        say(f"waiting for {peer} ...")
+        progress.doing(f"waiting for {peer}")
         document["peers"][peer] = _measure_peer(bench, peer, document["rows"])
         save(document)
     return document
@@ -178,10 +176,14 @@ def _floor(ceiling: ReadCeiling | None, row: dict[str, Any]) -> dict[str, float 
 
 
 def _measure_row(
-    bench: Bench, work: Work, sizes: dict[str, Any], ceiling: ReadCeiling | None
+    bench: Bench,
+    work: Work,
+    sizes: dict[str, Any],
+    ceiling: ReadCeiling | None,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Measure one engine: its start, its steps, its first tokens, its host time."""
-    with _engine(bench, sizes) as (engine, start):
+    with _engine(bench, sizes, progress) as (engine, start):
         row: dict[str, Any] = {
             "live": work.live,
             "max_batch": engine.config.max_batch,
@@ -192,7 +194,7 @@ def _measure_row(
             "new_tokens": work.new_tokens,
             "runs": work.runs,
         }
-        row |= measure.decode(engine, work)
+        row |= measure.decode(engine, work, progress=progress)
         row["waited_us"] = measure.waited_us(engine, work)
         row["collectives"] = None
         if bench.lone_rank:
@@ -200,6 +202,7 @@ def _measure_row(
         row |= _against_floor(engine, work, row["ms_per_step"], ceiling)
         # The engine of the default sizes may be shorter than those of the other rows.
         held = [tokens for tokens in bench.first_tokens if tokens < engine.memory.max_seq_len]
+        progress.doing(f"{_live(row)}: first tokens")
         row["ttft_ms"], row["checked"]["first_tokens"] = measure.time_to_first_token(
             engine, held, runs=work.runs, sampler=work.sampler
         )
@@ -209,11 +212,13 @@ def _measure_row(
         wants_long = bench.long_tokens and work.live == 1 and sizes.get("max_seq_len") is not None
         row["long_plain"] = row["long"] = None
         if wants_long:
+            progress.doing(f"{_live(row)}: {bench.long_tokens} tokens, twice")
             row["long_plain"] = measure.long_run(engine, work, bench.long_tokens, kept_objects=0)
             row["long"] = measure.long_run(engine, work, bench.long_tokens)
         row["record"] = None
         if bench.record is not None:
             tokens = bench.long_tokens or work.live * work.new_tokens * work.runs
+            progress.doing(f"{_live(row)}: recording, and what it costs")
             row["record"] = record(engine, work, bench.record, tokens)
         row["start"] = asdict(start)
         row["engine"] = engine.core.description
@@ -227,6 +232,7 @@ def _measure_speculation(
     sizes: dict[str, Any],
     row: dict[str, Any],
     ceiling: ReadCeiling | None,
+    progress: Progress,
 ) -> Iterator[list[dict[str, Any]]]:
     """Yields the entries of `row["speculation"]` after each new one."""
     if bench.sweep is None:
@@ -239,16 +245,17 @@ def _measure_speculation(
     }
 
     options = bench.options | engine_options(sizes)
-    for entry in measure_sweep(bench.sweep, work, options, partial(_opened, bench)):
+    opened = partial(_opened, bench, progress)
+    for entry in measure_sweep(bench.sweep, work, options, opened):
         entries.append(rounded(entry | _floor(ceiling, entry)))
         yield entries
 
 
 def _measure_contexts(
-    bench: Bench, ceiling: ReadCeiling | None, say: Callable[[str], None]
+    bench: Bench, ceiling: ReadCeiling | None, progress: Progress
 ) -> Iterator[dict[str, Any]]:
     """Yields the section of the document after each figure."""
-    contexts, told = bench.contexts, 0
+    contexts, shown = bench.contexts, 0
     if contexts is None:
         return
     measured = measure_contexts(
@@ -257,13 +264,15 @@ def _measure_contexts(
         bench.options,
         bench.sweep,
         ceiling,
-        partial(_opened, bench),
+        partial(_opened, bench, progress),
         first_tokens=bench.first_tokens,
     )
     for section in measured:
-        for cell in section["cells"][told:]:
-            say(text_table(CONTEXT_COLUMNS, [cell], header=not told))
-            told += 1
+        for cell in section["cells"][shown:]:
+            progress.done(
+                f"{_live(cell)} at {cell['context']} tokens: {cell['ms_per_step']} ms/step"
+            )
+            shown += 1
         yield section
 
 
@@ -288,28 +297,30 @@ def _against_floor(
     )
 
 
-def _measure_admission(bench: Bench) -> dict[str, Any]:
+def _measure_admission(bench: Bench, progress: Progress) -> dict[str, Any]:
     """Admit a prompt while seven requests decode in an engine of eight slots."""
     work = bench.works[0]
-    with _engine(bench, bench.admission_sizes) as (engine, _):
+    with _engine(bench, bench.admission_sizes, progress) as (engine, _):
         found = measure.admission(
             engine, work, decoding=DEFAULT_SLOTS - 1, admitted_tokens=bench.admission
         )
         return found | {"engine": engine.core.description}
 
 
-def _all_kernels(bench: Bench) -> Iterator[dict[str, Any]]:
+def _all_kernels(bench: Bench, progress: Progress) -> Iterator[dict[str, Any]]:
     """The kernels of each batch, or of each at each context."""
     if bench.contexts is not None:
-        yield from measure_context_kernels(bench.contexts, bench.works, partial(_opened, bench))
+        opened = partial(_opened, bench, progress)
+        yield from measure_context_kernels(bench.contexts, bench.works, opened)
         return
     for work in bench.works:
-        yield _measure_kernels(bench, work)
+        yield _measure_kernels(bench, work, progress)
 
 
-def _measure_kernels(bench: Bench, work: Work) -> dict[str, Any]:
+def _measure_kernels(bench: Bench, work: Work, progress: Progress) -> dict[str, Any]:
     """Times kernel by kernel, in an engine that launches them one after another."""
-    with _engine(bench, bench.kernel_sizes(work) | {"pdl": False}) as (engine, _):
+    with _engine(bench, bench.kernel_sizes(work) | {"pdl": False}, progress) as (engine, _):
+        progress.doing(f"times of kernels, {work.live} live")
         step = measure.decode(engine, replace(work, runs=1))["ms_per_step"]
         times = kernel_times(engine, work)
         return {
@@ -322,12 +333,12 @@ def _measure_kernels(bench: Bench, work: Work) -> dict[str, Any]:
         }
 
 
-def _measure_prefill_kernels(bench: Bench, tokens: int) -> dict[str, Any]:
+def _measure_prefill_kernels(bench: Bench, tokens: int, progress: Progress) -> dict[str, Any]:
     """The kernels of a prompt's last chunk, in an engine of one slot, and its time to first token.
 
     Most prompts have one chunk.
     """
-    with _engine(bench, bench.prefill_sizes(tokens)) as (engine, _):
+    with _engine(bench, bench.prefill_sizes(tokens), progress) as (engine, _):
         first, _ = measure.time_to_first_token(engine, (tokens,), runs=1)
         times = prefill_kernel_times(engine, tokens)
         return {
@@ -359,27 +370,33 @@ def _measure_peer(bench: Bench, peer: str, rows: Sequence[dict[str, Any]]) -> di
 
 
 @contextmanager
-def _engine(bench: Bench, sizes: dict[str, Any]) -> Iterator[tuple[Engine, StartUp]]:
+def _engine(
+    bench: Bench, sizes: dict[str, Any], progress: Progress
+) -> Iterator[tuple[Engine, StartUp]]:
     """An engine for one measurement; when it ends, the device's memory is free for the next."""
     vocab = None if bench.sweep is None else bench.sweep.random_vocab
     options = bench.options | engine_options(sizes)
+    name = f"{bench.subject.name}, max_batch={EngineConfig(**options).max_batch}"
+    progress.doing(f"{name}: opening the engine")
     engine, start = build_engine(
         bench.subject, options, random_vocab=vocab, lone_rank=bench.lone_rank
     )
+    progress.doing(f"{name}: measuring")
     with freed(engine):
         yield engine, start
 
 
 @contextmanager
-def _opened(bench: Bench, options: dict[str, Any]) -> Iterator[Engine]:
+def _opened(bench: Bench, progress: Progress, options: dict[str, Any]) -> Iterator[Engine]:
     """The engine alone."""
-    with _engine(bench, options) as (engine, _):
+    with _engine(bench, options, progress) as (engine, _):
         yield engine
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _live(row: dict[str, Any]) -> str:
+    return f"{row['live']} live of {row['max_batch']}"
 
 
-def _silent(text: str) -> None:
-    pass
+def _drafts(entry: dict[str, Any]) -> str:
+    forced = "" if entry["forced"] is None else f", {entry['forced']} accepted by force"
+    return f"{entry['k']} drafts{forced}: {entry['ms_per_step']} ms/step"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from graphengine.profiles.arguments import check_out
+from graphengine.profiles.arguments import check_out, tell_written
 from graphengine.profiles.benchmark.workload import (
     Workload,
     add_workload_arguments,
@@ -76,6 +76,7 @@ def profile(options: argparse.Namespace) -> int:
                 recorded(engine, options.record),
             ):
                 workload.run(engine)
+            tell_written(options.record)
         case _:
             check_out(options.record, "--record")
             if options.steps < 1:

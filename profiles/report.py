@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from graphengine.profiles.arguments import check_apart, check_out, write_out
+from graphengine.profiles.arguments import check_apart, check_out, tell_written, write_out
 from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.runs.compare import compare
 from graphengine.profiles.runs.report_html import html_report
@@ -47,7 +47,8 @@ def report(options: argparse.Namespace) -> None:
     text = json.dumps(document, indent=2, allow_nan=False)
     if options.out is not None:
         write_out(options.out, text + "\n")
-    print(text if options.json else describe_report(document))
+    print(text if options.json else describe_report(document), flush=True)
+    tell_written(options.html, options.out)
 
 
 def make_document(

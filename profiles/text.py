@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from graphengine.cli.terminal import fit
+
 Row = Mapping[str, Any]
 
 NOTHING = "-"
@@ -169,12 +171,36 @@ def _megabytes(row: Row) -> float | None:
     return None if size is None else size / 1e6
 
 
-def text_table(columns: Sequence[Column], rows: Sequence[Row], *, header: bool = True) -> str:
-    """Right-aligned columns, two spaces apart at least. Widths do not depend on the rows, which may
-    come one at a time.
+def text_table(columns: Sequence[Column], rows: Sequence[Row], *, width: int | None = None) -> str:
+    """Right-aligned columns, two spaces apart at least.
+
+    width  of a line at most: columns that do not fit follow below, after the first one once more;
+           None: all are beside each other
     """
-    widths = [max(len(column.title), 7) + 2 for column in columns]
-    lines = [[column.title for column in columns]] if header else []
+    parts = [columns] if width is None else _parts_of(columns, width)
+    return "\n\n".join(_table(part, rows) for part in parts)
+
+
+def _parts_of(columns: Sequence[Column], width: int) -> list[list[Column]]:
+    """The columns of each table that is no wider; the first one in all of them."""
+    first, *others = columns
+    parts, taken = [[first]], _width(first)
+    for column in others:
+        if taken + _width(column) > width and len(parts[-1]) > 1:
+            parts.append([first])
+            taken = _width(first)
+        parts[-1].append(column)
+        taken += _width(column)
+    return parts
+
+
+def _width(column: Column) -> int:
+    return max(len(column.title), 7) + 2
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    widths = [_width(column) for column in columns]
+    lines = [[column.title for column in columns]]
     lines += [[column.cell(row) for column in columns] for row in rows]
     return "\n".join(
         "".join(f"  {cell:>{width - 2}}" for cell, width in zip(line, widths, strict=True))
@@ -182,21 +208,22 @@ def text_table(columns: Sequence[Column], rows: Sequence[Row], *, header: bool =
     )
 
 
-def describe_document(document: Mapping[str, Any]) -> str:
-    """All of a document's figures, for a terminal."""
+def describe_document(document: Mapping[str, Any], width: int | None = None) -> str:
+    """All of a document's figures, for a terminal of this width; None: lines of any length."""
     cells = context_cells(document)
     parts = [_heading(document)]
     if document["rows"]:
-        parts.append(text_table(row_columns(document["rows"]), document["rows"]))
+        columns = row_columns(document["rows"])
+        parts.append(text_table(columns, document["rows"], width=width))
     if document.get("contexts"):
-        parts += _contexts(document["contexts"])
+        parts += _contexts(document["contexts"], width)
     if any(row["itl_ms"]["unsupported"] for row in [*document["rows"], *cells]):
         parts.append("* fewer values than this percentile needs: their maximum by another name")
-    parts += [_speculation(row) for row in document["rows"] if row.get("speculation")]
+    parts += [_speculation(row, width) for row in document["rows"] if row.get("speculation")]
     collectives = [each for row in document["rows"] for each in row.get("collectives") or ()]
     if collectives:
         title = "sums over ranks, us a call: the part alone, summed in its kernel, summed apart"
-        parts.append(f"{title}\n{text_table(COLLECTIVE_COLUMNS, collectives)}")
+        parts.append(f"{title}\n{text_table(COLLECTIVE_COLUMNS, collectives, width=width)}")
     parts += [_long(row, found) for row in document["rows"] for found in long_runs(row)]
     parts += [_record(row["record"]) for row in document["rows"] if row.get("record")]
     if document["admission"] is not None:
@@ -204,7 +231,7 @@ def describe_document(document: Mapping[str, Any]) -> str:
     parts += [_step_kernels(found) for found in document["kernels"] or ()]
     parts += [_prefill_kernels(found) for found in document.get("prefill_kernels") or ()]
     parts += [_peer(name, peer) for name, peer in document["peers"].items()]
-    return "\n\n".join(parts)
+    return fit("\n\n".join(parts), width)
 
 
 def context_cells(document: Mapping[str, Any]) -> Sequence[Row]:
@@ -233,11 +260,11 @@ def _heading(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _contexts(section: Mapping[str, Any]) -> list[str]:
+def _contexts(section: Mapping[str, Any], width: int | None) -> list[str]:
     """Cells, skipped ones, speculating engines, first tokens."""
     cells = section["cells"]
     title = f"steps of rows at contexts, {section['kv']} KV"
-    parts = [f"{title}\n{text_table(CONTEXT_COLUMNS, cells)}"] if cells else []
+    parts = [f"{title}\n{text_table(CONTEXT_COLUMNS, cells, width=width)}"] if cells else []
     skipped = [
         f"skipped: {each['live']} live at a context of {each['context']} tokens"
         f"{', ' + each['speculative'] if each['speculative'] else ''}: {each['reason']}"
@@ -247,7 +274,7 @@ def _contexts(section: Mapping[str, Any]) -> list[str]:
         parts.append("\n".join(skipped))
     parts += [
         f"{cell['live']} live of {cell['max_batch']} at a context of {cell['context']} tokens, "
-        f"drafts over plain steps\n{text_table(SWEEP_COLUMNS, cell['speculation'])}"
+        f"drafts over plain steps\n{text_table(SWEEP_COLUMNS, cell['speculation'], width=width)}"
         for cell in cells
         if cell["speculation"]
     ]
@@ -301,7 +328,7 @@ def _checked(row: Row) -> str:
     )
 
 
-def _speculation(row: Row) -> str:
+def _speculation(row: Row, width: int | None) -> str:
     found = row["speculation"]
     trimmed = found["random_vocab"]
     title = f"{found['mode']}, {row['live']} live of {row['max_batch']}"
@@ -310,7 +337,7 @@ def _speculation(row: Row) -> str:
     return (
         f"{title}: a step over a plain one of the same row family and of the fastest, which is "
         "as many tokens a step as break even;\nITL is between steps. Strict tokens checked: those "
-        "of plain decoding\n" + text_table(SWEEP_COLUMNS, found["entries"])
+        "of plain decoding\n" + text_table(SWEEP_COLUMNS, found["entries"], width=width)
     )
 
 

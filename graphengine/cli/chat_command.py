@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import sys
@@ -12,7 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from graphengine.cli.given import open_engine, read_sampling
 from graphengine.cli.output import print_logprobs, summarise
+from graphengine.cli.terminal import columns, fit
+from graphengine.cli.typed_lines import typed_lines
 from graphengine.engine import Engine
 from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams
@@ -25,6 +29,23 @@ HELP = """\
 /quit        end the conversation, as the end of the input does
 //...        a line that begins with one /
 Ctrl-C ends a reply; what has been said of it stays in the conversation."""
+
+
+def chat(options: argparse.Namespace) -> int:
+    """A conversation through the checkpoint's chat template; one line of input is one turn.
+
+    Ctrl-C ends a reply, /help lists commands. Status 2 after a turn that could not be served.
+    """
+    params = read_sampling(options)
+    with open_engine(options) as engine, engine.session() as session:
+        if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
+            raise ValueError(f"{options.checkpoint} has no chat template: use `generate`")
+        conversation = Conversation(
+            engine, session, params, system=options.system, deadline_s=options.deadline
+        )
+        output = ChatOutput(options.json)
+        output.begin(options.checkpoint, str(engine.memory.device))
+        return converse(conversation, typed_lines(options.json), output)
 
 
 class Conversation:
@@ -98,6 +119,11 @@ class ChatOutput:
     def __init__(self, json: bool) -> None:
         self._json = json
 
+    def begin(self, model: str, device: str) -> None:
+        """Who answers, and how to leave; a program is not told."""
+        if not self._json:
+            self.notice(f"{model} on {device}. /help lists commands, /quit or Ctrl-D ends.")
+
     def say(self, text: str) -> None:
         """A piece of a reply."""
         if not self._json:
@@ -114,7 +140,8 @@ class ChatOutput:
 
     def notice(self, text: str) -> None:
         """What a command has done."""
-        print(json.dumps({"notice": text}) if self._json else text, flush=True)
+        shown = json.dumps({"notice": text}) if self._json else fit(text, columns())
+        print(shown, flush=True)
 
     def error(self, error: ValueError) -> None:
         if self._json:
@@ -164,7 +191,7 @@ def _command(conversation: Conversation, line: str) -> str:
 def interrupts() -> Iterator[threading.Event]:
     """Set by the first Ctrl-C in the block; the second one is a KeyboardInterrupt.
 
-    An interrupt that is raised inside a launch would break the engine. For the main thread.
+    So a reply ends as a cancelled request, and what it has said is kept. For the main thread.
     """
     interrupted = threading.Event()
 

@@ -7,6 +7,7 @@ or two configurations, can be compared on any machine.
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import shutil
@@ -19,8 +20,10 @@ import torch
 
 from graphengine.buckets import GraphStructure
 from graphengine.buckets.graphs import nodes
+from graphengine.cli.given import open_engine, read_engine_options
 from graphengine.config import EngineConfig
 from graphengine.engine import Engine
+from graphengine.models.checkpoint import Checkpoint, find_local
 from graphengine.observe.environment import triton_version
 from graphengine.testing.golden import file_name
 from graphengine.testing.graph_diff import GraphChange, diff_structures, normalise, summarise
@@ -28,7 +31,6 @@ from graphengine.testing.structures import read_structure
 
 INDEX = "index.json"
 _VERSION = 1
-DRAWINGS = ("dot", "svg")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,45 @@ class DumpDiff:
             f"{len(self.added)} added, {len(self.removed)} removed"
         )
         return "\n".join(lines)
+
+
+def graph(options: argparse.Namespace) -> int:
+    """Run `graph dump` or `graph diff`; the exit status."""
+    if options.kind == "diff":
+        return _diff(options)
+    _dump(options)
+    return 0
+
+
+def _dump(options: argparse.Namespace) -> None:
+    """Write every graph that an engine captures to a folder."""
+    # Errors of the checkpoint are reported first, but nothing is downloaded to find them.
+    if find_local(options.checkpoint) is not None:
+        Checkpoint.open(options.checkpoint)
+    prepare_dump(EngineConfig(**read_engine_options(options)), options.out, options.draw)
+    with open_engine(options) as engine:
+        made = read_engine(engine, checkpoint=options.checkpoint)
+    write_dump(made, options.out, drawing=options.draw)
+    if options.json:
+        print(json.dumps({"out": str(options.out), "graphs": list(made.graphs)}))
+        return
+    for name, graph in made.graphs.items():
+        kinds = ", ".join(f"{count} {kind}" for kind, count in graph.count().items())
+        programmatic, edges = graph.programmatic_edges()
+        print(f"{name:<18} {kinds}; {programmatic} of {edges} edges programmatic")
+    print(f"{len(made.graphs)} graphs in {options.out}")
+
+
+def _diff(options: argparse.Namespace) -> int:
+    """Compare two folders of `graph dump`; exit status 1 where a graph differs."""
+    if options.limit < 0:
+        raise ValueError(f"--limit {options.limit} must be at least 0")
+    old, new = read_dump(options.old), read_dump(options.new)
+    found = diff_dumps(
+        old, new, exact_names=options.exact_names, launch_sizes=not options.ignore_sizes
+    )
+    print(found.to_json() if options.json else found.to_text(options.limit))
+    return int(found.differs)
 
 
 def prepare_dump(config: EngineConfig, out: Path, drawing: str | None) -> None:

@@ -1,10 +1,10 @@
-"""Writes the option tables out: `engine_options.py` and the tables of docs/options.md.
+"""Writes the option tables out: `engine_options.py`, `flags.json`, the tables of docs/options.md.
 
-    python -m graphengine.cli.option_files            # in a checkout: writes both
+    python -m graphengine.cli.option_files            # in a checkout: writes all
     python -m graphengine.cli.option_files --check    # writes nothing; status 1 if one differs
 
 A type checker reads source alone, so the keyword arguments of `Engine.from_pretrained` have to be
-in a file; a test holds it, and the page, against the tables.
+in a file; a test holds it, the flags and the page against the tables.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from graphengine.cli.option_flags import FILE as FLAGS
+from graphengine.cli.option_flags import to_json
 from graphengine.cli.option_groups import GROUPS, Groups, grouped
 from graphengine.config import EngineConfig
 from graphengine.options import Row, rows
@@ -105,6 +107,7 @@ def files(root: Path = ROOT) -> dict[Path, str]:
         root / "graphengine" / "engine_options.py": keyword_arguments(
             EngineConfig, "EngineOptions", meaning
         ),
+        root / "graphengine" / "cli" / FLAGS.name: to_json(PAGE_TABLES.values()),
         page: with_tables(page.read_text(encoding="utf-8")),
     }
 

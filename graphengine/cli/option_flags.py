@@ -1,13 +1,25 @@
-"""A table of options as flags of a command line, and what was given there."""
+"""A table of options as flags of a command line, and what was given there.
+
+What a command line needs to know of a row is a `FlagFacts`. Those of the tables of engines and
+requests are in `flags.json` too, which `option_files.py` writes: a table imports torch, and neither
+`--help` nor a typing error should take seconds.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Collection
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 from graphengine.options import Flag, Row, rows
+
+FILE = Path(__file__).with_name("flags.json")
+_TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
 
 
 class TakesFlags(Protocol):
@@ -16,9 +28,61 @@ class TakesFlags(Protocol):
     def add_argument(self, *names: str, **options: Any) -> Any: ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FlagFacts:
+    """What a command line knows of an option that has a flag.
+
+    name      of the option
+    flag      its name on a command line, without the dashes
+    help      its text there, as a user sees it
+    kind      "int", "float", "str" or "bool"
+    choices   of its values; empty: not limited
+    negated   it has a `--no-` beside it
+    value     what a flag without a value stands for
+    parse     a value from its text, as `module:function` or itself; None: the kind says how
+    default   what the command takes where it is not given
+    many      it may be repeated
+    common    whether `--help` lists it
+    """
+
+    name: str
+    flag: str
+    help: str
+    kind: str = "str"
+    choices: Sequence[str] = ()
+    negated: bool = False
+    value: bool = True
+    metavar: str = ""
+    parse: Callable[[str], Any] | str | None = None
+    default: Any = None
+    many: bool = False
+    common: bool = False
+
+
+def flag_facts(table: type) -> tuple[FlagFacts, ...]:
+    """The flags of a table of options, in its order."""
+    return tuple(_facts(row, row.flag) for row in rows(table) if row.flag is not None)
+
+
+def to_json(tables: Iterable[type]) -> str:
+    """The text of `FILE`: the flags of each table by its name, a line each."""
+    parts = []
+    for table in tables:
+        lines = ",\n".join(json.dumps(_changed(facts)) for facts in flag_facts(table))
+        parts.append(f"{json.dumps(table.__name__)}: [\n{lines}\n]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+@cache
+def kept_facts(table: str) -> tuple[FlagFacts, ...]:
+    """The flags of a table as `FILE` has them, by its name: nothing of it is imported."""
+    found = json.loads(FILE.read_text(encoding="utf-8"))[table]
+    return tuple(FlagFacts(**facts) for facts in found)
+
+
 def add_flags(
     parser: TakesFlags,
-    table: type,
+    table: type | Sequence[FlagFacts],
     *,
     only: Collection[str] | None = None,
     but: Collection[str] = (),
@@ -30,11 +94,16 @@ def add_flags(
     but     names of options that get no flag in this command
     prefix  of the options' names in the parsed result, since two tables may share a name
     """
-    for row in rows(table):
-        wanted = row.flag is not None if only is None else row.name in only
-        if wanted and row.name not in but:
-            assert row.flag is not None, f"{row.name=} has no flag"
-            _add(parser, row, row.flag, prefix + row.name)
+    known = {facts.name: facts for facts in _facts_of(table)}
+    assert only is None or known.keys() >= {*only}, f"{only=} has options without a flag"
+    for name, facts in known.items():
+        if (only is None or name in only) and name not in but:
+            _add(parser, facts, prefix + name)
+
+
+def common_flags(table: type | Sequence[FlagFacts]) -> list[str]:
+    """Those that `--help` lists, as they are typed."""
+    return [f"--{facts.flag}" for facts in _facts_of(table) if facts.common]
 
 
 def given_options(parsed: argparse.Namespace, table: type, *, prefix: str = "") -> dict[str, Any]:
@@ -47,31 +116,63 @@ def given_options(parsed: argparse.Namespace, table: type, *, prefix: str = "") 
     return given
 
 
-def _add(parser: TakesFlags, row: Row, flag: Flag, dest: str) -> None:
-    shown: dict[str, Any] = {"dest": dest, "default": flag.default}
+def _facts_of(table: type | Sequence[FlagFacts]) -> Sequence[FlagFacts]:
+    return flag_facts(table) if isinstance(table, type) else table
+
+
+def _facts(row: Row, flag: Flag) -> FlagFacts:
+    choices = row.kind if isinstance(row.kind, tuple) else ()
+    kind = row.kind.__name__ if row.kind in (int, float, bool) else "str"
     # A command line has no way to give None.
-    text, name = flag.help or row.doc.replace("None: ", "left out: "), row.flag_name
-    if row.kind is bool:
-        if row.optional:
-            shown["action"] = argparse.BooleanOptionalAction
-        else:
-            shown |= {"action": "store_const", "const": not flag.inverse}
-    else:
-        if not isinstance(row.kind, tuple):
-            shown["metavar"] = flag.metavar or name.upper().replace("-", "_")
-        if flag.parse is not None:
-            shown["type"] = _parser(flag.parse)
-        elif isinstance(row.kind, tuple):
-            shown["choices"] = row.kind
-        else:
-            shown["type"] = row.kind or str
-        if flag.many:
-            shown["action"] = "append"
-            text += "; may be repeated"
+    text = flag.help or row.doc.replace("None: ", "left out: ")
+    if kind != "bool":
+        text += "; may be repeated" if flag.many else ""
         default = row.default if flag.default is None else flag.default
         if default not in (None, (), dataclasses.MISSING):
             text += f" (default: {_shown(default)})"
-    parser.add_argument(f"--{name}", help=text.replace("%", "%%"), **shown)
+    return FlagFacts(
+        name=row.name,
+        flag=row.flag_name,
+        help=text,
+        kind=kind,
+        choices=choices,
+        negated=kind == "bool" and row.optional,
+        value=not flag.inverse,
+        metavar=flag.metavar or row.flag_name.upper().replace("-", "_"),
+        parse=flag.parse,
+        default=flag.default,
+        many=flag.many,
+        common=flag.common,
+    )
+
+
+def _changed(facts: FlagFacts) -> dict[str, Any]:
+    """The fields that are not as by default, as JSON has them."""
+    changed = {}
+    for field in dataclasses.fields(facts):
+        value = getattr(facts, field.name)
+        if callable(value):
+            value = f"{value.__module__}:{value.__name__}"
+        if value != field.default:
+            changed[field.name] = value
+    return changed
+
+
+def _add(parser: TakesFlags, facts: FlagFacts, dest: str) -> None:
+    shown: dict[str, Any] = {"dest": dest, "default": facts.default}
+    if facts.negated:
+        shown["action"] = argparse.BooleanOptionalAction
+    elif facts.kind == "bool":
+        shown |= {"action": "store_const", "const": facts.value}
+    else:
+        if facts.many:
+            shown["action"] = "append"
+        if facts.choices and facts.parse is None:
+            shown["choices"] = tuple(facts.choices)
+        else:
+            shown["metavar"] = facts.metavar
+            shown["type"] = _parser(facts.parse) if facts.parse else _TYPES[facts.kind]
+    parser.add_argument(f"--{facts.flag}", help=facts.help.replace("%", "%%"), **shown)
 
 
 def _shown(default: Any) -> str:
@@ -79,13 +180,20 @@ def _shown(default: Any) -> str:
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
-def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _parser(parse: Callable[[str], Any] | str) -> Callable[[str], Any]:
     """`parse`, with its ValueError shown by argparse unchanged."""
+    function = partial(_call, parse) if isinstance(parse, str) else parse
 
     def parsed(text: str) -> Any:
         try:
-            return parse(text)
+            return function(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parsed
+
+
+def _call(name: str, text: str) -> Any:
+    """Import `module:function` and call it."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)(text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
+from graphengine.cli.terminal import columns, fit
 from graphengine.engine import Engine
 from graphengine.requests.result import Result, TokenLogprobs
 
@@ -45,7 +47,8 @@ def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 3)
 
 
-def print_summary(summary: dict[str, Any]) -> None:
+def print_summary(summary: dict[str, Any], result: Result) -> None:
+    """Figures of a text, on standard error: the text alone may go into a file."""
     buckets = ", ".join(f"{name} x{count}" for name, count in summary["replays"].items())
     stopped = "" if summary["stop_reason"] is None else f" ({summary['stop_reason']!r})"
     latencies = []
@@ -54,24 +57,29 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary["itl_p50_ms"] is not None:
         latencies.append(f"inter-token p50 {summary['itl_p50_ms']} ms")
         latencies.append(f"p99 {summary['itl_p99_ms']} ms")
-    print(
-        f"\n{summary['prompt_tokens']} prompt + {summary['new_tokens']} new tokens on "
+    lines = [
+        f"{summary['prompt_tokens']} prompt + {summary['new_tokens']} new tokens on "
         f"{summary['device']}, finished by {summary['finish_reason']}{stopped}, "
-        f"seed {summary['seed']}"
-    )
-    if latencies:
-        print(", ".join(latencies))
-    print(f"buckets: {buckets}")
+        f"seed {summary['seed']}",
+        ", ".join(latencies),
+        f"buckets: {buckets}",
+    ]
+    if summary["acceptance"] is not None:
+        lines.append(f"speculation: {result.acceptance}")
+    shown = "\n".join(line for line in lines if line)
+    print(f"\n{fit(shown, columns(sys.stderr))}", file=sys.stderr)
 
 
 def print_logprobs(result: Result) -> None:
     """A line for each token of the prompt, and for each new one, of which they were asked for."""
+    width = columns()
     for token, logprobs in zip(result.prompt_token_ids, result.prompt_logprobs or (), strict=False):
         # No token precedes the first one.
-        print(f"{token:>7}" if logprobs is None else _logprobs_line(token, "", logprobs))
+        line = f"{token:>7}" if logprobs is None else _logprobs_line(token, "", logprobs)
+        print(fit(line, width))
     texts = (repr(each.text) for each in result.segments) if result.segments else repeat("''")
     for token, text, logprobs in zip(result.token_ids, texts, result.logprobs or (), strict=False):
-        print(_logprobs_line(token, text, logprobs))
+        print(fit(_logprobs_line(token, text, logprobs), width))
 
 
 def _logprobs_line(token: int, text: str, logprobs: TokenLogprobs) -> str:

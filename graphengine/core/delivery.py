@@ -331,8 +331,8 @@ class Delivery:
                 self._finish(active[number], "stop", (), "", now)
         return None
 
-    def run_callbacks(self) -> list[Event]:
-        """Run the callbacks of new events; return these after the events left from earlier steps.
+    def run_callbacks(self) -> None:
+        """Run the callbacks of new events.
 
         The first exception of a callback is raised after the last callback; `stop_callback` runs
         first.
@@ -348,6 +348,9 @@ class Delivery:
                 failure = failure or error
         if failure is not None:
             raise failure
+
+    def take(self) -> list[Event]:
+        """The events that no step has returned yet, those left from earlier steps first."""
         events, self._unreturned = self._unreturned, []
         return events
 

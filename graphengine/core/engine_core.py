@@ -20,6 +20,7 @@ from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
 from graphengine.core.delivery import Delivery
 from graphengine.core.intake import Intake, QueueOptions
+from graphengine.core.interrupts import HeldInterrupts
 from graphengine.core.report import describe_engine
 from graphengine.core.runtime import Runtime
 from graphengine.core.waits import Waits
@@ -77,6 +78,7 @@ class EngineCore:
     needs        what the drafter asks for
     in_flight    replays of each step that was launched and not yet collected, oldest first
     description  what latency and numerics depend on, for reports
+    interrupts   holds Ctrl-C back but for waits, while a step is under way
     closed       whether `close()` was called
     broken       why only `close()` may still be called; None while all is well
     """
@@ -143,6 +145,7 @@ class EngineCore:
         self.newest: tuple[Replay, ...] = ()
         self.closed = False
         self.broken: str | None = None
+        self.interrupts = HeldInterrupts()
         self._owner: threading.Thread | None = None
         self._busy_in: str | None = None
         self._counter_of = {key: key.counter for key in runtime.graphs}
@@ -177,7 +180,8 @@ class EngineCore:
     def _break(self, error: BaseException) -> None:
         """Break the engine: after such an exception host and device may disagree.
 
-        An interrupt breaks it in a launch or a delivery, but not in a wait, which can be repeated.
+        An interrupt in a wait does not, as that can be repeated; anywhere else in a step it is put
+        off, so that only a second one breaks the engine.
         """
         self.broken = f"{type(error).__name__}: {error}"
 
@@ -223,28 +227,41 @@ class EngineCore:
         self.check_open()
         if self._busy_in is not None:
             raise ValueError(f"step() called from inside {self._busy_in}, by an event callback")
-        self._busy_in = "step()"
-        try:
-            scheduler = self.scheduler
-            scheduler.moves.clear()
-            self.newest = ()
-            self.delivery.end_due()
-            ready = not scheduler.guided or self._drafts_are_there(timeout)
+        with self.interrupts:
+            self._busy_in = "step()"
             try:
-                while ready and len(self.in_flight) <= scheduler.lookahead:
-                    if not self.advance():
-                        break
-                    self.newest = self.in_flight[-1]
-            except BaseException as error:
-                self._break(error)
-                raise
-            if self.in_flight:
-                self.collect(timeout)
-            return self.delivery.run_callbacks()
-        finally:
-            self._busy_in = None
-            if self.recorder.recording:
-                self.recorder.delivered()
+                self.scheduler.moves.clear()
+                self.newest = ()
+                self.delivery.end_due()
+                self._launch_all(timeout)
+                if self.in_flight:
+                    self.collect(timeout)
+                self.delivery.run_callbacks()
+            finally:
+                self._busy_in = None
+                if self.recorder.recording:
+                    self.recorder.delivered()
+        # Where an interrupt was put off, it is raised above: the next step returns the events.
+        return self.delivery.take()
+
+    def _launch_all(self, timeout: float | None) -> None:
+        """Launch what may be in flight beside what is."""
+        scheduler = self.scheduler
+        ready = not scheduler.guided or self._drafts_are_there(timeout)
+        try:
+            while ready and len(self.in_flight) <= scheduler.lookahead:
+                if not self.advance():
+                    break
+                self.newest = self.in_flight[-1]
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def end_cancelled(self) -> None:
+        """Finish cancelled requests now rather than in the next step, unless one is under way."""
+        if not (self.closed or self.broken or self._busy_in):
+            with self.interrupts:
+                self.delivery.end_due()
 
     def settle(self, call: str) -> None:
         """Read what is still in flight when no request is left: nothing runs until the next one.
@@ -260,8 +277,9 @@ class EngineCore:
                 f"{call}() with unfinished requests ({requests}): drain() the engine first, or "
                 f"cancel them and step"
             )
-        while self.in_flight:
-            self.collect(None)
+        with self.interrupts:
+            while self.in_flight:
+                self.collect(None)
 
     def forget_kept(self) -> None:
         """Drop all KV that sessions and prefixes keep, which older weights have made."""
@@ -390,28 +408,10 @@ class EngineCore:
         if self.recorder.recording:
             self.recorder.collecting()
         runtime, replays = self.runtime, self.in_flight[0]
-        deadline = None if timeout is None else time.perf_counter() + timeout
-        if self.config.collect_while_waiting and (timeout is None or timeout > 0):
-            collect_due(runtime.mailbox.ready, replays[0].sequence, len(replays[0].requests))
-        records: list[Collected] = []
-        try:
-            for replay in replays:
-                left = None if deadline is None else max(0.0, deadline - time.perf_counter())
-                waits = self._waits_of(replay)
-                record = waits.wait_tokens(replay.sequence, len(replay.requests), left)
-                if record is None:
-                    return
-                logprobs = None
-                if replay.full:
-                    logprobs = waits.wait_logprobs(replay, record, left)
-                    if logprobs is None:
-                        return
-                if waits.wait_routes(replay, record, left) is None:
-                    return
-                records.append((replay, record, logprobs))
-        except Exception as error:
-            self._break(error)
-            raise
+        with self.interrupts.let_through():
+            records = self._wait(replays, timeout)
+        if records is None:
+            return
         now = time.perf_counter()
         try:
             self.in_flight.popleft()
@@ -427,6 +427,33 @@ class EngineCore:
                     if replay.chunk is not None:
                         self.drafter.collect(replay.chunk)
 
+    def _wait(self, replays: Sequence[Replay], timeout: float | None) -> list[Collected] | None:
+        """What the replays of a step published; None if it does not come within the timeout."""
+        deadline = None if timeout is None else time.perf_counter() + timeout
+        if self.config.collect_while_waiting and (timeout is None or timeout > 0):
+            arrived, first = self.runtime.mailbox.ready, replays[0]
+            collect_due(arrived, first.sequence, len(first.requests))
+        records: list[Collected] = []
+        try:
+            for replay in replays:
+                left = None if deadline is None else max(0.0, deadline - time.perf_counter())
+                waits = self._waits_of(replay)
+                record = waits.wait_tokens(replay.sequence, len(replay.requests), left)
+                if record is None:
+                    return None
+                logprobs = None
+                if replay.full:
+                    logprobs = waits.wait_logprobs(replay, record, left)
+                    if logprobs is None:
+                        return None
+                if waits.wait_routes(replay, record, left) is None:
+                    return None
+                records.append((replay, record, logprobs))
+        except Exception as error:
+            self._break(error)
+            raise
+        return records
+
     def _waits_of(self, replay: Replay) -> Waits:
         """What waits for the records of a replay."""
         return self.runtime
@@ -440,7 +467,8 @@ class EngineCore:
         if self.in_flight:
             return False
         try:
-            return bool(self.runtime.wait_drafts(timeout))
+            with self.interrupts.let_through():
+                return bool(self.runtime.wait_drafts(timeout))
         except Exception as error:
             self._break(error)
             raise

@@ -11,12 +11,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, Unpack, cast
 
 from graphengine.checks import check_callable
 from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions
+from graphengine.core.interrupts import HeldInterrupts
 from graphengine.prompts import Prompt, is_batch
 from graphengine.requests.request import Event, Request
 from graphengine.requests.result import Result
@@ -60,21 +61,18 @@ def generate(
     ]
     core.scheduler.check_queue(len(made))
     queued: list[Request] = []
-    try:
-        for request in made:
-            request.job.private = True
-            core.queue(request)
-            queued.append(request)
+    with _cancelling(core, queued):
+        with HeldInterrupts():
+            for request in made:
+                request.job.private = True
+                core.queue(request)
+                queued.append(request)
         told = 0
         while done < len(made):
             _step(core)
             if progress is not None and done > told:
                 told = done
                 progress(done, len(made))
-    except BaseException:
-        for request in queued:
-            request.cancel()
-        raise
     results = [request.result() for request in made]
     return results if batch else results[0]
 
@@ -83,12 +81,9 @@ def finish(core: EngineCore, submit: Submit) -> Result:
     """Submit a request and run it to its end."""
     request = submit(on_event=_ignore)
     request.job.private = True
-    try:
+    with _cancelling(core, [request]):
         while not request.finished:
             _step(core)
-    except BaseException:
-        request.cancel()
-        raise
     return request.result()
 
 
@@ -123,6 +118,22 @@ def astream(core: EngineCore, submit: Submit) -> AsyncIterator[Event]:
     return cast(AsyncIterator[Event], generator)
 
 
+@contextmanager
+def _cancelling(core: EngineCore, requests: Sequence[Request]) -> Iterator[None]:
+    """Cancel the requests if the block raises.
+
+    After Ctrl-C nobody may step again for a while: then they end here, and what they hold is free.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for request in requests:
+            request.cancel()
+        if isinstance(error, KeyboardInterrupt):
+            core.end_cancelled()
+        raise
+
+
 def _ignore(event: Event) -> None:
     """Ignores the events of a private request."""
 
@@ -147,7 +158,7 @@ def _step(core: EngineCore, timeout: float | None = None) -> None:
 
 def _events(core: EngineCore, request: Request, events: deque[Event]) -> Iterator[Event | None]:
     last: Event | None = None
-    try:
+    with _cancelling(core, [request]):
         yield None
         while events or not request.finished:
             if not events:
@@ -156,15 +167,13 @@ def _events(core: EngineCore, request: Request, events: deque[Event]) -> Iterato
                 last = events.popleft()
                 yield last
         _check_ended(core, last)
-    finally:
-        request.cancel()
 
 
 async def _events_async(
     core: EngineCore, request: Request, events: deque[Event]
 ) -> AsyncIterator[Event | None]:
     last: Event | None = None
-    try:
+    with _cancelling(core, [request]):
         yield None
         while events or not request.finished:
             if not events:
@@ -175,8 +184,6 @@ async def _events_async(
                 last = events.popleft()
                 yield last
         _check_ended(core, last)
-    finally:
-        request.cancel()
 
 
 def _check_ended(core: EngineCore, last: Event | None) -> None:

@@ -32,6 +32,7 @@ from graphengine.profiles.benchmark.eager import (
     with_launches,
 )
 from graphengine.profiles.percentiles import percentiles
+from graphengine.profiles.progress import SILENT, Progress
 
 Run = Callable[[Sequence[SamplingParams]], list[Result]]
 """Runs the requests of a work's rows to their end; with fewer parameters, of its first rows."""
@@ -173,7 +174,12 @@ def run_of(engine: Engine, work: Work) -> Run:
 
 
 def decode(
-    engine: Engine, work: Work, expected: Sequence[Result] | None = None, *, run: Run | None = None
+    engine: Engine,
+    work: Work,
+    expected: Sequence[Result] | None = None,
+    *,
+    run: Run | None = None,
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Check the tokens, then run `work` once to warm up and `work.runs` times; milliseconds.
 
@@ -190,13 +196,19 @@ def decode(
         raise ValueError(f"{work} does not fit into max_seq_len={engine.memory.max_seq_len}")
     run, params = run or run_of(engine, work), work.params()
     checked = min(CHECKED_TOKENS, work.new_tokens)
+    said = f"{work.live} live of {engine.config.max_batch}"
+    progress.doing(f"{said}: checking tokens by eager steps")
     eager = check_run(engine, partial(run, work.params(checked)))
+    progress.doing(f"{said}: warming up")
     warm = run(params)
     for row, (result, beginning) in enumerate(zip(warm, eager, strict=True)):
         require_begins(result, beginning, f"prompt {row}, the eager step and a whole run:")
     for row, pair in enumerate(zip(expected or (), warm, strict=expected is not None)):
         require_equal(pair, f"prompt {row} of another engine, expected and here:")
-    measured = [run(params) for _ in range(work.runs)]
+    measured = []
+    for number in range(1, 1 + work.runs):
+        progress.doing(f"{said}: run {number} of {work.runs}")
+        measured.append(run(params))
     (alone,) = run(params[:1])
     for row, of_prompt in enumerate(zip(warm, *measured, strict=True)):
         require_equal(of_prompt, f"prompt {row}:")

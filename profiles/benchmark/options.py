@@ -12,6 +12,7 @@ import torch
 
 from graphengine import EngineConfig
 from graphengine.cli.option_flags import add_flags
+from graphengine.cli.parser import CommandParser
 from graphengine.devices import DTYPES
 from graphengine.parallel.ranks import rank_devices
 from graphengine.profiles.arguments import integers
@@ -31,6 +32,12 @@ from graphengine.profiles.benchmark.shapes import DEMO, NAMES, Subject
 from graphengine.profiles.benchmark.speculation import Sweep, check_sweep, read_sweep
 
 TTFT_TOKENS = (128, 1024)
+COMMON = (
+    *("--shape", "--checkpoint", "--batch", "--context", "--prompt-tokens", "--new-tokens"),
+    *("--runs", "--ttft-tokens", "--device", "--dtype", "--quantize", "--tensor-parallel"),
+    *("--speculative", "--kernels", "--record", "--out", "--json", "--verbose"),
+)
+"""Options that `--help` lists."""
 ENGINE_FLAGS = (
     *("device", "row_family", "prefill_buckets"),
     *("max_prefill_tokens_per_step", "max_prefill_ms_per_step", "kv_dtype"),
@@ -133,8 +140,9 @@ class Bench:
         }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """The options of `graphengine bench`."""
+    parser.usage = "graphengine bench ... (see --help)"
     add = parser.add_argument
     add("--shape", help=f"{', '.join(NAMES)} (default: demo); random weights but for demo")
     add("--checkpoint", help="directory or hub id, in place of a shape")
@@ -190,6 +198,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, help="JSON file to write")
     add("--json", action="store_true", help="print the JSON instead of tables")
     add("--verbose", action="store_true", help="log budget and captures")
+    parser.show_first(COMMON)
 
 
 def read_options(options: argparse.Namespace) -> Bench:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
+import signal
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -221,6 +223,104 @@ def test_an_interrupted_replay_does_not_leave_the_engine_spinning() -> None:
             assert "broken" in str(error)
         else:
             assert request.result().token_ids == expected
+
+
+class Interrupted:
+    """Stands in for a captured graph; Ctrl-C comes `times` in its replay number `at`."""
+
+    def __init__(self, graph: Any, *, at: int, times: int = 1) -> None:
+        self.graph, self.left, self.times = graph, at, times
+        self.close, self.report = graph.close, graph.report
+
+    def replay(self) -> None:
+        self.left -= 1
+        for _ in range(self.times if self.left == 0 else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        self.graph.replay()
+
+
+def interrupt_next(engine: Engine, *, at: int = 3, times: int = 1) -> None:
+    """Let Ctrl-C come in the middle of a launch."""
+    graph = graph_of(engine, "decode/1/fast")
+    if isinstance(graph, Interrupted):
+        graph = graph.graph
+    replace_graph(engine, "decode/1/fast", Interrupted(graph, at=at, times=times))
+
+
+def test_ctrl_c_in_a_launch_ends_the_call_and_not_the_engine(device: str) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    with open_engine(device=device) as engine, engine.session() as session:
+        expected = engine.generate(PROMPT, greedy()).token_ids
+        session.append(PROMPT)
+        calls: list[Callable[[], object]] = [
+            lambda: engine.generate(PROMPT, greedy()),
+            lambda: list(engine.stream(PROMPT, greedy())),
+            lambda: session.generate(greedy()),
+            lambda: list(session.stream(greedy())),
+        ]
+        for call in calls:
+            interrupt_next(engine)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            assert signal.getsignal(signal.SIGINT) is handler
+            # What it held is free before anybody steps again.
+            assert not engine.requests
+            assert engine.generate(PROMPT, greedy()).token_ids == expected
+        assert session.generate(greedy()).token_ids == expected
+        assert engine.counters["finished/cancelled"] == len(calls)
+
+
+def test_ctrl_c_in_a_step_loses_no_event_of_others(device: str) -> None:
+    with open_engine(device=device) as engine:
+        expected = engine.generate(PROMPT, greedy()).token_ids
+        heard: list[Event] = []
+        interrupt_next(engine)
+        request = engine.submit(PROMPT, greedy(), on_event=heard.append)
+        events: list[Event] = []
+        interrupts = 0
+        while engine.busy:
+            try:
+                events += engine.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts == 1
+        assert tokens_of(events) == tokens_of(heard) == expected == request.result().token_ids
+        # While a call of one's own is interrupted, too: others go on.
+        interrupt_next(engine, at=1)
+        other = engine.submit(PROMPT, greedy())
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(OTHER, greedy(1))
+        events = run(engine)
+        assert tokens_of(events_of(other, events)) == other.result().token_ids == expected
+        assert_idle(engine)
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    with open_engine(device="cpu") as engine:
+        interrupt_next(engine, times=2)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPT, greedy())
+        assert_broken(engine, "KeyboardInterrupt")
+        assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_handler_of_the_program_is_called_after_the_step() -> None:
+    """That of asyncio, or one that only takes a note; one that is not Python's stays as it is."""
+    noted: list[bool] = []
+    before = signal.getsignal(signal.SIGINT)
+    with open_engine(device="cpu") as engine:
+        expected = engine.generate(PROMPT, greedy()).token_ids
+        try:
+            signal.signal(signal.SIGINT, lambda *_: noted.append(engine.core.broken is None))
+            interrupt_next(engine)
+            assert engine.generate(PROMPT, greedy()).token_ids == expected and noted == [True]
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            interrupt_next(engine)
+            assert engine.generate(PROMPT, greedy()).token_ids == expected
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def test_not_a_number_ends_only_the_request_that_meets_it(

@@ -101,9 +101,21 @@ def test_each_drafter_is_measured_at_each_temperature(run: Run, tmp_path: Path) 
         assert len({row["repeated_4grams"] for row in rows[heat::2]}) == 1
     assert len({row["numerics_id"] for row in rows}) == 1
     assert "2 prompts of 12 tokens from the demo's held-out text" in printed
-    for row in rows:
-        assert f"{row['acceptance']['mean_length']:.2f}" in progress
-    assert printed.count("ngram:2:3") == progress.count("ngram:2:3") == 4
+    # The table comes once, at the end; until then each step is told.
+    assert printed.count("ngram:2:3") == 4 and "tok/step" not in progress
+    lines = progress.splitlines()
+    assert lines[:3] == [
+        "demo, max_batch=2, off: opening the engine ...",
+        "off, temperature 0: warming up ...",
+        "off, temperature 0: 2 continuations ...",
+    ]
+    assert lines[-1] == f"wrote {out}"
+    told = [line for line in lines if line.endswith("tokens a step")]
+    assert told == [
+        f"{row['speculative']}, batch {row['max_batch']}, temperature {row['temperature']:g}: "
+        f"{row['acceptance']['mean_length']:.2f} tokens a step"
+        for row in rows
+    ]
     assert "top_k 40, top_p 0.95, min_p 0.01" in printed
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
+import io
 import json
 import re
 import subprocess
@@ -16,10 +16,12 @@ import torch
 
 from graphengine import EngineConfig
 from graphengine.cli import main as cli
+from graphengine.cli.parser import CommandParser
 from graphengine.profiles import acceptance, bench, table, text
 from graphengine.profiles.benchmark import options as bench_options
 from graphengine.profiles.benchmark.ceiling import ReadCeiling
 from graphengine.profiles.benchmark.shapes import model_shape, step_bytes
+from graphengine.profiles.progress import Progress
 from graphengine.profiles.summary import FIGURES
 from timelines.small_bench import Bench, bench_command
 
@@ -172,6 +174,41 @@ def test_a_gpu_fills_every_field(run_bench: Bench) -> None:
         assert start["compile_s"] > 0 and min(start["compiled"], start["loaded"]) >= 0
     for name in ("kernels", "prefill_kernels"):
         assert document[name] and all(entry["kernels"] for entry in document[name])
+
+
+def test_what_is_done_is_told_and_the_table_printed_once(run_bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ("--shape", "tiny", "--batch", "3", "--ttft-tokens", "5", "--out", str(out))
+    status, printed, told = run_bench(*arguments)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert status == 0 and told.splitlines() == [
+        "tiny, max_batch=3: opening the engine ...",
+        "tiny, max_batch=3: measuring ...",
+        "3 live of 3: checking tokens by eager steps ...",
+        "3 live of 3: warming up ...",
+        "3 live of 3: run 1 of 2 ...",
+        "3 live of 3: run 2 of 2 ...",
+        "3 live of 3: first tokens ...",
+        f"3 live of 3: {row['ms_per_step']} ms/step",
+        f"wrote {out}",
+    ]
+    assert printed.count("ITL p50") == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_one_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal = Terminal()
+    progress = Progress(terminal)
+    progress.doing("something that is long")
+    progress.done("it took 3 ms")
+    progress.end()
+    clear = "\r\x1b[K"
+    assert terminal.getvalue() == f"{clear}something that is l{clear}it took 3 ms\n{clear}"
 
 
 def test_json_alone_is_printed_when_asked_for(run_bench: Bench) -> None:
@@ -350,9 +387,41 @@ def test_help_lists_the_commands_above(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert "bench" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["bench", "acceptance"])
+def test_help_of_a_command_is_a_screenful(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            cli.main([command, flag])
+        shown.append(capsys.readouterr().out)
+    short, whole = shown
+    assert len(short.splitlines()) <= 50 and "more options, and more about these" in short
+    assert "  --out" in short and "  --dtype" in short and "  --row-family" not in short
+    assert "  --row-family" in whole
+    assert not re.search(r"\([^)]*\(default", short), "a default is whole"
     with pytest.raises(SystemExit):
-        cli.main(["bench", "--help"])
-    assert "--admission" in capsys.readouterr().out
+        cli.main([command, "--nothing"])
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_a_table_is_as_wide_as_its_terminal() -> None:
+    """Columns that do not fit follow below, with the first one again."""
+    columns = [text.Column(f"c{i}", lambda row, i=i: str(row[f"c{i}"])) for i in range(7)]
+    row = {f"c{i}": 100 + i for i in range(7)}
+    assert len(text.text_table(columns, [row]).splitlines()) == 2
+    narrow = text.text_table(columns, [row], width=40)
+    assert max(map(len, narrow.splitlines())) <= 40
+    blocks = [[line.split() for line in part.splitlines()] for part in narrow.split("\n\n")]
+    assert [titles for titles, _ in blocks] == [["c0", "c1", "c2", "c3"], ["c0", "c4", "c5", "c6"]]
+    assert [cells for _, cells in blocks] == [
+        ["100", "101", "102", "103"],
+        ["100", "104", "105", "106"],
+    ]
 
 
 # The page of numbers.
@@ -372,7 +441,7 @@ def test_the_page_begins_with_ten_figures_of_the_results() -> None:
     assert ["2 x H200", f"{step['ms_per_step']:.3g} ms a step"] in [row[1:3] for row in rows]
     for row in rows:
         command = row[3].removesuffix(" |").strip("`").split()
-        parser = argparse.ArgumentParser(exit_on_error=False)
+        parser = CommandParser(exit_on_error=False)
         {"bench": bench_options, "acceptance": acceptance}[command[1]].add_arguments(parser)
         parser.parse_args(command[2:])
 

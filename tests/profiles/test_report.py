@@ -198,7 +198,8 @@ def test_a_rank_is_not_to_blame_for_what_others_cost(tmp_path: Path) -> None:
 def test_the_section_on_ranks(run_report: Report, tmp_path: Path) -> None:
     skews = {50: 1500.0, **dict.fromkeys(range(100, 200), -4.0)}
     path = write_recording(tmp_path / "run.jsonl", simulate(skews=skews), ranks=RANKS)
-    status, printed, _ = run_report(path, "--html", tmp_path / "run.html")
+    status, printed, told = run_report(path, "--html", tmp_path / "run.html")
+    assert told == f"wrote {tmp_path / 'run.html'}\n"
     assert status == 0
     section = printed.partition("\nRanks\n")[2].partition("\n\n")[0].splitlines()
     assert section[:2] == [

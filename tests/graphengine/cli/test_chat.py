@@ -213,4 +213,19 @@ def test_a_chat_with_the_demo(
     options = ["--device", "cpu", "--max-batch", "1", "--max-seq-len", "64", "--max-tokens", "3"]
     assert main(["chat", *options]) == 0
     out, err = capsys.readouterr()
-    assert out.endswith("\n(turns left: 0)\n") and len(out.splitlines()[0]) > 0 and err == ""
+    first, *rest = out.splitlines()
+    assert first == "demo on cpu. /help lists commands, /quit or Ctrl-D ends."
+    assert out.endswith("\n(turns left: 0)\n") and len(rest[0]) > 0 and err == ""
+
+
+def test_the_commands_fit_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "60")
+    ChatOutput(json=False).notice(HELP)
+    shown = capsys.readouterr().out
+    assert shown.split() == HELP.split()
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 60 < max(map(len, HELP.splitlines()))
+    assert [line[:13] for line in lines if line[0] == " "] == [" " * 13] * 3

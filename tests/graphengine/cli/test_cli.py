@@ -9,15 +9,17 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from graphengine import Engine, SamplingParams
+from graphengine import Engine, EngineConfig, SamplingParams
 from graphengine.cli.main import main
 from graphengine.cli.option_files import PAGE_TABLES
+from graphengine.cli.option_flags import flag_facts
 from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.options import rows
@@ -92,10 +94,8 @@ def assert_error(outcome: tuple[int, str, str], pattern: str) -> None:
 
 def test_generate_streams_text_and_sums_up(cli: Cli) -> None:
     status, out, err = cli("generate", "--prompt", PROMPT, "--max-tokens", "12", "--seed", "7")
-    assert status == 0 and err == ""
-    text = greedy_text(PROMPT)
-    assert out.startswith(text + "\n\n")
-    summary = out.removeprefix(text)
+    assert status == 0 and out == greedy_text(PROMPT) + "\n", "a file gets the text alone"
+    summary = err
     assert f"{prompt_len()} prompt + 12 new tokens on cpu, finished by length, seed 7" in summary
     latencies = r"time to first token [\d.]+ ms, inter-token p50 [\d.]+ ms, p99 [\d.]+ ms"
     assert re.search(latencies, summary)
@@ -148,9 +148,9 @@ def test_a_single_token_has_no_gaps(cli: Cli) -> None:
     document = json.loads(out)
     assert status == 0 and document["new_tokens"] == 1
     assert document["itl_p50_ms"] is None and document["itl_p99_ms"] is None
-    status, out, _ = cli("generate", *arguments)
-    assert status == 0 and "time to first token" in out
-    assert "None" not in out and "nan" not in out
+    status, _, err = cli("generate", *arguments)
+    assert status == 0 and "time to first token" in err
+    assert "None" not in err and "nan" not in err
 
 
 def test_generate_reads_standard_input(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +175,8 @@ def test_sampling_options_reach_the_engine(cli: Cli) -> None:
     assert run("--temperature", "1.5", "--seed", "3")["token_ids"] == hot["token_ids"]
     again = ("--temperature", "1.5", "--seed", str(run("--temperature", "1.5")["seed"]))
     assert run(*again)["token_ids"] == run("--temperature", "1.5")["token_ids"]
+    other = run("--temperature", "1.5", "--engine-seed", "1")
+    assert other["seed"] != run("--temperature", "1.5")["seed"]
     assert run("--temperature", "1.5", "--top-k", "1")["token_ids"] == greedy["token_ids"]
     assert run("--temperature", "1.5", "--top-p", "1e-6")["token_ids"] == greedy["token_ids"]
     assert run("--temperature", "1.5", "--min-p", "1")["token_ids"] == greedy["token_ids"]
@@ -233,17 +235,17 @@ def test_prompts_are_scored_and_ids_end_the_text(cli: Cli) -> None:
     first, *scored = found["prompt_logprobs"]
     assert first is None and len(scored) == prompt_len() - 1
     assert found["prompt_token_ids"][1:] == [entries[0]["token_id"] for entries in scored]
-    status, out, _ = cli(*generate, "--stop-token-ids", ids, "--prompt-logprobs", "0")
-    assert status == 0 and "finished by stop" in out
+    status, out, err = cli(*generate, "--stop-token-ids", ids, "--prompt-logprobs", "0")
+    assert status == 0 and "finished by stop" in err
     lines = out[out.index(f"\n{found['prompt_token_ids'][0]:>7}\n") + 1 :].splitlines()
     assert [int(line.split()[0]) for line in lines[: prompt_len()]] == found["prompt_token_ids"]
 
 
 def test_a_prompt_is_scored_alone(cli: Cli) -> None:
     scored = ("--prompt", PROMPT, "--max-tokens", "0", "--prompt-logprobs", "0")
-    status, out, _ = cli("generate", *scored)
-    assert status == 0 and f"{prompt_len()} prompt + 0 new tokens" in out
-    assert "None" not in out and len(re.findall(" rank ", out)) == prompt_len() - 1
+    status, out, err = cli("generate", *scored)
+    assert status == 0 and f"{prompt_len()} prompt + 0 new tokens" in err
+    assert "None" not in out + err and len(re.findall(" rank ", out)) == prompt_len() - 1
 
 
 def test_drafts_by_live_requests_are_a_flag(cli: Cli) -> None:
@@ -261,7 +263,7 @@ def test_options_that_no_command_line_has_are_few() -> None:
     """Each is set by another flag, is for several requests at a time, or sizes a table."""
     missing = {row.name for table in PAGE_TABLES.values() for row in rows(table) if not row.flag}
     assert missing == {
-        "structured_outputs", "routing", "speculative", "gate", "prompt_logprobs", "seed",
+        "structured_outputs", "routing", "gate", "prompt_logprobs",
         "max_waiting", "max_stop_ids", "max_logit_bias", "max_bad_words", "max_bad_word_tokens",
         "max_stop_sequences", "max_stop_sequence_tokens", "max_logprobs", "forced_acceptance",
         "wait_limit_s", "collect_while_waiting",
@@ -336,13 +338,13 @@ def test_speculation_changes_no_token_and_is_summed_up(cli: Cli, mode: str) -> N
 def test_the_summary_says_what_became_of_the_drafts(cli: Cli) -> None:
     arguments = ("--prompt", PROMPT, "--max-tokens", "24", "--ignore-eos")
     vocabulary = ("--draft-vocab", f"{Path(__file__)}:512")
-    status, out, _ = cli("generate", *arguments, "--speculative", "mtp:2", *vocabulary)
-    assert status == 0
+    status, out, err = cli("generate", *arguments, "--speculative", "mtp:2", *vocabulary)
+    assert status == 0 and "speculation" not in out
     shown = r"speculation: [\d.]+ tokens a step \(.* of 2.00 drafts; .* by position\) in \d+ steps"
     # A request's last steps may verify fewer.
-    assert re.search(shown.replace("2.00", r"[\d.]+"), out), out
-    status, out, _ = cli("generate", *arguments, "--speculative", "off")
-    assert status == 0 and "speculation" not in out
+    assert re.search(shown.replace("2.00", r"[\d.]+"), err), err
+    status, _, err = cli("generate", *arguments, "--speculative", "off")
+    assert status == 0 and "speculation" not in err
 
 
 def test_max_live_leaves_larger_buckets_without_drafts(cli: Cli) -> None:
@@ -479,6 +481,19 @@ def test_info_shows_what_would_be_captured(cli: Cli) -> None:
         "KV takes 6.8 MiB per 1,000 tokens; the pool holds 1,152 tokens: 12 of 12 requests of "
         "max_seq_len 96\n"
     )
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_info_fits_the_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, whole, _ = cli("info", "--max-batch", "64")
+    # As for a terminal: a file keeps its lines.
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    _, fitted, _ = cli("info", "--max-batch", "64")
+    assert status == 0 and max(map(len, whole.splitlines())) > 60
+    assert max(map(len, fitted.splitlines())) <= 60
+    assert sorted(fitted.replace("-", "").split()) == sorted(whole.replace("-", "").split())
+    assert re.search(r"^KV cache .*\d MiB\n  \S", fitted, re.MULTILINE), fitted
 
 
 @pytest.mark.usefixtures("nothing_is_captured")
@@ -648,7 +663,76 @@ def test_an_interrupt_is_no_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch)
     assert status == 130 and "Traceback" not in err
 
 
+def test_an_interrupt_ends_the_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell's prompt does not stick to the text."""
+
+    def interrupted(*_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(text="a be", request=None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", interrupted)
+    assert cli("generate", "--prompt", PROMPT)[:2] == (130, "a be\n")
+    assert cli("generate", "--prompt", PROMPT, "--json")[:2] == (130, "")
+
+
+# Help.
+
+
+def shown_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> str:
+    """What a command prints for these on a terminal of 60 columns."""
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "info", "graph dump"])
+def test_help_is_a_screenful_and_all_of_it_has_every_flag(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, whole = (
+        shown_help(capsys, monkeypatch, *command.split(), flag) for flag in ("--help", "--help-all")
+    )
+    assert len(short.splitlines()) < 60 and "more options, and more about these" in short
+    for flag in ("--checkpoint", "--device", "--max-batch", "--speculative", "--help-all"):
+        assert f"  {flag}" in short, flag
+    tables = [EngineConfig, SamplingParams] if command == "generate" else [EngineConfig]
+    flags = [each for table in tables for each in flag_facts(table)]
+    assert len(whole.splitlines()) > 3 * len(flags)
+    for flag in flags:
+        assert (f"  --{flag.flag}" in short) == flag.common, flag.flag
+        assert f"  --{flag.flag}" in whole, flag.flag
+        # No word is broken, nor a flag at its hyphens.
+        assert {*flag.help.split()} <= {*whole.split()}
+    for line in short.splitlines():
+        assert len(line) <= 60, line
+
+
 # As users start it.
+
+
+def test_help_and_errors_of_arguments_do_not_wait_for_torch() -> None:
+    calls = [
+        ["--version"], ["--help"], ["nothing"], ["generate"], ["generate", "--help-all"],
+        ["generate", "--prompt", "x", "--top-k", "x"], ["chat", "--buckets", "1,x"],
+        ["info", "--quantize", "int3"], ["graph", "dump"], ["graph", "diff", "--help"],
+        ["quantize", "in"],
+    ]  # fmt: skip
+    code = f"""
+import sys
+from graphengine.cli.main import main
+for arguments in {calls!r}:
+    try:
+        main(arguments)
+    except SystemExit:
+        print("imported", *({{"torch", "numpy", "triton"}} & {{*sys.modules}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = [line for line in done.stdout.splitlines() if line.startswith("imported")]
+    assert said == ["imported"] * len(calls)
 
 
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:

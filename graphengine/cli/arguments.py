@@ -1,0 +1,124 @@
+"""The options of the commands. Nothing here imports torch, so that help and errors come at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from graphengine.cli.option_flags import add_flags, common_flags, kept_facts
+from graphengine.cli.parser import CommandParser
+
+SAMPLING = "sampling_"
+"""Prefix of parsed request options: requests and engines both have a `seed`."""
+DRAWINGS = ("dot", "svg")
+_ENGINE, _REQUEST = "EngineConfig", "SamplingParams"
+_COMMON = ("--checkpoint", "--json", "--verbose")
+
+
+def add_generate(parser: CommandParser) -> None:
+    """The options of `generate`."""
+    _add_engine_options(parser)
+    parser.add_argument("--prompt", required=True, help="the prompt, or - for standard input")
+    _add_sampling_options(parser)
+    parser.show_first((*_COMMON, "--prompt", *_common(_ENGINE, _REQUEST), "--json-schema"))
+
+
+def add_chat(parser: CommandParser) -> None:
+    """The options of `chat`."""
+    _add_engine_options(parser)
+    parser.add_argument("--system", help="system message")
+    # The chat template decides how a prompt begins, and a prompt is all turns so far.
+    _add_sampling_options(parser, but=("add_bos", "prompt_logprobs"))
+    parser.show_first((*_COMMON, "--system", *_common(_ENGINE, _REQUEST)))
+
+
+def add_info(parser: CommandParser) -> None:
+    """The options of `info`."""
+    _add_engine_options(parser)
+    parser.show_first((*_COMMON, *_common(_ENGINE)))
+
+
+def add_graph(parser: CommandParser) -> None:
+    """The commands `graph dump` and `graph diff`, which set `kind`."""
+    kinds = parser.add_subparsers(required=True, metavar="dump|diff", dest="kind")
+    about = "Write every graph that an engine captures to a folder."
+    usage = "graphengine graph dump --out FOLDER ... (see --help)"
+    dump = kinds.add_parser("dump", help=about, description=about, usage=usage)
+    _add_engine_options(dump)
+    dump.add_argument("--out", type=Path, required=True, help="a new or empty folder")
+    dump.add_argument("--draw", choices=DRAWINGS, help="a drawing of each graph, too")
+    dump.show_first((*_COMMON, "--out", "--draw", *_common(_ENGINE)))
+    about = "Compare two folders of `graph dump`; exit status 1 where a graph differs."
+    diff = kinds.add_parser("diff", help=about, description=about)
+    diff.set_defaults(verbose=False)
+    diff.add_argument("old", type=Path, help="folder of the first dump")
+    diff.add_argument("new", type=Path, help="folder of the second one")
+    diff.add_argument("--json", action="store_true", help="print JSON only")
+    diff.add_argument("--limit", type=int, default=20, help="lines of changes of a graph")
+    diff.add_argument(
+        "--exact-names", action="store_true", help="compare tile sizes and the like in names, too"
+    )
+    diff.add_argument(
+        "--ignore-sizes", action="store_true", help="leave out grid, block and shared memory"
+    )
+
+
+def add_quantize(parser: CommandParser) -> None:
+    """The options of `quantize`."""
+    add = parser.add_argument
+    parser.set_defaults(verbose=False)
+    (kinds,) = (each.choices for each in kept_facts(_ENGINE) if each.name == "quantize")
+    add("checkpoint", metavar="IN", help="directory or hub id of a checkpoint of 16 bits")
+    add("out", metavar="OUT", type=Path, help="a folder that is not there yet")
+    add("--kind", choices=kinds, default="int4", help="what weights become (%(default)s)")
+    add(
+        "--group-size",
+        type=int,
+        default=128,
+        metavar="N",
+        help="int4: columns that share a scale: 32, 64 or 128 (%(default)s)",
+    )
+    add("--lm-head", action="store_true", help="quantise lm_head, too")
+    add("--device", default="cpu", help="where weights are rounded, one at a time (%(default)s)")
+
+
+def _common(*tables: str) -> list[str]:
+    return [flag for table in tables for flag in common_flags(kept_facts(table))]
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        default="demo",
+        help="directory, hub id, or 'demo' for the packaged model (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--verbose", action="store_true", help="log budget and captures")
+    group = parser.add_argument_group("the engine")
+    add_flags(group, kept_facts(_ENGINE))
+    group.add_argument(
+        "--max-live",
+        type=int,
+        metavar="N",
+        help="drafts for up to N live requests, and only while enough are accepted",
+    )
+    group.add_argument(
+        "--draft-vocab",
+        metavar="TEXT:SIZE",
+        help="mtp: a UTF-8 file, and how many of its most frequent tokens are drafted",
+    )
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser, but: Collection[str] = ()) -> None:
+    group = parser.add_argument_group("each request")
+    add_flags(group, kept_facts(_REQUEST), but=but, prefix=SAMPLING)
+    add: Any = group.add_argument
+    add("--deadline", type=float, metavar="S", help="seconds after which the text ends as it is")
+    guided = group.add_mutually_exclusive_group()
+    guided.add_argument("--json-schema", type=Path, metavar="FILE", help="the text is such JSON")
+    guided.add_argument("--regex", help="the text matches it as a whole")
+    guided.add_argument("--choice", metavar="A,B,...", help="the text is one of these")
+    guided.add_argument("--grammar", type=Path, metavar="FILE", help="a Lark grammar of the text")
+    add("--no-whitespace", action="store_true", help="--json-schema: none between its tokens")

@@ -1,0 +1,40 @@
+"""`graphengine generate`: the text of one prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+
+from graphengine.cli.given import open_engine, read_sampling
+from graphengine.cli.output import print_logprobs, print_summary, summarise
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Complete one prompt: the text goes to standard output, figures of it to standard error."""
+    params = read_sampling(options)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    with open_engine(options) as engine:
+        before, request = Counter(engine.counters), None
+        try:
+            for event in engine.stream(prompt, params, deadline_s=options.deadline):
+                request = event.request
+                if not options.json:
+                    print(event.text, end="", flush=True)
+        except KeyboardInterrupt:
+            if not options.json:
+                # The shell's prompt shall not stick to the text.
+                print(flush=True)
+            raise
+        assert request is not None, "a stream ends with an event"
+        result = request.result()
+        summary = summarise(engine, result, engine.counters - before)
+    if options.json:
+        print(json.dumps(summary | result.to_dict()))
+        return
+    print(flush=True)
+    print_logprobs(result)
+    # They come after the text where both are a terminal.
+    sys.stdout.flush()
+    print_summary(summary, result)

@@ -1,0 +1,102 @@
+"""Parsers whose `--help` is a screenful, and whose lines fit the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of which `--help` lists common options alone, once `show_first` has named them.
+
+    It has the first part of their texts, up to a semicolon. `--help-all` then lists every option
+    with its whole text. Without `show_first`, `--help` does.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": WholeWords, **options})
+        self._common: set[str] = set()
+
+    def show_first(self, flags: Iterable[str]) -> None:
+        """Name the common options, as they are typed."""
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="list every option and exit")
+        self._common = {"--help", "--help-all", *flags}
+        known = {name for action in self._actions for name in action.option_strings}
+        assert known >= self._common, f"{self._common - known=}"
+
+    def format_help(self) -> str:
+        if not self._common:
+            return super().format_help()
+        rare = [each for each in self._actions if self._is_rare(each)]
+        with _replaced_help(self._actions, lambda each: _short(each, rare)):
+            text = super().format_help()
+        return f"{text}\n{len(rare)} more options, and more about these: --help-all\n"
+
+    def format_help_all(self) -> str:
+        """The help with every option."""
+        return super().format_help()
+
+    def _is_rare(self, action: argparse.Action) -> bool:
+        names = action.option_strings
+        return bool(names) and self._common.isdisjoint(names)
+
+
+class WholeWords(argparse.HelpFormatter):
+    """Breaks lines at spaces alone: not in the middle of a word, nor of a flag at its hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrap(text, width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in _wrap(text, width - len(indent)))
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    whole = " ".join(text.split())
+    return textwrap.wrap(whole, width, break_long_words=False, break_on_hyphens=False)
+
+
+class _HelpAll(argparse.Action):
+    """Prints every option and exits."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, CommandParser), f"{parser=}"
+        print(parser.format_help_all(), end="")
+        parser.exit()
+
+
+def _short(action: argparse.Action, rare: Sequence[argparse.Action]) -> str | None:
+    """The text that `--help` has of an option."""
+    text = action.help
+    if action in rare:
+        return argparse.SUPPRESS
+    if text is None:
+        return None
+    default = re.search(r" \(default: [^()]*\)$", text)
+    begin = text if default is None else text[: default.start()]
+    return begin.partition(";")[0] + (default[0] if default else "")
+
+
+@contextmanager
+def _replaced_help(
+    actions: Sequence[argparse.Action], help_of: Callable[[argparse.Action], str | None]
+) -> Iterator[None]:
+    """Inside, each option has another text."""
+    texts = [action.help for action in actions]
+    for action in actions:
+        action.help = help_of(action)
+    try:
+        yield
+    finally:
+        for action, text in zip(actions, texts, strict=True):
+            action.help = text
