@@ -84,16 +84,32 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
     """A copy in plain JSON types, since objects have methods that the sandbox does not know.
 
     Keys whose value is None are dropped, as in transformers: templates would write "None".
+    Reasoning is copied to the names that templates read.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"chat messages must be a list that is not empty, got {messages!r}")
     for index, message in enumerate(messages):
         _check_message(index, message)
     kept = [
-        {key: value for key, value in message.items() if value is not None} for message in messages
+        _with_reasoning({key: value for key, value in message.items() if value is not None})
+        for message in messages
     ]
     plain: list[dict[str, Any]] = _plain_json("chat messages", kept)
     return plain
+
+
+# What a message's reasoning is called, the usual name first.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under the first two names, in transformers' order of keys."""
+    given = [message[name] for name in _REASONING if name in message]
+    if not given:
+        return message
+    filled = {"thinking": given[0], **message}
+    filled.setdefault("reasoning_content", given[0])
+    return filled
 
 
 def _check_message(index: int, message: Any) -> None:
@@ -102,9 +118,8 @@ def _check_message(index: int, message: Any) -> None:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ValueError(f"chat message {index} has role={role!r}: must be a string: {message!r}")
-    if content is None and message.get("tool_calls"):
-        return
-    if isinstance(content, str):
+    # A template may do without content: of calls, of reasoning, or of a role alone.
+    if content is None or isinstance(content, str):
         return
     if not isinstance(content, (list, tuple)) or not all(isinstance(p, Mapping) for p in content):
         raise ValueError(

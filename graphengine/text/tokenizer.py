@@ -196,8 +196,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation as the checkpoint's template writes it.
 
-        messages                dicts with "role" and "content" (text, or a list of dicts); more
-                                keys may follow
+        messages                dicts with "role", and "content" (text, a list of dicts, or None);
+                                more keys may follow
         add_generation_prompt   with the beginning of the assistant's answer
         tools                   JSON schemas of functions; the template "tool_use" is taken where
                                 there is one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, islice, product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,31 @@ def test_conversations_are_transformers(
         messages, tools=tools, add_generation_prompt=generation, return_dict=False
     )
     assert chat.token_ids(ours) == expected
+
+
+READING = """\
+{% for message in messages %}<{{ message | tojson }}{{ message.content }}|{{ message.thinking }}|
+{{- message.reasoning_content }}|{{ message.reasoning }}>{% endfor %}
+{%- for key in messages[-1] %}{{ key }} {% endfor %}"""
+
+
+def test_reasoning_and_missing_content_are_transformers() -> None:
+    """A template may read reasoning by another name than the message has."""
+    ours, theirs = both(READING)
+    optional = {
+        "content": [{}, {"content": None}, {"content": ""}, {"content": "so"}],
+        "thinking": [{}, {"thinking": None}, {"thinking": "t"}],
+        "reasoning": [{}, {"reasoning": ""}, {"reasoning": ["r"]}],
+        "reasoning_content": [{}, {"reasoning_content": None}, {"reasoning_content": "c"}],
+    }
+    for role, parts in product(["user", "assistant"], product(*optional.values())):
+        message = {"role": role} | {key: value for part in parts for key, value in part.items()}
+        last_first = dict(reversed(message.items()))
+        expected = theirs.apply_chat_template([message, last_first], tokenize=False)
+        assert ours.render_chat([message, last_first], False) == expected
+        assert list(message) == list(reversed(last_first)), "the caller's messages are as they were"
+    short = {"role": "assistant", "reasoning": "because"}
+    assert "|because|because|because>" in ours.render_chat([short])
 
 
 @pytest.mark.parametrize(
