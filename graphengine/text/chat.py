@@ -7,7 +7,7 @@ and how much.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -38,11 +38,13 @@ class ChatTemplate:
         tools: Tools | None = None,
         special_tokens: Mapping[str, str] | None = None,
         continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text. Every error in the messages or the template is a ValueError.
 
         special_tokens          what the template sees as `bos_token`, `eos_token`, ...
         continue_final_message  end with the text of the last message, as in transformers
+        template_variables      what else the template sees, by name
         """
         plain = _plain_messages(messages)
         if continue_final_message:
@@ -59,6 +61,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        variables |= _plain_variables(template_variables, {*variables, *self._sandbox.globals})
         template = self._template
         self._sandbox.reset()
         try:
@@ -164,6 +167,23 @@ def _plain_tools(tools: Any) -> list[dict[str, Any]] | None:
     if not isinstance(tools, (list, tuple)) or not all(isinstance(t, Mapping) for t in tools):
         raise ValueError(f"tools must be a list of dicts (JSON schemas), got {tools!r}")
     plain: list[dict[str, Any]] = _plain_json("tools", list(tools))
+    return plain
+
+
+def _plain_variables(variables: Any, taken: Collection[str]) -> dict[str, Any]:
+    """A copy in plain JSON types. ValueError for names that are `taken`, or are no strings."""
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping):
+        raise ValueError(f"template_variables must map names to values, got {variables!r}")
+    for name in variables:
+        if not isinstance(name, str):
+            raise ValueError(f"template_variables: the name {name!r} must be a string")
+        if name in taken:
+            raise ValueError(
+                f"template_variables cannot set {name!r}: every template gets it already"
+            )
+    plain: dict[str, Any] = _plain_json("template_variables", dict(variables))
     return plain
 
 

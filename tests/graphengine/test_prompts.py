@@ -235,6 +235,53 @@ def test_a_continued_message_is_transformers(
     assert str(messages) == before, "the caller's messages are as they were"
 
 
+THINKING = """\
+{% if enable_thinking is defined and not enable_thinking %}<off>{% endif %}
+{{- reasoning_effort | default('medium') }}{{ style | tojson if style is defined }}
+{%- for key in (style or {}).items() %}{{ key }}{% endfor %}
+{%- for message in messages %}{{ message.content }}{% endfor %}"""
+
+
+def test_template_variables_are_transformers() -> None:
+    ours, theirs = both(THINKING)
+    messages = [{"role": "user", "content": "go on"}]
+    texts = set()
+    variables: dict[str, Any]
+    for variables in (
+        {},
+        {"enable_thinking": False},
+        {"enable_thinking": True, "reasoning_effort": "high"},
+        {"enable_thinking": None, "reasoning_effort": None},
+        {"style": {"short": [1, 2.5, None]}, "reasoning_effort": 3},
+    ):
+        text = theirs.apply_chat_template(messages, tokenize=False, **variables)
+        assert ours.render_chat(messages, False, template_variables=variables) == text
+        ids = theirs.encode(text, add_special_tokens=False)
+        chat = Chat(messages=messages, template_variables=variables)
+        assert chat.token_ids(ours) == ids
+        texts.add(text)
+    assert len(texts) == 5
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ([1], r"template_variables must map names to values, got \[1\]"),
+        ({3: 1}, "template_variables: the name 3 must be a string"),
+        ({"x": {1, 2}}, "template_variables must hold plain JSON values: "),
+        *(
+            ({name: 1}, f"template_variables cannot set '{name}': every template gets it already")
+            for name in ("messages", "tools", "add_generation_prompt", "bos_token", "namespace")
+        ),
+    ],
+)
+def test_bad_template_variables_are_named(variables: Any, message: str) -> None:
+    ours, _ = both()
+    chat = Chat(messages=[{"role": "user", "content": "a"}], template_variables=variables)
+    with pytest.raises(ValueError, match=message):
+        chat.token_ids(ours)
+
+
 def test_a_message_that_cannot_be_continued_is_named() -> None:
     ours, _ = both()
     user = {"role": "user", "content": "go on"}
