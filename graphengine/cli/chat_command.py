@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from graphengine.cli.output import print_logprobs, summarise
 from graphengine.engine import Engine
+from graphengine.prompts import Chat
 from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams
 from graphengine.sessions import Session
@@ -41,12 +43,14 @@ class Conversation:
         *,
         system: str | None = None,
         deadline_s: float | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """`deadline_s` is that of each turn."""
+        """`deadline_s` is that of each turn, `template_variables` those of each rendering."""
         self._engine = engine
         self._session = session
         self._params = params
         self._deadline_s = deadline_s
+        self._variables = template_variables
         self.messages: list[dict[str, str]] = []
         if system:
             self.messages.append({"role": "system", "content": system})
@@ -64,7 +68,7 @@ class Conversation:
         """
         engine, before = self._engine, Counter(self._engine.counters)
         asked = [*self.messages, {"role": "user", "content": line}]
-        self._session.update(asked)
+        self._session.update(Chat(messages=asked, template_variables=self._variables))
         request = self._session.submit(
             self._params, on_event=lambda event: say(event.text), deadline_s=self._deadline_s
         )
@@ -139,6 +143,18 @@ def converse(conversation: Conversation, lines: Iterable[str], output: ChatOutpu
             output.error(error)
             status = 2
     return status
+
+
+def template_variable(text: str) -> tuple[str, Any]:
+    """NAME=VALUE as a name and a value, which is JSON where it can be, else a string."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+    try:
+        # NaN and the like are no JSON.
+        return name, json.loads(value, parse_constant=str)
+    except (ValueError, RecursionError):
+        return name, value
 
 
 def _command(conversation: Conversation, line: str) -> str:

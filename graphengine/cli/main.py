@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from graphengine import __version__
-from graphengine.cli.chat_command import ChatOutput, Conversation, converse
+from graphengine.cli.chat_command import ChatOutput, Conversation, converse, template_variable
 from graphengine.cli.graph_command import (
     DRAWINGS,
     diff_dumps,
@@ -130,7 +130,12 @@ def chat(options: argparse.Namespace) -> int:
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             raise ValueError(f"{options.checkpoint} has no chat template: use `generate`")
         conversation = Conversation(
-            engine, session, params, system=options.system, deadline_s=options.deadline
+            engine,
+            session,
+            params,
+            system=options.system,
+            deadline_s=options.deadline,
+            template_variables=dict(options.template_variable),
         )
         return converse(conversation, typed_lines(options.json), ChatOutput(options.json))
 
@@ -315,6 +320,14 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
             _add_sampling_options(sub)
         if command is chat:
             sub.add_argument("--system", help="system message")
+            sub.add_argument(
+                "--template-variable",
+                type=template_variable,
+                action="append",
+                default=[],
+                metavar="NAME=VALUE",
+                help="what the chat template sees as NAME; JSON, or else text; may be repeated",
+            )
             # The chat template decides how a prompt begins, and a prompt is all turns so far.
             _add_sampling_options(sub, but=("add_bos", "prompt_logprobs"))
     _add_graph_commands(commands)
