@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -33,6 +33,7 @@ class Chat:
     add_generation_prompt   end with the beginning of the assistant's answer; None: unless the last
                             message is continued
     continue_final_message  end with the text of the last message, for the model to go on with
+    template_variables      what the template sees besides, such as `enable_thinking`, by name
 
     It is checked only when the prompt is used; then every error is a ValueError.
     """
@@ -41,6 +42,7 @@ class Chat:
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    template_variables: Mapping[str, Any] | None = None
 
     def token_ids(self, tokenizer: Tokenizer) -> list[int]:
         """Token ids by `tokenizer.apply_chat_template`."""
@@ -52,6 +54,7 @@ class Chat:
             else generation,
             tools=self.tools,
             continue_final_message=self.continue_final_message,
+            template_variables=self.template_variables,
         )
 
 

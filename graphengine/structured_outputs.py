@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,9 +91,13 @@ class StructuredOutputsParams:
     @property
     def schema(self) -> Any:
         """The JSON schema of `json` or `json_object`, with what the options add to it."""
+        return self.read_schema(float)
+
+    def read_schema(self, real: Callable[[str], Any]) -> Any:
+        """`schema`, whose numbers with a point or an exponent are what `real` makes of them."""
         if self.json is None:
             return {"type": "object"}
-        schema = json_text.loads(str(self.json))
+        schema = json_text.loads(str(self.json), parse_float=real)
         return _closed(schema) if self.disable_additional_properties else schema
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,29 @@ def add_chat(parser: CommandParser) -> None:
     """The options of `chat`."""
     _add_engine_options(parser)
     parser.add_argument("--system", help="system message")
+    parser.add_argument(
+        "--template-variable",
+        type=template_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what the chat template sees as NAME; JSON, or else text; may be repeated",
+    )
     # The chat template decides how a prompt begins, and a prompt is all turns so far.
     _add_sampling_options(parser, but=("add_bos", "prompt_logprobs"))
     parser.show_first((*_COMMON, "--system", *_common(_ENGINE, _REQUEST)))
+
+
+def template_variable(text: str) -> tuple[str, Any]:
+    """NAME=VALUE as a name and a value, which is JSON where it can be, else a string."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+    try:
+        # NaN and the like are no JSON.
+        return name, json.loads(value, parse_constant=str)
+    except (ValueError, RecursionError):
+        return name, value
 
 
 def add_info(parser: CommandParser) -> None:

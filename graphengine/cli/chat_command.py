@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from graphengine.cli.output import print_logprobs, summarise
 from graphengine.cli.terminal import columns, fit
 from graphengine.cli.typed_lines import typed_lines
 from graphengine.engine import Engine
+from graphengine.prompts import Chat
 from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams
 from graphengine.sessions import Session
@@ -41,7 +42,12 @@ def chat(options: argparse.Namespace) -> int:
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             raise ValueError(f"{options.checkpoint} has no chat template: use `generate`")
         conversation = Conversation(
-            engine, session, params, system=options.system, deadline_s=options.deadline
+            engine,
+            session,
+            params,
+            system=options.system,
+            deadline_s=options.deadline,
+            template_variables=dict(options.template_variable),
         )
         output = ChatOutput(options.json)
         output.begin(options.checkpoint, str(engine.memory.device))
@@ -62,12 +68,14 @@ class Conversation:
         *,
         system: str | None = None,
         deadline_s: float | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """`deadline_s` is that of each turn."""
+        """`deadline_s` is that of each turn, `template_variables` those of each rendering."""
         self._engine = engine
         self._session = session
         self._params = params
         self._deadline_s = deadline_s
+        self._variables = template_variables
         self.messages: list[dict[str, str]] = []
         if system:
             self.messages.append({"role": "system", "content": system})
@@ -85,7 +93,7 @@ class Conversation:
         """
         engine, before = self._engine, Counter(self._engine.counters)
         asked = [*self.messages, {"role": "user", "content": line}]
-        self._session.update(asked)
+        self._session.update(Chat(messages=asked, template_variables=self._variables))
         request = self._session.submit(
             self._params, on_event=lambda event: say(event.text), deadline_s=self._deadline_s
         )

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -228,7 +229,9 @@ def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+    # numpy's arrays are buffers, but Python 3.11 has no annotation that says so.
+    array: Any = tensor.flatten().view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _described(header: bytes) -> str:

@@ -18,12 +18,14 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphengine.requests.result import FinishReason
+from graphengine.requests.schemas import for_llguidance
 from graphengine.sampling_params import SamplingParams
 from graphengine.structured_outputs import StructuredOutputsParams
 from graphengine.text.tokenizer import Tokenizer
@@ -361,10 +363,11 @@ def _source(asked: StructuredOutputsParams, special: Mapping[str, int]) -> str:
         # As a regular expression: Lark limits the number of alternatives.
         choices = (_META.sub(r"\\\g<0>", choice) for choice in asked.choice)
         return LLMatcher.grammar_from_regex("|".join(choices))
-    options: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
+    schema, options = for_llguidance(asked.read_schema(Decimal))
+    options["whitespace_flexible"] = not asked.disable_any_whitespace
     if asked.whitespace_pattern is not None:
         options["whitespace_pattern"] = asked.whitespace_pattern
-    return LLMatcher.grammar_from_json_schema(json.dumps(asked.schema), overrides=options)
+    return LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, options))
 
 
 def _shown(asked: StructuredOutputsParams) -> str:
@@ -380,4 +383,9 @@ def _shown(asked: StructuredOutputsParams) -> str:
 
 def _first_lines(matcher: LLMatcher) -> str:
     """llguidance's message, without the state of its parser."""
-    return matcher.get_error().partition("\n<state>")[0].replace(_HIDDEN, "").strip()
+    message = matcher.get_error().partition("\n<state>")[0].replace(_HIDDEN, "").strip()
+    if message == "NoExtensionBias":
+        return (
+            f"no text meets the grammar: a rule or a $ref may lead only back to itself ({message})"
+        )
+    return message

@@ -7,7 +7,7 @@ and how much.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -38,11 +38,13 @@ class ChatTemplate:
         tools: Tools | None = None,
         special_tokens: Mapping[str, str] | None = None,
         continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text. Every error in the messages or the template is a ValueError.
 
         special_tokens          what the template sees as `bos_token`, `eos_token`, ...
         continue_final_message  end with the text of the last message, as in transformers
+        template_variables      what else the template sees, by name
         """
         plain = _plain_messages(messages)
         if continue_final_message:
@@ -59,6 +61,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        variables |= _plain_variables(template_variables, {*variables, *self._sandbox.globals})
         template = self._template
         self._sandbox.reset()
         try:
@@ -84,16 +87,32 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
     """A copy in plain JSON types, since objects have methods that the sandbox does not know.
 
     Keys whose value is None are dropped, as in transformers: templates would write "None".
+    Reasoning is copied to the names that templates read.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"chat messages must be a list that is not empty, got {messages!r}")
     for index, message in enumerate(messages):
         _check_message(index, message)
     kept = [
-        {key: value for key, value in message.items() if value is not None} for message in messages
+        _with_reasoning({key: value for key, value in message.items() if value is not None})
+        for message in messages
     ]
     plain: list[dict[str, Any]] = _plain_json("chat messages", kept)
     return plain
+
+
+# What a message's reasoning is called, the usual name first.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under the first two names, in transformers' order of keys."""
+    given = [message[name] for name in _REASONING if name in message]
+    if not given:
+        return message
+    filled = {"thinking": given[0], **message}
+    filled.setdefault("reasoning_content", given[0])
+    return filled
 
 
 def _check_message(index: int, message: Any) -> None:
@@ -102,9 +121,8 @@ def _check_message(index: int, message: Any) -> None:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ValueError(f"chat message {index} has role={role!r}: must be a string: {message!r}")
-    if content is None and message.get("tool_calls"):
-        return
-    if isinstance(content, str):
+    # A template may do without content: of calls, of reasoning, or of a role alone.
+    if content is None or isinstance(content, str):
         return
     if not isinstance(content, (list, tuple)) or not all(isinstance(p, Mapping) for p in content):
         raise ValueError(
@@ -149,6 +167,23 @@ def _plain_tools(tools: Any) -> list[dict[str, Any]] | None:
     if not isinstance(tools, (list, tuple)) or not all(isinstance(t, Mapping) for t in tools):
         raise ValueError(f"tools must be a list of dicts (JSON schemas), got {tools!r}")
     plain: list[dict[str, Any]] = _plain_json("tools", list(tools))
+    return plain
+
+
+def _plain_variables(variables: Any, taken: Collection[str]) -> dict[str, Any]:
+    """A copy in plain JSON types. ValueError for names that are `taken`, or are no strings."""
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping):
+        raise ValueError(f"template_variables must map names to values, got {variables!r}")
+    for name in variables:
+        if not isinstance(name, str):
+            raise ValueError(f"template_variables: the name {name!r} must be a string")
+        if name in taken:
+            raise ValueError(
+                f"template_variables cannot set {name!r}: every template gets it already"
+            )
+    plain: dict[str, Any] = _plain_json("template_variables", dict(variables))
     return plain
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import tokenizers
 
@@ -218,19 +218,24 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
         continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation as the checkpoint's template writes it.
 
-        messages                dicts with "role" and "content" (text, or a list of dicts); more
-                                keys may follow
+        messages                dicts with "role", and "content" (text, a list of dicts, or None);
+                                more keys may follow
         add_generation_prompt   with the beginning of the assistant's answer
         tools                   JSON schemas of functions; the template "tool_use" is taken where
                                 there is one
         continue_final_message  end with the text of the last message, which the model then goes on
                                 with. ValueError together with `add_generation_prompt`, for a last
                                 message without text, and where the template does not write it out
+        template_variables      what the template sees besides, such as `enable_thinking`: JSON
+                                values by name. ValueError for a name that every template gets
         """
-        text = self.render_chat(messages, add_generation_prompt, tools, continue_final_message)
+        text = self.render_chat(
+            messages, add_generation_prompt, tools, continue_final_message, template_variables
+        )
         return self.encode(text, add_special_tokens=False)
 
     def render_chat(
@@ -239,6 +244,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
         continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text that `apply_chat_template` encodes."""
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
@@ -252,6 +258,7 @@ class Tokenizer:
             tools=tools,
             special_tokens=self.special_tokens,
             continue_final_message=continue_final_message,
+            template_variables=template_variables,
         )
 
     def token_bytes(self, token_id: int) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, islice, product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,31 @@ def test_conversations_are_transformers(
     assert chat.token_ids(ours) == expected
 
 
+READING = """\
+{% for message in messages %}<{{ message | tojson }}{{ message.content }}|{{ message.thinking }}|
+{{- message.reasoning_content }}|{{ message.reasoning }}>{% endfor %}
+{%- for key in messages[-1] %}{{ key }} {% endfor %}"""
+
+
+def test_reasoning_and_missing_content_are_transformers() -> None:
+    """A template may read reasoning by another name than the message has."""
+    ours, theirs = both(READING)
+    optional = {
+        "content": [{}, {"content": None}, {"content": ""}, {"content": "so"}],
+        "thinking": [{}, {"thinking": None}, {"thinking": "t"}],
+        "reasoning": [{}, {"reasoning": ""}, {"reasoning": ["r"]}],
+        "reasoning_content": [{}, {"reasoning_content": None}, {"reasoning_content": "c"}],
+    }
+    for role, parts in product(["user", "assistant"], product(*optional.values())):
+        message = {"role": role} | {key: value for part in parts for key, value in part.items()}
+        last_first = dict(reversed(message.items()))
+        expected = theirs.apply_chat_template([message, last_first], tokenize=False)
+        assert ours.render_chat([message, last_first], False) == expected
+        assert list(message) == list(reversed(last_first)), "the caller's messages are as they were"
+    short = {"role": "assistant", "reasoning": "because"}
+    assert "|because|because|because>" in ours.render_chat([short])
+
+
 @pytest.mark.parametrize(
     ("template", "parts"),
     [(TEMPLATE, False), (TEMPLATE, True), (TRIMMING, False)],
@@ -208,6 +233,53 @@ def test_a_continued_message_is_transformers(
     assert ours.render_chat(messages, False, None, True) == expected
     assert chat.token_ids(ours) == theirs.encode(expected, add_special_tokens=False)
     assert str(messages) == before, "the caller's messages are as they were"
+
+
+THINKING = """\
+{% if enable_thinking is defined and not enable_thinking %}<off>{% endif %}
+{{- reasoning_effort | default('medium') }}{{ style | tojson if style is defined }}
+{%- for key in (style or {}).items() %}{{ key }}{% endfor %}
+{%- for message in messages %}{{ message.content }}{% endfor %}"""
+
+
+def test_template_variables_are_transformers() -> None:
+    ours, theirs = both(THINKING)
+    messages = [{"role": "user", "content": "go on"}]
+    texts = set()
+    variables: dict[str, Any]
+    for variables in (
+        {},
+        {"enable_thinking": False},
+        {"enable_thinking": True, "reasoning_effort": "high"},
+        {"enable_thinking": None, "reasoning_effort": None},
+        {"style": {"short": [1, 2.5, None]}, "reasoning_effort": 3},
+    ):
+        text = theirs.apply_chat_template(messages, tokenize=False, **variables)
+        assert ours.render_chat(messages, False, template_variables=variables) == text
+        ids = theirs.encode(text, add_special_tokens=False)
+        chat = Chat(messages=messages, template_variables=variables)
+        assert chat.token_ids(ours) == ids
+        texts.add(text)
+    assert len(texts) == 5
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ([1], r"template_variables must map names to values, got \[1\]"),
+        ({3: 1}, "template_variables: the name 3 must be a string"),
+        ({"x": {1, 2}}, "template_variables must hold plain JSON values: "),
+        *(
+            ({name: 1}, f"template_variables cannot set '{name}': every template gets it already")
+            for name in ("messages", "tools", "add_generation_prompt", "bos_token", "namespace")
+        ),
+    ],
+)
+def test_bad_template_variables_are_named(variables: Any, message: str) -> None:
+    ours, _ = both()
+    chat = Chat(messages=[{"role": "user", "content": "a"}], template_variables=variables)
+    with pytest.raises(ValueError, match=message):
+        chat.token_ids(ours)
 
 
 def test_a_message_that_cannot_be_continued_is_named() -> None:

@@ -367,6 +367,26 @@ def test_chat_needs_a_template(cli: Cli, edited: Callable[..., Path]) -> None:
     assert_error(cli("chat", "--checkpoint", path), f"{path} has no chat template")
 
 
+def test_the_template_of_a_chat_sees_variables(
+    cli: Cli,
+    edited: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    say(monkeypatch, "def f(\n")
+    template = "{{ messages[0].content }}{{ [thinking, effort, note] | tojson }}"
+    path = edited(checkpoint_path(), tokenizer_config={"chat_template": template})
+    given = ("thinking=false", "effort=low", 'note=["a=b"]')
+    options = [part for each in given for part in ("--template-variable", each)]
+    status, out, _ = cli("chat", "--checkpoint", str(path), *options, "--max-tokens", "1", "--json")
+    assert status == 0
+    said = Tokenizer.from_directory(path).decode(json.loads(out)["prompt_token_ids"])
+    assert said == 'def f([false, "low", ["a=b"]]'
+    with pytest.raises(SystemExit):
+        cli("chat", "--template-variable", "=3")
+    assert "--template-variable: '=3' must be NAME=VALUE" in capsys.readouterr().err
+
+
 def test_chat_needs_a_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:
     path = str(checkpoints["qwen3-biases"].path)
     assert_error(cli("chat", "--checkpoint", path), "has no chat template")
