@@ -42,7 +42,7 @@ class Exchange:
     limit_s   for which this rank waits for others, from the next exchange on
     waited_s  for which it has been in exchanges
 
-    MeetingFailed, with their numbers, where ranks do not come within the limit.
+    MeetingFailed, with their numbers, where ranks are gone or do not come within the limit.
     """
 
     def __init__(self, file: str, share: Share, limit_s: float) -> None:
@@ -64,6 +64,7 @@ class Exchange:
         MeetingFailed where a rank is gone, does not come within the limit, or is at another
         exchange. Only `close` may follow.
         """
+        assert len(self._peers) == self.share.ranks - 1, "it is closed"
         began, own = time.perf_counter(), self.share.rank
         self._number += 1
         received[own].copy_(sent[own])
@@ -111,19 +112,27 @@ class Exchange:
             listening.bind(f"{name}-{own}")
             listening.listen(ranks)
             for rank in range(own):
-                connection = self._reach(f"{name}-{rank}", rank, deadline)
-                self._peers[rank] = _Peer(rank, connection)
-                connection.sendall(_RANK.pack(own))
+                peer = _Peer(rank, self._reach(f"{name}-{rank}", rank, deadline))
+                self._peers[rank] = peer
+                try:
+                    peer.greet(own)
+                except OSError as error:
+                    raise MeetingFailed(
+                        f"rank {own} of {ranks} lost rank {rank} when they met: {error}"
+                    ) from error
             while len(self._peers) < ranks - 1:
                 missing = sorted({*range(own + 1, ranks)} - {*self._peers})
                 listening.settimeout(self._left(missing, deadline))
                 with suppress(TimeoutError):
                     connection, _ = listening.accept()
                     connection.settimeout(self._left(missing, deadline))
-                    greeting = connection.recv(_RANK.size, socket.MSG_WAITALL)
-                    # One that is gone at once has said nothing, and does not come.
-                    for (rank,) in _RANK.iter_unpack(greeting):
+                    greeting = connection.recv(_RANK.size)
+                    if greeting:
+                        (rank,) = _RANK.unpack(greeting)
                         self._peers[rank] = _Peer(rank, connection)
+                    else:
+                        # It is gone, and does not come.
+                        connection.close()
             os.unlink(f"{name}-{own}")
 
     def _reach(self, name: str, rank: int, deadline: float) -> socket.socket:
@@ -158,13 +167,17 @@ class _Peer:
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self._socket = rank, connection
+        connection.setblocking(False)
         self.told: bytes | None = None
         self._leaving: list[memoryview] = []
         self._arriving: list[memoryview] = []
         self._header, self._received = bytearray(_HEADER.size), 0
 
+    def greet(self, own: int) -> None:
+        """Say who has connected. OSError where the rank is gone."""
+        self._socket.send(_RANK.pack(own), socket.MSG_NOSIGNAL)
+
     def begin(self, header: bytes, sent: memoryview, received: memoryview) -> None:
-        self._socket.setblocking(False)
         self.told, self._received = None, 0
         self._leaving = [memoryview(header), sent]
         self._arriving = [memoryview(self._header), received]

@@ -48,9 +48,7 @@ class Joined:
         try:
             if place.shard.ranks > 1:
                 name = f"{file}-{place.pipe.rank}"
-                # Between stages, ranks on GPUs have NCCL for what is not pushed.
-                stages = config.pipeline_parallel > 1 and memory.device.type == "cuda"
-                self.group = self._meet(name, place.shard, memory, config, watch, stages=stages)
+                self.group = self._meet(name, place.shard, memory, config, watch)
             if place.pipe.ranks > 1:
                 name = f"{file}-stages-{place.shard.rank}"
                 pipe = self._meet(name, place.pipe, memory, config, stages=True)
@@ -68,7 +66,7 @@ class Joined:
         config: EngineConfig,
         watch: Tensor | None = None,
         *,
-        stages: bool,
+        stages: bool = False,
     ) -> Meeting:
         meeting = Meeting(
             file,

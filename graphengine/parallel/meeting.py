@@ -76,8 +76,8 @@ class Meeting:
             see it; None: in memory of its own
     stages  whether ranks pass on what is neither pushed nor exchanged, by NCCL or gloo
 
-    MeetingFailed where a rank does not come to meet on a CPU, and where ranks share a GPU and
-    cannot map each other's memory.
+    MeetingFailed where a rank is gone or does not come to meet on a CPU, and where ranks share a
+    GPU and cannot map each other's memory.
     """
 
     def __init__(
@@ -109,11 +109,24 @@ class Meeting:
         else:
             self._exchange = Exchange(file, share, limit_s)
             if stages:
-                self._group = _gloo_group(_store(file, share, limit), share, limit)
+                self._group = self._connect_stages(file, limit)
         peers = self.peers
         # For the host a NumPy view: a look at a tensor takes microseconds.
         self._watch = None if peers is None else peers.tensors.watch.numpy()
         self.limit_s = limit_s
+
+    def _connect_stages(self, file: str, limit: timedelta) -> Any:
+        """Gloo's group. MeetingFailed where a rank that has come does not connect there, too."""
+        assert self._exchange is not None
+        try:
+            return _gloo_group(_store(file, self.share, limit), self.share, limit)
+        except RuntimeError as error:
+            self._exchange.close()
+            raise MeetingFailed(
+                f"rank {self.share.rank} of {self.share.ranks} waited, for at most "
+                f"{limit.total_seconds():g} s, to connect with the other stages by gloo: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error
 
     @property
     def limit_s(self) -> float:
@@ -233,7 +246,7 @@ class Meeting:
         return push_lanes(peers, lanes, pdl=self._pdl)
 
     def _swap(self, name: str, sent: Sequence[Tensor], received: Tensor) -> None:
-        assert self._exchange is not None, "it is closed"
+        assert self._exchange is not None, "a GPU's parts go another way"
         self._exchange.swap(name, sent, received.unbind())
 
     def _pushes(self, part: Tensor) -> Peers | None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,18 +15,18 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from events import GENEROUS_S
 from torch import Tensor
 
 from graphengine.models.contract import Share
 from graphengine.parallel import exchange
-from graphengine.parallel.exchange import MeetingFailed
+from graphengine.parallel import meeting as meetings
+from graphengine.parallel.exchange import Exchange, MeetingFailed
 from graphengine.parallel.meeting import Meeting
 from timelines.fake_clock import Clock
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
-GENEROUS_S = 600.0
-"""Only for a test that would hang."""
 
 
 def on_all_ranks(
@@ -163,6 +164,39 @@ def test_a_rank_that_answers_no_more_is_named(
 def test_a_rank_that_does_not_meet_is_named(tmp_path: Path, rank: int, missing: str) -> None:
     text = failure_of(lambda: Meeting(str(tmp_path / "meeting"), Share(rank, 3), CPU, 0.05))
     assert text == f"rank {rank} of 3 waited 0.05 s for {missing} to meet"
+
+
+def test_a_rank_that_is_gone_when_others_meet_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    monkeypatch.setattr(Exchange, "_reach", lambda *_: ours)
+    text = failure_of(lambda: Meeting(str(tmp_path / "meeting"), Share(1, 2), CPU, GENEROUS_S))
+    assert text.startswith("rank 1 of 2 lost rank 0 when they met: ") and ours.fileno() == -1
+
+
+def test_a_rank_without_the_others_stages_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Connection reset by peer\nand where")
+
+    monkeypatch.setattr(meetings, "_gloo_group", fail)
+    text = failure_of(lambda: Meeting(str(tmp_path / "meeting"), Share(0, 1), CPU, 9, stages=True))
+    assert text == (
+        "rank 0 of 1 waited, for at most 9 s, to connect with the other stages by gloo: "
+        "Connection reset by peer"
+    )
+
+
+def test_nothing_is_met_once_it_is_closed(tmp_path: Path) -> None:
+    def work(rank: int, meeting: Meeting) -> None:
+        meeting.close()
+        with pytest.raises(AssertionError, match="it is closed"):
+            meeting.gather(torch.ones(1, 4))
+
+    on_all_ranks(tmp_path, 2, work)
 
 
 def test_a_rank_knows_for_how_long_it_has_waited(
