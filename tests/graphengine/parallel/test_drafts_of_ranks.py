@@ -34,12 +34,12 @@ from graphengine.speculative import (
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os\n"]
-GREEDY = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)] * 3
+GREEDY = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * 3
 # One of them draws through filters, as its drafts of a chain do.
 PARAMS = [
     GREEDY[0],
-    SamplingParams(seed=5, max_tokens=24, ignore_eos=True, top_k=20),
-    SamplingParams(seed=7, max_tokens=24, ignore_eos=True),
+    SamplingParams(seed=5, max_tokens=12, ignore_eos=True, top_k=20),
+    SamplingParams(seed=7, max_tokens=12, ignore_eos=True),
 ]
 DYNAMIC = DynamicTree(nodes=6, top_k=3, depth=3)
 Said = tuple[list[tuple[int, ...]], list[list[list[int]]]]

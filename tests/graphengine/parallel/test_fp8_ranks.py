@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 PROMPTS = ["def fib(n):", "class Tree:\n"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+FEW = replace(GREEDY, max_tokens=8)
 
 
 def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
@@ -59,7 +61,7 @@ def say(engine: Engine) -> list[tuple[int, ...]]:
 def go_on(engine: Engine, kept: SessionSnapshot) -> tuple[int, ...]:
     with engine.restore_session(kept) as session:
         session.append(PROMPTS[1])
-        result = session.generate(GREEDY)
+        result = session.generate(FEW)
         assert result.cached_tokens == kept.blocks * 8 > 0
         return result.token_ids
 
@@ -67,7 +69,7 @@ def go_on(engine: Engine, kept: SessionSnapshot) -> tuple[int, ...]:
 def snapshot(engine: Engine) -> SessionSnapshot:
     with engine.session() as session:
         session.append(PROMPTS[0])
-        session.generate(GREEDY)
+        session.generate(FEW)
         return session.snapshot()
 
 
@@ -121,6 +123,6 @@ def test_scales_of_a_prompt() -> None:
             if ranks > 1:
                 assert_equal_ranks(engine)
                 kept = snapshot(engine)
-                assert len(go_on(engine, kept)) == GREEDY.max_tokens
+                assert len(go_on(engine, kept)) == FEW.max_tokens
     assert found[0] == found[2] and found[0][1] > 0
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[3]))

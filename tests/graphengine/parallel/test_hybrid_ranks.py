@@ -28,7 +28,8 @@ from graphengine.speculative import MTP, NGram
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+FEW = replace(GREEDY, max_tokens=8)
 NAMES = ["granite-rope-limits", "nemotron-biases", "qwen", "lfm2-biases"]
 
 
@@ -78,8 +79,8 @@ def test_drafts_sessions_and_prefixes(hybrids: dict[str, Any]) -> None:
         prompt = oracle.prompts((37,))[0]
         first = engine.generate(prompt * 2, GREEDY)
         oracle.assert_greedy(first)
-        again = engine.generate(prompt * 2, GREEDY)
-        assert again.token_ids == first.token_ids
+        again = engine.generate(prompt * 2, FEW)
+        assert again.token_ids == first.token_ids[:8]
         assert again.cached_tokens > 0 and engine.counters["states/kept"] > 2
         assert engine.acceptance.accepted > 0
         assert_equal_ranks(engine)
@@ -90,10 +91,10 @@ def assert_restores(engine: Engine, prompt: list[int]) -> None:
     """A snapshot has the states of all heads; the session that is restored goes on from them."""
     with engine.session() as session:
         session.append(prompt)
-        session.generate(GREEDY)
+        session.generate(FEW)
         kept = session.snapshot()
         session.append(prompt[:5])
-        expected = session.generate(GREEDY)
+        expected = session.generate(FEW)
     # 6 heads, and a convolution of x, B and C.
     assert [tuple(state.shape) for state in kept.states[:2]] == [(3, 432), (1, 6, 64, 24)]
     with engine.restore_session(kept) as restored:
@@ -101,7 +102,7 @@ def assert_restores(engine: Engine, prompt: list[int]) -> None:
         pairs = zip(again.states + again.caches, kept.states + kept.caches, strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
         restored.append(prompt[:5])
-        assert restored.generate(GREEDY).token_ids == expected.token_ids
+        assert restored.generate(FEW).token_ids == expected.token_ids
     assert_equal_ranks(engine)
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extent import extent
 from graphengine.opening.inventory import LinkShape
 from graphengine.parallel.link import Command, DriverEnd, Kind, LinkMemory, RankEnd, Stage
 
@@ -35,7 +36,7 @@ commands = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=extent(12, 30), deadline=None)
 @given(sent=st.lists(commands, max_size=3 * ENTRIES), data=st.data())
 def test_every_rank_takes_every_command_once(sent: list[Command], data: st.DataObject) -> None:
     _, driver, ranks = linked()

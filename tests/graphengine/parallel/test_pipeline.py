@@ -1,7 +1,7 @@
 """Engines whose stages are processes, each with some layers: against one process with all of them.
 
 What stages compute is what one process computes, so tokens and log-probabilities are equal to the
-bit. Engines are opened as seldom as can be, as their processes take seconds to start.
+bit.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ from graphengine.speculative import (
     UserProvided,
 )
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 PROMPT_LENGTHS = (1, 3, 17, 70)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=3)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
 
 
-def greedy(max_tokens: int = 24) -> SamplingParams:
+def greedy(max_tokens: int = 16) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
@@ -82,7 +84,7 @@ def said(result: Result) -> tuple[Any, ...]:
 
 def replies(engine: Engine, prompts: list[list[int]]) -> list[tuple[Any, ...]]:
     """What greedy and sampled requests get, with records of log-probabilities."""
-    usual = SamplingParams(max_tokens=64, ignore_eos=True, seed=3, top_p=0.9, prompt_logprobs=2)
+    usual = SamplingParams(max_tokens=24, ignore_eos=True, seed=3, top_p=0.9, prompt_logprobs=2)
     params = [GREEDY, usual, GREEDY, usual]
     return [said(result) for result in engine.generate(prompts, params)]
 
@@ -262,7 +264,7 @@ def test_requests_that_come_and_go_have_their_own_tokens(engine: Engine, folder:
     """With pauses and cancels; each has what it gets alone in one process."""
     dice = random.Random(5)
     owners = Owners(engine, dice)
-    come_and_go(owners, engine, dice, tokens=300, rested=lambda: assert_equal_stages(engine))
+    come_and_go(owners, engine, dice, tokens=200, rested=lambda: assert_equal_stages(engine))
     owners.leave()
     run(engine)
     assert_idle(engine)
@@ -345,15 +347,15 @@ def test_drafts_are_those_of_one_process(name: str) -> None:
     found = []
     for stages in (1, 2):
         with open_engine(few_layers(), stages, speculative=modes[name]) as engine:
-            results = engine.generate(PROMPTS, greedy(40))
+            results = engine.generate(PROMPTS, greedy())
             found.append(([said(result) for result in results], engine.acceptance.accepted))
             if stages > 1:
                 assert_equal_stages(engine)
     assert found[0] == found[1] and found[0][1] > 0
 
 
-def test_drafts_of_the_caller() -> None:
-    """They come with loads, to all stages."""
+def test_drafts_of_the_caller(spawned_ranks: None) -> None:
+    """They come with loads, to all stages, which are started as users start them."""
     with open_engine(few_layers(), 1) as alone:
         expected = [each.token_ids for each in alone.generate(PROMPTS, greedy())]
     with open_engine(few_layers(), 2, speculative=UserProvided(k=2)) as engine:

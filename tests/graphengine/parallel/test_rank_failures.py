@@ -19,6 +19,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -314,11 +315,12 @@ def main():
 GUARD = 'if __name__ == "__main__": '
 
 
-def start(tmp_path: Path, text: str) -> subprocess.Popen[str]:
-    program = tmp_path / "program.py"
-    program.write_text(text)
-    return subprocess.Popen(
-        [sys.executable, str(program), str(few_layers())],
+def test_ranks_end_with_their_driver(tmp_path: Path) -> None:
+    """Ctrl-C reaches all processes of a terminal."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM.format(guard=GUARD))
+    program = subprocess.Popen(
+        [sys.executable, str(file), str(few_layers())],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -326,11 +328,6 @@ def start(tmp_path: Path, text: str) -> subprocess.Popen[str]:
         # Ignored by the tests' own process, as in a shell's background, it would be ignored here.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-
-
-def test_ranks_end_with_their_driver(tmp_path: Path) -> None:
-    """Ctrl-C reaches all processes of a terminal."""
-    program = start(tmp_path, PROGRAM.format(guard=GUARD))
     assert program.stdout is not None
     pids = list(map(int, program.stdout.readline().split()))
     assert pids and all(map(is_there, pids))
@@ -439,7 +436,19 @@ def test_new_weights_of_a_driver_that_is_killed_are_removed(
     assert not list(tmp_path.glob("graphengine-*"))
 
 
-def test_a_program_without_a_guard_is_told(tmp_path: Path) -> None:
-    _, errors = start(tmp_path, PROGRAM.format(guard="")).communicate(timeout=GENEROUS_S)
-    assert "RankFailed: rank 1 " in errors and "ended with exit code 1 before it began" in errors
-    assert 'so it is a file, and opens such an engine under `if __name__ == "__main__":`' in errors
+def test_a_program_without_a_guard_is_told(
+    spawned_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process stands for the program; its rank imports that."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(guard=""))
+    main = ModuleType("__main__")
+    main.__file__ = str(program)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", [str(program), str(few_layers())])
+    message = (
+        r"^rank 1 .* ended with exit code 1 before it began: .*so it is a file, and opens such an "
+        r'engine under `if __name__ == "__main__":`$'
+    )
+    with pytest.raises(RankFailed, match=message):
+        open_engine(device="cpu", tensor_parallel=2)

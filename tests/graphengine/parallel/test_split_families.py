@@ -66,8 +66,8 @@ FAMILIES = [
     ("latent_checkpoints", "latent-corrected", 4, False),
     ("glm_checkpoints", "glm-norms-biases", 2, True),
 ]
-# Of each family; a few more steps leave no ranks apart, as the test with pauses shows with 64.
-TOKENS = extent(24, 64)
+# Of each family; a few more steps leave no ranks apart, as the test with pauses shows.
+TOKENS = extent(16, 64)
 
 
 def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
@@ -76,7 +76,7 @@ def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
     return Engine.from_pretrained(path, tensor_parallel=ranks, **options)
 
 
-def greedy(max_tokens: int = 64, **options: Any) -> SamplingParams:
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **options)
 
 
@@ -140,7 +140,7 @@ def assert_replies(
     oracle: Any,
     prompts: Sequence[list[int]],
     eager: Callable[[Engine], Any],
-    max_tokens: int = 64,
+    max_tokens: int,
 ) -> None:
     """Tokens together, and logits alone, are those of transformers."""
     results = run_together(engine, prompts, greedy(max_tokens))
@@ -165,7 +165,7 @@ def test_pauses_and_rewinds_change_no_token(
     with open_engine(oracle.path, 2, **pool) as engine:
         assert_budget(engine, oracle.path)
         assert_rewinds(engine, oracle)
-        assert_replies(engine, oracle, oracle.prompts((3, 40, 17)), eager)
+        assert_replies(engine, oracle, oracle.prompts((30, 60, 40)), eager, 24)
         assert engine.counters["pauses"] and engine.counters["resumes"]
 
 
@@ -197,10 +197,10 @@ def test_packed_experts_are_those_of_one_rank(
     packed_checkpoint(oracle.path, path)
     prompts = oracle.prompts((5, 30))
     with open_engine(path, 1) as alone:
-        expected = alone.generate(prompts, greedy(32, logprobs=3))
+        expected = alone.generate(prompts, greedy(16, logprobs=3))
         whole = alone.model.weights.nbytes
     with open_engine(path, 2) as engine:
-        found = engine.generate(prompts, greedy(32, logprobs=3))
+        found = engine.generate(prompts, greedy(16, logprobs=3))
         assert_equal_ranks(engine)
         assert engine.model.weights.nbytes < 0.8 * whole
     assert tokens_of(found) == tokens_of(expected)
@@ -230,7 +230,7 @@ def test_modules_with_experts_change_no_token(
     path = Chains(tmp_path / kind, kind, 2).path
     dice = np.random.default_rng(1)
     prompts = [dice.integers(VOCAB, size=size).tolist() for size in (1, 9, 41)]
-    params = [greedy(32), SamplingParams(seed=5, max_tokens=32, ignore_eos=True), greedy(32)]
+    params = [greedy(16), SamplingParams(seed=5, max_tokens=16, ignore_eos=True), greedy(16)]
     with open_engine(path, **other) as engine:
         expected = tokens_of(engine.generate(prompts, params))
         accepted = engine.acceptance.accepted
@@ -249,17 +249,17 @@ def test_records_of_experts(expert_checkpoints: dict[str, Any]) -> None:
     prompts = oracle.prompts((9, 60, 17))
     options = {"record_routing": True, "max_seq_len": 96}
     with open_engine(oracle.path, 1, **options) as alone:
-        expected = alone.generate(prompts, greedy(24))
+        expected = alone.generate(prompts, greedy(12))
         given = np.random.default_rng(2).permuted(
             np.tile(np.arange(5, dtype=np.int16), (80, 2, 1)), axis=2
         )[..., :3]
-        replayed = alone.generate(prompts[1], greedy(24, routing=given))
+        replayed = alone.generate(prompts[1], greedy(12, routing=given))
     with open_engine(oracle.path, 2, **options) as engine:
-        found = engine.generate(prompts, greedy(24))
+        found = engine.generate(prompts, greedy(12))
         assert isinstance(engine.runtime, LeadingRuntime)
         # As longer records go, in pieces that end within a token's ids.
         engine.runtime.record_piece = 49
-        found.append(engine.generate(prompts[1], greedy(24, routing=given)))
+        found.append(engine.generate(prompts[1], greedy(12, routing=given)))
         assert_equal_ranks(engine)
     for result, wanted in zip(found, [*expected, replayed], strict=True):
         assert result.token_ids == wanted.token_ids

@@ -1,7 +1,4 @@
-"""Engines of several ranks, each a process: against transformers, and against themselves.
-
-Engines are opened once for all tests, as their processes take seconds to start.
-"""
+"""Engines of several ranks, each a process: against transformers, and against themselves."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
     return Engine.from_pretrained(path, tensor_parallel=ranks, **options)
 
 
-def greedy(max_tokens: int = 24) -> SamplingParams:
+def greedy(max_tokens: int = 16) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
@@ -162,7 +159,7 @@ def test_requests_that_come_and_go_have_their_own_tokens(engine: Engine) -> None
             time.sleep(dice.random() * 0.1)
 
     equal = partial(assert_equal_ranks, engine)
-    come_and_go(owners, engine, dice, tokens=250, stepped=equal, rested=rested)
+    come_and_go(owners, engine, dice, tokens=150, stepped=equal, rested=rested)
     owners.leave()
     run(engine)
     assert_idle(engine)
@@ -219,7 +216,7 @@ def test_drafts_change_no_token(
     engine: Engine, folder: Path, checkpoints: dict[str, Any], mode: Speculative
 ) -> None:
     prompts = [prompt * 3 for prompt in checkpoints["qwen3-biases"].prompts((5, 11, 20))]
-    params = [SamplingParams(max_tokens=30, seed=5), greedy(30), greedy(30)]
+    params = [SamplingParams(max_tokens=16, seed=5), greedy(), greedy()]
     expected = [each.token_ids for each in engine.generate(prompts, params)]
     with open_engine(folder, 2, speculative=mode) as drafting:
         requests = [drafting.submit(*each) for each in zip(prompts, params, strict=True)]

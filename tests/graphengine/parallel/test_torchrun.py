@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from events import GENEROUS_S
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.run import main as run
 
 from checkpoints.few_layers import few_layers
 from engines import pushing_ranks
@@ -19,6 +23,7 @@ from engines.pushing_ranks import PARAMS, PROMPTS, SIZES
 from graphengine import Engine, EngineConfig
 from graphengine.models.contract import Share
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
+from graphengine.parallel import rank
 from graphengine.parallel import torchrun as launching
 from graphengine.parallel.torchrun import _described, follow, launched_share
 
@@ -43,16 +48,36 @@ except ValueError as error:
 SUPPORT = str(Path(pushing_ranks.__file__).parent.parent)
 
 
-def torchrun(program: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run(
-        [*run, str(program), str(few_layers())],
-        env=os.environ | {"PYTHONPATH": SUPPORT, "OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=GENEROUS_S,
-        check=False,
-    )
+def in_a_fork(folder: Path, work: Callable[[], object]) -> tuple[int | None, str, str]:
+    """How a process ends that has imported all that this one has, and what it writes."""
+    names = ("stdout", "stderr")
+
+    def write_and_work() -> None:
+        for descriptor, name in enumerate(names, start=1):
+            file = (folder / name).open("w", buffering=1)
+            os.dup2(file.fileno(), descriptor)
+            setattr(sys, name, file)
+        work()
+
+    process = multiprocessing.get_context("fork").Process(target=write_and_work)
+    process.start()
+    process.join(GENEROUS_S)
+    process.kill()
+    process.join()
+    output, errors = ((folder / name).read_text() for name in names)
+    return process.exitcode, output, errors
+
+
+def torchrun(folder: Path, program: Path, **environment: str) -> list[str]:
+    """What the program writes on two ranks, line by line."""
+
+    def work() -> None:
+        os.environ.update({"PYTHONPATH": SUPPORT, "OMP_NUM_THREADS": "1"}, **environment)
+        run(["--standalone", "--nproc-per-node=2", str(program), str(few_layers())])
+
+    code, output, errors = in_a_fork(folder, work)
+    assert code == 0, errors
+    return output.splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +90,12 @@ def expected() -> list[str]:
 def test_the_first_drives_the_others(tmp_path: Path, expected: list[str]) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = torchrun(program)
-    assert done.returncode == 0, done.stderr
+    said = torchrun(tmp_path, program)
     second = (
         "torchrun's other processes (1) have ended with the first engine of this program, which "
         "can have no second one"
     )
-    assert sorted(done.stdout.splitlines()) == sorted(["begins 0", "begins 1", second, *expected])
+    assert sorted(said) == sorted(["begins 0", "begins 1", second, *expected])
 
 
 def test_a_rank_has_the_drivers_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -93,36 +117,41 @@ def test_a_rank_has_the_drivers_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert not folder.exists()
 
 
-FAULTY = """
-import os
-import sys
-from engines.pushing_ranks import SIZES
-from graphengine import Engine
-from graphengine.parallel import rank
+def open_without_room() -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room on rank 1")
 
-def fail(*_):
-    raise MemoryError("no room on rank 1")
-
-if os.environ["RANK"] == "1":
-    rank.load_checkpoint = fail
-Engine.from_pretrained(sys.argv[1], tensor_parallel=2, **SIZES)
-"""
+    if os.environ["RANK"] == "1":
+        rank.load_checkpoint = fail  # type: ignore[assignment]
+    Engine.from_pretrained(few_layers(), tensor_parallel=2, **SIZES)
 
 
-def test_what_a_rank_says_that_fails_while_it_opens(tmp_path: Path) -> None:
-    """Torchrun ends the driver, which does not come to say it, nor to remove its folder."""
-    program = tmp_path / "program.py"
-    program.write_text(FAULTY)
-    done = torchrun(program, TMPDIR=str(tmp_path))
-    assert done.returncode == 1 and "MemoryError: no room on rank 1" in done.stderr
+def test_what_a_rank_says_that_fails_while_it_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun, here with forks, ends the driver, which does not come to say it, nor to remove its
+    folder.
+    """
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="forks",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    code, _, errors = in_a_fork(tmp_path, elastic_launch(launch, open_without_room))
+    assert code == 1 and "MemoryError: no room on rank 1" in errors
     assert not list(tmp_path.glob("graphengine-*"))
 
 
-def test_an_engine_whose_ranks_push_says_the_same(expected: list[str]) -> None:
+def test_an_engine_whose_ranks_push_says_the_same(tmp_path: Path, expected: list[str]) -> None:
     """Through graphs of all kinds and a cancelled request."""
-    done = torchrun(Path(pushing_ranks.__file__), TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["ranks 2 states 1", *expected]
+    said = torchrun(tmp_path, Path(pushing_ranks.__file__), TRITON_INTERPRET="1")
+    assert said == ["ranks 2 states 1", *expected]
 
 
 def test_other_ranks_than_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

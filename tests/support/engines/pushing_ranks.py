@@ -26,8 +26,8 @@ from launches.interpreted import prepare_interpreter
 
 PROMPTS = ["def fib(n):", "class Tree:\n"]
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=5),
-    SamplingParams(temperature=0.8, seed=3, top_k=20, max_tokens=5),
+    SamplingParams(temperature=0.0, max_tokens=3),
+    SamplingParams(temperature=0.8, seed=3, top_k=20, max_tokens=3),
 ]
 SIZES: dict[str, Any] = {
     "device": "cpu", "max_batch": 2, "max_seq_len": 64, "block_size": 8, "prefill_buckets": (16,),
