@@ -126,9 +126,6 @@ def test_each_rank_has_its_share_of_its_stage(
 # What they say.
 
 
-# Ranks are forked, which is safe while no other engine has threads: so one opens after the other.
-
-
 def test_two_stages_of_two_ranks(checkpoints: dict[str, Any]) -> None:
     """Sessions go on from snapshots of one process, and the other way round."""
     oracle = checkpoints["llama-biases"]

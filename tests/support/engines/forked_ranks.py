@@ -23,7 +23,10 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 @contextmanager
 def ranks_are_forked() -> Iterator[None]:
-    """Inside, engines fork their ranks; with a GPU they spawn them, as a fork has no CUDA."""
+    """Inside, engines fork their ranks; with a GPU they spawn them, as a fork has no CUDA.
+
+    Other engines with threads of gloo may be open, but idle: then these hold no lock.
+    """
     if torch.cuda.is_available():
         yield
         return
