@@ -6,6 +6,7 @@ stands for both.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -219,6 +220,23 @@ GLM_MODELS = {
 }  # fmt: skip
 
 
+# Tests get the same reply of a prompt from engines of other sizes.
+@functools.lru_cache(maxsize=64)
+@torch.no_grad()
+def _logits(model: PreTrainedModel, token_ids: tuple[int, ...]) -> torch.Tensor:
+    return model(torch.tensor([token_ids])).logits[0].float()
+
+
+@functools.cache
+@torch.no_grad()
+def _assert_greedy(
+    model: PreTrainedModel, prompt: tuple[int, ...], token_ids: tuple[int, ...]
+) -> None:
+    known, sequence = len(prompt), torch.tensor([[*prompt, *token_ids]])
+    logits = in_float64(model)(sequence).logits[0, known - 1 : -1]
+    assert_best(token_ids, logits, room_of(model, logits), f"{known=}")
+
+
 @dataclass(frozen=True)
 class Oracle:
     """A checkpoint directory and transformers' float32 reading of it on the CPU."""
@@ -234,10 +252,9 @@ class Oracle:
             model.set_experts_implementation("eager")
         return model
 
-    @torch.no_grad()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Float32 `[tokens, V]` for the whole sequence in one pass."""
-        return self.model(torch.tensor([token_ids])).logits[0].float()
+        return _logits(self.model, tuple(token_ids))
 
     def prompts(self, lengths: tuple[int, ...]) -> list[list[int]]:
         """A random prompt of each length."""
@@ -245,13 +262,9 @@ class Oracle:
         generator = random.Random(len(lengths))
         return [[generator.randrange(vocab) for _ in range(length)] for length in lengths]
 
-    @torch.no_grad()
     def assert_greedy(self, result: Result) -> None:
         """Each token is the best in float64; one may be what rounding takes for the best."""
-        sequence = torch.tensor([[*result.prompt_token_ids, *result.token_ids]])
-        known = len(result.prompt_token_ids)
-        logits = in_float64(self.model)(sequence).logits[0, known - 1 : -1]
-        assert_best(result.token_ids, logits, room_of(self.model, logits), f"{known=}")
+        _assert_greedy(self.model, result.prompt_token_ids, result.token_ids)
 
     def assert_logits(
         self,

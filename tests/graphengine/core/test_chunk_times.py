@@ -290,19 +290,19 @@ def test_a_bucket_of_2048_tokens_feeds_a_prompt_at_once(device: str) -> None:
         tokenizer = engine.tokenizer
         assert tokenizer is not None
         prompt = (tokenizer.encode(LONG * 60, add_special_tokens=False) * 9)[:1900]
-        expected = engine.generate(prompt, greedy(8)).token_ids
+        expected = engine.generate(prompt, greedy(3)).token_ids
         assert prefills(engine) == {"1024": 2}
     with open_engine(device=device, prefill_buckets=(*usual, 2048), **sizes) as engine:
         assert engine.prefill_cut == ((0, 2048),)
-        found = engine.generate(prompt, greedy(8)).token_ids
+        found = engine.generate(prompt, greedy(3)).token_ids
         # On a GPU chunks of other lengths are other products, which round in other places.
-        assert len(found) == 8 and (found == expected or device == "cuda")
+        assert len(found) == 3 and (found == expected or device == "cuda")
         assert prefills(engine) == {"2048": 1}
         assert engine.report().captures[0].name == "prefill/2048/full"
     cut = ((0, 1024), (1024, 256))
     with open_engine(
         device=device, prefill_buckets=(*usual, 2048), prefill_cut=cut, **sizes
     ) as engine:
-        found = engine.generate(prompt, greedy(8)).token_ids
-        assert len(found) == 8 and (found == expected or device == "cuda")
+        found = engine.generate(prompt, greedy(3)).token_ids
+        assert len(found) == 3 and (found == expected or device == "cuda")
         assert prefills(engine) == {"1024": 1, "256": 4}

@@ -91,7 +91,7 @@ def test_logits_and_greedy_tokens_are_transformers(
     ) as engine:
         for prompt in heldout_prompts():
             seen = eager(engine)
-            tokens = extent(24, 64)
+            tokens = extent(8, 64)
             params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
             result = engine.generate(prompt, params)
             assert len(result.token_ids) == tokens
@@ -104,9 +104,9 @@ def test_a_batch_of_heldout_prompts(demo_oracle: Any, device: str) -> None:
     with Engine.from_pretrained(
         checkpoint_path(), device=device, dtype="float32", max_batch=4, max_seq_len=256
     ) as engine:
-        params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
         for result in engine.generate(heldout_prompts(), params):
-            assert len(result.token_ids) == 32
+            assert len(result.token_ids) == 16
             demo_oracle.assert_greedy(result)
         for rows in engine.memory.ladder.sizes:
             assert engine.counters[f"replays/decode/{rows}/fast"] > 0

@@ -180,22 +180,30 @@ def test_a_training_that_cannot_be_is_refused(
         run_command(main, tmp_path, "--own-seconds", "0", *options)
 
 
-def accepted(folder: Path, mode: Eagle3 | DFlash) -> float:
-    """The share of first drafts that are right, of text like what was trained on; tokens are those
-    without drafts.
-    """
+def replies(engine: Engine) -> list[tuple[int, ...]]:
+    """What it says after text like what was trained on."""
     text = (SOURCES / "train.py").read_text(encoding="utf-8")
-    prompts = [
-        Tokenizer.from_directory(checkpoint_path()).encode(text)[at : at + 24] for at in (9, 500)
-    ]
-    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-    options: dict[str, Any] = {
-        "device": "cpu", "dtype": "float32", "max_batch": 2, "max_seq_len": 96,
-    }  # fmt: skip
-    with Engine.from_pretrained(checkpoint_path(), **options, row_family="dot") as engine:
-        plain = [result.token_ids for result in engine.generate(prompts, params)]
-    with Engine.from_pretrained(checkpoint_path(), **options, speculative=mode) as engine:
-        assert [result.token_ids for result in engine.generate(prompts, params)] == plain
+    ids = Tokenizer.from_directory(checkpoint_path()).encode(text)
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    return [each.token_ids for each in engine.generate([ids[329:353], ids[649:673]], params)]
+
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "max_batch": 2, "max_seq_len": 96,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[tuple[int, ...]]:
+    """The replies without drafts."""
+    with Engine.from_pretrained(checkpoint_path(), **OPTIONS, row_family="dot") as engine:
+        return replies(engine)
+
+
+def accepted(mode: Eagle3 | DFlash, plain: list[tuple[int, ...]]) -> float:
+    """The share of first drafts that are right; tokens are those without drafts."""
+    with Engine.from_pretrained(checkpoint_path(), **OPTIONS, speculative=mode) as engine:
+        assert replies(engine) == plain
         rate: float = engine.acceptance.as_dict()["rates"][0]
     return rate
 
@@ -213,20 +221,22 @@ def check_short_training(folder: Path, metrics: dict[str, Any], said: str) -> No
     assert f"{metrics['checkpoint_bytes']} bytes" in card
 
 
-def test_short_trainings_give_drafters_whose_drafts_are_accepted(tmp_path: Path) -> None:
+def test_short_trainings_give_drafters_whose_drafts_are_accepted(
+    tmp_path: Path, plain: list[tuple[int, ...]]
+) -> None:
     text, head, block = tmp_path / "text.safetensors", tmp_path / "eagle3", tmp_path / "block"
     once = ("--own-text", str(text))
-    metrics = run_command(EAGLE3, head, "--steps", "25", "--draft-vocab", "1024", *once)
+    metrics = run_command(EAGLE3, head, "--steps", "18", "--draft-vocab", "1024", *once)
     check_short_training(head, metrics, "1024 most frequent tokens")
     # By chance one draft of 4,096 would be accepted.
-    assert accepted(head, Eagle3(head, 3)) > 0.03
+    assert accepted(Eagle3(head, 3), plain) > 0.03
 
     written = text.read_bytes()
-    found = run_command(BLOCK, block, "--steps", "25", *once)
+    found = run_command(BLOCK, block, "--steps", "18", *once)
     check_short_training(block, found, "3 lanes, 3 drafts")
     assert text.read_bytes() == written
     assert found["own_tokens"] == metrics["own_tokens"] == 4 * 129
-    assert accepted(block, DFlash(block, 3)) > 0.03
+    assert accepted(DFlash(block, 3), plain) > 0.03
 
     message = r"has 4 windows of 128 tokens that the target wrote in; --sequence is 96, --own-sh"
     with pytest.raises(ValueError, match=message):
@@ -253,7 +263,7 @@ def test_both_drafters_are_small_enough_to_be_packaged() -> None:
     assert 2 * sum(counts) < 6_000_000, counts
 
 
-def test_a_dflash_checkpoint_opens(tmp_path: Path) -> None:
+def test_a_dflash_checkpoint_opens(tmp_path: Path, plain: list[tuple[int, ...]]) -> None:
     config = BlockConfig(kind="dflash", depth=3, ffn_size=64)
     BlockDrafter(config, DemoConfig(), mask=5).save(tmp_path)
-    accepted(tmp_path, DFlash(tmp_path, 3))
+    accepted(DFlash(tmp_path, 3), plain)

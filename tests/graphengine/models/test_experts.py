@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engines.family_checks import assert_replies, assert_same_in_any_company
+from extent import extent
 from graphengine import Engine, SamplingParams
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.decoder import DecoderConfig
@@ -53,7 +54,7 @@ def test_logits_and_greedy_tokens(
         assert_replies(engine, oracle, eager, PROMPT_LENGTHS)
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize("name", extent(NAMES[:1], NAMES[:2]))
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     expert_checkpoints: dict[str, Any], device: str, name: str
 ) -> None:

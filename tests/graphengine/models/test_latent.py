@@ -139,8 +139,8 @@ def test_records_are_transformers_own_routes_and_are_replayed(
     prompts[0] *= 4
     options = {"device": device, "prefill_buckets": (16,), "record_routing": True}
     with open_engine(oracle, **options, lookahead=0) as engine:
-        alone = [engine.generate(prompt, greedy(32)) for prompt in prompts]
-        together = engine.generate(prompts, greedy(32))
+        alone = [engine.generate(prompt, greedy(24)) for prompt in prompts]
+        together = engine.generate(prompts, greedy(24))
         layers, experts = len(engine.model.config.expert_layers), engine.model.config.experts
         seen = eager(engine)
         tokens = range(21 + 15)
@@ -153,11 +153,11 @@ def test_records_are_transformers_own_routes_and_are_replayed(
         ]
         other = engine.generate(prompts[1], greedy(16, routing=shifted))
     with open_engine(oracle, **options, speculative=NGram(k=3)) as engine:
-        drafted = engine.generate(prompts, greedy(32))
+        drafted = engine.generate(prompts, greedy(24))
         assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
     for result, *others in zip(alone, together, drafted, strict=True):
         assert result.routing is not None
-        assert result.routing.shape == (len(result.prompt_token_ids) + 31, layers, 3)
+        assert result.routing.shape == (len(result.prompt_token_ids) + 23, layers, 3)
         for each in others:
             assert each.token_ids == result.token_ids
             assert each.routing.tolist() == result.routing.tolist()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints.mtp_chains import HAS_CHAINS, LAYERS, TOLERANCE, VOCAB, Chains
 from engines.small_engine import greedy
 from engines.speculation import ENDLESS, open_speculating
+from extent import extent
 from graphengine import Engine, Request
 from graphengine.models.blocks.mla import LatentAttentionWeights
 from graphengine.models.mtp import MtpWeights
@@ -69,24 +70,38 @@ def follow(engine: Engine, chains: Chains, request: Request, *, eagle: bool) -> 
 
 @pytest.mark.parametrize(
     ("kind", "style", "k"),
-    [
-        ("llama", "vanilla", 1),
-        ("llama", "vanilla", 2),
-        ("llama", "vanilla", 3),
-        ("qwen3", "vanilla", 2),
-        ("qwen3", "vanilla", 3),
-        ("qwen3", "eagle", 3),
-        ("qwen3-windows", "vanilla", 2),
-        ("qwen3-windows", "eagle", 3),
-        ("qwen3.5", "vanilla", 2),
-        ("qwen3.5", "eagle", 3),
-        ("qwen3-moe", "vanilla", 2),
-        ("qwen3-moe", "eagle", 3),
-        ("deepseek-v3", "vanilla", 3),
-        ("deepseek-v3", "eagle", 3),
-        ("glm4-moe", "vanilla", 1),
-        ("glm4-moe", "eagle", 3),
-    ],
+    extent(
+        # Each kind of layer, and both styles of those that have states.
+        [
+            ("llama", "vanilla", 1),
+            ("llama", "vanilla", 3),
+            ("qwen3", "eagle", 3),
+            ("qwen3-windows", "vanilla", 2),
+            ("qwen3.5", "vanilla", 2),
+            ("qwen3.5", "eagle", 3),
+            ("qwen3-moe", "vanilla", 2),
+            ("deepseek-v3", "eagle", 3),
+            ("glm4-moe", "vanilla", 1),
+        ],
+        [
+            ("llama", "vanilla", 1),
+            ("llama", "vanilla", 2),
+            ("llama", "vanilla", 3),
+            ("qwen3", "vanilla", 2),
+            ("qwen3", "vanilla", 3),
+            ("qwen3", "eagle", 3),
+            ("qwen3-windows", "vanilla", 2),
+            ("qwen3-windows", "eagle", 3),
+            ("qwen3.5", "vanilla", 2),
+            ("qwen3.5", "eagle", 3),
+            ("qwen3-moe", "vanilla", 2),
+            ("qwen3-moe", "eagle", 3),
+            ("deepseek-v3", "vanilla", 3),
+            ("deepseek-v3", "eagle", 3),
+            ("glm4-moe", "vanilla", 1),
+            ("glm4-moe", "eagle", 3),
+        ],
+    ),
 )
 def test_drafts_and_caches_are_those_of_transformers(
     tmp_path: Path, kind: str, style: Any, k: int

@@ -9,11 +9,19 @@ import pytest
 import torch
 
 from engines.device_cases import pairwise_here
+from extent import extent
 from graphengine import Engine, SamplingParams
 
 PROMPT_LENGTHS = (1, 3, 16, 17, 40, 75)
+MODELS = (
+    "llama-biases",
+    "llama-tied-yarn",
+    "llama-linear-96",
+    "qwen3-biases",
+    "qwen3-tied-128",
+)
 # Several blocks of 8, and past position 64 after a prompt of 40.
-TOKENS = 36
+TOKENS = 26
 
 
 def greedy(max_tokens: int = TOKENS) -> SamplingParams:
@@ -25,18 +33,27 @@ def open_engine(oracle: Any, **options: Any) -> Engine:
     return Engine.from_pretrained(oracle.path, **options)
 
 
+CHOICES = [(4, None, "dot"), (1, None, "fma"), (1, "dot", "dot"), (2, "fma", "fma")]
+"""max_batch, the row family that is asked for, and the one that is taken."""
+
+
 @pytest.mark.parametrize(
-    ("max_batch", "asked", "family"),
-    [(4, None, "dot"), (1, None, "fma"), (2, "fma", "fma"), (1, "dot", "dot")],
+    ("name", "choice"),
+    # Of a few, each model has both families.
+    [
+        (name, choice)
+        for turn, name in enumerate(MODELS)
+        for choice in extent(CHOICES[turn % 2 * 2 :][:2], CHOICES)
+    ],
 )
 def test_logits_and_greedy_tokens(
-    oracle: Any,
+    checkpoints: dict[str, Any],
     device: str,
     eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
-    max_batch: int,
-    asked: str | None,
-    family: str,
+    name: str,
+    choice: tuple[int, str | None, str],
 ) -> None:
+    oracle, (max_batch, asked, family) = checkpoints[name], choice
     options = {"max_batch": max_batch, "row_family": asked, "prefill_buckets": (16, 64)}
     with open_engine(oracle, device=device, lookahead=0, **options) as engine:
         assert engine.row_family == family
@@ -52,22 +69,22 @@ def test_logits_and_greedy_tokens(
     ("device", "max_batch", "lookahead"),
     pairwise_here({1: (1,), 2: (0,), 3: (1,), 8: (0, 1)}, (0, 1)),
 )
-@pytest.mark.parametrize("name", ["qwen3-biases", "demo"])
+@pytest.mark.parametrize("name", extent(["qwen3-biases"], ["qwen3-biases", "demo"]))
 def test_batches_of_mixed_prompts(
     checkpoints: dict[str, Any], device: str, name: str, max_batch: int, lookahead: int
 ) -> None:
     oracle = checkpoints[name]
     with open_engine(oracle, device=device, max_batch=max_batch, lookahead=lookahead) as engine:
-        results = engine.generate(oracle.prompts(PROMPT_LENGTHS), greedy(24))
+        results = engine.generate(oracle.prompts(PROMPT_LENGTHS), greedy(12))
         for result in results:
-            assert len(result.token_ids) == 24
+            assert len(result.token_ids) == 12
             oracle.assert_greedy(result)
         for size in engine.memory.ladder.sizes:
             replays = engine.counters[f"replays/decode/{size}/fast"]
             assert replays > 0, f"bucket {size} was never used"
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "demo"])
+@pytest.mark.parametrize("name", extent(["llama-biases"], ["llama-biases", "demo"]))
 def test_chunked_prefill_matches_unchunked(
     checkpoints: dict[str, Any], device: str, name: str
 ) -> None:
@@ -76,21 +93,24 @@ def test_chunked_prefill_matches_unchunked(
     results = []
     for buckets in ((16,), (8, 32), (256,)):
         with open_engine(oracle, device=device, prefill_buckets=buckets) as engine:
-            results.append(engine.generate(prompts, greedy(24)))
-    for result in (result for run in results for result in run):
+            results += engine.generate(prompts, greedy(8))
+    for result in results:
         oracle.assert_greedy(result)
 
 
-@pytest.mark.parametrize("name", ["llama-linear-96", "qwen3-biases", "demo"])
+@pytest.mark.parametrize(
+    "name", extent(["llama-linear-96"], ["llama-linear-96", "qwen3-biases", "demo"])
+)
 def test_paused_requests_resume_with_the_same_tokens(
     checkpoints: dict[str, Any], device: str, name: str
 ) -> None:
     oracle = checkpoints[name]
     prompts = oracle.prompts((9, 30, 41, 17, 25))
     with open_engine(oracle, device=device) as engine:
-        expected = [engine.generate(prompt, greedy(60)).token_ids for prompt in prompts]
-    with open_engine(oracle, device=device, kv_blocks=21, swap_blocks=60) as engine:
-        results = engine.generate(prompts, greedy(60))
+        expected = [engine.generate(prompt, greedy(40)).token_ids for prompt in prompts]
+    options = {"max_seq_len": 88, "kv_blocks": 14, "swap_blocks": 60}
+    with open_engine(oracle, device=device, **options) as engine:
+        results = engine.generate(prompts, greedy(40))
         assert engine.counters["pauses"] >= 2 and engine.counters["resumes"] >= 2
     assert [result.token_ids for result in results] == expected
     for result in results:

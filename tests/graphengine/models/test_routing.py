@@ -22,7 +22,7 @@ CLOSE = 1e-3
 """Scores that are closer may be in another order on another machine."""
 
 
-def greedy(max_tokens: int = 32, **options: Any) -> SamplingParams:
+def greedy(max_tokens: int = 24, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **options)
 
 
@@ -88,7 +88,8 @@ def test_records_are_transformers_own_routes(
         assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
     assert_same(drafted, alone)
     # Half a pool.
-    with open_engine(oracle, device=device, kv_blocks=20, swap_blocks=60) as engine:
+    pool = {"max_seq_len": 104, "kv_blocks": 17, "swap_blocks": 60}
+    with open_engine(oracle, device=device, **pool) as engine:
         paused = engine.generate(prompts, greedy())
         assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
     assert_same(paused, alone)
@@ -169,14 +170,14 @@ def test_a_replay_is_drafted_paused_and_swapped_like_any_request(
     with open_engine(oracle, device=device) as engine:
         free = engine.generate(prompts, greedy())
         # The end of each is routed freely.
-        records = [changed(ids(each), 5)[: 20 * index] for index, each in enumerate(free, 1)]
+        records = [changed(ids(each), 5)[: 18 * index] for index, each in enumerate(free, 1)]
         params = [greedy(routing=record) for record in records]
         expected = [engine.generate(*pair) for pair in zip(prompts, params, strict=True)]
         # A slot's next request has no record.
         again = [engine.generate(prompt, greedy()) for prompt in prompts]
     assert_same(again, free)
-    options = {"kv_blocks": 20, "swap_blocks": 60, "speculative": NGram(k=3)}
-    with open_engine(oracle, device=device, **options) as engine:
+    pool = {"max_seq_len": 104, "kv_blocks": 17, "swap_blocks": 60}
+    with open_engine(oracle, device=device, **pool, speculative=NGram(k=3)) as engine:
         given = engine.generate(prompts, params)
         assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
         assert 0 < engine.acceptance.accepted < engine.acceptance.proposed

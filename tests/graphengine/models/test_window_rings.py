@@ -55,7 +55,7 @@ def windowed(
     }
 
 
-def greedy(max_tokens: int = 100) -> SamplingParams:
+def greedy(max_tokens: int = 56) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
@@ -120,7 +120,7 @@ def test_tokens_are_those_of_transformers_far_beyond_the_ring(
             seen = eager(engine)
             poison(engine)
             result = engine.generate(prompt, greedy())
-            assert len(result.token_ids) == 100
+            assert len(result.token_ids) == 56
             oracle.assert_greedy(result)
             oracle.assert_logits(result, seen)
 
@@ -135,10 +135,10 @@ def test_neighbours_and_chunks_change_nothing(
     prompts = oracle.prompts((1, 19, 50, 100, 7))
     with open_engine(oracle.path, device=device, window_rings=False) as engine:
         assert not engine.memory.rings
-        alone = [engine.generate(prompt, greedy(40)).token_ids for prompt in prompts]
+        alone = [engine.generate(prompt, greedy(24)).token_ids for prompt in prompts]
     with open_engine(oracle.path, device=device, prefill_buckets=buckets) as engine:
         assert engine.memory.rings
-        results = engine.generate(prompts, greedy(40))
+        results = engine.generate(prompts, greedy(24))
         assert not engine.counters["pauses"]
     assert [each.token_ids for each in results] == alone
 
@@ -148,12 +148,11 @@ def test_a_paused_request_keeps_its_rings(windowed: dict[str, Any], device: str)
     oracle = windowed[SOME]
     prompts = oracle.prompts((9, 30, 41, 17))
     with open_engine(oracle.path, device=device, window_rings=False) as engine:
-        expected = [engine.generate(prompt, greedy(60)).token_ids for prompt in prompts]
-    with open_engine(
-        oracle.path, device=device, max_batch=3, kv_blocks=21, swap_blocks=60
-    ) as engine:
+        expected = [engine.generate(prompt, greedy(36)).token_ids for prompt in prompts]
+    options = {"max_batch": 3, "max_seq_len": 88, "kv_blocks": 14, "swap_blocks": 60}
+    with open_engine(oracle.path, device=device, **options) as engine:
         assert engine.memory.rings
-        results = engine.generate(prompts, greedy(60))
+        results = engine.generate(prompts, greedy(36))
         assert engine.counters["pauses"] >= 1 and engine.counters["resumes"] >= 1
     assert [result.token_ids for result in results] == expected
 
@@ -168,13 +167,13 @@ def test_drafts_change_no_token(
     # Repetitions, for drafts to be found in.
     prompts = [prompt * 3 for prompt in oracle.prompts((5, 11, 14))]
     with open_engine(oracle.path, device=device) as engine:
-        expected = engine.generate(prompts, greedy(60))
+        expected = engine.generate(prompts, greedy(36))
     buckets = {"prefill_buckets": (4,)}
     with open_engine(oracle.path, device=device, speculative=mode, **buckets) as engine:
         assert engine.memory.rings
         # A draft model's own KV is in the pool as a whole.
         assert (engine.memory.block_bytes > 0) == (drafter == "another" or name == SOME)
-        results = engine.generate(prompts, greedy(60))
+        results = engine.generate(prompts, greedy(36))
         assert engine.acceptance.proposed > engine.acceptance.accepted
     assert [each.token_ids for each in results] == [each.token_ids for each in expected]
     for result in results:
@@ -242,7 +241,7 @@ def test_scales_from_a_prompt_are_measured_on_all_of_its_kv(
         with open_engine(oracle.path, **options, window_rings=rings, poisoned=False) as engine:
             assert bool(engine.memory.rings) == rings
             scales = [each.tolist() for each in engine.model.weights.kv_scales().values()]
-            found.append((scales, engine.generate(other, greedy(60)).token_ids))
+            found.append((scales, engine.generate(other, greedy(24)).token_ids))
     assert found[0] == found[1]
 
 

@@ -345,8 +345,6 @@ with span("step/replay", 8, 3):
         pass
 with span("step/replay", 8, 3):
     pass
-from graphengine.core.engine_core import EngineCore
-assert EngineCore.plan.__wrapped__ and EngineCore.collect.__wrapped__
 """
 
 

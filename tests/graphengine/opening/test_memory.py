@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,15 @@ def sizes(plan: MemoryPlan) -> dict[str, int]:
     return {line.name.split(" (")[0]: line.bytes for line in plan.budget.lines}
 
 
+@pytest.fixture(scope="module")
+def old_objects_apart() -> Iterator[None]:
+    """Python's collector, and so `storages`, looks only at what these tests make."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def storages() -> dict[int, int]:
     """Bytes of every tensor's storage by its address."""
     found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.numel()]
@@ -65,6 +74,7 @@ def storages() -> dict[int, int]:
     }
 
 
+@pytest.mark.usefixtures("old_objects_apart")
 @pytest.mark.parametrize(
     "options",
     [
@@ -151,6 +161,7 @@ def test_fp8_is_half_the_bytes_of_a_block_and_twice_the_blocks(
     assert f"KV cache ({narrow.kv_blocks} fp8 blocks of 16 tokens" in narrow.budget.table()
 
 
+@pytest.mark.usefixtures("old_objects_apart")
 @pytest.mark.parametrize("speculative", [None, MTP(k=2), "model"], ids=str)
 def test_the_kv_that_calibrates_is_in_the_budget_and_freed(
     monkeypatch: pytest.MonkeyPatch, speculative: Any

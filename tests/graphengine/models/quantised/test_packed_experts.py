@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def greedy(max_tokens: int = 10) -> SamplingParams:
+def greedy(max_tokens: int = 6) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
