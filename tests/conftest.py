@@ -46,10 +46,12 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
-def pytest_collection_finish() -> None:
-    """Modules and tests stay until the end: no collection of garbage needs to look at them."""
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_frozen() -> None:
+    """Imported modules and tests stay until the end: no collection of garbage looks at them."""
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
