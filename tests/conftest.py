@@ -5,6 +5,7 @@ Where a GPU is missing, tests that need one are skipped with the reason.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,14 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_frozen() -> None:
+    """Imported modules and tests stay until the end: no collection of garbage looks at them."""
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

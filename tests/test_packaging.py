@@ -18,6 +18,7 @@ import textwrap
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -235,13 +236,24 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build_wheel(source: Path, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    options = ["--no-index", "--disable-pip-version-check", "--wheel-dir", str(folder)]
-    built = subprocess.run([*command, *options, str(source)], capture_output=True, text=True)
+# Calls the hooks of its arguments. Compression would take half of the time.
+BACKEND = """
+    import sys, zlib
+    compressobj = zlib.compressobj
+    zlib.compressobj = lambda level=-1, *options: compressobj(0, *options)
+    import setuptools.build_meta
+    folder, *hooks = sys.argv[1:]
+    for hook in hooks:
+        getattr(setuptools.build_meta, hook)(folder)
+"""
+
+
+def build(source: Path, folder: Path, *hooks: str) -> None:
+    """Call these hooks of the build backend (PEP 517), as pip and `build` do."""
+    code = textwrap.dedent(BACKEND)
+    command = [sys.executable, "-P", "-c", code, str(folder), *hooks]
+    built = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
-    (path,) = folder.glob("*.whl")
-    return path
 
 
 def unpack(wheel: Path) -> Path:
@@ -253,8 +265,17 @@ def unpack(wheel: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(source, tmp_path_factory.mktemp("wheel"))
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source distribution."""
+    folder = tmp_path_factory.mktemp("built")
+    build(source, folder, "build_wheel", "build_sdist")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (path,) = built.glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +286,10 @@ def installed(wheel: Path) -> Path:
 @pytest.fixture(scope="module")
 def plugin(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The plugin's own distribution, unpacked."""
-    return unpack(build_wheel(source / "plugin", tmp_path_factory.mktemp("plugin")))
+    folder = tmp_path_factory.mktemp("plugin")
+    build(source / "plugin", folder, "build_wheel")
+    (path,) = folder.glob("*.whl")
+    return unpack(path)
 
 
 def with_wheel(installed: Path) -> dict[str, str]:
@@ -275,7 +299,7 @@ def with_wheel(installed: Path) -> dict[str, str]:
     return environment | {"PYTHONPATH": os.pathsep.join([str(installed), *libraries])}
 
 
-def run_installed(installed: Path, code: str) -> dict[str, object]:
+def run_installed(installed: Path, code: str) -> dict[str, Any]:
     """Run `code` with the unpacked wheel and the dependencies alone; it prints JSON.
 
     It runs in the checkout, which `-P` keeps off the path; `-S` leaves out the hooks of editable
@@ -354,21 +378,34 @@ def test_the_wheel_holds_the_demo(wheel: Path) -> None:
             assert archive.read(name) == file.read_bytes(), name
 
 
-@pytest.mark.slow
-def test_the_wheel_imports_outside_of_the_checkout(installed: Path) -> None:
-    found = run_installed(
+@pytest.fixture(scope="module")
+def imported(installed: Path) -> dict[str, Any]:
+    """What the import of the unpacked wheel finds, and what transformers then does."""
+    return run_installed(
         installed,
         """
-        import importlib, json, sys
+        import importlib, importlib.util, json, sys
         import graphengine
         parts = ["kernels", "buckets", "profiles"]
         names = ["graphengine"] + [f"graphengine.{part}" for part in parts]
         files = {name: importlib.import_module(name).__file__ for name in names}
-        print(json.dumps({"files": files, "tops": [part for part in parts if part in sys.modules]}))
+        found = {"files": files, "tops": [part for part in parts if part in sys.modules]}
+        if importlib.util.find_spec("transformers"):
+            import transformers.integrations.hub_kernels
+            spec = importlib.util.find_spec("kernels")
+            found["kernels"] = spec and spec.origin
+            found["ours"] = [name for name in ("buckets", "profiles") if name in sys.modules]
+        print(json.dumps(found))
         """,
     )
-    assert found["tops"] == []
-    assert found["files"] == {
+
+
+@pytest.mark.slow
+def test_the_wheel_imports_outside_of_the_checkout(
+    installed: Path, imported: dict[str, Any]
+) -> None:
+    assert imported["tops"] == []
+    assert imported["files"] == {
         name: str(installed / name.replace(".", "/") / "__init__.py")
         for name in (
             "graphengine",
@@ -390,12 +427,8 @@ def test_one_version_is_everywhere() -> None:
 
 
 @pytest.mark.slow
-def test_the_source_distribution_has_what_builds_and_explains(source: Path, tmp_path: Path) -> None:
-    code = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
-    command = [sys.executable, "-P", "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("*.tar.gz")
+def test_the_source_distribution_has_what_builds_and_explains(built: Path) -> None:
+    (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {
@@ -585,20 +618,7 @@ def test_tests_run_from_the_checkout_without_an_option(
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
-def test_transformers_does_not_find_our_kernels(installed: Path) -> None:
+def test_transformers_does_not_find_our_kernels(installed: Path, imported: dict[str, Any]) -> None:
     """Hugging Face has a package `kernels`, which transformers imports where it finds one."""
-    found = run_installed(
-        installed,
-        """
-        import importlib.util, json, sys
-        import graphengine, transformers
-        import transformers.integrations.hub_kernels
-        spec = importlib.util.find_spec("kernels")
-        print(json.dumps({
-            "kernels": spec and spec.origin,
-            "ours": [name for name in ("buckets", "profiles") if name in sys.modules],
-        }))
-        """,
-    )
-    assert found["ours"] == []
-    assert not str(found["kernels"]).startswith((str(ROOT), str(installed)))
+    assert imported["ours"] == []
+    assert not str(imported["kernels"]).startswith((str(ROOT), str(installed)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import triton
 
 from graphengine.kernels.core import stand_in
 
+MARK = "--- "
 HIDE = """
     import sys
 
@@ -28,46 +28,33 @@ HIDE = """
 """
 
 
-def without_triton(code: str) -> str:
-    """What `code` prints in a process that cannot find triton."""
-    source = textwrap.dedent(HIDE) + textwrap.dedent(code)
-    command = [sys.executable, "-P", "-c", source]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_an_engine_runs_on_the_cpu_with_the_same_tokens() -> None:
-    code = """
-        from graphengine import Engine, SamplingParams
-        from graphengine.demo import checkpoint_path
-        from graphengine.speculative import MTP
-
-        options = {"device": "cpu", "max_batch": 3, "max_seq_len": 64, "speculative": MTP(k=2)}
-        with Engine.from_pretrained(checkpoint_path(), **options) as engine:
-            params = SamplingParams(temperature=0.7, top_k=20, seed=3, max_tokens=8, logprobs=1)
-            print(engine.generate("def f(", params).token_ids)
-    """
-    command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
-    plain = subprocess.run(command, capture_output=True, text=True)
-    assert plain.returncode == 0, plain.stderr
-    assert without_triton(code) == plain.stdout != ""
-
-
-def test_nothing_of_the_stand_in_remains() -> None:
-    code = """
+# What each of the tests below asks, one after the other in one process without triton. The first
+# are about what the import of the kernels alone leaves behind.
+QUESTIONS = {
+    "the stand-in": """
         import importlib.util
         import graphengine.kernels
         print(importlib.util.find_spec("triton"), [n for n in sys.modules if "triton" == n[:6]])
         import torch.utils._triton
         print(torch.utils._triton.has_triton_package())
-    """
-    assert without_triton(code) == "None []\nFalse\n"
-
-
-def test_the_plugin_and_the_reports_can_be_imported(tmp_path: Path) -> None:
-    code = """
+    """,
+    "kernels": """
+        import pathlib
+        root = pathlib.Path(graphengine.kernels.__file__).parent
+        for path in sorted(root.rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            name = ".".join(["graphengine.kernels", *parts]).removesuffix(".__init__")
+            if name not in sys.modules:
+                print(name)
+    """,
+    "a launch": """
+        from graphengine.kernels.step.begin import _begin_decode_kernel as kernel
+        try:
+            kernel[(1,)](None)
+        except RuntimeError as error:
+            print(error)
+    """,
+    "the plugin": """
         import graphengine.testing, graphengine.testing.plugin
         for name in graphengine.testing.__all__:
             getattr(graphengine.testing, name)
@@ -76,34 +63,56 @@ def test_the_plugin_and_the_reports_can_be_imported(tmp_path: Path) -> None:
         from graphengine.observe.environment import environment
         key = graphengine.testing.environment_key()
         print(key.rpartition("_")[2], environment("cpu")["triton"])
-    """
-    assert without_triton(code) == "triton-none None\n"
+    """,
+}
+ENGINE = """
+    from graphengine import Engine, SamplingParams
+    from graphengine.demo import checkpoint_path
+    from graphengine.speculative import MTP
+
+    options = {"device": "cpu", "max_batch": 3, "max_seq_len": 64, "speculative": MTP(k=2)}
+    with Engine.from_pretrained(checkpoint_path(), **options) as engine:
+        params = SamplingParams(temperature=0.7, top_k=20, seed=3, max_tokens=8, logprobs=1)
+        print(engine.generate("def f(", params).token_ids)
+"""
 
 
-def test_a_launch_says_what_is_missing() -> None:
-    code = """
-        from graphengine.kernels.step.begin import _begin_decode_kernel as kernel
-        try:
-            kernel[(1,)](None)
-        except RuntimeError as error:
-            print(error)
-    """
-    printed = without_triton(code)
-    assert "_kernel is a Triton kernel, and triton is not installed" in printed
-    assert 'device="cpu"' in printed
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """What the code of each question prints in a process that cannot find triton."""
+    parts = [HIDE]
+    for name, code in (QUESTIONS | {"an engine": ENGINE}).items():
+        parts += [f"print({MARK + name!r})", code]
+    source = "\n".join(map(textwrap.dedent, parts))
+    done = subprocess.run([sys.executable, "-P", "-c", source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [part.partition("\n") for part in done.stdout.split(MARK)[1:]]
+    return {name: lines for name, _, lines in found}
 
 
-def test_every_kernel_is_imported_while_the_stand_in_is_there() -> None:
-    code = """
-        import pathlib, graphengine.kernels
-        root = pathlib.Path(graphengine.kernels.__file__).parent
-        for path in sorted(root.rglob("*.py")):
-            parts = path.relative_to(root).with_suffix("").parts
-            name = ".".join(["graphengine.kernels", *parts]).removesuffix(".__init__")
-            if name not in sys.modules:
-                print(name)
-    """
-    assert without_triton(code) == ""
+@pytest.mark.usefixtures("cpu_defaults")
+def test_an_engine_runs_on_the_cpu_with_the_same_tokens(
+    printed: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    exec(textwrap.dedent(ENGINE), {})
+    assert printed["an engine"] == capsys.readouterr().out != ""
+
+
+def test_nothing_of_the_stand_in_remains(printed: dict[str, str]) -> None:
+    assert printed["the stand-in"] == "None []\nFalse\n"
+
+
+def test_the_plugin_and_the_reports_can_be_imported(printed: dict[str, str]) -> None:
+    assert printed["the plugin"] == "triton-none None\n"
+
+
+def test_a_launch_says_what_is_missing(printed: dict[str, str]) -> None:
+    assert "_kernel is a Triton kernel, and triton is not installed" in printed["a launch"]
+    assert 'device="cpu"' in printed["a launch"]
+
+
+def test_every_kernel_is_imported_while_the_stand_in_is_there(printed: dict[str, str]) -> None:
+    assert printed["kernels"] == ""
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 8, 9, 1023, 1024, 1025])

@@ -319,10 +319,14 @@ def _codes(blocks: Tensor, kind: WeightFormat) -> Tensor:
     pieces = blocks.view(torch.uint8)
     if kind.bits == 4:
         pieces = torch.stack((pieces & 15, pieces >> 4), dim=-1)
-    whole = (len(blocks), 2, 8, blocks.shape[1], *sizes)
-    pieces = pieces.reshape([whole[axis] for axis in order])
+    # Gathered block by block: a permuted copy of so many axes moves each code by itself.
+    columns, one_block = block_columns(kind), (1, 2, 8, 1, *sizes)
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    return pieces.permute(inverse).reshape(BLOCK_ROWS * len(blocks), -1)
+    place = torch.arange(BLOCK_ROWS * columns, device=blocks.device)
+    place = place.view([one_block[axis] for axis in order]).permute(inverse).flatten()
+    codes = pieces.reshape(-1, len(place)).t().contiguous()[place]
+    codes = codes.view(BLOCK_ROWS, columns, len(blocks), -1).permute(2, 0, 3, 1)
+    return codes.reshape(BLOCK_ROWS * len(blocks), -1)
 
 
 def _moved(halfwords: Tensor, moves: Sequence[tuple[int, int, int]]) -> Tensor:

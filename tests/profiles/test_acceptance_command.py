@@ -73,7 +73,7 @@ def test_repeated_grams_are_counted_within_a_text() -> None:
 def test_each_drafter_is_measured_at_each_temperature(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "acceptance.json"
     modes = ("--speculative", "mtp:2", "--speculative", "ngram:2:3", "--speculative", "mtp:2")
-    filters = ("--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
+    filters = ("--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--new-tokens", "8")
     status, printed, progress = run(*modes, *filters, "--max-batch", "2,1", "--out", str(out))
     assert status == 0
     document = json.loads(out.read_text(), parse_constant=pytest.fail)

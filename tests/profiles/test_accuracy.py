@@ -10,7 +10,7 @@ import pytest
 from graphengine.profiles import accuracy
 from graphengine.profiles.benchmark.shapes import Subject
 
-OPTIONS = {"device": "cpu", "dtype": "float32", "max_batch": 4}
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_batch": 2, "prefill_buckets": (48,)}
 SMALL = OPTIONS | {"max_batch": 1, "prefill_buckets": (32,)}
 
 

@@ -9,6 +9,7 @@ other size or plan of a kernel is compiled for seconds: `make gpu` tries a littl
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TypeVar
 
 Kind = TypeVar("Kind")
@@ -20,3 +21,8 @@ LONG = SEEDS > 0
 def extent(little: Kind, all: Kind) -> Kind:
     """What this run tries."""
     return all if LONG else little
+
+
+def some_of(all: Sequence[Kind], *places: int) -> list[Kind]:
+    """The cases at these places; in a long run all of them."""
+    return extent([all[place] for place in places], [*all])

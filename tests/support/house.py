@@ -10,6 +10,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -38,6 +39,7 @@ Imports point down this list.
 
 FAMILIES = re.compile(r"[Ll]lama(?!3)|[Qq]wen|[Mm]i[Mm]o|^dense_|Dense")
 """What a name has that names a family of models; `llama3` is also a kind of RoPE."""
+_FAMILY_WORD = re.compile(FAMILIES.pattern.replace("^", r"\b"))
 MAY_NAME_FAMILIES = ("graphengine/models/", "profiles/benchmark/shapes.py")
 # Methods of named tuples, which have an underscore for another reason; and what Python has so.
 _PUBLIC = {"_fields", "_replace", "_asdict", "_make", "_getframe"}
@@ -55,12 +57,17 @@ def module_name(path: Path) -> str:
     return ".".join([PACKAGES.get(folder, folder), *rest])
 
 
-def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
+@cache
+def imports(source: str, module: str) -> tuple[tuple[int, str], ...]:
     """(line, dotted name) of everything that `source`, the file of `module`, imports.
 
     `from a import b` gives `a.b`, which is below `a` whether b is a module or not. Relative imports
     are resolved; `import_module` and `__import__` count where their argument is a literal.
     """
+    return tuple(_imports(source, module))
+
+
+def _imports(source: str, module: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -125,19 +132,21 @@ def private_accesses(source: str) -> list[str]:
 
     A module's own classes and functions may know each other's.
     """
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     own = {
         node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and _owner(node) in ("self", "cls")
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "cls")
     }
     own |= {
         node.name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Attribute) or not re.match(r"_[a-z]", node.attr):
             continue
         owner = _owner(node)
@@ -155,7 +164,8 @@ def _owner(node: ast.Attribute) -> str:
 
 def family_names(path: str, source: str) -> list[str]:
     """`line: name` where the code of `source`, the file at `path`, has a family's name."""
-    if path.startswith(MAY_NAME_FAMILIES):
+    # Most files have no such word anywhere.
+    if path.startswith(MAY_NAME_FAMILIES) or not _FAMILY_WORD.search(source):
         return []
     found = []
     for node in ast.walk(ast.parse(source)):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from extent import extent
 from graphengine.kernels.attention import decode_gluon
 from graphengine.kernels.attention.decode import decode_attention, decode_attention_arrivals
 from graphengine.kernels.core.dispatch import INTERPRETED
@@ -117,29 +118,28 @@ def test_very_long_tables_put_more_splits_together_at_once() -> None:
         assert launch.arguments["supers"] == -(-max_seq_len // (256 * together)) <= 32
 
 
+CASES: dict[str, dict[str, Any]] = {
+    "8b": {},
+    "rows": {"head_dim": 64, "width": 4, "rows": 2, "normed": True},
+    "long heads": {"head_dim": 256, "heads": 8, "kv_heads": 2},
+    "gemma": {
+        "head_dim": 256,
+        "heads": 8,
+        "kv_heads": 4,
+        "window": 1024,
+        "normed": True,
+        "norm_dtype": torch.float32,
+    },
+    "padded heads": {"head_dim": 80, "width": 9, "rows": 1, "kv_heads": 32, "split": 512},
+    "fp8": {"kv_dtype": FP8_KV},
+    "fp8 rows": {"kv_dtype": FP8_KV, "head_dim": 64, "width": 3, "rows": 2, "normed": True},
+}
+
+
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"head_dim": 64, "width": 4, "rows": 2, "normed": True},
-        {"head_dim": 256, "heads": 8, "kv_heads": 2},
-        {
-            "head_dim": 256,
-            "heads": 8,
-            "kv_heads": 4,
-            "window": 1024,
-            "normed": True,
-            "norm_dtype": torch.float32,
-        },
-        {"head_dim": 80, "width": 9, "rows": 1, "kv_heads": 32, "split": 512},
-        {"kv_dtype": FP8_KV},
-        {"kv_dtype": FP8_KV, "head_dim": 64, "width": 3, "rows": 2, "normed": True},
-    ],
-    ids=["8b", "rows", "long heads", "gemma", "padded heads", "fp8", "fp8 rows"],
-)
-def test_copies_begin_before_the_wait_and_products_are_of_16_rows(case: dict[str, Any]) -> None:
-    launch = launch_of(**case)
+@pytest.mark.parametrize("name", extent(["8b", "gemma", "padded heads", "fp8 rows"], [*CASES]))
+def test_copies_begin_before_the_wait_and_products_are_of_16_rows(name: str) -> None:
+    launch = launch_of(**CASES[name])
     kernel, _ = compile_kernel(launch)
     ptx = kernel.asm["ptx"]
     assert_waits_before_it_shows(ptx)

@@ -143,7 +143,7 @@ class Case:
         return torch.einsum("nqr,qvr->nqv", sums, self.weight(values).float()).to(self.dtype)
 
 
-@settings(deadline=None, max_examples=extent(6, 40))
+@settings(deadline=None, max_examples=extent(4, 40))
 @given(
     positions=st.lists(st.integers(0, 300), min_size=1, max_size=4).map(tuple),
     heads=st.sampled_from([1, 5, 16, 20]),

@@ -94,15 +94,18 @@ def test_a_cache_needs_rows_of_tokens() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 @pytest.mark.parametrize(
     "head_dim, block_size, fp8, groups",
-    [
-        (64, 128, False, 2),
-        (128, 8, False, 2),
-        (128, 16, False, 2),
-        (64, 16, True, 2),
-        (128, 16, True, 2),
-        (64, 16, False, 1),
-        (128, 16, False, 1),
-    ],
+    extent(
+        [(64, 128, False, 2), (128, 8, False, 2), (128, 16, True, 2), (64, 16, False, 1)],
+        [
+            (64, 128, False, 2),
+            (128, 8, False, 2),
+            (128, 16, False, 2),
+            (64, 16, True, 2),
+            (128, 16, True, 2),
+            (64, 16, False, 1),
+            (128, 16, False, 1),
+        ],
+    ),
 )
 def test_sums_are_under_way_while_scores_become_weights(
     head_dim: int,

@@ -49,7 +49,7 @@ def alone(best: torch.Tensor, health: torch.Tensor) -> torch.Tensor:
 
 
 @interpreted
-@settings(deadline=None, max_examples=extent(20, 100))
+@settings(deadline=None, max_examples=extent(10, 100))
 @given(
     ranks=st.integers(1, 4),
     lanes=st.integers(1, 5),

@@ -85,7 +85,7 @@ class Product:
 
 
 @interpreted
-@settings(deadline=None, max_examples=extent(6, 60))
+@settings(deadline=None, max_examples=extent(4, 60))
 @given(
     ranks=st.integers(1, 3),
     lanes=st.sampled_from([1, 2, 5, 17, 33]),

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from extent import some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
@@ -101,18 +102,20 @@ def compile_linear(
     return compiled.asm, names
 
 
+FMA_KINDS = [
+    ("store", 3072, 2048, FMA),
+    # Four tiles of 2,048 columns.
+    ("residual", 2048, 8192, FMA._replace(block_m=2)),
+    ("swiglu", 16384, 2048, FMA),
+    ("sample", 128256, 2048, FMA._replace(block_m=8)),
+    ("draft", 32768, 2048, FMA._replace(block_m=8)),
+]
+
+
 @compiles
-@pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize(
-    "kind, M, K, plan",
-    [
-        ("store", 3072, 2048, FMA),
-        # Four tiles of 2,048 columns.
-        ("residual", 2048, 8192, FMA._replace(block_m=2)),
-        ("swiglu", 16384, 2048, FMA),
-        ("sample", 128256, 2048, FMA._replace(block_m=8)),
-        ("draft", 32768, 2048, FMA._replace(block_m=8)),
-    ],
+    "kind, M, K, plan, lanes",
+    some_of([(*kind, lanes) for kind in FMA_KINDS for lanes in (1, 2)], 0, 1, 2, 5, 6, 9),
 )
 def test_fma_loads_its_weights_before_the_wait(kind, M, K, plan, lanes):
     code, names = compile_linear(kind, plan, M, K, lanes=lanes)
@@ -146,17 +149,22 @@ def test_lanes_are_cut_into_tiles_of_16(plan, lanes, programs, tiles):
         assert programs * launch.grid[1] <= arrivals_needed(plan, 3072)
 
 
+DOT_KINDS = [
+    ("store", 3072, 2048, DOT_SPLIT),
+    ("residual", 2048, 8192, DOT_SPLIT),
+    ("swiglu", 28672, 4096, DOT._replace(block_m=64, stages=3)),
+    ("sample", 128256, 2048, DOT._replace(block_m=64, stages=3)),
+    ("draft", 32768, 2048, DOT._replace(block_m=64, stages=3)),
+]
+
+
 @compiles
-@pytest.mark.parametrize("lanes", [8, 16, 32, 64])
 @pytest.mark.parametrize(
-    "kind, M, K, plan",
-    [
-        ("store", 3072, 2048, DOT_SPLIT),
-        ("residual", 2048, 8192, DOT_SPLIT),
-        ("swiglu", 28672, 4096, DOT._replace(block_m=64, stages=3)),
-        ("sample", 128256, 2048, DOT._replace(block_m=64, stages=3)),
-        ("draft", 32768, 2048, DOT._replace(block_m=64, stages=3)),
-    ],
+    "kind, M, K, plan, lanes",
+    some_of(
+        [(*kind, lanes) for kind in DOT_KINDS for lanes in (8, 16, 32, 64)],
+        *(0, 2, 5, 7, 9, 10, 12, 15, 18),
+    ),
 )
 def test_dot_loads_its_inputs_after_the_wait_and_multiplies_by_mma(kind, M, K, plan, lanes):
     """wgmma, which sm_90 takes at 64 rows, sums in another order than mma at 16."""
@@ -188,13 +196,14 @@ def float_sums(ttgir: str) -> set[tuple[str, ...]]:
     return sums
 
 
+SUMMING = [(DOT_SPLIT, (1, 32, 64)), (DOT._replace(block_m=64), (1, 32, 64)), (FMA, (1, 2))]
+SUMMED = [("store", 64), ("store", 500), ("swiglu", 64), ("residual", 0)]
+
+
 @compiles
 @pytest.mark.parametrize(
-    "plan, lanes",
-    [(DOT_SPLIT, (1, 32, 64)), (DOT._replace(block_m=64), (1, 32, 64)), (FMA, (1, 2))],
-)
-@pytest.mark.parametrize(
-    "kind, groups", [("store", 64), ("store", 500), ("swiglu", 64), ("residual", 0)]
+    "plan, lanes, kind, groups",
+    some_of([(*plan, *kind) for plan in SUMMING for kind in SUMMED], 0, 3, 5, 6, 9, 11),
 )
 def test_sums_of_squares_have_one_order(kind, groups, plan, lanes):
     """A lane's sums must not depend on how many other lanes are added up beside it."""

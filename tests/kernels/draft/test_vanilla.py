@@ -700,7 +700,7 @@ def test_drafts_below_position_zero_are_padded(twin: Twin):
 @pytest.mark.parametrize("number", [2, 4])
 def test_dtypes_and_widths(twin: Twin, dtypes, number, plain):
     for dtype in dtypes:
-        for H in (8, 1000, 2100):
+        for H in extent((8, 2100), (8, 1000, 2100)):
             check_launch(
                 twin,
                 Problem(

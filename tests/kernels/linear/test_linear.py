@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import extent, some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.linear import (
@@ -154,22 +154,29 @@ def test_fma_matches_reference(
     assert_products_close(actual, reference(case, **options), dtype)
 
 
-@pytest.mark.parametrize("swiglu", [False, True])
-@pytest.mark.parametrize("lanes", [3, 19, 40])
+BOTH = (False, True)
+SPLIT_PLANS = [
+    (128, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
+    (128, LinearPlan("dot", block_m=64, block_k=64, splits=2, stages=3)),
+    # Five tiles over four splits: the last split is empty, the last tile masked. For the kernel
+    # of `linear_gluon.py` K must be a multiple of 8.
+    (130, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
+    (136, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
+    # Fewer tiles than splits: two, and one, which needs no other program.
+    (20, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
+    (24, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
+    (20, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
+]
+
+
+# Each plan with and without a SwiGLU, by turns for few and many lanes.
 @pytest.mark.parametrize(
-    "K, plan",
-    [
-        (128, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-        (128, LinearPlan("dot", block_m=64, block_k=64, splits=2, stages=3)),
-        # Five tiles over four splits: the last split is empty, the last tile masked. For the kernel
-        # of `linear_gluon.py` K must be a multiple of 8.
-        (130, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-        (136, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-        # Fewer tiles than splits: two, and one, which needs no other program.
-        (20, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
-        (24, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
-        (20, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-    ],
+    "K, plan, lanes, swiglu",
+    some_of(
+        [(*each, n, swiglu) for each in SPLIT_PLANS for n in (3, 19, 40) for swiglu in BOTH],
+        *range(0, 42, 4),
+        *range(1, 42, 4),
+    ),
 )
 def test_split_k(device, dtypes, make_linear_case, assert_products_close, swiglu, lanes, K, plan):
     for dtype in dtypes:

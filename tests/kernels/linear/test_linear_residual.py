@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import extent, some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.linear import arrivals_needed, linear_residual, residual_groups
@@ -150,20 +150,22 @@ def test_default_plan(device, make_linear_case, assert_products_close):
     assert_right(case, run(case), plan, assert_products_close)
 
 
-@pytest.mark.parametrize("lanes", [3, 19, 40])
+SPLIT_PLANS = [
+    (128, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
+    # Five tiles over four splits: the last split is empty, the last tile masked. For the kernel
+    # of `linear_gluon.py` K must be a multiple of 8.
+    (130, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
+    (136, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
+    # Fewer tiles than splits: two, and one, which needs no other program.
+    (20, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
+    (24, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
+    (20, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
+]
+
+
 @pytest.mark.parametrize(
-    "K, plan",
-    [
-        (128, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-        # Five tiles over four splits: the last split is empty, the last tile masked. For the kernel
-        # of `linear_gluon.py` K must be a multiple of 8.
-        (130, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-        (136, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-        # Fewer tiles than splits: two, and one, which needs no other program.
-        (20, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
-        (24, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
-        (20, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-    ],
+    "K, plan, lanes",
+    some_of([(*each, lanes) for each in SPLIT_PLANS for lanes in (3, 19, 40)], *range(0, 18, 2)),
 )
 def test_split_k(device, dtypes, make_linear_case, assert_products_close, lanes, K, plan):
     for dtype in dtypes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from extent import some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.linear import (
@@ -106,8 +108,9 @@ def test_padded_lanes_are_not_written(device, make_linear_case):
 
 
 @compiles
-@pytest.mark.parametrize("lanes", PACKED_PLANS)
-@pytest.mark.parametrize("name", ["e4m3", "int4"])
+@pytest.mark.parametrize(
+    ("name", "lanes"), some_of([*product(["e4m3", "int4"], PACKED_PLANS)], 1, 2)
+)
 def test_product_of_packed_weights(make_linear_case, name, lanes):
     """On a CPU the kernel is emulated."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from extent import some_of
 from graphengine.kernels import (
     Mamba2Params,
     Mamba2Sizes,
@@ -512,7 +513,7 @@ EARLIER = {"slot_ptr", "position_ptr", "state_ptr", "ring_ptr"}
                 "pieces_kernel": HEAD, "pass_kernel": set(),
                 "outputs_kernel": HEAD | {"layer.skip"},
             })
-            for size in (128, 256)
+            for size in some_of([128, 256], 0)
         ),
         (mamba2_norm, 128, {"norm_kernel": {"weight_ptr", "slot_ptr", "z_ptr"}}),
     ],

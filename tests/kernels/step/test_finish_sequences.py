@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import extent, some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.step import finish as finish_module
@@ -166,8 +166,9 @@ def test_one_without_the_other_is_refused() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("width", [1, 4, 32])
+@pytest.mark.parametrize(
+    ("width", "cut"), some_of([(n, cut) for n in (1, 4, 32) for cut in (False, True)], 0, 1, 3, 4)
+)
 def test_history_is_read_past_the_first_cache(width: int, cut: bool) -> None:
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -109,15 +109,11 @@ def test_a_peer_that_does_less_is_refused(
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_peer_that_fails_says_why_and_takes_no_row_with_it(
-    run_bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_peer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no row with it: `test_what_fails_late_takes_nothing_with_it`."""
     monkeypatch.setenv("FAKE_VLLM", "fail")
-    out = tmp_path / "bench.json"
     with pytest.raises(RuntimeError, match=r"(?s)peer vllm failed \(1\): .*no kernel image"):
-        run_bench(*TINY, "--batch", "2", "--peer", "vllm", "--out", str(out))
-    document = json.loads(out.read_text())
-    assert len(document["rows"]) == 1 and document["peers"] == {}
+        peers.run_peer("vllm", Subject.of_shape("tiny"), batches=[2], **SIZES)
 
 
 def test_a_peer_that_is_not_installed_is_an_error_at_once(

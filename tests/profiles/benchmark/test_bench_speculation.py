@@ -374,7 +374,8 @@ def run_bench(capsys: pytest.CaptureFixture[str]) -> Bench:
 
 def test_the_sweep_is_part_of_its_row(run_bench: Bench) -> None:
     options = ("--speculative", "mtp:3", "--drafts", "0,2", "--force-accepted", "2,3")
-    status, out, _ = run_bench(*TINY, "--batch", "1,2", *options, "--draft-vocab", "40", "--json")
+    sizes = ("--batch", "1,2", "--new-tokens", "14", "--draft-vocab", "40")
+    status, out, _ = run_bench(*TINY, *sizes, *options, "--json")
     assert status == 0
     rows = json.loads(out)["rows"]
     assert [row["live"] for row in rows] == [1, 2], "no row of the default sizes"
@@ -387,8 +388,8 @@ def test_the_sweep_is_part_of_its_row(run_bench: Bench) -> None:
 
 def test_a_checkpoint_brings_its_own_modules(run_bench: Bench) -> None:
     options = ("--speculative", "mtp:1", "--draft-vocab", f"{__file__}:256")
-    forced = ("--force-accepted", "1")
-    status, out, _ = run_bench("--batch", "1", *SHORT, *options, *forced)
+    sizes = ("--force-accepted", "1", "--new-tokens", "8")
+    status, out, _ = run_bench("--batch", "1", *SHORT, *options, *sizes)
     assert status == 0
     assert "mtp eagle, k=1, draft vocabulary of 256 tokens" in out
     assert "strict" in out and "force 1" in out
