@@ -259,7 +259,7 @@ def test_auto_drafts_for_as_many_as_fit(
 
 def test_more_requests_than_may_bring_drafts(device: str) -> None:
     """18 rows of 4 tokens are more than the kernels take: then each feeds one."""
-    jobs = [Job(f"def f{n}(", greedy(30 - n, **ENDLESS)) for n in range(18)]
+    jobs = [Job(f"def f{n}(", greedy(24 + n, **ENDLESS)) for n in range(18)]
     sizes: dict[str, Any] = {"device": device, "max_batch": 18, "buckets": (2, 16, 18)}
     with open_plain(**sizes) as engine:
         expected = outcomes(engine, jobs)

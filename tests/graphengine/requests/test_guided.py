@@ -441,7 +441,7 @@ def test_masks_are_llguidances(device: str, name: str, monkeypatch: pytest.Monke
         watch = MaskWatch(engine, monkeypatch)
         for asked in GUIDED.values():
             engine.submit(PROMPT, ask(asked, seed=2))
-            engine.submit(OTHER, greedy(20, ignore_eos=True, logprobs=0))
+            engine.submit(OTHER, greedy(12, ignore_eos=True, logprobs=0))
             engine.submit(PROMPT, ask(asked, allowed_token_ids=range(1, 4096), seed=4))
         run_with(engine)
         assert watch.checked > 50 and watch.plain > 20

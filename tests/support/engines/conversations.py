@@ -11,7 +11,7 @@ from engines.small_engine import open_engine
 from extent import extent
 from graphengine import Engine, SamplingParams, Session
 
-TURNS = extent(14, 20)
+TURNS = extent(12, 20)
 SIZES: dict[str, Any] = {"device": "cpu", "max_seq_len": 160}
 
 
