@@ -95,7 +95,8 @@ def decode_attention_reference(
     limit = position_limit(cos, kv, block_table_SB, max_seq_len)
     slots, positions = slot_N.tolist(), position_N.tolist()
     sinks_GH = None if sinks is None else sinks.view(num_kv_heads, -1)
-    attended: dict[int, torch.Tensor] = {}
+    paths: dict[int, list[int]] = {}
+    length_of: dict[tuple[int, int], int] = {}
     for lane, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         if slot < 0:
             continue
@@ -103,13 +104,13 @@ def decode_attention_reference(
         if not 0 <= position < limit or max(path, default=0) >= limit:
             out[lane] = math.nan
             continue
-        entries = torch.arange(first_key_of(position, window), position + 1, device=kv.device)
-        if path := path[-len(entries) :]:
-            entries[-len(path) :] = entries.new_tensor(path)
-        attended[lane] = entries
-    if not attended:
+        first = first_key_of(position, window)
+        paths[lane] = path[first - position - 1 :]
+        length_of[slot, first] = max(length_of.get((slot, first), 0), position + 1)
+    if not paths:
         return out
-    lanes = torch.tensor(list(attended), device=kv.device)
+    lanes = torch.tensor(list(paths), device=kv.device)
+    last = [path[-1] if path else positions[lane] for lane, path in paths.items()]
     q_NQD = rope_append_reference(
         qkv_NX[lanes],
         cos,
@@ -124,12 +125,27 @@ def decode_attention_reference(
         k_norm_weight=k_norm_weight,
         eps=eps,
         kv_scales=kv_scales,
-        entry_N=torch.stack([entries[-1] for entries in attended.values()]),
+        entry_N=torch.tensor(last, device=kv.device),
     )
-    for (lane, entries), q_QD in zip(attended.items(), q_NQD, strict=True):
-        keys, values = gather_entries(kv, block_table_SB, slots[lane], entries, kv_scales)
+    # Lanes of one slot that begin at one key read the same copy, as far as each goes.
+    gathered = {
+        (slot, first): gather_cache(kv, block_table_SB, slot, length, kv_scales, first=first)
+        for (slot, first), length in length_of.items()
+    }
+    for (lane, path), q_QD in zip(paths.items(), q_NQD.float(), strict=True):
+        first = first_key_of(positions[lane], window)
+        keys, values = gathered[slots[lane], first]
+        keys, values = (each[: positions[lane] + 1 - first] for each in (keys, values))
+        if path:
+            entries = torch.tensor(path, device=kv.device)
+            on_path = gather_entries(kv, block_table_SB, slots[lane], entries, kv_scales)
+            before = len(keys) - len(path)
+            keys, values = (
+                torch.cat((each[:before], own))
+                for each, own in zip((keys, values), on_path, strict=True)
+            )
         # [G, group, D] x [G, D, keys].
-        q = q_QD.float().view(num_kv_heads, -1, head_dim)
+        q = q_QD.view(num_kv_heads, -1, head_dim)
         scores = capped_reference(q @ keys.permute(1, 2, 0) * scale, softcap)
         weights = softmax_reference(scores, sinks_GH)
         out[lane] = (weights @ values.transpose(0, 1)).view(-1).to(out.dtype)

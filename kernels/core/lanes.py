@@ -93,6 +93,16 @@ def live_lanes(slot_N: torch.Tensor) -> torch.Tensor:
     return torch.nonzero(slot_N >= 0).squeeze(1)
 
 
+def live_rows(slot_N: torch.Tensor) -> slice | torch.Tensor:
+    """What picks the rows of the live lanes, for references: a slice if those lanes are the first.
+
+    They are in most steps, and a slice is a view: what it picks must not be written by accident.
+    """
+    slots = slot_N.tolist()
+    count = sum(slot >= 0 for slot in slots)
+    return slice(count) if min(slots[:count], default=0) >= 0 else live_lanes(slot_N)
+
+
 def sum_rows(x: torch.Tensor) -> torch.Tensor:
     """Sum of each row of a matrix, for references: its bits do not depend on the other rows.
 

@@ -83,8 +83,15 @@ def gather_cache(
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 copies of a slot's keys and values `first` .. `length` - 1, each [tokens, G, D]."""
-    token_of = torch.arange(first, length, device=kv.device)
-    return gather_entries(kv, block_table_SB, slot, token_of, kv_scales)
+    block_size = kv.shape[2]
+    start = first // block_size
+    blocks = block_table_SB[slot, start : -(-length // block_size)].long()
+    tokens = slice(first - start * block_size, length - start * block_size)
+    keys, values = (kv[:, part][blocks].flatten(0, 1)[tokens] for part in (0, 1))
+    if tokens.start:
+        # A BLAS may sum in another order where its inputs are aligned in another way.
+        keys, values = keys.clone(), values.clone()
+    return _as_floats(keys, values, kv_scales)
 
 
 def gather_entries(
@@ -98,7 +105,13 @@ def gather_entries(
     block_size = kv.shape[2]
     block_of = block_table_SB[slot].long()[token_of // block_size]
     entry_of = token_of % block_size
-    keys, values = kv[block_of, 0, entry_of].float(), kv[block_of, 1, entry_of].float()
+    return _as_floats(kv[block_of, 0, entry_of], kv[block_of, 1, entry_of], kv_scales)
+
+
+def _as_floats(
+    keys: torch.Tensor, values: torch.Tensor, kv_scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = keys.float(), values.float()
     if kv_scales is not None:
         keys, values = keys * kv_scales[0, :, None], values * kv_scales[1, :, None]
     return keys, values

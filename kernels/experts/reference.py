@@ -12,7 +12,7 @@ from graphengine.kernels.core.lanes import live_lanes
 from graphengine.kernels.experts.held import places_of
 from graphengine.kernels.experts.packed import PackedExperts
 from graphengine.kernels.experts.router import Routes
-from graphengine.kernels.linear.reference import REFERENCE_ROWS, matmul_group, sum_in_order
+from graphengine.kernels.linear.reference import matmul_groups, sum_in_order
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu, gated_reference
 
 
@@ -41,18 +41,18 @@ def expert_product_reference(
     chosen = places_of(routes.expert.flatten()[pairs], held)
     for expert in chosen[chosen < weight_EMK.shape[0]].unique().tolist():
         weight = _floats(weight_EMK, expert)
-        for part in pairs[chosen == expert].split(REFERENCE_ROWS):
-            lane = part // top_k
-            y = matmul_group(x[lane if swiglu else part].float(), weight)
-            if squares_TN is not None:
-                mean = sum_in_order(squares_TN[:, lane]) / x.shape[1]
-                y = y * torch.rsqrt(mean + eps)[:, None]
-            if bias_EM is not None:
-                y = y + bias_EM[expert].float()
-            if swiglu:
-                gate, up = y.chunk(2, dim=1)
-                y = gated_reference(gate, up, clamped)
-            out[part] = y.to(out.dtype)
+        part = pairs[chosen == expert]
+        lane = part // top_k
+        y = matmul_groups(x[lane if swiglu else part].float(), weight)
+        if squares_TN is not None:
+            mean = sum_in_order(squares_TN[:, lane]) / x.shape[1]
+            y = y * torch.rsqrt(mean + eps)[:, None]
+        if bias_EM is not None:
+            y = y + bias_EM[expert].float()
+        if swiglu:
+            gate, up = y.chunk(2, dim=1)
+            y = gated_reference(gate, up, clamped)
+        out[part] = y.to(out.dtype)
     return out
 
 

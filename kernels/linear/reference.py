@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from graphengine.kernels.core.lanes import (
-    live_lanes,
+    live_rows,
     output_rows,
 )
 from graphengine.kernels.linear.residual import (
     Product,
     Residual,
-    add_to_residual_reference,
+    add_live_rows,
     sums_of_squares,
 )
 from graphengine.kernels.norm_rope.activation import Activation, activated_reference
@@ -40,20 +40,12 @@ def linear_reference(
     out_dtype = x_NK.dtype if out_dtype is None else out_dtype
     if out is None:
         out = output_rows(None, (x_NK.shape[0], outputs), dtype=out_dtype, like=x_NK)
-    weight = weight_MK.float()
-    live = live_lanes(slot_N)
-    for first in range(0, len(live), REFERENCE_ROWS):
-        lanes = live[first : first + REFERENCE_ROWS]
-        y = matmul_group(x_NK[lanes].float(), weight)
-        if squares_TN is not None:
-            mean = sum_in_order(squares_TN[:, lanes]) / x_NK.shape[1]
-            y = y * torch.rsqrt(mean + eps)[:, None]
-        if bias is not None:
-            y = y + bias.float()
-        if swiglu:
-            gate, up = y.chunk(2, dim=1)
-            y = activated_reference(gate, activation) * up
-        out[lanes] = y.to(out.dtype)
+    live = live_rows(slot_N)
+    y = _product_of_rows(x_NK, weight_MK, live, squares_TN=squares_TN, eps=eps, bias=bias)
+    if swiglu:
+        gate, up = y.chunk(2, dim=1)
+        y = activated_reference(gate, activation) * up
+    out[live] = y.to(out.dtype)
     return out
 
 
@@ -69,16 +61,9 @@ def linear_residual_reference(
     bias: torch.Tensor | None = None,
 ) -> Residual:
     """`linear_residual` in plain PyTorch; writes into all three tensors of `residual`."""
-    y = linear_reference(
-        x_NK,
-        weight_MK,
-        slot_N,
-        squares_TN=squares_TN,
-        eps=eps,
-        bias=bias,
-        out_dtype=torch.float32,
-    )
-    return add_to_residual_reference(y, slot_N, residual, next_norm_M)
+    live = live_rows(slot_N)
+    y = _product_of_rows(x_NK, weight_MK, live, squares_TN=squares_TN, eps=eps, bias=bias)
+    return add_live_rows(y, live, residual, next_norm_M)
 
 
 def linear_squares_reference(
@@ -90,11 +75,28 @@ def linear_squares_reference(
     bias: torch.Tensor | None = None,
 ) -> Product:
     """`linear_squares` in plain PyTorch; writes into both tensors of `product`."""
-    linear_reference(x_NK, weight_MK, slot_N, bias=bias, out=product.y)
-    live = live_lanes(slot_N)
-    groups = product.squares.shape[0]
-    product.squares[:, live] = sums_of_squares(product.y[live], groups)
+    live = live_rows(slot_N)
+    y = _product_of_rows(x_NK, weight_MK, live, bias=bias)
+    product.y[live] = y
+    product.squares[:, live] = sums_of_squares(y, product.squares.shape[0])
     return product
+
+
+def _product_of_rows(
+    x_NK: torch.Tensor,
+    weight_MK: torch.Tensor,
+    live: slice | torch.Tensor,
+    *,
+    squares_TN: torch.Tensor | None = None,
+    eps: float = 0.0,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Float32 [L, M], dense, of the L lanes that `live` picks."""
+    y = matmul_groups(x_NK[live].float(), weight_MK.float())
+    if squares_TN is not None:
+        mean = sum_in_order(squares_TN[:, live]) / x_NK.shape[1]
+        y = y * torch.rsqrt(mean + eps)[:, None]
+    return y if bias is None else y + bias.float()
 
 
 def sum_in_order(squares: torch.Tensor) -> torch.Tensor:
@@ -105,15 +107,20 @@ def sum_in_order(squares: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def matmul_group(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight^T of 1 to REFERENCE_ROWS rows, always as the same product of REFERENCE_ROWS.
+def matmul_groups(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight^T, dense, always as the same products of REFERENCE_ROWS rows.
 
     A BLAS picks another order of summation for other row counts, and may for other alignments: each
-    row of the group starts on a cache line. The weight stands first because a BLAS shares the long
-    side among threads, not K.
+    row starts on a cache line. The weight stands first because a BLAS shares the long side among
+    threads, not K.
     """
     rows, K = x.shape
+    whole = -(-rows // REFERENCE_ROWS) * REFERENCE_ROWS
     aligned = (K + 15) // 16 * 16
-    group = torch.zeros((REFERENCE_ROWS, aligned), dtype=x.dtype, device=x.device)[:, :K]
-    group[:rows] = x
-    return torch.mm(weight, group.t())[:, :rows].t()
+    padded = torch.zeros((whole, aligned), dtype=x.dtype, device=x.device)[:, :K]
+    padded[:rows] = x
+    y = x.new_empty((whole, weight.shape[0]))
+    for first in range(0, whole, REFERENCE_ROWS):
+        group = slice(first, first + REFERENCE_ROWS)
+        y[group] = torch.mm(weight, padded[group].t()).t()
+    return y[:rows]

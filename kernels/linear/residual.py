@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from graphengine.kernels.core.lanes import live_lanes, output_rows, sum_rows
+from graphengine.kernels.core.lanes import live_rows, output_rows, sum_rows
 
 
 class Kept(NamedTuple):
@@ -72,9 +72,16 @@ def add_to_residual_reference(
 
     All three tensors are written, and what is kept, except in padded lanes.
     """
+    live = live_rows(slot_N)
+    return add_live_rows(y_NH[live], live, residual, next_norm_H)
+
+
+def add_live_rows(
+    y_LH: torch.Tensor, live: slice | torch.Tensor, residual: Residual, next_norm_H: torch.Tensor
+) -> Residual:
+    """The same of a product that has rows for the L live lanes alone."""
     check_kept(residual)
-    live = live_lanes(slot_N)
-    x = residual.x[live] + y_NH[live]
+    x = residual.x[live] + y_LH
     residual.x[live] = x
     residual.scaled[live] = (x * next_norm_H.float()).to(residual.scaled.dtype)
     residual.squares[:, live] = sums_of_squares(x, residual.squares.shape[0])
@@ -88,7 +95,9 @@ def sums_of_squares(x_NH: torch.Tensor, groups: int) -> torch.Tensor:
     """[T, N]: of each of T groups of columns the sum of its squares, in plain PyTorch."""
     lanes, H = x_NH.shape
     columns = -(-H // groups)
-    padded = functional.pad(x_NH.square(), (0, groups * columns - H))
+    padded = x_NH.square()
+    if groups * columns != H:
+        padded = functional.pad(padded, (0, groups * columns - H))
     return sum_rows(padded.view(lanes * groups, columns)).view(lanes, groups).t()
 
 

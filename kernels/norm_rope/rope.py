@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.dispatch import use_triton
-from graphengine.kernels.core.lanes import check_lanes, live_lanes
+from graphengine.kernels.core.lanes import check_lanes, live_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import (
     append_to_cache,
@@ -396,7 +396,7 @@ def rope_append_reference(
     """
     head_dim = kv.shape[4]
     out = checked_output(out, (qkv_NX.shape[0], num_heads, head_dim), like=qkv_NX)
-    live = live_lanes(slot_N)
+    live = live_rows(slot_N)
     position = position_N[live].long()
     inside = (position >= 0) & (position < min(cos.shape[0], token_capacity(kv, block_table_SB)))
     # The usual case, which a CPU engine meets for each layer of each lane, has nothing to mask.
@@ -404,18 +404,18 @@ def rope_append_reference(
     if not all_inside:
         position = torch.where(inside, position, 0)
 
-    heads = qkv_NX[live].view(len(live), num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = heads.tensor_split([num_heads, num_heads + num_kv_heads], dim=1)
+    heads = qkv_NX[live].view(len(position), num_heads + 2 * num_kv_heads, head_dim)
+    turned, v = heads.tensor_split([num_heads + num_kv_heads], dim=1)
     if q_norm_weight is not None and k_norm_weight is not None:
-        q = _norm_heads_reference(q, q_norm_weight, eps)
-        k = _norm_heads_reference(k, k_norm_weight, eps)
+        turned = _norm_heads_reference(turned, q_norm_weight, k_norm_weight, num_heads, eps)
     cos_live, sin_live = cos[position][:, None], sin[position][:, None]
     if not all_inside:
         unknown = ~inside[:, None, None]
         cos_live = cos_live.masked_fill(unknown, math.nan)
         sin_live = sin_live.masked_fill(unknown, math.nan)
-    out[live] = _rotate_reference(q, cos_live, sin_live).to(out.dtype)
-    k = _rotate_reference(k, cos_live, sin_live).to(qkv_NX.dtype)
+    turned = _rotate_reference(turned, cos_live, sin_live).to(qkv_NX.dtype)
+    out[live] = turned[:, :num_heads]
+    k = turned[:, num_heads:]
 
     block_size = kv.shape[2]
     token = position if entry_N is None else entry_N[live].long()
@@ -427,12 +427,21 @@ def rope_append_reference(
     return out
 
 
-def _norm_heads_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _norm_heads_reference(
+    x: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, eps: float
+) -> torch.Tensor:
+    """Of heads [N, Q + G, D]: queries, then keys."""
     wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if weight.dtype == torch.float32:
-        return (wide * scale * weight).to(x.dtype)
-    return (wide * scale).to(x.dtype) * weight
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    parts = zip(normed.tensor_split([num_heads], dim=1), (q_weight, k_weight), strict=True)
+    # With a weight in float32 it is rounded once, after it.
+    return torch.cat(
+        [
+            (part if weight.dtype == torch.float32 else part.to(x.dtype)).mul(weight).to(x.dtype)
+            for part, weight in parts
+        ],
+        dim=1,
+    )
 
 
 def _rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ def assert_nothing_leaks(engine: Engine) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_conversation_says_what_requests_of_the_whole_of_it_say(name: str, small: Path) -> None:
-    """Twenty turns with rewinds and forks, against an engine that keeps nothing."""
+    """Many turns with rewinds and forks, against an engine that keeps nothing."""
     options = options_of(name, small)
     family = {
         "row_family": options.get("row_family", "dot"),
@@ -84,7 +84,7 @@ def test_a_conversation_says_what_requests_of_the_whole_of_it_say(name: str, sma
     ):
         vocab = engine.model.config.vocab_size
         converse(session, 0, TURNS, vocab_size=vocab, alone=alone)
-        assert engine.counters["sessions/reused_tokens"] > 500
+        assert engine.counters["sessions/reused_tokens"] > 300
         assert engine.counters["sessions/evicted"] == 0
         session.close()
         assert_nothing_leaks(engine)

@@ -273,8 +273,8 @@ def compare(request: Request, expected: Result) -> None:
 
 
 # Seeds by which all has happened early.
-EARLY = {"plain-0": 5, "eagle": 5, "vanilla": 4, "model": 2}
-EARLY_OF_STATES = {"plain-0": 2, "bounded": 2}
+EARLY = {"plain-0": 9, "bounded": 4, "eagle": 7, "vanilla": 8, "model": 2}
+EARLY_OF_STATES = {"plain-0": 4, "plain-1": 10, "bounded": 2}
 RUNS = extent([(name, EARLY.get(name, 0)) for name in CASES], [*product(CASES, range(SEEDS or 1))])
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from engines.speculation import (
     DRAFTING,
+    Job,
+    Outcome,
     demo_jobs,
     dtype_of,
     open_plain,
@@ -45,13 +47,23 @@ def test_a_single_lane_is_of_fma(options: dict[str, Any], families: tuple[str, s
     assert (config.family, config.chain_family) == families
 
 
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    """Of one chunk and of several, greedy and sampled."""
+    return demo_jobs()[:3]
+
+
+@pytest.fixture(scope="module")
+def said_plainly(jobs: list[Job]) -> list[Outcome]:
+    with open_plain(max_batch=1) as engine:
+        return outcomes(engine, jobs)
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_only_the_first_run_is_of_the_family_of_several_lanes(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, jobs: list[Job], said_plainly: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the tokens are those of plain decoding."""
-    with open_plain(max_batch=1) as engine:
-        expected = outcomes(engine, demo_jobs())
     families: list[tuple[int, RowFamily]] = []
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +85,7 @@ def test_only_the_first_run_is_of_the_family_of_several_lanes(
             monkeypatch.setattr(drafter._opened, "run", recorded(drafter._opened.run))
         head = drafter._drafts._head
         monkeypatch.setattr(head, "tiles", recorded(head.tiles))
-        assert outcomes(engine, demo_jobs()) == expected
+        assert outcomes(engine, jobs) == said_plainly
         assert engine.acceptance.accepted > 0
     assert {lanes for lanes, family in families if family == "fma"} == {1}
     assert {family for lanes, family in families if lanes > 1} == {"dot"}

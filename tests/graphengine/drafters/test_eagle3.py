@@ -410,8 +410,8 @@ def test_tokens_with_trees_are_those_without(
 ) -> None:
     """And with pauses; the order of its lm_head's rows is not that of the tokens."""
     pair = pairs["speculators"]
-    jobs = [Job(tuple(range(first, first + 29)), greedy(45, **ENDLESS)) for first in (1, 9)]
-    jobs += random_jobs(VOCAB, count=4)
+    jobs = [Job(tuple(range(first, first + 29)), greedy(40, **ENDLESS)) for first in (1, 9)]
+    jobs += random_jobs(VOCAB, count=3)
     with open_plain(pair.path, **SMALL, device=device) as engine:
         expected = outcomes(engine, jobs)
     options = SMALL | {"kv_blocks": 14, "swap_blocks": 40, "device": device}

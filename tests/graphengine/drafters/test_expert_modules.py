@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -34,7 +36,7 @@ def prompts() -> list[list[int]]:
     return [dice.integers(VOCAB, size=size).tolist() for size in (1, 9, 41, 30)]
 
 
-def jobs(max_tokens: int = 28) -> list[SamplingParams]:
+def jobs(max_tokens: int = 20) -> list[SamplingParams]:
     """Greedy ones, and one that is sampled."""
     options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
     greedy = SamplingParams(temperature=0.0, **options)
@@ -51,14 +53,29 @@ def tokens_of(results: list[Result]) -> list[tuple[int, ...]]:
     return [result.token_ids for result in results]
 
 
+@pytest.fixture(scope="module")
+def plain(chains: dict[str, Chains]) -> Callable[[str, str], list[tuple[int, ...]]]:
+    """What all jobs say without drafts, by kind and device."""
+
+    @cache
+    def of(kind: str, device: str) -> list[tuple[int, ...]]:
+        with open_engine(chains[kind], device) as engine:
+            return tokens_of(engine.generate(prompts(), jobs()))
+
+    return of
+
+
 @pytest.mark.parametrize("style", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_changes_and_some_drafts_are_taken(
-    chains: dict[str, Chains], device: str, kind: str, style: str
+    chains: dict[str, Chains],
+    plain: Callable[[str, str], list[tuple[int, ...]]],
+    device: str,
+    kind: str,
+    style: str,
 ) -> None:
     """Of all together, of some alone, and of requests that are paused."""
-    with open_engine(chains[kind], device) as engine:
-        expected = tokens_of(engine.generate(prompts(), jobs()))
+    expected = plain(kind, device)
     mode = {"speculative": MODES[style]}
     with open_engine(chains[kind], device, **mode) as engine:
         drafted = engine.generate(prompts(), jobs())

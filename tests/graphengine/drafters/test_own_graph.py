@@ -65,7 +65,7 @@ def count(engine: Engine, prefix: str) -> dict[str, int]:
     }
 
 
-PARAMS = {"greedy": greedy(30), "sampled": sampled(30, seed=5)}
+PARAMS = {"greedy": greedy(20), "sampled": sampled(20, seed=5)}
 
 
 @pytest.mark.parametrize(

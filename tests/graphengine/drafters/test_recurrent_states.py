@@ -18,6 +18,7 @@ from torch import Tensor
 from checkpoints import toy_family
 from engines.small_engine import assert_idle, greedy, run, sampled
 from engines.speculation import SCRIPTS, script, step_with, write_draft_model
+from extent import extent
 from graphengine import Engine, Request, SamplingParams
 from graphengine.models import families
 from graphengine.models.states import recurrent_field
@@ -28,6 +29,8 @@ VOCAB = toy_family.CONFIG["vocab_size"]
 # The last one repeats itself, so that n-grams are found.
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], list(range(40)), [1, 2, 3, 4, 5] * 5]
 TOKENS = 25
+LENGTHS = extent((1, 2, 5), (1, 2, 3, 4, 5))
+"""Of drafts, each with its own number of states that a slot keeps."""
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +86,7 @@ def plain(folder: Path) -> Callable[[str], list[Any]]:
     return of
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("k", LENGTHS)
 @pytest.mark.parametrize(
     "mode",
     [
@@ -214,7 +217,7 @@ def follow_states(
     return found, wanted
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("k", LENGTHS)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_states_are_those_of_tokens_fed_one_by_one(folder: Path, name: str, k: int) -> None:
     for prompt in PROMPTS[:2]:

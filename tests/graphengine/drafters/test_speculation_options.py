@@ -24,7 +24,7 @@ from checkpoints.mtp_modules import (
     write_checkpoint,
     write_random,
 )
-from engines.device_cases import pairwise_here
+from engines.device_cases import alternately, pairwise_here
 from engines.logit_options import processors
 from engines.small_engine import OTHER, PROMPT, assert_idle, events_of, greedy, open_engine, run
 from engines.speculation import (
@@ -338,7 +338,7 @@ def test_a_drafter_keeps_up_while_it_is_off(device: str, name: str) -> None:
         gate = GateOptions(off_below=0.0, on_above=0.0)
         with open_speculating(DRAFTING[name], **options, gate=gate) as engine:
             engine.core.gate = Plan([3, *plan])
-            seen.append(drafts_by_length(engine, PROMPT, 60))
+            seen.append(drafts_by_length(engine, PROMPT, extent(44, 60)))
             assert (replays(engine, "decode/1/fast") > 5) == (0 in plan)
     compared = 0
     for found in seen[1:]:
@@ -359,7 +359,7 @@ def test_acceptance_after_a_break_is_as_high_as_without(device: str, lookahead: 
     for plan in ([], [3] * 5 + [0] * 20):
         with open_speculating(MTP(k=3), **options) as engine:
             engine.core.gate = Plan(plan)
-            request = engine.submit(PROMPT, greedy(110, **ENDLESS))
+            request = engine.submit(PROMPT, greedy(100, **ENDLESS))
             events = run(engine)
             # The same part of the text, after the break.
             steps, done = [], 0
@@ -377,8 +377,10 @@ def test_acceptance_after_a_break_is_as_high_as_without(device: str, lookahead: 
 MARKS = RelaxedAcceptance(topk=4, delta=0.3, begin_token_ids=(1, 2, 3), end_token_ids=(4, 5, 6))
 
 
-@pytest.mark.parametrize("name", DRAFTING)
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(
+    ("device", "name", "lookahead"),
+    pairwise_here(alternately(dict.fromkeys(DRAFTING, (0, 1))), (0, 1)),
+)
 def test_without_slack_relaxed_is_strict(
     device: str, said_plainly: Callable[[str], list[Outcome]], name: str, lookahead: int
 ) -> None:
@@ -388,7 +390,7 @@ def test_without_slack_relaxed_is_strict(
     )
     options: dict[str, Any] = {"device": device, "lookahead": lookahead}
     with open_speculating(DRAFTING[name], **options, relaxed_acceptance=relaxed) as engine:
-        assert outcomes(engine, demo_jobs()) == said_plainly(device)
+        assert outcomes(engine, demo_jobs()[:5]) == said_plainly(device)[:5]
         assert replays(engine, "/fast") == 0 and replays(engine, "/k3/full") > 0
 
 

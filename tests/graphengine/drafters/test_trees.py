@@ -36,6 +36,7 @@ from engines.speculation import (
     run_with,
     serve,
 )
+from extent import extent
 from graphengine import Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
 from graphengine.draft_trees import DynamicTree, StaticTree
 from graphengine.draft_vocabulary import DraftVocabulary
@@ -351,16 +352,16 @@ OPTIONS: list[dict[str, Any]] = [
 def test_options_on_logits(device: str, mode: Any) -> None:
     """Tokens, texts and log-probabilities, to the bit."""
     jobs = [
-        Job(text, SamplingParams(max_tokens=24, ignore_eos=True, **options))
+        Job(text, SamplingParams(max_tokens=22, ignore_eos=True, **options))
         for options in OPTIONS
-        for text in (PROMPT, OTHER)
+        for text in extent((PROMPT,), (PROMPT, OTHER))
     ]
     options: dict[str, Any] = {"device": device, "logprobs_mode": mode}
     with open_plain(**options) as engine:
         plain = serve(engine, jobs)
     with open_speculating(MTP(tree=TREE), **options) as engine:
         trees = serve(engine, jobs)
-        assert engine.acceptance.accepted > 20
+        assert engine.acceptance.accepted > extent(10, 20)
     for ours, theirs in zip(trees, plain, strict=True):
         assert ours.token_ids == theirs.token_ids and ours.text == theirs.text
         assert ours.logprobs == theirs.logprobs
@@ -373,7 +374,7 @@ def test_a_nodes_best_child_is_drawn_through_filters(device: str, tree: Any) -> 
     with open_speculating(MTP(tree=tree), device=device, dtype="float32") as engine:
         for filters in ({"temperature": 0.0}, {"temperature": 3.0, "top_k": 1, "seed": 3}):
             before = engine.acceptance.steps
-            params = SamplingParams(**filters, **ENDLESS, max_tokens=40)
+            params = SamplingParams(**filters, **ENDLESS, max_tokens=24)
             tokens.append([each.token_ids for each in engine.generate([PROMPT, OTHER], params)])
             steps.append(engine.acceptance.steps - before)
     assert tokens[0] == tokens[1]

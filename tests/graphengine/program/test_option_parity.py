@@ -24,7 +24,7 @@ from graphengine.sampling_params import SAMPLER_FIELDS
 from graphengine.speculative import MTP, NGram, Speculative
 from launches.rounding_bounds import assert_best, in_float64, room_of
 
-TOKENS = 18
+TOKENS = 15
 LENGTHS = (5, 17, 40, 9)
 
 

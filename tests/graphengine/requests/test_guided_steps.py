@@ -360,7 +360,7 @@ def test_a_prompt_without_drafts_may_have_a_grammar(tmp_path: Path) -> None:
 
 # Churn.
 
-SIZES = {"cpu": (200, 1), "cuda": (6000, 20)}
+SIZES = {"cpu": (100, 1), "cuda": (6000, 20)}
 PATTERNS = (LIST, "(yes|no|maybe)", "[a-z]{2,30};?", r'\{"a": [0-9]+(, "b": (true|null))?\}')
 
 

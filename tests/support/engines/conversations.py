@@ -8,9 +8,10 @@ import sys
 from typing import Any
 
 from engines.small_engine import open_engine
+from extent import extent
 from graphengine import Engine, SamplingParams, Session
 
-TURNS = 20
+TURNS = extent(12, 20)
 SIZES: dict[str, Any] = {"device": "cpu", "max_seq_len": 160}
 
 
