@@ -408,7 +408,7 @@ class EngineCore:
         if self.recorder.recording:
             self.recorder.collecting()
         runtime, replays = self.runtime, self.in_flight[0]
-        with self.interrupts.let_through():
+        with self.interrupts.let_through:
             records = self._wait(replays, timeout)
         if records is None:
             return
@@ -467,7 +467,7 @@ class EngineCore:
         if self.in_flight:
             return False
         try:
-            with self.interrupts.let_through():
+            with self.interrupts.let_through:
                 return bool(self.runtime.wait_drafts(timeout))
         except Exception as error:
             self._break(error)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object]
@@ -22,11 +21,15 @@ class HeldInterrupts:
 
     Does nothing in other threads than the main one, which alone runs handlers, and where no
     function of Python handles SIGINT. Blocks of one object are not nested.
+
+    let_through  a block, inside the other, in which SIGINT is handled at once, one that was put off
+                 at its beginning: nothing is half done there
     """
 
-    __slots__ = ("_before", "_handler", "_put_off", "_through")
+    __slots__ = ("_before", "_handler", "_put_off", "_through", "let_through")
 
     def __init__(self) -> None:
+        self.let_through = _LetThrough(self)
         self._before: Handler | None = None
         self._handler = self._handle
         self._put_off = self._through = False
@@ -53,20 +56,31 @@ class HeldInterrupts:
             self._put_off = False
             before(signal.SIGINT, None)
 
-    @contextmanager
-    def let_through(self) -> Iterator[None]:
-        """Inside, and at its beginning, SIGINT is handled at once: nothing is half done there."""
-        self._through = True
-        try:
-            if self._put_off and self._before is not None:
-                self._put_off = False
-                self._before(signal.SIGINT, None)
-            yield
-        finally:
-            self._through = False
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before, at_once = self._before, self._through or self._put_off
         self._put_off = not at_once
         if at_once and before is not None:
             before(number, frame)
+
+
+class _LetThrough:
+    """See `HeldInterrupts.let_through`; an object that is kept, as each step opens the block."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: HeldInterrupts) -> None:
+        self._held = held
+
+    def __enter__(self) -> None:
+        held = self._held
+        held._through = True
+        if held._put_off and held._before is not None:
+            held._put_off = False
+            try:
+                held._before(signal.SIGINT, None)
+            except BaseException:
+                held._through = False
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        self._held._through = False
