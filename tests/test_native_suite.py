@@ -69,10 +69,10 @@ def test_the_beginning_of_a_spread_order_is_spread() -> None:
 class Item:
     """As pytest's."""
 
-    def __init__(self, nodeid: str, **indices: int) -> None:
+    def __init__(self, nodeid: str, **params: object) -> None:
         self.nodeid = nodeid
-        if indices:
-            self.callspec = type("CallSpec", (), {"indices": indices, "params": indices})
+        if params:
+            self.callspec = type("CallSpec", (), {"indices": params, "params": params})
 
 
 def test_tests_that_are_not_named_keep_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +82,14 @@ def test_tests_that_are_not_named_keep_all_cases(monkeypatch: pytest.MonkeyPatch
     kept = native.chosen_of([*many, *others])
     assert [item for item in kept if item not in many] == others
     assert len(kept) == len(others) + 2
+
+
+def test_chosen_cases_are_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "CASES", {"a.py": {"test_op": 2, "test_twin": 1, "test_all": 9}})
+    ops = [Item(f"a.py::test_op[{op}]", op=op) for op in ("reference", "triton", "split")]
+    twins = [Item(f"a.py::test_twin[{twin}]", reference=twin) for twin in (True, False)]
+    everything = [Item(f"a.py::test_all[{op}]", op=op) for op in ("reference", "triton")]
+    assert native.chosen_of([*ops, *twins, *everything]) == [*ops[1:], twins[1], *everything]
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])

@@ -171,7 +171,7 @@ def test_ten_thousand_tokens_come_and_go() -> None:
     """With pauses and cancels, on two GPUs; ranks that share one take turns, and have fewer."""
     dice, steps = random.Random(9), count()
     pool = {"max_batch": 4, "kv_blocks": 29, "swap_blocks": 400, "prompt_logprobs": True}
-    tokens = 10_000 if torch.cuda.device_count() > 1 else 1_000
+    tokens = 10_000 if torch.cuda.device_count() > 1 else 500
     with open_ranks(**pool) as engine:
 
         def stepped() -> None:

@@ -88,19 +88,20 @@ def test_equals_the_definition(
     tail: int,
 ) -> None:
     problem, segments = drawn
-    for dtype in op_dtypes:
-        typed = replace(problem, dtype=dtype, fp8=fp8)
-        results = prefill(
-            op, place_cache, typed, segments, tail=tail, placement=problem.seed, poison=True
-        )
-        expected = dense_attention(typed)
-        for segment, rows in zip(segments, results, strict=True):
-            if segment.slot >= 0:
-                last = segment.position + segment.tokens
-                wanted = expected[segment.slot, segment.position : last]
-                torch.testing.assert_close(
-                    rows.cpu().double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
-                )
+    # One of them: natively every example waits for the compiler.
+    dtype = op_dtypes[problem.seed % len(op_dtypes)]
+    typed = replace(problem, dtype=dtype, fp8=fp8)
+    results = prefill(
+        op, place_cache, typed, segments, tail=tail, placement=problem.seed, poison=True
+    )
+    expected = dense_attention(typed)
+    for segment, rows in zip(segments, results, strict=True):
+        if segment.slot >= 0:
+            last = segment.position + segment.tokens
+            wanted = expected[segment.slot, segment.position : last]
+            torch.testing.assert_close(
+                rows.cpu().double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+            )
 
 
 @pytest.fixture(scope="module")

@@ -230,7 +230,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, list[Segment]]:
 @hopper
 @settings(
     deadline=None,
-    max_examples=extent(8 if torch.cuda.is_available() else 20, 60),
+    max_examples=extent(4 if torch.cuda.is_available() else 20, 60),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(drawn=problems(), tail=st.integers(1, 9), apart=st.sampled_from([0, 1, 1024]))

@@ -137,7 +137,7 @@ ANY_SIZES = st.builds(
 )  # fmt: skip
 # On a GPU each other size is a kernel that takes seconds to compile.
 SOME_SIZES = (
-    st.sampled_from([sizes_of(1, 1, 3, 3, 2), sizes_of(2, 3, 20, 37, 4)])
+    st.sampled_from([sizes_of(1, 2, 20, 12, 3), sizes_of(2, 3, 20, 37, 4)])
     if torch.cuda.is_available() and not LONG
     else ANY_SIZES
 )
@@ -173,7 +173,7 @@ def test_prompts_have_the_formula_s_values(device, dtypes, sizes, cuts, padding,
 
 def test_a_chunk_s_bits_follow_from_absolute_pieces(device):
     """Whatever is fed at once: pieces end at multiples of 64."""
-    sizes = sizes_of(1, 2, 8, 12, 3)
+    sizes = sizes_of(1, 2, 20, 12, 3)
     layer = Layer(sizes, 150, torch.float32, device)
     whole, state = layer.prefill(0, 0, 150), layer.after(0, 149).clone()
     parts = [layer.prefill(0, start, count) for start, count in ((0, 64), (64, 64), (128, 22))]
@@ -183,7 +183,7 @@ def test_a_chunk_s_bits_follow_from_absolute_pieces(device):
 
 def test_keys_that_repeat_do_not_add_up_errors(device):
     """As in a text that repeats a token: below the diagonal all numbers are near 1."""
-    sizes = sizes_of(1, 2, 20, 12, 2)
+    sizes = sizes_of(1, 2, 20, 12, 3)
     layer = Layer(sizes, 130, torch.float32, device)
     heads = sizes.value_heads
     layer.inputs[:] = layer.inputs[:, 5:6].clone()
