@@ -58,6 +58,7 @@ CASES = {
         "test_eager_steps_give_the_tokens_of_the_graphs": 5,
         "test_poison_around_a_prompt_chunk": 4,
         "test_poison_around_a_speculative_step": 4,
+        "test_speculative_steps_allocate_and_synchronise_nothing": 3,
     },
     "tests/graphengine/drafters/test_speculation_options.py": {
         "test_a_drafter_keeps_up_while_it_is_off": 2,
@@ -164,7 +165,7 @@ CASES = {
         "test_captured": 2,
     },
     "tests/graphengine/program/test_graphs.py": {
-        "test_steps_allocate_and_synchronise_nothing": 5,
+        "test_steps_allocate_and_synchronise_nothing": 3,
         "test_a_replay_equals_the_eager_step": 2,
         "test_padded_lanes_of_a_prefill_step": 5,
         "test_padded_rows_of_a_decode_step": 3,
@@ -185,6 +186,9 @@ CASES = {
     },
     "tests/graphengine/testing/test_planted_faults.py": {
         "test_a_planted_fault_is_caught_natively": 2,
+    },
+    "tests/profiles/test_planted.py": {
+        "test_planted_causes_are_found_on_a_gpu": 2,
     },
     "tests/kernels/attention/test_decode.py": {
         "test_a_lane_has_the_same_bits_anywhere": 1,
