@@ -316,7 +316,7 @@ def _record(
         # thread_local: other threads of the host program may use CUDA meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
         try:
-            with _no_garbage_collection():
+            with no_garbage_collection():
                 step()
             _require_valid_capture(stream)
         except BaseException:
@@ -408,7 +408,7 @@ def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: PoolHandle
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Disable Python's collector: what it would free (events, modules) can invalidate a capture."""
     enabled = gc.isenabled()
     gc.disable()

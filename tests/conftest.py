@@ -39,6 +39,9 @@ leave_the_checkout()
 # Matrices are tiny here: a second thread only waits at barriers, for long on a busy machine.
 torch.set_num_threads(1)
 
+# A graph of an earlier test that Python's collector freed during a capture would make that fail.
+torch.compiler.config.force_cudagraph_gc = True
+
 # How long an example takes says something about the machine, not about what is tested.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -56,6 +56,7 @@ def test_chosen_cases_have_each_value_of_each_parameter() -> None:
     assert len(kept) == 4 and kept == sorted(kept)
     assert {model for model, _ in kept} == {*range(4)} and {kind for _, kind in kept} == {*range(3)}
     assert chosen(values, values, 99) == values
+    assert len({(*chosen(values, values, 1, name),) for name in "abcdefgh"}) > 3
 
 
 def test_the_beginning_of_a_spread_order_is_spread() -> None:
@@ -183,7 +184,7 @@ def test_jobs_share_the_gpus_and_those_that_run_alone_come_last(ran: Ran) -> Non
 
 
 def test_tests_of_ranks_take_all_gpus(ran: Ran) -> None:
-    files = ["tests/kernels/comm/test_sums.py", "tests/kernels/step/test_begin.py"]
+    files = ["tests/kernels/comm/test_sums.py", "tests/kernels/step/test_swap.py"]
     assert native.main([*files, "--processes", "1"]) == 0
     assert [gpus for _, gpus in ran] == [ALL, ("6",)]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphengine.buckets.captured import no_garbage_collection
 from graphengine.demo.logs import log
 
 WARM_UP = 3
@@ -31,7 +32,7 @@ class Replayed:
                 function(*self.fed)
         current.wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with no_garbage_collection(), torch.cuda.graph(self.graph):
             self.results = function(*self.fed)
 
     def __call__(self, *fed: torch.Tensor) -> Any:

@@ -9,6 +9,7 @@ from itertools import zip_longest
 import torch
 
 from graphengine.buckets import KernelLaunch
+from graphengine.buckets.captured import no_garbage_collection
 from graphengine.testing.arguments import require_callable
 from graphengine.testing.errors import GraphCheckError, hide_frame, listed
 from graphengine.testing.launches import Launches, describe_launch, read_launches
@@ -81,7 +82,7 @@ def _capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
+    with no_garbage_collection(), torch.cuda.graph(graph):
         step()
     return graph
 

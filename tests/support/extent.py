@@ -12,6 +12,8 @@ import os
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
+
 Kind = TypeVar("Kind")
 
 SEEDS = int(os.environ.get("GRAPHENGINE_LONG", "0"))
@@ -21,6 +23,11 @@ LONG = SEEDS > 0
 def extent(little: Kind, all: Kind) -> Kind:
     """What this run tries."""
     return all if LONG else little
+
+
+def examples(little: int, all: int) -> int:
+    """How many examples of a kernel whose sizes are compiled for: on a GPU half of a little."""
+    return extent((little + 1) // 2 if torch.cuda.is_available() else little, all)
 
 
 def some_of(all: Sequence[Kind], *places: int) -> list[Kind]:

@@ -45,49 +45,64 @@ from native_cases import CASES, chosen
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Files that take longest on an H200 with 16 cores, the longest first.
 SHARDS = {
+    "tests/graphengine/drafters/test_speculation.py": 3,
     "tests/graphengine/models/test_hybrids.py": 3,
-    "tests/graphengine/drafters/test_speculation.py": 2,
-    "tests/kernels/attention/test_scores.py": 3,
-    "tests/kernels/attention/test_prefill.py": 2,
-    "tests/kernels/recurrent/test_gated_delta.py": 2,
-    "tests/kernels/experts/test_packed_experts_gluon.py": 2,
-    "tests/graphengine/program/test_graphs.py": 2,
-    "tests/kernels/attention/test_decode.py": 2,
     "tests/kernels/attention/test_decode_rows.py": 2,
+    "tests/kernels/attention/test_decode.py": 2,
     "tests/graphengine/models/test_gpt_oss.py": 2,
-    "tests/graphengine/host/test_churn.py": 2,
-    "tests/graphengine/models/test_gemma3.py": 2,
     "tests/kernels/linear/test_linear_sample.py": 2,
+    "tests/graphengine/host/test_churn.py": 2,
     "tests/graphengine/drafters/test_speculation_options.py": 2,
-    "tests/graphengine/testing/test_planted_faults.py": 2,
-    "tests/graphengine/models/test_windows.py": 1,
-    "tests/graphengine/drafters/test_trees.py": 1,
-    "tests/graphengine/drafters/test_speculation_churn.py": 1,
-    "tests/kernels/experts/test_experts.py": 1,
-    "tests/graphengine/models/test_window_rings.py": 1,
-    "tests/graphengine/program/test_decode_step.py": 1,
-    "tests/kernels/attention/test_prefill_gluon.py": 1,
-    "tests/kernels/linear/test_packed_chunk_fp8.py": 1,
-    "tests/graphengine/models/test_parity.py": 1,
-    "tests/graphengine/drafters/test_eagle3.py": 1,
-    "tests/graphengine/parallel/test_data_parallel_gpu.py": 1,
+    "tests/graphengine/program/test_graphs.py": 2,
+    "tests/kernels/recurrent/test_gated_delta.py": 2,
+    "tests/graphengine/drafters/test_trees.py": 2,
+    "tests/kernels/attention/test_prefill.py": 2,
+    "tests/kernels/attention/test_scores.py": 2,
+    "tests/graphengine/models/test_gemma3.py": 2,
     "tests/graphengine/parallel/test_ranks_gpu.py": 1,
-    "tests/kernels/sample/test_sampling.py": 1,
+    "tests/graphengine/program/test_decode_step.py": 1,
+    "tests/graphengine/drafters/test_eagle3.py": 1,
     "tests/graphengine/drafters/test_speculation_graphs.py": 1,
-    "tests/graphengine/models/test_glm4_moe.py": 1,
-    "tests/graphengine/test_fp8_kv.py": 1,
+    "tests/kernels/attention/test_decode_trees.py": 1,
+    "tests/kernels/experts/test_experts.py": 1,
     "tests/kernels/linear/test_packed_chunk.py": 1,
+    "tests/graphengine/parallel/test_data_parallel_gpu.py": 1,
+    "tests/kernels/sample/test_sampling.py": 1,
+    "tests/kernels/experts/test_packed_experts_gluon.py": 1,
+    "tests/graphengine/models/test_window_rings.py": 1,
+    "tests/kernels/attention/test_prefill_gluon.py": 1,
+    "tests/graphengine/models/test_windows.py": 1,
+    "tests/graphengine/test_fp8_kv.py": 1,
     "tests/kernels/linear/test_linear.py": 1,
+    "tests/graphengine/models/test_experts_gpu.py": 1,
+    "tests/graphengine/drafters/test_speculation_counts.py": 1,
     "tests/kernels/linear/test_packed_linear.py": 1,
+    "tests/kernels/linear/test_packed_chunk_fp8.py": 1,
+    "tests/kernels/comm/test_push_gpu.py": 1,
+    "tests/graphengine/drafters/test_block.py": 1,
+    "tests/graphengine/models/test_parity.py": 1,
+    "tests/kernels/core/test_pdl.py": 1,
+    "tests/profiles/test_tune.py": 1,
+    "tests/graphengine/drafters/test_speculation_churn.py": 1,
+    "tests/graphengine/models/test_glm4_moe.py": 1,
+    "tests/graphengine/models/test_latent.py": 1,
+    "tests/graphengine/models/quantised/test_gpu_engines.py": 1,
+    "tests/kernels/linear/test_linear_gluon.py": 1,
+    "tests/graphengine/models/test_precision.py": 1,
+    "tests/kernels/draft/test_vanilla.py": 1,
+    "tests/profiles/test_bench_command.py": 1,
+    "tests/kernels/recurrent/test_mamba2.py": 1,
+    "tests/kernels/step/test_begin.py": 1,
+    "tests/kernels/recurrent/test_short_conv.py": 1,
 }
 OF_RANKS = ("tests/graphengine/parallel/", "tests/kernels/comm/")
 """Whose tests take all GPUs, one a rank."""
 ALONE = re.compile(r"\bmark\.alone\b")
 """What a file with a test that runs alone has in it."""
 RUN_ALONE = "gpu and alone"
-ABOUT_A_GPU = re.compile(r"gpu|cuda|device")
-"""What stands in a file with a test for a GPU, but for those of kernels/. The others run together,
-in case one has such a test."""
+FOR_A_GPU = re.compile(r"\bmark\.gpu\b|\bdef test_\w+\([^)]*\bdevice\b")
+"""What stands in nearly every file with a test for a GPU, but for those of kernels/, which are all
+for it. The others run together, as a few have such a test."""
 TOGETHER = 24
 NO_TESTS = 5
 SLOWEST = 8
@@ -205,7 +220,7 @@ def chosen_of(items: Sequence[Any]) -> list[Any]:
         count = CASES.get(file, {}).get(test, len(cases))
         if count < len(cases):
             cases = [case for case in cases if not of_a_twin(case)]
-            cases = chosen(cases, [values_of(case) for case in cases], count)
+            cases = chosen(cases, [values_of(case) for case in cases], count, name)
         kept += cases
     return kept
 
@@ -254,7 +269,7 @@ def alone_of(files: Iterable[str]) -> tuple[str, ...]:
 def jobs_of(files: Iterable[str]) -> list[Job]:
     jobs, others = [], []
     for file in files:
-        if not file.startswith("tests/kernels/") and not says(file, ABOUT_A_GPU):
+        if not file.startswith("tests/kernels/") and not says(file, FOR_A_GPU):
             others.append(file)
             continue
         shards = SHARDS.get(file, 1)

@@ -350,7 +350,8 @@ def test_seeded_requests_sample_what_they_sample_without_drafts(
     expected = plain(DEMO, jobs, device=device)
     with open_speculating(mode, device=device) as engine:
         assert outcomes(engine, jobs) == expected
-        assert_drafted(engine, 1.05)
+        assert_drafted(engine)
+        assert engine.acceptance.accepted > 0
         for sampler in ("fast", "full"):
             names = [name for name in engine.counters if name.endswith(f"/k{mode.k}/{sampler}")]
             assert sum(engine.counters[name] for name in names) > 0

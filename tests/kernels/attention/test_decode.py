@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent, some_of
+from extent import examples, some_of
 from graphengine.kernels.attention import decode as attention
 from graphengine.kernels.attention import decode_gluon
 from graphengine.kernels.attention.decode import (
@@ -38,7 +38,7 @@ EPS = 1e-6
 # Of float32 sums of order 1. A norm's statistics may round a query or key the other way: by an ulp.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 HUGE = (2**31 - 1, -(2**31), 10**9, -7)
-SETTINGS = settings(deadline=None, max_examples=extent(9, 24), derandomize=not NATIVE)
+SETTINGS = settings(deadline=None, max_examples=examples(9, 24), derandomize=not NATIVE)
 # In half precision on a GPU long splits have a kernel of their own.
 KERNELS_SPLITS = (SPLIT_TOKENS, 256) if NATIVE else (SPLIT_TOKENS,)
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent, some_of
+from extent import examples, some_of
 from graphengine.kernels.attention import decode as attention
 from graphengine.kernels.attention.decode import decode_attention, decode_attention_arrivals
 from graphengine.kernels.attention.reference import decode_attention_reference
@@ -27,9 +27,7 @@ compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot 
 SENTINEL = -555.0
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 HUGE = (2**31 - 1, -(2**31), 10**9, -7)
-SETTINGS = settings(
-    deadline=None, max_examples=extent(6 if NATIVE else 9, 12), derandomize=not NATIVE
-)
+SETTINGS = settings(deadline=None, max_examples=examples(9, 12), derandomize=not NATIVE)
 
 Op = tuple[Callable[..., torch.Tensor], str]
 

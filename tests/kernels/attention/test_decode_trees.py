@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples
 from graphengine.kernels.attention.decode import (
     SPLITS,
     TREE_SPLIT,
@@ -25,9 +25,7 @@ from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
 from launches.trees import POISON, Shape, shapes
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
-SETTINGS = settings(
-    deadline=None, max_examples=extent(8 if NATIVE else 5, 20), derandomize=not NATIVE
-)
+SETTINGS = settings(deadline=None, max_examples=examples(5, 20), derandomize=not NATIVE)
 SENTINEL = -555.0
 D, G, GROUP = 64, 2, 2
 HEADS = G * GROUP

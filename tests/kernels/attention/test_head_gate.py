@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples
 from graphengine.kernels.attention.head_gate import gate_heads
 from graphengine.kernels.core.dispatch import INTERPRETED
 
@@ -33,7 +33,7 @@ def check(device, dtype, lanes, heads, parts, width, padded, assert_close):
     assert found[~live].isnan().all()
 
 
-@settings(deadline=None, max_examples=extent(6, 40))
+@settings(deadline=None, max_examples=examples(6, 40))
 @given(
     lanes=st.integers(1, 5),
     heads=st.integers(1, 6),

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples
 from graphengine.kernels.attention import latent as attention
 from graphengine.kernels.attention import latent_decode
 from graphengine.kernels.attention.head_product import head_product, head_product_reference
@@ -143,7 +143,7 @@ class Case:
         return torch.einsum("nqr,qvr->nqv", sums, self.weight(values).float()).to(self.dtype)
 
 
-@settings(deadline=None, max_examples=extent(4, 40))
+@settings(deadline=None, max_examples=examples(4, 40))
 @given(
     positions=st.lists(st.integers(0, 300), min_size=1, max_size=4).map(tuple),
     heads=st.sampled_from([1, 5, 16, 20]),
@@ -236,7 +236,7 @@ def test_positions_that_no_table_has_are_nan(device: str) -> None:
     assert bool((values[3] == SENTINEL).all())
 
 
-@settings(deadline=None, max_examples=extent(6, 40))
+@settings(deadline=None, max_examples=examples(6, 40))
 @given(
     lanes=st.integers(1, 6),
     heads=st.sampled_from([1, 5, 70]),
@@ -329,7 +329,7 @@ def test_absorbed_attention_is_attention() -> None:
             torch.testing.assert_close(out[slot, head], expected, rtol=1e-4, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=extent(6, 40))
+@settings(deadline=None, max_examples=examples(6, 40))
 @given(
     lanes=st.integers(1, 40),
     heads=st.integers(1, 4),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples
 from graphengine.kernels.attention import prefill as prefill_attention
 from graphengine.kernels.attention.prefill import PREFILL_ARRIVALS, paged_prefill_attention
 from graphengine.kernels.attention.reference import paged_prefill_attention_reference
@@ -20,7 +20,7 @@ from graphengine.kernels.core.launching import Launch
 from launches.prefill import TOLERANCE, Op, Problem, Segment, dense_attention, prefill, segments_of
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
-SETTINGS = settings(deadline=None, max_examples=extent(6, 40), derandomize=not NATIVE)
+SETTINGS = settings(deadline=None, max_examples=examples(6, 40), derandomize=not NATIVE)
 
 
 class Splitting:

@@ -20,7 +20,7 @@ import triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples, extent
 from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.attention.prefill_gluon import (
     KEYS,
@@ -230,7 +230,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, list[Segment]]:
 @hopper
 @settings(
     deadline=None,
-    max_examples=extent(4 if torch.cuda.is_available() else 20, 60),
+    max_examples=examples(8, 60),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(drawn=problems(), tail=st.integers(1, 9), apart=st.sampled_from([0, 1, 1024]))

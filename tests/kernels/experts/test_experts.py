@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.experts import (
     expert_part,
@@ -212,7 +212,7 @@ def decode_reference(case, a, groups):
     return own, after.x
 
 
-@settings(deadline=None, max_examples=extent(8, 40))
+@settings(deadline=None, max_examples=examples(8, 40))
 @given(
     form=st.sampled_from(["single", "grouped", "fma"]),
     lanes=st.integers(1, 20),
@@ -385,7 +385,7 @@ def test_compiled_kernels_have_the_same_bits_grouped_and_not(
         assert_products_close(results[1], expected_x, dtype)
 
 
-@settings(deadline=None, max_examples=extent(6, 30))
+@settings(deadline=None, max_examples=examples(6, 30))
 @given(
     lanes=st.integers(1, 60),
     hidden=st.integers(1, 70),

@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.experts import (
     expert_part,
@@ -157,7 +157,7 @@ def drawn_case(data: Any, dtype: torch.dtype, device: str, lanes: int) -> Case:
     return Case.random(lanes, experts, top_k, held, dtype, device, padded=padded, biased=biased)
 
 
-@settings(deadline=None, max_examples=extent(10, 40))
+@settings(deadline=None, max_examples=examples(10, 40))
 @given(
     form=st.sampled_from(["single", "grouped", "fma"]),
     lanes=st.integers(1, 20),
@@ -175,7 +175,7 @@ def test_decode_adds_what_is_held(
     case.check(a, case.part(a, plan, grouping), assert_products_close)
 
 
-@settings(deadline=None, max_examples=extent(5, 20))
+@settings(deadline=None, max_examples=examples(5, 20))
 @given(
     lanes=st.integers(1, 50),
     size=st.sampled_from([16, 64]),
@@ -192,7 +192,7 @@ def test_chunks_sum_what_is_held(
     case.check(a, case.summed(a, tile, grouping), assert_products_close)
 
 
-@settings(deadline=None, max_examples=extent(8, 30))
+@settings(deadline=None, max_examples=examples(8, 30))
 @given(
     lanes=st.integers(1, 70),
     experts=st.sampled_from([2, 5, 16]),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extent import extent, some_of
+from extent import examples, some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.linear import (
@@ -73,7 +73,7 @@ def reference(case, **options):
     return linear_reference(case.x, case.weight, case.slot, **arguments(case, **options))
 
 
-@settings(deadline=None, max_examples=extent(10, 30))
+@settings(deadline=None, max_examples=examples(10, 30))
 @given(
     lanes=st.integers(1, MAX_LANES),
     outputs=st.integers(1, 80),
@@ -111,7 +111,7 @@ def test_matches_reference(
     assert_products_close(run(case, **options), reference(case, **options), dtype)
 
 
-@settings(deadline=None, max_examples=extent(10, 30))
+@settings(deadline=None, max_examples=examples(10, 30))
 @given(
     lanes=st.integers(1, 2),
     outputs=st.integers(1, 40),
@@ -217,7 +217,7 @@ def test_strided_operands(device, make_linear_case, plan):
     assert (out[:, 48:] == 0).all()
 
 
-@settings(deadline=None, max_examples=extent(8, 16))
+@settings(deadline=None, max_examples=examples(8, 16))
 @given(
     lanes=st.sampled_from([1, 2, 8, 16, 17, 32, 64]),
     swiglu=st.booleans(),
@@ -375,7 +375,7 @@ def test_reference_of_a_scaled_stream_is_a_linear_of_its_norm(make_linear_case):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
-@settings(deadline=None, max_examples=extent(15, 45))
+@settings(deadline=None, max_examples=examples(15, 45))
 @given(
     lanes=st.integers(1, 16),
     M=st.integers(1, 300) | st.sampled_from([64, 128, 512, 1024, 4096]),

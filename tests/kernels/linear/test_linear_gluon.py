@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent, some_of
+from extent import examples, some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear import linear_gluon
@@ -279,7 +279,7 @@ def outputs_of(
 
 
 @gpu
-@settings(deadline=None, max_examples=extent(20, 60))
+@settings(deadline=None, max_examples=examples(20, 60))
 @given(
     kind=st.sampled_from(["store", "swiglu", "residual"]),
     plan=st.sampled_from(

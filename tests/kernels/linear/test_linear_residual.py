@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extent import extent, some_of
+from extent import examples, some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.linear import arrivals_needed, linear_residual, residual_groups
@@ -102,7 +102,7 @@ def assert_right(case, actual, plan, assert_products_close):
     torch.testing.assert_close(actual_squares, of_each, rtol=1e-5, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=extent(13, 40))
+@settings(deadline=None, max_examples=examples(13, 40))
 @given(
     plan=st.sampled_from(
         [
@@ -184,7 +184,7 @@ def test_launches_share_their_counters(device, make_linear_case):
             assert all(map(torch.equal, by_lane(shared), by_lane(own)))
 
 
-@settings(deadline=None, max_examples=extent(8, 16))
+@settings(deadline=None, max_examples=examples(8, 16))
 @given(
     plan=st.sampled_from([DOT, LinearPlan("dot", 32, 32, splits=3, stages=2), FMA]),
     lanes=st.sampled_from([1, 2, 8, 16, 17, 32, 64]),
@@ -281,7 +281,7 @@ def test_reference_fills_any_number_of_groups(make_linear_case, groups):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the reference is tested in an ordinary process")
-@settings(deadline=None, max_examples=extent(10, 25))
+@settings(deadline=None, max_examples=examples(10, 25))
 @given(
     lanes=st.integers(1, 16),
     M=st.integers(1, 300) | st.sampled_from([64, 1024, 4096]),

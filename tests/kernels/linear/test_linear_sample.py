@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.linear import arrivals_needed, linear, linear_sample
@@ -30,7 +30,7 @@ DOT_SPLIT = LinearPlan("dot", block_m=32, block_k=32, splits=2, stages=2)
 FMA = LinearPlan("fma", block_m=16, block_k=64, warps=2)
 
 # Each program draws its noise: seconds for the interpreter.
-EXAMPLES = extent(12, 40)
+EXAMPLES = examples(12, 40)
 
 
 def make_params(slots, vocabulary, *, device="cpu", temperatures=(0.0, 0.7, 1.5), seed=0):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples
 from graphengine.kernels import linear_swiglu_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.linear_swiglu import (
@@ -167,7 +167,7 @@ def compiled(outputs: int, activation: int = 1) -> tuple[str, int]:
 @hopper
 @example(lanes=1024, outputs=8192, columns=64, dtype=BF16, pdl=True)
 @example(lanes=100, outputs=8192, columns=200, dtype=torch.float16, pdl=False)
-@settings(deadline=None, max_examples=extent(13, 40))
+@settings(deadline=None, max_examples=examples(13, 40))
 @given(
     lanes=st.integers(1, 300) | st.sampled_from([128, 129, 1024]),
     outputs=st.sampled_from([8, 64, 120, 128, 200, 1000, 8192]),

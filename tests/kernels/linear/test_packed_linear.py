@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed
@@ -400,7 +400,7 @@ def test_codes_cost_few_instructions(name, most):
 
 
 @gpu
-@settings(deadline=None, max_examples=extent(20, 60))
+@settings(deadline=None, max_examples=examples(20, 60))
 @given(
     name=st.sampled_from(sorted(FORMATS)),
     kind=st.sampled_from(["store", "swiglu", "residual"]),

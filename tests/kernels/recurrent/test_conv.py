@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.recurrent.conv import causal_conv_chunk
 
@@ -64,7 +64,7 @@ def check(device, dtype, channels, taps, cuts, padding, bias, activation):
     return whole, formula(x, weight, bias, activation).to(dtype)
 
 
-@settings(deadline=None, max_examples=extent(8, 60))
+@settings(deadline=None, max_examples=examples(8, 60))
 @given(
     channels=st.integers(1, 80),
     taps=st.integers(2, 5),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from extent import LONG, extent
+from extent import LONG, examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.recurrent.conv import causal_conv_chunk
 from graphengine.kernels.recurrent.gated_delta import gated_delta_decode, gated_delta_prefill
@@ -151,7 +151,7 @@ def assert_near(found, expected, dtype, more=1.0):
     )
 
 
-@settings(deadline=None, max_examples=extent(4, 40))
+@settings(deadline=None, max_examples=examples(4, 40))
 @given(
     sizes=SOME_SIZES,
     cuts=st.lists(st.integers(1, 70), min_size=1, max_size=3),
@@ -195,7 +195,7 @@ def test_keys_that_repeat_do_not_add_up_errors(device):
     assert_near(layer.after(1, 129), states[-1], torch.float32)
 
 
-@settings(deadline=None, max_examples=extent(4, 40))
+@settings(deadline=None, max_examples=examples(4, 40))
 @given(
     sizes=SOME_SIZES,
     width=st.integers(1, 4),

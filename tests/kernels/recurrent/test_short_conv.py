@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import extent
+from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.recurrent.short_conv import short_conv_decode, short_conv_prefill
 
@@ -80,7 +80,7 @@ class Layer:
         ).view(len(rows), width, -1)
 
 
-@settings(deadline=None, max_examples=extent(8, 60))
+@settings(deadline=None, max_examples=examples(8, 60))
 @given(
     channels=st.integers(1, 150),
     taps=st.integers(2, 5),
@@ -110,7 +110,7 @@ def test_a_prompt_has_the_formula_s_values_however_it_is_cut(
     assert not kept[1, newest].isnan().any()
 
 
-@settings(deadline=None, max_examples=extent(6, 40))
+@settings(deadline=None, max_examples=examples(6, 40))
 @given(
     channels=st.integers(1, 150),
     taps=st.integers(2, 5),
