@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,9 @@ torch.set_num_threads(1)
 
 # A graph of an earlier test that Python's collector freed during a capture would make that fail.
 torch.compiler.config.force_cudagraph_gc = True
+
+# A shell lets what it runs in the background ignore Ctrl-C, which some tests are about.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says something about the machine, not about what is tested.
 settings.register_profile(
