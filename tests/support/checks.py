@@ -1,4 +1,4 @@
-"""Run make's targets, three at a time, to the last one, and end with the sum of their tests.
+"""Run make's targets, two at a time, to the last one, and end with the sum of their tests.
 
     python tests/support/checks.py --jobs 2 engine-tests lint types
 
@@ -92,7 +92,7 @@ def summary(all_ended: Sequence[Ended]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("targets", nargs="+")
-    parser.add_argument("--jobs", type=int, default=3, help="targets at the same time")
+    parser.add_argument("--jobs", type=int, default=2, help="targets at the same time")
     options = parser.parse_args(arguments)
     ended = run_all(options.targets, options.jobs)
     print(summary(ended))
