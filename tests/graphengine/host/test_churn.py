@@ -114,7 +114,7 @@ def churn(engine: Engine, size: Size, dice: random.Random, *, all_options: bool 
     return owners
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("lookahead", extent((1,), (0, 1)))
 def test_each_request_gets_the_tokens_it_gets_alone(
     checkpoints: dict[str, Any], edited: Callable[..., Path], device: str, lookahead: int
 ) -> None:

@@ -303,7 +303,7 @@ def test_names_of_special_tokens_are_text(device: str, speculative: Speculative 
             assert result.token_ids[-1] == eos
 
 
-@pytest.mark.parametrize("speculative", [None, NGram(k=3)], ids=["plain", "ngram"])
+@pytest.mark.parametrize("speculative", extent([NGram(k=3)], [None, NGram(k=3)]), ids=str)
 def test_end_of_sequence_ids_that_are_text(
     device: str, tmp_path: Path, speculative: Speculative | None
 ) -> None:
@@ -429,7 +429,7 @@ class MaskWatch:
         assert not matcher.is_error()
 
 
-@pytest.mark.parametrize("name", ["plain", *DRAFTERS])
+@pytest.mark.parametrize("name", extent(("plain", "ngram", "mtp"), ("plain", *DRAFTERS)))
 def test_masks_are_llguidances(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     speculative = DRAFTERS.get(name)
     engine = (
