@@ -56,6 +56,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import FP8_KV, position_limit
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.triton_versions import sync_threads
 from graphengine.kernels.linear.plans import dot_columns
 
 _WARPS = 4
@@ -337,7 +338,7 @@ def decode_attention_kernel(
         largest, total, acc = no_tiles(product, shape)
         for t in range(TILES):
             async_copy.wait_group(shape.stages - 1)
-            gl.thread_barrier()
+            sync_threads()
             stage = tile % shape.stages
             token = start + t * shape.tile
             there = token < unit.length

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.attention.decode_gluon_units import first_split, heads_of
+from graphengine.kernels.core.triton_versions import sync_threads
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-3e38)
@@ -68,7 +69,7 @@ def _store_part(parts, state, part, live, shape):
 def _is_last(counter_ptr, arriving, expected):
     """Whether these arrivals complete the expected ones, of which the counter then forgets."""
     # Stores of all threads come before the one thread's release.
-    gl.thread_barrier()
+    sync_threads()
     last = gl.atomic_add(counter_ptr, arriving, sem="acq_rel") + arriving == expected
     if last:
         gl.store(counter_ptr, 0)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.attention.decode_gluon_units import cache_offsets, heads_of
 from graphengine.kernels.core.paged import quantised_bits
+from graphengine.kernels.core.triton_versions import reinterpret, sync_threads
 from graphengine.kernels.norm_rope.rope import scale_head
 
 BLOCK = gl.constexpr(16)
@@ -196,8 +197,8 @@ def insert_new_tokens(qkv, source, ring, stage, unit, start, first_block, shape)
     BLOCKS: gl.constexpr = shape.tile // BLOCK
     pieces: gl.constexpr = [shape.stages * BLOCKS, BLOCK, shape.padded]
     piece_layout: gl.constexpr = shared_layout(shape.padded, 2, shape.fp8)
-    key_pieces = ring[0]._reinterpret(keys.dtype, pieces, piece_layout)
-    value_pieces = ring[1]._reinterpret(keys.dtype, pieces, piece_layout)
+    key_pieces = reinterpret(ring[0], keys.dtype, pieces, piece_layout)
+    value_pieces = reinterpret(ring[1], keys.dtype, pieces, piece_layout)
     held = gl.maximum(unit.cached, start // shape.split * shape.split) // BLOCK
     end = gl.minimum(unit.length, start + shape.tile)
     for block in range(gl.maximum(unit.cached, start) // BLOCK, (end + BLOCK - 1) // BLOCK):
@@ -213,4 +214,4 @@ def insert_new_tokens(qkv, source, ring, stage, unit, start, first_block, shape)
         key_piece.store(gl.where(new, keys, key_piece.load(copied)))
         value_piece = value_pieces.index(stage * BLOCKS + block - start // BLOCK)
         value_piece.store(gl.where(new, values, value_piece.load(copied)))
-    gl.thread_barrier()
+    sync_threads()

@@ -17,6 +17,7 @@ from graphengine.kernels.attention.decode_gluon_units import (
     named,
     unit_after,
 )
+from graphengine.kernels.core.triton_versions import load_async, sync_threads
 
 
 @gluon.constexpr_function
@@ -71,7 +72,7 @@ def refill_ring(schedule, source, ring, stage, ahead, entries, step, first, tile
     TILES: gl.constexpr = shape.split // shape.tile
     if step < tiles:
         # The tile is no longer read.
-        gl.thread_barrier()
+        sync_threads()
         _copy_tile(source, ring, stage, entries, ahead, step % TILES, True, shape)
         if (step + 1) % TILES == 0:
             ahead = unit_after(schedule, ahead, first + (step + 1) // TILES, shape)
@@ -105,9 +106,9 @@ def _copy_tile(source, ring, stage, entries, unit, t, live, shape):
     mask = ((token < unit.cached) & live)[:, :, None] & (dim < shape.D)
     if shape.window > 0:
         mask &= is_seen(unit, token, shape)[:, :, None]
-    async_copy.async_copy_global_to_shared(keys.index(stage), ptrs, mask)
+    load_async(keys.index(stage), ptrs, mask)
     ptrs += shape.block_size * shape.G * shape.D
-    async_copy.async_copy_global_to_shared(values.index(stage), ptrs, mask)
+    load_async(values.index(stage), ptrs, mask)
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ from graphengine.kernels.attention.decode_gluon_combine import LOG2E, LOWEST
 from graphengine.kernels.attention.decode_gluon_heads import shared_layout
 from graphengine.kernels.attention.decode_gluon_ring import stream_tokens
 from graphengine.kernels.attention.scores import tanh
+from graphengine.kernels.core.triton_versions import reinterpret
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _tanh = gluon.jit(tanh.fn)
@@ -111,7 +112,7 @@ def _even_and_odd(values, operand: gl.constexpr):
     STREAMS: gl.constexpr = values.shape[0]
     TOKENS: gl.constexpr = values.shape[1]
     PAIRS: gl.constexpr = values.shape[2] // 2
-    pairs = values._reinterpret(gl.int16, [STREAMS, TOKENS, PAIRS], shared_layout(PAIRS, 3, False))
+    pairs = reinterpret(values, gl.int16, [STREAMS, TOKENS, PAIRS], shared_layout(PAIRS, 3, False))
     even, odd = gl.inline_asm_elementwise(
         """{
         .reg .b32 bytes;

@@ -36,6 +36,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import token_capacity
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.triton_versions import reinterpret, sync_threads
 
 ROWS = 128
 """Rows of a tile: 64 for each of two warp groups."""
@@ -293,7 +294,7 @@ def _new_barriers(barriers: gl.constexpr, arrivals: gl.constexpr):
 @gluon.jit
 def _free(barrier):
     """Arrive once all warps of the group are here."""
-    gl.thread_barrier()
+    sync_threads()
     mbarrier.arrive(barrier, count=1)
 
 
@@ -320,8 +321,8 @@ def _attend_rows(rows, PART: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], dtype)
     queries = queries.index(PART)
     # wgmma takes 64 consecutive columns as one tile.
-    keys = keys._reinterpret(dtype, [STAGES, TILE, D], tile_layout)
-    values = values._reinterpret(dtype, [STAGES, TILE, D], tile_layout)
+    keys = reinterpret(keys, dtype, [STAGES, TILE, D], tile_layout)
+    values = reinterpret(values, dtype, [STAGES, TILE, D], tile_layout)
 
     heads = _place_heads(place, PART, ROWS, Q // G, D)
     _load_queries(queries, q_ptr, heads, q_stride)
@@ -413,7 +414,7 @@ def _load_queries(queries, q_ptr, heads, q_stride):
     at = (lane * q_stride + head * D)[:, None] + dim[None, :]
     queries.store(gl.load(q_ptr + at, mask=live, other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    sync_threads()
 
 
 @gluon.jit

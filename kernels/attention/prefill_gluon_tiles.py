@@ -9,7 +9,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from graphengine.kernels.core.triton_versions import (
+    load_async,
+    load_tile,
+    reinterpret,
+    sync_threads,
+)
 
 # Of 16 bits: what the TMA and wgmma take as a row of shared memory.
 COLUMNS = gl.constexpr(64)
@@ -73,7 +80,7 @@ def _bring_tile(source, buffer, there, free, tile, WHICH: gl.constexpr, D: gl.co
         for half in gl.static_range(HALVES):
             part = buffer.index(stage * HALVES + half).slice(piece * BLOCK_SIZE, BLOCK_SIZE)
             at = [row, column + half * COLUMNS]
-            tma.async_copy_global_to_shared(cache, at, there.index(stage), part)
+            load_tile(cache, at, there.index(stage), part)
 
 
 @gluon.jit
@@ -133,7 +140,7 @@ def _ask_tile(
     four = column // 4 + gl.arange(0, D // 4, gl.SliceLayout(0, layout))
     ptrs = cache_ptr + (row * (G * D // 4))[:, None] + four[None, :]
     stage = raw.index(tile % 2 * 2 + WHICH)
-    async_copy.async_copy_global_to_shared(stage, ptrs, mask=(block >= 0)[:, None])
+    load_async(stage, ptrs, mask=(block >= 0)[:, None])
     async_copy.commit_group()
 
 
@@ -156,7 +163,7 @@ def _put_tile(buffer, raw, there, free, tile, WHICH: gl.constexpr, D: gl.constex
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D // 2], gl.int32)
     stage = tile % STAGES
     mbarrier.wait(free.index(stage), (tile // STAGES & 1) ^ 1)
-    buffer._reinterpret(gl.int32, [STAGES, TILE, D // 2], layout).index(stage).store(pairs)
+    reinterpret(buffer, gl.int32, [STAGES, TILE, D // 2], layout).index(stage).store(pairs)
     fence_async_shared()
-    gl.thread_barrier()
+    sync_threads()
     mbarrier.arrive(there.index(stage), count=1)

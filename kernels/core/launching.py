@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from triton.runtime import driver
 
 from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.triton_versions import OPTIONS, future_of
 
 MAX_WORKERS = 8
 """Threads that compile, at most. About a quarter of the work holds the interpreter's lock: more
@@ -73,9 +74,8 @@ def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     call alone, not for what other threads launch meanwhile.
     """
     look_up = _look_up.get()
-    if look_up is None:
-        return cast(Callable[..., object], kernel[grid])
-    return partial(look_up, kernel, grid)
+    launch = kernel[grid] if look_up is None else partial(look_up, kernel, grid)
+    return partial(cast(Callable[..., object], launch), **OPTIONS)
 
 
 _look_up: ContextVar[Callable[..., None] | None] = ContextVar("look_up", default=None)
@@ -159,7 +159,7 @@ class _Found:
             return
         if found not in self.names:
             self.names[found] = f"kernel {kernel.__name__} of step {self._step!r}"
-        elif _is_there(found.future):
+        elif _is_there(future_of(found)):
             # Triton keeps it in memory from now on, and finds it there much faster.
             found.result()
 
@@ -174,11 +174,15 @@ class _Found:
     def cancel(self) -> None:
         """Begin no other compilation."""
         for kernel in self.names:
-            kernel.future.cancel()
+            future = future_of(kernel)
+            if future is not None:
+                future.cancel()
 
 
-def _is_there(future: Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
+def _is_there(future: Future[Any] | None) -> bool:
+    if future is None or not future.done():
+        return False
+    return not future.cancelled() and future.exception() is None
 
 
 class _Compilers(ThreadPoolExecutor):

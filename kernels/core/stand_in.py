@@ -22,6 +22,7 @@ MODULES = (
     "triton.experimental",
     "triton.experimental.gluon",
     "triton.experimental.gluon.language",
+    "triton.experimental.gluon.language._core",
     "triton.experimental.gluon.language.nvidia",
     "triton.experimental.gluon.language.nvidia.ampere",
     "triton.experimental.gluon.language.nvidia.hopper",

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.core.triton_versions import sync_threads
 from graphengine.kernels.experts.held import place_of_expert
 from graphengine.kernels.linear.linear_gluon_epilogue import (
     load_rows,
@@ -155,7 +156,7 @@ def packed_experts_kernel(
         gl.store(out_ptrs, a.to(out_ptr.dtype.element_ty), mask=stored)
     else:
         gl.store(out_ptrs, whole, mask=stored)
-        gl.thread_barrier()
+        sync_threads()
         _arrive(pair, there, outputs, sums, stream, cut.M, TOP_K, FIRST, HELD)
 
 

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.core.triton_versions import load_async, sync_threads
 from graphengine.kernels.linear.linear_gluon_epilogue import (
     epilogue,
     exchange_layout,
@@ -204,7 +205,7 @@ def dot_kernel(
     for t in range(TILES):
         # Groups complete in order: those of the tiles up to this one have.
         async_copy.wait_group(max(STAGES - 2, 0))
-        gl.thread_barrier()
+        sync_threads()
         if TILES > STAGES:
             # The previous tile is no longer read.
             ahead = t + STAGES - 1
@@ -213,7 +214,7 @@ def dot_kernel(
                 free = ahead % STAGES
                 _copy(weights, free * PARTS, gate_ptrs, up_ptrs, k, step, K, EVEN_K, SWIGLU)
                 inside = _inside(x_inside, k + step, K, EVEN_K)
-                async_copy.async_copy_global_to_shared(inputs.index(free), x_ptrs + step, inside)
+                load_async(inputs.index(free), x_ptrs + step, inside)
         async_copy.commit_group()
         operand = inputs.index(t % STAGES).load(gl.DotOperandLayout(0, product, 2))
         y = _multiply(operand, weights.index(t % STAGES * PARTS), y)
@@ -304,14 +305,14 @@ def _copy(
 ):
     """Ask for columns `k + step` of the weight rows; those past K become 0."""
     if EVEN_K:
-        async_copy.async_copy_global_to_shared(weights.index(at), gate_ptrs + step)
+        load_async(weights.index(at), gate_ptrs + step)
         if SWIGLU:
-            async_copy.async_copy_global_to_shared(weights.index(at + 1), up_ptrs + step)
+            load_async(weights.index(at + 1), up_ptrs + step)
     else:
         inside = (k + step < K)[None, :]
-        async_copy.async_copy_global_to_shared(weights.index(at), gate_ptrs + step, inside)
+        load_async(weights.index(at), gate_ptrs + step, inside)
         if SWIGLU:
-            async_copy.async_copy_global_to_shared(weights.index(at + 1), up_ptrs + step, inside)
+            load_async(weights.index(at + 1), up_ptrs + step, inside)
 
 
 @gluon.jit

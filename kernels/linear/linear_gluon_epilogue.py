@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.comm.items import begin_sum, sum_of_ranks
+from graphengine.kernels.core.triton_versions import sync_threads
 from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
 from graphengine.kernels.norm_rope.activation import activated
 from graphengine.kernels.sample.sampling import best_of_tile
@@ -248,7 +249,7 @@ def ptrs_of_part(
 def is_last(arrivals_ptr, tile, SPLITS: gl.constexpr):
     """Whether all splits of a tile have arrived, which its counter then forgets."""
     arrival_ptr = arrivals_ptr + tile * gl.num_programs(0) + gl.program_id(0)
-    gl.thread_barrier()
+    sync_threads()
     last = gl.atomic_add(arrival_ptr, 1, sem="acq_rel") == SPLITS - 1
     if last:
         gl.store(arrival_ptr, 0)

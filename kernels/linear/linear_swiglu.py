@@ -31,6 +31,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.lanes import check_rows, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.triton_versions import load_tile, store_tile, sync_threads
 from graphengine.kernels.norm_rope.activation import (
     Activation,
     activated,
@@ -224,7 +225,7 @@ def _swiglu_kernel(
             )
             # That of the step before is done in both warp groups: its stage is free.
             both = warpgroup_mma_wait(num_outstanding=1, deps=(both,))
-            gl.thread_barrier()
+            sync_threads()
             ahead = step + STAGES - 1
             _ask_weights(inputs, weights, w, arrived, ahead, steps, LANE_TILES, F, STEPS, STAGES)
             _ask_inputs(inputs, x, arrived, ahead, steps, LANE_TILES, STEPS, STAGES)
@@ -234,13 +235,13 @@ def _swiglu_kernel(
         result = (_activated(gate, ACTIVATION) * up).to(dtype)
         # The tile before has left `y`.
         tma.store_wait(0)
-        gl.thread_barrier()
+        sync_threads()
         y.store(result)
         fence_async_shared()
-        gl.thread_barrier()
+        sync_threads()
         tile = gl.program_id(0) + turn * programs
         at = [tile % LANE_TILES * LANES, tile // LANE_TILES * B]
-        tma.async_copy_shared_to_global(out, at, y)
+        store_tile(out, at, y)
     tma.store_wait(0)
 
 
@@ -270,8 +271,8 @@ def _ask_weights(
     k = step % STEPS * BLOCK_K
     gates = w.index(stage).slice(0, B)
     ups = w.index(stage).slice(B, B)
-    tma.async_copy_global_to_shared(weights, [output, k], barrier, gates, pred=there)
-    tma.async_copy_global_to_shared(weights, [F + output, k], barrier, ups, pred=there)
+    load_tile(weights, [output, k], barrier, gates, pred=there)
+    load_tile(weights, [F + output, k], barrier, ups, pred=there)
 
 
 @gluon.jit
@@ -290,9 +291,7 @@ def _ask_inputs(
     tile = gl.program_id(0) + step // STEPS * gl.num_programs(0)
     lane = tile % LANE_TILES * inputs.block_shape[0]
     at = [lane, step % STEPS * inputs.block_shape[1]]
-    tma.async_copy_global_to_shared(
-        inputs, at, arrived.index(stage), x.index(stage), pred=step < steps
-    )
+    load_tile(inputs, at, arrived.index(stage), x.index(stage), pred=step < steps)
 
 
 def linear_swiglu_reference(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from graphengine.kernels.core.triton_versions import sync_threads
 from graphengine.kernels.norm_rope.activation import activated
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
@@ -68,9 +69,9 @@ def _store_rows(
     """Write [rows, L] as [L, rows], by way of shared memory."""
     ROWS: gl.constexpr = y.shape[1]
     dense: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [4, 1], [1, 0])
-    gl.thread_barrier()
+    sync_threads()
     y.store(values.to(y.dtype).permute((1, 0)))
-    gl.thread_barrier()
+    sync_threads()
     lane = first_lane + gl.arange(0, y.shape[0], gl.SliceLayout(1, dense))
     output = first_output + gl.arange(0, ROWS, gl.SliceLayout(0, dense))
     at = lane.to(gl.int64)[:, None] * out_stride + output[None, :]

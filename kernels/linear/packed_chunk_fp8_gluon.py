@@ -18,12 +18,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.core.triton_versions import load_tile, sync_threads
 from graphengine.kernels.linear.packed_chunk_epilogue import store_outputs
 from graphengine.kernels.linear.packed_gluon_codes import scale_floats
 
@@ -149,11 +149,11 @@ def _bring_tiles(brought, K: gl.constexpr, PARTS: gl.constexpr):
             barrier = there.index(stage)
             mbarrier.expect(barrier, BYTES)
             line = step * _LINES
-            tma.async_copy_global_to_shared(codes, [block, line, 0], barrier, words.index(stage))
+            load_tile(codes, [block, line, 0], barrier, words.index(stage))
             for part in gl.static_range(PARTS):
                 at = [lane + part * L, step * _STEP]
                 own = x.index(stage * PARTS + part)
-                tma.async_copy_global_to_shared(inputs, at, barrier, own)
+                load_tile(inputs, at, barrier, own)
             count += 1
 
 
@@ -202,7 +202,7 @@ def _multiply_rows(
                 if part == PARTS - 1:
                     # After the last step of a tile what is loaded here is not used.
                     codes = _load_words(words, count % STAGES, WHICH)
-                    gl.thread_barrier()
+                    sync_threads()
                     mbarrier.arrive(free.index(stage), count=1)
                 added += (_add(totals[part], sums, scale),)  # type: ignore[assignment]
             totals = added

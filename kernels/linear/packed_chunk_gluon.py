@@ -19,12 +19,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from graphengine.kernels.core.pdl import wait_for_inputs
+from graphengine.kernels.core.triton_versions import load_tile, sync_threads
 from graphengine.kernels.linear.packed_chunk_codes import (
     UNIT,
     half_layout,
@@ -162,13 +162,11 @@ def _bring_tiles(brought, K: gl.constexpr, DEPTH: gl.constexpr):
                 unit = step * DEPTH + depth
                 place = stage * DEPTH + depth
                 line = unit * LINES
-                tma.async_copy_global_to_shared(
-                    codes, [block, line, 0], barrier, words.index(place)
-                )
+                load_tile(codes, [block, line, 0], barrier, words.index(place))
                 for piece in gl.static_range(PIECES):
                     at = [lane, unit * _UNIT + piece * WIDTH]
                     part = x.index(place * PIECES + piece)
-                    tma.async_copy_global_to_shared(inputs, at, barrier, part)
+                    load_tile(inputs, at, barrier, part)
             count += 1
 
 
@@ -212,7 +210,7 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
             mbarrier.wait(there.index(later % STAGES), later // STAGES & 1, pred=step + 2 < STEPS)
             sums, halves, ahead = _wait(begun, halves, ahead)
             total, sums, ahead = _end_step(halves, x, first, total, sums, ahead, groups, form)
-            gl.thread_barrier()
+            sync_threads()
             mbarrier.arrive(free.index(stage), count=1)
             halves = ahead
             groups = next_groups

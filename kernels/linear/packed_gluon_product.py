@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from graphengine.kernels.core.triton_versions import sync_threads
 from graphengine.kernels.linear.linear_gluon_epilogue import exchange_layout, row_layout
 from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
 from graphengine.kernels.linear.packed_gluon_codes import halves_of, scale_floats, without_zeros
@@ -75,7 +76,7 @@ def multiply_tiles(ring, places, scales, cut):
     for t in range(cut.tiles):
         # Groups complete in order: those of the tiles up to this one have.
         async_copy.wait_group(max(cut.stages - 2, 0))
-        gl.thread_barrier()
+        sync_threads()
         if cut.tiles > cut.stages:
             # The previous tile is no longer read.
             ahead = t + cut.stages - 1

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from graphengine.kernels.core.triton_versions import load_async, reinterpret
 from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
 
 _BLOCK = gl.constexpr(BLOCK_HALFWORDS)
@@ -116,10 +117,10 @@ def ask_codes(codes, places, step, cut):
     room = codes.index(step % cut.stages)
     ptrs = code_ptrs + step * (BLOCKS * _BLOCK)
     if cut.even and not cut.optional:
-        async_copy.async_copy_global_to_shared(room, ptrs)
+        load_async(room, ptrs)
     else:
         inside = column + step * BLOCKS < columns
-        async_copy.async_copy_global_to_shared(room, ptrs, inside)
+        load_async(room, ptrs, inside)
 
 
 @gluon.jit
@@ -164,9 +165,9 @@ def _ask_groups(of_groups, groups, part, cut):
     block = gl.minimum(block, cut.row_blocks - 1).to(gl.int64) * (GROUPS * 16)
     row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     ptrs = of_groups + block[None, :, None] + group[:, None, None] * 16 + row[None, None, :]
-    async_copy.async_copy_global_to_shared(ring, ptrs, (group < groups)[:, None, None])
+    load_async(ring, ptrs, (group < groups)[:, None, None])
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return ring._reinterpret(dtype, [USES, cut.streams, cut.R * 16], rows)
+    return reinterpret(ring, dtype, [USES, cut.streams, cut.R * 16], rows)
 
 
 @gluon.constexpr_function
@@ -217,7 +218,7 @@ def ask_inputs(inputs, places, step, cut):
     """Ask for the inputs of tile `step`, as `ask_codes` does for its codes."""
     inside = _inputs_inside(places, step, cut)
     room = inputs.index(step % cut.stages)
-    async_copy.async_copy_global_to_shared(room, places[0] + step * cut.block_k, inside)
+    load_async(room, places[0] + step * cut.block_k, inside)
 
 
 @gluon.jit

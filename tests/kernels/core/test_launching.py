@@ -24,6 +24,7 @@ from graphengine.kernels import compile_kernels, swiglu
 from graphengine.kernels.core import launching
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.triton_versions import OPTIONS
 from graphengine.kernels.norm_rope import activation
 
 KERNELS = Path(__file__).resolve().parents[3] / "kernels"
@@ -79,7 +80,7 @@ def launching_step(kernel: Any, *args: Any, **options: Any) -> Callable[[], None
 def test_a_launch_is_the_kernels_own() -> None:
     kernel = StandIn()
     launcher(kernel, (4,))(1, x=2)
-    assert kernel.runs == [((4,), (1,), {"x": 2})] and not kernel.look_ups
+    assert kernel.runs == [((4,), (1,), {"x": 2} | OPTIONS)] and not kernel.look_ups
 
 
 def test_a_step_that_is_compiled_launches_nothing() -> None:
@@ -88,8 +89,8 @@ def test_a_step_that_is_compiled_launches_nothing() -> None:
     done = compile_kernels(
         {"a": launching_step(kernel, tensor, N=1), "b": launching_step(known, tensor)}
     )
-    assert kernel.look_ups == [((2, 3), (tensor,), {"N": 1})]
-    assert known.look_ups == [((2, 3), (tensor,), {})]
+    assert kernel.look_ups == [((2, 3), (tensor,), {"N": 1} | OPTIONS)]
+    assert known.look_ups == [((2, 3), (tensor,), OPTIONS)]
     assert not kernel.runs and not known.runs
     assert kernel.kept == ["binary"] and not known.kept
     # No listener said that it was compiled; what was in memory counts nowhere.
