@@ -18,14 +18,13 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphengine.requests.result import FinishReason
-from graphengine.requests.schemas import for_llguidance
+from graphengine.requests.schemas import for_llguidance, read_number
 from graphengine.sampling_params import SamplingParams
 from graphengine.structured_outputs import StructuredOutputsParams
 from graphengine.text.tokenizer import Tokenizer
@@ -363,7 +362,7 @@ def _source(asked: StructuredOutputsParams, special: Mapping[str, int]) -> str:
         # As a regular expression: Lark limits the number of alternatives.
         choices = (_META.sub(r"\\\g<0>", choice) for choice in asked.choice)
         return LLMatcher.grammar_from_regex("|".join(choices))
-    schema, options = for_llguidance(asked.read_schema(Decimal))
+    schema, options = for_llguidance(asked.read_schema(read_number))
     options["whitespace_flexible"] = not asked.disable_any_whitespace
     if asked.whitespace_pattern is not None:
         options["whitespace_pattern"] = asked.whitespace_pattern

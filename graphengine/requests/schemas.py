@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from decimal import Context, Decimal
+from decimal import Context, Decimal, InvalidOperation
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,6 +90,14 @@ def for_llguidance(schema: Node) -> tuple[str, dict[str, Any]]:
     return json.dumps(schema, default=float), options
 
 
+def read_number(text: str) -> Decimal:
+    """A number of a schema that has a point or an exponent; ValueError if it is beyond Decimals."""
+    try:
+        return Decimal(text)
+    except InvalidOperation as error:
+        raise _beyond(text) from error
+
+
 def _nodes(schema: Node) -> Iterator[tuple[str, Node]]:
     """Each schema inside the schema, and its place: a JSON pointer.
 
@@ -121,9 +130,13 @@ def _check_exponents(schema: Node) -> None:
     """ValueError for numbers that are no doubles, whose digits may also be too many to write."""
     for number in _numbers(schema):
         if abs(number.adjusted()) >= _EXPONENTS:
-            raise ValueError(
-                f"{number} is beyond what llguidance reads: 1E-{_EXPONENTS} to 1E+{_EXPONENTS}"
-            )
+            raise _beyond(number)
+
+
+def _beyond(number: object) -> ValueError:
+    return ValueError(
+        f"{number} is beyond what llguidance reads: 1E-{_EXPONENTS} to 1E+{_EXPONENTS}"
+    )
 
 
 def _check_numbers(place: str, node: Node) -> None:
@@ -237,15 +250,16 @@ Choices = dict[int, int]
 
 def _check_together(place: str, parts: Sequence[tuple[Node, Choices]]) -> None:
     """ValueError for bounds, or multiples, that llguidance does not keep together."""
-    for low, one in _bounds(parts, _LOWER, 1):
-        for high, other in _bounds(parts, _UPPER, -1):
-            agree = all(other.get(each, option) == option for each, option in one.items())
-            if agree and (wrong := _allowed_whole(low, high)) is not None:
-                raise ValueError(
-                    f"{_at(place)}with {low.keyword} {low.value} and {high.keyword} {high.value} "
-                    f"llguidance would allow {wrong}: it excludes no whole number where the other "
-                    f"bound is less than 1 away; a bound a little inside could be included instead"
-                )
+    for (low, one), (high, other) in _near_pairs(
+        _bounds(parts, _LOWER, 1), _bounds(parts, _UPPER, -1)
+    ):
+        agree = all(other.get(each, option) == option for each, option in one.items())
+        if agree and (wrong := _allowed_whole(low, high)) is not None:
+            raise ValueError(
+                f"{_at(place)}with {low.keyword} {low.value} and {high.keyword} {high.value} "
+                f"llguidance would allow {wrong}: it excludes no whole number where the other "
+                f"bound is less than 1 away; a bound a little inside could be included instead"
+            )
     found = (_number(part.get("multipleOf")) for part, _ in parts)
     _check_multiples(place, {abs(multiple) for multiple in found if multiple})
 
@@ -256,6 +270,21 @@ def _bounds(
     """The bounds on one side."""
     found = ((_bound(part, *keywords, sign), choices) for part, choices in parts)
     return [(bound, choices) for bound, choices in found if bound is not None]
+
+
+def _near_pairs(
+    lows: Sequence[tuple[Bound, Choices]], highs: Sequence[tuple[Bound, Choices]]
+) -> Iterator[tuple[tuple[Bound, Choices], tuple[Bound, Choices]]]:
+    """The pairs of which `_allowed_whole` may say something: a union may have thousands of each."""
+    for found, others, up in ((lows, highs, True), (highs, lows, False)):
+        ordered = sorted(others, key=lambda pair: pair[0].value)
+        values = [bound.value for bound, _ in ordered]
+        for each in found:
+            bound = each[0]
+            if bound.excluded and bound.is_whole:
+                start, end = sorted((bound.value, bound.value + (1 if up else -1)))
+                near = ordered[bisect_right(values, start) : bisect_left(values, end)]
+                yield from ((each, other) if up else (other, each) for other in near)
 
 
 def _check_multiples(place: str, multiples: Collection[Decimal]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from engines.speculation import open_plain, open_speculating
 from graphengine import Engine, Result, SamplingParams, StructuredOutputsParams
-from graphengine.requests.schemas import for_llguidance, without_null
+from graphengine.requests.schemas import for_llguidance, read_number, without_null
 from graphengine.speculative import MTP, NGram, Speculative
 from random_schemas import Schema, is_valid, random_schema
 
@@ -139,7 +139,7 @@ def _instance(schema: Schema, root: Schema, dice: random.Random) -> Any:
 def matcher(schema: Schema | str) -> Any:
     """llguidance's, whose tokens are bytes. ValueError for a schema that is refused."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    text, options = for_llguidance(json.loads(text, parse_float=Decimal))
+    text, options = for_llguidance(json.loads(text, parse_float=read_number))
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
         text, overrides={"whitespace_flexible": False, **options}
     )
@@ -161,6 +161,8 @@ REFUSED: tuple[tuple[Schema | str, str], ...] = (
     ('{"const": 0.12345678901234567891}', "the constant 0.12345678901234567891"),
     ('{"const": 1E400}', r"1E\+400 is beyond what llguidance reads: 1E-308 to 1E\+308"),
     ('{"maximum": 1E-9999999999}', "1E-9999999999 is beyond"),
+    # Beyond what Decimal reads.
+    ('{"const": 1e99999999999999999999}', "1e99999999999999999999 is beyond what llguidance reads"),
     ({"type": "integer", "minimum": BIG}, f"with minimum {BIG} it would allow {BIG - 1}"),
     ({"exclusiveMinimum": BIG}, f"with exclusiveMinimum {BIG} it would allow {BIG}"),
     ({"items": {"maximum": 9.850868243521303}}, "at /items: .* maximum 9.850868243521303 it would"),
