@@ -75,6 +75,7 @@ from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
 from graphengine.kernels.core.tree import TreeLanes, TreeTables
+from graphengine.kernels.core.triton_versions import bits_of_triton, warn_if_untried
 from graphengine.kernels.draft.block import (
     BlockDraft,
     begin_block_draft,
@@ -520,6 +521,7 @@ __all__ = [
     "begin_module_draft_reference",
     "begin_vanilla_draft",
     "begin_vanilla_draft_reference",
+    "bits_of_triton",
     "causal_conv_chunk",
     "check_latent_sizes",
     "chunk_tile",
@@ -702,6 +704,7 @@ __all__ = [
     "verify_commit_publish_reference",
     "verify_speculative_tokens",
     "verify_speculative_tokens_reference",
+    "warn_if_untried",
     "withhold_drafts",
     "withhold_drafts_reference",
 ]

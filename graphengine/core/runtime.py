@@ -24,7 +24,7 @@ from graphengine.core.fingerprints import fingerprint, updated_fingerprint
 from graphengine.core.waits import Waits
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
-from graphengine.kernels import BITS, FP8_KV
+from graphengine.kernels import BITS, FP8_KV, bits_of_triton
 from graphengine.models.contract import Model, RankGroup
 from graphengine.models.given_tensors import GivenTensors
 from graphengine.models.kv_scales import scales_id, scales_of_ranks
@@ -426,6 +426,7 @@ def _numerics_id(
             "block_size": memory.block_size,
             "prefill_buckets": ",".join(map(str, prefill)),
             **fp8,
+            **bits_of_triton(memory.device.type),
             **({} if memory.activations is None else {"activations": memory.activations}),
             **({} if usual else {"prefill_cut": str(prefill_cut)}),
             **({} if ranks == 1 else {"tensor_parallel": ranks}),

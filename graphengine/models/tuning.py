@@ -113,9 +113,9 @@ def numerics_id(
 ) -> str:
     """12 hexadecimal digits that name everything the bits of a step depend on but the model.
 
-    Two engines with equal ids, on one kind of GPU and with one version of Triton, compute the same
-    bits; what only changes the speed is left out. `extra` adds what lies outside of the linears,
-    such as the length of attention's splits.
+    Two engines with equal ids, on one kind of GPU, compute the same bits; what only changes the
+    speed is left out. `extra` adds what lies outside of the linears, such as the length of
+    attention's splits and, on a GPU, the version of Triton.
     """
     facts = {
         "version": NUMERICS_VERSION,

@@ -24,6 +24,7 @@ from graphengine.kernels import (
     KernelCompilation,
     compile_kernels,
     copy_blocks,
+    warn_if_untried,
 )
 from graphengine.models.contract import WHOLE, DecodeLaunch, Model, RankGroup, arrival_counters
 from graphengine.models.linears import LinearPlans
@@ -356,6 +357,7 @@ def compile_steps(
     """
     if device.type != "cuda":
         return None
+    warn_if_untried()
     # Prefill last. Other steps have the most kernels and none of torch's operations: each of those
     # gives the interpreter's lock away, and has to wait for it while others compile.
     ordered = sorted(steps.items(), key=lambda step: step[0].kind == "prefill")

@@ -14,6 +14,7 @@ Nothing else here uses what Triton or Gluon keep private.
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -22,6 +23,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
+
+NEWEST = "3.9"
+"""The newest version that was tried."""
 
 OPTIONS = {"enable_fp_fusion": True}
 """Of every launch. Bits depend on whether a product and a sum are rounded once or twice."""
@@ -49,3 +53,22 @@ def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
 def future_of(kernel: triton.FutureKernel) -> Future[Any] | None:
     """The compilation that is awaited; None where its result was asked for, from 3.9 on."""
     return cast("Future[Any] | None", kernel.future)
+
+
+def bits_of_triton(device: str) -> dict[str, str]:
+    """What of Triton the bits of kernels on this type of device depend on: {"triton": "3.6"}."""
+    return {} if device == "cpu" else {"triton": _minor(triton.__version__)}
+
+
+def warn_if_untried(version: str | None = None) -> None:
+    """Warn of a version of Triton, by default the one at hand, that is newer than `NEWEST`."""
+    version = version or str(triton.__version__)
+    if tuple(map(int, _minor(version).split("."))) > tuple(map(int, NEWEST.split("."))):
+        warnings.warn(
+            f"triton {version} is newer than {NEWEST}, the newest that the kernels were tried with",
+            stacklevel=2,
+        )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
