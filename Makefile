@@ -14,7 +14,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize docs pictures install
 
-demo: install
+demo: $(VENV)/engine
+	$(EDITABLE)
 	$(BIN)/graphengine generate --checkpoint demo --max-tokens 120 --temperature 0.7 --seed 7 \
 		--prompt 'def read_lines(path):'
 
@@ -110,19 +111,25 @@ $(DOCS)/stamp:
 	touch $@
 
 install: $(VENV)/stamp
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . \
-		--config-settings editable_mode=strict
+	$(EDITABLE)
 
-$(VENV)/stamp: constraints.txt pyproject.toml
+EDITABLE := $(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . \
+	--config-settings editable_mode=strict
+
+# What an engine runs with, and nothing that only tests need.
+$(VENV)/engine: constraints.txt pyproject.toml
 	mkdir -p $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	# The former name of this distribution: its files would stand in for the new ones.
 	$(BIN)/pip uninstall -qq --yes graphengine
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt triton setuptools wheel
-	$(BIN)/pip install --quiet --constraint constraints.txt numpy safetensors tokenizers \
-		jinja2 nvtx huggingface_hub transformers compressed-tensors llguidance jsonschema \
-		prompt_toolkit ray pytest hypothesis ruff mypy
+	$(BIN)/pip install --quiet --constraint constraints.txt numpy safetensors tokenizers jinja2 nvtx
+	touch $@
+
+$(VENV)/stamp: $(VENV)/engine
+	$(BIN)/pip install --quiet --constraint constraints.txt huggingface_hub transformers \
+		compressed-tensors llguidance jsonschema prompt_toolkit ray pytest hypothesis ruff mypy
 	touch $@
 
 # Tests mostly wait for the compiler and for the host, so that files run side by side. NATIVE takes the

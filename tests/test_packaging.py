@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import graphengine
+from graphengine.kernels.core.triton_versions import NEWEST
 from planted.cases import CPU_CASES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -414,6 +415,28 @@ def test_the_wheel_imports_outside_of_the_checkout(
             "graphengine.profiles",
         )
     }
+
+
+TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}
+"""What each torch for CUDA asks for: pip refuses another one beside it."""
+
+
+def test_constraints_fit_each_other_on_any_index() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    torch, triton = (pins[name].rsplit(".", 1)[0] for name in ("torch", "triton"))
+    assert TRITON_OF_TORCH[torch] == triton
+
+
+def test_each_pair_of_torch_and_triton_is_admitted_and_on_the_page() -> None:
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    admitted = {each.name: each.specifier for each in map(Requirement, asked)}
+    page = (ROOT / "docs/installing.md").read_text()
+    for torch, triton in TRITON_OF_TORCH.items():
+        assert admitted["torch"].contains(f"{torch}.0"), torch
+        assert admitted["triton"].contains(f"{triton}.0"), triton
+        assert re.search(rf"\| [\d., ]*{re.escape(torch)}[\d., ]* \| {triton} \|", page), torch
+    assert max(TRITON_OF_TORCH.values()) == NEWEST
 
 
 def test_one_version_is_everywhere() -> None:
