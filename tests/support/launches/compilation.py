@@ -45,7 +45,7 @@ class Load(NamedTuple):
     """A load from global memory, also one into shared memory."""
 
     argument: str
-    """The kernel's pointer that the address comes from."""
+    """The kernel's pointer that the address comes from; "" where it came through shared memory."""
     after_wait: bool
     past_l1: bool
     size: int
@@ -232,16 +232,18 @@ def global_loads(ptx: str, names: list[str]) -> Iterator[Load]:
     stems: dict[str, set[str]] = {}
     found = re.finditer(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(.*?);", ptx, re.MULTILINE)
     instructions = [(match.start(), *match.groups()) for match in found]
-    # Twice: a loop's body may stand before what is computed ahead of it.
-    for _, opcode, text in instructions * 2:
-        if opcode.startswith("ld.param"):
-            register, parameter = re.match(r"(%\w+), \[\w+_param_(\d+)", text).groups()
-            name = names[int(parameter)] if int(parameter) < len(names) else ""
-            stems[register] = {name} - {""}
-        elif not opcode.startswith(("st.", "bra", "bar", "ld.", "cp.async.c")):
-            target, *sources = re.findall(r"%\w+", text) or [""]
-            for source in sources:
-                stems.setdefault(target, set()).update(stems.get(source, ()))
+    # Until nothing is new: what is computed ahead of a block may stand after it.
+    known = -1
+    while known != (known := sum(map(len, stems.values()))):
+        for _, opcode, text in instructions:
+            if opcode.startswith("ld.param"):
+                register, parameter = re.match(r"(%\w+), \[\w+_param_(\d+)", text).groups()
+                name = names[int(parameter)] if int(parameter) < len(names) else ""
+                stems[register] = {name} - {""}
+            elif not opcode.startswith(("st.", "bra", "bar", "ld.", "cp.async.c")):
+                target, *sources = re.findall(r"%\w+", text) or [""]
+                for source in sources:
+                    stems.setdefault(target, set()).update(stems.get(source, ()))
     waits = ptx.index("griddepcontrol.wait")
     for start, opcode, text in instructions:
         if opcode.startswith(("ld.global", "cp.async.c")):
