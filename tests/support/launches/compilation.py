@@ -247,7 +247,7 @@ def global_loads(ptx: str, names: list[str]) -> Iterator[Load]:
     waits = ptx.index("griddepcontrol.wait")
     for start, opcode, text in instructions:
         if opcode.startswith(("ld.global", "cp.async.c")):
-            (argument,) = stems[re.findall(r"\[ ?(%\w+)", text)[-1]]
+            (argument,) = stems.get(re.findall(r"\[ ?(%\w+)", text)[-1]) or ("",)
             if opcode.startswith("ld"):
                 vector, bits = re.search(r"(?:\.v(\d))?\.[bfsu](\d+)$", opcode).groups()
                 size = int(vector or 1) * int(bits) // 8
