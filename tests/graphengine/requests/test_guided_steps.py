@@ -491,6 +491,15 @@ def test_text_after_a_text_keeps_its_first_space(tmp_path: Path) -> None:
         says_the = SamplingParams(max_tokens=2, allowed_token_ids=[the])
         assert engine.generate("b", says_the).text == " the the"
         assert engine.generate([1], says_the).text == "the the"
+        # Right after an added token a text gets that space, as the next turn of a chat encodes it.
+        added = [*tokenizer.encode("b"), 2]
+        assert engine.generate(added, says_the).text == "the the"
+        spaces = SamplingParams(max_tokens=2, allowed_token_ids=[tokenizer.token_to_id("▁")])
+        said = engine.generate(added, spaces)
+        assert said.text == " "
+        assert tuple(tokenizer.encode_after(said.text, added)) == said.token_ids
+        word = StructuredOutputsParams(choice=[" the"])
+        assert engine.generate(added, SamplingParams(structured_outputs=word)).text == " the"
         stops = SamplingParams(max_tokens=2, allowed_token_ids=[quick], stop=" quick")
         assert engine.generate("b", stops).token_ids == (quick,)
         parts = engine.generate("bc", says_the).prompt_token_ids
