@@ -477,6 +477,18 @@ def test_a_tokenizer_with_byte_fallback(
         assert {1, 2} <= ends
 
 
+def test_spaces_of_a_metaspace_decoder(tmp_path: Path) -> None:
+    """llguidance takes its marks for text."""
+    path = byte_fallback_checkpoint(tmp_path)
+    library = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    library.save(str(path / "tokenizer.json"))
+    with open_engine(path) as engine:
+        pattern = "( the| quick){2}é"
+        result = engine.generate("b", regex(pattern, 30, seed=1))
+        assert result.finish_reason == "stop" and re.fullmatch(pattern, result.text), result
+
+
 def test_text_after_a_text_keeps_its_first_space(tmp_path: Path) -> None:
     """Of a tokenizer that puts a space before a text, and takes it away again."""
     with open_engine(byte_fallback_checkpoint(tmp_path)) as engine:
