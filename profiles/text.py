@@ -218,7 +218,7 @@ def describe_document(document: Mapping[str, Any], width: int | None = None) -> 
     if document.get("contexts"):
         parts += _contexts(document["contexts"], width)
     if any(row["itl_ms"]["unsupported"] for row in [*document["rows"], *cells]):
-        parts.append("* fewer values than this percentile needs: their maximum by another name")
+        parts.append("* too few values for this percentile, which is then the maximum")
     parts += [_speculation(row, width) for row in document["rows"] if row.get("speculation")]
     collectives = [each for row in document["rows"] for each in row.get("collectives") or ()]
     if collectives:
@@ -250,7 +250,8 @@ def _heading(document: Mapping[str, Any]) -> str:
     fed = f"{first['prompt_tokens']} prompt" if document["rows"] else "contexts"
     lines = [
         f"{document['shape']}, {first['engine']['dtype']}, on {environment['device']}: {limit}",
-        f"{fed} and {first['new_tokens']} new tokens, {first['runs']} runs; milliseconds. "
+        f"{fed} and {first['new_tokens']} new tokens, {first['runs']} "
+        f"run{'s' * (first['runs'] > 1)}; milliseconds. "
         f"{_checked(first)}",
     ]
     lines += [

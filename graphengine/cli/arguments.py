@@ -48,6 +48,11 @@ def template_variable(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+    if value in ("False", "None", "True"):
+        # As text, each is true in a template.
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: JSON has false, null and true; in quotes, '\"{value}\"', it is text"
+        )
     try:
         # NaN and the like are no JSON.
         return name, json.loads(value, parse_constant=str)

@@ -287,7 +287,7 @@ class Intake:
         hidden = self._eos_ids if params.remove_eos else ()
         silent = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
         # Text that a grammar promises has its first space whatever stands before it.
-        continues = params.structured_outputs is not None or tokenizer.has_text(
+        continues = params.structured_outputs is not None or tokenizer.continues(
             prompt_ids, silent.union(hidden)
         )
         return TextStream(

@@ -448,9 +448,10 @@ def _told_instead(directory: Path, path_or_hub_id: str | os.PathLike[str]) -> st
     """What a directory without `config.json` is, and what to do about it; empty if unknown."""
     if (directory / _ADAPTER).is_file():
         base = read_json_object(directory / _ADAPTER).get("base_model_name_or_path")
+        of, model = ("", "its") if base is None else (f" of {shown(base)}", "that")
         return (
-            f", but {_ADAPTER}: it is a LoRA adapter of {shown(base)}, and adapters are not read. "
-            f"Merge it into that model (merge_and_unload of peft), save the whole and open that"
+            f", but {_ADAPTER}: it is a LoRA adapter{of}, and adapters are not read. "
+            f"Merge it into {model} model (merge_and_unload of peft), save the whole and open that"
         )
     found = sorted(file.name for file in directory.glob("*.gguf"))
     if found:

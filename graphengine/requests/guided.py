@@ -337,7 +337,18 @@ def _hidden(text: str, eos_ids: Sequence[int]) -> tuple[str, dict[str, int]]:
         # Converted files have entries that make such a token out of text.
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in merges)
         model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & special.keys()]
+    content["decoder"] = _without_metaspace(content["decoder"])
     return json.dumps(content), special
+
+
+def _without_metaspace(decoder: Any) -> Any:
+    """The decoder with spaces where llguidance finds them: it does not know the other kind."""
+    match decoder:
+        case {"type": "Sequence", "decoders": members}:
+            return decoder | {"decoders": [_without_metaspace(each) for each in members]}
+        case {"type": "Metaspace", "replacement": mark}:
+            return {"type": "Replace", "pattern": {"String": mark}, "content": " "}
+    return decoder
 
 
 def _with_ids(lark: str, special: Mapping[str, int]) -> str:

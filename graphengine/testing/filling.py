@@ -44,6 +44,8 @@ def drawing(
 
 
 def _check_ranges(tensors: Mapping[str, torch.Tensor], ranges: Mapping[str, range | None]) -> None:
+    if not isinstance(ranges, Mapping):
+        raise ValueError(f"draw={ranges!r} is no mapping from names to ranges")
     if unknown := ranges.keys() - tensors.keys():
         raise ValueError(f"draw: no buffer {sorted(unknown)}, there are {', '.join(tensors)}")
     kept = {
@@ -52,10 +54,11 @@ def _check_ranges(tensors: Mapping[str, torch.Tensor], ranges: Mapping[str, rang
     if missing := kept.keys() - ranges.keys():
         wanted = [name for name in kept if name in missing]
         named = ", ".join(f"{name} ({describe(kept[name])})" for name in wanted)
+        count = 2 if kept[wanted[0]].dtype == torch.bool else 8
         raise ValueError(
             f"{named} would keep the values of now, so a graph that has a copy of them would pass: "
-            f'say which are valid, as in draw={{"{wanted[0]}": range(8)}}, with None for what is '
-            "constant or only written; or give `fill`"
+            f'say which are valid, as in draw={{"{wanted[0]}": range({count})}}, with None '
+            "for what is constant or only written; or give `fill`"
         )
     for name, values in ranges.items():
         if values is not None:

@@ -98,6 +98,8 @@ def assert_replay_matches_eager(
             integers("live_sizes", sizes, most=most_lanes(buffers))
     elif draw is not None:
         raise ValueError(f"{draw=} with `fill`: the buffers are filled by one of the two")
+    elif not callable(fill):
+        raise ValueError(f"{fill=} is not callable: give a function of a seed and a live size")
     tensors = named_tensors(buffers)
     fill = fill or drawing(buffers, tensors, draw or {}, seeds)
     require_writable(tensors)

@@ -6,6 +6,7 @@ import codecs
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Self
@@ -147,7 +148,25 @@ class Tokenizer:
         """
         if not self.has_text(before, self.special_ids):
             return self.encode(text, add_special_tokens=False)
-        return self.encode_inside(text, after_added=before[-1] < 0 or before[-1] in self._added_ids)
+        return self.encode_inside(text, after_added=self._ends_with_added(before))
+
+    def continues(self, before: Sequence[int], hidden: Collection[int]) -> bool:
+        """Whether a text that follows the tokens `before` continues one; `hidden` have no text.
+
+        Otherwise the space that `encode_after` puts before it is not text. With some tokenizers
+        that is so right after an added token, too: a chat's next turn encodes a reply that way.
+        """
+        if not self.has_text(before, hidden):
+            return False
+        return not (self._ends_with_added(before) and self._begins_after_added)
+
+    def _ends_with_added(self, before: Sequence[int]) -> bool:
+        return before[-1] < 0 or before[-1] in self._added_ids
+
+    @cached_property
+    def _begins_after_added(self) -> bool:
+        """Whether a text right after an added token is encoded as the beginning of one."""
+        return self.encode_inside("a", after_added=True) != self.encode_inside("a")
 
     def encode_inside(self, text: str, *, after_added: bool = False) -> list[int]:
         """Token ids of `text` in the middle of another; `continuing` has `after_added`."""

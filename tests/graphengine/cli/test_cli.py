@@ -385,6 +385,10 @@ def test_the_template_of_a_chat_sees_variables(
     with pytest.raises(SystemExit):
         cli("chat", "--template-variable", "=3")
     assert "--template-variable: '=3' must be NAME=VALUE" in capsys.readouterr().err
+    # As text it would be true.
+    with pytest.raises(SystemExit):
+        cli("chat", "--template-variable", "thinking=False")
+    assert "'thinking=False': JSON has false, null and true" in capsys.readouterr().err
 
 
 def test_chat_needs_a_tokenizer(cli: Cli, checkpoints: dict[str, Any]) -> None:

@@ -467,6 +467,10 @@ def test_what_a_directory_without_a_config_is_instead(tmp_path: Path) -> None:
     )
     with pytest.raises(FileNotFoundError, match=message):
         Checkpoint.open(tmp_path)
+    write_json(tmp_path / "adapter_config.json", {})
+    message = r"it is a LoRA adapter, and adapters are not read. Merge it into its model"
+    with pytest.raises(FileNotFoundError, match=message):
+        Checkpoint.open(tmp_path)
 
 
 def test_a_file_is_no_checkpoint(single: Path) -> None:

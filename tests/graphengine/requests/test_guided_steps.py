@@ -477,6 +477,18 @@ def test_a_tokenizer_with_byte_fallback(
         assert {1, 2} <= ends
 
 
+def test_spaces_of_a_metaspace_decoder(tmp_path: Path) -> None:
+    """llguidance takes its marks for text."""
+    path = byte_fallback_checkpoint(tmp_path)
+    library = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    library.save(str(path / "tokenizer.json"))
+    with open_engine(path) as engine:
+        pattern = "( the| quick){2}é"
+        result = engine.generate("b", regex(pattern, 30, seed=1))
+        assert result.finish_reason == "stop" and re.fullmatch(pattern, result.text), result
+
+
 def test_text_after_a_text_keeps_its_first_space(tmp_path: Path) -> None:
     """Of a tokenizer that puts a space before a text, and takes it away again."""
     with open_engine(byte_fallback_checkpoint(tmp_path)) as engine:
@@ -491,6 +503,15 @@ def test_text_after_a_text_keeps_its_first_space(tmp_path: Path) -> None:
         says_the = SamplingParams(max_tokens=2, allowed_token_ids=[the])
         assert engine.generate("b", says_the).text == " the the"
         assert engine.generate([1], says_the).text == "the the"
+        # Right after an added token a text gets that space, as the next turn of a chat encodes it.
+        added = [*tokenizer.encode("b"), 2]
+        assert engine.generate(added, says_the).text == "the the"
+        spaces = SamplingParams(max_tokens=2, allowed_token_ids=[tokenizer.token_to_id("▁")])
+        said = engine.generate(added, spaces)
+        assert said.text == " "
+        assert tuple(tokenizer.encode_after(said.text, added)) == said.token_ids
+        word = StructuredOutputsParams(choice=[" the"])
+        assert engine.generate(added, SamplingParams(structured_outputs=word)).text == " the"
         stops = SamplingParams(max_tokens=2, allowed_token_ids=[quick], stop=" quick")
         assert engine.generate("b", stops).token_ids == (quick,)
         parts = engine.generate("bc", says_the).prompt_token_ids

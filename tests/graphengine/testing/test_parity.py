@@ -115,6 +115,9 @@ def test_a_replay_with_a_copy_of_an_integer_is_found() -> None:
         check(fill=lambda seed, live: (position.fill_(seed), rows.normal_()))
     check(draw={"position": None, "out": None})  # said to be constant
     assert (position.item(), out.tolist()) == (5, [0] * 4)
+    on = torch.zeros(4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r'as in draw=\{"on": range\(2\)\}'):
+        assert_replay_matches_eager(lambda: None, {"on": on})
 
 
 @pytest.mark.parametrize("values", [range(2), range(10, 0, -3), range(-(2**63), 2**63 - 1)])
@@ -150,6 +153,10 @@ def test_ranges_that_do_not_fit_are_refused(draw: Any, message: str) -> None:
     valid = {"ids": range(8), "on": range(2)}
     with pytest.raises(ValueError, match=message):
         assert_replay_matches_eager(lambda: None, buffers, draw=valid | draw)
+    with pytest.raises(ValueError, match=r"draw=\[1\] is no mapping from names to ranges"):
+        assert_replay_matches_eager(lambda: None, buffers, draw=[1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fill=3 is not callable: give a function of a seed and"):
+        assert_replay_matches_eager(lambda: None, buffers, fill=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"draw=.* with `fill`: the buffers are filled by one"):
         assert_replay_matches_eager(lambda: None, buffers, draw=valid, fill=lambda seed, live: None)
 

@@ -212,7 +212,7 @@ def test_one_command_fills_the_table(run_bench: Bench) -> None:
     assert named == [(1, 40), (1, 300)]
     shown = text.describe_document(document)
     for part in (
-        "contexts and 5 new tokens, 1 runs; milliseconds. Tokens checked: 5 of 5 by eager steps",
+        "contexts and 5 new tokens, 1 run; milliseconds. Tokens checked: 5 of 5 by eager steps",
         "steps of rows at contexts, random KV\n",
         "TTFT of one request, by the tokens of its prompt: ",
         "1 live of 1 at a context of 300 tokens, drafts over plain steps\n",
