@@ -80,6 +80,9 @@ minimum: install
 		tests/profiles/runs/test_report_html.py \
 		-k "not (drafts or checkpoints or missing_content or pauses or gate_changes or browser or \
 		ngram or mtp or own or vanilla or choices_may)"
+	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest tests/kernels/core/test_launching.py \
+		tests/kernels/core/test_pdl_prefill.py tests/kernels/linear/test_linear_swiglu.py
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(MINIMUM)/bin/python -m pytest tests/kernels/sample
 
 # Of a machine without this one's vector units, whose sums are added up in another order.
 other-capability: install
