@@ -404,7 +404,7 @@ def handler(loop: Loop, model: str) -> type[BaseHTTPRequestHandler]:
                 with contextlib.closing(loop.submit(asked.works)) as events:
                     # What the engine refuses is raised here, before anything is sent.
                     return self._serve(asked, itertools.chain([next(events)], events))
-            except (ValueError, TypeError) as cause:
+            except (ValueError, TypeError, RecursionError) as cause:
                 param = cause.param if isinstance(cause, Refused) else None
                 kind = "invalid_request_error"
                 return self._answer(400, error(str(cause), kind=kind, param=param))

@@ -343,7 +343,7 @@ def test_the_shim_refuses_what_it_lacks(
 
 def test_the_shim_answers_other_errors_in_the_same_form(shim: tuple[Client, Any]) -> None:
     client, _ = shim
-    for data in (b"", b"{", b"[]"):
+    for data in (b"", b"{", b"[]", b"[" * 200_000):
         status, text = client.ask("POST", "completions", data)
         assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
     status, answer = client.post("embeddings", input="a")

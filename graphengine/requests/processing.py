@@ -292,7 +292,10 @@ _SINGULAR = {"bad_words": "bad_word", "stop_token_sequences": "stop_sequence"}
 def _check_count(name: str, count: int, limit: str, config: EngineConfig) -> None:
     most = getattr(config, limit)
     if count > most:
+        spellings = " (words have up to four spellings)" if name == "bad_words" else ""
         values = (
-            f"{name}={count}" if "logprobs" in name else f"{name} come to {count} entries; they"
+            f"{name}={count}"
+            if "logprobs" in name
+            else f"{name} come to {count} entries{spellings}; they"
         )
         raise ValueError(f"{values} exceed {limit}={most}")

@@ -462,7 +462,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {1: 1, 2: 1, 3: 1}}, "3 entries.*max_logit_bias=2"),
     ({"logit_bias": {4096: 1}}, "4096 is outside the vocabulary of 4096"),
     ({"allowed_token_ids": [4096]}, "4096 is outside the vocabulary of 4096"),
-    ({"bad_words": [[1], [2], [3]]}, "3 entries.*max_bad_words=2"),
+    (
+        {"bad_words": [[1], [2], [3]]},
+        r"3 entries \(words have up to four spellings\); they exceed max_bad_words=2",
+    ),
     ({"bad_words": [[1, 2, 3, 4]]}, "4 tokens; max_bad_word_tokens=3"),
     ({"bad_words": [[1, 4096]]}, "4096 is outside"),
     ({"stop_token_sequences": [[1, 2], [2, 3]]}, "2 entries.*max_stop_sequences=1"),
