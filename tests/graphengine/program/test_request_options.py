@@ -464,7 +464,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": [4096]}, "4096 is outside the vocabulary of 4096"),
     (
         {"bad_words": [[1], [2], [3]]},
-        r"3 entries \(words have up to four spellings\); they exceed max_bad_words=2",
+        r"3 entries \(words have up to four.*max_bad_words=2",
     ),
     ({"bad_words": [[1, 2, 3, 4]]}, "4 tokens; max_bad_word_tokens=3"),
     ({"bad_words": [[1, 4096]]}, "4096 is outside"),
