@@ -98,7 +98,7 @@ def test_the_document_holds_what_was_measured_and_on_what(run_bench: Bench, tmp_
     assert "kernels of the last chunk, 5 tokens, of a prompt of 2053: none" in shown
     assert document["peers"] == {}
     assert "tiny, float32, on" in printed and "7 requests decode, a prompt of 40" in printed
-    assert "* fewer values than this percentile needs" in printed
+    assert "* too few values for this percentile" in printed
 
 
 def test_the_kind_of_kv_is_an_option(run_bench: Bench) -> None:
