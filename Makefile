@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+EDITABLE := $(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . \
+	--config-settings editable_mode=strict
 # The checks of `make test`, the longest first, so that two cores end at about the same time.
 CHECKS := other-tests host-tests draft-tests model-tests engine-tests interpreter program-tests types lint
 # What else runs beside them: see .ci/run.
@@ -115,9 +117,6 @@ $(DOCS)/stamp:
 
 install: $(VENV)/stamp
 	$(EDITABLE)
-
-EDITABLE := $(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . \
-	--config-settings editable_mode=strict
 
 # What an engine runs with, and nothing that only tests need.
 $(VENV)/engine: constraints.txt pyproject.toml

@@ -17,6 +17,7 @@ from graphengine.kernels.linear.linear import (
 )
 from graphengine.kernels.linear.plans import LinearPlan, heuristic_plan
 from graphengine.kernels.linear.reference import REFERENCE_ROWS, linear_reference
+from launches.split_plans import SPLIT_PLANS
 
 # Triton's interpreter multiplies and rounds poison with numpy, which warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -155,25 +156,15 @@ def test_fma_matches_reference(
 
 
 BOTH = (False, True)
-SPLIT_PLANS = [
-    (128, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-    (128, LinearPlan("dot", block_m=64, block_k=64, splits=2, stages=3)),
-    # Five tiles over four splits: the last split is empty, the last tile masked. For the kernel
-    # of `linear_gluon.py` K must be a multiple of 8.
-    (130, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-    (136, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-    # Fewer tiles than splits: two, and one, which needs no other program.
-    (20, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
-    (24, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
-    (20, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-]
+WIDE_TILES = (128, LinearPlan("dot", block_m=64, block_k=64, splits=2, stages=3))
+PLANS_OF_SPLITS = [SPLIT_PLANS[0], WIDE_TILES, *SPLIT_PLANS[1:]]
 
 
 # Each plan with and without a SwiGLU, by turns for few and many lanes.
 @pytest.mark.parametrize(
     "K, plan, lanes, swiglu",
     some_of(
-        [(*each, n, swiglu) for each in SPLIT_PLANS for n in (3, 19, 40) for swiglu in BOTH],
+        [(*each, n, swiglu) for each in PLANS_OF_SPLITS for n in (3, 19, 40) for swiglu in BOTH],
         *range(0, 42, 4),
         *range(1, 42, 4),
     ),

@@ -16,6 +16,7 @@ from graphengine.kernels.linear.linear import arrivals_needed, linear_residual, 
 from graphengine.kernels.linear.plans import LinearPlan, heuristic_plan
 from graphengine.kernels.linear.reference import linear_residual_reference
 from graphengine.kernels.linear.residual import Kept, Residual, new_residual
+from launches.split_plans import SPLIT_PLANS
 
 # Triton's interpreter multiplies and rounds poison with numpy, which warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -148,19 +149,6 @@ def test_default_plan(device, make_linear_case, assert_products_close):
     case = make_linear_case(5, 70, 100, torch.float32, device=device, padded=(2,))
     plan = heuristic_plan("residual", 70, 100, torch.float32, "dot")
     assert_right(case, run(case), plan, assert_products_close)
-
-
-SPLIT_PLANS = [
-    (128, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-    # Five tiles over four splits: the last split is empty, the last tile masked. For the kernel
-    # of `linear_gluon.py` K must be a multiple of 8.
-    (130, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-    (136, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-    # Fewer tiles than splits: two, and one, which needs no other program.
-    (20, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
-    (24, LinearPlan("dot", block_m=32, block_k=16, splits=4, stages=3)),
-    (20, LinearPlan("dot", block_m=32, block_k=32, splits=4, stages=3)),
-]
 
 
 @pytest.mark.parametrize(
