@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,9 +46,13 @@ torch.compiler.config.force_cudagraph_gc = True
 # A shell lets what it runs in the background ignore Ctrl-C, which some tests are about.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says something about the machine, not about what is tested.
+# How long an example takes says something about the machine, not about what is tested. On a GPU an
+# example that fails is told as it is: each smaller one would be compiled for, during minutes.
 settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "any machine",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.generate] if torch.cuda.is_available() else [*Phase],
 )
 settings.load_profile("any machine")
 

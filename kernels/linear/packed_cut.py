@@ -113,8 +113,8 @@ def new_cut(
     stream = plan.block_k // parts
     group = 0
     if weight.scales is not None:
-        # `mma.sync` multiplies 16 columns.
-        group = kind.columns or max(16, triton.next_power_of_2(K))
+        # One for all columns has whole blocks of them, which are loaded at a time.
+        group = kind.columns or max(block_columns(kind), triton.next_power_of_2(K))
     cut = Cut(
         M=M,
         K=K,

@@ -164,6 +164,8 @@ def check(
         ("e4m3 in blocks", "swiglu", 2, 40, 520, FMA, BF16, (1,)),
         ("int8", "residual", 5, 70, 776, DOT, BF16, (2,)),
         ("int8 with a zero a row", "store", 1, 40, 328, FMA, BF16, ()),
+        # Fewer columns than a block has.
+        ("int8 with a zero a row", "store", 2, 20, 8, DOT, FP16, ()),
         ("int8 in groups", "store", 9, 33, 200, SPLIT, FP16, ()),
         ("int4", "store", 1, 40, 648, FMA, BF16, ()),
         ("int4 with zeros", "residual", 40, 130, 648, DOT, FP16, (39,)),
