@@ -71,6 +71,12 @@ from graphengine.kernels.comm.push_residual import (
     push_units,
 )
 from graphengine.kernels.comm.sums import sum_parts, sum_parts_reference
+from graphengine.kernels.core.devices import (
+    Device,
+    assumed,
+    device_of,
+    overlaps_launches,
+)
 from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
@@ -434,6 +440,7 @@ __all__ = [
     "Children",
     "ClampedSwiglu",
     "DecodeLanes",
+    "Device",
     "DraftChain",
     "DraftTiles",
     "DraftedTrees",
@@ -512,6 +519,7 @@ __all__ = [
     "all_reduce",
     "apply_commands",
     "arrivals_needed",
+    "assumed",
     "attention_split",
     "begin_block_draft",
     "begin_block_draft_reference",
@@ -543,6 +551,7 @@ __all__ = [
     "decode_block",
     "defer_filtered",
     "defer_filtered_reference",
+    "device_of",
     "embed",
     "embed_reference",
     "empty_experts",
@@ -623,6 +632,7 @@ __all__ = [
     "note_prompt_reference",
     "note_tokens",
     "note_tokens_reference",
+    "overlaps_launches",
     "pack",
     "pack_state",
     "packed_chunk_fp8_product",

@@ -24,6 +24,7 @@ from graphengine.kernels import (
     KernelCompilation,
     compile_kernels,
     copy_blocks,
+    overlaps_launches,
     warn_if_untried,
 )
 from graphengine.models.contract import WHOLE, DecodeLaunch, Model, RankGroup, arrival_counters
@@ -147,7 +148,7 @@ def _new_setting(
         plans=plans,
         split_tokens=split_tokens,
         arrivals=buffers["arrivals"],
-        pdl=config.pdl and memory.device.type == "cuda",
+        pdl=config.pdl and overlaps_launches(memory.device),
         reduce=None if group is None else group.reduce,
         split=None if group is None else group.split_stream,
         peers=None if group is None else group.peers,

@@ -9,15 +9,12 @@ import torch
 
 from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
-from graphengine.kernels import PACKED_COLUMNS, ActivationKind, takes_fp8
+from graphengine.kernels import PACKED_COLUMNS, ActivationKind, device_of, takes_fp8
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import Linear
 from graphengine.models.states import LayerStates, paged_states, recurrent_states
 from graphengine.models.weights import RoutedExperts
 from graphengine.opening.inventory import state_places
-
-# Compute capability of the first GPUs that convert e4m3.
-_LEAST_FP8 = (8, 9)
 
 
 def check_requirements(
@@ -72,13 +69,11 @@ def recorded_experts(
 
 def check_fp8(device: torch.device) -> None:
     """ValueError for a GPU that cannot convert an fp8 KV cache."""
-    if device.type != "cuda":
-        return
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < _LEAST_FP8:
+    gpu = device_of(device)
+    if gpu is not None and not gpu.converts_fp8:
         raise ValueError(
-            f"kv_dtype='fp8' needs a GPU of compute capability "
-            f"{'.'.join(map(str, _LEAST_FP8))} or more: {device} has {major}.{minor}"
+            f"kv_dtype='fp8' needs a GPU of compute capability 8.9 or more: {device} has "
+            f"{'.'.join(map(str, gpu.capability))}"
         )
 
 

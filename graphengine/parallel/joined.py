@@ -7,7 +7,7 @@ from torch import Tensor
 
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
-from graphengine.kernels import ExpertLanes, Peers
+from graphengine.kernels import ExpertLanes, Peers, overlaps_launches
 from graphengine.models.contract import WHOLE, AddOwn, RankGroup, Share
 from graphengine.models.stages import place_of_rank
 from graphengine.opening.loading import Found
@@ -74,7 +74,7 @@ class Joined:
             memory.device,
             units=memory.push_units,
             summed_words=memory.summed_words,
-            pdl=config.pdl,
+            pdl=config.pdl and overlaps_launches(memory.device),
             watch=watch,
             stages=stages,
         )

@@ -16,7 +16,6 @@ Letters as in `decode.py`, and: M rows of a product, T tokens of a tile, D' head
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -52,6 +51,7 @@ from graphengine.kernels.attention.decode_gluon_units import (
     units_of_program,
 )
 from graphengine.kernels.attention.reference import DecodeCall
+from graphengine.kernels.core.devices import device_of, processors_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import FP8_KV, position_limit
@@ -68,6 +68,9 @@ _LEAST_HEAD_DIM = 32
 _LEAST_SPLIT = 256
 # Bytes of keys and values in shared memory: two programs fit an SM of an H200.
 _RING_BYTES = 64 * 1024
+# What a program needs with them and its sums. GPUs that have less get three quarters of the ring,
+# in tiles of half as many tokens.
+_MOST_BYTES = 104 * 1024
 _PROGRAMS = 2
 # Of the keys of a tile.
 _TILE_BYTES = 16 * 1024
@@ -109,10 +112,9 @@ def takes(qkv_NX: torch.Tensor, kv: torch.Tensor, split_tokens: int) -> bool:
 
 
 def _runs_on(tensor: torch.Tensor) -> bool:
-    """Gluon has no interpreter; `cp.async` and `mma.sync` came with sm_80."""
-    if INTERPRETED or not tensor.is_cuda:
-        return False
-    return torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+    """Gluon has no interpreter."""
+    device = device_of(tensor)
+    return not INTERPRETED and device is not None and device.copies_async
 
 
 def attend(
@@ -131,7 +133,7 @@ def attend(
     live = splits
     if call.window:
         live = min(splits, (call.window + tokens_per_row - 3) // split_tokens + 2)
-    at_once = _PROGRAMS * _multiprocessors(qkv.device)
+    at_once = _PROGRAMS * processors_of(qkv)
     of_kv_head = call.num_heads // call.num_kv_heads * tokens_per_row
     shape = _shape(
         call.num_heads,
@@ -209,7 +211,11 @@ def _shape(
     block_size, kv_heads, head_dim = kv.shape[2:]
     padded = dot_columns(head_dim)
     of_kv_head = heads // kv_heads * row_lanes
-    tile = min(_MOST_TOKENS, _TILE_BYTES // (padded * kv.dtype.itemsize))
+    ring_bytes, tile_bytes = _RING_BYTES, _TILE_BYTES
+    device = device_of(kv)
+    if device is not None and device.shared_bytes < _MOST_BYTES:
+        ring_bytes, tile_bytes = ring_bytes * 3 // 4, tile_bytes // 2
+    tile = min(_MOST_TOKENS, tile_bytes // (padded * kv.dtype.itemsize))
     splits = -(-max_seq_len // split)
     together = max(_SUPER, triton.next_power_of_2(-(-splits // _MOST_SUPERS)))
     if window:
@@ -228,7 +234,7 @@ def _shape(
         super=together,
         tile=tile,
         streams=2 if padded > 128 else 4,
-        stages=_RING_BYTES // (2 * tile * padded * kv.dtype.itemsize),
+        stages=ring_bytes // (2 * tile * padded * kv.dtype.itemsize),
         normed=normed,
         fp8=kv.dtype == FP8_KV,
         combine_rows=min(16, triton.next_power_of_2(of_kv_head)),
@@ -243,11 +249,6 @@ def _new_parts(like: torch.Tensor, parts: int, head_dim: int) -> Parts:
     acc = like.new_empty((parts, head_dim), dtype=torch.float32)
     largest = like.new_empty((2, parts), dtype=torch.float32)
     return Parts(acc, largest[0], largest[1])
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @gluon.constexpr_function

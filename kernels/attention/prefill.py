@@ -37,6 +37,7 @@ from graphengine.kernels.attention.reference import (
     paged_prefill_attention_reference,
 )
 from graphengine.kernels.attention.scores import check_scores
+from graphengine.kernels.core.devices import device_of
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes
 from graphengine.kernels.core.launching import ALONE, Launch, launcher
@@ -74,6 +75,13 @@ TILES_16_BIT = {
     128: PrefillTiles(128, 64, keys=128, warps=8, stages=2),
     256: PrefillTiles(128, 64, keys=32, warps=8, stages=5),
 }
+# For GPUs with less shared memory, where none was timed: what of these fits the 99 KB of most.
+SMALL_TILES_16_BIT = {
+    64: PrefillTiles(64, 64, keys=64, warps=4, stages=3),
+    128: PrefillTiles(64, 64, keys=64, warps=4, stages=2),
+    256: PrefillTiles(64, 64, keys=32, warps=8, stages=2),
+}
+_LEAST_SHARED = 200 * 1024
 # float32 runs on plain FMA units and spills beyond 32 rows.
 TILES_32_BIT = {
     64: PrefillTiles(32, 32, keys=64, warps=4, stages=3),
@@ -190,11 +198,9 @@ class _Cut(NamedTuple):
 
 def _cut(call: PrefillCall, *, shared: bool) -> _Cut:
     """`shared`: whether keys may be split among programs."""
-    lanes, heads, head_dim = call.q_NQD.shape
+    lanes, heads, _ = call.q_NQD.shape
     group = heads // call.kv_heads
-    tiles, rows, warps = _pick_tiles(
-        call.q_NQD.dtype, head_dim, lanes * group, call.segments * call.kv_heads
-    )
+    tiles, rows, warps = _pick_tiles(call.q_NQD, lanes * group, call.segments * call.kv_heads)
     row_tiles = triton.cdiv(lanes * group, rows)
     if not shared:
         return _Cut(tiles, rows, warps, row_tiles, shares=1, splits=1)
@@ -267,12 +273,16 @@ def _shape(call: PrefillCall, cut: _Cut) -> Shape:
     )
 
 
-def _pick_tiles(
-    dtype: torch.dtype, head_dim: int, group_rows: int, groups: int
-) -> tuple[PrefillTiles, int, int]:
+def _pick_tiles(q_NQD: torch.Tensor, group_rows: int, groups: int) -> tuple[PrefillTiles, int, int]:
     """Tiles, rows and warps for `groups` (kv heads of segments) of `group_rows` rows."""
-    by_dim = TILES_32_BIT if dtype == torch.float32 else TILES_16_BIT
-    tiles = by_dim[max(64, dot_columns(head_dim))]
+    device = device_of(q_NQD)
+    if q_NQD.dtype == torch.float32:
+        by_dim = TILES_32_BIT
+    elif device is not None and device.shared_bytes < _LEAST_SHARED:
+        by_dim = SMALL_TILES_16_BIT
+    else:
+        by_dim = TILES_16_BIT
+    tiles = by_dim[max(64, dot_columns(q_NQD.shape[2]))]
     if triton.cdiv(group_rows, tiles.rows) * groups >= MANY_PROGRAMS:
         return tiles, tiles.rows, tiles.warps
     return tiles, tiles.few_rows, 4

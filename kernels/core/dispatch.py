@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 import triton
 
+from graphengine.kernels.core.devices import is_assumed
+
 # Triton reads TRITON_INTERPRET when `@triton.jit` decorates a kernel, so the choice is frozen here
 # as well: changing the variable later in the process does not change what the kernels are.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """True where Triton kernels can run on `tensor`: on CUDA, and on the CPU if interpreted.
+    """True where Triton kernels can run on `tensor`: on CUDA, and on the CPU if interpreted, or if
+    they are only compiled for a GPU that is assumed.
 
     Everywhere else an op runs its `*_reference` twin, which obeys the same contract.
     """
-    return tensor.is_cuda or (INTERPRETED and tensor.device.type == "cpu")
+    return tensor.is_cuda or is_assumed() or (INTERPRETED and tensor.device.type == "cpu")

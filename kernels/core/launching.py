@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import Context, ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -106,8 +106,8 @@ def compile_kernels(
     started = time.perf_counter()
     compiled = loaded = 0
     if not INTERPRETED:
-        # A separate context: after a failure Triton's mode would remain in the caller's.
-        compiled, loaded = Context().run(_compile, steps, workers or _cores())
+        # A context of its own: after a failure Triton's mode would remain in the caller's.
+        compiled, loaded = copy_context().run(_compile, steps, workers or _cores())
     return KernelCompilation(
         compiled=compiled, loaded=loaded, seconds=time.perf_counter() - started
     )

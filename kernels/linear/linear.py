@@ -447,7 +447,7 @@ def _launch(
         out_stride,
         eps,
         L=16 * lane_tiles,
-        STAGES=linear_gluon.stages(plan, splits, K),
+        STAGES=linear_gluon.fitting_stages(plan, splits, K, 16 * lane_tiles, x_NK),
         WARPS=plan.warps,
         **sizes,
     )

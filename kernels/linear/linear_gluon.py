@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from graphengine.kernels.core.devices import device_of, stages_that_fit
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.core.triton_versions import load_async, sync_threads
@@ -76,15 +77,23 @@ def is_aligned(rows: torch.Tensor) -> bool:
 
 
 def stages(plan: LinearPlan, splits: int, K: int) -> int:
-    """Tiles that fit in shared memory at once: no more than there are, and for a loop two."""
+    """Tiles in shared memory at once: no more than there are, and for a loop two."""
     return min(max(2, plan.stages), -(-K // (plan.block_k * splits)))
 
 
+def fitting_stages(plan: LinearPlan, splits: int, K: int, lanes: int, x: torch.Tensor) -> int:
+    """`stages`, but no more than fit shared memory with the inputs of so many lanes of `x`.
+
+    ValueError where the GPU does not hold even two.
+    """
+    stage = (plan.block_m + lanes) * plan.block_k * x.itemsize
+    return stages_that_fit(stages(plan, splits, K), stage, 0, x, plan)
+
+
 def _runs_on(tensor: torch.Tensor) -> bool:
-    """Gluon has no interpreter; `cp.async` and `mma.sync` came with sm_80."""
-    if INTERPRETED or not tensor.is_cuda:
-        return False
-    return torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+    """Gluon has no interpreter."""
+    device = device_of(tensor)
+    return not INTERPRETED and device is not None and device.copies_async
 
 
 @gluon.constexpr_function

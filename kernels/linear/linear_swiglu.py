@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from graphengine.kernels.core.devices import device_of, processors_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.lanes import check_rows, output_rows
 from graphengine.kernels.core.launching import launcher
@@ -62,12 +63,10 @@ def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
     It needs a Hopper GPU, 16-bit weights in aligned rows, more than half a tile of lanes, and tiles
     that keep the multiprocessors busy: the BLAS has them in more shapes.
     """
-    if not weight_MK.is_cuda or not _can_be_fused(weight_MK):
+    device = device_of(weight_MK)
+    if INTERPRETED or device is None or not device.has_wgmma or not _can_be_fused(weight_MK):
         return False
-    device = torch.cuda.get_device_properties(weight_MK.device)
-    if INTERPRETED or (device.major, device.minor) != (9, 0):
-        return False
-    return tile_outputs(lanes, weight_MK.shape[0] // 2, device.multi_processor_count) is not None
+    return tile_outputs(lanes, weight_MK.shape[0] // 2, device.processors) is not None
 
 
 def _can_be_fused(weight_MK: torch.Tensor) -> bool:
@@ -123,7 +122,7 @@ def linear_swiglu(
             f"{tuple(x_NK.shape)}, takes an even number of rows of {K}"
         )
     out = output_rows(out, (N, M // 2), dtype=x_NK.dtype, like=x_NK)
-    if not x_NK.is_cuda:
+    if device_of(x_NK) is None:
         return linear_swiglu_reference(x_NK, weight_MK, activation=activation, out=out)
     for name, rows in {"x_NK": x_NK, "weight_MK": weight_MK, "out": out}.items():
         if not _fits(rows):
@@ -148,7 +147,7 @@ def _launch(
     pdl: bool,
 ) -> None:
     N, F = out.shape
-    processors = torch.cuda.get_device_properties(out.device).multi_processor_count
+    processors = processors_of(out)
     B = tile_outputs(N, F, processors) or 128
     options = launch_options(pdl)
     tiles = triton.cdiv(N, LANES) * triton.cdiv(F, B)

@@ -19,6 +19,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from graphengine.kernels.core.devices import device_of, processors_of
 from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
 from graphengine.kernels.core.lanes import check_rows, check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
@@ -111,7 +112,8 @@ def packed_chunk_product(
 def _is_launched(x_NK: torch.Tensor) -> bool:
     if INTERPRETED or not use_triton(x_NK):
         return False
-    return not x_NK.is_cuda or torch.cuda.get_device_capability(x_NK.device) == (9, 0)
+    device = device_of(x_NK)
+    return device is None or device.has_wgmma
 
 
 def packed_chunk_reference(
@@ -236,7 +238,7 @@ def _launch(
     if not linear_gluon.is_aligned(x_NK):
         # Where the inputs lie is not to decide about their bits.
         x_NK = x_NK.clone(memory_format=torch.contiguous_format)
-    processors = _processors(x_NK)
+    processors = processors_of(x_NK)
     form = _chunk_form(weight, x_NK.dtype)
     tile = tile or chunk_tile(form, M, lanes, processors)
     lines, blocks = UNIT * kind.bits // 64, tile.rows // BLOCK_ROWS
@@ -273,10 +275,6 @@ def _stages(form: ChunkForm, bits: int, tile: ChunkTile) -> int:
     if stages < _LEAST_STAGES:
         raise ValueError(f"{tile}: {stages} of {_LEAST_STAGES} steps of {step} bytes fit")
     return stages
-
-
-def _processors(tensor: torch.Tensor) -> int:
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def _described(tensor: torch.Tensor, box: list[int], dtype: gl.dtype) -> TensorDescriptor:

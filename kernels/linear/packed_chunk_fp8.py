@@ -20,6 +20,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from graphengine.kernels.core.devices import device_of, processors_of
 from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
 from graphengine.kernels.core.lanes import check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
@@ -134,7 +135,8 @@ def packed_chunk_fp8_product(
 def _is_launched(codes: torch.Tensor) -> bool:
     if INTERPRETED or not use_triton(codes):
         return False
-    return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) == (9, 0)
+    device = device_of(codes)
+    return device is None or device.has_wgmma
 
 
 def packed_chunk_fp8_reference(
@@ -182,7 +184,7 @@ def _launch(
             f"the prefill kernel takes columns in order, and {weight.order.numel()} have another"
         )
     lanes, (M, K) = len(x.codes), weight.shape
-    processors = _processors(x.codes)
+    processors = processors_of(x.codes)
     tile = tile or fp8_tile(M, lanes, processors)
     assert tile.lanes <= LANES_AT_ONCE, f"{tile=}"
     if tile.stages < _LEAST_STAGES:
@@ -211,10 +213,6 @@ def _launch(
         maxnreg=_REGISTERS if tile.warp_groups == 1 else None,
         **launch_options(pdl),
     )
-
-
-def _processors(tensor: torch.Tensor) -> int:
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def _described(tensor: torch.Tensor, box: list[int], dtype: gl.dtype) -> TensorDescriptor:

@@ -12,6 +12,7 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
+from graphengine.kernels.core.devices import stages_that_fit
 from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.packed import BLOCK_ROWS, block_columns
 from graphengine.kernels.linear.plans import LinearPlan
@@ -115,6 +116,9 @@ def new_cut(
     if weight.scales is not None:
         # One for all columns has whole blocks of them, which are loaded at a time.
         group = kind.columns or max(block_columns(kind), triton.next_power_of_2(K))
+    piece = min(group, stream) if group else stream
+    tiles, x_lanes = triton.cdiv(K, plan.block_k * splits), 1 if alone else L
+    uses = parts * triton.next_power_of_2(tiles * (stream // piece))
     cut = Cut(
         M=M,
         K=K,
@@ -123,21 +127,35 @@ def new_cut(
         code=kind.code,
         zeros=weight.zeros is not None,
         group=group,
-        piece=min(group, stream) if group else stream,
+        piece=piece,
         block_columns=block_columns(kind),
         row_blocks=triton.cdiv(outputs, BLOCK_ROWS // 2 if swiglu else BLOCK_ROWS),
         column_blocks=triton.cdiv(K, block_columns(kind)),
         L=L,
-        x_lanes=1 if alone else L,
+        x_lanes=x_lanes,
         R=plan.block_m // BLOCK_ROWS,
         B=plan.block_m // 2 if swiglu else plan.block_m,
         block_k=plan.block_k,
         streams=parts,
         stream=stream,
-        tiles=triton.cdiv(K, plan.block_k * splits),
-        stages=linear_gluon.stages(plan, splits, K),
+        tiles=tiles,
+        stages=_stages(weight, kind, plan, linear_gluon.stages(plan, splits, K), x_lanes, uses),
         even=K % (plan.block_k * splits) == 0,
         optional=optional,
         warps=plan.warps,
     )
     return Cut(*(gl.constexpr(value) for value in cut))
+
+
+def _stages(
+    weight: PackedArgs, kind: WeightFormat, plan: LinearPlan, wanted: int, lanes: int, uses: int
+) -> int:
+    """Tiles of codes and of the inputs of so many lanes that fit shared memory, up to those that
+    are wanted, beside the scales and zeros of a program: for so many uses, each of all its rows.
+    """
+    groups = 0
+    if weight.scales is not None:
+        of_row = weight.scales.itemsize + (weight.zeros is not None)
+        groups = uses * plan.block_m * of_row
+    tile = plan.block_k * (plan.block_m * kind.bits // 8 + 2 * lanes)
+    return stages_that_fit(wanted, tile, groups, weight.codes, plan)

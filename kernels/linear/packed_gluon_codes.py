@@ -14,6 +14,31 @@ from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
 _BLOCK = gl.constexpr(BLOCK_HALFWORDS)
 
 
+# Pairs of bfloat16 are multiplied and subtracted by an fma alone before sm_90, which gives the same
+# bits: a product less 0, and the other times -1 more.
+_BF16_MINUS_ZERO, _BF16_MINUS_ONE = 0x80008000, 0xBF80BF80
+
+
+@gluon.constexpr_function
+def _product(target, bf16):
+    """PTX: the pair `word` times `factor`."""
+    if bf16:
+        return (
+            f"mov.b32 third, {_BF16_MINUS_ZERO:#x};\nfma.rn.bf16x2 {target}, word, factor, third;"
+        )
+    return f"mul.rn.f16x2 {target}, word, factor;"
+
+
+@gluon.constexpr_function
+def _difference(target, bf16, one="word", other="other"):
+    """PTX: the pair `one` less the pair `other`."""
+    if bf16:
+        return (
+            f"mov.b32 third, {_BF16_MINUS_ONE:#x};\nfma.rn.bf16x2 {target}, {other}, third, {one};"
+        )
+    return f"sub.rn.f16x2 {target}, {one}, {other};"
+
+
 @gluon.constexpr_function
 def unpacking(code, bf16, zeros):
     """PTX that makes pairs of halves $0, $1, ... of a word of codes, exactly.
@@ -23,7 +48,6 @@ def unpacking(code, bf16, zeros):
     them; their exponents are put right by a product with a power of two, before which a number may
     be subnormal.
     """
-    kind = "bf16x2" if bf16 else "f16x2"
     if code == "int4":
         base = 0x43004300 if bf16 else 0x64006400
         lines = []
@@ -31,7 +55,7 @@ def unpacking(code, bf16, zeros):
             lines += [
                 f"shr.u32 word, $4, {4 * index};",
                 f"lop3.b32 word, word, 0x000f000f, {base:#x}, 0xea;",
-                f"mov.b32 ${index}, word;" if zeros else f"sub.rn.{kind} ${index}, word, other;",
+                f"mov.b32 ${index}, word;" if zeros else _difference(f"${index}", bf16),
             ]
         lines.insert(0, f"mov.b32 other, {base + 0x00080008:#x};")
     elif code == "int8":
@@ -49,7 +73,7 @@ def unpacking(code, bf16, zeros):
                     "mov.b32 other, 0x64806480;",
                     "lop3.b32 word, word, 0x00ff00ff, other, 0x6a;",
                 ]
-            lines.append(f"sub.rn.{kind} ${index}, word, other;")
+            lines.append(_difference(f"${index}", bf16))
     elif code == "e4m3" and not bf16:
         lines = [
             ".reg .b16 low, high;",
@@ -66,11 +90,11 @@ def unpacking(code, bf16, zeros):
                 "and.b32 other, other, 0x80008000;",
                 move,
                 "lop3.b32 word, word, 0x07F007F0, other, 0xea;",
-                f"mul.rn.bf16x2 ${index}, word, factor;",
+                _product(f"${index}", True),
             ]
     else:
         lines = _unpacking_of_small_floats(bf16)
-    return "{\n.reg .b32 word, other, factor;\n" + "\n".join(lines) + "\n}"
+    return "{\n.reg .b32 word, other, factor, third;\n" + "\n".join(lines) + "\n}"
 
 
 @gluon.constexpr_function
@@ -84,10 +108,10 @@ def _unpacking_of_small_floats(bf16):
             lines += [
                 f"shl.b32 word, $4, {3 * index};",
                 "and.b32 word, word, 0x81C081C0;",
-                f"mul.rn.bf16x2 ${index}, word, factor;",
+                _product(f"${index}", True),
             ]
         high, low = "shr.u32 word, $4, 3;", "shr.u32 word, $4, 7;"
-        masks, kind = ("0x01800180", "0x00400040"), "bf16x2"
+        masks = ("0x01800180", "0x00400040")
     else:
         lines = ["mov.b32 factor, 0x74007400;"]
         for index in range(3):
@@ -96,10 +120,10 @@ def _unpacking_of_small_floats(bf16):
                 "and.b32 other, other, 0x80008000;",
                 f"shl.b32 word, $4, {3 * index + 3};",
                 "lop3.b32 word, word, 0x0E000E00, other, 0xea;",
-                f"mul.rn.f16x2 ${index}, word, factor;",
+                _product(f"${index}", False),
             ]
         high, low = "mov.b32 word, $4;", "shr.u32 word, $4, 4;"
-        masks, kind = ("0x0C000C00", "0x02000200"), "f16x2"
+        masks = ("0x0C000C00", "0x02000200")
     lines += [
         "shl.b32 other, $4, 1;",
         "and.b32 other, other, 0x80008000;",
@@ -107,7 +131,7 @@ def _unpacking_of_small_floats(bf16):
         f"lop3.b32 other, word, {masks[0]}, other, 0xea;",
         low,
         f"lop3.b32 word, word, {masks[1]}, other, 0xea;",
-        f"mul.rn.{kind} $3, word, factor;",
+        _product("$3", bf16),
     ]
     return lines
 
@@ -164,7 +188,7 @@ def without_zeros(halves, zeros, CODE: gl.constexpr):
     else:
         other = zeros.to(gl.int8, bitcast=True).to(gl.float32).to(halves.dtype)
     _, other = gl.broadcast(halves, other[:, :, None])
-    asm: gl.constexpr = "sub.rn.bf16x2 $0, $1, $2;" if bf16 else "sub.rn.f16x2 $0, $1, $2;"
+    asm: gl.constexpr = "{\n.reg .b32 third;\n" + _difference("$0", bf16, "$1", "$2") + "\n}"
     return gl.inline_asm_elementwise(
         asm, "=r,r,r", [halves, other], dtype=halves.dtype, is_pure=True, pack=2
     )

@@ -300,7 +300,11 @@ class Subject:
             return cls.of_checkpoint(checkpoint_path(), name=DEMO)
         if name not in SHAPES:
             raise ValueError(f"unknown shape {name!r}; known: {', '.join(NAMES)}")
-        config = SHAPES[name]
+        return cls.of_config(SHAPES[name], name=name)
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], *, name: str) -> Subject:
+        """A shape with the values of a `config.json`; ValueError as of a checkpoint's."""
         return cls(name=name, hf_config=config, model=_as_told(read_model_config(config), config))
 
     @classmethod

@@ -16,7 +16,7 @@ from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
 from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.drafters import NoDrafter, make_drafter
-from graphengine.kernels import MAX_LANES, ExpertLanes, WeightFormat, packed_form
+from graphengine.kernels import MAX_LANES, Device, ExpertLanes, WeightFormat, assumed, packed_form
 from graphengine.models import contract, plan_limits
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.families import read_model_config
@@ -239,19 +239,14 @@ def test_a_calibration_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatc
         plan(100, 0)
 
 
-def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def capability(device: torch.device) -> tuple[int, int]:
-        asked.append(device)
-        return 8, 6
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+def test_fp8_needs_a_gpu_that_converts_it() -> None:
     requirements.check_fp8(torch.device("cpu"))
-    assert not asked
-    message = "kv_dtype='fp8' needs a GPU of compute capability 8.9 or more: cuda has 8.6"
-    with pytest.raises(ValueError, match=message):
-        requirements.check_fp8(torch.device("cuda"))
+    message = "kv_dtype='fp8' needs a GPU of compute capability 8.9 or more: cpu has 8.6"
+    with (
+        assumed(Device((8, 6), processors=82, shared_bytes=99 * 1024)),
+        pytest.raises(ValueError, match=message),
+    ):
+        requirements.check_fp8(torch.device("cpu"))
 
 
 def test_what_a_gpu_does_not_multiply_is_refused_before_it_is_loaded(

@@ -387,7 +387,7 @@ def test_programs_that_share_splits_set_no_bit(
     expected = decode(op, place_cache, problem, range(4))
     for multiprocessors in (1, 2, 3, 31):
         with monkeypatch.context() as patch:
-            patch.setattr(decode_gluon, "_multiprocessors", lambda device, m=multiprocessors: m)
+            patch.setattr(decode_gluon, "processors_of", lambda tensor, m=multiprocessors: m)
             shared = decode(op, place_cache, problem, range(4), max_seq_len=100_000)
         assert torch.equal(shared.out_NX, expected.out_NX), f"{multiprocessors=}"
         assert torch.equal(shared.key_SGD, expected.key_SGD), f"{multiprocessors=}"

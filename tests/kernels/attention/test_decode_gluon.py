@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,16 +15,17 @@ import pytest
 import torch
 
 from extent import extent
+from graphengine.kernels import Device, assumed
 from graphengine.kernels.attention import decode_gluon
 from graphengine.kernels.attention.decode import decode_attention, decode_attention_arrivals
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import FP8_KV
 from launches.compilation import (
+    H200,
     assert_waits_before_it_shows,
     compile_kernel,
     record_launch,
-    take_decode_gluon,
 )
 
 BF16 = torch.bfloat16
@@ -75,15 +77,25 @@ def attend_nothing(
 
 
 def launch_of(**case: Any) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        take_decode_gluon(patch)
+    with assumed(H200):
         return record_launch(attention, partial(attend_nothing, **case), decode_gluon)
 
 
-def test_takes_long_splits_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_an_h200() -> Iterator[None]:
+    with assumed(H200):
+        yield
+
+
+def test_takes_no_tensors_of_a_cpu() -> None:
     qkv, kv = new(1, 4 * 64), new(9, 2, 16, 1, 64)
-    assert not decode_gluon.takes(qkv, kv, 256), "not on a GPU"
-    take_decode_gluon(monkeypatch)
+    assert not decode_gluon.takes(qkv, kv, 256)
+    with assumed(Device((7, 5), processors=40, shared_bytes=64 * 1024)):
+        assert not decode_gluon.takes(qkv, kv, 256), "no cp.async"
+
+
+def test_takes_long_splits_of_half_precision(on_an_h200: None) -> None:
+    qkv, kv = new(1, 4 * 64), new(9, 2, 16, 1, 64)
     assert all(decode_gluon.takes(qkv, kv, split) for split in (256, 512))
     assert decode_gluon.takes(qkv.half(), kv.half(), 256)
     assert not decode_gluon.takes(qkv, kv, 128)

@@ -12,6 +12,7 @@ import torch
 from transformers.masking_utils import sliding_window_overlay
 
 from extent import extent
+from graphengine.kernels import assumed
 from graphengine.kernels.attention import decode as decode_module
 from graphengine.kernels.attention import decode_gluon, prefill_triton
 from graphengine.kernels.attention import prefill as prefill_module
@@ -26,7 +27,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import gather_cache, quantise
 from graphengine.kernels.norm_rope.rope import RopeConfig, rope_append_reference, rope_tables
-from launches.compilation import record_launch, take_decode_gluon, take_kernels
+from launches.compilation import H200, record_launch
 from launches.emulation import run_launch
 from launches.prefill import Problem, Segment, dense_attention, prefill
 
@@ -293,9 +294,7 @@ def emulated(*arguments: Any, **options: Any) -> torch.Tensor:
     """`decode_attention` by Gluon's kernel, compiled for sm_90 and run without a GPU."""
     out = torch.zeros(len(arguments[0]), options["num_heads"] * arguments[3].shape[4])
     options |= {"out": out.to(arguments[0].dtype)}
-    with pytest.MonkeyPatch.context() as patch:
-        take_kernels(patch)
-        take_decode_gluon(patch)
+    with assumed(H200):
         call = partial(decode_attention, *arguments, **options)
         launch = record_launch(decode_module, call, decode_gluon)
     assert launch.kernel is decode_gluon.decode_attention_kernel

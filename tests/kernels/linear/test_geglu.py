@@ -75,7 +75,7 @@ def run_packed(module: str, call: Any) -> None:
 def few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         for name in ("packed_chunk", "packed_chunk_fp8"):
-            monkeypatch.setattr(MODULES[name], "_processors", lambda tensor: 3)
+            monkeypatch.setattr(MODULES[name], "processors_of", lambda tensor: 3)
 
 
 @compiles

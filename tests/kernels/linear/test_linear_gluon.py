@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extent import examples, some_of
+from graphengine.kernels import assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear import linear_gluon
@@ -25,7 +26,7 @@ from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, linear
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Kept, Residual
-from launches.compilation import RecordedLaunch, compile_kernel, record_launch
+from launches.compilation import H200, RecordedLaunch, compile_kernel, record_launch
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
@@ -75,8 +76,7 @@ def launch_of(
             squares = new(groups, lanes, dtype=torch.float32) if groups else None
             linear(x, weight, slot, squares_TN=squares, swiglu=kind == "swiglu", **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_gluon, "_runs_on", lambda tensor: True)
+    with assumed(H200):
         module = importlib.import_module("graphengine.kernels.linear.linear")
         return record_launch(module, call, linear_gluon)
 
@@ -92,8 +92,7 @@ def compile_linear(kind: str, M: int, K: int, plan: LinearPlan, **case: Any) -> 
 
 def takes(weight: torch.Tensor, plan: LinearPlan = PLAN, **options: Any) -> bool:
     options = {"swiglu": False, "out_dtype": BF16, **options}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_gluon, "_runs_on", lambda tensor: True)
+    with assumed(H200):
         return linear_gluon.takes(weight, plan, **options)
 
 

@@ -37,9 +37,9 @@ SMALL = ChunkTile(16, 1)
 @pytest.fixture(autouse=True)
 def few_processors(monkeypatch):
     """So that a program has several tiles in an emulated launch."""
-    of_gpu = MODULE._processors
+    of_gpu = MODULE.processors_of
     monkeypatch.setattr(
-        MODULE, "_processors", lambda tensor: of_gpu(tensor) if tensor.is_cuda else 3
+        MODULE, "processors_of", lambda tensor: of_gpu(tensor) if tensor.is_cuda else 3
     )
 
 

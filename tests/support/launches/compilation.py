@@ -15,7 +15,8 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine import Engine
-from graphengine.kernels.attention import decode_gluon
+from graphengine.kernels import Device, assumed
+from graphengine.kernels.core.devices import SHARED_BYTES
 from graphengine.opening.allocation import compile_steps, graph_steps
 
 _POINTERS = {
@@ -61,17 +62,7 @@ class GraphKernel(NamedTuple):
     """Threads of a block."""
 
 
-def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make CPU tensors go to Triton's kernels."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("graphengine.kernels.") and hasattr(module, "use_triton"):
-            monkeypatch.setattr(module, "use_triton", lambda x: True)
-
-
-def take_decode_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make CPU and meta tensors go to Gluon's decode attention, as on an H200."""
-    monkeypatch.setattr(decode_gluon, "_runs_on", lambda tensor: True)
-    monkeypatch.setattr(decode_gluon, "_multiprocessors", lambda device: 132)
+H200 = Device((9, 0), processors=132, shared_bytes=SHARED_BYTES[9, 0])
 
 
 def graph_kernels(engine: Engine) -> dict[str, list[GraphKernel]]:
@@ -84,12 +75,10 @@ def graph_kernels(engine: Engine) -> dict[str, list[GraphKernel]]:
         return "kernel"
 
     graphs: dict[str, list[GraphKernel]] = {}
-    with pytest.MonkeyPatch.context() as patch:
+    steps = graph_steps(engine.runtime.program, engine.memory)
+    engine.runtime.buffers.reset()
+    with pytest.MonkeyPatch.context() as patch, assumed(H200):
         patch.setattr(triton.JITFunction, "warmup", warmup)
-        steps = graph_steps(engine.runtime.program, engine.memory)
-        take_kernels(patch)
-        take_decode_gluon(patch)
-        engine.runtime.buffers.reset()
         for key, step in steps.items():
             found.clear()
             assert compile_steps({key: step}, torch.device("cuda")) is not None

@@ -364,6 +364,12 @@ class _Program:
         return self.integers(kind, text).astype(np.int64)
 
     def do_fma(self, rest: list[str], ops: list[str], active: Array) -> None:
+        kind = rest[-1]
+        if kind in ("bf16x2", "f16x2"):
+            pairs = zip(*(_halves(self.read(op), kind) for op in ops[1:4]), strict=True)
+            low, high = (one * two + three for one, two, three in pairs)
+            self.write(ops[0], _pair(low, high, kind), active)
+            return
         one, two, three = (_f32(self.read(op)).astype(np.float64) for op in ops[1:4])
         self.write(ops[0], (one * two + three).astype(np.float32).view(np.uint32), active)
 
