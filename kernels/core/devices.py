@@ -131,6 +131,8 @@ _assumed: ContextVar[Device | None] = ContextVar("assumed", default=None)
 @functools.cache
 def _read(index: int) -> Device:
     found = torch.cuda.get_device_properties(index)
-    return Device(
-        (found.major, found.minor), found.multi_processor_count, found.shared_memory_per_block_optin
-    )
+    capability = (found.major, found.minor)
+    # Not every version of torch tells it; of an unknown GPU the least that one has is taken.
+    least = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
+    shared = getattr(found, "shared_memory_per_block_optin", least)
+    return Device(capability, found.multi_processor_count, shared)
