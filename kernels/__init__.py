@@ -236,6 +236,7 @@ from graphengine.kernels.linear.packed_chunk_fp8 import packed_chunk_fp8_product
 from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS, packed_plan
 from graphengine.kernels.linear.plans import (
     FMA_LANES,
+    USUAL_PROCESSORS,
     LinearKind,
     LinearPlan,
     RowFamily,
@@ -431,6 +432,7 @@ __all__ = [
     "USES_GRAMMAR",
     "USES_MASK",
     "USES_REPETITION",
+    "USUAL_PROCESSORS",
     "AcceptedPath",
     "Activation",
     "ActivationKind",

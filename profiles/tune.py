@@ -41,7 +41,7 @@ import triton
 from graphengine.cli.option_flags import add_flags
 from graphengine.config import EngineConfig
 from graphengine.devices import DTYPES
-from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily
+from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily, device_of
 from graphengine.models import tuning, tuning_tables
 from graphengine.models.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import ModelConfig
@@ -93,6 +93,8 @@ def tune(options: argparse.Namespace) -> None:
         raise ValueError("tuning measures on an NVIDIA GPU, and torch finds none")
     name = tuning_tables.device_name(device)
     path = options.out or tuning_tables.user_table_path(name)
+    gpu = device_of(device)
+    assert gpu is not None, f"{device} is no GPU"
     # A table that cannot be written is found before the work, not after it.
     tuning_tables.write_table(path, name, {})
     layers = chain_layers(config, dtype)
@@ -100,7 +102,7 @@ def tune(options: argparse.Namespace) -> None:
     model = chain_model(config, dtype, device, layers=layers)
     for family, rows in rows_of.items():
         plans, _ = tuning.choose_plans(config.linears, dtype, family, device)
-        targets = targets_of(config, dtype, family, options.only)
+        targets = targets_of(config, dtype, family, options.only, gpu)
         bench = ChainBench(model, rows, processes=compile_processes(model))
         with contextlib.closing(bench):
             plans = search(targets, plans, bench, seconds=options.seconds, report=_print_step(rows))

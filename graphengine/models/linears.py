@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import (
+    USUAL_PROCESSORS,
     AnyWeight,
     LinearKind,
     LinearPlan,
@@ -120,13 +121,19 @@ def heuristic_plans(linears: Linears, dtype: torch.dtype, family: RowFamily) -> 
     )
 
 
-def heuristic_linear_plan(linear: Linear, dtype: torch.dtype, family: RowFamily) -> LinearPlan:
-    """The plan of a linear that no tuning table knows."""
+def heuristic_linear_plan(
+    linear: Linear,
+    dtype: torch.dtype,
+    family: RowFamily,
+    processors: int = USUAL_PROCESSORS,
+) -> LinearPlan:
+    """The plan of a linear that no tuning table knows, on so many multiprocessors."""
     if linear.experts:
         return expert_plan(linear.kind, linear.rows, linear.columns, dtype, family, linear.weight)
     if linear.weight is None:
-        return heuristic_plan(linear.kind, linear.rows, linear.columns, dtype, family)
-    return packed_plan(linear.weight, linear.rows, linear.columns, family)
+        shape = (linear.kind, linear.rows, linear.columns)
+        return heuristic_plan(*shape, dtype, family, processors)
+    return packed_plan(linear.weight, linear.rows, linear.columns, family, processors)
 
 
 class WeightForms(ByLinear[PackedForm]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphengine.kernels import FMA_LANES, LinearKind, LinearPlan, WeightFormat
+from graphengine.kernels.core.devices import H200
 from graphengine.kernels.experts.plans import DECODE_BLOCK, check_expert_plan
 from graphengine.kernels.linear.packed_cut import streams
 from graphengine.kernels.linear.packed_linear import check_packed_plan
@@ -15,7 +16,7 @@ MAX_WEIGHT_REGISTERS = 255
 SM_REGISTERS = 64 * 1024
 """Of all threads on an SM: with 16 warps a thread has half of the above."""
 
-MAX_SHARED_BYTES = 227 * 1024
+MAX_SHARED_BYTES = H200.shared_bytes
 """Shared memory of a program on sm_90."""
 
 MAX_SPLITS = 16
@@ -39,11 +40,13 @@ def check_plan(
     weight: WeightFormat | None = None,
     *,
     expert: bool = False,
+    most_shared: int = MAX_SHARED_BYTES,
 ) -> None:
     """ValueError for a plan that the kernels cannot run, or only by spilling registers.
 
-    weight  how the weight is stored; None: in `dtype`
-    expert  whether it is one of several, which have kernels of their own
+    weight       how the weight is stored; None: in `dtype`
+    expert       whether it is one of several, which have kernels of their own
+    most_shared  bytes of shared memory that a program may have
     """
     if expert:
         check_expert_plan(plan, kind, weight)
@@ -72,24 +75,26 @@ def check_plan(
         )
     if weight is not None:
         lanes = DECODE_BLOCK if expert else FMA_LANES if plan.family == "fma" else _LANES
-        _check_packed(plan, K, weight, lanes)
+        _check_packed(plan, K, weight, lanes, most_shared)
     elif plan.family == "fma":
         _check_fma(plan, K, dtype)
     else:
-        _check_dot(plan, K, dtype)
+        _check_dot(plan, K, dtype, most_shared)
 
 
-def _check_packed(plan: LinearPlan, K: int, weight: WeightFormat, lanes: int) -> None:
+def _check_packed(
+    plan: LinearPlan, K: int, weight: WeightFormat, lanes: int, most_shared: int
+) -> None:
     check_packed_plan(plan, weight)
     if plan.family == "fma" and plan.splits > 1:
         raise ValueError(f"splits={plan.splits} must be 1 in fma")
     _check_splits(plan, K)
     shared = packed_shared_bytes(plan, K, weight, lanes)
-    if shared > MAX_SHARED_BYTES:
+    if shared > most_shared:
         raise ValueError(
             f"stages={plan.stages} of block_m={plan.block_m} x block_k={plan.block_k} in "
             f"{weight.label} take {shared} bytes of shared memory with the inputs of {lanes} "
-            f"lanes, at most {MAX_SHARED_BYTES} exist"
+            f"lanes, at most {most_shared} exist"
         )
 
 
@@ -116,13 +121,13 @@ def _check_splits(plan: LinearPlan, K: int) -> None:
         )
 
 
-def _check_dot(plan: LinearPlan, K: int, dtype: torch.dtype) -> None:
+def _check_dot(plan: LinearPlan, K: int, dtype: torch.dtype, most_shared: int) -> None:
     _check_splits(plan, K)
     shared = shared_bytes(plan, dtype)
-    if shared > MAX_SHARED_BYTES:
+    if shared > most_shared:
         raise ValueError(
             f"stages={plan.stages} of block_m={plan.block_m} x block_k={plan.block_k} take "
-            f"{shared} bytes of shared memory, at most {MAX_SHARED_BYTES} exist"
+            f"{shared} bytes of shared memory, at most {most_shared} exist"
         )
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from graphengine.kernels import LinearPlan, RowFamily
+from graphengine.kernels import USUAL_PROCESSORS, LinearPlan, RowFamily, device_of
 from graphengine.models.linears import ByLinear, LinearPlans, Linears, heuristic_linear_plan
 from graphengine.models.tuning_tables import (
     Table,
@@ -73,10 +73,13 @@ def choose_plans(
         "user": read_user_table(gpu),
         "shipped": shipped_table(gpu),
     }
+    found = device_of(torch.device(device))
+    processors = USUAL_PROCESSORS if found is None else found.processors
     plans: dict[str, LinearPlan] = {}
     sources: dict[str, PlanSource] = {}
     for name, linear in linears.items():
-        plans[name], sources[name] = choose_plan(TuningKey.of(linear, family, dtype), tables)
+        key = TuningKey.of(linear, family, dtype)
+        plans[name], sources[name] = choose_plan(key, tables, processors)
     chosen = PlanOrigins(sources)
     if chosen.untuned and torch.device(device).type != "cpu":
         missing = (
@@ -95,13 +98,15 @@ def choose_plans(
 
 
 def choose_plan(
-    key: TuningKey, tables: Mapping[PlanSource, Table]
+    key: TuningKey, tables: Mapping[PlanSource, Table], processors: int = USUAL_PROCESSORS
 ) -> tuple[LinearPlan, PlanSource]:
-    """The plan of the first of the tables that knows the weight, else the heuristic."""
+    """The plan of the first of the tables that knows the weight, else the heuristic for a GPU with
+    so many multiprocessors.
+    """
     for source, table in tables.items():
         if key in table:
             return table[key].plan, source
-    return heuristic_linear_plan(key.linear, key.dtype, key.family), "heuristic"
+    return heuristic_linear_plan(key.linear, key.dtype, key.family, processors), "heuristic"
 
 
 def numerics_id(

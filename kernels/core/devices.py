@@ -65,10 +65,14 @@ class Device:
         return self.capability == (9, 0)
 
 
+H200 = Device((9, 0), processors=132, shared_bytes=SHARED_BYTES[9, 0])
+"""What heuristics were found on; an H100 is the same in all of this."""
+
+
 def device_of(of: torch.Tensor | torch.device) -> Device | None:
-    """The GPU of a tensor, or this device; None for a CPU, unless another GPU is `assumed`."""
+    """The GPU of a tensor, or this device: the one that is `assumed`, if any; None for a CPU."""
     device = of.device if isinstance(of, torch.Tensor) else of
-    if device.type != "cuda":
+    if is_assumed() or device.type != "cuda":
         return _assumed.get()
     return _read(torch.cuda.current_device() if device.index is None else device.index)
 
@@ -110,9 +114,9 @@ def processors_of(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def assumed(device: Device) -> Iterator[None]:
-    """Inside, tensors of a CPU, or of "meta", go to the kernels of this GPU.
+    """Inside, tensors of any device go to the kernels of this GPU.
 
-    For what only compiles them: nothing can be launched.
+    For what only compiles them: nothing is to be launched.
     """
     token = _assumed.set(device)
     try:

@@ -39,7 +39,13 @@ from graphengine.kernels.linear.linear_triton import (
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, block_columns, unpack
 from graphengine.kernels.linear.packed_cut import PackedArgs, new_cut, streams
 from graphengine.kernels.linear.packed_gluon import packed_kernel
-from graphengine.kernels.linear.plans import FMA_LANES, LinearPlan, RowFamily
+from graphengine.kernels.linear.plans import (
+    FMA_LANES,
+    USUAL_PROCESSORS,
+    LinearPlan,
+    RowFamily,
+    least_programs,
+)
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise
 from graphengine.kernels.linear.reference import (
     linear_reference,
@@ -60,7 +66,6 @@ LEAST_STREAM = 64
 _DTYPES = (torch.float16, torch.bfloat16)
 # Of a program: two of them fit an SM, and of `fma` their successors too.
 _RING_BYTES: Mapping[RowFamily, int] = {"fma": 48 * 1024, "dot": 96 * 1024}
-_LEAST_PROGRAMS = 90
 
 
 def packed_linear(
@@ -326,13 +331,15 @@ def check_packed_plan(plan: LinearPlan, kind: WeightFormat) -> None:
         )
 
 
-def packed_plan(kind: WeightFormat, M: int, K: int, family: RowFamily) -> LinearPlan:
-    """A plan for a weight that no tuning table knows; fair on a GPU with about 132 SMs."""
+def packed_plan(
+    kind: WeightFormat, M: int, K: int, family: RowFamily, processors: int = USUAL_PROCESSORS
+) -> LinearPlan:
+    """A plan for a weight that no tuning table knows, on so many multiprocessors."""
     warps, lanes = 4, 1 if family == "fma" else 32
     if family == "fma":
         block_m = BLOCK_ROWS
     else:
-        block_m = 64 if -(-M // 64) >= _LEAST_PROGRAMS else 32
+        block_m = 64 if least_programs(processors) <= -(-M // 64) else 32
     parts = warps * BLOCK_ROWS // block_m
     column_bytes = block_m * kind.bits // 8
     # Of one lane a stream has columns enough to hide what a tile costs besides.

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from graphengine.kernels.core.devices import H200
+
 RowFamily = Literal["fma", "dot"]
 LinearKind = Literal["store", "swiglu", "residual", "sample"]
 _KINDS, _FAMILIES = get_args(LinearKind), get_args(RowFamily)
@@ -24,9 +26,8 @@ FMA_LANES = 2
 FMA_TOKENS = 4096
 """The longest requests of engines that take `fma` unasked."""
 
-# Of a `dot` plan, where K can be split for them: two thirds of an H200's 132 SMs. To have more of
-# them costs more, in inputs and parts of sums, than the SMs bring that would be idle.
-_LEAST_PROGRAMS = 90
+USUAL_PROCESSORS = H200.processors
+"""Multiprocessors of the GPU that heuristics were found on."""
 
 FMA_THREAD_BYTES = 96 * 4
 """Weights that an `fma` plan gives a thread at most: bytes that fill 96 of its registers."""
@@ -83,39 +84,53 @@ def attention_split(family: RowFamily, head_dim: int, dtype: torch.dtype, tokens
     return 256 if dtype.itemsize == 2 else 128
 
 
+def least_programs(processors: int) -> int:
+    """Of a `dot` plan on so many multiprocessors, where K can be split for them: 90 of 132.
+
+    To have more of them costs more, in inputs and parts of sums, than the multiprocessors bring
+    that would be idle.
+    """
+    return processors * 15 // 22
+
+
 def heuristic_plan(
-    kind: LinearKind, M: int, K: int, dtype: torch.dtype, family: RowFamily
+    kind: LinearKind,
+    M: int,
+    K: int,
+    dtype: torch.dtype,
+    family: RowFamily,
+    processors: int = USUAL_PROCESSORS,
 ) -> LinearPlan:
-    """A plan for a weight [M, K] that no tuning table knows; fair on a GPU with about 132 SMs."""
+    """A plan for a weight [M, K] that no tuning table knows, on so many multiprocessors."""
     check_kind(kind, family)
     if family == "fma":
-        return _fma_plan(kind, M, K, dtype)
+        return _fma_plan(kind, M, K, dtype, processors)
     if dtype == torch.float32:
         # No tensor cores: multiply-adds from registers. Exact rather than fast.
         return LinearPlan("dot", block_m=32, block_k=min(32, dot_columns(K)), stages=2)
     # An odd multiple of 64 needs no masks in tiles of 64.
     block_k = 64 if K % 128 == 64 else min(128, dot_columns(K))
     if kind == "sample":
-        return _dot_sample_plan(M, block_k)
-    rows = 2 if kind == "swiglu" else 1
+        return _dot_sample_plan(M, block_k, processors)
+    least, rows = least_programs(processors), 2 if kind == "swiglu" else 1
     most_splits = 4 if K >= 2048 else 1
     # Each program reads all inputs: the more outputs it has, the less that costs.
-    outputs = 64 if -(-M // (rows * 64)) * most_splits >= _LEAST_PROGRAMS else 32
+    outputs = 64 if -(-M // (rows * 64)) * most_splits >= least else 32
     tiles = -(-M // (rows * outputs))
     splits = 1
-    while splits < most_splits and tiles * splits < _LEAST_PROGRAMS:
+    while splits < most_splits and tiles * splits < least:
         splits *= 2
     return LinearPlan("dot", rows * outputs, block_k, splits, stages=5)
 
 
-def _dot_sample_plan(M: int, block_k: int) -> LinearPlan:
+def _dot_sample_plan(M: int, block_k: int, processors: int) -> LinearPlan:
     """A vocabulary is never split: its parts are not in the memory budget."""
-    if M >= 64 * 132:
+    if 64 * processors <= M:
         return LinearPlan("dot", block_m=64, block_k=block_k, stages=3)
     return LinearPlan("dot", block_m=32, block_k=block_k, stages=5)
 
 
-def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype) -> LinearPlan:
+def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype, processors: int) -> LinearPlan:
     """Rows of up to about 32 KB a program, all of it in flight before the wait.
 
     Up to K = 65,536 in float32, in a SwiGLU half of that, no thread holds more than 128 registers
@@ -125,7 +140,7 @@ def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype) -> LinearPla
     warps = 4 if block_k >= 1024 else 2
     row_bytes = K * dtype.itemsize
     block_m = 2
-    while block_m < 16 and 2 * block_m * row_bytes <= 32 * 1024 and 4 * block_m * 132 <= M:
+    while block_m < 16 and 2 * block_m * row_bytes <= 32 * 1024 and 4 * block_m * processors <= M:
         block_m *= 2
     if kind == "sample":
         # Each program leaves one candidate a lane: fewer of them make the reduction short.

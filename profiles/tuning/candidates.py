@@ -15,6 +15,7 @@ from graphengine.kernels import (
     RowFamily,
     WeightFormat,
 )
+from graphengine.kernels.core.devices import H200, Device
 from graphengine.kernels.linear import linear_gluon
 from graphengine.models import plan_limits
 from graphengine.models.contract import ModelConfig
@@ -48,18 +49,23 @@ class Target:
 
     names: tuple[str, ...]
     key: TuningKey
+    device: Device = H200
 
     def plan(self, plans: LinearPlans) -> LinearPlan:
         return plans[self.names[0]]
 
     def variants(self, plans: LinearPlans) -> dict[LinearPlan, LinearPlans]:
         """`plans` with each candidate in this place; the first is the plan in use."""
-        candidates = dict.fromkeys([self.plan(plans), *candidate_plans(self.key)])
+        candidates = dict.fromkeys([self.plan(plans), *candidate_plans(self.key, self.device)])
         return {plan: plans.replace(dict.fromkeys(self.names, plan)) for plan in candidates}
 
 
 def targets_of(
-    config: ModelConfig, dtype: torch.dtype, family: RowFamily, only: Sequence[str] = ORDER
+    config: ModelConfig,
+    dtype: torch.dtype,
+    family: RowFamily,
+    only: Sequence[str] = ORDER,
+    device: Device = H200,
 ) -> list[Target]:
     """A model's linears in the order of the search; with `only`, those that it names."""
     names_of: dict[TuningKey, list[str]] = {}
@@ -69,7 +75,7 @@ def targets_of(
         names_of.setdefault(key, []).append(name)
         if base_name(name) in only:
             wanted.add(key)
-    return [Target(tuple(names), key) for key, names in names_of.items() if key in wanted]
+    return [Target(tuple(names), key, device) for key, names in names_of.items() if key in wanted]
 
 
 def base_name(name: str) -> str:
@@ -77,30 +83,45 @@ def base_name(name: str) -> str:
     return name.partition(".")[0]
 
 
-def candidate_plans(key: TuningKey) -> list[LinearPlan]:
-    """The grid that found the best plans on an H200, and the heuristic. Every plan is valid."""
-    heuristic = heuristic_linear_plan(key.linear, key.dtype, key.family)
+def candidate_plans(key: TuningKey, device: Device = H200) -> list[LinearPlan]:
+    """The grid that found the best plans on an H200, and the heuristic. Every plan is valid.
+
+    Other GPUs have programs for fewer multiprocessors, and what fits their shared memory.
+    """
+    heuristic = heuristic_linear_plan(key.linear, key.dtype, key.family, device.processors)
     if key.weight is not None:
-        grid = _packed_grid(key, key.weight)
+        grid = _packed_grid(key, key.weight, device)
     elif key.expert:
-        grid = _expert_grid(key, heuristic)
+        grid = _expert_grid(key, heuristic, device)
     elif key.family == "fma":
         grid = _fma_grid(key)
     elif key.kind == "sample" or key.dtype == torch.float32 or key.K % linear_gluon.ALIGNMENT:
-        grid = _pipelined_dot_grid(key, heuristic)
+        grid = _pipelined_dot_grid(key, heuristic, device)
     else:
-        grid = _dot_grid(key)
-    return [plan for plan in dict.fromkeys([heuristic, *grid]) if _is_valid(plan, key)]
+        grid = _dot_grid(key, device)
+    return [plan for plan in dict.fromkeys([heuristic, *grid]) if _is_valid(plan, key, device)]
 
 
-def _is_valid(plan: LinearPlan, key: TuningKey) -> bool:
+def _is_valid(plan: LinearPlan, key: TuningKey, device: Device) -> bool:
+    most = device.shared_bytes
     with contextlib.suppress(ValueError):
-        plan_limits.check_plan(plan, key.kind, key.K, key.dtype, key.weight, expert=key.expert)
+        plan_limits.check_plan(
+            plan, key.kind, key.K, key.dtype, key.weight, expert=key.expert, most_shared=most
+        )
         return True
     return False
 
 
-def _packed_grid(key: TuningKey, weight: WeightFormat) -> Iterator[LinearPlan]:
+def _least_programs(least: int, device: Device) -> int:
+    """Of those on an H200 as many as there are multiprocessors for."""
+    return min(least, max(1, least * device.processors // H200.processors))
+
+
+def _dot_shared(device: Device) -> int:
+    return min(DOT_SHARED_BYTES, device.shared_bytes)
+
+
+def _packed_grid(key: TuningKey, weight: WeightFormat, device: Device) -> Iterator[LinearPlan]:
     """For the kernels of `packed_gluon.py`: programs are cut by rows, or of a few rows by splits.
 
     A tile has at least 4 KB of codes, and what is in flight at least 16. Each pair of an expert has
@@ -108,8 +129,9 @@ def _packed_grid(key: TuningKey, weight: WeightFormat) -> Iterator[LinearPlan]:
     """
     fma = key.family == "fma"
     few = fma or key.expert
-    shared = PACKED_SHARED_BYTES if few else DOT_SHARED_BYTES
+    shared = PACKED_SHARED_BYTES if few else _dot_shared(device)
     least, most = PACKED_EXPERT_PROGRAMS if key.expert else PACKED_PROGRAMS
+    least = _least_programs(least, device)
     for block_m, tile_bytes, splits, stages, warps in product(
         (16, 32) if fma and not key.expert else (16, 32, 64, 128),
         (4096, 8192, 16384, 32768),
@@ -139,7 +161,7 @@ def _packed_grid(key: TuningKey, weight: WeightFormat) -> Iterator[LinearPlan]:
                 yield plan
 
 
-def _expert_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
+def _expert_grid(key: TuningKey, heuristic: LinearPlan, device: Device) -> Iterator[LinearPlan]:
     """For dense `experts/`: an engine of `fma` may have plans of both families."""
     if key.family == "fma":
         yield from _fma_grid(key)
@@ -150,7 +172,7 @@ def _expert_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
         plan = LinearPlan("dot", block_m=block_m, block_k=block_k, stages=stages, warps=warps)
         long = triton.cdiv(key.K, block_k) >= stages - 1
         busy = warps == 4 or block_m >= 64
-        if long and busy and plan_limits.shared_bytes(plan, key.dtype) <= DOT_SHARED_BYTES:
+        if long and busy and plan_limits.shared_bytes(plan, key.dtype) <= _dot_shared(device):
             yield plan
 
 
@@ -168,7 +190,7 @@ def _fma_grid(key: TuningKey) -> Iterator[LinearPlan]:
             yield plan
 
 
-def _dot_grid(key: TuningKey) -> Iterator[LinearPlan]:
+def _dot_grid(key: TuningKey, device: Device) -> Iterator[LinearPlan]:
     """For the kernel of `linear_gluon.py`."""
     rows = 2 if key.kind == "swiglu" else 1
     for outputs, block_k, splits, stages, warps in product(
@@ -176,7 +198,7 @@ def _dot_grid(key: TuningKey) -> Iterator[LinearPlan]:
     ):
         plan = LinearPlan("dot", rows * outputs, block_k, splits, stages, warps)
         programs = triton.cdiv(key.M, plan.block_m) * splits
-        least, most = DOT_PROGRAMS
+        least, most = _least_programs(DOT_PROGRAMS[0], device), DOT_PROGRAMS[1]
         # A weight too small or too large for that many still gets the fewest or most outputs.
         if programs < least and (outputs, splits) != (32, 1):
             continue
@@ -187,11 +209,13 @@ def _dot_grid(key: TuningKey) -> Iterator[LinearPlan]:
         room = plan_limits.shared_bytes(plan, key.dtype)
         # With fewer rows, 8 warps would have one instruction each.
         busy = warps == 4 or plan.block_m >= 128
-        if even and long and busy and DOT_IN_FLIGHT_BYTES <= room <= DOT_SHARED_BYTES:
+        if even and long and busy and DOT_IN_FLIGHT_BYTES <= room <= _dot_shared(device):
             yield plan
 
 
-def _pipelined_dot_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[LinearPlan]:
+def _pipelined_dot_grid(
+    key: TuningKey, heuristic: LinearPlan, device: Device
+) -> Iterator[LinearPlan]:
     """For the kernel of `linear_triton.py`, whose loop Triton pipelines."""
     M, K = key.M, key.K
     # float32 multiplies from registers, and large tiles need too many.
@@ -200,11 +224,15 @@ def _pipelined_dot_grid(key: TuningKey, heuristic: LinearPlan) -> Iterator[Linea
     for block_m, block_k, splits, stages in product((32, 64), fitting, (1, 2, 4, 8), (3, 4, 5)):
         programs = triton.cdiv(M, block_m) * splits
         # Splits fill SMs that would be idle; an H200 has 132.
-        pays = M <= 9000 and K % (block_k * splits) == 0 and 120 <= programs <= 8 * 132
+        pays = (
+            M <= 9000
+            and K % (block_k * splits) == 0
+            and _least_programs(120, device) <= programs <= 8 * 132
+        )
         if splits > 1 and not pays:
             continue
         plan = LinearPlan("dot", block_m=block_m, block_k=block_k, splits=splits, stages=stages)
         long = triton.cdiv(K, block_k * splits) >= stages - 1
-        if long and plan_limits.shared_bytes(plan, key.dtype) <= DOT_SHARED_BYTES:
+        if long and plan_limits.shared_bytes(plan, key.dtype) <= _dot_shared(device):
             yield plan
             yield plan._replace(overlap=False)

@@ -26,6 +26,7 @@ from graphengine.kernels import (
     heuristic_plan,
     packed_plan,
 )
+from graphengine.kernels.core.devices import H200, SHARED_BYTES, Device, assumed
 from graphengine.models import plan_limits, tuning_tables
 from graphengine.models.blocks import gqa
 from graphengine.models.contract import DecodeLaunch
@@ -53,6 +54,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # Candidates.
 
 SHIPPED = tuning_tables.shipped_table("NVIDIA H200")
+
+
+@settings(max_examples=60, deadline=None)
+@given(key=keys())
+def test_every_candidate_fits_a_small_gpu(key: TuningKey) -> None:
+    small = Device((8, 7), processors=16, shared_bytes=SHARED_BYTES[8, 6])
+    for plan in candidates.candidate_plans(key, small):
+        plan_limits.check_plan(
+            plan,
+            key.kind,
+            key.K,
+            key.dtype,
+            key.weight,
+            expert=key.expert,
+            most_shared=small.shared_bytes,
+        )
+    if key.weight is None and not key.expert:
+        assert candidates.candidate_plans(key, small)
 
 
 @settings(max_examples=150, deadline=None)
@@ -564,8 +583,17 @@ def test_help_comes_through_the_command_line(capsys: pytest.CaptureFixture[str])
     assert "--seconds" in capsys.readouterr().out
 
 
+@pytest.fixture
+def on_an_h200() -> Iterator[None]:
+    with assumed(H200):
+        yield
+
+
 def test_a_command_writes_what_it_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    on_an_h200: None,
 ) -> None:
     """All but the measurement."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from extent import extent
-from graphengine.kernels import Device, assumed
 from graphengine.kernels.attention import decode_gluon
 from graphengine.kernels.attention.decode import decode_attention, decode_attention_arrivals
+from graphengine.kernels.core.devices import H200, Device, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import FP8_KV
 from launches.compilation import (
-    H200,
     assert_waits_before_it_shows,
     compile_kernel,
     record_launch,

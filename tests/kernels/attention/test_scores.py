@@ -12,7 +12,6 @@ import torch
 from transformers.masking_utils import sliding_window_overlay
 
 from extent import extent
-from graphengine.kernels import assumed
 from graphengine.kernels.attention import decode as decode_module
 from graphengine.kernels.attention import decode_gluon, prefill_triton
 from graphengine.kernels.attention import prefill as prefill_module
@@ -23,11 +22,12 @@ from graphengine.kernels.attention.reference import (
     paged_prefill_attention_reference,
 )
 from graphengine.kernels.attention.scores import MAX_WINDOW, first_key_of
+from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import gather_cache, quantise
 from graphengine.kernels.norm_rope.rope import RopeConfig, rope_append_reference, rope_tables
-from launches.compilation import H200, record_launch
+from launches.compilation import record_launch
 from launches.emulation import run_launch
 from launches.prefill import Problem, Segment, dense_attention, prefill
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extent import examples, some_of
-from graphengine.kernels import assumed
+from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear import linear_gluon
@@ -26,7 +26,7 @@ from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, linear
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Kept, Residual
-from launches.compilation import H200, RecordedLaunch, compile_kernel, record_launch
+from launches.compilation import RecordedLaunch, compile_kernel, record_launch
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")

@@ -20,8 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from graphengine import Engine
-from graphengine.kernels import Device, assumed
-from graphengine.kernels.core.devices import SHARED_BYTES
+from graphengine.kernels.core.devices import SHARED_BYTES, Device, assumed
 from graphengine.kernels.core.launching import compile_kernels
 from graphengine.opening.allocation import graph_steps
 

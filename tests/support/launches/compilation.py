@@ -15,8 +15,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine import Engine
-from graphengine.kernels import Device, assumed
-from graphengine.kernels.core.devices import SHARED_BYTES
+from graphengine.kernels.core.devices import H200, assumed
 from graphengine.opening.allocation import compile_steps, graph_steps
 
 _POINTERS = {
@@ -60,9 +59,6 @@ class GraphKernel(NamedTuple):
     grid: tuple[int, int, int]
     threads: int
     """Threads of a block."""
-
-
-H200 = Device((9, 0), processors=132, shared_bytes=SHARED_BYTES[9, 0])
 
 
 def graph_kernels(engine: Engine) -> dict[str, list[GraphKernel]]:
