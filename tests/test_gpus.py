@@ -1,0 +1,62 @@
+"""What engines launch, compiled for GPUs that are not there: a little of what `make gpus` does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from gpus.compiling import DEVICES, Compiled, compiled_for
+from gpus.subjects import SIZES, SUBJECTS
+from gpus.table import main, problems
+
+from extent import LONG
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.profiles.benchmark.engines import build_engine
+from graphengine.profiles.benchmark.shapes import Subject
+
+compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
+# Of an older GPU and of a newer one with little shared memory.
+GPUS = ("sm_86", "sm_120")
+
+
+@compiles
+def test_an_engine_compiles_for_other_gpus() -> None:
+    """With packed weights, whose kernels of decode and of prefill differ most between GPUs."""
+    options = {**SIZES, "max_batch": 1, "row_family": "dot", "quantize": "fp8"}
+    engine, _ = build_engine(Subject.of_shape("tiny"), options)
+    with engine:
+        found = {gpu: compiled_for(DEVICES[gpu], engine) for gpu in ("sm_90", *GPUS)}
+    for gpu, compiled in found.items():
+        assert not problems(gpu, compiled)
+    names = {gpu: {each.kernel for each in compiled} for gpu, compiled in found.items()}
+    assert "packed_kernel" in names["sm_90"] and "packed_chunk_kernel" in names["sm_90"]
+    for gpu in GPUS:
+        assert names["sm_90"] - names[gpu] == {"packed_chunk_kernel"}, gpu
+        assert names[gpu] <= names["sm_90"], gpu
+
+
+def test_what_does_not_fit_is_told() -> None:
+    compiled = [
+        Compiled("good_kernel", shared=101_376),
+        Compiled("large_kernel", shared=101_377),
+        Compiled("bad_kernel", error="PTXASError: needs sm_90"),
+    ]
+    assert problems("sm_86", compiled) == [
+        "large_kernel: 101377 bytes of shared memory, 101376 exist",
+        "bad_kernel: PTXASError: needs sm_90",
+    ]
+    assert problems("sm_90", compiled[:2]) == []
+
+
+@compiles
+@pytest.mark.skipif(not LONG, reason="takes a minute: make test-long")
+def test_the_table_names_every_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "table.md"
+    name = "demo, n-grams"
+    assert name in SUBJECTS
+    assert main(["--gpus", *GPUS, "--subjects", name, "--processes", "1", "--out", str(out)]) == 0
+    text = out.read_text()
+    assert capsys.readouterr().out == text
+    for gpu in GPUS:
+        assert re.search(rf"^\| {gpu} \| (\d+) of \1 \| \d+ of 101376 \| ", text, re.MULTILINE)
