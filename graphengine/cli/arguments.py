@@ -66,6 +66,12 @@ def add_info(parser: CommandParser) -> None:
     parser.show_first((*_COMMON, *_common(_ENGINE)))
 
 
+def add_doctor(parser: CommandParser) -> None:
+    """The options of `doctor`."""
+    parser.set_defaults(verbose=False)
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+
+
 def add_graph(parser: CommandParser) -> None:
     """The commands `graph dump` and `graph diff`, which set `kind`."""
     kinds = parser.add_subparsers(required=True, metavar="dump|diff", dest="kind")

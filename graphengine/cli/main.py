@@ -1,4 +1,4 @@
-"""`graphengine`: generate text, chat, see what an engine would hold, its graphs, measure, tune.
+"""`graphengine`: generate, chat, check a machine, see what an engine would hold, measure, tune.
 
 What a command runs is imported when it runs: `--version`, `--help` and errors of arguments do not
 wait for torch. The exceptions are commands that measure, as their options come from what they run.
@@ -53,6 +53,11 @@ COMMANDS = {
         "allocate and capture nothing.",
         options_of.add_info,
         "...",
+    ),
+    "doctor": Command(
+        "Tell whether and how an engine runs on this machine, and what mends what is missing; "
+        "exit status 1 where something is broken.",
+        options_of.add_doctor,
     ),
     "graph": Command(
         "Write the captured graphs of an engine to a folder, or compare two folders.",
