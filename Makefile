@@ -14,7 +14,7 @@ MORE :=
 # Modules that one process compiled are read by the next ones, of which tests start many.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long $(CHECKS) minimum other-capability gpu sanitize docs pictures install
+.PHONY: demo test test-long $(CHECKS) minimum other-capability gpu gpus sanitize docs pictures install
 
 demo: $(VENV)/engine
 	$(EDITABLE)
@@ -139,6 +139,11 @@ $(VENV)/stamp: $(VENV)/engine
 gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(PYTHON) tests/support/native.py $(NATIVE)
+
+# What engines launch, compiled for every GPU from sm_80 on, without having one; GPUS takes the
+# script's options.
+gpus: install
+	$(BIN)/python tests/support/gpus/table.py $(GPUS)
 
 # compute-sanitizer over all kernels and four short engines; SANITIZE takes the script's options.
 sanitize:

@@ -13,7 +13,7 @@ from graphengine.drafters import Drafter
 from graphengine.host.gate import Gate
 from graphengine.host.replay import Replay
 from graphengine.host.scheduling import Scheduling
-from graphengine.kernels import KernelCompilation
+from graphengine.kernels import Device, KernelCompilation, device_of, overlaps_launches
 from graphengine.opening.memory import MemoryPlan
 from graphengine.prefill_cut import ChunkTimes, PrefillCut
 from graphengine.requests.acceptance import Acceptance
@@ -91,13 +91,13 @@ def make_report(
     config: EngineConfig, memory: MemoryPlan, runtime: Runtime, scheduler: Scheduling
 ) -> EngineReport:
     """The report of the engine with these parts, which may be closed."""
-    pdl = config.pdl and memory.device.type == "cuda"
+    pdl = config.pdl and overlaps_launches(memory.device)
     return EngineReport(
         memory=memory,
         kernels=(
             f"row family {runtime.plans.family} ({_why(config, memory)}), "
             f"plans {runtime.plan_sources}, PDL {'on' if pdl else 'off'}, "
-            f"numerics {runtime.numerics_id}"
+            f"numerics {runtime.numerics_id}{_stand_ins(device_of(memory.device))}"
         ),
         kv=_kv_blocks(scheduler),
         compilation=runtime.compilation,
@@ -108,6 +108,17 @@ def make_report(
         ranks=config.ranks,
         stages=config.pipeline_parallel,
     )
+
+
+def _stand_ins(device: Device | None) -> str:
+    """What portable kernels do on a GPU that lacks what the fastest ones need."""
+    if device is None or device.has_wgmma:
+        return ""
+    capability = ".".join(map(str, device.capability))
+    parts = ["prefill attention in Triton", "prefill of packed weights in PyTorch"]
+    if not device.copies_async:
+        parts.append("decode in Triton")
+    return f"\nfor compute capability {capability}: {', '.join(parts)}"
 
 
 def _why(config: EngineConfig, memory: MemoryPlan) -> str:
