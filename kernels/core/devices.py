@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,13 @@ def assumed(device: Device) -> Iterator[None]:
         yield
     finally:
         _assumed.reset(token)
+
+
+def new_context() -> Context:
+    """One that holds nothing but the GPU that is assumed here."""
+    context = Context()
+    context.run(_assumed.set, _assumed.get())
+    return context
 
 
 def is_assumed() -> bool:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -25,6 +25,7 @@ import triton
 from torch.overrides import TorchFunctionMode
 from triton.runtime import driver
 
+from graphengine.kernels.core.devices import new_context
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.triton_versions import OPTIONS, future_of
 
@@ -106,8 +107,8 @@ def compile_kernels(
     started = time.perf_counter()
     compiled = loaded = 0
     if not INTERPRETED:
-        # A context of its own: after a failure Triton's mode would remain in the caller's.
-        compiled, loaded = copy_context().run(_compile, steps, workers or _cores())
+        # A separate context: after a failure Triton's mode would remain in the caller's.
+        compiled, loaded = new_context().run(_compile, steps, workers or _cores())
     return KernelCompilation(
         compiled=compiled, loaded=loaded, seconds=time.perf_counter() - started
     )

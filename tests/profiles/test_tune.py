@@ -662,7 +662,7 @@ def test_tunes_the_demo_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     """A search in each family writes what an engine then takes."""
     out = tmp_path / "table.json"
     options = ["--checkpoint", "demo", "--dtype", "bfloat16", "--only", "output", "lm_head"]
-    assert cli.main(["tune", *options, "--seconds", "60", "--out", str(out)]) == 0
+    assert cli.main(["tune", *options, "--seconds", "20", "--out", str(out)]) == 0
     table = tuning_tables.read_table(out, tuning_tables.device_name("cuda"))
     assert {key.family for key in table} == set(FAMILIES)
     assert {key.kind for key in table} == {"residual", "sample"}

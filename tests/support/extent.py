@@ -26,8 +26,9 @@ def extent(little: Kind, all: Kind) -> Kind:
 
 
 def examples(little: int, all: int) -> int:
-    """How many examples of a kernel whose sizes are compiled for: on a GPU half of a little."""
-    return extent((little + 1) // 2 if torch.cuda.is_available() else little, all)
+    """How many examples of a kernel whose sizes are compiled for: on a GPU a third of a
+    little."""
+    return extent((little + 2) // 3 if torch.cuda.is_available() else little, all)
 
 
 def some_of(all: Sequence[Kind], *places: int) -> list[Kind]:

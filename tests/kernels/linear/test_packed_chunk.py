@@ -277,9 +277,8 @@ def test_codes_are_converted_while_the_tensor_cores_multiply(name, lanes, swiglu
     assert products and set(products) == {"{"}
     begun = [match.end() for match in re.finditer(r"wgmma\.commit_group", ptx)]
     waits = [match.start() for match in re.finditer(r"wgmma\.wait_group", ptx)]
-    halves = "mul.rn.bf16x2" if name == "e4m3" else "sub.rn.bf16x2"
     for start, end in zip(begun[1::2] if name == "int4" else begun, waits, strict=True):
-        assert ptx.count(halves, start, end) >= 16
+        assert ptx.count("fma.rn.bf16x2", start, end) >= 16
 
 
 # What a GPU does.

@@ -1,0 +1,96 @@
+"""Median steps of a few engines with random weights, and their tokens, with the Triton at hand.
+
+    python tests/support/gpus/step_times.py --out times.jsonl
+    PYTHONPATH=/folder/of/another/triton python tests/support/gpus/step_times.py --out times.jsonl
+
+To compare versions run them in turn on one GPU: a line for each engine names the versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphengine import Engine, SamplingParams
+from graphengine.observe.environment import environment
+from graphengine.profiles.benchmark.engines import build_engine
+from graphengine.profiles.benchmark.shapes import Subject
+
+ENGINES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama-1b": ("llama-1b", {}),
+    "llama-8b in fp8": ("llama-8b", {"quantize": "fp8"}),
+    "llama-8b": ("llama-8b", {}),
+    "qwen3-30b-a3b": ("qwen3-30b-a3b", {}),
+    "tiny": ("tiny", {}),
+}
+SIZES = {"max_batch": 1, "max_seq_len": 512, "prefill_buckets": (64,)}
+RUNS, TOKENS = 3, 400
+# The first steps still fill the pipeline, the last ones are decided on the host.
+_FIRST, _LAST = 40, 10
+
+
+def run(engine: Engine) -> tuple[float, list[int]]:
+    """Microseconds of a step, the median of a greedy request, and its tokens."""
+    drawn = torch.Generator().manual_seed(100)
+    most = engine.model.config.vocab_size
+    prompt = torch.randint(5, most, (40,), generator=drawn).tolist()
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    request = engine.submit(prompt, params)
+    ends = []
+    while engine.busy:
+        engine.step()
+        ends.append(time.perf_counter())
+    gaps = [after - before for before, after in zip(ends[:-1], ends[1:], strict=True)]
+    tokens = [int(token) for token in request.result().token_ids]
+    return 1e6 * statistics.median(gaps[_FIRST:-_LAST]), tokens
+
+
+def measure(name: str, device: str) -> dict[str, Any]:
+    shape, options = ENGINES[name]
+    engine, start = build_engine(
+        Subject.of_shape(shape), {"device": device, "dtype": "bfloat16", **SIZES, **options}
+    )
+    with engine:
+        found = [run(engine) for _ in range(RUNS)]
+        report = engine.report().kernels
+    steps, tokens = zip(*found, strict=True)
+    digests = [hashlib.sha256(json.dumps(each).encode()).hexdigest()[:12] for each in tokens]
+    return {
+        "engine": name,
+        "step_us": [round(step, 2) for step in steps],
+        "tokens": digests,
+        "first_tokens": tokens[0][:12],
+        "opened_s": round(start.total_s, 1),
+        "kernels": report,
+        "environment": environment(device),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--engines", nargs="+", default=[*ENGINES], choices=[*ENGINES])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="a file that gets a line of JSON for each")
+    options = parser.parse_args(arguments)
+    for name in options.engines:
+        line = json.dumps(measure(name, options.device))
+        print(line, flush=True)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(line + "\n")
+        gc.collect()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
