@@ -1,4 +1,7 @@
-"""Where triton is not installed, as on macOS and Windows: imports, the CPU, the plugin, reports."""
+"""Where triton is not installed, as on macOS and Windows: imports, the CPU, the plugin, reports.
+
+What else these systems lack is missing too.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,34 @@ HIDE = """
             return self.finder.find_spec(name, path, target)
 
     sys.meta_path[:] = [Hide(finder) for finder in sys.meta_path]
+
+    # What torch and the standard library have of these, they need on this system.
+    import ctypes, multiprocessing.connection, os, pathlib, signal, socket, subprocess, tempfile
+    import torch
+
+    for name in ("fcntl", "grp", "nvtx", "pwd", "resource", "termios", "tty"):
+        sys.modules[name] = None
+    missing = {
+        os: ["fork", "getuid", "killpg", "sched_getaffinity", "sysconf", "O_PATH", "O_DIRECTORY"],
+        signal: ["SIGKILL", "SIGALRM", "SIGHUP"],
+        socket: ["AF_UNIX"],
+    }
+    for module, names in missing.items():
+        for name in names:
+            delattr(module, name)
+    # Windows, with 16 GiB of which 8 are available.
+    class WinDLL:
+        def __init__(self, name):
+            assert name == "kernel32"
+
+        def GlobalMemoryStatusEx(self, status):
+            assert status._obj.size == 64
+            status._obj.total, status._obj.available = 16 << 30, 8 << 30
+            return 1
+
+    ctypes.WinDLL = WinDLL
+    is_file = pathlib.Path.is_file
+    pathlib.Path.is_file = lambda path: str(path) != "/proc/meminfo" and is_file(path)
 """
 
 
@@ -53,6 +84,10 @@ QUESTIONS = {
             kernel[(1,)](None)
         except RuntimeError as error:
             print(error)
+    """,
+    "memory": """
+        from graphengine.opening.host_memory import available_host_bytes
+        print(available_host_bytes())
     """,
     "the plugin": """
         import graphengine.testing, graphengine.testing.plugin
@@ -104,6 +139,10 @@ def test_nothing_of_the_stand_in_remains(printed: dict[str, str]) -> None:
 
 def test_the_plugin_and_the_reports_can_be_imported(printed: dict[str, str]) -> None:
     assert printed["the plugin"] == "triton-none None\n"
+
+
+def test_the_memory_is_what_windows_says(printed: dict[str, str]) -> None:
+    assert printed["memory"] == f"{8 << 30}\n"
 
 
 def test_a_launch_says_what_is_missing(printed: dict[str, str]) -> None:

@@ -9,11 +9,12 @@ other contents sets no limit.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path("/")
 
@@ -42,15 +43,37 @@ def available_host_bytes(root: Path = ROOT) -> int:
     """Bytes that this process could take now: the minimum of the host's MemAvailable and what each
     cgroup around the process leaves. `root` is the folder that holds `proc` and the mounts.
 
-    Where there is no such file, as on macOS, half of the memory that the machine has.
+    Where there is no such file, as on macOS, half of the memory that the machine has; on Windows
+    what it says is available.
     """
     if not (root / "proc/meminfo").is_file():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        if hasattr(os, "sysconf"):
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return _available_on_windows()
     with open(root / "proc/meminfo", encoding="ascii") as lines:
         fields = dict(line.split(":", 1) for line in lines)
     available = int(fields["MemAvailable"].split()[0]) * 1024
     left = (_left(group, _FILES[kind]) for kind, group in _groups(root))
     return min([available, *(found for found in left if found is not None)])
+
+
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of the Win32 API."""
+
+    _fields_ = [
+        ("size", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("total", "available", "pages", "free_pages")),
+        *((name, ctypes.c_uint64) for name in ("virtual", "free_virtual", "extended")),
+    ]
+
+
+def _available_on_windows() -> int:
+    status = _MemoryStatus(size=ctypes.sizeof(_MemoryStatus))
+    kernel: Any = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined, unused-ignore]
+    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
+        raise OSError("GlobalMemoryStatusEx does not tell how much memory is available")
+    return int(status.available)
 
 
 def host_bytes(size: int, *, pinned: bool) -> int:

@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def run(engine: Engine) -> tuple[float, list[int]]:
     while engine.busy:
         engine.step()
         ends.append(time.perf_counter())
-    gaps = [after - before for before, after in zip(ends[:-1], ends[1:], strict=True)]
+    gaps = [after - before for before, after in pairwise(ends)]
     tokens = [int(token) for token in request.result().token_ids]
     return 1e6 * statistics.median(gaps[_FIRST:-_LAST]), tokens
 
