@@ -561,7 +561,7 @@ class _Program:
     def do_atom(self, rest: list[str], ops: list[str], active: Array) -> None:
         assert rest[-2:] == ["add", "u32"]
         where = self._address(ops[1])
-        memory = self.shared if rest[0] == "shared" else self.memory.bytes
+        memory = self.shared if "shared" in rest else self.memory.bytes
         for thread in np.flatnonzero(active):
             at = int(where[thread])
             word = memory[at : at + 4].view(np.uint32)

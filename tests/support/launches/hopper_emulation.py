@@ -20,7 +20,7 @@ from launches.compilation import RecordedLaunch, compile_launch
 from launches.emulation import Array
 
 # Above all addresses: what a register holds of a parameter that is a descriptor.
-_DESCRIPTORS = 1 << 40
+_DESCRIPTORS = 0xFF000000
 # Of a swizzle's bytes: how many bits of an address are mixed.
 _MIXED = {128: 3, 64: 2, 32: 1, 0: 0}
 # Bytes of a swizzle, by the bits of a `wgmma` descriptor.
@@ -55,9 +55,9 @@ def run_launch(launch: RecordedLaunch, *, late: bool = True) -> None:
 def _prepared(ptx: str) -> tuple[str, dict[str, list[str]]]:
     """PTX whose waits are one instruction each, and the labels of each table of branches."""
     tables = {}
-    for name, labels in re.findall(r"(\$L_brx_\d+): \.branchtargets([^;]*);", ptx):
-        tables[name] = re.findall(r"\$\w+", labels)
-    ptx = re.sub(r"\$L_brx_\d+: \.branchtargets[^;]*;", "", ptx)
+    for name, labels in re.findall(r"(\$L_brx_\d+|JTI\d+_\d+):\s*\.branchtargets([^;]*);", ptx):
+        tables[name] = re.findall(r"[$\w]+", labels)
+    ptx = re.sub(r"(?:\$L_brx_\d+|JTI\d+_\d+):\s*\.branchtargets[^;]*;", "", ptx)
     ptx = re.sub(r"\s*waitLoop:|\s*@!complete bra\.uni waitLoop;", "", ptx)
     # `.reg .b32 l<3>` of inline assembly.
     ptx = re.sub(
