@@ -65,6 +65,19 @@ def row_of(gpu: str, compiled: Sequence[Compiled]) -> str:
     return f"| {gpu} | {good} of {len(compiled)} | {shared} of {most} | {worst or 'none'} |"
 
 
+def table_of(found: Mapping[str, Sequence[Compiled]], told: Mapping[str, Iterable[str]]) -> str:
+    lines = [
+        f"Triton {triton.__version__}",
+        "",
+        "| GPU | compiled | most shared memory, bytes | most spilled, bytes a thread |",
+        "|---|---|---|---|",
+        *(row_of(gpu, compiled) for gpu, compiled in found.items()),
+        "",
+        *(f"- {gpu}, {line}" for gpu, lines in told.items() for line in lines),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--gpus", nargs="+", default=[*DEVICES], choices=[*DEVICES])
@@ -83,20 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found[gpu].extend(compiled)
                 told[gpu] |= dict.fromkeys(f"{name}: {each}" for each in problems(gpu, compiled))
             print(f"{name}: {len(compiled)} kernels", file=sys.stderr, flush=True)
-    lines = [
-        f"Triton {triton.__version__}",
-        "",
-        "| GPU | compiled | most shared memory, bytes | most spilled, bytes a thread |",
-        "|---|---|---|---|",
-        *(row_of(gpu, compiled) for gpu, compiled in found.items()),
-        "",
-        *(f"- {gpu}, {line}" for gpu, lines in told.items() for line in lines),
-    ]
-    text = "\n".join(lines).rstrip() + "\n"
+            text = table_of(found, told)
+            if options.out is not None:
+                # As it goes: one who has seen enough may stop it.
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(text)
     print(text, end="")
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text)
     return 1 if any(told.values()) else 0
 
 
