@@ -118,6 +118,8 @@ def _stand_ins(device: Device | None) -> str:
     parts = ["prefill attention in Triton", "prefill of packed weights in PyTorch"]
     if not device.copies_async:
         parts.append("decode in Triton")
+    elif not device.holds_attention_ring:
+        parts.append("decode attention in Triton")
     return f"\nfor compute capability {capability}: {', '.join(parts)}"
 
 

@@ -152,6 +152,8 @@ def kernel_findings(
     if not device.copies_async:
         attention = linears = "Triton, slower: Gluon needs 8.0"
         linears += ", as do weights of 8 and 4 bits"
+    elif not device.holds_attention_ring:
+        attention = "Triton, slower: Gluon needs 104 KiB of shared memory"
     prefill = "Gluon with wgmma for heads of 64 and 128, else Triton"
     packed = "Gluon with wgmma"
     if not device.has_wgmma:

@@ -68,9 +68,6 @@ _LEAST_HEAD_DIM = 32
 _LEAST_SPLIT = 256
 # Bytes of keys and values in shared memory: two programs fit an SM of an H200.
 _RING_BYTES = 64 * 1024
-# What a program needs with them and its sums. GPUs that have less get three quarters of the ring,
-# in tiles of half as many tokens.
-_MOST_BYTES = 104 * 1024
 _PROGRAMS = 2
 # Of the keys of a tile.
 _TILE_BYTES = 16 * 1024
@@ -114,7 +111,7 @@ def takes(qkv_NX: torch.Tensor, kv: torch.Tensor, split_tokens: int) -> bool:
 def _runs_on(tensor: torch.Tensor) -> bool:
     """Gluon has no interpreter."""
     device = device_of(tensor)
-    return not INTERPRETED and device is not None and device.copies_async
+    return not INTERPRETED and device is not None and device.holds_attention_ring
 
 
 def attend(
@@ -211,11 +208,7 @@ def _shape(
     block_size, kv_heads, head_dim = kv.shape[2:]
     padded = dot_columns(head_dim)
     of_kv_head = heads // kv_heads * row_lanes
-    ring_bytes, tile_bytes = _RING_BYTES, _TILE_BYTES
-    device = device_of(kv)
-    if device is not None and device.shared_bytes < _MOST_BYTES:
-        ring_bytes, tile_bytes = ring_bytes * 3 // 4, tile_bytes // 2
-    tile = min(_MOST_TOKENS, tile_bytes // (padded * kv.dtype.itemsize))
+    tile = min(_MOST_TOKENS, _TILE_BYTES // (padded * kv.dtype.itemsize))
     splits = -(-max_seq_len // split)
     together = max(_SUPER, triton.next_power_of_2(-(-splits // _MOST_SUPERS)))
     if window:
@@ -234,7 +227,7 @@ def _shape(
         super=together,
         tile=tile,
         streams=2 if padded > 128 else 4,
-        stages=ring_bytes // (2 * tile * padded * kv.dtype.itemsize),
+        stages=_RING_BYTES // (2 * tile * padded * kv.dtype.itemsize),
         normed=normed,
         fp8=kv.dtype == FP8_KV,
         combine_rows=min(16, triton.next_power_of_2(of_kv_head)),

@@ -50,6 +50,11 @@ class Device:
         return self.capability >= (8, 0)
 
     @property
+    def holds_attention_ring(self) -> bool:
+        """The tiles of decode attention in Gluon and its sums, of 100 KB in all."""
+        return self.copies_async and self.shared_bytes >= 104 * KIB
+
+    @property
     def converts_fp8(self) -> bool:
         """From e4m3 and to it."""
         return self.capability >= (8, 9)

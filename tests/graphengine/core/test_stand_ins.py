@@ -14,8 +14,16 @@ PREFILL = "prefill attention in Triton, prefill of packed weights in PyTorch"
     ("device", "pdl", "line"),
     [
         (H200, "on", None),
-        (Device((12, 0), 170, SHARED_BYTES[12, 0]), "on", f"12.0: {PREFILL}"),
-        (Device((8, 6), 82, SHARED_BYTES[8, 6]), "off", f"8.6: {PREFILL}"),
+        (
+            Device((12, 0), 170, SHARED_BYTES[12, 0]),
+            "on",
+            f"12.0: {PREFILL}, decode attention in Triton",
+        ),
+        (
+            Device((8, 6), 82, SHARED_BYTES[8, 6]),
+            "off",
+            f"8.6: {PREFILL}, decode attention in Triton",
+        ),
         (Device((7, 5), 40, 64 * 1024), "off", f"7.5: {PREFILL}, decode in Triton"),
     ],
 )
