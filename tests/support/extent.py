@@ -26,8 +26,7 @@ def extent(little: Kind, all: Kind) -> Kind:
 
 
 def examples(little: int, all: int) -> int:
-    """How many examples of a kernel whose sizes are compiled for: on a GPU a third of a
-    little."""
+    """How many examples of a kernel whose sizes are compiled for: on a GPU a third of little."""
     return extent((little + 2) // 3 if torch.cuda.is_available() else little, all)
 
 

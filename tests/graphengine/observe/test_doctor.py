@@ -442,11 +442,11 @@ def test_what_triton_builds_with_is_needed_on_a_gpu_alone() -> None:
 
 
 def test_folders_that_cannot_be_written_name_their_variable() -> None:
-    cache = Folder(Path("/root/.triton/cache"), writable=False)
+    cache = Folder(Path("/caches/triton"), writable=False)
     tables = Folder(None, writable=False)
     at = replace(WHOLE, triton_cache=cache, tables=tables)
     kept = found(at, "Triton's cache")
-    assert kept.value == "/root/.triton/cache, not writable"
+    assert kept.value == "/caches/triton, not writable"
     assert kept.problem == "Triton cannot keep compiled kernels"
     assert kept.remedy == "export TRITON_CACHE_DIR=/a/writable/folder"
     plans = found(at, "tuned plans", "folders")

@@ -54,7 +54,7 @@ class Compiled:
 
     shared  bytes of shared memory of a program
     stack   bytes of a thread's registers that are spilled
-    error   the last line of what the compiler says, "" where it succeeded
+    error   what the compiler says, in a line; "" where it succeeded
     """
 
     kernel: str
