@@ -27,6 +27,8 @@ from launches.compilation import (
     record_launch,
 )
 
+not_interpreted = pytest.mark.skipif(INTERPRETED, reason="an interpreted process has no Gluon")
+
 BF16 = torch.bfloat16
 # The module, whose name the package gives to the function.
 attention = importlib.import_module("graphengine.kernels.attention.decode")
@@ -93,6 +95,7 @@ def test_takes_no_tensors_of_a_cpu() -> None:
         assert not decode_gluon.takes(qkv, kv, 256), "no cp.async"
 
 
+@not_interpreted
 def test_takes_long_splits_of_half_precision(on_an_h200: None) -> None:
     qkv, kv = new(1, 4 * 64), new(9, 2, 16, 1, 64)
     assert all(decode_gluon.takes(qkv, kv, split) for split in (256, 512))
@@ -108,6 +111,7 @@ def test_takes_long_splits_of_half_precision(on_an_h200: None) -> None:
     assert not decode_gluon.takes(qkv, apart, 256), "blocks are not aligned to 16 bytes"
 
 
+@not_interpreted
 def test_the_grid_is_what_there_can_be_up_to_two_programs_a_multiprocessor() -> None:
     assert launch_of(rows=1, max_seq_len=512).grid == (1 * 8 * 2,)
     assert launch_of(rows=8, max_seq_len=4096).grid == (264,)
@@ -121,6 +125,7 @@ def test_the_grid_is_what_there_can_be_up_to_two_programs_a_multiprocessor() -> 
         assert launch.grid == (min(264, 8 * -(-max_seq_len // 256) * (32 // rows)),)
 
 
+@not_interpreted
 def test_very_long_tables_put_more_splits_together_at_once() -> None:
     """The counters of a head are for 32 groups of splits."""
     for max_seq_len, together in ((131_072, 64), (64 * 32 * 256, 64), (64 * 32 * 256 + 16, 128)):
@@ -147,7 +152,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
+@not_interpreted
 @pytest.mark.parametrize("name", extent(["8b", "gemma", "padded heads", "fp8 rows"], [*CASES]))
 def test_copies_begin_before_the_wait_and_products_are_of_16_rows(name: str) -> None:
     launch = launch_of(**CASES[name])

@@ -28,7 +28,7 @@ from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Kept, Residual
 from launches.compilation import RecordedLaunch, compile_kernel, record_launch
 
-compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
+not_interpreted = pytest.mark.skipif(INTERPRETED, reason="an interpreted process has no Gluon")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 
 BF16 = torch.bfloat16
@@ -96,6 +96,7 @@ def takes(weight: torch.Tensor, plan: LinearPlan = PLAN, **options: Any) -> bool
         return linear_gluon.takes(weight, plan, **options)
 
 
+@not_interpreted
 def test_takes_half_precision_with_aligned_rows():
     whole = torch.empty(80, 80, dtype=BF16)
     assert takes(whole) and takes(whole.half(), out_dtype=torch.float16)
@@ -111,6 +112,7 @@ def test_leaves_logits_to_the_kernel_of_linear_sample():
     assert not takes(torch.empty(80, 80, dtype=BF16), out_dtype=torch.float32)
 
 
+@not_interpreted
 def test_takes_no_fewer_outputs_than_an_instruction_has():
     weight, least = torch.empty(80, 80, dtype=BF16), PLAN._replace(block_m=8)
     assert takes(weight, least) and takes(weight, least._replace(block_m=16), swiglu=True)
@@ -127,7 +129,7 @@ def test_nothing_runs_on_a_cpu():
     assert not linear_gluon.takes(weight, PLAN, swiglu=False, out_dtype=BF16)
 
 
-@compiles
+@not_interpreted
 @pytest.mark.parametrize("plan", [PLAN, SPLIT])
 @pytest.mark.parametrize(
     "lanes, programs, L", [(1, 1, 16), (16, 1, 16), (17, 1, 32), (32, 1, 32), (33, 2, 32)]
@@ -153,7 +155,7 @@ def test_stages(planned, splits, K, expected):
 # The code.
 
 
-@compiles
+@not_interpreted
 @pytest.mark.parametrize(
     "kind, M, K, plan, lanes",
     some_of([(*shape, lanes) for shape in SHAPES for lanes in (8, 32, 64)], 0, 2, 4, 6, 7, 11),
@@ -172,7 +174,7 @@ def test_first_tiles_of_weights_are_asked_for_before_the_wait(kind, M, K, plan, 
         assert not re.search(word, before), f"{word} before the wait"
 
 
-@compiles
+@not_interpreted
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_stream_that_is_kept_costs_stores_alone(splits):
     plan = PLAN._replace(splits=splits)
@@ -186,7 +188,7 @@ def test_a_stream_that_is_kept_costs_stores_alone(splits):
     assert stores[0] < stores[1] <= 2 * stores[0], f"{stores=}"
 
 
-@compiles
+@not_interpreted
 @pytest.mark.parametrize(
     "kind, M, K, plan, lanes",
     some_of([(*shape, lanes) for shape in SHAPES for lanes in (8, 32)], 0, 3, 4, 7),
@@ -199,7 +201,7 @@ def test_multiplies_by_mma_from_as_much_shared_memory_as_planned(kind, M, K, pla
     assert code.metadata.shared == stages * (plan.block_m + L) * plan.block_k * 2
 
 
-@compiles
+@not_interpreted
 def test_pdl_and_overlap_say_when_the_next_launch_starts():
     shape = ("store", 3072, 2048)
     quiet = compile_linear(*shape, PLAN, pdl=False).asm["ptx"]
@@ -216,7 +218,7 @@ def float_sums(ttgir: str) -> set[tuple[str, str]]:
     return {(axis, layouts[layout]) for axis, layout in found}
 
 
-@compiles
+@not_interpreted
 @pytest.mark.parametrize(
     "kind, M, K, plan, groups",
     some_of([(*shape, groups) for shape in SHAPES for groups in (1, 64, 500)], 2, 3, 7, 10),
@@ -238,7 +240,7 @@ OTHER_PLANS = [
 ]
 
 
-@compiles
+@not_interpreted
 @pytest.mark.parametrize(
     "plan, kind, lanes",
     some_of(
