@@ -38,6 +38,7 @@ from graphengine.kernels.attention.decode_triton import Partials, decode_attenti
 from graphengine.kernels.attention.decode_triton_lanes import Shape
 from graphengine.kernels.attention.reference import DecodeCall, decode_attention_reference
 from graphengine.kernels.attention.scores import check_scores
+from graphengine.kernels.core.devices import H200, device_of
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32, check_lanes
 from graphengine.kernels.core.launching import Launch, launcher
@@ -49,7 +50,7 @@ from graphengine.kernels.core.paged import (
 )
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.core.tree import TreeLanes, check_tree_lanes
-from graphengine.kernels.linear.plans import LONG_SPLIT_BYTES, dot_columns
+from graphengine.kernels.linear.plans import dot_columns
 from graphengine.kernels.norm_rope.rope import (
     check_norm_weights,
     check_rope,
@@ -208,9 +209,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(call: DecodeCall, split_tokens: int, tokens_per_row: int) -> _Cut:
-    # A split is one tile here, which has to fit an SM.
-    long_fits = call.head_dim * call.qkv_NX.dtype.itemsize <= LONG_SPLIT_BYTES
-    split_tokens = min(split_tokens, 128 if long_fits else 64)
+    split_tokens = min(split_tokens, longest_split(call.qkv_NX, call.head_dim))
     splits = _most_splits(call.max_seq_len, call.window, split_tokens)
     tiles = call.num_kv_heads * _head_tiles(call.num_heads, call.num_kv_heads)
     least = _LEAST_PROGRAMS if call.head_dim <= 64 else 1
@@ -218,6 +217,25 @@ def _cut(call: DecodeCall, split_tokens: int, tokens_per_row: int) -> _Cut:
     # The kernel wants a lane's last two splits in two programs where they may hold siblings.
     programs = min(splits, max(programs, 2 if tokens_per_row > 1 else 1))
     return _Cut(split_tokens, splits, (call.lanes, tiles, programs))
+
+
+def longest_split(like: torch.Tensor, head_dim: int) -> int:
+    """Keys of a split, which is one tile of `decode_triton.py`, on a tensor's GPU or else an H200.
+
+    The shared memory of a program holds them, their values and the queries, in the tensor's dtype.
+    ValueError where even the shortest split is too long for it.
+    """
+    shared_bytes = (device_of(like) or H200).shared_bytes
+    row_bytes = dot_columns(head_dim) * like.dtype.itemsize
+    for split in (128, SPLIT_TOKENS):
+        tile_bytes = (2 * split + _GROUP_ROWS) * row_bytes
+        if tile_bytes <= shared_bytes:
+            return split
+    raise ValueError(
+        f"decode attention: {SPLIT_TOKENS} keys of {head_dim} dimensions in {like.dtype} and their "
+        f"values take {tile_bytes} bytes of shared memory, and a program of this GPU has "
+        f"{shared_bytes}"
+    )
 
 
 def _attend(

@@ -32,8 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine.kernels.attention.prefill_gluon_tiles import COLUMNS, bring_tiles, convert_tiles
-from graphengine.kernels.core.devices import device_of
-from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.dispatch import use_wgmma
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import token_capacity
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
@@ -75,10 +74,7 @@ def takes_wgmma(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> bool:
     rows are aligned to 16 bytes.
     """
     least = LEAST_PROGRAMS.get(q_NQD.shape[2])
-    if INTERPRETED or q_NQD.dtype not in _DTYPES or least is None:
-        return False
-    device = device_of(q_NQD)
-    if device is None or not device.has_wgmma:
+    if least is None or q_NQD.dtype not in _DTYPES or not use_wgmma(q_NQD):
         return False
     few = _has_few_rows(q_NQD, kv, segments)
     return (few or math.prod(_grid(q_NQD, kv, segments, ROWS)) >= least) and has_token_rows(kv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from graphengine.kernels.core.devices import is_assumed
+from graphengine.kernels.core.devices import device_of, is_assumed
 
 # Triton reads TRITON_INTERPRET when `@triton.jit` decorates a kernel, so the choice is frozen here
 # as well: changing the variable later in the process does not change what the kernels are.
@@ -19,3 +19,12 @@ def use_triton(tensor: torch.Tensor) -> bool:
     Everywhere else an op runs its `*_reference` twin, which obeys the same contract.
     """
     return tensor.is_cuda or is_assumed() or (INTERPRETED and tensor.device.type == "cpu")
+
+
+def use_wgmma(tensor: torch.Tensor) -> bool:
+    """True where Gluon kernels of Hopper GPUs can: on those, and where one is assumed.
+
+    Gluon has no interpreter.
+    """
+    device = device_of(tensor)
+    return not INTERPRETED and device is not None and device.has_wgmma

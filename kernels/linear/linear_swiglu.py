@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine.kernels.core.devices import device_of, processors_of
-from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.dispatch import use_wgmma
 from graphengine.kernels.core.lanes import check_rows, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
@@ -63,10 +63,9 @@ def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
     It needs a Hopper GPU, 16-bit weights in aligned rows, more than half a tile of lanes, and tiles
     that keep the multiprocessors busy: the BLAS has them in more shapes.
     """
-    device = device_of(weight_MK)
-    if INTERPRETED or device is None or not device.has_wgmma or not _can_be_fused(weight_MK):
+    if not use_wgmma(weight_MK) or not _can_be_fused(weight_MK):
         return False
-    return tile_outputs(lanes, weight_MK.shape[0] // 2, device.processors) is not None
+    return tile_outputs(lanes, weight_MK.shape[0] // 2, processors_of(weight_MK)) is not None
 
 
 def _can_be_fused(weight_MK: torch.Tensor) -> bool:

@@ -19,8 +19,8 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from graphengine.kernels.core.devices import device_of, processors_of
-from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
+from graphengine.kernels.core.devices import processors_of
+from graphengine.kernels.core.dispatch import use_wgmma
 from graphengine.kernels.core.lanes import check_rows, check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
@@ -101,19 +101,12 @@ def packed_chunk_product(
     if bias is not None:
         check_vector("bias", bias, M, x_NK.dtype)
     out = output_rows(out, (lanes, M // 2 if swiglu else M), dtype=x_NK.dtype, like=x_NK)
-    if not _is_launched(x_NK):
+    if not use_wgmma(x_NK):
         return packed_chunk_reference(
             x_NK, weight, bias, out=out, swiglu=swiglu, activation=activation
         )
     _launch(x_NK, weight, bias, out, swiglu and activation, pdl, tile)
     return out
-
-
-def _is_launched(x_NK: torch.Tensor) -> bool:
-    if INTERPRETED or not use_triton(x_NK):
-        return False
-    device = device_of(x_NK)
-    return device is None or device.has_wgmma
 
 
 def packed_chunk_reference(

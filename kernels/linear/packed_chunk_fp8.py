@@ -20,8 +20,8 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from graphengine.kernels.core.devices import device_of, processors_of
-from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
+from graphengine.kernels.core.devices import processors_of
+from graphengine.kernels.core.dispatch import use_wgmma
 from graphengine.kernels.core.lanes import check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
@@ -124,19 +124,12 @@ def packed_chunk_fp8_product(
         check_vector("bias", bias, M, out.dtype)
     width = M // 2 if swiglu else M
     out = output_rows(out, (lanes, width), dtype=out.dtype, like=x.scales)
-    if not _is_launched(x.codes):
+    if not use_wgmma(x.codes):
         return packed_chunk_fp8_reference(
             x, weight, bias, out=out, swiglu=swiglu, activation=activation
         )
     _launch(x, weight, bias, out, swiglu and activation, pdl, tile)
     return out
-
-
-def _is_launched(codes: torch.Tensor) -> bool:
-    if INTERPRETED or not use_triton(codes):
-        return False
-    device = device_of(codes)
-    return device is None or device.has_wgmma
 
 
 def packed_chunk_fp8_reference(

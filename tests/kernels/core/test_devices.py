@@ -7,6 +7,7 @@ import torch
 
 from graphengine.kernels import heuristic_plan
 from graphengine.kernels.attention import decode_gluon, prefill
+from graphengine.kernels.attention.decode import longest_split
 from graphengine.kernels.core.devices import (
     H200,
     SHARED_BYTES,
@@ -17,8 +18,8 @@ from graphengine.kernels.core.devices import (
     processors_of,
     stages_that_fit,
 )
-from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
-from graphengine.kernels.linear import linear_gluon, packed_chunk
+from graphengine.kernels.core.dispatch import INTERPRETED, use_triton, use_wgmma
+from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.packed_cut import PackedArgs, new_cut
 from graphengine.kernels.linear.plans import LinearPlan
@@ -110,7 +111,7 @@ def test_kernels_of_hopper_leave_other_gpus_alone() -> None:
     x = torch.zeros(64, 128, dtype=BF16)
     for device, taken in ((H200, True), (A100, False), (B200, False)):
         with assumed(device):
-            assert packed_chunk._is_launched(x) == taken, device
+            assert use_wgmma(x) == taken, device
     for device, linears, attention in (
         (T4, False, False),
         (RTX_3090, True, False),
@@ -132,6 +133,24 @@ def test_prefill_has_smaller_tiles_where_memory_is_short() -> None:
         assert large == prefill.TILES_16_BIT[head_dim]
         assert small == prefill.SMALL_TILES_16_BIT[head_dim]
         assert small.keys * small.stages < large.keys * large.stages
+
+
+def test_splits_of_decode_attention_fit() -> None:
+    """One tile each: a head of 256 leaves room for shorter ones only, where memory is short."""
+    found = {}
+    for name, device in {"H200": H200, "A100": A100, "RTX 3090": RTX_3090}.items():
+        with assumed(device):
+            found[name] = [
+                longest_split(torch.zeros(1, dtype=BF16), head_dim) for head_dim in (128, 136, 256)
+            ]
+    assert found == {"H200": [128] * 3, "A100": [128] * 3, "RTX 3090": [128, 64, 64]}
+    float32 = torch.zeros(1)
+    assert [longest_split(float32, head_dim) for head_dim in (128, 256)] == [128, 64]
+    with (
+        assumed(RTX_3090),
+        pytest.raises(ValueError, match=r"64 keys of 256 .* 147456 bytes .* has 101376"),
+    ):
+        longest_split(float32, 256)
 
 
 def test_heuristics_count_multiprocessors() -> None:

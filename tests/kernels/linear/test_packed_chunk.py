@@ -208,7 +208,7 @@ def test_operands_that_do_not_fit_are_errors(changes, message):
     ],
 )
 def test_what_the_kernel_cannot_do_is_an_error_where_it_runs(monkeypatch, changes, message):
-    monkeypatch.setattr(MODULE, "_is_launched", lambda x: True)
+    monkeypatch.setattr(MODULE, "use_wgmma", lambda x: True)
     K = changes.get("K", 64)
     weight = pack(random_quantised("e4m3 in blocks", 16, K))
     if changes.get("order"):

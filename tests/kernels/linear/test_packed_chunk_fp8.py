@@ -214,7 +214,7 @@ def test_operands_that_do_not_fit_are_errors(changes, message):
 def test_what_the_kernel_cannot_do_is_an_error_where_it_runs(monkeypatch, changes, message):
     x = torch.zeros(2, 64, dtype=changes.get("dtype", BF16))
     codes = quantise_lanes(x)
-    monkeypatch.setattr(MODULE, "_is_launched", lambda x: True)
+    monkeypatch.setattr(MODULE, "use_wgmma", lambda x: True)
     weight = pack(random_quantised("e4m3", 16, 64))
     if changes.get("order"):
         weight = weight._replace(order=torch.arange(64).int())

@@ -114,7 +114,8 @@ def launches_handed_to(
     """Hand the launches of kernels in `module`, and in `more`, to `take` in place of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         # A kernel without a plain twin for the CPU does not ask.
-        patch.setattr(module, "use_triton", lambda x: True, raising=False)
+        for name in ("use_triton", "use_wgmma"):
+            patch.setattr(module, name, lambda x: True, raising=False)
         for each in (module, *more):
             for name, value in list(vars(each).items()):
                 if name.endswith("_kernel"):
