@@ -32,19 +32,29 @@ def keep_graphs() -> Iterator[list[torch.cuda.CUDAGraph]]:
         raise RuntimeError("keep_graphs needs a CUDA device: torch.cuda.is_available() is False")
     # Patched on the class, so that code that imported it by name earlier is covered as well.
     kind: Any = torch.cuda.CUDAGraph
-    own, original = kind.__dict__.get("__init__"), kind.__init__
+    own = {name: vars(kind).get(name) for name in ("__new__", "__init__")}
+    new, initialise = kind.__new__, kind.__init__
     graphs: list[torch.cuda.CUDAGraph] = []
 
-    @functools.wraps(original)
+    @functools.wraps(new)
+    def make(made: type[torch.cuda.CUDAGraph], keep_graph: bool = False) -> torch.cuda.CUDAGraph:
+        # torch.cuda.CUDAGraph keeps a note of its own here, from torch 2.14 on.
+        graph: torch.cuda.CUDAGraph = new(made, True)
+        return graph
+
+    @functools.wraps(initialise)
     def construct(self: torch.cuda.CUDAGraph, keep_graph: bool = False) -> None:
-        original(self, True)
+        initialise(self, True)
         graphs.append(self)
 
+    if own["__new__"] is not None:
+        kind.__new__ = staticmethod(make)
     kind.__init__ = construct
     try:
         yield graphs
     finally:
-        if own is None:
-            del kind.__init__
-        else:
-            kind.__init__ = own
+        for name, value in own.items():
+            if value is not None:
+                setattr(kind, name, value)
+            elif name in vars(kind):
+                delattr(kind, name)

@@ -5,6 +5,8 @@ torch.compile is in test_compiled.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,33 +20,57 @@ class Base:
         self.kept = keep_graph
 
 
-class Graph(Base):
-    """As torch.cuda.CUDAGraph has it."""
+def of_torch_2_10() -> type[Any]:
+    class Graph(Base):
+        """As torch.cuda.CUDAGraph has it."""
+
+    return Graph
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+def of_torch_2_14() -> type[Any]:
+    class Graph(Base):
+        """It keeps a note of its own of how it was made, and goes by both."""
+
+        def __new__(cls, keep_graph: bool = False) -> Any:
+            instance = super().__new__(cls)
+            instance.noted = keep_graph
+            return instance
+
+    return Graph
+
+
+@pytest.fixture(params=[of_torch_2_10, of_torch_2_14])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
+    """Stands in for torch.cuda.CUDAGraph."""
+    made: type[Any] = request.param()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", made)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return made
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_graphs_of_the_block_are_kept_in_their_order() -> None:
-    before = Graph()
+def is_kept(graph: Any) -> bool:
+    kept: bool = graph.kept
+    assert getattr(graph, "noted", kept) == kept
+    return kept
+
+
+def test_graphs_of_the_block_are_kept_in_their_order(kind: type[Any]) -> None:
+    own = dict(vars(kind))
+    before = kind()
     with keep_graphs() as graphs:
-        made = [Graph(), Graph(keep_graph=False), Graph(True)]
+        made = [kind(), kind(keep_graph=False), kind(True)]
     assert graphs == made
-    assert [graph.kept for graph in (before, *made, Graph())] == [False, True, True, True, False]
-    assert "__init__" not in vars(Graph)
+    assert [is_kept(graph) for graph in (before, *made, kind())] == [False, True, True, True, False]
+    assert dict(vars(kind)) == own
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_the_constructor_is_put_back_after_an_error_and_from_inside() -> None:
+def test_the_constructor_is_put_back_after_an_error_and_from_inside(kind: type[Any]) -> None:
+    own = dict(vars(kind))
     with pytest.raises(KeyError), keep_graphs() as outer, keep_graphs() as inner:
-        graph = Graph()
+        graph = kind()
         raise KeyError
-    assert outer == inner == [graph]
-    assert "__init__" not in vars(Graph) and not Graph().kept
+    assert outer == inner == [graph] and is_kept(graph)
+    assert dict(vars(kind)) == own and not is_kept(kind())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
