@@ -14,7 +14,7 @@ MORE :=
 # Modules that one process compiled are read by the next ones, of which tests start many.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long $(CHECKS) minimum other-capability gpu gpus sanitize docs pictures install
+.PHONY: demo test test-long $(CHECKS) minimum newest other-capability gpu gpus sanitize docs pictures install
 
 demo: $(VENV)/engine
 	$(EDITABLE)
@@ -65,14 +65,18 @@ other-tests:
 interpreter:
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels
 
-# The least versions that pyproject.toml admits, in an environment of their own over .venv: what it
-# has not itself, torch for one, is found there.
+# A new environment over .venv: what it has not itself, torch for one, is found there.
+define over_venv
+	$(BIN)/python -m venv --clear --without-pip $(1)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		>$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth
+endef
+
+# The least versions that pyproject.toml admits.
 MINIMUM := $(VENV)/minimum
 
 minimum: install
-	$(BIN)/python -m venv --clear --without-pip $(MINIMUM)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		>$$($(MINIMUM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth
+	$(call over_venv,$(MINIMUM))
 	$(BIN)/pip --python $(MINIMUM)/bin/python install --quiet --only-binary :all: \
 		--requirement constraints-minimum.txt
 	$(BIN)/pip --python $(MINIMUM)/bin/python install --quiet --no-deps --no-build-isolation .
@@ -85,6 +89,19 @@ minimum: install
 	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest tests/kernels/core/test_launching.py \
 		tests/kernels/core/test_pdl_prefill.py tests/kernels/linear/test_linear_swiglu.py
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(MINIMUM)/bin/python -m pytest tests/kernels/sample
+
+# The newest Triton that was tried: what it compiles, and what its interpreter computes.
+NEWEST := $(VENV)/newest
+
+newest: install
+	$(call over_venv,$(NEWEST))
+	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --only-binary :all: --no-deps \
+		--requirement constraints-newest.txt
+	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --no-deps --no-build-isolation .
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest tests/test_gpus.py \
+		tests/kernels/core/test_launching.py tests/kernels/attention/test_decode_gluon.py \
+		tests/kernels/attention/test_prefill_gluon.py tests/kernels/linear/test_linear_swiglu.py
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest tests/kernels/sample
 
 # Of a machine without this one's vector units, whose sums are added up in another order.
 other-capability: install

@@ -421,11 +421,22 @@ TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "
 """What each torch for CUDA asks for: pip refuses another one beside it."""
 
 
+def pins_of(constraints: str) -> dict[str, str]:
+    """The minor versions in a file of constraints, by package."""
+    lines = (ROOT / constraints).read_text().splitlines()
+    pins = (line.split("==") for line in lines if "==" in line)
+    return {name: version.rsplit(".", 1)[0] for name, version in pins}
+
+
 def test_constraints_fit_each_other_on_any_index() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if "==" in line)
-    torch, triton = (pins[name].rsplit(".", 1)[0] for name in ("torch", "triton"))
-    assert TRITON_OF_TORCH[torch] == triton
+    pins = pins_of("constraints.txt")
+    assert TRITON_OF_TORCH[pins["torch"]] == pins["triton"]
+
+
+def test_continuous_integration_has_the_oldest_and_the_newest_triton() -> None:
+    assert pins_of("constraints-minimum.txt")["triton"] == min(TRITON_OF_TORCH.values())
+    assert pins_of("constraints-newest.txt")["triton"] == NEWEST
+    assert "minimum newest" in (ROOT / ".ci/run").read_text()
 
 
 def test_each_pair_of_torch_and_triton_is_admitted_and_on_the_page() -> None:
@@ -455,7 +466,8 @@ def test_the_source_distribution_has_what_builds_and_explains(built: Path) -> No
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {
-        "Makefile", "constraints.txt", "constraints-minimum.txt", "LICENSE", "README.md",
+        "Makefile", "constraints.txt", "constraints-minimum.txt", "constraints-newest.txt",
+        "LICENSE", "README.md",
         "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "docs/design.md",
         "plugin/pyproject.toml", "profiles/pictures/stall.png", "kernels/core/philox.py",
         "graphengine/demo/PSF-LICENSE.txt", "graphengine/demo/checkpoint/model.safetensors",

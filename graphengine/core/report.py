@@ -115,11 +115,12 @@ def _stand_ins(device: Device | None) -> str:
     if device is None or device.has_wgmma:
         return ""
     capability = ".".join(map(str, device.capability))
-    parts = ["prefill attention in Triton", "prefill of packed weights in PyTorch"]
-    if not device.copies_async:
-        parts.append("decode in Triton")
-    elif not device.holds_attention_ring:
-        parts.append("decode attention in Triton")
+    if device.copies_async:
+        parts = ["prefill attention in Triton", "prefill of packed weights by the kernel of decode"]
+        if not device.holds_attention_ring:
+            parts.append("decode attention in Triton")
+    else:
+        parts = ["attention and linears in Triton", "prefill of packed weights in PyTorch"]
     return f"\nfor compute capability {capability}: {', '.join(parts)}"
 
 

@@ -158,7 +158,9 @@ def kernel_findings(
     packed = "Gluon with wgmma"
     if not device.has_wgmma:
         prefill = "Triton: wgmma is of 9.0 alone"
-        packed = "plain PyTorch, much slower: wgmma is of 9.0 alone"
+        packed = "Gluon, the kernel of decode: wgmma is of 9.0 alone"
+    if not device.copies_async:
+        packed = "plain PyTorch, much slower: Gluon needs 8.0"
     fp8 = "yes" if device.converts_fp8 else "no: it needs 8.9"
     return [
         Finding(group, "decode linears", linears),

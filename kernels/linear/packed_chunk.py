@@ -28,6 +28,7 @@ from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, unpack
 from graphengine.kernels.linear.packed_chunk_codes import UNIT
 from graphengine.kernels.linear.packed_chunk_gluon import Factors, packed_chunk_kernel
+from graphengine.kernels.linear.packed_linear import packed_linear_chunk, takes_chunk
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.norm_rope.activation import Activation, activated_reference, gate_code
 
@@ -90,7 +91,8 @@ def packed_chunk_product(
         pdl: the launch before may still run, and does not write the weight.
 
     The kernel runs on Hopper GPUs, where x is float16 or bfloat16, K a multiple of 8, and columns
-    are in order; elsewhere the reference does. ValueError for what does not fit.
+    are in order. With such operands other GPUs run the kernel of decode; elsewhere the reference
+    is run. ValueError for what does not fit.
     """
     check_rows(x_NK=x_NK)
     (lanes, columns), (M, K) = x_NK.shape, weight.shape
@@ -101,11 +103,12 @@ def packed_chunk_product(
     if bias is not None:
         check_vector("bias", bias, M, x_NK.dtype)
     out = output_rows(out, (lanes, M // 2 if swiglu else M), dtype=x_NK.dtype, like=x_NK)
-    if not use_wgmma(x_NK):
-        return packed_chunk_reference(
-            x_NK, weight, bias, out=out, swiglu=swiglu, activation=activation
-        )
-    _launch(x_NK, weight, bias, out, swiglu and activation, pdl, tile)
+    if use_wgmma(x_NK):
+        _launch(x_NK, weight, bias, out, swiglu and activation, pdl, tile)
+    elif takes_chunk(x_NK, weight) and swiglu == weight.swiglu:
+        packed_linear_chunk(x_NK, weight, bias, activation=activation, out=out)
+    else:
+        packed_chunk_reference(x_NK, weight, bias, out=out, swiglu=swiglu, activation=activation)
     return out
 
 

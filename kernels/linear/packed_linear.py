@@ -18,6 +18,7 @@ import torch
 import triton
 
 from graphengine.kernels.comm.items import Peers, check_part, push_options
+from graphengine.kernels.core.devices import device_of, processors_of
 from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
 from graphengine.kernels.core.lanes import (
     check_lanes,
@@ -285,6 +286,38 @@ def packed_linear_sample(
         launch=launch,
     )
     return best, health
+
+
+def takes_chunk(x_NK: torch.Tensor, weight: PackedWeight) -> bool:
+    """Whether `packed_linear_chunk` can run."""
+    device = device_of(x_NK)
+    return (
+        not INTERPRETED
+        and device is not None
+        and device.copies_async
+        and x_NK.dtype in _DTYPES
+        and weight.shape[1] % PACKED_COLUMNS == 0
+        and weight.order is None
+    )
+
+
+def packed_linear_chunk(
+    x_NK: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    *,
+    activation: Activation,
+    out: torch.Tensor,
+) -> None:
+    """`packed_linear` of any number of lanes, all live, into `out`; operands have been checked.
+
+    For GPUs that the kernels of `packed_chunk.py` are not for. Programs of other lanes with the
+    same weights run together: they are read from memory about once.
+    """
+    lanes, (M, K) = len(x_NK), weight.shape
+    plan = packed_plan(weight.format, M, K, "dot", processors_of(x_NK))
+    live = torch.zeros(lanes, dtype=torch.int32, device=x_NK.device)
+    _launch(x_NK, weight, live, plan, bias=bias, activation=activation, out=out)
 
 
 def packed_linear_reference(

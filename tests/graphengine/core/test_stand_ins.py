@@ -7,7 +7,7 @@ import pytest
 from engines.small_engine import open_engine
 from graphengine.kernels.core.devices import H200, SHARED_BYTES, Device, assumed
 
-PREFILL = "prefill attention in Triton, prefill of packed weights in PyTorch"
+PREFILL = "prefill attention in Triton, prefill of packed weights by the kernel of decode"
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,11 @@ PREFILL = "prefill attention in Triton, prefill of packed weights in PyTorch"
             "off",
             f"8.6: {PREFILL}, decode attention in Triton",
         ),
-        (Device((7, 5), 40, 64 * 1024), "off", f"7.5: {PREFILL}, decode in Triton"),
+        (
+            Device((7, 5), 40, 64 * 1024),
+            "off",
+            "7.5: attention and linears in Triton, prefill of packed weights in PyTorch",
+        ),
     ],
 )
 def test_portable_kernels_are_named(device: Device, pdl: str, line: str | None) -> None:

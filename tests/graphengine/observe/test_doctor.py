@@ -303,10 +303,16 @@ def test_a_driver_that_fails_is_broken_where_there_is_a_gpu() -> None:
 
 KERNELS = {
     HOPPER: ("Gluon", "Gluon with wgmma", "Gluon with wgmma", "yes", "yes"),
-    ADA: ("Gluon", "Triton", "plain PyTorch", "no: it needs 9.0", "yes"),
-    AMPERE: ("Gluon", "Triton", "plain PyTorch", "no: it needs 9.0", "no: it needs 8.9"),
+    ADA: ("Gluon", "Triton", "Gluon, the kernel of decode", "no: it needs 9.0", "yes"),
+    AMPERE: (
+        "Gluon",
+        "Triton",
+        "Gluon, the kernel of decode",
+        "no: it needs 9.0",
+        "no: it needs 8.9",
+    ),
     TURING: ("Triton", "Triton", "plain PyTorch", "no: it needs 9.0", "no: it needs 8.9"),
-    BLACKWELL: ("Gluon", "Triton", "plain PyTorch", "yes", "yes"),
+    BLACKWELL: ("Gluon", "Triton", "Gluon, the kernel of decode", "yes", "yes"),
 }
 
 

@@ -1,6 +1,6 @@
 """Prefill products with packed weights: against references, at other lane counts, and their code.
 
-Their kernel is Gluon's. Without a GPU its code for sm_90 is run in an emulation.
+Their kernels are Gluon's. Without a GPU their code for sm_90 is run in an emulation.
 """
 
 from __future__ import annotations
@@ -12,26 +12,33 @@ from typing import Any
 import pytest
 import torch
 
+from graphengine.kernels.core.devices import SHARED_BYTES, Device, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.linear.linear import MAX_LANES
 from graphengine.kernels.linear.packed import PackedWeight, empty_packed, pack, packed_form
 from graphengine.kernels.linear.packed_chunk import (
     ChunkTile,
     packed_chunk_product,
     packed_chunk_reference,
 )
+from graphengine.kernels.linear.packed_linear import takes_chunk
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.norm_rope.activation import silu_reference
+from launches import emulation
 from launches.compilation import RecordedLaunch, compile_kernel, record_launch
 from launches.hopper_emulation import run_launch
 from launches.quantised import FORMATS, inputs_of, random_quantised, to_device
 
 MODULE = importlib.import_module("graphengine.kernels.linear.packed_chunk")
+packed_linear = importlib.import_module("graphengine.kernels.linear.packed_linear")
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SENTINEL, NAN = 7.0, float("nan")
 SMALL = ChunkTile(16, 1)
+RTX_3090 = Device((8, 6), processors=82, shared_bytes=SHARED_BYTES[8, 6])
+T4 = Device((7, 5), processors=40, shared_bytes=64 * 1024)
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +151,81 @@ def test_bits_are_the_same_at_every_number_of_lanes_and_in_every_tile():
     whole = product_of(x, weight, tile=SMALL)
     for lane_of, tile in (([4], ChunkTile(16, 1, 2)), ([19, 0, 4, 4, 7], ChunkTile(64))):
         assert torch.equal(product_of(x[lane_of], weight, tile=tile), whole[lane_of])
+
+
+# The kernel of decode, of other GPUs.
+
+
+def decoded_product_of(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, *, swiglu: bool
+) -> torch.Tensor:
+    """What a GPU without `wgmma` computes; one that has it must be told."""
+    lanes, M = len(x), weight.shape[0]
+    out = x.new_full((lanes, M // 2 if swiglu else M), SENTINEL)
+
+    def call() -> None:
+        packed_chunk_product(x, weight, bias, out=out, swiglu=swiglu, pdl=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MODULE, "use_wgmma", lambda x: False)
+        if x.is_cuda:
+            call()
+        else:
+            with assumed(RTX_3090):
+                recorded = record_launch(packed_linear, call)
+            assert recorded.arguments["PDL"] is False, "slots are written right before"
+            emulation.run_launch(recorded)
+    return out
+
+
+def check_decoded(
+    close: Any, name: str, lanes: int, M: int, K: int, dtype: torch.dtype, swiglu: bool, device: str
+) -> None:
+    quantised = random_quantised(name, M, K)
+    floats = dequantise(quantised).to(device)
+    x = inputs_of(floats, lanes, dtype).to(device)
+    x[-1] = NAN
+    bias = torch.randn(M, generator=torch.Generator().manual_seed(1)).to(x)
+    weight = to_device(pack(quantised, swiglu=swiglu), device)
+    found = decoded_product_of(x, weight, bias, swiglu=swiglu)
+    close(found[:-1], expected_of(x[:-1], floats, bias, swiglu), dtype)
+    alone = decoded_product_of(x[2:3], weight, bias, swiglu=swiglu)
+    assert torch.equal(found[2:3], alone), "bits depend on how many lanes there are"
+
+
+@compiles
+@pytest.mark.parametrize(
+    "name, dtype, lanes, M, K, swiglu",
+    [
+        ("int4 with zeros", BF16, MAX_LANES + 3, 40, 136, False),
+        ("mxfp4", FP16, 20, 48, 264, True),
+        ("e4m3", BF16, 5, 70, 520, False),
+    ],
+)
+def test_other_gpus_run_the_kernel_of_decode(
+    assert_products_close, name, dtype, lanes, M, K, swiglu
+):
+    check_decoded(assert_products_close, name, lanes, M, K, dtype, swiglu, "cpu")
+
+
+@compiles
+def test_what_the_kernel_of_decode_does_not_take_is_for_the_reference():
+    weight, x = pack(random_quantised("int4", 16, 64)), torch.zeros(2, 64, dtype=BF16)
+    for device, taken in ((RTX_3090, True), (T4, False)):
+        with assumed(device):
+            assert takes_chunk(x, weight) == taken
+    with assumed(RTX_3090):
+        assert not takes_chunk(x.float(), weight)
+        assert not takes_chunk(x, weight._replace(order=torch.arange(64).int()))
+        assert not takes_chunk(x, pack(random_quantised("int4", 16, 68)))
+    assert not takes_chunk(x, weight) or x.is_cuda
+
+
+@gpu
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_other_gpus_run_the_kernel_of_decode_natively(assert_products_close, name, swiglu):
+    check_decoded(assert_products_close, name, 515, 1056, 520, BF16, swiglu, "cuda")
 
 
 # What a CPU engine runs, and what is refused.
