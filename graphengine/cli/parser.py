@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +29,19 @@ class CommandParser(argparse.ArgumentParser):
         self._common = {"--help", "--help-all", *flags}
         known = {name for action in self._actions for name in action.option_strings}
         assert known >= self._common, f"{self._common - known=}"
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Names an option that does not exist before one that is missing: it may be that one."""
+        if self._subparsers is None:
+            known = self._option_string_actions
+            for given in itertools.takewhile(lambda each: each != "--", args or ()):
+                name = given.partition("=")[0]
+                unknown = name.startswith("--") and " " not in name
+                if unknown and not any(each.startswith(name) for each in known):
+                    close = difflib.get_close_matches(name, known, 1, cutoff=0.75)
+                    meant = f": did you mean {close[0]}?" if close else ""
+                    self.error(f"unrecognized argument {name}{meant}")
+        return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
         if not self._common:

@@ -177,8 +177,10 @@ def _plain_variables(variables: Any, taken: Collection[str]) -> dict[str, Any]:
     if not isinstance(variables, Mapping):
         raise ValueError(f"template_variables must map names to values, got {variables!r}")
     for name in variables:
-        if not isinstance(name, str):
-            raise ValueError(f"template_variables: the name {name!r} must be a string")
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"template_variables: no template has a variable named {name!r}")
+        if name == "continue_final_message":
+            raise ValueError(f"template_variables cannot set {name!r}: it is an option of its own")
         if name in taken:
             raise ValueError(
                 f"template_variables cannot set {name!r}: every template gets it already"
@@ -189,7 +191,7 @@ def _plain_variables(variables: Any, taken: Collection[str]) -> dict[str, Any]:
 
 def _plain_json(what: str, value: Any) -> Any:
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{what} must hold plain JSON values: {error}") from error
 

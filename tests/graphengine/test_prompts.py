@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import chain, count, islice, product, repeat
 from pathlib import Path
@@ -267,8 +268,11 @@ def test_template_variables_are_transformers() -> None:
     ("variables", "message"),
     [
         ([1], r"template_variables must map names to values, got \[1\]"),
-        ({3: 1}, "template_variables: the name 3 must be a string"),
+        ({3: 1}, "template_variables: no template has a variable named 3"),
+        ({"a b": 1}, "template_variables: no template has a variable named 'a b'"),
+        ({"continue_final_message": True}, "cannot set .*: it is an option of its own"),
         ({"x": {1, 2}}, "template_variables must hold plain JSON values: "),
+        ({"x": [math.nan]}, "template_variables must hold plain JSON values: "),
         *(
             ({name: 1}, f"template_variables cannot set '{name}': every template gets it already")
             for name in ("messages", "tools", "add_generation_prompt", "bos_token", "namespace")

@@ -678,6 +678,23 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: graphengine" in said and len(said.splitlines()) <= 3
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["generate", "--promt", "x"], "unrecognized argument --promt: did you mean --prompt?"),
+        (["chat", "--temprature=1"], "unrecognized argument --temprature: did you mean --temp"),
+        (["info", "--nothing-like-it"], "unrecognized argument --nothing-like-it\n"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before one that is missing, which it may stand for."""
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert f"error: {said}" in capsys.readouterr().err
+
+
 def test_an_interrupt_is_no_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
