@@ -141,6 +141,8 @@ SAMPLING = ("temperature", "top_p", "stop", "seed", "presence_penalty", "frequen
 # Read by `read`. `user` and `metadata` say who asks, and change nothing.
 READ = {"model", "n", "stream", "stream_options", "logprobs", "max_tokens", "logit_bias"}
 READ |= {"user", "metadata", *SAMPLING}
+MOST_CHOICES = 32
+"""Of one body, at most: what the engine lets wait."""
 # Not served, but these values ask for nothing.
 NOTHING: dict[str, Any] = {
     "echo": False, "best_of": 1, "suffix": "", "tools": [], "tool_choice": "none", "store": False,
@@ -160,7 +162,9 @@ def read(body: object, *, chat: bool, model: str) -> Asked:
     if asked.get("model", model) != model:
         raise Refused(f"model={asked['model']!r}: this server has {model!r} alone", "model")
     prompts = [read_messages(asked)] if chat else read_prompts(asked)
-    n = integer(asked, "n", 1, least=1, most=128)
+    n = integer(asked, "n", 1, least=1, most=MOST_CHOICES)
+    if n * len(prompts) > MOST_CHOICES:
+        raise Refused(f"{len(prompts)} prompts with n={n} are above {MOST_CHOICES} choices", "n")
     logprobs = read_logprobs(asked, chat)
     options = {name: asked[name] for name in SAMPLING if name in asked}
     bias = asked.get("logit_bias", {})
@@ -465,7 +469,7 @@ def serve(
 
 
 def main() -> None:
-    with Engine.from_pretrained("demo", max_waiting=32) as engine:
+    with Engine.from_pretrained("demo", max_waiting=MOST_CHOICES) as engine:
         loop, server = serve(engine)
         print(f"http://127.0.0.1:{server.server_port}/v1")
         try:
