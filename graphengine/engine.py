@@ -279,6 +279,7 @@ class Engine:
     @stop_callback.setter
     def stop_callback(self, callback: StopCallback | None) -> None:
         check_callable("stop_callback", callback)
+        self.core.check_thread()
         self.core.delivery.stop_callback = callback
 
     # Text is a sequence of texts, too: what fits both is one prompt.

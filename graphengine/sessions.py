@@ -271,6 +271,7 @@ class Session:
 
     def close(self) -> None:
         """Cancel the turn, if one runs, and release the blocks. May be called again."""
+        self._core.check_thread()
         self._settle()
         if self._turn is not None:
             self._turn.cancel()

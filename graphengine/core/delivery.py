@@ -159,7 +159,7 @@ class Delivery:
             if stream.failure is not None:
                 tokens = self._before_failure(request, stream, tokens)
                 stopped, ended = None, "error"
-        request.token_ids += tokens
+        request.job.tokens += tokens
         if logprobs is not None and request.logprobs is not None:
             logprobs = logprobs[: len(tokens)]
             request.logprobs += logprobs
@@ -177,7 +177,7 @@ class Delivery:
         if stopped is not None:
             request.stop_reason, ended = stopped, "stop"
         elif ended is None and flags & STOP:
-            request.stop_reason, ended = job.stops.reason(request.token_ids), "stop"
+            request.stop_reason, ended = job.stops.reason(request.job.tokens), "stop"
         self._finish(request, ended or "length", tokens, text, now, logprobs)
         return given
 
@@ -208,7 +208,7 @@ class Delivery:
         """The tokens before the one whose text failed: neither it nor those after it are given to
         the caller.
         """
-        taken = len(stream.lengths) - len(request.token_ids)
+        taken = len(stream.lengths) - len(request.job.tokens)
         self.counters["discarded_tokens"] += len(tokens) - taken
         log.error("request %d: %s", request.id, stream.failure)
         return tokens[:taken]

@@ -162,15 +162,18 @@ class EngineCore:
             raise ValueError("the engine is closed")
         if self.broken is not None:
             raise RuntimeError(f"the engine is broken, close it: {self.broken}")
-        if self._owner is None:
-            self._owner = threading.current_thread()
-        elif self._owner.ident != threading.get_ident():
-            self._check_thread(self._owner)
+        self.check_thread()
 
-    def _check_thread(self, owner: threading.Thread) -> None:
-        """Take over from an owner that has ended. RuntimeError while it lives."""
+    def check_thread(self) -> None:
+        """Own the engine where nobody does, or its owner has ended.
+
+        RuntimeError while another thread owns it.
+        """
+        owner = self._owner
+        if owner is not None and owner.ident == threading.get_ident():
+            return
         caller = threading.current_thread()
-        if owner.is_alive():
+        if owner is not None and owner.is_alive():
             raise RuntimeError(
                 f"called from thread {caller.name!r}, but thread {owner.name!r} uses this engine: "
                 "call all of its methods from one thread, such as through a queue"
@@ -477,6 +480,7 @@ class EngineCore:
         """What `Engine.close` says."""
         if self.closed:
             return
+        self.check_thread()
         if self.broken is None:
             self.runtime.synchronize()
             self.counters.update(self.drafter.counters())  # the device no longer holds them

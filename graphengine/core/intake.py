@@ -278,7 +278,7 @@ class Intake:
             limit=length,
             too_many=lambda count: f"{count} drafts for a request, k={length}",
         )
-        request.job.drafts = CallerDrafts(ids, len(request.token_ids))
+        request.job.drafts = CallerDrafts(ids, len(request.job.tokens))
 
     def _stream(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextStream | None:
         tokenizer = self.tokenizer

@@ -245,7 +245,7 @@ class Reuse:
             return
         self.touch(context)
         fed = placement.prefilled
-        known = fed if fed < job.prompt_len else job.prompt_len + len(request.token_ids)
+        known = fed if fed < job.prompt_len else job.prompt_len + len(request.job.tokens)
         # The last sampled token has no KV.
         count = self.whole_blocks(known - 1 + min(1, self._tokens_after))
         if len(blocks) >= count > len(context.blocks):
@@ -303,7 +303,7 @@ class Reuse:
         ring.tokens = placement.prefilled
         if ring.tokens >= job.prompt_len:
             # The last sampled token has no KV.
-            ring.tokens = job.prompt_len + max(0, len(request.token_ids) - 1)
+            ring.tokens = job.prompt_len + max(0, len(request.job.tokens) - 1)
         ring.written = max(ring.written, written)
         if context is not None and context.blocks and context.ring is None:
             ring.kept, context.ring = True, ring

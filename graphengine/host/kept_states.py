@@ -181,7 +181,7 @@ class KeptStates:
         context = job.context
         if good and context is not None:
             # The last sampled token has not been fed.
-            position = job.prompt_len + len(request.token_ids) - 1
+            position = job.prompt_len + len(request.job.tokens) - 1
             if placement.prefilled == job.prompt_len and self._is_there(request):
                 self._keep_end(request, context, position)
             for state in placement.states:
@@ -195,7 +195,7 @@ class KeptStates:
 
         They are lost where the host alone ends a request, and it has gone on in launches ahead.
         """
-        placement, known = request.job.placed, len(request.token_ids)
+        placement, known = request.job.placed, len(request.job.tokens)
         idle = placement.least == known and not placement.in_doubt
         return known > 0 and (request.job.halted or idle)
 

@@ -104,7 +104,7 @@ class MaskTable:
     def _drafts_of(self, request: Request) -> tuple[Sequence[int], Sequence[int] | None]:
         """Drafts of the request's next step, and their parents."""
         if not self._copies:
-            return request.job.drafts.after(request.token_ids), self._fixed_parents
+            return request.job.drafts.after(request.job.tokens), self._fixed_parents
         slot = request.job.placed.slot
         drafts, *parents = (host[slot].tolist() for _, host in self._copies)
         return drafts, parents[0] if parents else self._fixed_parents

@@ -167,7 +167,7 @@ class Routing:
         for request, count, ids in zip(replay.requests, counts, found, strict=True):
             if count:
                 # Fed were its last token, which has just been read, and accepted drafts.
-                start = request.job.prompt_len + len(request.token_ids) - 1
+                start = request.job.prompt_len + len(request.job.tokens) - 1
                 _routes_of(request).put(start, ids[:count])
         return True
 

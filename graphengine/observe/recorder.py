@@ -407,7 +407,7 @@ class Recorder:
             ring.memory, ring.made % ring.capacity * ring.stride,
             request.id, nanoseconds(timings.submitted),
             nanoseconds(timings.tokens[0]) if timings.tokens else NEVER,
-            nanoseconds(timings.finished), len(request.prompt_token_ids), len(request.token_ids),
+            nanoseconds(timings.finished), len(request.prompt_token_ids), len(request.job.tokens),
             REASONS.index(request.finish_reason), request.pauses,
         )  # fmt: skip
         ring.made += 1

@@ -277,7 +277,7 @@ def draft_updates(
     """
     fed: dict[Request, tuple[int, ...]] = {}
     for request in plan.rows:
-        job, said = request.job, request.token_ids
+        job, said = request.job, request.job.tokens
         left = job.drafts.after(said)
         counters["drafts/stale"] += len(job.drafts.token_ids) - len(left)
         if plan.width > 1:

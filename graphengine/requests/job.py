@@ -88,6 +88,7 @@ class Job:
     drafts       what its caller proposes for the tokens to come
     routes       the experts that its tokens took; None where nothing keeps them
     private      whether only its callback gets its events: no step returns them
+    tokens       the tokens of output so far
     """
 
     prompt_len: int
@@ -110,6 +111,7 @@ class Job:
     drafts: CallerDrafts = NO_DRAFTS
     routes: RecordedRoutes | None = None
     private: bool = False
+    tokens: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.max_new_tokens = self.max_len - self.prompt_len

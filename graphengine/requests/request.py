@@ -90,7 +90,6 @@ class Request:
         "seed",
         "stop_reason",
         "timings",
-        "token_ids",
     )
 
     def __init__(
@@ -115,7 +114,6 @@ class Request:
         self.callback = callback
         self.job = job
         self.phase = Phase.WAITING
-        self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
@@ -131,7 +129,7 @@ class Request:
     def __repr__(self) -> str:
         return (
             f"Request(id={self.id}, phase={self.phase.value}, prompt={len(self.prompt_token_ids)}, "
-            f"tokens={len(self.token_ids)}, finish_reason={self.finish_reason!r})"
+            f"tokens={len(self.job.tokens)}, finish_reason={self.finish_reason!r})"
         )
 
     @property
@@ -142,6 +140,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.phase is Phase.FINISHED
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of output so far; a copy."""
+        return self.job.tokens.copy()
 
     @property
     def text(self) -> str:
@@ -166,7 +169,7 @@ class Request:
         return Result(
             request_id=self.id,
             prompt_token_ids=self.prompt_token_ids,
-            token_ids=tuple(self.token_ids),
+            token_ids=tuple(self.job.tokens),
             text=self.text,
             text_ends=() if stream is None else stream.ends(),
             finish_reason=self.finish_reason,
@@ -185,5 +188,5 @@ class Request:
         routes = self.job.routes
         if routes is None:
             return None
-        said = len(self.token_ids)
+        said = len(self.job.tokens)
         return routes.array(len(self.prompt_token_ids) + said - 1 if said else routes.fed)

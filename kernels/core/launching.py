@@ -71,15 +71,30 @@ class KernelCompilation:
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """`kernel[grid]`: a call with the kernel's arguments launches it.
 
-    Inside `compile_kernels` the call only looks the kernel up. That holds for the steps of that
-    call alone, not for what other threads launch meanwhile.
+    Inside `launched_by` something else is done with the launch: `compile_kernels` looks the kernel
+    up, and `op.py` records it.
     """
-    look_up = _look_up.get()
-    launch = kernel[grid] if look_up is None else partial(look_up, kernel, grid)
+    instead = _instead.get()
+    launch = kernel[grid] if instead is None else partial(instead, kernel, grid)
     return partial(cast(Callable[..., object], launch), **OPTIONS)
 
 
-_look_up: ContextVar[Callable[..., None] | None] = ContextVar("look_up", default=None)
+_instead: ContextVar[Callable[..., None] | None] = ContextVar("instead", default=None)
+
+
+@contextmanager
+def launched_by(instead: Callable[..., None]) -> Iterator[None]:
+    """Inside, `launcher` calls `instead(kernel, grid, *arguments, **options)` and launches nothing.
+
+    That holds for this context alone: neither for other threads nor for what these start.
+    """
+    token = _instead.set(instead)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
+
 # Triton has one listener in a process. A second pass that waits finds what the first has compiled.
 _one_at_a_time = threading.RLock()
 
@@ -123,17 +138,22 @@ def _compile(steps: Mapping[str, Callable[[], object]], workers: int) -> tuple[i
     found, compilers = _Found(), _Compilers(workers)
     # Triton changes the filters of warnings and sets them back; threads that do so at the same time
     # would leave them changed.
-    with _one_at_a_time, warnings.catch_warnings(), compilers.listening(), compilers:
-        _look_up.set(found.look_up)
-        with triton.AsyncCompileMode(compilers, ignore_errors=True):
-            try:
-                for name, step in steps.items():
-                    found.collect(name, step)
-                found.finish()
-            except BaseException:
-                # The mode waits for all that it has begun.
-                found.cancel()
-                raise
+    with (
+        _one_at_a_time,
+        warnings.catch_warnings(),
+        compilers.listening(),
+        compilers,
+        launched_by(found.look_up),
+        triton.AsyncCompileMode(compilers, ignore_errors=True),
+    ):
+        try:
+            for name, step in steps.items():
+                found.collect(name, step)
+            found.finish()
+        except BaseException:
+            # The mode waits for all that it has begun.
+            found.cancel()
+            raise
     return compilers.compiled, len(found.names) - compilers.compiled
 
 

@@ -108,14 +108,35 @@ def test_an_engine_does_not_take_what_is_a_requests() -> None:
 
 def test_a_second_thread_is_refused_while_the_first_one_lives() -> None:
     with open_engine(device="cpu") as engine, ThreadPoolExecutor(1, "loop") as other:
-        engine.submit(PROMPT, greedy(3))
-        for call in (engine.step, lambda: engine.submit(PROMPT), lambda: engine.session()):
+        request, session = engine.submit(PROMPT, greedy(3)), engine.session()
+        for call in (
+            engine.step,
+            lambda: engine.submit(PROMPT),
+            lambda: engine.session(),
+            lambda: setattr(engine, "stop_callback", None),
+            session.close,
+            engine.close,
+        ):
             with pytest.raises(
                 RuntimeError, match=r"called from thread 'loop_0', but thread 'MainThread' uses"
             ):
                 other.submit(call).result()
         while engine.busy:
             engine.step()
+        assert request.result().token_ids
+
+
+def test_what_is_read_of_a_request_is_the_callers() -> None:
+    with open_engine(device="cpu") as engine:
+        session = engine.session()
+        session.append(PROMPT)
+        request = session.submit(greedy(4))
+        while not request.finished:
+            request.token_ids.append(99_999)
+            engine.step()
+        assert len(request.token_ids) == 4
+        assert request.token_ids == list(request.result().token_ids)
+        assert 99_999 not in session.token_ids
 
 
 def test_the_thread_that_uses_an_engine_first_owns_it() -> None:

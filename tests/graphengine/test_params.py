@@ -542,11 +542,11 @@ def test_cancelling_a_finished_request_changes_nothing() -> None:
 def test_a_result_keeps_what_the_request_had() -> None:
     request = make_request([])
     request.job.stream = stream = TextStream(Tokenizer.from_directory(checkpoint_path()))
-    request.token_ids += [40, 41]
+    request.job.tokens += [40, 41]
     stream.take([40, 41])
     request.phase, request.finish_reason = Phase.FINISHED, "length"
     result = request.result()
-    request.token_ids.append(1)
+    request.job.tokens.append(1)
     assert (result.request_id, result.seed, result.finish_reason) == (7, 99, "length")
     assert result.prompt_token_ids == (3, 1, 4)
     assert (result.token_ids, result.text) == ((40, 41), "HI")

@@ -201,7 +201,7 @@ def test_rejected_drafts_count_as_written(max_len: int, written: int) -> None:
     step = scheduler.plan()
     assert step is not None and step.rows == (request,)
     scheduler.collected(request, 4, 1)
-    request.token_ids += [1, 2]
+    request.job.tokens += [1, 2]
     request.finish_reason = "stop"
     scheduler.retire(request)
     assert context.ring is not None and not context.ring.used

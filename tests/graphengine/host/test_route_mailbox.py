@@ -68,7 +68,7 @@ def recorded(one: Request) -> list[list[int]]:
 def test_what_rows_have_emitted_is_read_and_nothing_else() -> None:
     routing, sequence = new_routing(), 5
     two, none, ended = request(), request(), request()
-    two.token_ids.append(7)
+    two.job.tokens.append(7)
     ended.cancel()
     replay = Replay(sequence, (two, none, ended), (EPOCH,) * 3, WIDTH, LANES)
     records = [record(2), record(0), record(2)]

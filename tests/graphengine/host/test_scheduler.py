@@ -415,7 +415,7 @@ class Simulation:
         if request.finish_reason is not None:
             self.counters["discarded_tokens"] += len(tokens)
             return
-        request.token_ids += [token.position for token in tokens]
+        request.job.tokens += [token.position for token in tokens]
         if tokens and tokens[-1].last:
             request.finish_reason = "stop"
             self.scheduler.retire(request)

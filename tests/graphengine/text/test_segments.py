@@ -276,7 +276,7 @@ def test_without_a_tokenizer_there_are_no_segments() -> None:
         cancelled=[],
         job=Job(prompt_len=1, max_len=3),
     )
-    request.token_ids += [4, 5]
+    request.job.tokens += [4, 5]
     from graphengine.requests.request import Phase
 
     request.phase, request.finish_reason = Phase.FINISHED, "length"

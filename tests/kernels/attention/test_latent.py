@@ -32,7 +32,7 @@ from graphengine.kernels.attention.latent_reference import (
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
 from launches.compilation import (
-    RecordedLaunch,
+    Op,
     assert_waits_before_it_shows,
     compile_kernel,
     global_loads,
@@ -442,7 +442,7 @@ def indices(*shape: int) -> torch.Tensor:
     return meta(*shape, dtype=torch.int32)
 
 
-def launches() -> dict[str, RecordedLaunch]:
+def launches() -> dict[str, Op]:
     """Those of DeepSeek-V2-Lite's decode step, and attention of V3's many heads."""
     lanes, rank, entry = 4, 512, 576
     at = (indices(4, 8), indices(lanes), indices(lanes))
@@ -470,7 +470,7 @@ def launches() -> dict[str, RecordedLaunch]:
         x, out = meta(lanes, heads, columns), meta(lanes, heads, outputs)
         head_product(x, weight, at[1], out=out, **pdl)
 
-    split: list[RecordedLaunch] = []
+    split: list[Op] = []
     with launches_handed_to(split.append, latent_decode):
         decode()
     return {

@@ -18,7 +18,7 @@ from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import new_residual
 from launches.compilation import (
-    RecordedLaunch,
+    Op,
     assert_waits_before_it_shows,
     compile_launch,
     global_loads,
@@ -75,7 +75,7 @@ def launch_pushes(name: str, ranks: int, dtype: torch.dtype) -> None:
 
 
 def ptx_of(name: str, ranks: int, dtype: torch.dtype) -> tuple[str, list[str]]:
-    launches: list[RecordedLaunch] = []
+    launches: list[Op] = []
     with launches_handed_to(launches.append, push, push_residual, push_lanes):
         launch_pushes(name, ranks, dtype)
     (launch,) = launches
@@ -122,7 +122,7 @@ def test_polls_of_ranks_do_not_wait_for_each_other(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_items_of_candidates_are_stored_and_loaded_whole(ranks: int) -> None:
-    launches: list[RecordedLaunch] = []
+    launches: list[Op] = []
     tiles = new(3, 4008, dtype=torch.int64)
     with launches_handed_to(launches.append, push_candidates):
         push_candidates.push_candidates(peers_of(ranks), tiles, tiles.int(), pdl=True)
@@ -251,7 +251,7 @@ def test_an_all_reduce_is_wide_and_flags_come_last(ranks: int, even: bool) -> No
     peers, part = peers_of(ranks), new(1024 if even else 1023, 4096 if even else 4098)
     own = new(all_reduce.all_reduce_words(part.nbytes // 4, ranks), dtype=torch.int32)
     memory = FlaggedMemory.over(1, own, [own.data_ptr()] * ranks, 128)
-    launches: list[RecordedLaunch] = []
+    launches: list[Op] = []
     with launches_handed_to(launches.append, all_reduce):
         all_reduce.all_reduce(peers, memory, part, pdl=True)
     ptx, _ = compile_launch(launches[0])
@@ -274,7 +274,7 @@ def test_a_split_chunk_is_read_and_stored_wide_between_its_flags(ranks: int) -> 
     peers, (lanes, hidden) = peers_of(ranks), (1024, 4096)
     own = new(add_parts_norm.split_words(lanes * hidden // 2, ranks), dtype=torch.int32)
     memory = FlaggedMemory.over(1, own, [own.data_ptr()] * ranks, 256)
-    launches: list[RecordedLaunch] = []
+    launches: list[Op] = []
     with launches_handed_to(launches.append, add_parts_norm):
         add_parts_norm.add_parts_rms_norm(
             peers,

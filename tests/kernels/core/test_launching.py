@@ -72,7 +72,7 @@ def _compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = threading.enumerate(), knobs.listener, list(warnings.filters)
     yield
     assert (threading.enumerate(), knobs.listener, list(warnings.filters)) == before
-    assert active_mode.get() is None and launching._look_up.get() is None
+    assert active_mode.get() is None and launching._instead.get() is None
 
 
 def launching_step(kernel: Any, *args: Any, **options: Any) -> Callable[[], None]:

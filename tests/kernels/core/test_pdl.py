@@ -30,7 +30,7 @@ from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.sample.candidates import SamplingTensors
 from launches.compilation import (
-    RecordedLaunch,
+    Op,
     assert_waits_before_it_shows,
     compile_kernel,
     compile_launch,
@@ -65,7 +65,7 @@ def params_of_slots(slots: int, device: str) -> SamplingTensors:
 
 def launch_linear(
     kind: str, plan: LinearPlan, M: int, K: int, *, lanes: int = 1, groups: int = 64
-) -> RecordedLaunch:
+) -> Op:
     """How a linear of this kind launches its kernel in bfloat16, with PDL."""
 
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -405,7 +405,7 @@ def test_the_racing_kernel_reads_before_its_wait(races):
     buffers = (torch.empty(1024, device="meta") for _ in range(2))
     values = (*buffers, 1024, races, launch_options(True)["PDL"])
     arguments = dict(zip(_copy.arg_names, values, strict=True))
-    ptx, _ = compile_launch(RecordedLaunch(_copy, (1,), arguments, {}))
+    ptx, _ = compile_launch(Op(_copy, (1,), arguments, {}))
     assert (ptx.index("ld.global") < ptx.index("griddepcontrol.wait")) == races
 
 

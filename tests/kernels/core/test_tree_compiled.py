@@ -26,7 +26,7 @@ from graphengine.kernels.step import begin, finish, move
 from graphengine.kernels.step.state import DecodeLanes, SlotState, StopTensors
 from graphengine.kernels.step.walk import AcceptedPath
 from launches.compilation import (
-    RecordedLaunch,
+    Op,
     assert_waits_before_it_shows,
     compile_launch,
     global_loads,
@@ -197,7 +197,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_new_is_read_after_the_wait(name: str) -> None:
     case = CASES[name]
-    launches: list[RecordedLaunch] = []
+    launches: list[Op] = []
     with launches_handed_to(launches.append, *case.modules):
         case.call()
     read: set[str] = set()
@@ -213,7 +213,7 @@ def test_what_is_new_is_read_after_the_wait(name: str) -> None:
 
 def test_the_gather_of_trees_compiles() -> None:
     """It waits in two branches, of rows and of slots without one."""
-    launches: list[RecordedLaunch] = []
+    launches: list[Op] = []
     with launches_handed_to(launches.append, begin):
         gather()
     (launch,) = launches
@@ -248,7 +248,7 @@ CHAINS: dict[str, tuple[Callable[[], None], ModuleType, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_read_nothing_of_trees(name: str) -> None:
     call, module, operands = CHAINS[name]
-    launches: list[RecordedLaunch] = []
+    launches: list[Op] = []
     with launches_handed_to(launches.append, module):
         call()
     (launch,) = launches

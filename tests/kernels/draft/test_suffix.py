@@ -17,7 +17,7 @@ from graphengine.kernels.draft import suffix as module
 from graphengine.kernels.draft.suffix import MAX_CORPUS, suffix_propose, suffix_propose_reference
 from graphengine.kernels.step.state import DecodeLanes
 from launches.compilation import (
-    RecordedLaunch,
+    Op,
     assert_waits_before_it_shows,
     compile_launch,
     launches_handed_to,
@@ -231,7 +231,7 @@ def test_tokens_are_read_after_the_wait(tokens: int) -> None:
             pdl=True,
         )
 
-    launches: list[RecordedLaunch] = []
+    launches: list[Op] = []
     with launches_handed_to(launches.append, module):
         call()
     scan, propose = launches

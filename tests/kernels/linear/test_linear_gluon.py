@@ -26,7 +26,7 @@ from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, linear
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Kept, Residual
-from launches.compilation import RecordedLaunch, compile_kernel, record_launch
+from launches.compilation import Op, compile_kernel, record_launch
 
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="an interpreted process has no Gluon")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
@@ -53,7 +53,7 @@ def launch_of(
     groups: int = 64,
     bias: bool = False,
     pdl: bool = True,
-) -> RecordedLaunch:
+) -> Op:
     """How a linear of this kind launches the kernel in bfloat16."""
 
     def new(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

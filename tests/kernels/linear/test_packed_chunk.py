@@ -25,7 +25,7 @@ from graphengine.kernels.linear.packed_linear import takes_chunk
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.norm_rope.activation import silu_reference
 from launches import emulation
-from launches.compilation import RecordedLaunch, compile_kernel, record_launch
+from launches.compilation import Op, compile_kernel, record_launch
 from launches.hopper_emulation import run_launch
 from launches.quantised import FORMATS, inputs_of, random_quantised, to_device
 
@@ -346,7 +346,7 @@ def compiled(name: str, lanes: int, *, swiglu: bool = False) -> Any:
     def call() -> None:
         packed_chunk_product(x, weight, None, out=out, swiglu=swiglu, pdl=True)
 
-    recorded: RecordedLaunch = record_launch(MODULE, call)
+    recorded: Op = record_launch(MODULE, call)
     return compile_kernel(recorded)[0]
 
 

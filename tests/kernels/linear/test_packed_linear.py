@@ -35,7 +35,7 @@ from graphengine.kernels.linear.residual import Kept, Residual
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_tiles_reference, token_of_tiles_reference
 from launches.compilation import (
-    RecordedLaunch,
+    Op,
     assert_waits_before_it_shows,
     compile_kernel,
     record_launch,
@@ -355,7 +355,7 @@ def compiled(name: str, plan: LinearPlan, *, lanes: int = 1, kind: str = "store"
             squares = new(64, lanes)
             packed_linear(x, weight, slot, squares_TN=squares, plan=plan, launch=launch)
 
-    recorded: RecordedLaunch = record_launch(MODULE, call)
+    recorded: Op = record_launch(MODULE, call)
     return compile_kernel(recorded)[0]
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.op import Op
 from graphengine.kernels.logits import logprobs as module
 from graphengine.kernels.logits import logprobs_mailbox as publish_module
 from graphengine.kernels.logits.logprobs import (
@@ -36,7 +37,7 @@ from launches.compilation import (
     assert_waits_before_it_shows,
     compile_launch,
     global_loads,
-    record_launch,
+    launches_handed_to,
 )
 
 # Broken rows have NaNs to compute on, in the interpreter by numpy.
@@ -488,11 +489,7 @@ def test_what_is_new_is_read_after_the_wait(kernel: str, raw: bool):
 
     def call() -> None:
         if kernel.startswith("rank"):
-            with pytest.MonkeyPatch.context() as patch:
-                # One of the two launches at a time.
-                other = {"rank_tile": "rank_merge", "rank_merge": "rank_tile"}[kernel]
-                patch.setattr(module, f"{other}_kernel", Nothing())
-                rank_logits(logits, new(N), wants, **options)
+            rank_logits(logits, new(N), wants, **options)
         elif kernel == "token":
             arguments = logits, new(N), new(2), new(N), wants, ranked
             token_log_probabilities(*arguments, **options)
@@ -501,7 +498,11 @@ def test_what_is_new_is_read_after_the_wait(kernel: str, raw: bool):
                 mailbox, sequence, new(2), new(N), wants, ranked, tokens, top=20, pdl=True
             )
 
-    launch = record_launch(publish_module if kernel == "_publish" else module, call)
+    launches: list[Op] = []
+    with launches_handed_to(launches.append, publish_module if kernel == "_publish" else module):
+        call()
+    # Ranks are two launches.
+    (launch,) = (op for op in launches if op.name.removeprefix("_").startswith(kernel.strip("_")))
     assert launch.grid == ((N, 32) if kernel == "rank_tile" else (N,))
     ptx, names = compile_launch(launch)
     assert_waits_before_it_shows(ptx)
@@ -512,10 +513,3 @@ def test_what_is_new_is_read_after_the_wait(kernel: str, raw: bool):
     assert all(
         load.past_l1 for load in loads if load.argument == "slot_ptr" and not load.after_wait
     )
-
-
-class Nothing:
-    """Stands in for a kernel that is not launched."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *positional, **named: None

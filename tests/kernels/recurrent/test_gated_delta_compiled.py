@@ -10,7 +10,7 @@ import torch
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.recurrent.gated_delta_sizes import GatedDeltaParams, GatedDeltaSizes
 from launches.compilation import (
-    RecordedLaunch,
+    Op,
     assert_waits_before_it_shows,
     compile_launch,
     global_loads,
@@ -28,7 +28,7 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launches_of(lanes: int, *, width: int = 0) -> dict[str, RecordedLaunch]:
+def launches_of(lanes: int, *, width: int = 0) -> dict[str, Op]:
     """Of rows of so many tokens in decode, or of a chunk where `width` is 0."""
     lane = new(lanes, dtype=torch.int32)
     heads = SIZES.value_heads
@@ -42,7 +42,7 @@ def launches_of(lanes: int, *, width: int = 0) -> dict[str, RecordedLaunch]:
     ring = new(8, SIZES.taps - 1 + entries, SIZES.channels)
     state = new(8, entries, *SIZES.state_shape, dtype=torch.float32)
     projected, where = new(lanes, SIZES.projected), (lane, lane, params, SIZES)
-    found: list[RecordedLaunch] = []
+    found: list[Op] = []
     with launches_handed_to(found.append, gated_delta):
         if width:
             options = {"eps": 1e-6, "tokens_per_row": width, "pdl": True}

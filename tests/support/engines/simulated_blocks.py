@@ -208,7 +208,7 @@ class Sharing:
     def read(self, request: Request, epoch: int, token: int | None) -> None:
         if token is None or request.finish_reason is not None:
             return
-        request.token_ids.append(token)
+        request.job.tokens.append(token)
         length = request.job.prompt_len + len(request.token_ids)
         if token == STOP or length >= request.job.max_len:
             request.finish_reason = "stop" if token == STOP else "length"

@@ -16,6 +16,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine import Engine
 from graphengine.kernels.core.devices import H200, assumed
+from graphengine.kernels.core.op import Op, ops_handed_to
+from graphengine.kernels.core.triton_versions import OPTIONS
 from graphengine.opening.allocation import compile_steps, graph_steps
 
 _POINTERS = {
@@ -28,17 +30,6 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-
-
-class RecordedLaunch(NamedTuple):
-    """A launch that a wrapper asked for."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    """The kernel's arguments, by name."""
-    options: dict[str, int]
-    """The compiler's options."""
 
 
 class Load(NamedTuple):
@@ -89,46 +80,29 @@ def own_kernels() -> set[str]:
     return {value.__name__ for value in values if isinstance(value, triton.JITFunction)}
 
 
-class _Recorder:
-    """Stands in for a kernel; `kernel[grid](...)` is handed on, not run."""
-
-    def __init__(self, kernel: Any, take: Callable[[RecordedLaunch], object]) -> None:
-        self.kernel, self.take = kernel, take
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def note(*positional: Any, **named: Any) -> None:
-            names = self.kernel.arg_names
-            arguments = dict(zip(names, positional, strict=False)) | named
-            options = {name: arguments.pop(name) for name in named if name not in names}
-            options.pop("launch_pdl", None)
-            assert arguments.keys() == set(names)
-            self.take(RecordedLaunch(self.kernel, grid, arguments, options))
-
-        return note
-
-
 @contextmanager
 def launches_handed_to(
-    take: Callable[[RecordedLaunch], object], module: ModuleType, *more: ModuleType
+    take: Callable[[Op], object], module: ModuleType, *more: ModuleType
 ) -> Iterator[None]:
     """Hand the launches of kernels in `module`, and in `more`, to `take` in place of a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
+    own = {id(value) for each in (module, *more) for value in vars(each).values()}
+
+    def hand(op: Op) -> None:
+        take(op) if id(op.kernel) in own else op.launch()
+
+    with pytest.MonkeyPatch.context() as patch, ops_handed_to(hand):
         # A kernel without a plain twin for the CPU does not ask.
         for name in ("use_triton", "use_wgmma"):
             patch.setattr(module, name, lambda x: True, raising=False)
-        for each in (module, *more):
-            for name, value in list(vars(each).items()):
-                if name.endswith("_kernel"):
-                    patch.setattr(each, name, _Recorder(value, take))
         yield
 
 
-def record_launch(module: ModuleType, call: Callable[[], Any], *more: ModuleType) -> RecordedLaunch:
+def record_launch(module: ModuleType, call: Callable[[], Any], *more: ModuleType) -> Op:
     """The only launch that `call` makes of a kernel in `module`, or in `more`, which launch for it.
 
     Its tensors may be on `meta`.
     """
-    launches: list[RecordedLaunch] = []
+    launches: list[Op] = []
     with launches_handed_to(launches.append, module, *more):
         call()
     (launch,) = launches
@@ -156,13 +130,13 @@ def _signature(value: Any) -> Any:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def compile_launch(launch: RecordedLaunch) -> tuple[str, list[str]]:
+def compile_launch(launch: Op) -> tuple[str, list[str]]:
     """The PTX for sm_90 of a launch, and its arguments' names as in `compile_kernel`."""
     compiled, names = compile_kernel(launch)
     return compiled.asm["ptx"], names
 
 
-def compile_kernel(launch: RecordedLaunch) -> tuple[Any, list[str]]:
+def compile_kernel(launch: Op) -> tuple[Any, list[str]]:
     """What Triton or Gluon compiles for sm_90, and the arguments' names in order, "" for a number.
 
     Names of what a tuple holds are "tuple.field".
@@ -171,7 +145,8 @@ def compile_kernel(launch: RecordedLaunch) -> tuple[Any, list[str]]:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel, _, arguments, options = launch
+    kernel, arguments = launch.kernel, launch.arguments
+    options = {**OPTIONS, **launch.options}
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

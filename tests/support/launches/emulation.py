@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from launches.compilation import RecordedLaunch, compile_launch
+from launches.compilation import Op, compile_launch
 
 Array = np.ndarray[Any, Any]
 _SHARED = 1 << 18
@@ -33,7 +33,7 @@ class _Instruction(NamedTuple):
     operands: list[str]
 
 
-def run_launch(launch: RecordedLaunch, *, late: bool = True) -> None:
+def run_launch(launch: Op, *, late: bool = True) -> None:
     """Run a launch whose tensors are on the CPU; it writes them."""
     ptx, names = compile_launch(launch)
     memory = _Memory(launch)
@@ -51,7 +51,7 @@ def run_launch(launch: RecordedLaunch, *, late: bool = True) -> None:
     memory.write_back()
 
 
-def _parameters(launch: RecordedLaunch, names: list[str]) -> Iterator[str]:
+def _parameters(launch: Op, names: list[str]) -> Iterator[str]:
     """Names of the compiled kernel's parameters; of numbers those that are no constants."""
     numbers: list[str] = []
     for index, name in enumerate(launch.kernel.arg_names):
@@ -73,7 +73,7 @@ def _is_number(value: object) -> bool:
 class _Memory:
     """All tensors of a launch in one array, with gaps between them that nothing may touch."""
 
-    def __init__(self, launch: RecordedLaunch) -> None:
+    def __init__(self, launch: Op) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         for name, value in launch.arguments.items():
             if isinstance(value, torch.Tensor):
@@ -93,7 +93,7 @@ class _Memory:
             part = slice(self.at[name], self.at[name] + _storage(tensor).size)
             self.bytes[part], self.inside[part] = _storage(tensor), True
 
-    def parameter(self, launch: RecordedLaunch, name: str) -> Array:
+    def parameter(self, launch: Op, name: str) -> Array:
         if name in self.at:
             return np.uint64(self.at[name])
         whole, _, field = name.partition(".")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from launches import emulation
-from launches.compilation import RecordedLaunch, compile_launch
+from launches.compilation import Op, compile_launch
 from launches.emulation import Array
 
 # Above all addresses: what a register holds of a parameter that is a descriptor.
@@ -29,14 +30,14 @@ _SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}
 _SIZES = {"f16": 2, "bf16": 2, "e4m3": 1}
 
 
-def run_launch(launch: RecordedLaunch, *, late: bool = True) -> None:
+def run_launch(launch: Op, *, late: bool = True) -> None:
     """Run a launch whose tensors are on the CPU; it writes them."""
     ptx, names = compile_launch(launch)
     plain = {
         name: value.base if isinstance(value, TensorDescriptor) else value
         for name, value in launch.arguments.items()
     }
-    memory = emulation._Memory(launch._replace(arguments=plain))
+    memory = emulation._Memory(replace(launch, arguments=plain))
     ptx, tables = _prepared(ptx)
     program = emulation._parse(ptx)
     registers = emulation._declared(ptx)
@@ -76,7 +77,7 @@ def _prepared(ptx: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def _parameters(
-    launch: RecordedLaunch, names: list[str], memory: Any
+    launch: Op, names: list[str], memory: Any
 ) -> tuple[list[Array], dict[int, TensorDescriptor]]:
     """The kernel's parameters, and descriptors by what stands for them."""
     values: list[Array] = []

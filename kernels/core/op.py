@@ -1,0 +1,105 @@
+"""Kernel launches as data: an `Op` says what one launch is, before it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from graphengine.kernels.core.launching import launched_by
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One launch of a Triton or Gluon kernel.
+
+    kernel     the compiled function
+    grid       programs, by axis: one to three of them
+    arguments  what the kernel's parameters get, by name: tensors, tuples of them, numbers, None
+    options    the compiler's: `num_warps`, `maxnreg`, `enable_fp_fusion`
+    pdl        whether the launch may overlap the one before (programmatic dependent launch)
+
+    It keeps its tensors alive, and reads none of them.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    options: Mapping[str, Any]
+    pdl: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, as profilers show it."""
+        name: str = self.kernel.__name__
+        return name
+
+    @property
+    def programs(self) -> tuple[int, int, int]:
+        """The grid with all three axes."""
+        x, y, z = (*self.grid, 1, 1)[:3]
+        return x, y, z
+
+    @property
+    def threads(self) -> int:
+        """Threads that a program is launched with; a warp-specialised kernel starts more."""
+        warps: int = self.options.get("num_warps", 4)
+        return 32 * warps
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor with its parameter's name, or "parameter.field" of one in a tuple."""
+        for name, value in self.arguments.items():
+            yield from _tensors_of(name, value)
+
+    def launch(self) -> None:
+        """Launch it, with the memory that its tensors have now."""
+        options = dict(self.options)
+        if "PDL" in self.arguments:
+            options["launch_pdl"] = self.pdl
+        self.kernel[self.grid](**self.arguments, **options)
+
+
+@contextmanager
+def ops_handed_to(take: Callable[[Op], object]) -> Iterator[None]:
+    """Inside, launches of this context are handed to `take` instead: none reaches a device.
+
+    What torch computes between them is computed. Memory that kernels would have written holds what
+    it held before.
+    """
+    with launched_by(partial(_hand_over, take)):
+        yield
+
+
+@contextmanager
+def recorded_ops() -> Iterator[list[Op]]:
+    """A list that gets the launches inside, in their order, instead of their being launched."""
+    ops: list[Op] = []
+    with ops_handed_to(ops.append):
+        yield ops
+
+
+def _hand_over(
+    take: Callable[[Op], object], kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any
+) -> None:
+    names = kernel.arg_names
+    arguments = dict(zip(names, args, strict=False)) | named
+    options = {name: arguments.pop(name) for name in named if name not in names}
+    pdl = bool(options.pop("launch_pdl", False))
+    assert arguments.keys() == set(names), f"{kernel.__name__}: {arguments.keys() ^ set(names)}"
+    take(Op(kernel, grid, arguments, options, pdl))
+
+
+def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, TensorDescriptor):
+        yield name, value.base
+    elif isinstance(value, tuple):
+        fields = getattr(value, "_fields", range(len(value)))
+        for field, each in zip(fields, value, strict=True):
+            yield from _tensors_of(f"{name}.{field}", each)
