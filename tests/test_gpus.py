@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from gpus.compiling import DEVICES, Compiled, compiled_for
 from gpus.subjects import SIZES, SUBJECTS
-from gpus.table import main, problems
+from gpus.table import main, opens_on, problems
 
+from engines.small_engine import open_engine
 from extent import LONG
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.profiles.benchmark.engines import build_engine
@@ -34,6 +35,14 @@ def test_an_engine_compiles_for_other_gpus() -> None:
     for gpu in GPUS:
         assert names["sm_90"] - names[gpu] == {"packed_chunk_kernel"}, gpu
         assert names[gpu] <= names["sm_90"], gpu
+
+
+def test_what_would_not_open_is_not_compiled() -> None:
+    with open_engine(device="cpu", max_batch=1, kv_dtype="fp8") as engine:
+        opens = {gpu for gpu, device in DEVICES.items() if opens_on(device, engine)}
+        assert opens == DEVICES.keys() - {"sm_80", "sm_86", "sm_87"}
+    with open_engine(device="cpu", max_batch=1) as engine:
+        assert all(opens_on(device, engine) for device in DEVICES.values())
 
 
 def test_what_does_not_fit_is_told() -> None:

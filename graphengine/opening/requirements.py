@@ -25,17 +25,19 @@ def check_requirements(
     dtype: torch.dtype,
 ) -> None:
     """ValueError for prefix caching of a model whose recurrent layers need every token, for an fp8
-    KV cache on a GPU that cannot convert it or of layers without scales, for packed weights that
-    the kernels of a GPU do not take, and for fp8 activations where no linear takes them.
+    KV cache or fp8 activations on a GPU that cannot convert them, for an fp8 cache of layers
+    without scales, for packed weights that the kernels of a GPU do not take, and for fp8
+    activations where no linear takes them.
 
     dtype  of weights and activations
     """
     _check_prefixes(model, config, needs)
     if config.kv_dtype == "fp8":
-        check_fp8(device)
+        check_fp8("kv_dtype", device)
         check_fp8_states(model.architecture, (*model.states, *needs.states))
     check_packed(model, device, dtype)
     if config.activations is not None:
+        check_fp8("activations", device)
         check_coded(model, config.activations, dtype)
 
 
@@ -67,12 +69,12 @@ def recorded_experts(
     return routed
 
 
-def check_fp8(device: torch.device) -> None:
-    """ValueError for a GPU that cannot convert an fp8 KV cache."""
+def check_fp8(option: str, device: torch.device) -> None:
+    """Raise ValueError where an option asks for e4m3 values and the GPU cannot convert any."""
     gpu = device_of(device)
     if gpu is not None and not gpu.converts_fp8:
         raise ValueError(
-            f"kv_dtype='fp8' needs a GPU of compute capability 8.9 or more: {device} has "
+            f"{option}='fp8' needs a GPU of compute capability 8.9 or more: {device} has "
             f"{'.'.join(map(str, gpu.capability))}"
         )
 

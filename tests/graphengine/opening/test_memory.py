@@ -239,14 +239,15 @@ def test_a_calibration_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatc
         plan(100, 0)
 
 
-def test_fp8_needs_a_gpu_that_converts_it() -> None:
-    requirements.check_fp8(torch.device("cpu"))
-    message = "kv_dtype='fp8' needs a GPU of compute capability 8.9 or more: cpu has 8.6"
+@pytest.mark.parametrize("option", ["kv_dtype", "activations"])
+def test_fp8_needs_a_gpu_that_converts_it(option: str) -> None:
+    requirements.check_fp8(option, torch.device("cpu"))
+    message = f"{option}='fp8' needs a GPU of compute capability 8.9 or more: cpu has 8.6"
     with (
         assumed(Device((8, 6), processors=82, shared_bytes=99 * 1024)),
         pytest.raises(ValueError, match=message),
     ):
-        requirements.check_fp8(torch.device("cpu"))
+        requirements.check_fp8(option, torch.device("cpu"))
 
 
 def test_what_a_gpu_does_not_multiply_is_refused_before_it_is_loaded(

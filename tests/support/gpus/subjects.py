@@ -35,6 +35,7 @@ GRANITE = {
 SUBJECTS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "llama-8b, one row": ("llama-8b", FEW, ONE_ROW),
     "llama-8b": ("llama-8b", FEW, ROWS),
+    "llama-8b, fp8 weights": ("llama-8b", FEW, {**ROWS, "quantize": "fp8"}),
     "llama-8b in fp8": (
         "llama-8b",
         FEW,

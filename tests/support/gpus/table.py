@@ -25,6 +25,8 @@ import triton
 
 from gpus.compiling import DEVICES, Compiled, compiled_for, without_cache
 from gpus.subjects import SUBJECTS, open_subject
+from graphengine import Engine
+from graphengine.kernels.core.devices import Device
 
 Found = dict[str, list[Compiled]]
 """By the name of a GPU."""
@@ -34,7 +36,15 @@ def compile_subject(name: str, gpus: Sequence[str]) -> Found:
     without_cache()
     # Triton prints the whole program of a kernel that does not compile.
     with redirect_stdout(io.StringIO()), open_subject(name) as engine:
-        return {gpu: compiled_for(DEVICES[gpu], engine) for gpu in gpus}
+        return {
+            gpu: compiled_for(DEVICES[gpu], engine) if opens_on(DEVICES[gpu], engine) else []
+            for gpu in gpus
+        }
+
+
+def opens_on(device: Device, engine: Engine) -> bool:
+    """Whether an engine with these options opens on the GPU: fp8 caches need one that converts."""
+    return device.converts_fp8 or "fp8" not in (engine.config.kv_dtype, engine.config.activations)
 
 
 def problems(gpu: str, compiled: Iterable[Compiled]) -> list[str]:
@@ -95,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for gpu, compiled in job.result().items():
                 found[gpu].extend(compiled)
                 told[gpu] |= dict.fromkeys(f"{name}: {each}" for each in problems(gpu, compiled))
-            print(f"{name}: {len(compiled)} kernels", file=sys.stderr, flush=True)
+            print(f"{name}: compiled", file=sys.stderr, flush=True)
             text = table_of(found, told)
             if options.out is not None:
                 # As it goes: one who has seen enough may stop it.
