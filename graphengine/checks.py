@@ -19,7 +19,11 @@ _SHOWN_CHARACTERS = 100
 
 def shown(value: object) -> str:
     """A value in an error message, cut where it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes integers of more than 4,300 digits only if it is told to.
+        return f"an integer of {int(value).bit_length()} bits"  # type: ignore[call-overload]
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
@@ -36,7 +40,7 @@ def is_number(value: object) -> TypeGuard[float]:
 def check_number(name: str, value: object) -> None:
     """ValueError unless `value` is a real number as for `is_number`."""
     if not is_number(value):
-        raise ValueError(f"{name}={value!r} must be a number")
+        raise ValueError(f"{name}={shown(value)} must be a number")
 
 
 def check_callable(name: str, value: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from graphengine.checks import check_number, is_int
+from graphengine.checks import check_number, is_int, shown
 
 MAX_PENALTY = 2.0
 # Beyond them products and quotients leave float32's range, whatever the temperature.
@@ -34,14 +34,15 @@ def frozen_logit_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise ValueError(f"logit_bias={bias!r} must be a mapping from token ids to numbers")
+        raise ValueError(f"logit_bias={shown(bias)} must be a mapping from token ids to numbers")
     for token, value in bias.items():
         if not is_int(token) or token < 0:
-            raise ValueError(f"logit_bias is for {token!r}, which is not a token id")
+            raise ValueError(f"logit_bias is for {shown(token)}, which is not a token id")
         check_number(f"logit_bias[{token}]", value)
         if not (abs(value) <= MAX_BIAS or value == -math.inf):
             raise ValueError(
-                f"logit_bias[{token}]={value} must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], or -inf"
+                f"logit_bias[{token}]={shown(value)} must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], "
+                f"or -inf"
             )
     return {int(token): float(value) for token, value in bias.items()}
 
@@ -49,12 +50,12 @@ def frozen_logit_bias(bias: object) -> dict[int, float] | None:
 def frozen_ids(name: str, ids: object) -> tuple[int, ...]:
     """A copy; ValueError unless it is a sequence of at least one integer."""
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise ValueError(f"{name}={ids!r} must be a list of token ids")
+        raise ValueError(f"{name}={shown(ids)} must be a list of token ids")
     for token in ids:
         if not is_int(token) or token < 0:
-            raise ValueError(f"{name} holds {token!r}, which is not a token id")
+            raise ValueError(f"{name} holds {shown(token)}, which is not a token id")
     if not ids:
-        raise ValueError(f"{name}={ids!r} must hold a token id at least")
+        raise ValueError(f"{name}={shown(ids)} must hold a token id at least")
     return tuple(int(token) for token in ids)
 
 
@@ -71,14 +72,14 @@ def frozen_bad_words(words: object) -> tuple[str | tuple[int, ...], ...] | None:
     for word in _listed("bad_words", words):
         if isinstance(word, str):
             if not word:
-                raise ValueError(f"bad_words={words!r} must hold no empty string")
+                raise ValueError(f"bad_words={shown(words)} must hold no empty string")
             frozen.append(word)
         else:
-            frozen.append(frozen_ids("a sequence of bad_words", word))
+            frozen.append(frozen_ids("a word of bad_words", word))
     return tuple(frozen)
 
 
 def _listed(name: str, value: object) -> Sequence[object]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise ValueError(f"{name}={value!r} must be a list")
+        raise ValueError(f"{name}={shown(value)} must be a list")
     return value

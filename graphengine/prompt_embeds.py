@@ -134,6 +134,13 @@ def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:
     if not len(tensor):
         return NO_EMBEDS
     rows = tensor.detach().to("cpu", spec.dtype, copy=True).contiguous()
+    finite = rows.isfinite().all(dim=1)
+    if not finite.all():
+        row = int(finite.int().argmin())
+        raise ValueError(
+            f"embeddings of shape {list(tensor.shape)} in a prompt: row {row} is not finite in "
+            f"{spec.dtype}"
+        )
     return Embeds((Run(position, rows),))
 
 

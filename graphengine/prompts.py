@@ -177,8 +177,8 @@ def prompt_ids(
         raise ValueError(f"add_bos={add_bos}, but {known} tokens are in front of the text")
     if known and isinstance(prompt, Chat):
         raise ValueError(
-            f"chat messages begin a conversation, but the session holds {known} tokens: give "
-            f"all of its messages to `update`"
+            f"chat messages begin a conversation, but {known} tokens stand before them: give all "
+            f"messages of a session to its `update`"
         )
     if isinstance(prompt, str | Chat):
         if tokenizer is None:
@@ -233,10 +233,12 @@ def token_ids_of(
 
 def token_id(token: object, vocab_size: int) -> int:
     """`token` as an id, also from NumPy's and torch's integers. ValueError if it is no id."""
-    index = -1
+    index = None
     if hasattr(token, "__index__") and not isinstance(token, bool):
         with suppress(TypeError):  # an array of several
             index = operator.index(token)
+    if index is None:
+        raise ValueError(f"token id {shown(token)} is not an integer")
     if not 0 <= index < vocab_size:
         raise ValueError(f"token id {shown(token)} is outside the vocabulary of {vocab_size}")
     return index

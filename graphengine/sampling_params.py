@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from numpy.typing import ArrayLike
 
-from graphengine.checks import INT32_MAX, is_int
+from graphengine.checks import INT32_MAX, is_int, shown
 from graphengine.kernels import MAX_LOGPROBS, USES_COUNTS, USES_REPETITION
 from graphengine.logits_params import (
     MAX_PENALTY,
@@ -275,12 +275,12 @@ class SamplingParams:
         self._freeze("stop_token_ids", "a list of token ids")
         for token in self.stop_tokens:
             if not is_int(token):
-                raise ValueError(f"stop_token_ids holds {token!r}, which is not an integer")
+                raise ValueError(f"stop_token_ids holds {shown(token)}, which is not an integer")
         if not isinstance(self.stop, str | None):
             self._freeze("stop", "a string or a list of strings")
         for stop in self.stop_strings:
             if not isinstance(stop, str) or not stop:
-                raise ValueError(f"stop={self.stop!r} must be strings that are not empty")
+                raise ValueError(f"stop={shown(self.stop)} must be strings that are not empty")
         frozen: dict[str, object] = {
             "stop_token_ids": tuple(map(int, self.stop_tokens)),
             "bad_words": frozen_bad_words(self.bad_words),
@@ -300,7 +300,7 @@ class SamplingParams:
         """Keep a tuple of the field's items: the caller may change the list later."""
         value = getattr(self, name)
         if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-            raise ValueError(f"{name}={value!r} must be {meaning}")
+            raise ValueError(f"{name}={shown(value)} must be {meaning}")
         object.__setattr__(self, name, tuple(value))
 
     @property

@@ -88,6 +88,19 @@ FOLDER_ABOVE = "graphengine.profiles"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 2 after an error the user can mend."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _run_command(arguments)
+    except ImportError as error:
+        if "doctor" in arguments[:1]:
+            raise
+        print(
+            f"graphengine: error: {error}: `graphengine doctor` tells what is missing",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _run_command(arguments: Sequence[str]) -> int:
     options = _parser(arguments[0] if arguments else None).parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that lacks a character shows a replacement; the text continues.

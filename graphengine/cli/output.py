@@ -71,15 +71,18 @@ def print_summary(summary: dict[str, Any], result: Result) -> None:
 
 
 def print_logprobs(result: Result) -> None:
-    """A line for each token of the prompt, and for each new one, of which they were asked for."""
-    width = columns()
+    """A line for each token of the prompt, and for each new one, of which they were asked for.
+
+    On standard error, as the other figures.
+    """
+    width = columns(sys.stderr)
     for token, logprobs in zip(result.prompt_token_ids, result.prompt_logprobs or (), strict=False):
         # No token precedes the first one.
         line = f"{token:>7}" if logprobs is None else _logprobs_line(token, "", logprobs)
-        print(fit(line, width))
+        print(fit(line, width), file=sys.stderr)
     texts = (repr(each.text) for each in result.segments) if result.segments else repeat("''")
     for token, text, logprobs in zip(result.token_ids, texts, result.logprobs or (), strict=False):
-        print(fit(_logprobs_line(token, text, logprobs), width))
+        print(fit(_logprobs_line(token, text, logprobs), width), file=sys.stderr)
 
 
 def _logprobs_line(token: int, text: str, logprobs: TokenLogprobs) -> str:

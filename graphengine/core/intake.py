@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 
-from graphengine.checks import check_callable, is_finite, is_int, is_number
+from graphengine.checks import check_callable, is_finite, is_int, is_number, shown
 from graphengine.config import EngineConfig
 from graphengine.core.misplaced import QUEUE_OPTIONS, check_names
 from graphengine.drafters import DraftNeeds
@@ -303,15 +303,15 @@ class Intake:
 
 def _check_params(params: object) -> None:
     if not isinstance(params, SamplingParams):
-        raise ValueError(f"params must be SamplingParams, not {params!r}")
+        raise ValueError(f"params must be SamplingParams, not {shown(params)}")
 
 
 def _check_queueing(priority: int, deadline_s: float | None) -> None:
     if not is_int(priority):
-        raise ValueError(f"priority={priority!r} must be an integer; the lowest goes first")
+        raise ValueError(f"priority={shown(priority)} must be an integer; the lowest goes first")
     if deadline_s is None:
         return
     if not is_number(deadline_s) or not (deadline_s > 0 and is_finite(deadline_s)):
         raise ValueError(
-            f"deadline_s={deadline_s!r} must be positive, finite seconds from now on, or None"
+            f"deadline_s={shown(deadline_s)} must be positive, finite seconds from now on, or None"
         )

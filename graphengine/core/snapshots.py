@@ -145,7 +145,12 @@ class SessionSnapshot:
             {"schema": _SCHEMA, **asdict(self.origin), **kept, "digests": dict(self.digests)}
         )
         try:
-            save_whole(tensors, Path(path).expanduser(), {"session": about})
+            file = Path(path).expanduser()
+            if file.is_dir():
+                raise OSError("it is a folder")
+            if not file.parent.is_dir():
+                raise OSError(f"there is no folder {str(file.parent)!r}")
+            save_whole(tensors, file, {"session": about})
         # A path without a name, or with a null byte, is a ValueError.
         except (OSError, SafetensorError, ValueError, RuntimeError) as error:
             raise OSError(f"the session cannot be written to {path!r}: {error}") from error

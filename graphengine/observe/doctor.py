@@ -70,6 +70,7 @@ def examine(machine: Machine) -> list[Finding]:
         *gpu_findings(machine),
         *peer_findings(len(machine.gpus), machine.peers),
         _cpu_finding(machine.threads, runs=runs),
+        *_interpreter_findings(machine),
         *_tool_findings(machine),
         *_folder_findings(machine),
     ]
@@ -161,7 +162,18 @@ def kernels_findings(software: Software) -> list[Finding]:
     if triton is not None and wanted == triton:
         # They are a pair, and still fail.
         remedy = INSTALL_TORCH
+        if version_numbers(software.versions.get("torch", ""))[:2] == version_numbers(TORCH):
+            remedy += " triton --force-reinstall"
+    elif triton is not None and wanted is None and _is_tried(triton):
+        # pip would leave what is installed.
+        remedy += " --force-reinstall"
     return [Finding("software", "kernels", "cannot be imported", problem, remedy)]
+
+
+def _is_tried(triton: str) -> bool:
+    """Whether the kernels were tried with this version."""
+    oldest, newest = map(version_numbers, TRITON)
+    return oldest <= version_numbers(triton)[:2] <= newest
 
 
 def package_finding(package: Package, software: Software, *, has_gpu: bool) -> Finding:
@@ -198,14 +210,22 @@ def _cpu_finding(threads: int | None, *, runs: bool) -> Finding:
     return Finding("CPU", "engine", f"runs, with plain PyTorch references{told}")
 
 
+def _interpreter_findings(machine: Machine) -> list[Finding]:
+    if not machine.interpreted:
+        return []
+    problem = "with TRITON_INTERPRET set kernels are interpreted, at some seconds a token"
+    return [Finding("CPU", "TRITON_INTERPRET", "set", problem, "unset TRITON_INTERPRET")]
+
+
 def _tool_findings(machine: Machine) -> list[Finding]:
     """What Triton builds launchers of kernels with. Without a GPU nothing is built."""
     python = ".".join(machine.software.python.split(".")[:2])
+    named = "" if machine.cc is None else f": CC={machine.cc}"
     return [
         tool_finding(
             "C compiler",
             machine.compiler,
-            "Triton builds launchers of kernels with a C compiler, and finds none",
+            f"Triton builds launchers of kernels with a C compiler, and finds none{named}",
             "apt install gcc, dnf install gcc, or CC=/path/of/a/compiler",
             needed=machine.has_gpu,
         ),

@@ -117,8 +117,8 @@ def _name_finding(group: str, gpu: Gpu, architectures: Collection[str]) -> Findi
 def has_code(capability: tuple[int, int], architectures: Collection[str]) -> bool:
     """Whether code for one of "sm_86", "sm_90a", "compute_90", ... runs on a GPU.
 
-    Machine code runs on GPUs of the same major and no lower minor number, PTX on all later ones; a
-    letter ties either to its own GPU.
+    Machine code runs on GPUs of the same major and no lower minor number, PTX on all later ones.
+    With the letter "a" either runs on its own GPU alone, with "f" on that major number alone.
     """
     for each in architectures:
         kind, _, number = each.partition("_")
@@ -130,7 +130,7 @@ def has_code(capability: tuple[int, int], architectures: Collection[str]) -> boo
             return True
         if number.endswith("a") or built > capability:
             continue
-        if kind == "compute" or built[0] == capability[0]:
+        if built[0] == capability[0] or (kind == "compute" and not number.endswith("f")):
             return True
     return False
 

@@ -117,6 +117,8 @@ class Machine:
     visible_devices  CUDA_VISIBLE_DEVICES; None where it is not set
     peers            pairs (a, b) of GPUs of which a reaches the memory of b
     compiler         of C, for Triton; None: there is none
+    cc               the variable CC, which names it; None where it is not set
+    interpreted      whether TRITON_INTERPRET is set
     python_header    the path of Python.h, for Triton; None: it is not there
     tables           folder of the user's plans; None where the kernels cannot be imported
     """
@@ -128,6 +130,8 @@ class Machine:
     visible_devices: str | None = None
     peers: frozenset[tuple[int, int]] = frozenset()
     compiler: str | None = None
+    cc: str | None = None
+    interpreted: bool = False
     python_header: str | None = None
     threads: int | None = None
     triton_cache: Folder

@@ -21,6 +21,8 @@ from typing import Any
 from graphengine.observe.findings import Driver, Folder, Gpu, Machine, Plans, Software
 
 _SMI_SECONDS = 30
+# Values with which Triton takes a variable of the environment for set.
+_SET = ("1", "true", "on", "yes", "y")
 
 
 def read_machine(engine: str, packages: Iterable[str]) -> Machine:
@@ -43,6 +45,8 @@ def read_machine(engine: str, packages: Iterable[str]) -> Machine:
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         peers=_peers(torch, len(gpus)),
         compiler=find_compiler(),
+        cc=os.environ.get("CC"),
+        interpreted=os.environ.get("TRITON_INTERPRET", "0").lower() in _SET,
         python_header=_python_header(),
         threads=None if torch is None else torch.get_num_threads(),
         triton_cache=folder_at(triton_cache_path()),

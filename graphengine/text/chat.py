@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Template
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
+from graphengine.checks import shown
 from graphengine.text.sandbox import Sandbox
 
 MAX_MESSAGE = 1000
@@ -47,6 +48,12 @@ class ChatTemplate:
         template_variables      what else the template sees, by name
         """
         plain = _plain_messages(messages)
+        for name, value in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={shown(value)} must be True or False")
         if continue_final_message:
             if add_generation_prompt:
                 raise ValueError(
@@ -117,17 +124,19 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 def _check_message(index: int, message: Any) -> None:
     if not isinstance(message, Mapping):
-        raise ValueError(f"chat message {index} must be a dict, got {message!r}")
+        raise ValueError(f"chat message {index} must be a dict, got {shown(message)}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"chat message {index} has role={role!r}: must be a string: {message!r}")
+        raise ValueError(
+            f"chat message {index} has role={shown(role)}: must be a string: {shown(message)}"
+        )
     # A template may do without content: of calls, of reasoning, or of a role alone.
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, (list, tuple)) or not all(isinstance(p, Mapping) for p in content):
         raise ValueError(
-            f"chat message {index} has content={content!r}: "
-            f"must be a string or a list of dicts: {message!r}"
+            f"chat message {index} has content={shown(content)}: "
+            f"must be a string or a list of dicts"
         )
 
 

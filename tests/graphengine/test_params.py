@@ -140,7 +140,7 @@ TOP_N_SIGMA = "must be 0, or in [1.1754944e-38, 3.4028234e+38]"
         ({"allowed_token_ids": [1.0]}, "allowed_token_ids holds 1.0, which is not a token id"),
         ({"bad_words": "word"}, "bad_words='word' must be a list"),
         ({"bad_words": [""]}, "bad_words=[''] must hold no empty string"),
-        ({"bad_words": [[]]}, "a sequence of bad_words=[] must hold a token id at least"),
+        ({"bad_words": [[]]}, "a word of bad_words=[] must hold a token id at least"),
         ({"logit_bias": [1]}, "logit_bias=[1] must be a mapping from token ids to numbers"),
         ({"logit_bias": {"1": 2}}, "logit_bias is for '1', which is not a token id"),
         ({"logit_bias": {1: math.inf}}, "logit_bias[1]=inf must be in [-1e+20, 1e+20], or -inf"),

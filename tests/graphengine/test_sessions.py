@@ -333,7 +333,7 @@ def test_chats_begin_a_conversation_and_update_goes_on_with_it(chat_checkpoint: 
         first = session.generate(greedy(12, ignore_eos=True))
         messages += [{"role": "assistant", "content": first.text}]
         messages += [{"role": "user", "content": "and now?"}]
-        with pytest.raises(ValueError, match=r"holds \d+ tokens: give all of its messages"):
+        with pytest.raises(ValueError, match=r"\d+ tokens stand before them: give all messages"):
             session.append(messages)
         session.update(messages)
         assert engine.tokenizer is not None

@@ -218,9 +218,11 @@ def test_what_is_asked_of_logits_reaches_the_engine(cli: Cli) -> None:
     assert found["token_ids"] == said
     assert [entries[0]["token_id"] for entries in found["logprobs"]] == said
     assert all(len(entries) in (2, 3) for entries in found["logprobs"])
-    status, out, _ = cli("generate", "--prompt", PROMPT, "--max-tokens", "3", "--logprobs", "1")
-    lines = [line for line in out.splitlines() if " rank " in line]
-    assert status == 0 and [int(line.split()[0]) for line in lines] == said[:3]
+    status, out, err = cli("generate", "--prompt", PROMPT, "--max-tokens", "3", "--logprobs", "1")
+    lines = [line for line in err.splitlines() if " rank " in line]
+    assert (
+        status == 0 and " rank " not in out and [int(line.split()[0]) for line in lines] == said[:3]
+    )
 
 
 def test_prompts_are_scored_and_ids_end_the_text(cli: Cli) -> None:
@@ -235,9 +237,9 @@ def test_prompts_are_scored_and_ids_end_the_text(cli: Cli) -> None:
     first, *scored = found["prompt_logprobs"]
     assert first is None and len(scored) == prompt_len() - 1
     assert found["prompt_token_ids"][1:] == [entries[0]["token_id"] for entries in scored]
-    status, out, err = cli(*generate, "--stop-token-ids", ids, "--prompt-logprobs", "0")
+    status, _, err = cli(*generate, "--stop-token-ids", ids, "--prompt-logprobs", "0")
     assert status == 0 and "finished by stop" in err
-    lines = out[out.index(f"\n{found['prompt_token_ids'][0]:>7}\n") + 1 :].splitlines()
+    lines = err[err.index(f"{found['prompt_token_ids'][0]:>7}\n") :].splitlines()
     assert [int(line.split()[0]) for line in lines[: prompt_len()]] == found["prompt_token_ids"]
 
 
@@ -245,7 +247,7 @@ def test_a_prompt_is_scored_alone(cli: Cli) -> None:
     scored = ("--prompt", PROMPT, "--max-tokens", "0", "--prompt-logprobs", "0")
     status, out, err = cli("generate", *scored)
     assert status == 0 and f"{prompt_len()} prompt + 0 new tokens" in err
-    assert "None" not in out + err and len(re.findall(" rank ", out)) == prompt_len() - 1
+    assert "None" not in out + err and len(re.findall(" rank ", err)) == prompt_len() - 1
 
 
 def test_drafts_by_live_requests_are_a_flag(cli: Cli) -> None:
@@ -693,6 +695,21 @@ def test_an_option_that_does_not_exist_is_named(
     with pytest.raises(SystemExit):
         main(arguments)
     assert f"error: {said}" in capsys.readouterr().err
+
+
+def test_a_missing_library_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'")
+
+    monkeypatch.setattr("graphengine.cli.main.import_module", missing)
+    for arguments in (["generate", "--prompt", "x"], ["bench"]):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err == (
+            "graphengine: error: No module named 'torch': `graphengine doctor` tells what is "
+            "missing\n"
+        )
 
 
 def test_an_interrupt_is_no_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

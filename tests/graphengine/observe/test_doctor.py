@@ -192,7 +192,9 @@ def test_another_triton_than_torch_asks_for_is_told() -> None:
     ("versions", "wanted", "remedy"),
     [
         ({"triton": "3.9.0"}, "3.6.0", "pip install 'triton==3.6.0'"),
-        ({"triton": "3.6.0"}, "3.6.0", "pip install 'torch==2.11.*'"),
+        ({"triton": "3.6.0"}, "3.6.0", "pip install 'torch==2.11.*' triton --force-reinstall"),
+        ({"triton": "3.7.1", "torch": "2.13.0"}, "3.7.1", "pip install 'torch==2.11.*'"),
+        ({"triton": "3.7.1"}, None, "pip install 'triton>=3.6,<3.10' --force-reinstall"),
         ({"triton": "3.11.0"}, None, "pip install 'triton>=3.6,<3.10'"),
     ],
 )
@@ -203,7 +205,9 @@ def test_a_pair_that_cannot_be_imported_is_broken(
     pair = machine(versions=versions, triton_of_torch=wanted, kernels_error=error)
     pair = replace(pair, gpus=(replace(GPU, device=None, plans=None),))
     kernels = found(pair, "kernels", "software")
-    told = f"torch 2.11.0+cu130 and triton {versions['triton']}: {error}"
+    told = (
+        f"torch {versions.get('torch', VERSIONS['torch'])} and triton {versions['triton']}: {error}"
+    )
     assert kernels.problem == f"graphengine.kernels cannot be imported with {told}"
     assert kernels.remedy == remedy and broken(pair) == ["kernels"]
     assert found(pair, "kernels", "cuda:0").value == "none before the problems above are mended"
@@ -432,6 +436,11 @@ def test_which_pairs_have_peer_access() -> None:
     assert found(several, "peer access").group == "several GPUs"
 
 
+def test_an_interpreted_process_is_told() -> None:
+    assert broken(CPU_ONLY) == []
+    assert broken(replace(CPU_ONLY, interpreted=True)) == ["TRITON_INTERPRET"]
+
+
 # Tools and folders.
 
 
@@ -442,6 +451,9 @@ def test_what_triton_builds_with_is_needed_on_a_gpu_alone() -> None:
     compiler, header = found(bare, "C compiler"), found(bare, "Python.h")
     assert compiler.remedy is not None and "apt install gcc" in compiler.remedy
     assert header.remedy is not None and "apt install python3.11-dev" in header.remedy
+    assert compiler.problem is not None and compiler.problem.endswith("and finds none")
+    named = found(replace(bare, cc="/nope"), "C compiler")
+    assert named.problem is not None and named.problem.endswith("finds none: CC=/nope")
     on_cpu = replace(CPU_ONLY, compiler=None, python_header=None)
     assert broken(on_cpu) == []
     assert found(on_cpu, "C compiler").value == "missing; only Triton on a GPU needs it"
