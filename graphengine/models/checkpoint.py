@@ -124,7 +124,7 @@ class Checkpoint:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether a LoRA adapter lies beside the weights; nothing here reads it."""
+        """Whether a LoRA adapter lies next to the weights; nothing here reads it."""
         return (self.path / _ADAPTER).is_file()
 
     @property

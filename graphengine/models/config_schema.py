@@ -1,4 +1,4 @@
-"""The keys of `config.json`: one table of what is read, and what every other key may say.
+"""The keys of `config.json`: which ones are read, and which values the others may have.
 
 A key is read, must have a neutral value, or is harmless. Any other key is unknown and is logged:
 it may change the arithmetic.
@@ -16,7 +16,7 @@ Kind = Literal["integer", "integers", "number", "numbers", "flag", "text", "text
 HfConfig = Mapping[str, Any]
 
 REQUIRED: Any = object()
-"""Stands for a default where there is none: the key is required."""
+"""In place of a default: the key is required."""
 
 _NAMES = {
     "integer": "an integer",

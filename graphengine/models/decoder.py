@@ -272,7 +272,7 @@ class DecoderConfig:
         return tuple((state._replace(window=window),) for window in windows)
 
     def arrivals(self, lanes: int) -> int:
-        """Arrival counters of attention, for this many decode lanes or a chunk, or of experts."""
+        """Most arrival counters that attention (in decode or in a chunk) or experts use."""
         counters = self.attention.arrivals(lanes)
         if not self.expert_layers:
             return counters

@@ -119,7 +119,7 @@ def _attention(
 
 
 def _scale_of(rope: RopeConfig) -> float:
-    """Factor of the scores that scaled RoPE with `mscale_all_dim` adds to that in its tables."""
+    """Factor on the scores from scaled RoPE with `mscale_all_dim`, besides that in its tables."""
     if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
         return 1.0
     return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2

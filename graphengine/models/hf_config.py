@@ -270,7 +270,7 @@ def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> Ro
     if kind == "default":
         return RopeConfig(theta=theta, rotated=rotated)
     positions = settings["max_position_embeddings"]
-    # A key beside the RoPE settings takes precedence over one inside, as in transformers.
+    # A key next to the RoPE settings takes precedence over one inside, as in transformers.
     original = settings["original_max_position_embeddings"]
     original = original or values["original_max_position_embeddings"] or positions
     if kind == "yarn" and "factor" in given and values["factor"] is None:

@@ -178,7 +178,7 @@ class HybridConfig:
         """A one-layer decoder like the layers here that have attention and a SwiGLU.
 
         Draft modules have layers of this kind. Only layers with the tensor names of Llama's lineage
-        count; the model itself where there is none.
+        count. Returns the model itself where there is none.
         """
         named = [("input_layernorm", ATTENTION), ("post_attention_layernorm", MLP)]
         for layer in self.layers:
