@@ -1,8 +1,8 @@
-"""The linears of a few layers, one after the other, to measure how best to cut them.
+"""The linears of a few layers in a row, to measure which plan suits each of them best.
 
-A chain is a model of like layers, with which its decode step can be run without attention. Where
-some layers have experts and others have not, those of the chain have. Of a hybrid it has one block
-of each kind after the other, again and again, without what recurs.
+A chain is a model of identical layers whose decode step can be run without attention. Where only
+some layers of the model have experts, the chain consists of layers with experts. A hybrid's chain
+repeats one block of each kind in turn, without the recurrence itself.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from graphengine.models.linears import WeightForms
 
 
 class Chain(Model, Protocol):
-    """A model whose links have the same linears each, which can be asked for."""
+    """A model whose links all have the same linears, which can be looked up."""
 
     def linear(self, link: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
-        """Weight, bias and next norm of one of `config.linears`; a norm where it is a residual.
+        """Weight, bias and next norm of one of `config.linears`; only residuals have a norm.
 
-        None of a layer's experts is asked for.
+        The linears of a layer's experts cannot be looked up.
         """
         ...
 
@@ -43,10 +43,10 @@ class Chain(Model, Protocol):
 def new_chain(
     config: ModelConfig, *, layers: int, dtype: torch.dtype, device: torch.device
 ) -> Chain:
-    """A chain of this many links with uninitialised weights, stored as the first ones are.
+    """A chain of `layers` links with uninitialised weights, stored as the model's first ones are.
 
-    A link is a layer; of a hybrid it is a block of each kind. The embedding is lm_head's weight,
-    where that is not packed. ValueError for a model whose layers, or blocks of a kind, differ from
+    A link is a layer, or in a hybrid one block of each kind. lm_head is tied to the embedding
+    unless it is packed. ValueError for a model whose layers, or blocks of one kind, differ from
     each other.
     """
     if isinstance(config, HybridConfig):
@@ -57,14 +57,17 @@ def new_chain(
 
 
 def chain_length(config: ModelConfig) -> int:
-    """How many links a chain with this config has."""
+    """Number of links of a chain with this config."""
     if isinstance(config, HybridConfig):
         return config.num_layers // len({part.block for _, _, part in config.parts()})
     return config.num_layers
 
 
 def link_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of a link's linears but experts, which are read in part. ValueError as of `new_chain`."""
+    """Bytes of a link's linears except experts, which a step reads only in part.
+
+    ValueError as for `new_chain`.
+    """
     chain = _of_kinds(config, 1) if isinstance(config, HybridConfig) else _of_layers(config, 1)
     weights = chain.allocate(device="meta", dtype=dtype)
     linears = [each for each in weights.linears() if each.weight is not weights.lm_head]
@@ -98,8 +101,10 @@ def _of_layers(found: ModelConfig, layers: int) -> DecoderConfig:
 
 
 def _of_kinds(config: HybridConfig, links: int) -> HybridConfig:
-    """Layers of one block each, which are those of a link in the order in which the last of each
-    kind runs, `links` times. What scales is left out: it has no part in the linears.
+    """A hybrid with one block per layer: `links` times one block of each kind.
+
+    Within a link, kinds follow the order in which the last block of each kind runs. Scaling of
+    norms and logits is left out: it does not affect the linears.
     """
     if not _has_one_of_each(config):
         raise ValueError(
@@ -128,7 +133,7 @@ def _of_kinds(config: HybridConfig, links: int) -> HybridConfig:
 
 
 def _has_one_of_each(config: ModelConfig) -> bool:
-    """Whether every weight of a name is stored in the same way."""
+    """Whether all layers store the weight of each linear in the same way."""
     return len({name.partition(".")[0] for name in config.linears}) == len(config.linears)
 
 
@@ -149,7 +154,7 @@ def chain_experts(
 def chain_experts_reference(
     chain: Chain, layer: int, slot_N: Tensor, residual: Residual, chosen_Nk: Tensor
 ) -> Residual:
-    """The same on references; `chosen_Nk`, int32, takes the place of the router's choice."""
+    """`chain_experts` in plain PyTorch; `chosen_Nk`, int32, replaces the router's choice."""
     weights, norm = _experts(chain, layer)
     block, x = weights.block, residual.scaled
     of_stream: dict[str, Any] = {"squares_TN": residual.squares, "eps": block.norm_eps}
@@ -182,7 +187,7 @@ def _experts(chain: Chain, layer: int) -> tuple[ExpertsWeights, Tensor]:
 
 
 def _of_experts(config: DecoderConfig) -> DecoderConfig:
-    """The same with only the layers that have experts, under the names of the first ones."""
+    """Keep only the layers with experts, renamed as if they were the first layers."""
     layers = config.expert_layers
     names = {layer_prefix(layer): layer_prefix(index) for index, layer in enumerate(layers)}
     forms = {HEAD: config.forms[HEAD]} if HEAD in config.forms else {}

@@ -40,7 +40,7 @@ Progress = Callable[[int, int], None]
 Destinations = Mapping[str, Tensor | Sequence[Tensor]]
 
 DEMO = "demo"
-"""Names the packaged model wherever a path may stand; a folder of that name is "./demo"."""
+"""Name of the packaged model wherever a path may stand; a folder of that name is "./demo"."""
 
 _ADAPTER = "adapter_config.json"
 _GGUF_HINT = (
@@ -52,11 +52,11 @@ _HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
 # The same weights in other layouts, which some repositories also hold.
 _HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
 _WEIGHT_NAMES = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
-# Parts of a model that may be saved alone, without their prefix in the whole model.
+# A base model saved alone lacks this prefix in the names that begin with these parts.
 _BASE_MODEL = "model."
 _BASE_MODEL_PARTS = ("embed_tokens.", "layers.", "norm.", "mtp_layers.")
-# What names of a language model begin with beside a vision tower, and without one. The last is
-# Nemotron-H's.
+# Prefixes of a language model's names in a checkpoint with a vision tower, and in one without. The
+# last is Nemotron-H's.
 _LANGUAGE_MODELS = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -74,10 +74,10 @@ class Checkpoint:
     config             `config.json`
     generation_config  `generation_config.json`, empty where there is none
     quant_config       ModelOpt's `hf_quant_config.json`, None where there is none
-    drawn_on           the device that draws random values of weights, by their names, in place of
-                       those in the files; None: none does
-    tensors            by name; with an index, only what the index names. Those of a base model
-                       saved alone ("layers.0."), and of a language model beside a vision tower
+    drawn_on           the device that draws random weights, seeded by their names, in place of
+                       those in the files; None: the files are read
+    tensors            by name; with an index, only what the index names. Tensors of a base model
+                       saved alone ("layers.0."), and of a language model with a vision tower
                        ("language_model.model.layers.0."), have the names of the whole language
                        model ("model.layers.0.")
     stored_names       names in the files, where they differ
@@ -124,7 +124,7 @@ class Checkpoint:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether a LoRA adapter lies beside the weights; nothing here reads it."""
+        """Whether a LoRA adapter lies next to the weights; nothing here reads it."""
         return (self.path / _ADAPTER).is_file()
 
     @property
@@ -133,7 +133,7 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """Of configs and of what tensors there are, not of their values: hexadecimal digits."""
+        """Hexadecimal digest of the configs and the list of tensors, not of their values."""
         tensors = {
             name: (list(info.stored.shape), str(info.dtype), info.file.name)
             for name, info in self.tensors.items()
@@ -143,24 +143,24 @@ class Checkpoint:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def cut(self, cuts: Mapping[str, Cut]) -> Self:
-        """The same checkpoint, of whose tensors of these names only a part is there.
+        """This checkpoint with only a part of each tensor that `cuts` names.
 
-        Files are mapped, so that no other byte of these tensors is read.
+        Files are mapped, so no other byte of these tensors is read.
         """
         parts = {name: self.tensors[name].part(cut) for name, cut in cuts.items()}
         return replace(self, tensors=MappingProxyType({**self.tensors, **parts}))
 
     def drawn(self, device: str) -> Self:
-        """The same tensors, with random values; see `random_values`."""
+        """This checkpoint with random values in its tensors; see `random_values`."""
         return replace(self, drawn_on=device)
 
     def load(self, destinations: Destinations, progress: Progress | None = None) -> list[str]:
         """Fill tensors on any device, in any floating dtype, from the tensors of the checkpoint.
 
         destinations  for each name the tensor, or all tensors, that receive it whole; they may be
-                      views of fused parameters. Values are cast to the destination's dtype. One of
-                      four dimensions or more may have its tensor's rows in several, and one of
-                      three or more its last dimension: so it may have them in another order.
+                      views of fused parameters. Values are cast to the destination's dtype. A
+                      destination of four or more dimensions may split the rows over several of
+                      them, and one of three or more the last dimension: so their order may differ.
         progress      called with (bytes read, bytes to read), first with 0 read
 
         Returns the sorted names of the checkpoint's tensors without a destination. Names, shapes
@@ -235,7 +235,7 @@ class Checkpoint:
                 f"random values are drawn in {_WEIGHT_NAMES}, and {name} of {self.path} is "
                 f"{DTYPE_NAMES[info.dtype]}"
             )
-        # The whole tensor, so that its parts are those of one rank.
+        # Draw the whole tensor, so that parts have the values that a single rank has.
         whole = random_values(name, info.stored.shape, info.dtype, device)
         return whole if info.cut is None else info.cut.part(whole)
 
@@ -289,10 +289,9 @@ class Checkpoint:
 
 
 class _MappedTensors(Mapping[str, Tensor]):
-    """A checkpoint's tensors; the files of the last two looked up stay open. Random values are
-    drawn at each look.
+    """A checkpoint's tensors by name; random values are drawn at each look-up.
 
-    Codes and scales of a weight may lie in two files that follow each other.
+    The last two files stay open: a weight's codes and scales may lie in two consecutive files.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -383,8 +382,8 @@ def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _fits(stored: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether a tensor of one shape goes into a destination of the other, of which rows or the last
-    dimension may be several.
+    """Whether a stored tensor fits a destination, which may split its rows or its last dimension
+    over several dimensions.
     """
     more = len(target) - len(stored)
     if more < 1 or not stored or len(target) < 3:
@@ -410,7 +409,7 @@ def _fill(targets: Sequence[Tensor], source: Tensor) -> Iterator[int]:
 
 
 def _row_ranges(tensor: Tensor, *, itemsize: int) -> Iterator[slice]:
-    """The rows of a tensor in parts of about `_COPY_BYTES`, at this many bytes a value."""
+    """The rows of a tensor in parts of about `_COPY_BYTES`, at `itemsize` bytes a value."""
     rows = max(1, _COPY_BYTES // max(1, math.prod(tensor.shape[1:]) * itemsize))
     for start in range(0, tensor.shape[0], rows):
         yield slice(start, start + rows)
@@ -456,7 +455,7 @@ def _told_instead(directory: Path, path_or_hub_id: str | os.PathLike[str]) -> st
     found = sorted(file.name for file in directory.glob("*.gguf"))
     if found:
         return f", but {some(found, MOST_NAMED)}: {_GGUF_HINT}"
-    # Of a hub id these files are not downloaded.
+    # For a hub id these files are not downloaded.
     if find_local(path_or_hub_id) is None and "gguf" in os.fspath(path_or_hub_id).lower():
         return f", and its name says GGUF: {_GGUF_HINT}"
     return ""
@@ -490,7 +489,7 @@ def _download(hub_id: str) -> Path:
 
 
 def whole_names(source: Path, stored: Collection[str]) -> dict[str, str]:
-    """The stored name of each tensor of the whole model; ValueError where two would be one.
+    """The stored name of each tensor of the whole model; ValueError if two get the same name.
 
     source  where they are stored, for errors
     """
@@ -507,8 +506,10 @@ def whole_names(source: Path, stored: Collection[str]) -> dict[str, str]:
 
 
 def _whole_name(name: str, names: Collection[str]) -> str:
-    """The name in the whole model of a base model's tensor, as `AutoModelForCausalLM` reads it; and
-    in the language model of that of one with a vision tower.
+    """A tensor's name in the whole language model.
+
+    Adds the prefix that a base model lacks, as `AutoModelForCausalLM` does, and replaces the one
+    that a checkpoint with a vision tower has.
     """
     for prefix, alone in _LANGUAGE_MODELS.items():
         if name.startswith(prefix) and alone + name.removeprefix(prefix) not in names:

@@ -1,7 +1,7 @@
-"""The keys of `config.json`: one table of what is read, and what every other key may say.
+"""The keys of `config.json`: which ones are read, and which values the others may have.
 
-A key is read, must be neutral, or is harmless. What is none of these is unknown, and is logged:
-it is unknown whether it changes the arithmetic.
+A key is read, must have a neutral value, or is harmless. Any other key is unknown and is logged:
+it may change the arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Kind = Literal["integer", "integers", "number", "numbers", "flag", "text", "text
 HfConfig = Mapping[str, Any]
 
 REQUIRED: Any = object()
-"""Instead of a default: the key must be there."""
+"""In place of a default: the key is required."""
 
 _NAMES = {
     "integer": "an integer",
@@ -33,8 +33,8 @@ _NAMES = {
 class Key(NamedTuple):
     """A key that is read.
 
-    bounds   least and most of a number, or of each of a list
-    default  where the key is missing, which is transformers' but for what `models/` says
+    bounds   least and most of a number, or of each number of a list
+    default  value where the key is missing: transformers' default, unless `models/` says otherwise
     null     whether null is allowed, and means the default
     """
 
@@ -45,7 +45,7 @@ class Key(NamedTuple):
     null: bool = False
 
 
-# The bounds of sizes keep the bytes of every tensor within 63 bits, and tell damage from a model.
+# The bounds of sizes keep the bytes of every tensor within 63 bits, and catch damaged configs.
 KEYS = (
     Key("architectures", "texts", default=(), null=True),
     Key("model_type", "text", default=None, null=True),
@@ -69,18 +69,18 @@ KEYS = (
     Key("rope_scaling", "object", default=None, null=True),
     Key("original_max_position_embeddings", "integer", (1, INT32_MAX), default=None, null=True),
     Key("partial_rotary_factor", "number", (0, 1), default=1.0, null=True),
-    # None: where only the family knows whether a window is used.
+    # None: only the family knows whether a window is used.
     Key("use_sliding_window", "flag", default=None, null=True),
     Key("sliding_window", "integer", (-1, INT32_MAX), default=None, null=True),
-    # Layers before it have no window.
+    # Layers below this index have no window.
     Key("max_window_layers", "integer", (0, 1024), default=28, null=True),
     Key("layer_types", "texts", default=None, null=True),
     Key("mlp_layer_types", "texts", default=None, null=True),
 )
-"""The keys of `config.json` that are read, whatever the family."""
+"""The keys of `config.json` that are read for every family."""
 
 EXPERT_KEYS = (
-    # transformers writes one of two names.
+    # transformers writes one of these two names.
     Key("num_experts", "integer", (0, 2**16), default=None, null=True),
     Key("num_local_experts", "integer", (0, 2**16), default=None, null=True),
     Key("num_experts_per_tok", "integer", (1, 2**16), default=8),
@@ -89,10 +89,10 @@ EXPERT_KEYS = (
     Key("decoder_sparse_step", "integer", (1, 1024), default=1),
     Key("mlp_only_layers", "integers", (0, INT32_MAX), default=(), null=True),
 )
-"""The keys of `config.json` that are read of models with experts, as Qwen3-MoE has them."""
+"""The keys of `config.json` that are read for models with Qwen3-MoE's kind of experts."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-"""What `layer_types` may say, and what RoPE's settings may be told apart by."""
+"""The values of `layer_types`; RoPE may have separate settings for each."""
 
 ROUTED_KEYS = (
     Key("n_routed_experts", "integer", (0, 2**16), default=None, null=True),
@@ -109,7 +109,7 @@ ROUTED_KEYS = (
     Key("norm_topk_prob", "flag", default=None),
     Key("routed_scaling_factor", "number", (1e-6, 1e6), default=None, null=True),
 )
-"""The keys of `config.json` that are read of models with DeepSeek's experts."""
+"""The keys of `config.json` that are read for models with DeepSeek's experts."""
 
 LATENT_KEYS = (
     Key("kv_lora_rank", "integer", (1, 2**16), default=512),
@@ -121,27 +121,27 @@ LATENT_KEYS = (
     Key("rope_interleave", "flag", default=True),
     *ROUTED_KEYS,
 )
-"""The keys of `config.json` that are read of models with latent attention, DeepSeek's."""
+"""The keys of `config.json` that are read for models with DeepSeek's latent attention."""
 
 GPT_OSS_KEYS = (
     Key("num_experts", "integer", (1, 2**16), default=None, null=True),
     Key("num_local_experts", "integer", (1, 2**16)),
     Key("num_experts_per_tok", "integer", (1, 2**16), default=4),
-    # The same by the name of older files.
+    # The name of `num_experts_per_tok` in older files.
     Key("experts_per_token", "integer", (1, 2**16), default=None, null=True),
     Key("swiglu_limit", "number", (1e-6, 1e6), default=7.0),
     Key("swiglu_alpha", "number", (1e-6, 1e6), default=1.702),
 )
-"""The keys of `config.json` that are read of gpt-oss."""
+"""The keys of `config.json` that are read for gpt-oss."""
 
 GEMMA_KEYS = (
     Key("hidden_activation", "text", default="gelu_pytorch_tanh"),
     Key("query_pre_attn_scalar", "number", (1e-6, 1e6), default=256.0),
-    # Of so many layers the last has no window; read where there are no `layer_types`.
+    # Every n-th layer has no window; read where there are no `layer_types`.
     Key("sliding_window_pattern", "integer", (1, 1024), default=6),
     Key("rope_local_base_freq", "number", (1.01, 1e30), default=None, null=True),
 )
-"""The keys of `config.json` that are read of Gemma 3."""
+"""The keys of `config.json` that are read for Gemma 3."""
 
 _TIME_STEP_LIMIT = Key("time_step_limit", "numbers", (0, math.inf), default=(), null=True)
 GRANITE_KEYS = (
@@ -157,7 +157,7 @@ GRANITE_KEYS = (
     Key("mamba_n_heads", "integer", (1, 2**16), default=128, null=True),
     Key("mamba_n_groups", "integer", (1, 2**16), default=1, null=True),
     Key("mamba_d_state", "integer", (1, 256), default=256, null=True),
-    # None: all heads together have what `mamba_expand` says.
+    # None: `mamba_expand` gives the size of all heads together.
     Key("mamba_d_head", "integer", (1, 2**16), default=None, null=True),
     Key("mamba_d_conv", "integer", (2, 8), default=4, null=True),
     Key("mamba_expand", "integer", (1, 64), default=2, null=True),
@@ -165,7 +165,7 @@ GRANITE_KEYS = (
     Key("mamba_proj_bias", "flag", default=False, null=True),
     _TIME_STEP_LIMIT,
 )
-"""The keys of `config.json` that are read of Granite 4's hybrids."""
+"""The keys of `config.json` that are read for Granite 4's hybrids."""
 
 NEMOTRON_KEYS = (
     Key("hybrid_override_pattern", "text", default=None, null=True),
@@ -183,14 +183,14 @@ NEMOTRON_KEYS = (
     Key("use_conv_bias", "flag", default=True),
     Key("mamba_proj_bias", "flag", default=False),
     Key("mamba_ssm_cache_dtype", "text", default="float32", null=True),
-    # Of layers of experts, which the pattern would name.
+    # For layers with experts, which the pattern would name.
     Key("n_routed_experts", "integer", (0, 2**16), default=None, null=True),
     Key("n_shared_experts", "integer", (0, 2**16), default=None, null=True),
     Key("moe_shared_expert_intermediate_size", "integer", (1, 2**22), default=None, null=True),
     Key("moe_latent_size", "integer", (1, 2**22), default=None, null=True),
     _TIME_STEP_LIMIT,
 )
-"""The keys of `config.json` that are read of Nemotron-H."""
+"""The keys of `config.json` that are read for Nemotron-H."""
 
 QWEN3_5_KEYS = (
     Key("linear_num_key_heads", "integer", (1, 4096), default=16),
@@ -200,10 +200,10 @@ QWEN3_5_KEYS = (
     Key("linear_conv_kernel_dim", "integer", (2, 8), default=4),
     Key("full_attention_interval", "integer", (1, 1024), default=4),
     Key("attn_output_gate", "flag", default=True, null=True),
-    # Of the states.
+    # Dtype of the recurrent states.
     Key("mamba_ssm_dtype", "text", default="float32", null=True),
 )
-"""The keys of `config.json` that are read of Qwen3.5."""
+"""The keys of `config.json` that are read for Qwen3.5."""
 
 LFM2_KEYS = (
     Key("norm_eps", "number", (0, 1), default=1e-5),
@@ -217,7 +217,7 @@ LFM2_KEYS = (
     Key("tie_embedding", "flag", default=None, null=True),
     Key("block_ff_dim", "integer", (1, 2**22), default=None, null=True),
 )
-"""The keys of `config.json` that are read of LFM2."""
+"""The keys of `config.json` that are read for LFM2."""
 
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
@@ -245,7 +245,7 @@ MTP_KEYS = (
     Key("mtp_layer_types", "texts", default=None, null=True),
     Key("mtp_mlp_layer_types", "texts", default=None, null=True),
 )
-"""The keys of `config.json` that are read where its draft modules draft."""
+"""The keys of `config.json` that are read when the checkpoint's draft modules draft."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # Weights in other formats.
@@ -359,7 +359,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logits_mup_width_multiplier": (1,),
     "scale_attn_by_inverse_layer_idx": (False,),
 }
-"""Keys that change the arithmetic of some decoder, and the values, beside null, that do not."""
+"""Keys that change the arithmetic of some decoders, with the values besides null that do not."""
 
 NEUTRAL_ROUTING: Mapping[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),
@@ -372,18 +372,17 @@ NEUTRAL_ROUTING: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": ("softmax",),
     "routed_scaling_factor": (1,),
 }
-"""The same of a model with experts: how others route, and which of their layers have experts."""
+"""Neutral values of routing keys: how other models route, and which layers have experts."""
 
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
-"""Names of the norms' epsilon; a family reads the last one of its own."""
+"""Names of the norms' epsilon; a family reads the last of those that it knows."""
 
 NEUTRAL_ROPE: Mapping[str, tuple[Any, ...]] = {
     "mrope_section": (False,),
     "mrope_interleaved": (False,),
 }
-"""Keys of RoPE's settings by which dimensions turn by positions of several axes, and the values,
-beside null, that say of one axis."""
-# What other programs multiply by, and transformers does not know.
+"""Keys of multi-axis RoPE (mrope), with the values besides null that mean a single axis."""
+# Factors that other programs apply and transformers does not know.
 _FACTORS_OF_ROPE: Mapping[str, tuple[Any, ...]] = {
     "attn_factor": (1,),
     "extrapolation_factor": (1,),
@@ -429,8 +428,8 @@ _HARMLESS = """
     time_step_floor time_step_max time_step_min time_step_rank use_mamba_kernels
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Keys that change nothing here: of other programs, tokens, training, other tasks, generation and
-the count of draft modules."""
+"""Keys that change nothing here: they concern other programs, tokens, training, other tasks,
+generation and the number of draft modules."""
 
 
 _OF_IMAGES = (
@@ -443,12 +442,12 @@ _OF_IMAGES = (
 def unsupported(
     name: str, value: object, supported: str, *, file: str = "config.json"
 ) -> ValueError:
-    """What to raise for a value that changes the computation into one that is not implemented."""
+    """The error for a value that asks for a computation that is not implemented."""
     return ValueError(f"{file} has {name}={shown(value)}: supported: {supported}")
 
 
 def language_model(config: HfConfig) -> HfConfig:
-    """Its own config: `text_config` of a checkpoint with a tower for images, else the whole."""
+    """The language model's own config: `text_config` if there is a vision tower, else all."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -459,7 +458,7 @@ def read_key(config: HfConfig, name: str) -> Any:
 
 
 def read_keys(config: HfConfig, keys: Sequence[Key] = KEYS, *, inside: str = "") -> dict[str, Any]:
-    """The value or default of each key; `inside` is the key of `config.json` that `config` is of.
+    """The value or default of each key; `inside` is the key of `config.json` that holds `config`.
 
     ValueError names the first key that is missing or has a wrong value.
     """
@@ -471,7 +470,7 @@ def check_neutral(
     known: Collection[str] = (),
     table: Mapping[str, tuple[Any, ...]] = NEUTRAL,
 ) -> None:
-    """Raise ValueError for a key that says that the model computes something else.
+    """Raise ValueError for a key that says the model computes something else.
 
     known  keys that the family understands besides `KEYS`
     """
@@ -480,7 +479,7 @@ def check_neutral(
         if value is None or value in neutral or name in known:
             continue
         if name == "no_rope_layers" and _all_are(value, 1):
-            # The list says of each layer whether it has RoPE.
+            # The list says for each layer whether it has RoPE.
             continue
         raise unsupported(name, value, " or ".join(["null", *map(repr, neutral)]))
     for name in ("rope_parameters", "rope_scaling"):
@@ -494,7 +493,7 @@ def check_neutral(
 
 
 def check_epsilons(config: HfConfig, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError where another name says another epsilon than the one that is read."""
+    """Raise ValueError if another name gives a different epsilon from the one that is read."""
     own = [name for name in EPSILONS if name in settings][-1]
     for name in EPSILONS:
         if config.get(name) not in (None, settings[own]):
@@ -502,7 +501,7 @@ def check_epsilons(config: HfConfig, settings: Mapping[str, Any]) -> None:
 
 
 def unknown_keys(config: HfConfig) -> list[str]:
-    """Sorted names of the keys that are neither read nor known to change nothing."""
+    """Sorted names of the keys that are neither read nor listed as neutral or harmless."""
     of_families = (
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS),
@@ -511,7 +510,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
     known = read | NEUTRAL.keys() | HARMLESS
     text = config.get("text_config")
     if isinstance(text, dict):
-        # Of the image, for a model of which the text is read.
+        # Keys of images, where only the language model is read.
         known |= {"text_config", *_OF_IMAGES}
     names = [name for name in config if name not in known]
     if isinstance(text, dict):

@@ -3,7 +3,7 @@
 A family writes a `ModelConfig`, `ModelWeights` and a `Model`, and lists in them
 
     linears   the weights that a decode step multiplies by: plans, their sources in the tuning
-              tables, arrival counters and workspaces go by these names
+              tables, arrival counters and workspaces use these names
     states    what each layer keeps of a sequence: caches, swap, recurrent fields and the budget
               follow from them
     weights   the checkpoint's tensors, and along which dimension ranks split each of them
@@ -53,19 +53,22 @@ from graphengine.models.weights import StoredWeights
 # What the engine lends a model for a launch.
 
 Reduce = Callable[[Tensor], Tensor]
-"""From this rank's part of a product `[N, H]` to the sum of all ranks' parts, in the order of the
-ranks, so that all have the same bits. It may return another tensor or change the one it gets."""
+"""All-reduces this rank's part `[N, H]` of a product. It sums in rank order, so all ranks get the
+same bits. It may return another tensor or change the one it gets."""
 
 
 class SplitStream(Protocol):
-    """A chunk's residual stream of which each rank has some lanes, while all have what layers read:
-    the sequence parallelism of Megatron-LM.
+    """A chunk's residual stream, split by lanes over the ranks; all ranks have what layers read.
+
+    This is the sequence parallelism of Megatron-LM.
     """
 
     @property
     def normed_NH(self) -> Tensor:
-        """`[N, H]`: what layers read, of all lanes. Between two calls of `add` it is this rank's to
-        read and to write: others store into it only once this rank has begun the next one.
+        """`[N, H]`: what layers read, for all lanes.
+
+        Between two calls of `add` this rank may read and write it: other ranks store into it only
+        once this rank has begun its next `add`.
         """
         ...
 
@@ -78,27 +81,27 @@ class SplitStream(Protocol):
         bias_H: Tensor | None,
         eps: float,
     ) -> None:
-        """`stream` plus the sum of all ranks' parts and the bias, in place, of this rank's lanes;
-        and what `next_norm` makes of it, of all lanes.
+        """Add the sum of all ranks' parts, and the bias, to this rank's lanes of `stream`.
 
-        A part, `[N, H]`, does not lie in `normed_NH`. The sum is rounded to the parts' dtype; all
+        The stream changes in place; `normed_NH` becomes the stream after `next_norm`, in all lanes.
+        A part, `[N, H]`, must not lie in `normed_NH`. The sum is rounded to the parts' dtype; all
         ranks have the same bits. Other ranks' lanes of `stream`, float32 `[N, H]`, are neither read
         nor written. Padded lanes stay as they are.
         """
         ...
 
     def gather_lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
-        """New `[1, H]` on all ranks, which all call it: one lane of the stream, whoever has it."""
+        """One lane of the stream, new `[1, H]` on all ranks; every rank must call it."""
         ...
 
 
 OpenSplit = Callable[[int, int, torch.dtype], SplitStream | None]
-"""That of a chunk of so many lanes, of so many values each, which layers read in this dtype; None
-where all ranks rather have all lanes."""
+"""Opens a chunk's `SplitStream` from its lanes, its values per lane, and the dtype that layers
+read. None: all ranks keep all lanes instead."""
 
 
 class AddOwn(Protocol):
-    """Where the sum of what all ranks have for this one's lanes is added to the residual stream."""
+    """Adds the sum of all ranks' results for this rank's lanes to the residual stream."""
 
     def __call__(
         self,
@@ -110,7 +113,7 @@ class AddOwn(Protocol):
         own_NH: Tensor | None = None,
         pdl: bool = False,
     ) -> Residual:
-        """As `add_to_residual` of that sum and `own_NH`, but for groups of squares."""
+        """Like `add_to_residual` of that sum plus `own_NH`, but with other groups of squares."""
         ...
 
 
@@ -122,14 +125,13 @@ class Share(NamedTuple):
 
 
 WHOLE = Share(0, 1)
-"""All of it."""
+"""The whole model, on one rank."""
 
 
 class LayerSpan(NamedTuple):
-    """The layers from `first` on, up to and without `stop`, of a model of `layers`: what a stage of
-    a pipeline has.
+    """The layers `first` to `stop - 1` of a model with `layers` layers: one pipeline stage.
 
-    embeds  whether it has the embedding all the same where that is not before its layers
+    embeds  whether the stage has the embedding even if it does not begin with it
     """
 
     first: int
@@ -139,66 +141,69 @@ class LayerSpan(NamedTuple):
 
     @property
     def begins(self) -> bool:
-        """Whether the embedding is before them."""
+        """Whether the embedding comes before these layers."""
         return self.first == 0
 
     @property
     def ends(self) -> bool:
-        """Whether lm_head is after them."""
+        """Whether lm_head comes after these layers."""
         return self.stop == self.layers
 
 
 class RankGroup(Protocol):
-    """The ranks of a model, as one of them meets the others in a step."""
+    """The ranks of a model, and how one of them communicates with the others in a step."""
 
     @property
     def share(self) -> Share: ...
 
     def reduce(self, part_NH: Tensor, /) -> Tensor:
-        """As `Reduce` says."""
+        """All-reduce this rank's part; see `Reduce`."""
         ...
 
     def split_stream(self, lanes: int, hidden: int, dtype: torch.dtype, /) -> SplitStream | None:
-        """As `OpenSplit` says."""
+        """Open a chunk's split stream; see `OpenSplit`."""
         ...
 
     @property
     def waited_s(self) -> float | None:
-        """For which this rank has waited for the others in all; waits for its device. None: not
-        known.
+        """Seconds that this rank has spent waiting for the others in all; None: not known.
+
+        Reading it waits for the rank's device.
         """
         ...
 
     @property
     def peers(self) -> Peers | None:
-        """With what kernels sum up as `reduce` does; None where they cannot."""
+        """Peer memory with which kernels sum as `reduce` does; None where they cannot."""
         ...
 
     def gather(self, part_NC: Tensor, /) -> Tensor:
-        """New `[ranks, N, C]`: the parts of all ranks, of one shape and any dtype, in order."""
+        """New `[ranks, N, C]`: all ranks' parts in rank order, of one shape and any dtype."""
         ...
 
     def sum_own(self, parts_RNC: Tensor, /) -> Tensor:
-        """New `[N, C]`: the sum, in the order of the ranks, of what each has for this one, where
-        `parts_RNC[r]` is for rank r; of one shape and float dtype on all ranks.
+        """Reduce-scatter: new `[N, C]`, the sum in rank order of all ranks' parts for this one.
+
+        `parts_RNC[r]` is for rank r; all ranks have the same shape and float dtype.
         """
         ...
 
     @property
     def add_own(self) -> AddOwn | None:
-        """A kernel for that sum and the residual stream; None where there is none."""
+        """A kernel for `sum_own` and the residual stream; None where there is none."""
         ...
 
     def push_candidates(
         self, best_NC: Tensor, health_NC: Tensor, /
     ) -> tuple[Tensor, Tensor] | None:
-        """`[N, ranks]`: of each rank one tile in place of its own, by one kernel; None where there
-        is none.
+        """`[N, ranks]` each, by one kernel: one tile per rank in place of all its tiles.
+
+        None where there is no kernel for it.
         """
         ...
 
     def push_lanes(self, lanes: ExpertLanes, /) -> ExpertLanes | None:
-        """Those of all ranks, in their order, by one kernel; None where none takes so many."""
+        """All ranks' lanes in rank order, by one kernel; None where no kernel takes so many."""
         ...
 
 
@@ -206,14 +211,14 @@ class RankGroup(Protocol):
 class PrefillLaunch(Launch):
     """How the kernels of a chunk are launched.
 
-    reduce       where its ranks meet; None: there is one
-    split        what gives each rank some lanes of the stream; None: all have all lanes
-    share        of the model, that this rank has
-    experts      the ranks that the experts are spread over, each of which has lanes of its own;
-                 None: all lanes are on all ranks
-    activations  what inputs of linears are rounded to that take it; None: nothing
-    routes       what keeps, and may give, the experts of each lane; None: nothing does
-    given        embeddings of lanes that have no token; None: every lane has one
+    reduce       the all-reduce of its ranks; None: there is one rank
+    split        opens a stream split over ranks by lanes; None: every rank has all lanes
+    share        the part of the model that this rank has
+    experts      the ranks that the experts are spread over, each with its own lanes; None: every
+                 rank has all lanes
+    activations  format to which inputs are rounded for linears that support it; None: none
+    routes       keeps the experts of each lane, and may prescribe them; None: nothing does
+    given        embeddings of lanes that have no token; None: every lane has a token
     """
 
     reduce: Reduce | None = None
@@ -233,15 +238,15 @@ ONE_RANK = PrefillLaunch()
 class DecodeLaunch(Launch):
     """What the decode kernels of one engine share besides the model.
 
-    `split_tokens` is attention's, but in layers with a window. Each `tokens_per_row` lanes are
-    tokens of one slot, at consecutive positions, or the nodes of its tree: `tree` says which, and
-    `kernels/core/tree.py` what that means. Only grouped-query attention knows trees. `reduce` is
-    where the ranks' parts of a product meet before it is added to the residual stream; with None
-    there is one rank. With `peers` kernels meet: a product and the sum of its parts are one.
-    `share` is this rank's part of the model. With `experts` ranks have lanes of their own, and meet
-    in layers with experts alone.
-    `activations` and `split` are those of prefill: in decode inputs stay as they are, and all ranks
-    have all lanes. `routes` are of one step: those of a chunk have their own.
+    `split_tokens` is attention's, except in layers with a window. Every `tokens_per_row` lanes are
+    tokens of one slot: at consecutive positions, or the nodes of its tree, which `tree` describes
+    (see `kernels/core/tree.py`). Only grouped-query attention supports trees. `reduce` sums the
+    ranks' parts of a product before it is added to the residual stream; None: there is one rank.
+    With `peers` one kernel does a product and the sum of its parts. `share` is this rank's part of
+    the model. With `experts` each rank has its own lanes, and ranks communicate only in layers with
+    experts.
+    `activations` and `split` are for prefill: decode does not round inputs, and all ranks have all
+    lanes. `routes` belong to one decode step: chunks have their own.
     """
 
     plans: LinearPlans
@@ -257,12 +262,12 @@ class DecodeLaunch(Launch):
     routes: StepRoutes | None = None
 
     def plan(self, name: str, weight: AnyWeight | PackedExperts) -> LinearPlan:
-        """Of the linear of this name, where its weight is stored so."""
+        """The plan of a linear, by its name and by how its weight is stored."""
         return self.plans[linear_name(name, weight)]
 
     @property
     def prefill(self) -> PrefillLaunch:
-        """The same for the kernels of a chunk."""
+        """These settings for the kernels of a chunk."""
         return PrefillLaunch(
             pdl=self.pdl,
             reduce=self.reduce,
@@ -288,10 +293,11 @@ class ChunkAttention(Protocol):
         sinks: Tensor | None = None,
         out: Tensor,
     ) -> Tensor:
-        """`out` `[N, Q*D]`, of `kv = [blocks, 2, block_size, G, D]`; an fp8 one has scales.
+        """Fill and return `out`, `[N, Q*D]`.
 
-        Each lane sees `window` tokens, its own among them; 0: all up to its own. `sinks`: float32
-        `[Q]`, one more score of each head.
+        `kv` is `[blocks, 2, block_size, G, D]`; an fp8 cache has scales. Each lane sees `window`
+        tokens including its own; 0: all up to its own. `sinks`: float32 `[Q]`, one extra score per
+        head.
         """
         ...
 
@@ -299,9 +305,9 @@ class ChunkAttention(Protocol):
 class PrefillEnd(NamedTuple):
     """What `Model.prefill` leaves of a chunk of T lanes.
 
-    last    of the chunk's last lane, what `prefill_logits` needs: the model's own affair
+    last    what `prefill_logits` needs of the chunk's last lane; only the model reads it
     hidden  the stream after the final norm `[T, H]` in the model's dtype, where it was asked for
-    stream  float32 `[T, H]`: the stream itself, where `hidden` is there
+    stream  float32 `[T, H]`: the stream itself, where there is `hidden`
     """
 
     last: tuple[Tensor, ...]
@@ -313,9 +319,9 @@ class PrefillEnd(NamedTuple):
 
 
 class ModelConfig(Protocol):
-    """What is known of a model before anything is allocated, as a family reads it.
+    """What a family reads about a model before anything is allocated.
 
-    Equal configs have equal `repr`, by which sessions tell models apart.
+    Equal configs have equal `repr`: sessions tell models apart by it.
     """
 
     @property
@@ -329,12 +335,12 @@ class ModelConfig(Protocol):
 
     @property
     def norm_eps(self) -> float:
-        """Of the final norm."""
+        """Epsilon of the final norm."""
         ...
 
     @property
     def max_positions(self) -> int:
-        """Tokens of the longest sequence that the model is for."""
+        """Tokens of the longest sequence that the model is made for."""
         ...
 
     @property
@@ -344,55 +350,55 @@ class ModelConfig(Protocol):
 
     @property
     def embedding_name(self) -> str:
-        """The embedding's in a checkpoint, without ".weight"."""
+        """The embedding's name in a checkpoint, without ".weight"."""
         ...
 
     def untied(self) -> Self:
-        """The same with a separate lm_head."""
+        """This model with a separate lm_head."""
         ...
 
     @property
     def forms(self) -> WeightForms:
-        """How weights are stored that are not in the model's dtype."""
+        """How the weights that are not in the model's dtype are stored."""
         ...
 
     def stored_as(self, forms: WeightForms) -> Self:
-        """The same model with weights that are stored so."""
+        """This model with its weights stored in these forms."""
         ...
 
     @property
     def linears(self) -> Linears:
-        """Of a decode step: those of the layers, and `lm_head`."""
+        """The linears of a decode step: those of the layers, and `lm_head`."""
         ...
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
-        """What each layer keeps."""
+        """What each layer keeps of a sequence."""
         ...
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that its kernels need besides those of its linears, for `lanes` decode lanes."""
+        """Arrival counters that kernels other than linears need, for `lanes` decode lanes."""
         ...
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
-        """Tokens that a program of decode attention reads; 0 where no layer attends."""
+        """Tokens that one program of decode attention reads; 0 where no layer has attention."""
         ...
 
     def table_bytes(self, max_seq_len: int) -> int:
-        """Bytes of the tables for this many positions that the model makes when it is opened."""
+        """Bytes of the tables that the model makes for this many positions when it is opened."""
         ...
 
     def attention_bytes(self, rows: int, max_seq_len: int) -> int:
-        """Bytes that the programs of its attention leave to each other, in the largest launch."""
+        """Bytes of attention's partial results, in the largest launch."""
         ...
 
     @property
     def prefill_width(self) -> int:
-        """Values that prefill keeps of each lane at most, beside the stream and the normed one."""
+        """Most values per lane that prefill keeps besides the stream and the normed stream."""
         ...
 
     def scan_bytes(self, lanes: int) -> int:
-        """Bytes that kernels of a recurrent layer leave to each other, in a chunk of so many."""
+        """Bytes that a recurrent layer's kernels pass to each other, in a chunk of `lanes`."""
         ...
 
     def allocate(self, *, device: str, dtype: torch.dtype) -> ModelWeights:
@@ -405,7 +411,7 @@ class ModelWeights(StoredWeights):
     """All weights of a model.
 
     embedding  `[V, H]`
-    lm_head    `[V, H]`; where both are tied it is the embedding
+    lm_head    `[V, H]`; where the two are tied it is the embedding
     """
 
     config: ModelConfig
@@ -414,19 +420,19 @@ class ModelWeights(StoredWeights):
 
     @property
     def embedding_scale(self) -> float:
-        """What a token's embedding is multiplied by, the product being rounded to its dtype."""
+        """What a token's embedding is multiplied by; the product is rounded to its dtype."""
         return 1.0
 
     @property
     def given_scale(self) -> float:
-        """The same of embeddings that are given: what transformers does to `inputs_embeds`."""
+        """Factor of embeddings that are given: what transformers does to `inputs_embeds`."""
         return self.embedding_scale
 
     @abstractmethod
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> Model:
         """The model of these weights, for sequences of at most this many tokens.
 
-        vocabulary  ids that its logits have, the first of all; 0: every id
+        vocabulary  how many ids the logits have, from id 0 on; 0: all
         """
 
 
@@ -461,9 +467,9 @@ class Model(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Compute anew, in place, what was made of the weights when the model was opened.
+        """Recompute in place what was made of the weights when the model was opened.
 
-        Queued on the current stream, once other values are in the weights.
+        Called once the weights have new values; the work is queued on the current stream.
         """
         ...
 
@@ -497,16 +503,16 @@ class Model(Protocol):
         stream: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> PrefillEnd:
-        """A prompt chunk through the layers, as far as the states and `prefill_logits` need it.
+        """Run a prompt chunk through the layers, as far as the states and `prefill_logits` need it.
 
-        `stream`, float32 [T, H], is what the layers before these have left, and is changed in
-        place; None: they begin with the tokens' embeddings.
+        `stream`, float32 [T, H], is the residual stream that the preceding layers left, and is
+        changed in place; None: these layers begin with the tokens' embeddings.
 
-        The states are updated as in `decode`. With `all_lanes` every lane goes all the way, for
-        the reader of `PrefillEnd.hidden`; the logits' bits do not depend on it.
+        The states are updated as in `decode`. With `all_lanes` every lane goes through all layers,
+        for the reader of `PrefillEnd.hidden`; the logits' bits do not depend on it.
 
         `streams[layer]`, [T or more, H], receives the residual stream after the layer, rounded to
-        its dtype; that of the last layer with `all_lanes` only.
+        its dtype; the last layer's only with `all_lanes`.
         """
         ...
 
@@ -518,7 +524,9 @@ class Model(Protocol):
         head: AnyWeight,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
-        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up.
+        """Logits of the chunk's last lane, float32 `[1, V]`; the lane is of slot `slot_1`.
+
+        `end` is used up.
 
         head  `lm_head`, or some of its rows
         """
@@ -526,7 +534,7 @@ class Model(Protocol):
 
 
 class NeedsArrivals(Protocol):
-    """A model's config, or that of a draft module's layers."""
+    """The config of a model, or of a draft module's layers."""
 
     def arrivals(self, lanes: int) -> int: ...
 
@@ -534,14 +542,14 @@ class NeedsArrivals(Protocol):
 def arrival_counters(
     config: NeedsArrivals, linears: Linears, plans: LinearPlans, lanes: int
 ) -> int:
-    """Counters that the kernels of a step share: what the neediest of them uses.
+    """Arrival counters that a step's kernels share: the most that any of them uses.
 
-    linears  those of the step, a draft module's own among them
+    linears  all of the step, including a draft module's own
     """
     return max(config.arrivals(lanes), linear_arrivals(linears, plans))
 
 
-# The fewest rows a program of a plan that splits.
+# The fewest rows per program among plans that split.
 _LEAST_SPLIT_ROWS = 16
 
 

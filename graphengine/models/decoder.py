@@ -1,13 +1,14 @@
-"""A decoder: layers of attention and SwiGLU, an RMSNorm before each of them, or on both sides.
+"""A decoder: layers of attention and SwiGLU, with an RMSNorm before each block or on both sides.
 
-Layers differ in their attention's window and, with it, their RoPE, and in whether they have a
-mixture of experts instead of one SwiGLU. Llama 3, Mistral, Qwen2, Qwen3 and Qwen3-MoE are this
-composition with grouped-query attention and other settings; their files map a checkpoint's config
-onto `DecoderConfig`. DeepSeek-V2 and V3 have latent attention, Gemma 3 norms after blocks, too.
-`decode` runs a few rows through five fused kernels a layer, and through more with experts, latents
-or norms after blocks; `prefill` runs the tokens of a
-chunk through the BLAS, but for gate and up where `linear_swiglu` is faster.
-The bits of both depend on the number of lanes, which for a chunk follows from the prompt alone.
+Layers differ in their attention window and with it their RoPE, and in whether they have a mixture
+of experts instead of one SwiGLU. Llama 3, Mistral, Qwen2, Qwen3 and Qwen3-MoE are this composition
+with grouped-query attention and different settings; their files map a checkpoint's config onto
+`DecoderConfig`. DeepSeek-V2 and V3 have latent attention; Gemma 3 also has norms after blocks.
+
+`decode` runs a few rows through five fused kernels a layer; experts, latents and norms after blocks
+take more. `prefill` runs the tokens of a chunk through the BLAS, except for gate and up where
+`linear_swiglu` is faster. The bits of both depend on the number of lanes, which for a chunk follows
+from the prompt alone.
 
 Letters: N lanes, T tokens of a chunk, H hidden, Q query heads, G kv heads, D head_dim,
 V vocabulary.
@@ -99,38 +100,38 @@ class DecoderConfig:
     rope: RopeConfig
     tie_embeddings: bool = False
     attention_bias: bool = False
-    """Of q, k, v and the output."""
+    """Whether q, k, v and the output have biases."""
     qkv_bias: bool = False
-    """Of q, k and v alone."""
+    """Whether q, k and v have biases, even if the output has none."""
     mlp_bias: bool = False
     qk_norm: bool = False
     latent: LatentAttention | None = None
-    """Of every layer, in place of grouped-query attention."""
+    """Latent attention in every layer, in place of grouped-query attention; None: there is none."""
     experts: Experts | None = None
-    """Of the layers that have experts in place of `mlp`."""
+    """The experts of `expert_layers`, in place of `mlp`."""
     expert_layers: tuple[int, ...] = ()
-    """Their indices, ascending."""
+    """Indices of the layers that have experts, ascending."""
     forms: WeightForms = PLAIN
     windows: tuple[int, ...] = ()
-    """Of each layer's attention, 0 for a layer without one; empty: no layer has a window."""
+    """Attention window of each layer, 0 for a layer without one; empty: no layer has a window."""
     local_rope: RopeConfig | None = None
-    """Of the layers with a window; None: that of the others."""
+    """RoPE of the layers with a window; None: the same as in the others."""
     post_norms: bool = False
     """Whether norms also follow attention and the feed-forward, before their sums."""
     norms_plus_one: bool = False
     """Whether every norm multiplies by 1 + its weight."""
     embedding_scale: float = 1.0
-    """Rounded to the model's dtype, as its product with an embedding is."""
+    """Factor of the embeddings; it and its product are rounded to the model's dtype."""
     activation: Activation = "silu"
-    """Of the gates of `mlp`."""
+    """Activation of the gates of `mlp`."""
     query_scalar: float = 0.0
-    """Attention's scores are divided by its root; 0: head_dim."""
+    """Attention's scores are divided by its square root; 0: by that of head_dim."""
     sinks: bool = False
-    """Whether each head's attention has a learned score of no token."""
+    """Whether each head has an attention sink: a learned score that belongs to no token."""
     gated_attention: bool = False
     """Whether attention's sums are multiplied by sigmoids of gates."""
     span: LayerSpan | None = None
-    """Which layers of a model these are; None: they are a model."""
+    """Which layers of a model these are; None: they are a whole model."""
 
     def window_of(self, layer: int) -> int:
         """Tokens that a query of the layer sees; 0: all."""
@@ -143,7 +144,7 @@ class DecoderConfig:
 
     @property
     def attention(self) -> GroupedQueryAttention | LatentAttention:
-        """Of every layer, but for its window."""
+        """Every layer's attention, without its window."""
         if self.latent is not None:
             return self.latent
         return GroupedQueryAttention(
@@ -162,7 +163,7 @@ class DecoderConfig:
         )
 
     def attention_of(self, layer: int) -> GroupedQueryAttention | LatentAttention:
-        """The same with the layer's window."""
+        """The layer's attention, with its window."""
         attention = self.attention
         if isinstance(attention, LatentAttention):
             return attention
@@ -170,7 +171,7 @@ class DecoderConfig:
 
     @property
     def mlp(self) -> Swiglu:
-        """Of every layer without experts."""
+        """The SwiGLU of every layer without experts."""
         return Swiglu(
             hidden_size=self.hidden_size,
             ffn_size=self.ffn_size,
@@ -188,19 +189,19 @@ class DecoderConfig:
 
     @property
     def embedding_name(self) -> str:
-        """The embedding's in a checkpoint, without ".weight"."""
+        """The embedding's name in a checkpoint, without ".weight"."""
         return "model.embed_tokens"
 
     def untied(self) -> DecoderConfig:
-        """The same with a separate lm_head."""
+        """This model with a separate lm_head."""
         return replace(self, tie_embeddings=False)
 
     def stored_as(self, forms: WeightForms) -> DecoderConfig:
-        """The same model with weights that are stored so."""
+        """This model with its weights stored in these forms."""
         return replace(self, forms=forms)
 
     def stage(self, span: LayerSpan) -> DecoderConfig:
-        """These layers of the model, as a stage of a pipeline has them."""
+        """These layers of the model, as a pipeline stage has them."""
         own = range(span.first, span.stop)
         return replace(
             self,
@@ -216,27 +217,28 @@ class DecoderConfig:
 
     @property
     def prefixes(self) -> list[str]:
-        """Of the layers' tensors in the checkpoint."""
+        """Prefixes of the layers' tensors in the checkpoint."""
         return [layer_prefix(index) for index in range(*self._span[:2])]
 
     @property
     def final_norm_name(self) -> str:
-        """Of the norm that reads the stream after the last layer, without ".weight"; after a stage
-        it is that of the layer which follows.
+        """Name of the norm that reads the stream after the last layer, without ".weight".
+
+        For a pipeline stage before the last it is the first norm of the next stage's first layer.
         """
         span = self._span
         return "model.norm" if span.ends else f"{layer_prefix(span.stop)}input_layernorm"
 
     @property
     def linears(self) -> Linears:
-        """Of a decode step: those of each layer, and lm_head, of which every rank has all."""
+        """The linears of a decode step: those of each layer, and lm_head, whole on every rank."""
         return self.linears_of(self.prefixes)
 
     def linears_of(self, prefixes: Sequence[str]) -> Linears:
-        """Those of layers with these prefixes in the checkpoint, and lm_head.
+        """The linears of layers with these prefixes in the checkpoint, and lm_head.
 
-        The i-th prefix is of a layer such as the i-th of the model. Where layers differ, those that
-        the last of them has are last: they leave the residual stream.
+        The i-th prefix belongs to a layer like the model's i-th. Where layers differ, the linears
+        of the last layer come last: they write the final residual stream.
         """
         feed_forwards: dict[Swiglu | Experts, list[str]] = {}
         for index, prefix in enumerate(prefixes):
@@ -270,11 +272,11 @@ class DecoderConfig:
         return tuple((state._replace(window=window),) for window in windows)
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses, for this many decode lanes and for a chunk, or experts."""
+        """Most arrival counters that attention (in decode or in a chunk) or experts use."""
         counters = self.attention.arrivals(lanes)
         if not self.expert_layers:
             return counters
-        # The router has one a lane, which is less.
+        # The router uses one per lane, which is fewer.
         sharing = 1 if self.experts is None else self.experts.sharing
         return max(counters, residual_arrivals(sharing * lanes, self.hidden_size))
 
@@ -283,7 +285,7 @@ class DecoderConfig:
         return self.attention.split_tokens(family, dtype, tokens)
 
     def table_bytes(self, max_seq_len: int) -> int:
-        """Bytes of the cosines and sines of this many positions, and of norms that lacked 1."""
+        """Bytes of the cosines and sines for this many positions, and of norms with 1 added."""
         tables = 2 if self.has_local_tables else 1
         norms = 0
         if self.norms_plus_one:
@@ -298,13 +300,13 @@ class DecoderConfig:
 
     @property
     def prefill_width(self) -> int:
-        """Values of a lane in `PrefillScratch` where nothing is fused."""
+        """Values per lane in `PrefillScratch` where nothing is fused."""
         blocks = {self.feed_forward(index) for index in range(self.num_layers)}
         widths = [block.prefill_width() for block in blocks]
         return max(self.attention.prefill_width, *widths)
 
     def scan_bytes(self, lanes: int) -> int:
-        """None: no layer recurs."""
+        """0: no layer is recurrent."""
         return 0
 
     def allocate(self, *, device: str, dtype: torch.dtype) -> DecoderWeights:
@@ -342,8 +344,10 @@ class DecoderConfig:
 
 
 def embedding_rows(vocab_size: int, span: LayerSpan | None, *, own_head: bool) -> int:
-    """Rows of the embedding of these layers: a stage that neither begins with it nor has it for its
-    head has one row, whose values reach nobody.
+    """Rows of the embedding that these layers have.
+
+    A stage that needs it neither at its beginning nor for its head has one row, whose values nobody
+    uses.
     """
     if span is None or span.begins or span.embeds or (span.ends and not own_head):
         return vocab_size
@@ -355,21 +359,21 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderWeights(ModelWeights):
-    """All weights."""
+    """All weights of a decoder."""
 
     config: DecoderConfig
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
 
     def linears(self) -> list[StoredLinear]:
-        """Those of the layers, and lm_head, which is no embedding's copy. Ranks have all of it."""
+        """Linears of the layers, and lm_head unless it is tied. Every rank has all of lm_head."""
         of_layers = [each for layer in self.layers for each in layer.linears()]
         if self.lm_head is self.embedding:
             return of_layers
         return [*of_layers, StoredLinear(self.lm_head, ((HEAD, self.config.vocab_size),))]
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name. Ranks have the whole vocabulary each."""
+        """Tensors that are not packed, by name. Each rank has the whole vocabulary."""
         config = self.config
         names = {f"{config.final_norm_name}.weight": Weight(self.final_norm)}
         if len(self.embedding) == config.vocab_size:
@@ -387,11 +391,11 @@ class DecoderWeights(ModelWeights):
 
     @property
     def routed(self) -> RoutedExperts | None:
-        """Those of the layers that have experts."""
+        """The experts of all layers that have some; None: no layer has."""
         return routed_of(self.layers)
 
     def kv_scales(self) -> dict[str, Tensor]:
-        """Of every layer's keys and values, by the prefix of its attention."""
+        """Scales of every layer's keys and values, by the prefix of its attention."""
         return {
             layer.prefix + ATTENTION: scales
             for layer in self.layers
@@ -400,12 +404,12 @@ class DecoderWeights(ModelWeights):
 
     @property
     def embedding_scale(self) -> float:
-        """What a token's embedding is multiplied by: a number of the model's dtype."""
+        """What a token's embedding is multiplied by, rounded to the model's dtype."""
         return torch.tensor(self.config.embedding_scale, dtype=self.embedding.dtype).item()
 
     @property
     def given_scale(self) -> float:
-        """1: such families (Gemma 3) multiply in the embedding, whose output is given."""
+        """1: families that scale (Gemma 3) do it in the embedding, and its output is given."""
         return 1.0
 
     def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
@@ -414,7 +418,7 @@ class DecoderWeights(ModelWeights):
 
 
 def _computed(weights: DecoderWeights) -> tuple[tuple[LayerWeights, ...], Tensor]:
-    """Layers and final norm as they compute: with norms of their own where the checkpoint's lack 1.
+    """Layers and final norm to compute with: norms are copies with 1 added where they need it.
 
     All other tensors are those of the weights.
     """
@@ -425,9 +429,9 @@ def _computed(weights: DecoderWeights) -> tuple[tuple[LayerWeights, ...], Tensor
 
 
 class DecoderModel:
-    """Weights and RoPE tables; logits have the first `vocabulary` ids, 0 for all.
+    """A decoder with its weights and RoPE tables; logits have the first `vocabulary` ids, 0: all.
 
-    What it computes with are the weights, but for norms that lack 1: of these it has its own.
+    It computes with the tensors of the weights, except that norms that need 1 added are copies.
     """
 
     def __init__(self, weights: DecoderWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
@@ -447,7 +451,7 @@ class DecoderModel:
             self.local_tables = self._new_tables(config.local_rope, max_seq_len)
 
     def refresh(self) -> None:
-        """Make its own norms anew, in place, of weights that have changed."""
+        """Recompute the model's own norms in place from weights that have changed."""
         layers, final_norm = _computed(self.weights)
         for held, made in zip(self._layers, layers, strict=True):
             refill(held.tensors(), made.tensors())
@@ -486,20 +490,21 @@ class DecoderModel:
         return self._final_norm
 
     def fuses(self, lanes: int) -> bool:
-        """Whether in a chunk of this many lanes one kernel multiplies gates and ups that are not
-        packed; those that are have one at all sizes.
+        """Whether unpacked gates and ups are one kernel in a chunk of this many lanes.
+
+        Packed ones are one kernel at all sizes.
         """
         blocks = [each.mlp for each in self.weights.layers if isinstance(each.mlp, SwigluWeights)]
         plain = [block for block in blocks if isinstance(block.gate_up, Tensor)]
         return bool(plain) and plain[0].is_fused(lanes)
 
     def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
-        """The chunks whose gate and up one kernel multiplies, which sums in another order."""
+        """Sizes of chunks whose gate and up are one kernel, which sums in another order."""
         return {"fused_swiglu": ",".join(str(size) for size in prefill_sizes if self.fuses(size))}
 
     def linear(self, link: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
-        """Weight, bias and next norm of one of a layer's `config.linears`; a norm where it is a
-        residual. KeyError for a linear that is not there.
+        """Weight, bias and next norm of one of a layer's `config.linears`; only residuals have a
+        norm. KeyError for a linear that is not there.
         """
         of_layer = self.weights.layers[link]
         attention, mlp = of_layer.attention, of_layer.mlp
@@ -567,18 +572,18 @@ class DecoderModel:
         stream: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> PrefillEnd:
-        """A prompt chunk through all layers, up to and with the attention of the last one.
+        """Run a prompt chunk through all layers, up to and including the last one's attention.
 
-        `stream`, float32 [T, H], is what the layers before these have left, and is changed in
-        place; None: they begin with the tokens' embeddings.
+        `stream`, float32 [T, H], is the residual stream that the preceding layers left, and is
+        changed in place; None: these layers begin with the tokens' embeddings.
 
         As in `decode` the cache receives the keys and values of the live lanes. What the last layer
-        does after its attention matters to the sampled token alone: `prefill_logits` does it. With
+        does after its attention matters only to the sampled token: `prefill_logits` does it. With
         `all_lanes` it is done for every lane as well, for a draft module that reads them; the
         logits' bits do not depend on it.
 
         `streams[layer]`, [T or more, H], receives the residual stream after the layer, rounded to
-        its dtype; that of the last layer with `all_lanes` only.
+        its dtype; the last layer's only with `all_lanes`.
         """
         config, weights, slot = self.config, self.weights, lanes.slot
         last = len(self._layers) - 1
@@ -622,7 +627,9 @@ class DecoderModel:
         head: AnyWeight,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
-        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up.
+        """Logits of the chunk's last lane, float32 `[1, V]`; the lane is of slot `slot_1`.
+
+        `end` is used up.
 
         head  `lm_head`, or some of its rows
         """

@@ -1,4 +1,4 @@
-"""One layer of a decoder: attention and a feed-forward, norms before them and, of some, after them.
+"""One decoder layer: attention and a feed-forward, with norms before and in some models after.
 
 Letters: G kv heads, D head_dim.
 """
@@ -28,7 +28,7 @@ ATTENTION, MLP = "self_attn.", "mlp."
 
 
 def layer_prefix(index: int) -> str:
-    """Of a layer's tensors in the checkpoint."""
+    """Prefix of a layer's tensors in the checkpoint."""
     return f"model.layers.{index}."
 
 
@@ -36,8 +36,8 @@ def layer_prefix(index: int) -> str:
 class LayerWeights:
     """One layer's blocks, and the weights of the norms before them.
 
-    prefix      of the names in the checkpoint
-    post_norms  of the norms after the blocks; None: there are none
+    prefix      of the layer's names in the checkpoint
+    post_norms  weights of the norms after the blocks; None: there are none
     """
 
     prefix: str
@@ -48,11 +48,11 @@ class LayerWeights:
     post_norms: PostNorms | None = None
 
     def linears(self) -> list[StoredLinear]:
-        """The layer's products."""
+        """The layer's linears."""
         return self.attention.linears() + self.mlp.linears()
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
+        """Tensors that are not packed, by name."""
         return {
             **{f"{self.prefix}{name}.weight": Weight(norm) for name, norm in self._norms().items()},
             **self.attention.stored(),
@@ -75,26 +75,27 @@ class LayerWeights:
 
     @property
     def may_split(self) -> bool:
-        """Whether ranks may have some lanes of its stream each: experts, and norms of a product,
-        have sums of their own.
+        """Whether the layer's stream may be split over ranks by lanes.
+
+        Experts, and norms after a block, sum over ranks in their own way.
         """
         return isinstance(self.mlp, SwigluWeights) and self.post_norms is None
 
     @property
     def after_attention(self) -> NextNorm:
-        """What is between the attention and the feed-forward."""
+        """The norm, or two norms, between the attention and the feed-forward."""
         if self.post_norms is None:
             return self.ffn_norm
         return Sandwich(self.post_norms.attention, self.ffn_norm, self.mlp.block.norm_eps)
 
     def after_mlp(self, following: Tensor) -> NextNorm:
-        """What is between the feed-forward and the norm of the next layer."""
+        """The norm, or two norms, after the feed-forward; `following` is the next layer's."""
         if self.post_norms is None:
             return following
         return Sandwich(self.post_norms.mlp, following, self.mlp.block.norm_eps)
 
     def with_norms_plus_one(self) -> LayerWeights:
-        """The same where the checkpoint's norms lack 1."""
+        """This layer with 1 added to its norms, for checkpoints whose norms lack it."""
         post, attention = self.post_norms, self.attention
         assert isinstance(attention, AttentionWeights), "latents have norms that lack nothing"
         return replace(
@@ -116,7 +117,7 @@ def allocate_layer(
     device: str,
     dtype: torch.dtype,
 ) -> LayerWeights:
-    """Uninitialised weights of the layer of this prefix; `device="meta"` allocates nothing."""
+    """Uninitialised weights of the layer with this prefix; `device="meta"` allocates nothing."""
     input_norm, ffn_norm, *after = (
         torch.empty(attention.hidden_size, device=device, dtype=dtype)
         for _ in range(4 if post_norms else 2)
@@ -132,7 +133,7 @@ def allocate_layer(
 
 
 def routed_of(layers: Sequence[LayerWeights]) -> RoutedExperts | None:
-    """The experts of those of the layers that have some; None: none has."""
+    """The experts of the layers that have some; None: no layer has."""
     held = [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsWeights)]
     if not held:
         return None
@@ -161,9 +162,9 @@ def decode_layer(
 ) -> Residual:
     """One layer for `row`'s tokens: five kernels, or seven where norms follow the blocks.
 
-    `residual` is scaled for the layer's input norm and comes back scaled for `next_norm`, updated
-    in place but for its squares. `kv` is the layer's cache `[blocks, 2, block_size, G, D]`. What
-    the layer makes of the stream is left in `kept`, too.
+    `residual` is scaled for the layer's input norm and comes back scaled for `next_norm`; all but
+    its squares is updated in place. `kv` is the layer's cache `[blocks, 2, block_size, G, D]`. The
+    stream after the layer is also left in `kept`.
     """
     residual = layer.attention.decode(
         row, residual, layer.after_attention, kv, block_table, tables, launch
@@ -180,7 +181,7 @@ def decode_feed_forward(
     *,
     kept: Kept | None = None,
 ) -> Residual:
-    """What a layer does after its attention, as `decode_layer` has it."""
+    """Run the part of `decode_layer` that follows attention."""
     residual = residual._replace(kept=kept)
     if isinstance(layer.mlp, ExpertsWeights):
         residual = layer.mlp.decode(row, residual, next_norm, launch)
@@ -198,9 +199,9 @@ def prefill_scratch(
     outlived: bool = False,
     may_split: bool = False,
 ) -> PrefillScratch:
-    """What these layers compute a chunk in, in the dtype of `like`, on its device.
+    """The memory in which these layers compute a chunk, in the dtype of `like`, on its device.
 
-    may_split  whether nobody else reads the chunk's stream, so that each rank may have some lanes
+    may_split  whether nobody else reads the chunk's stream, so that ranks may split it by lanes
     """
     attention = layers[0].attention.block
     split = None
@@ -230,9 +231,10 @@ def finish_prefill_layer(
     slot: Tensor,
     scratch: PrefillScratch,
 ) -> None:
-    """What a layer does after the attention of a chunk: `scratch.h` is `stream` after `next_norm`.
+    """Run the part of a layer that follows a chunk's attention.
 
-    `stream`, float32, is updated in place; `attended` is lost where it lies in `scratch`.
+    `stream`, float32, is updated in place, and `scratch.h` becomes `stream` after `next_norm`.
+    `attended` is overwritten where it lies in `scratch`.
     """
     layer.attention.add_output(attended, stream, layer.after_attention, slot, scratch)
     if isinstance(layer.mlp, ExpertsWeights):

@@ -1,8 +1,8 @@
 """DeepSeek-V2 and V3: latent attention, and experts in all layers but the first.
 
-Where a key is missing, transformers' configs of the two say what it means. They leave out what
-DeepSeek's own code has: `moe_layer_freq` is read as there, and what would change their results and
-is not computed here is refused.
+Missing keys have the defaults of transformers' configs of the two. These leave out some keys of
+DeepSeek's own code: `moe_layer_freq` is read as in that code, and keys that would change the
+results and are not implemented here are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphengine.models.llama import decoder_config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Version:
-    """What the two differ in: methods of routing, their scores, and values of missing keys."""
+    """What versions differ in: routing methods, their scores, and the values of missing keys."""
 
     defaults: hf_config.FamilyDefaults
     methods: tuple[str, ...]
@@ -79,7 +79,7 @@ def read_v3(config: HfConfig, architecture: str) -> DecoderConfig:
 
 
 def _read(config: HfConfig, architecture: str, version: Version) -> DecoderConfig:
-    # null means something here, which a key alone cannot say.
+    # null has a meaning here that a `Key` cannot express: queries have no latent.
     has_no_q_rank = "q_lora_rank" in config and config["q_lora_rank"] is None
     given = {**config}
     if has_no_q_rank:
@@ -119,7 +119,7 @@ def _attention(
 
 
 def _scale_of(rope: RopeConfig) -> float:
-    """What scaled RoPE with `mscale_all_dim` does to the scores, besides what its tables have."""
+    """Factor on the scores from scaled RoPE with `mscale_all_dim`, besides that in its tables."""
     if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
         return 1.0
     return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
@@ -163,7 +163,7 @@ def with_experts(settings: dict[str, Any], model: DecoderConfig, version: Versio
 
 
 def _router(settings: dict[str, Any], version: Version) -> Router:
-    """ValueError for a method that is not this version's."""
+    """The router of this version; ValueError for a routing method of another one."""
     method = settings["topk_method"] or version.methods[0]
     if method not in version.methods:
         raise unsupported("topk_method", method, ", ".join(map(repr, version.methods)))

@@ -1,26 +1,26 @@
-"""DFlash and DSpark: a few layers beside a target that draft a block of tokens in one run.
+"""DFlash and DSpark: a few extra layers that draft a block of tokens for a target in one run.
 
 J. Chen, Y. Liang, Z. Liu, "DFlash: Block Diffusion for Flash Speculative Decoding",
 arXiv:2602.06036, with z-lab/dflash; DSpark: deepseek-ai/DeepSpec and the paper in it. With the
 residual stream h_a, h_b, .. that the target's layers a, b, .. leave at each verified position,
 
     c = norm_h(fc [h_a; h_b; ..])
-    keys, values of each layer at that position = those of c, which no layer changes
-    x = [E(newest token), E(mask), .., E(mask)] at the positions after them
+    keys, values of each layer at that position = projections of c, which no layer changes
+    x = [E(newest token), E(mask), .., E(mask)] at the positions that follow
     x = x + attention(norm(x)), x + mlp(norm(x)), layer by layer
     logits = lm_head(norm_out(x))
 
-The layers are Qwen3's. A block's lanes attend every verified position, and all of the block; in a
-layer that is causal, what is not after them. Each layer has KV of its own: what a block leaves
-there is overwritten by what is verified, or by the next block.
+The layers are Qwen3's. A block's lanes attend to every verified position and to the whole block; in
+a causal layer they do not attend to later lanes. Each layer has its own KV cache: a block's entries
+are overwritten by verified tokens or by the next block.
 
-A DFlash block of K + 1 drafts K tokens: the logits at a mask's position are those of its token.
-DSpark's block of K has those of the token after each lane, and drafts one token after the other:
-that after token t by the lane's logits and w2 w1[t], which its checkpoint calls a Markov head.
-E is the target's where the checkpoint has none, and so is lm_head.
+A DFlash block of K + 1 lanes drafts K tokens: the logits of a mask are for the token at its own
+position. In a DSpark block of K lanes each lane's logits are for the token after it, and drafts are
+sampled one after the other: the draft after token t from the lane's logits plus w2 w1[t], which its
+checkpoint calls a Markov head. Where the checkpoint has no E or lm_head, the target's is used.
 
-Letters: N lanes, T tokens of a chunk, R rows, B lanes of a block, H hidden, V vocabulary, A layers
-that are read, r rank of the head.
+Letters: N lanes, T tokens of a chunk, R rows, B lanes of a block, H hidden, V vocabulary, A target
+layers that are read, r rank of the head.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ from graphengine.models.stream_readers import StreamReaders, layers_like
 from graphengine.models.weights import StoredLinear, StoredWeights, Weight
 
 USUAL_LAYERS = 5
-"""Of a published drafter, and of its target that it reads."""
+"""Layers of a published drafter; it reads the stream after as many layers of its target."""
 
 
 def usual_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Those that z-lab's and DeepSpec's drafters read, evenly from 1 to n - 3 of n layers; of few
-    layers those that come nearest, without the last.
+    """Target layers that z-lab's and DeepSpec's drafters read, evenly from 1 to n - 3 of n layers.
+
+    In a small target they are the nearest layers there are, without the last.
     """
     count = target.num_layers
     spread = (count - 4) / (USUAL_LAYERS - 1)
@@ -65,14 +66,14 @@ def usual_layers(target: ModelConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DFlashConfig(StreamReaders):
-    """Sizes and switches.
+    """Sizes and switches of a block drafter.
 
-    decoder          the layers', with the windows that they have
-    causal           of each layer, whether a lane does not see those after it
-    layers           of the target: the stream after each is read, in the order of fc's columns
+    decoder          config of the drafter's layers, including their windows
+    causal           for each layer, whether lanes do not attend to later lanes
+    layers           target layers whose output stream is read, in the order of fc's columns
     target_width     columns of that stream
-    mask_token       the token that stands for one that is not known
-    trained_block    lanes of a block that the layers were trained for
+    mask_token       the token that stands for an unknown one
+    trained_block    lanes per block that the layers were trained for
     from_newest      whether the newest token's lane makes a draft, as DSpark's does
     rank             of the sequential head; 0: there is none
     embedding_rows   of the checkpoint's embedding; 0: there is none
@@ -92,10 +93,11 @@ class DFlashConfig(StreamReaders):
 
     @classmethod
     def of_target(cls, target: ModelConfig, block: int, *, rank: int = 0) -> Self:
-        """A drafter as those of Qwen3-8B are published: layers of the target's sizes, which read as
-        many of its layers; with a rank it is DSpark's. It shares the target's embedding and head.
+        """A drafter like those published for Qwen3-8B, with layers of the target's sizes.
 
-        ValueError for a target whose layers have no drafter of their own.
+        It has `USUAL_LAYERS` layers and reads as many of the target's; with a rank it is DSpark's.
+        It shares the target's embedding and head. ValueError for a target with layers of a kind
+        that no drafter has.
         """
         decoder = layers_like(
             target,
@@ -122,11 +124,11 @@ class DFlashConfig(StreamReaders):
 
     @property
     def most_drafts(self) -> int:
-        """Of the trained block."""
+        """Drafts of a block of the trained length."""
         return self.trained_block - (0 if self.from_newest else 1)
 
     def block_of(self, drafts: int) -> int:
-        """B of a run that makes so many."""
+        """B of a run that makes this many drafts."""
         return drafts + (0 if self.from_newest else 1)
 
     @property
@@ -141,7 +143,7 @@ class DFlashConfig(StreamReaders):
         return self.decoder.states
 
     def linears(self) -> Linears:
-        """Of a run, in its order."""
+        """The linears of a run, in the order in which it runs them."""
         return {
             "fc": Linear("store", self.hidden_size, self.streams_width),
             "context": self.attention.context_linear,
@@ -153,11 +155,13 @@ class DFlashConfig(StreamReaders):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DFlashWeights(StoredWeights):
-    """All weights, in the model's dtype. They are named as `Checkpoint` names those of a base model
-    that was saved alone: "model.layers.0." for "layers.0.".
+    """All weights of a block drafter, in the model's dtype.
+
+    Names are those that `Checkpoint` gives to a base model saved alone: "model.layers.0." for
+    "layers.0.".
 
     fc         `[H, A * target width]`
-    markov     `[V, r]` each; None: drafts do not follow from each other
+    markov     `[V, r]` each; None: drafts do not depend on each other
     lm_head    `[V, H]`; None: it is the target's
     embedding  `[V, H]`; None: it is the target's
     """
@@ -172,7 +176,7 @@ class DFlashWeights(StoredWeights):
     embedding: Tensor | None
 
     def linears(self) -> list[StoredLinear]:
-        """Every product's weight."""
+        """The weight of every linear."""
         linears = [StoredLinear(self.fc, (("fc", len(self.fc)),))]
         linears += [each for layer in self.layers for each in layer.linears()]
         if self.lm_head is not None:
@@ -180,7 +184,7 @@ class DFlashWeights(StoredWeights):
         return linears
 
     def _own(self) -> dict[str, Tensor]:
-        """What is of no layer."""
+        """Tensors that belong to no layer, by name."""
         own: dict[str, Tensor | None] = {
             "fc.weight": self.fc,
             "hidden_norm.weight": self.hidden_norm,
@@ -206,12 +210,12 @@ class DFlashWeights(StoredWeights):
         return [*self._own().values(), *of_layers]
 
     def kv_scales(self) -> dict[str, Tensor]:
-        """Of each layer's keys and values, by the prefix of its attention."""
+        """Scales of each layer's keys and values, by the prefix of its attention."""
         return {each.prefix: each.kv_scales for each in map(attention_of, self.layers)}
 
 
 def attention_of(layer: LayerWeights) -> AttentionWeights:
-    """A layer's attention, which is no other."""
+    """A layer's attention, which is always grouped-query attention."""
     assert isinstance(layer.attention, AttentionWeights), f"{layer.attention=}"
     return layer.attention
 
@@ -253,8 +257,9 @@ def allocate_dflash_weights(
 def dflash_context(
     weights: DFlashWeights, streams_NS: Tensor, slot_N: Tensor, launch: DecodeLaunch
 ) -> Tensor:
-    """c of decode lanes, `[N, H]` in the model's dtype, from the streams that the target's layers
-    left, side by side. Padded lanes hold anything.
+    """c of decode lanes, `[N, H]` in the model's dtype. Padded lanes hold anything.
+
+    streams_NS  the streams that the target's layers left, side by side
     """
     product = linear(
         streams_NS,
@@ -270,7 +275,7 @@ def dflash_context(
 def dflash_chunk_context(
     weights: DFlashWeights, streams_TS: Tensor, slot_T: Tensor, launch: PrefillLaunch
 ) -> Tensor:
-    """The same of a chunk's lanes."""
+    """c of a chunk's lanes, otherwise like `dflash_context`."""
     product = streams_TS.new_empty(len(streams_TS), weights.config.hidden_size)
     chunk_product(streams_TS, weights.fc, None, out=product, pdl=launch.pdl)
     return _normed(weights, product, slot_T, streams_TS.dtype, pdl=launch.pdl)
@@ -293,10 +298,10 @@ def keep_context(
     tables: RopeTables,
     launch: DecodeLaunch | PrefillLaunch,
 ) -> None:
-    """Keys and values of c, into the cache of each layer, at the lanes' positions.
+    """Write the keys and values of c into each layer's cache, at the lanes' positions.
 
-    slot_N  -1 of lanes that are not to be kept: of drafts that were refused
-    launch  of decode lanes, with plans of `DFlashConfig.linears`, or of a chunk's
+    slot_N  -1 for lanes that are not kept: those of rejected drafts
+    launch  for decode lanes, with plans of `DFlashConfig.linears`, or for a chunk
     """
     for layer, kv in zip(weights.layers, cache, strict=True):
         attention_of(layer).keep(context_NH, slot_N, position_N, kv, block_table, tables, launch)
@@ -311,7 +316,7 @@ def run_block(
     tables: RopeTables,
     launch: DecodeLaunch,
 ) -> Residual:
-    """The layers for blocks that begin so: their stream, scaled for the final norm.
+    """Run the layers on the blocks of `begun`; returns their stream, scaled for the final norm.
 
     residual  R * B lanes, scaled for the first layer; updated in place
     cache     of each layer: it has the context, and gets the block's keys and values after it

@@ -1,25 +1,26 @@
-"""Reads and checks DFlash and DSpark checkpoints as they are published, beside their target.
+"""Reads and checks published DFlash and DSpark checkpoints against their target.
 
-A checkpoint has the config of a Qwen3 of few layers, and its tensors without the prefix "model.":
+A checkpoint has the config of a Qwen3 with few layers, and its tensors without the prefix "model.":
 
     fc.weight, hidden_norm.weight, norm.weight, layers.N...
-    embed_tokens.weight, lm_head.weight                      DeepSpec's; z-lab's are the target's
+    embed_tokens.weight, lm_head.weight                      DeepSpec only; z-lab uses the target's
     markov_head.markov_w1.weight, markov_head.markov_w2.weight       [V, markov_rank]
     confidence_head.proj.weight, confidence_head.proj.bias           not read
 
-The architecture says how a block is drafted from. A `DFlashDraftModel` (z-lab/dflash) has a block
-of `block_size` tokens, the newest one among them, and drafts one less: a mask's output is its own
-token. A `Qwen3DSparkModel` (deepseek-ai/DeepSpec, its DFlash checkpoints too, which have
-`markov_rank` 0) drafts as many tokens as its block has, each after its lane's. So does a
-`DSparkDraftModel` of SpecForge and SGLang whose `model_type` is "qwen3", as vLLM takes it. z-lab's
-config has `block_size`, `mask_token_id` and `target_layer_ids` in `dflash_config` or beside it;
-what is in it goes first. DeepSpec's has them beside the rest.
+The architecture says which lanes of a block make drafts. A `DFlashDraftModel` (z-lab/dflash) has a
+block of `block_size` tokens including the newest one, and drafts one fewer: a mask's output is the
+token at its own position. A `Qwen3DSparkModel` (deepseek-ai/DeepSpec, including its DFlash
+checkpoints, which have `markov_rank` 0) drafts as many tokens as its block has lanes: a lane's
+output is the token after it. So does a `DSparkDraftModel` of SpecForge and SGLang whose
+`model_type` is "qwen3", as vLLM takes it. z-lab's config has `block_size`, `mask_token_id` and
+`target_layer_ids` in `dflash_config` or at the top level; `dflash_config` takes precedence.
+DeepSpec's has them at the top level.
 
-`target_layer_ids` are numbers of the target's layers, from 0: the stream that each leaves is read.
-The last layer's is not taken, since transformers hands it out normed and other engines do not. A
-layer of `sliding_attention` is causal unless `is_causal` says otherwise, and then all are alike
-(z-lab/dflash, SGLang); layers of full attention see all of a block. DFlash 2, heads of the kinds
-`gated` and `rnn`, and draft vocabularies are not read, nor is DeepSpec's Gemma 4.
+`target_layer_ids` count the target's layers from 0: the stream after each is read. The last layer
+is refused, since transformers returns its stream after the final norm and other engines do not. By
+default a layer of `sliding_attention` is causal, and one of full attention sees the whole block;
+`is_causal` sets the same for all layers (z-lab/dflash, SGLang). DFlash 2, heads of the kinds
+`gated` and `rnn`, draft vocabularies and DeepSpec's Gemma 4 are not read.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 _DSPARK = "DSparkDraftModel"
 _FROM_NEWEST = {"DFlashDraftModel": False, "Qwen3DSparkModel": True, _DSPARK: True}
-# Of the whole config, and of `dflash_config` in it.
+# Keys of the top level and of `dflash_config`.
 _BLOCK_KEYS = (
     Key("block_size", "integer", (1, 1024), default=None, null=True),
     Key("mask_token_id", "integer", (0, INT32_MAX), default=None, null=True),
@@ -82,12 +83,12 @@ _CONFIDENCE = "confidence_head."
 def read_dflash(
     checkpoint: Checkpoint, target: ModelConfig, layers: Sequence[int] | None = None
 ) -> DFlashConfig:
-    """What a block drafter's checkpoint is for this target.
+    """Read a block drafter's checkpoint for this target.
 
-    layers  of the target, after which its stream is read; None: those that the config names
+    layers  target layers after which the stream is read; None: those that the config names
 
-    ValueError, with names and numbers, for a checkpoint that is none, lacks tensors or has others,
-    or does not fit the target. Shapes of weights are checked here too.
+    ValueError, with names and numbers, for a checkpoint that is no block drafter's, lacks tensors
+    or has unknown ones, or does not fit the target. Shapes of weights are checked here too.
     """
     path, stored = checkpoint.path, checkpoint.tensors
     from_newest = _from_newest(checkpoint)
@@ -125,13 +126,13 @@ def _from_newest(checkpoint: Checkpoint) -> bool:
             f"{' or '.join(_FROM_NEWEST)}"
         )
     if _DSPARK in architectures and names["model_type"] != "qwen3":
-        # Under this name there are drafters with DeepSeek's layers, too.
+        # Drafters with DeepSeek's layers have this name, too.
         raise unsupported("model_type", names["model_type"], f"'qwen3' of a {_DSPARK}")
     return known[0]
 
 
 def _settings(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `_BLOCK_KEYS` is said; `dflash_config` goes first."""
+    """The values of `_BLOCK_KEYS`; `dflash_config` takes precedence."""
     inside = read_keys(values["dflash_config"] or {}, _BLOCK_KEYS, inside="dflash_config")
     settings = {key.name: values[key.name] for key in _BLOCK_KEYS}
     settings |= {name: value for name, value in inside.items() if value is not None}
@@ -148,7 +149,7 @@ def _settings(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[str, An
 
 
 def _causal(values: Mapping[str, Any], from_newest: bool) -> tuple[bool, ...]:
-    """Of each layer."""
+    """Whether each layer is causal."""
     count: int = values["num_hidden_layers"]
     types = values["layer_types"] or ["full_attention"] * count
     if len(types) != count:
@@ -229,7 +230,7 @@ def _check_sizes(
 
 
 def _check_tensors(checkpoint: Checkpoint, config: DFlashConfig) -> None:
-    """Every tensor must be there, of its shape, and none that nobody reads."""
+    """Raise ValueError for missing tensors, wrong shapes, and tensors that nobody reads."""
     path, stored = checkpoint.path, checkpoint.tensors
     wanted = allocate_dflash_weights(config, device="meta", dtype=torch.float32).named()
     missing = sorted(wanted.keys() - stored.keys())

@@ -1,21 +1,22 @@
-"""EAGLE3: a layer beside a target, which reads the target's residual stream after a few layers.
+"""EAGLE3: an extra layer that reads the target's residual stream after a few of its layers.
 
 Y. Li, F. Wei, C. Zhang, H. Zhang, "EAGLE-3: Scaling up Inference Acceleration of Large Language
 Models via Training-Time Test", arXiv:2503.01840. For the token at position p and the one after it:
 
-    g = fc [h_a; h_b; h_c]           where the target has been; else y of the run before
-                                     EAGLE 3.1 norms each h before (`fc_norm`), others all at once
+    g = fc [h_a; h_b; h_c]           where the target has run; else y of the previous run
+                                     EAGLE 3.1 norms each h first (`fc_norm`); with
+                                     `norm_before_fc` one norm covers all of them
     a = attention of [norm_e(E(token)); norm_h(g)], which is 2H wide
     r = g + a                        or norm_h(g) + a, as `norm_before_residual` says
     y = r + mlp(norm(r))
     logits = lm_head(norm_out(y))    over the draft vocabulary
 
-h_a, h_b and h_c are the sums that the target's layers a, b and c leave, before any norm. The next
-run reads y as it is, or norm_out(y), as `norm_output` says. E is the target's where the checkpoint
-has none, and so is lm_head.
+h_a, h_b and h_c are the residual stream after the target's layers a, b and c, before any norm. The
+next run reads y as it is, or norm_out(y), as `norm_output` says. Where the checkpoint has no E or
+lm_head, the target's is used.
 
-Letters: N lanes, T tokens of a chunk, H hidden, D draft vocabulary, V vocabulary, A layers that are
-read.
+Letters: N lanes, T tokens of a chunk, H hidden, D draft vocabulary, V vocabulary, A target layers
+that are read.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ from graphengine.models.weights import StoredLinear, StoredWeights, Weight
 
 
 def usual_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Those after which heads read that do not say otherwise; a target of few has not all."""
+    """Target layers that heads read by default; a small target does not have all of them."""
     count = target.num_layers
     return (1, count // 2 - 1, count - 4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Names:
-    """Names in the checkpoint, without ".weight"; None for what is the target's.
+    """Names in the checkpoint, without ".weight"; None where the target's tensor is used.
 
     layer         prefix of the layer's tensors
-    stream_norms  of what fc reads: each norms an equal share of its columns; empty: there are none
+    stream_norms  norms of fc's input, each for an equal share of its columns; empty: there are none
     """
 
     layer: str
@@ -75,13 +76,13 @@ class Eagle3Names:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Config(StreamReaders):
-    """Sizes and switches.
+    """Sizes and switches of an EAGLE3 head.
 
-    layer           the layer's, and its vocabulary is that of the drafts
-    layers          of the target: the stream after each is read, in the order of fc's columns
+    layer           config of the layer; its vocabulary is the draft vocabulary
+    layers          target layers whose output stream is read, in the order of fc's columns
     target_width    columns of that stream
     embedding_rows  of the checkpoint's embedding; 0: there is none
-    fc_bias         whether fc has one
+    fc_bias         whether fc has a bias
     normed_stream   whether the layer adds to norm_h(g) in place of g
     normed_output   whether the next run reads norm_out(y) in place of y
     """
@@ -97,10 +98,10 @@ class Eagle3Config(StreamReaders):
 
     @classmethod
     def of_target(cls, target: ModelConfig, draft_vocabulary: int) -> Self:
-        """A head as SpecForge configures one: a dense layer of the target's sizes, which reads the
-        usual layers, or those of a target of few that come nearest.
+        """A head as SpecForge configures it: a dense layer of the target's sizes.
 
-        ValueError for a target whose layers have no heads of their own.
+        It reads the usual layers, or in a small target the nearest ones. ValueError for a target
+        with layers of a kind that no head has.
         """
         layer = layers_like(
             target, "EAGLE3 head", architecture="Eagle3", vocab_size=draft_vocabulary
@@ -122,7 +123,7 @@ class Eagle3Config(StreamReaders):
 
     @property
     def draft_vocabulary(self) -> int:
-        """D"""
+        """D, the tokens that can be drafted."""
         return self.layer.vocab_size
 
     @property
@@ -137,7 +138,7 @@ class Eagle3Config(StreamReaders):
         return ((self.attention.state,),)
 
     def linears(self) -> Linears:
-        """Of a run, in its order; fc's product is not added to anything."""
+        """The linears of a run, in its order; fc's product is not added to anything."""
         return {
             "fc": Linear("residual", self.hidden_size, self.streams_width),
             **self.attention.linears,
@@ -148,12 +149,12 @@ class Eagle3Config(StreamReaders):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Weights(StoredWeights):
-    """All weights, in the model's dtype; `layer.input_norm` is the embedding's.
+    """All weights of an EAGLE3 head, in the model's dtype; `layer.input_norm` norms the embedding.
 
     fc            `[H, A * target width]`
     stream_norms  `[A * target width]` together, in the order of fc's columns
-    lm_head    `[D, H]`, its rows in the order of their tokens; None: it is the target's
-    embedding  `[V, H]`; None: it is the target's
+    lm_head       `[D, H]`, its rows in the order of their tokens; None: it is the target's
+    embedding     `[V, H]`; None: it is the target's
     """
 
     config: Eagle3Config
@@ -168,13 +169,13 @@ class Eagle3Weights(StoredWeights):
 
     @property
     def attention(self) -> AttentionWeights:
-        """The layer's."""
+        """The layer's attention."""
         attention = self.layer.attention
         assert isinstance(attention, AttentionWeights), f"{attention=}"
         return attention
 
     def linears(self) -> list[StoredLinear]:
-        """Every product's weight."""
+        """The weight of every linear."""
         names = self.config.names
         linears = [StoredLinear(self.fc, ((names.fc, len(self.fc)),)), *self.layer.linears()]
         if self.lm_head is not None and names.lm_head is not None:
@@ -204,7 +205,7 @@ class Eagle3Weights(StoredWeights):
         return [*there, *self.stream_norms, *self.layer.tensors()]
 
     def kv_scales(self) -> dict[str, Tensor]:
-        """Of the layer's keys and values, by the prefix of its attention."""
+        """Scales of the layer's keys and values, by the prefix of its attention."""
         return {self.attention.prefix: self.attention.kv_scales}
 
 
@@ -238,8 +239,9 @@ def allocate_eagle3_weights(
 def fuse_streams(
     weights: Eagle3Weights, streams_NS: Tensor, slot_N: Tensor, launch: DecodeLaunch
 ) -> Tensor:
-    """g of decode lanes, float32 `[N, H]`, from the streams that the target's layers left, side by
-    side. Padded lanes hold anything.
+    """g of decode lanes, float32 `[N, H]`. Padded lanes hold anything.
+
+    streams_NS  the streams that the target's layers left, side by side
     """
     product = linear_squares(
         _normed_streams(weights, streams_NS, slot_N, launch.pdl),
@@ -255,7 +257,7 @@ def fuse_streams(
 def fuse_chunk(
     weights: Eagle3Weights, streams_TS: Tensor, slot_T: Tensor, launch: PrefillLaunch
 ) -> Tensor:
-    """The same of a chunk's lanes, in the model's dtype."""
+    """g of a chunk's lanes, in the model's dtype; otherwise like `fuse_streams`."""
     normed = _normed_streams(weights, streams_TS, slot_T, launch.pdl)
     g = streams_TS.new_empty(len(streams_TS), weights.config.hidden_size)
     return chunk_product(normed, weights.fc, weights.fc_bias, out=g, pdl=launch.pdl)
@@ -264,9 +266,7 @@ def fuse_chunk(
 def _normed_streams(
     weights: Eagle3Weights, streams_NS: Tensor, slot_N: Tensor, pdl: bool
 ) -> Tensor:
-    """What fc reads: the streams, in new memory where they have norms. Padded lanes hold
-    anything.
-    """
+    """fc's input: the streams, in new memory where they have norms. Padded lanes hold anything."""
     norms = weights.stream_norms
     if not norms:
         return streams_NS
@@ -287,7 +287,7 @@ def eagle3_decode(
     tables: RopeTables,
     launch: DecodeLaunch,
 ) -> Residual:
-    """The layer for `row`'s lanes: y, and y scaled for the final norm.
+    """Run the layer on `row`'s lanes; returns y, and y scaled for the final norm.
 
     combined_N2H  the normed embedding and hidden state
     residual      `x` is what the layer adds to; updated in place. The other parts are not read.
@@ -320,10 +320,10 @@ def eagle3_prefill(
     *,
     launch: PrefillLaunch,
 ) -> Tensor:
-    """The layer for a chunk's lanes: y `[T, H]` after the final norm, model dtype.
+    """Run the layer on a chunk's lanes; returns y `[T, H]` after the final norm, in model dtype.
 
     stream_TH  float32, what the layer adds to; it becomes y. Padded lanes hold anything.
-    Other arguments as of `eagle3_decode`; `attention` as of `Model.prefill`.
+    The other arguments are those of `eagle3_decode`; `attention` is that of `Model.prefill`.
     """
     layer = weights.layer
     scratch = prefill_scratch([layer], len(stream_TH), like=combined_T2H, launch=launch)

@@ -1,16 +1,16 @@
-"""Reads and checks EAGLE3 checkpoints as they are published, beside the target they are for.
+"""Reads and checks published EAGLE3 checkpoints against the target they are for.
 
-Two kinds are read. That of SafeAILab and SpecForge is a Llama's config with `draft_vocab_size` and
+Two formats are read. SafeAILab's and SpecForge's is a Llama config with `draft_vocab_size` and
 perhaps an `eagle_config`; that of vLLM's speculators has the layer's config in
-`transformer_layer_config`. Tensors have the same names in both but for the layer's prefix.
+`transformer_layer_config`. Tensor names are the same in both, except for the layer's prefix.
 
-The layers of the target that are read are `eagle_aux_hidden_state_layer_ids`, which is written in
-two ways. Where the lowest is 1, ids are those of layers whose outputs are read, as SpecForge and
-SGLang have them. Else they count the embedding's output as 0, so that id i is the output of layer
-i - 1, as vLLM's and speculators' do. SGLang tells the two apart in the same way. Where no ids are
-given the checkpoint was trained on the outputs of layers 1, n // 2 - 1 and n - 4 of n, which is
-what SafeAILab's, vLLM's and SGLang's default of 2, n // 2, n - 3 means. Wrong layers are silent:
-only acceptance drops. So the log says which are read.
+`eagle_aux_hidden_state_layer_ids` names the target layers to read, in one of two ways. If the
+lowest id is 1, id i is the output of layer i, as in SpecForge and SGLang. Otherwise id 0 is the
+embedding's output and id i the output of layer i - 1, as in vLLM and speculators. SGLang tells the
+two apart in the same way. Without ids the checkpoint was trained on the outputs of layers 1,
+n // 2 - 1 and n - 4 of n, which is what the default of 2, n // 2, n - 3 of SafeAILab, vLLM and
+SGLang means. Wrong layers raise no error, they only lower acceptance. So the log says which layers
+are read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from graphengine.models.llama import DEFAULTS, decoder_config
 log = logging.getLogger(__name__)
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
-# Of the whole checkpoint, and of `eagle_config` in it.
+# Keys of the top level and of `eagle_config`.
 _KEYS = (
     Key("draft_vocab_size", "integer", (1, INT32_MAX), default=None, null=True),
     Key("target_hidden_size", "integer", (1, 2**20), default=None, null=True),
@@ -63,23 +63,23 @@ _SUPPORTED = {
     "use_aux_hidden_state": True,
 }
 _LAYER, _OFFSETS, _MASK = "layers.0.", "d2t", "t2d"
-# Others have tensors of the same names, and draft in another way.
+# P-EAGLE checkpoints have the same tensor names, but draft all tokens at once.
 _PARALLEL = "PEagle"
 
 
 class _Chosen(NamedTuple):
-    """Layers of the target, after which its stream is read; `told` is how they were told."""
+    """Target layers after which the stream is read; `told` says where they come from."""
 
     layers: tuple[int, ...]
     told: str
 
 
 class Eagle3Checkpoint(NamedTuple):
-    """What was read of one.
+    """What was read of an EAGLE3 checkpoint.
 
     token_ids  int64 [D], ascending: the target's ids that may be drafted; None: all
-    order      int64 [D]: the row of the checkpoint's lm_head for each of them; None: they are in
-               this order
+    order      int64 [D]: for each of them its row in the checkpoint's lm_head; None: the rows are
+               in this order
     """
 
     config: Eagle3Config
@@ -90,12 +90,12 @@ class Eagle3Checkpoint(NamedTuple):
 def read_eagle3(
     checkpoint: Checkpoint, target: ModelConfig, layers: Sequence[int] | None = None
 ) -> Eagle3Checkpoint:
-    """An EAGLE3 checkpoint for this target.
+    """Read an EAGLE3 checkpoint for this target.
 
-    layers  of the target, after which its stream is read; None: those that the config names
+    layers  target layers after which the stream is read; None: those that the config names
 
-    ValueError, with names and numbers, for a checkpoint that is none, lacks tensors or has others,
-    or does not fit the target. Shapes of weights are checked here too.
+    ValueError, with names and numbers, for a checkpoint that is no EAGLE3 one, lacks tensors or has
+    unknown ones, or does not fit the target. Shapes of weights are checked here too.
     """
     names, path = _names(checkpoint), checkpoint.path
     settings = _settings(checkpoint.config)
@@ -131,7 +131,7 @@ def read_eagle3(
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, str]:
-    """The names of the checkpoint's tensors, by those that they have in every layout."""
+    """The names of the checkpoint's tensors, by names that are the same for every layout."""
     found: dict[str, str] = {}
     for name in checkpoint.tensors:
         plain = name.removeprefix("model.")
@@ -144,7 +144,7 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _check_kind(path: Path, settings: Mapping[str, Any]) -> None:
-    """ValueError for a checkpoint that says it is of another kind."""
+    """Raise ValueError for a checkpoint that says it is of another kind."""
     architectures, kind = settings["architectures"], settings["speculators_model_type"]
     parallel = any(name.startswith(_PARALLEL) for name in architectures)
     if parallel or kind not in (None, "eagle3"):
@@ -156,8 +156,9 @@ def _check_kind(path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _stream_norms(settings: Mapping[str, Any], layers: int) -> tuple[str, ...]:
-    """Names of the norms of what fc reads, as vLLM has them: one for each layer's stream, as EAGLE
-    3.1 has, or one for all of them side by side.
+    """Names of the norms of fc's input, as in vLLM.
+
+    There is one for each layer's stream (EAGLE 3.1), or one for all of them side by side, or none.
     """
     if settings["fc_norm"] and settings["norm_before_fc"]:
         raise unsupported("fc_norm", True, "False beside norm_before_fc=True")
@@ -185,7 +186,7 @@ def _stored_names(names: Mapping[str, str], stream_norms: tuple[str, ...]) -> Ea
 
 
 def _settings(config: HfConfig) -> dict[str, Any]:
-    """What the config says beside the layer's sizes; `eagle_config` may say the same."""
+    """Settings other than the layer's sizes; `eagle_config` takes precedence."""
     settings = read_keys(config, _KEYS)
     inside = read_keys(settings["eagle_config"] or {}, _KEYS, inside="eagle_config")
     settings |= {name: value for name, value in inside.items() if value not in (None, ())}
@@ -193,13 +194,13 @@ def _settings(config: HfConfig) -> dict[str, Any]:
         if settings[name] not in (None, supported):
             raise unsupported(name, settings[name], f"{supported}")
     if settings["norm_before_residual"] is None:
-        # As vLLM takes a speculators' config that does not say.
+        # vLLM's default for a speculators' config.
         settings["norm_before_residual"] = settings["transformer_layer_config"] is not None
     return settings
 
 
 def _layer_settings(config: HfConfig) -> dict[str, Any]:
-    """Of a Llama with one layer: the config may count those of the target."""
+    """Settings of a Llama with one layer: the config may have the target's number of layers."""
     layer = hf_config.of_one_axis(config) | {"num_hidden_layers": 1}
     return hf_config.read_settings(layer, DEFAULTS)
 
@@ -207,7 +208,7 @@ def _layer_settings(config: HfConfig) -> dict[str, Any]:
 def _chosen(
     settings: Mapping[str, Any], target: ModelConfig, layers: Sequence[int] | None
 ) -> _Chosen:
-    """Those that were asked for, or that the config names, or else the usual ones."""
+    """The layers that were asked for, else those that the config names, else the usual ones."""
     if layers is not None:
         return _Chosen(tuple(layers), f"is given layers={[*layers]}")
     ids: tuple[int, ...] | None = settings[_IDS]
@@ -258,7 +259,7 @@ def _check_widths(
 
 
 def _check_tensors(checkpoint: Checkpoint, config: Eagle3Config, names: Mapping[str, str]) -> None:
-    """Every tensor must be there, of its shape, and none that nobody reads."""
+    """Raise ValueError for missing tensors, wrong shapes, and tensors that nobody reads."""
     weights = allocate_eagle3_weights(config, device="meta", dtype=torch.float32)
     wanted = weights.named()
     missing = sorted(wanted.keys() - checkpoint.tensors.keys())
@@ -280,7 +281,7 @@ def _check_tensors(checkpoint: Checkpoint, config: Eagle3Config, names: Mapping[
 def _vocabulary(
     checkpoint: Checkpoint, config: Eagle3Config, target: ModelConfig, names: Mapping[str, str]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Token ids and rows, as `Eagle3Checkpoint` has them."""
+    """`token_ids` and `order` of `Eagle3Checkpoint`."""
     path, count = checkpoint.path, config.draft_vocabulary
     if config.names.lm_head is None and count != target.vocab_size:
         raise ValueError(
@@ -319,7 +320,7 @@ def _vocabulary(
 
 
 def _check_mask(path: Path, mask: Tensor, ids: Tensor) -> None:
-    """`t2d`, a flag for each token of the target, says nothing that `d2t` does not say."""
+    """Raise ValueError unless `t2d`, a flag for each token of the target, agrees with `d2t`."""
     marked = torch.nonzero(mask.flatten() != 0).flatten()
     if torch.equal(marked, ids):
         return

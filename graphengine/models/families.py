@@ -1,4 +1,4 @@
-"""The model families: a line each, by the architecture that a checkpoint's `config.json` names."""
+"""The table of model families, by the architecture that a checkpoint's `config.json` names."""
 
 from __future__ import annotations
 
@@ -41,24 +41,25 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Qwen3_5ForConditionalGeneration": qwen3_5.read_config,
     "Qwen3MoeForCausalLM": qwen3_moe.read_config,
 }
-"""Reads `config.json` of an architecture; also gets the architecture's name."""
+"""The reader of each architecture's `config.json`; it also gets the architecture's name."""
 
 
 def read_model_config(config: HfConfig) -> ModelConfig:
     """The model's configuration, from `config.json` alone.
 
-    ValueError names what is wrong or not supported; an unknown architecture with the known ones.
+    ValueError names what is wrong or not supported; for an unknown architecture also the known
+    ones.
     """
     architecture = _architecture(config)
     return FAMILIES[architecture](config, architecture)
 
 
 def _architecture(config: HfConfig) -> str:
-    """One of `FAMILIES`: that of `architectures`, and of `model_type` where there are none."""
+    """One of `FAMILIES`, from `architectures`, or from `model_type` where there are none."""
     architectures, model_type = read_key(config, "architectures"), read_key(config, "model_type")
     known = ", ".join(sorted(FAMILIES))
     if architectures:
-        # A model saved without its lm_head has the weights of the whole one, where embeddings are
+        # A base model, saved without lm_head, has all weights of the whole one if embeddings are
         # tied.
         base_models = {name.replace("ForCausalLM", "Model"): name for name in FAMILIES}
         base_models["Gemma3TextModel"] = "Gemma3ForCausalLM"

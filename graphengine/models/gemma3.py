@@ -1,7 +1,7 @@
 """Gemma 3's language model: norms on both sides of the blocks, GeGLU, windows in most layers.
 
-Layers with a window have RoPE of their own. Checkpoints with a vision tower have the language
-model's config under `text_config`, in which transformers' defaults are missing.
+Layers with a window have their own RoPE. Checkpoints with a vision tower have the language model's
+config under `text_config`, which leaves out transformers' defaults.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphengine.models.config_schema import (
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.llama import decoder_config
 
-# What transformers takes where the config says nothing; of other families these must be there.
+# transformers' defaults for missing keys; other families require these keys.
 _SIZES = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -48,7 +48,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     if own["hidden_activation"] != _GELU:
         raise unsupported("hidden_activation", own["hidden_activation"], repr(_GELU))
     for name, wanted in (("hidden_act", _GELU), ("use_sliding_window", True)):
-        # transformers does not look at these.
+        # transformers ignores these.
         if config.get(name) not in (None, wanted):
             raise unsupported(name, config[name], f"null or {wanted!r}")
     settings = hf_config.read_settings(_spelled_out(config, own), DEFAULTS)
@@ -78,9 +78,7 @@ def _language_model(config: HfConfig) -> dict[str, Any]:
 
 
 def _spelled_out(config: HfConfig, own: dict[str, Any]) -> dict[str, Any]:
-    """The config with the names of the other families: a type for each layer and RoPE for each
-    type.
-    """
+    """The config in the other families' keys: a type for each layer and RoPE for each type."""
     given = read_keys(config, KEYS)
     types = given["layer_types"]
     if types is None:
@@ -100,10 +98,10 @@ _ROPE = ("rope_theta", "rope_local_base_freq", "rope_parameters", "rope_scaling"
 def _rope_of_types(
     config: HfConfig, given: dict[str, Any], own: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """RoPE of each layer type, from either spelling of it.
+    """RoPE of each layer type, from the old keys or the new ones.
 
-    Before there were `rope_parameters`, `rope_theta` and `rope_scaling` were those of the layers
-    without a window alone.
+    Before `rope_parameters` existed, `rope_theta` and `rope_scaling` were only for the layers
+    without a window.
     """
     parameters, scaling = given["rope_parameters"] or {}, given["rope_scaling"] or {}
     if any(

@@ -1,4 +1,4 @@
-"""Tensors that somebody hands over, in the place of a checkpoint's files."""
+"""Tensors that a caller hands over in place of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from graphengine.models.quantised.filling import Changed
 from graphengine.models.tensor_files import save_whole
 
 HANDED_OVER = Path("update_weights()")
-"""For errors, where tensors are from that are in no folder."""
+"""Where tensors that are in no folder come from, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenTensors(Checkpoint):
-    """What is loaded from it are `values`, by the names of the whole language model.
+    """A checkpoint that loads `values`, by the names of the whole language model.
 
-    `tensors` say how they are read: as those of a checkpoint with the same names and shapes, of
-    which a rank may read parts. `config` is that one's, too.
+    `tensors` say how they are read: like those of a checkpoint with the same names and shapes; a
+    rank may read parts. `config` comes from that checkpoint, too.
 
-    origin  the checkpoint in whose place they are
-    folder  a checkpoint that has the same values; None: they are in memory alone
+    origin  the checkpoint that the values replace
+    folder  a checkpoint that has the same values; None: they are only in memory
     """
 
     values: Mapping[str, Tensor]
@@ -41,7 +41,7 @@ class GivenTensors(Checkpoint):
     def in_place_of(
         cls, checkpoint: Checkpoint, values: Mapping[str, Tensor], folder: Path | None = None
     ) -> Self:
-        """The values, each in the place of the checkpoint's tensor of its name and shape."""
+        """The values, each in place of the checkpoint's tensor with its name and shape."""
         tensors = {
             name: replace(checkpoint.tensors[name], dtype=value.dtype)
             for name, value in values.items()
@@ -59,11 +59,11 @@ class GivenTensors(Checkpoint):
 
     @property
     def nbytes(self) -> int:
-        """Of all values, of which a rank may read parts."""
+        """Bytes of all values; a rank may read parts of them."""
         return sum(info.stored.nbytes for info in self.tensors.values())
 
     def mapped(self) -> Mapping[str, Tensor]:
-        """What is read of each value, when it is looked up."""
+        """All values by name; each is cut to the part that is read when it is looked up."""
         return Changed(self.values, self._part)
 
     def _read(self, file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -80,9 +80,9 @@ class GivenTensors(Checkpoint):
 
 @contextmanager
 def as_checkpoint(given: GivenTensors) -> Iterator[Path]:
-    """A checkpoint from which other processes may read the same values inside.
+    """A checkpoint from which other processes can read the same values inside the `with` block.
 
-    Those in memory are copied to the host and written to a temporary folder. OSError where that is
+    Values in memory are copied to the host and written to a temporary folder. OSError if it is
     full.
     """
     if given.folder is not None:

@@ -1,5 +1,6 @@
-"""GLM-4-MoE (GLM-4.5 to 4.7): grouped-query attention, whose RoPE turns the first half of each
-head, and experts as DeepSeek-V3's in all layers but the first ones.
+"""GLM-4-MoE (GLM-4.5 to 4.7): grouped-query attention, and experts like DeepSeek-V3's.
+
+RoPE rotates the first half of each head. All layers but the first ones have experts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from graphengine.models.decoder import DecoderConfig
 from graphengine.models.deepseek import Version, with_experts
 from graphengine.models.llama import decoder_config
 
-# What a missing key means, where transformers has another default than of other families.
+# Defaults for missing keys, where transformers' differ from those of other families.
 _MISSING = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
 
 _KEYS = (*ROUTED_KEYS, Key("use_qk_norm", "flag", default=False))

@@ -20,7 +20,7 @@ from graphengine.models.config_schema import (
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.llama import decoder_config
 
-# What a missing key means, where transformers has another default than of other families.
+# Defaults for missing keys, where transformers' differ from those of other families.
 _MISSING = {
     "vocab_size": 201_088,
     "hidden_size": 2880,
@@ -49,7 +49,7 @@ DEFAULTS = hf_config.FamilyDefaults(
     windows="switched",
     keys=GPT_OSS_KEYS,
     routes=True,
-    # Of feed-forwards only experts have them, whatever the key says.
+    # In feed-forwards only experts have biases, whatever the key says.
     biases=("attention_bias", "mlp_bias"),
 )
 
@@ -57,7 +57,7 @@ DEFAULTS = hf_config.FamilyDefaults(
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `GptOssForCausalLM` checkpoint."""
     for name, only in (("mlp_bias", True), ("use_sliding_window", True)):
-        # transformers does not look at these.
+        # transformers ignores these.
         if config.get(name) not in (None, only):
             raise unsupported(name, config[name], f"null or {only}")
     settings = hf_config.read_settings(_spelled_out(config), DEFAULTS)

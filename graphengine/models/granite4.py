@@ -1,8 +1,9 @@
 """Granite 4's hybrids without routed experts: Mamba2 or attention, then a SwiGLU, and multipliers.
 
 Each block's output is multiplied by `residual_multiplier` r before it is added. Here the stream is
-kept divided by r instead: embeddings are, and outputs are added as they are. RMSNorms make the same
-of it, with eps / r**2 for their eps, so that r costs neither a kernel nor a rounding of weights.
+kept divided by r instead: embeddings are divided, and outputs are added as they are. RMSNorms give
+the same result with an epsilon of eps / r**2, so r costs neither a kernel nor a rounding of
+weights.
 """
 
 from __future__ import annotations
@@ -79,11 +80,11 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
 
 
 def _read_settings(config: HfConfig) -> dict[str, Any]:
-    """The settings, with layer types left aside, which are not those of other families."""
+    """The settings without the layer types, which differ from those of other families."""
     told = with_plain_limits(config)
     for name in ("layer_types", "layers_block_type"):
         told.pop(name, None)
-    # Of the routed experts, which there are none of.
+    # The width of routed experts, but there are none.
     told["intermediate_size"] = told.get("intermediate_size") or 1
     if told.get("mamba_d_head") == "auto":
         told["mamba_d_head"] = None

@@ -29,7 +29,7 @@ _ROPE_KINDS: Sequence[RopeKind] = get_args(RopeKind)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 """Head sizes that the attention kernels are tested and tuned for."""
 
-# What each kind of RoPE must be told; transformers has no default for these either.
+# Keys that each kind of RoPE requires; transformers has no default for these either.
 _ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -39,16 +39,16 @@ _ROPE_NEEDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyDefaults:
-    """What transformers takes where a family's config says nothing.
+    """transformers' defaults for a family's missing keys, and what the family supports.
 
     head_dim  None: hidden_size over num_attention_heads
-    windows   "none": the family has no windows; "all": `sliding_window` is that of all layers;
-              "switched": only with `use_sliding_window`, and of the layers that `layer_types`, or
+    windows   "none": the family has no windows; "all": `sliding_window` is for all layers;
+              "switched": only with `use_sliding_window`, and for the layers that `layer_types`, or
               else `max_window_layers`, names
-    keys      that it reads besides `config_schema.KEYS`
+    keys      keys that the family reads besides `config_schema.KEYS`
     routes    whether layers have experts that tokens are routed to
-    latent    whether attention is latent: head_dim is then of no head, and not looked at
-    rotated   parts of a head that RoPE may turn
+    latent    whether attention is latent: no head has size head_dim then, and it is not checked
+    rotated   fractions of a head that RoPE may rotate
     biases    the keys of linears' biases that may be true
     fixed     keys that say what the family always computes, and the values that say so
     """
@@ -65,12 +65,12 @@ class FamilyDefaults:
 
 
 def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
-    """The values of `config_schema.KEYS`, with the family's keys and defaults, all of them checked.
+    """The checked values of `config_schema.KEYS` and the family's keys, with its defaults.
 
-    ValueError, with key, value and what is supported, for a key that is wrong, or that says that
-    the model computes what no family here does.
+    ValueError, with key, value and what is supported, for a key that is wrong, or that asks for a
+    computation that no family here does.
     """
-    # How weights and KV are quantised changes nothing of what is computed: `read_model` reads it.
+    # Quantisation of weights and KV does not change what is computed: `read_model` reads it.
     config = {**config, "quantization_config": None}
     known = [*family.fixed, *(key.name for key in family.keys)]
     check_neutral(config, known)
@@ -111,7 +111,7 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
     return settings
 
 
-# transformers' of every family that has windows.
+# transformers' default for every family that has windows.
 _DEFAULT_WINDOW = 4096
 
 
@@ -137,7 +137,8 @@ def _read_windows(
         of_layers = (0,) * full + (window,) * (layers - full)
     else:
         of_layers = (window,) * layers
-    # A window as long as any text is none, unless it tells layers apart by their RoPE.
+    # A window as long as the longest text hides nothing; it counts only where layers with a window
+    # have another RoPE.
     hides = window < settings["max_position_embeddings"] or _is_nested(_rope_key(settings)[1])
     return of_layers if hides and any(of_layers) else ()
 
@@ -145,7 +146,7 @@ def _read_windows(
 def _layer_types(settings: dict[str, Any]) -> list[str] | None:
     """One of `LAYER_TYPES` for each layer, or None where the config does not say.
 
-    Of layers with full attention alone it may name any number.
+    If all entries are full attention, their number does not matter.
     """
     types: list[str] | None = settings["layer_types"]
     if types is None:
@@ -167,7 +168,7 @@ def _check_windows(
     window: int | None,
     types: Sequence[str] | None,
 ) -> None:
-    """Refuse what contradicts itself, and windows where the family has none."""
+    """Refuse settings that contradict each other, and windows where the family has none."""
     given, used = settings["sliding_window"], settings["use_sliding_window"]
     slides = "sliding_attention" in (types or ())
     if family.windows == "none":
@@ -210,8 +211,9 @@ def types_of_layers(
 
 
 def of_one_axis(config: HfConfig) -> dict[str, Any]:
-    """The config of a model of texts: RoPE of several axes is that of one where a token has one
-    position on all of them.
+    """The config for text alone, where RoPE has a single axis.
+
+    Multi-axis RoPE is the same as with one axis if a token has the same position on all of them.
     """
     told = dict(config)
     for name in ("rope_parameters", "rope_scaling"):
@@ -219,14 +221,14 @@ def of_one_axis(config: HfConfig) -> dict[str, Any]:
         if isinstance(given, dict):
             kept = {key: each for key, each in given.items() if key not in NEUTRAL_ROPE}
             if given.get("mrope_section") is not None and kept.get("type") == "mrope":
-                # An older name of what has these axes and nothing else.
+                # An older name for RoPE with these axes and nothing else.
                 del kept["type"]
             told[name] = kept
     return told
 
 
 def state_dtype(settings: dict[str, Any], name: str) -> torch.dtype:
-    """That of recurrent layers' states, as the key of this name says it."""
+    """The dtype of recurrent layers' states, from the key of this name."""
     told: str = settings[name]
     if told not in DTYPES:
         raise unsupported(name, told, ", ".join(map(repr, DTYPES)))
@@ -243,7 +245,7 @@ def rope(settings: dict[str, Any]) -> RopeConfig:
 
 
 def local_rope(settings: dict[str, Any]) -> RopeConfig | None:
-    """RoPE of the layers with a window, where it is told apart from that of the others."""
+    """RoPE of the layers with a window; None where it is that of the others."""
     inside, given = _rope_settings(settings, "sliding_attention")
     if not settings["windows"] or not _is_nested(settings[inside] or {}):
         return None
@@ -268,7 +270,7 @@ def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> Ro
     if kind == "default":
         return RopeConfig(theta=theta, rotated=rotated)
     positions = settings["max_position_embeddings"]
-    # A key beside the RoPE settings takes precedence over one inside, as in transformers.
+    # A key next to the RoPE settings takes precedence over one inside, as in transformers.
     original = settings["original_max_position_embeddings"]
     original = original or values["original_max_position_embeddings"] or positions
     if kind == "yarn" and "factor" in given and values["factor"] is None:
@@ -299,14 +301,14 @@ def _rope_key(settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _is_nested(given: dict[str, Any]) -> bool:
-    """Whether RoPE's settings are told apart by layer type."""
+    """Whether RoPE has separate settings for each layer type."""
     return any(isinstance(value, dict) for value in given.values())
 
 
 def _rope_settings(settings: dict[str, Any], layer_type: str) -> tuple[str, dict[str, Any]]:
-    """The key that has RoPE's settings, and those of layers of this type.
+    """The key that has RoPE's settings, and the settings for layers of this type.
 
-    Of layers that do not exist, settings may be missing.
+    Settings may be missing for a type that no layer has.
     """
     inside, given = _rope_key(settings)
     if not _is_nested(given):

@@ -1,4 +1,4 @@
-"""A decoder of blocks in any order: attention, blocks that recur, feed-forwards; norms before them.
+"""A decoder of blocks in any order: attention, recurrent blocks, feed-forwards; each after a norm.
 
 A layer is one block (Nemotron-H), or a mixer and a feed-forward (Granite 4, Qwen3.5, LFM2). Each
 block adds to the residual stream, and its last kernel leaves the stream as the next block's norm
@@ -78,18 +78,18 @@ from graphengine.models.weights import StoredLinear, Weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridConfig:
-    """Sizes and switches, as a family reads them from `config.json`.
+    """Sizes and switches of a hybrid, as a family reads them from `config.json`.
 
-    layers           the parts of each, in the order in which they run
-    attention        of every part that attends
-    norm_eps         of the norms that read the stream
-    rope             of attention; None: it knows no positions
+    layers           the parts of each layer, in the order in which they run
+    attention        the block of every part that attends
+    norm_eps         epsilon of the norms that read the stream
+    rope             of attention; None: attention knows no positions
     embedding_scale  what a token's embedding is multiplied by
-    stream_scale     what the residual stream stands for is this times what it holds
+    stream_scale     the model's residual stream is what is stored, times this
     logits_scale     what the logits are multiplied by
     norms_plus_one   whether norms of the stream, and of attention's heads, multiply by 1 + weight
     embedding_name, final_norm_name  in the checkpoint, without ".weight"
-    span             which layers of a model these are; None: they are a model
+    span             which layers of a model these are; None: they are a whole model
     """
 
     architecture: str
@@ -115,8 +115,9 @@ class HybridConfig:
         return len(self.layers)
 
     def stage(self, span: LayerSpan) -> HybridConfig:
-        """These layers of the model, as a stage of a pipeline has them: the norm that reads the
-        stream after them is that of the layer which follows.
+        """These layers of the model, as a pipeline stage has them.
+
+        Before the last stage, the final norm is the first norm of the next stage's first layer.
         """
         stage = replace(self, layers=self.layers[span.first : span.stop], span=span)
         if span.ends:
@@ -125,15 +126,15 @@ class HybridConfig:
         return replace(stage, final_norm_name=following, logits_scale=1.0)
 
     def untied(self) -> HybridConfig:
-        """The same with a separate lm_head."""
+        """This model with a separate lm_head."""
         return replace(self, tie_embeddings=False)
 
     def stored_as(self, forms: WeightForms) -> HybridConfig:
-        """The same model with weights that are stored so."""
+        """This model with its weights stored in these forms."""
         return replace(self, forms=forms)
 
     def parted(self, beginning: Collection[str]) -> HybridConfig:
-        """The same where these linears of gated delta nets each begin a product of their own.
+        """This model where each of these linears of gated delta nets begins its own product.
 
         beginning  names in the checkpoint; those of other blocks change nothing
         """
@@ -148,7 +149,7 @@ class HybridConfig:
         return self._with_parts(changed)
 
     def with_state_dtype(self, dtype: torch.dtype) -> HybridConfig:
-        """The same with heads' states in this dtype; itself where no layer has some."""
+        """This model with heads' states in this dtype; itself where no layer has any."""
 
         def changed(_: str, part: Part) -> Part:
             if isinstance(part.block, Mamba2 | GatedDelta):
@@ -160,7 +161,7 @@ class HybridConfig:
         return self._with_parts(changed)
 
     def _with_parts(self, changed: Callable[[str, Part], Part]) -> HybridConfig:
-        """The same with what `changed` makes of each part; it also gets the layer's prefix."""
+        """This model with each part replaced by `changed(layer's prefix, part)`."""
         layers: list[tuple[Part, ...]] = [() for _ in self.layers]
         for index, prefix, part in self.parts():
             layers[index] += (changed(prefix, part),)
@@ -174,8 +175,10 @@ class HybridConfig:
                 yield index, layer_prefix(first + index), part
 
     def attending_decoder(self) -> HybridConfig | DecoderConfig:
-        """A decoder of one layer such as those here that have attention and a SwiGLU with the names
-        of Llama's lineage, as draft modules have; the same model where there is none.
+        """A one-layer decoder like the layers here that have attention and a SwiGLU.
+
+        Draft modules have layers of this kind. Only layers with the tensor names of Llama's lineage
+        count. Returns the model itself where there is none.
         """
         named = [("input_layernorm", ATTENTION), ("post_attention_layernorm", MLP)]
         for layer in self.layers:
@@ -215,9 +218,9 @@ class HybridConfig:
 
     @property
     def linears(self) -> Linears:
-        """Of a decode step: those of each kind of block, and lm_head.
+        """The linears of a decode step: those of each kind of block, and lm_head.
 
-        Those of the last block are last of all but lm_head: they leave the residual stream.
+        The last block's come last, before lm_head: they write the final residual stream.
         """
         prefixes: dict[Block, list[str]] = {}
         for _, prefix, part in self.parts():
@@ -225,7 +228,7 @@ class HybridConfig:
         linears: dict[str, Linear] = {}
         formats: dict[str, list[WeightFormat | None]] = {}
         for block, of_block in prefixes.items():
-            # Blocks that differ in other linears may share one: the last to run has its place.
+            # Different blocks may share a linear: its place is that of the last block to run.
             for name, each in block.linears.items():
                 linears.pop(name, None)
                 linears[name] = each
@@ -238,14 +241,14 @@ class HybridConfig:
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
-        """What each layer's mixer keeps."""
+        """What each layer's mixer keeps of a sequence."""
         return tuple(
             tuple(state for part in layer for state in states_of(part.block))
             for layer in self.layers
         )
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses, for this many decode lanes and for a chunk."""
+        """Arrival counters that attention uses, for this many decode lanes and for a chunk."""
         return self.attention.arrivals(lanes)
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
@@ -253,7 +256,7 @@ class HybridConfig:
         return self.attention.split_tokens(family, dtype, tokens)
 
     def table_bytes(self, max_seq_len: int) -> int:
-        """Bytes of attention's tables for this many positions, and of norms not as stored."""
+        """Bytes of attention's tables for this many positions, and of norms that are recomputed."""
         norm = 4 * self.hidden_size if self.logits_scale != 1 else 0
         if self.norms_plus_one:
             blocks = [part.block for _, _, part in self.parts()]
@@ -268,7 +271,7 @@ class HybridConfig:
 
     @property
     def prefill_width(self) -> int:
-        """Values of a lane in `PrefillScratch` where nothing is fused."""
+        """Values per lane in `PrefillScratch` where nothing is fused."""
         return max(
             part.block.prefill_width()
             if isinstance(part.block, Swiglu)
@@ -277,7 +280,7 @@ class HybridConfig:
         )
 
     def scan_bytes(self, lanes: int) -> int:
-        """Of the layer whose kernels leave the most to each other in a chunk of so many lanes."""
+        """Most bytes that a layer's kernels pass to each other in a chunk of this many lanes."""
         scans = (part.block for _, _, part in self.parts())
         return max(
             (each.scan_bytes(lanes) for each in scans if isinstance(each, Mamba2 | GatedDelta)),
@@ -317,21 +320,21 @@ class HybridConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridWeights(ModelWeights):
-    """All weights; `parts` are those of all layers, in the order in which they run."""
+    """All weights of a hybrid; `parts` are of all layers, in the order in which they run."""
 
     config: HybridConfig
     parts: tuple[PartWeights, ...]
     final_norm: Tensor
 
     def linears(self) -> list[StoredLinear]:
-        """Those of the blocks, and lm_head, which is no embedding's copy."""
+        """Linears of the blocks, and lm_head unless it is tied."""
         of_parts = [each for part in self.parts for each in part.block.linears()]
         if self.lm_head is self.embedding:
             return of_parts
         return [*of_parts, StoredLinear(self.lm_head, ((HEAD, self.config.vocab_size),))]
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
+        """Tensors that are not packed, by name."""
         config = self.config
         names = {f"{config.final_norm_name}.weight": Weight(self.final_norm)}
         if len(self.embedding) == config.vocab_size:
@@ -349,7 +352,7 @@ class HybridWeights(ModelWeights):
         return [self.embedding, self.final_norm, *tensors_of(self.lm_head), *of_parts]
 
     def kv_scales(self) -> dict[str, Tensor]:
-        """Of the keys and values of each block that attends, by its prefix."""
+        """Scales of the keys and values of each attention block, by its prefix."""
         attending = (part.block for part in self.parts)
         return {
             block.prefix: block.kv_scales
@@ -367,8 +370,9 @@ class HybridWeights(ModelWeights):
 
 
 def _computed(weights: HybridWeights) -> tuple[tuple[PartWeights, ...], Tensor]:
-    """Parts and final norm as they compute: norms are their own where the checkpoint's lack 1, or
-    are scaled. All other tensors are those of the weights.
+    """Parts and final norm to compute with: norms with 1 added or scaled are copies.
+
+    All other tensors are those of the weights.
     """
     config, parts, final_norm = weights.config, weights.parts, weights.final_norm
     if config.norms_plus_one:
@@ -380,10 +384,10 @@ def _computed(weights: HybridWeights) -> tuple[tuple[PartWeights, ...], Tensor]:
 
 
 class HybridModel:
-    """Weights and attention's tables; logits have the first `vocabulary` ids, 0 for all.
+    """A hybrid with its weights and attention's tables.
 
-    What scales the logits scales the final norm, in float32: whoever multiplies what that leaves by
-    lm_head has logits.
+    Logits have the first `vocabulary` ids; 0: all. `logits_scale` is applied to the final norm, in
+    float32, so that the norm's output times lm_head gives scaled logits.
     """
 
     def __init__(self, weights: HybridWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
@@ -400,7 +404,7 @@ class HybridModel:
         self._blocks = parts
         keeps = AttentionWeights | RecurringWeights
         kept = [index for index, part in enumerate(parts) if isinstance(part.block, keeps)]
-        # The first of the parts after the last that keeps something.
+        # Index of the first part after the last one that keeps states.
         self._tail = 1 + kept[-1]
         norms = [part.norm for part in parts]
         self.first_norm = norms[0]
@@ -416,7 +420,7 @@ class HybridModel:
             )
 
     def refresh(self) -> None:
-        """Make its own norms anew, in place, of weights that have changed."""
+        """Recompute the model's own norms in place from weights that have changed."""
         parts, final_norm = _computed(self.weights)
         for held, made in zip(self._blocks, parts, strict=True):
             refill(held.tensors(), made.tensors())
@@ -431,15 +435,18 @@ class HybridModel:
         return self.weights.embedding.dtype
 
     def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
-        """The chunks whose gate and up one kernel multiplies, which sums in another order."""
+        """Sizes of chunks whose gate and up are one kernel, which sums in another order."""
         gated = [part.block for part in self.weights.parts if isinstance(part.block, SwigluWeights)]
         plain = [block for block in gated if isinstance(block.gate_up, Tensor)][:1]
         fused = [size for size in prefill_sizes if any(block.is_fused(size) for block in plain)]
         return {"fused_swiglu": ",".join(map(str, fused))}
 
     def linear(self, link: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
-        """Weight, bias and next norm of one of `config.linears`, of the block that is the
-        `link`-th of its kind; a norm where it is a residual. KeyError for what is not there.
+        """Weight, bias and next norm of one of `config.linears`; only residuals have a norm.
+
+        link  counts the blocks of the linear's kind
+
+        KeyError for a linear that is not there.
         """
         if linear_name(HEAD, self.lm_head) == name:
             return self.lm_head, None, None
@@ -498,15 +505,15 @@ class HybridModel:
         stream: Tensor | None = None,
         launch: PrefillLaunch = ONE_RANK,
     ) -> PrefillEnd:
-        """A prompt chunk through all blocks up to the last that keeps something.
+        """Run a prompt chunk through all blocks up to the last one that keeps states.
 
-        `stream`, float32 [T, H], is what the layers before these have left, and is changed in
-        place; None: they begin with the tokens' embeddings.
+        `stream`, float32 [T, H], is the residual stream that the preceding layers left, and is
+        changed in place; None: these layers begin with the tokens' embeddings.
 
-        What follows it matters to the sampled token alone: `prefill_logits` does it. With
-        `all_lanes` it is done for every lane as well; the logits' bits do not depend on it.
+        The blocks after that one matter only to the sampled token: `prefill_logits` runs them. With
+        `all_lanes` they run for every lane as well; the logits' bits do not depend on it.
         `streams[layer]`, [T or more, H], receives the residual stream after the layer, rounded to
-        its dtype; that of a layer after the last that keeps something with `all_lanes` only.
+        its dtype; for layers after the last one that keeps states only with `all_lanes`.
         """
         config, slot = self.config, lanes.slot
         scale, given = config.embedding_scale, launch.given
@@ -547,7 +554,9 @@ class HybridModel:
         head: AnyWeight,
         launch: PrefillLaunch = ONE_RANK,
     ) -> Tensor:
-        """Float32 `[1, V]` of the chunk's last lane, which works for `slot_1`; uses `end` up.
+        """Logits of the chunk's last lane, float32 `[1, V]`; the lane is of slot `slot_1`.
+
+        `end` is used up.
 
         head  `lm_head`, or some of its rows
         """

@@ -26,8 +26,8 @@ BlockWeights = AttentionWeights | RecurringWeights | SwigluWeights | SquaredRelu
 class Part(NamedTuple):
     """A block of a layer; names are those in the checkpoint, below the layer's own prefix.
 
-    norm    of the norm before it, without ".weight"
-    prefix  of the block's tensors
+    norm    name of the norm before the block, without ".weight"
+    prefix  prefix of the block's tensors
     """
 
     norm: str
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 def states_of(block: Block) -> LayerStates:
-    """What the block keeps."""
+    """What the block keeps of a sequence."""
     match block:
         case GroupedQueryAttention():
             return (block.state,)
@@ -60,7 +60,7 @@ class PartWeights:
         return [self.norm, *self.block.tensors()]
 
     def with_norms_plus_one(self) -> PartWeights:
-        """The same where the checkpoint's norms lack 1."""
+        """This part with 1 added to its norms, for checkpoints whose norms lack it."""
         block = self.block
         if isinstance(block, AttentionWeights):
             block = block.with_norms_plus_one()
