@@ -64,7 +64,7 @@ def _cut(shape: tuple[int, ...], whole: Weight, part: Weight, share: Share) -> C
 
 
 def cut_linears(whole: StoredWeights, part: StoredWeights, share: Share) -> list[StoredLinear]:
-    """The linears of a rank's part, with `cuts` that say which part of the checkpoint's they are."""
+    """The linears of a rank's part, with `cuts`: which part of the checkpoint's each of them is."""
     wholes = {_place(linear): linear for linear in whole.linears()}
     return [
         linear

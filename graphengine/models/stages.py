@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 def place_of_rank(share: Share, stages: int) -> Place:
-    """The ranks of a stage are consecutive; rank 0 and the others of its group have the last one."""
+    """The ranks of a stage are consecutive; rank 0 and the others of its group have the last."""
     rank, ranks = share
     assert ranks % stages == 0, f"{share=} {stages=}"
     shards = ranks // stages

@@ -54,7 +54,7 @@ class Recurrent(NamedTuple):
     dtype   None: the model's
     depth   earlier tokens whose entries a token reads: 1 for a state that sums up all earlier
             tokens, width - 1 for a convolution's inputs
-    apart   whether a step must not overwrite entries that it reads, as several programs may read
+    apart   whether a step must not overwrite entries that it reads, as where several programs read
             one; else each program reads an entry before it writes it
     pieces  lengths along the first dimension, each split among the ranks; empty: it is one piece
     """
