@@ -43,7 +43,7 @@ class VocabularyPart(Vocabulary):
     def __init__(self, head: AnyWeight, group: RankGroup, token_ids: Tensor | None = None) -> None:
         rank, ranks = group.share
         rows, together = head.shape[0], 1 if isinstance(head, Tensor) else BLOCK_ROWS
-        # Each part is longer by the rows past the last whole block, so that the last part ends at V.
+        # The rows past the last whole block lengthen each part, so that the last one ends at V.
         blocks = rows // together
         of_rank = -(-blocks // ranks)
         count = of_rank * together + rows % together

@@ -47,7 +47,7 @@ class StoredLinear(NamedTuple):
     shared  names of parts that each rank has whole, whatever the axis
     pieces  for parts made of several pieces, by name: rows of each, split among the ranks
     cuts    for each part, which part of the checkpoint's linear it is; empty: all of it
-    order   int64 `[rows]`: row i is row `order[i]` of the parts; None: rows are in the parts' order.
+    order   int64 `[rows]`: row i is row `order[i]` of the parts; None: in the parts' order.
             For a weight in the model's dtype, views say the same
     expert  whether it is one of several experts' weights, of which a lane uses some
     stack   its place in the tensors of `parts`, if all experts of a layer share them; their names
@@ -164,7 +164,7 @@ class StoredWeights(ABC):
         return sum({id(tensor): tensor.nbytes for tensor in self.tensors()}.values())
 
     def bytes_by_kind(self, dtype: torch.dtype) -> dict[str, int]:
-        """`nbytes` by kind: weights in the model's `dtype`, then each packed format by its label."""
+        """`nbytes` by kind: first weights in the model's `dtype`, then each format by its label."""
         packed: dict[str, int] = {}
         for linear in self.linears():
             if isinstance(linear.weight, PackedWeight):
