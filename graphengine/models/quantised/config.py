@@ -53,8 +53,8 @@ def read_quantisation(
 ) -> Quantisation | None:
     """What `config.json`, and ModelOpt's `hf_quant_config.json`, say of the weights.
 
-    None: the weights are not quantised; the KV may be. ValueError, with key, value and what is known,
-    for anything that is not understood.
+    None: the weights are not quantised; the KV may be. ValueError, with key, value and what is
+    known, for anything that is not understood.
     """
     given = config.get(_KEY)
     from_file = None if quant_file is None else _read_quant_file(quant_file)

@@ -131,7 +131,7 @@ def rounded_names(linear: StoredLinear, stored: Collection[str], embedding: str)
 
 
 def rounding_reader(checkpoint: Checkpoint, embedding: str) -> Reader:
-    """A reader that rounds 16 or 32 bits to the nearest codes; `embedding` as in `rounded_names`."""
+    """A reader that rounds 16 or 32 bits to the nearest code; `embedding` as in `rounded_names`."""
     tensors = checkpoint.mapped()
 
     def read(linear: StoredLinear, device: torch.device) -> Read:

@@ -64,7 +64,10 @@ def read_awq(config: Mapping[str, Any]) -> Quantisation:
 
 
 def read_gptq(config: Mapping[str, Any]) -> Quantisation:
-    """Read GPTQ, with both kinds of zero points and `dynamic`. ValueError, with key and value."""
+    """Read GPTQ, with both kinds of zero points and `dynamic`.
+
+    ValueError, with key and value, for anything else.
+    """
     check_keys(config, ABOUT_MAKING + _GPTQ_KEYS, _INSIDE)
     rules = []
     if not read_choice(config, "lm_head", [True, False, None], _INSIDE):
