@@ -48,7 +48,7 @@ def of_rank(
 ) -> ModelConfig:
     """The model with the heads and the feed-forward widths of one rank.
 
-    expert_parallel  whether ranks have whole experts in place of a part of each
+    expert_parallel  whether ranks have whole experts instead of a part of each
     data_parallel    whether ranks split only the experts, each having some of them whole
 
     ValueError, with the numbers, for a model that these ranks cannot split.

@@ -117,7 +117,7 @@ class TensorInfo:
 
 
 def find_tensors(directory: Path) -> dict[str, TensorInfo]:
-    """The tensors of a directory's safetensors files; with an index, only those that it names.
+    """The tensors of a directory's safetensors file, or those that an index of shards names.
 
     ValueError if there are none, or a file is damaged or in an unsupported format.
     """

@@ -105,7 +105,10 @@ def write_quantised(
 
 
 def _check_names(config: ModelConfig, kind: RoundedKind) -> None:
-    """Raise ValueError for stacked experts, which the format has no names for: most of a model."""
+    """Raise ValueError for stacked experts: the format has no names for them.
+
+    Most of a model is in them.
+    """
     routed = config.allocate(device="meta", dtype=torch.bfloat16).routed
     if routed is not None and routed.stacked:
         raise ValueError(
