@@ -26,7 +26,8 @@ def time_step_limits(settings: Mapping[str, Any]) -> dict[str, float]:
     """`dt_min` and `dt_max` of `Mamba2Sizes`.
 
     `time_step_min` is not a limit: it bounds the values that a model is initialised with, as in the
-    authors' Mamba2. transformers 5.23 clamps Nemotron-H's time steps to it, except for one token.
+    authors' Mamba2. transformers 5.23 clamps Nemotron-H's time steps to it, but not in
+    steps of one token.
     """
     limits: Sequence[float] = settings["time_step_limit"] or (0.0, math.inf)
     if len(limits) != 2 or limits[0] > limits[1]:
