@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, each of which is an object."""
+"""Reads a checkpoint's JSON files, each of which must be an object."""
 
 from __future__ import annotations
 

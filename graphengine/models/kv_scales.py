@@ -22,11 +22,11 @@ from graphengine.models.contract import WHOLE, RankGroup, Share
 from graphengine.models.tensor_files import spans_of
 from graphengine.models.weights import StoredWeights
 
-# Below the prefix of a layer's attention, for keys and for values.
+# Names under the prefix of a layer's attention, for keys and for values.
 _NAMES = (("k_scale", "k_proj.k_scale"), ("v_scale", "v_proj.v_scale"))
 _KINDS = ("keys", "values")
-# The largest key or value is 448 times a scale. None is near 4e-6, or near 4e6, where float16 is
-# long at its end: such a scale is damage, or means something else.
+# The largest key or value is 448 times its scale. No real one is near 4e-6, or near 4e6, far beyond
+# float16's range: a scale outside this range is damaged, or means something else.
 _RANGE = (1e-8, 1e4)
 _ENDINGS = tuple(f".self_attn.{name}" for names in _NAMES for name in names)
 
@@ -39,13 +39,13 @@ def is_kv_scale(name: str) -> bool:
 def load_kv_scales(
     checkpoint: Checkpoint, weights: StoredWeights, heads: Sequence[int], share: Share = WHOLE
 ) -> int:
-    """Read the scales that a checkpoint has for layers of `weights`; returns for how many layers.
+    """Read a checkpoint's KV scales into `weights`; returns the number of layers that have them.
 
-    heads  kv heads of each layer on all ranks, of which this one has a share
+    heads  kv heads of each layer over all ranks; this rank has a share of them
 
-    ValueError, with names and values, for a layer that has one for its keys or its values alone, or
-    different ones under both names, and for scales of another shape than one number, or one a kv
-    head, or that no model has.
+    ValueError, with names and values, if a layer has a scale for only its keys or only its values,
+    or different scales under both names, or if a scale is neither one number nor one per kv head,
+    or is out of the range that models have.
     """
     read: dict[str, Tensor] = {}
     rows: list[tuple[list[str], int, Tensor]] = []
@@ -81,7 +81,7 @@ def load_kv_scales(
 
 
 def _to_read(checkpoint: Checkpoint, name: str, heads: int) -> Tensor:
-    """Where a stored scale goes. ValueError unless it is one number, or one for each head."""
+    """An empty tensor for a stored scale. ValueError unless that is one number, or one per head."""
     shape = checkpoint.tensors[name].shape
     if math.prod(shape) not in (1, heads):
         raise ValueError(
@@ -103,13 +103,13 @@ def _check_values(checkpoint: Checkpoint, name: str, scale: Tensor) -> None:
 
 
 def calibrate_kv_scales(weights: StoredWeights, cache: Tensor) -> None:
-    """Scales by which the largest of each head in `cache` becomes the largest of e4m3.
+    """Set each head's scale so that its largest absolute value in `cache` becomes e4m3's largest.
 
-    cache  `[L, blocks, 2, block_size, G, D]` of `weights`, in a dtype of queries; all of it counts.
+    cache  `[L, blocks, 2, block_size, G, D]` of `weights`, in a dtype of queries, all of it read.
            A head that is zero everywhere gets the scale 1
     """
     for (prefix, scales_2G), layer in zip(weights.kv_scales().items(), cache, strict=True):
-        # The absolute values of a layer would take as much memory again.
+        # abs() would take as much memory as the layer again.
         largest = torch.maximum(layer.amax(dim=(0, 2, 4)), -layer.amin(dim=(0, 2, 4))).float()
         if not bool(largest.isfinite().all()):
             raise ValueError(
@@ -120,9 +120,7 @@ def calibrate_kv_scales(weights: StoredWeights, cache: Tensor) -> None:
 
 
 def scales_of_ranks(weights: StoredWeights, group: RankGroup | None) -> Tensor:
-    """Float32 `[ranks, L, 2, G]` on the host: those of each layer, as each rank has them. All ranks
-    call it.
-    """
+    """Every rank's scales, float32 `[ranks, L, 2, G]` on the host. All ranks must call it."""
     own = torch.stack([*weights.kv_scales().values()])
     if group is None:
         return own[None].cpu()
@@ -130,7 +128,7 @@ def scales_of_ranks(weights: StoredWeights, group: RankGroup | None) -> Tensor:
 
 
 def scales_id(scales_L2G: Iterable[Tensor]) -> str:
-    """12 hexadecimal digits of the scales of these layers."""
+    """Fingerprint of these layers' scales: 12 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=6)
     for scales in scales_L2G:
         digest.update(scales.contiguous().numpy().tobytes())

@@ -1,9 +1,9 @@
 """What a checkpoint says about the quantisation of its KV, where its weights are not quantised.
 
 compressed-tensors says it in `quantization_config` of `config.json`, ModelOpt there or in
-`hf_quant_config.json`. One kind of KV can be read: e4m3 with scales that are stored, a number for
-the keys and one for the values of a layer, or of each of its kv heads. Anything else would be read
-with scales that mean something else, so it is an error.
+`hf_quant_config.json`. One kind of KV can be read: e4m3 with stored scales, one for the keys and
+one for the values of each layer, or of each kv head. Anything else would be read with scales that
+mean something else, so it is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graphengine.models.config_schema import unsupported
 
 _METHODS = ("compressed-tensors", "modelopt")
 _PLAIN = "null: weights in other formats are not supported"
-# What `kv_cache_scheme` may say; None is a key that is missing, or null.
+# The values that `kv_cache_scheme` may have; None: the key is missing, or null.
 _SCHEME: Mapping[str, tuple[Any, ...]] = {
     "type": ("float",),
     "num_bits": (8,),
@@ -28,9 +28,9 @@ _SCHEME: Mapping[str, tuple[Any, ...]] = {
 
 
 def quantises_kv_alone(config: Any) -> bool:
-    """Whether a `quantization_config` leaves weights as they are, and KV is e4m3 as above.
+    """Whether a `quantization_config` quantises KV alone, to e4m3 as above.
 
-    False for other formats, and where it names no kind of KV. ValueError, with key and value, for
+    False for other formats, and if it does not mention KV. ValueError, with key and value, for
     quantised weights and for KV of another kind.
     """
     name = "quantization_config"
@@ -38,10 +38,10 @@ def quantises_kv_alone(config: Any) -> bool:
         return False
     for key in ("config_groups", "sparsity_config", "transform_config"):
         value = config.get(key)
-        # Sparse weights may be stored as they are.
+        # Sparse weights may be stored dense.
         if value and not (isinstance(value, dict) and value.get("format") == "dense"):
             raise unsupported(f"{name}.{key}", value, _PLAIN)
-    # ModelOpt's own file may be a part of it.
+    # ModelOpt's own file may be nested in config.json.
     nested = config.get("quantization")
     if isinstance(nested, dict):
         return _quantises_kv(nested, f"{name}.quantization", "config.json")
@@ -55,9 +55,10 @@ def _quantises_kv(config: Mapping[str, Any], name: str, file: str) -> bool:
 
 
 def check_kv(config: Mapping[str, Any], name: str, file: str) -> bool:
-    """Whether KV is e4m3 as above; False if nothing is said of it, whatever is said of weights.
+    """Whether KV is e4m3 as above; False if `config` does not mention KV. Weights are ignored.
 
-    ValueError, with key and value, for KV of another kind; `name` is what `config` is in `file`.
+    ValueError, with key and value, for KV of another kind; `name` is the path of `config` in
+    `file`, for the message.
     """
     algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
     if algorithm not in (None, "FP8"):

@@ -14,7 +14,7 @@ from graphengine.models.hybrid_parts import Part
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=128_000, keys=LFM2_KEYS, biases=())
 _ATTENTION, _CONV = "full_attention", "conv"
-# What transformers takes where the config says nothing, and other families something else.
+# transformers' defaults for missing keys, where other families have different ones.
 _MISSING = {"num_key_value_heads": 8, "tie_word_embeddings": True, "rope_theta": 1_000_000.0}
 
 
@@ -66,7 +66,7 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
 
 
 def _with_new_names(config: HfConfig) -> dict[str, Any]:
-    """The older names of two keys win, as in transformers."""
+    """Rename two older keys; if both names are there, the older one wins, as in transformers."""
     told = dict(config)
     for old, new in (
         ("tie_embedding", "tie_word_embeddings"),
@@ -79,7 +79,7 @@ def _with_new_names(config: HfConfig) -> dict[str, Any]:
 
 
 def _ffn_size(settings: dict[str, Any]) -> int:
-    """Of the SwiGLU: `intermediate_size`, or two thirds of it, scaled and rounded up."""
+    """Width of the SwiGLU: `intermediate_size`, or two thirds of it, scaled and rounded up."""
     size: int = settings["intermediate_size"]
     if not settings["block_auto_adjust_ff_dim"]:
         return size

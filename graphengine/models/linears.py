@@ -26,19 +26,19 @@ from graphengine.kernels import (
 )
 
 ShardAxis = Literal["rows", "columns"]
-"""How ranks split a weight: by `rows` each has outputs of its own, by `columns` each has a
-part of every sum."""
+"""How ranks split a weight: with `rows` each rank computes its own outputs, with `columns` a part
+of every sum."""
 
 
 class Linear(NamedTuple):
     """A weight `[rows, columns]` of the decode step.
 
     kind     names the epilogue of its kernel
-    weight   how it is stored in 8 or 4 bits; None: in the model's dtype
-    shard    along what ranks split it; None: each has all of it. `reduce` sums the products of a
-             weight that is split by columns
-    experts  how many weights of this shape a layer has, of which each lane takes some; 0: there is
-             one, for all lanes
+    weight   its format in 8 or 4 bits; None: it is in the model's dtype
+    shard    the axis along which ranks split it; None: each rank has all of it. `reduce` sums the
+             products of a weight that is split by columns
+    experts  weights of this shape in a layer, of which each lane uses some; 0: one weight for all
+             lanes
     """
 
     kind: LinearKind
@@ -50,13 +50,13 @@ class Linear(NamedTuple):
 
 
 Linears = Mapping[str, Linear]
-"""By name, in the order in which a step runs them."""
+"""Linears by name, in the order in which a step runs them."""
 
 
 def linear_name(name: str, weight: AnyWeight | PackedExperts | WeightFormat | None) -> str:
-    """The name that a linear has in `Linears` and in plans where its weight is stored so.
+    """The name of a linear with this weight, in `Linears` and in plans.
 
-    Layers may store theirs in different ways: each way has a plan.
+    Layers may store the same linear in different formats: each format has its own plan.
     """
     if weight is None or isinstance(weight, Tensor):
         return name
@@ -69,9 +69,9 @@ Value = TypeVar("Value")
 
 
 class ByLinear(Mapping[str, Value]):
-    """Something for each linear of a model, by its name. Immutable, and as hashable as its values.
+    """A value for each linear of a model, by name. Immutable; hashable if its values are.
 
-    As of every mapping, the order does not matter to equality.
+    Equality ignores the order, as for every mapping.
     """
 
     __slots__ = ("_values",)
@@ -104,13 +104,13 @@ class ByLinear(Mapping[str, Value]):
 
 
 class LinearPlans(ByLinear[LinearPlan]):
-    """How each linear of a decode step is cut; one set serves every bucket."""
+    """The plan of each linear of a decode step; one set serves every bucket."""
 
     __slots__ = ()
 
     @property
     def family(self) -> RowFamily:
-        """The row family, which all linears of an engine share but for some of experts."""
+        """The row family, which all linears of an engine share, except some of the experts'."""
         return next(iter(self.values())).family
 
 
@@ -127,7 +127,7 @@ def heuristic_linear_plan(
     family: RowFamily,
     processors: int = USUAL_PROCESSORS,
 ) -> LinearPlan:
-    """The plan of a linear that no tuning table knows, on so many multiprocessors."""
+    """The plan of a linear that no tuning table knows, on a GPU of `processors` multiprocessors."""
     if linear.experts:
         return expert_plan(linear.kind, linear.rows, linear.columns, dtype, family, linear.weight)
     if linear.weight is None:
@@ -137,16 +137,16 @@ def heuristic_linear_plan(
 
 
 class WeightForms(ByLinear[PackedForm]):
-    """How weights are stored that are not in the model's dtype.
+    """How packed weights are stored, that is, those not in the model's dtype.
 
-    By the name in the checkpoint of the weight's first linear, without ".weight": queries stand for
-    keys and values too, and gates for ups.
+    Keys are the checkpoint name of the weight's first linear, without ".weight": the query linear
+    stands for keys and values too, and the gate for the up.
     """
 
     __slots__ = ()
 
     def format_of(self, linear: str) -> WeightFormat | None:
-        """None: it is in the model's dtype."""
+        """The format of this linear's weight; None: it is in the model's dtype."""
         form = self.get(linear)
         return None if form is None else form.format
 
@@ -156,7 +156,7 @@ PLAIN = WeightForms({})
 
 
 def in_formats(linears: Linears, formats: Mapping[str, Sequence[WeightFormat | None]]) -> Linears:
-    """Linears with an entry for each way in which some layer stores the weight of that name."""
+    """Give each linear one entry per format in which some layer stores its weight."""
     return {
         linear_name(name, weight): linear._replace(weight=weight)
         for name, linear in linears.items()
@@ -165,12 +165,12 @@ def in_formats(linears: Linears, formats: Mapping[str, Sequence[WeightFormat | N
 
 
 def linear_arrivals(linears: Linears, plans: LinearPlans) -> int:
-    """Arrival counters that the neediest of the linears uses; they share them."""
+    """Arrival counters of a step: the most that any linear uses, as they share them."""
     return max(arrivals_needed(plans[name], linear.rows) for name, linear in linears.items())
 
 
 def stream_groups(linears: Linears, plans: LinearPlans) -> int:
-    """Groups of squares that a step's residual stream has: those that its last writer leaves."""
+    """Groups (T) of the `squares` in a step's residual stream, as its last writer leaves them."""
     groups = [
         residual_groups(plans[name], linear.rows)
         for name, linear in linears.items()
@@ -180,7 +180,7 @@ def stream_groups(linears: Linears, plans: LinearPlans) -> int:
 
 
 def refill(held: Iterable[Tensor], made: Iterable[Tensor]) -> None:
-    """Copy tensors into those that are held for the same; those that are the same one are left."""
+    """Copy each tensor of `made` into its counterpart in `held`; skip those that are the same."""
     for into, source in zip(held, made, strict=True):
         if into is not source:
             into.copy_(source)

@@ -18,7 +18,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
 
 
 def decoder_config(settings: dict[str, Any], architecture: str, **switches: bool) -> DecoderConfig:
-    """The fields that every family of Llama's lineage spells alike, and those given."""
+    """`DecoderConfig` of the keys that Llama's descendants spell alike, and of `switches`."""
     switches = {"attention_bias": settings["attention_bias"], **switches}
     return DecoderConfig(
         architecture=architecture,

@@ -1,4 +1,4 @@
-"""What families with Mamba2 layers read alike of `config.json`."""
+"""Keys of `config.json` that all families with Mamba2 layers read alike."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from graphengine.models.config_schema import HfConfig, unsupported
 
-# transformers 5 writes an infinite number so.
+# How transformers 5 writes infinity.
 _INFINITY = {"__float__": "Infinity"}
 
 
 def with_plain_limits(config: HfConfig) -> dict[str, Any]:
-    """The same with an infinite limit of the time step as a number."""
+    """The config with infinite time step limits as floats."""
     limits = config.get("time_step_limit")
     if not isinstance(limits, list):
         return dict(config)
@@ -25,8 +25,9 @@ def with_plain_limits(config: HfConfig) -> dict[str, Any]:
 def time_step_limits(settings: Mapping[str, Any]) -> dict[str, float]:
     """`dt_min` and `dt_max` of `Mamba2Sizes`.
 
-    `time_step_min` is none of them, but a bound of what a model is initialised with, as in its
-    authors' Mamba2. transformers 5.23 cuts Nemotron-H's steps there, though not those of one token.
+    `time_step_min` is not a limit: it bounds the values that a model is initialised with, as in the
+    authors' Mamba2. transformers 5.23 clamps Nemotron-H's time steps to it, but not in
+    steps of one token.
     """
     limits: Sequence[float] = settings["time_step_limit"] or (0.0, math.inf)
     if len(limits) != 2 or limits[0] > limits[1]:

@@ -1,4 +1,4 @@
-"""Mistral: Llama 3's decoder without biases, whose layers may all have one window."""
+"""Mistral: Llama 3's decoder without biases; all layers may have one window."""
 
 from __future__ import annotations
 

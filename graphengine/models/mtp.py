@@ -1,4 +1,4 @@
-"""Multi-token prediction modules: what a checkpoint carries to draft its own next tokens.
+"""Multi-token prediction (MTP) modules, with which a checkpoint drafts its own next tokens.
 
 A module pairs the hidden state of the token at position p with the token at p + 1:
 
@@ -6,12 +6,12 @@ A module pairs the hidden state of the token at position p with the token at p +
     y = a decoder layer of x
     u = final_norm(y)                                      logits = lm_head(u)
 
-E and lm_head are the target's. `hidden` is the target's after its final norm, or the `u` of
-another run: of the row before, or of the module before. Three layouts of checkpoints are read, each
-a row of `LAYOUTS`. The input [2H] of the projection is made by its caller, which knows where token
-and hidden state come from.
+E and lm_head are the target's. `hidden` is the target's hidden state after its final norm, or the
+`u` of an earlier run: the previous row's, or the previous module's. Three checkpoint layouts can be
+read, one per entry of `LAYOUTS`. The caller makes the projection's input [2H], as it knows where
+token and hidden state come from.
 
-A wrong choice of what is fed or of the order of the halves is silent: only acceptance drops.
+Feeding the wrong hidden state, or swapping the halves, raises no error: only acceptance drops.
 
 Letters: N lanes, T tokens of a chunk, H hidden, V vocabulary.
 """
@@ -63,11 +63,11 @@ from graphengine.models.weights import RoutedExperts, StoredLinear, StoredWeight
 class MtpLayout:
     """Where a family of checkpoints keeps its draft modules, by names below a module's prefix.
 
-    prefix        of module `index`, in a model of `layers` layers: a format
+    prefix        format of module `index`'s prefix; `layer` is the target's layers plus `index`
     several       whether there may be more than one module
     layer         prefix of the decoder layer, below the module's
-    ignored       copies of what is shared with the target
-    hidden_first  the order of the projection's halves
+    ignored       copies of tensors that are shared with the target
+    hidden_first  whether the hidden state is the first half of the projection's input
     """
 
     name: str
@@ -85,7 +85,7 @@ class MtpLayout:
         return self.prefix.format(index=index, layer=layers + index)
 
     def first_name(self, layers: int) -> str:
-        """The tensor that shows that a checkpoint has this layout; packed ones have other ends."""
+        """The tensor that shows that a checkpoint has this layout; packed ones end differently."""
         return self.module_prefix(layers, 0) + self.projection
 
     def prefixes(self, names: Iterable[str], layers: int) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ class MtpLayout:
         return tuple(found)
 
     def linear(self, prefix: str) -> str:
-        """The name of the projection of the module of this prefix."""
+        """Name of the projection of the module with this prefix, without ".weight"."""
         return prefix + self.projection.removesuffix(".weight")
 
 
@@ -144,10 +144,10 @@ class MtpConfig:
     """The draft modules of a checkpoint.
 
     layout    one of `LAYOUTS`
-    prefixes  of each module's tensors, in order
-    layer     of the decoder layer that each module has: the target's, with one layer; its
+    prefixes  prefix of each module's tensors, in order
+    layer     config of each module's decoder layer: the target's, with one layer; its
               `expert_layers` are the modules that have experts
-    norm_eps  of the norms before the projection
+    norm_eps  epsilon of the norms before the projection
     """
 
     layout: MtpLayout
@@ -165,10 +165,10 @@ class MtpConfig:
         *,
         full_attention: bool = False,
     ) -> Self:
-        """Modules with the target's kind of layer; ValueError where the target has no such kind.
+        """Modules with layers like the target's. ValueError if modules cannot have such layers.
 
-        expert_modules  those that have experts; None: all, if the target has any
-        full_attention  whether the modules are known to have no window where target layers have one
+        expert_modules  modules that have experts; None: all, if the target has any
+        full_attention  whether modules are known to have no window though target layers have one
         """
         if isinstance(target, HybridConfig):
             target = target.attending_decoder()
@@ -214,12 +214,12 @@ class MtpConfig:
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
-        """What each module keeps."""
+        """The states that the modules keep, one layer per module."""
         return self.layer.states * self.modules
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of norms that lacked 1, beside the weights."""
+        """Bytes of the copies of norms with 1 added, which are not among the weights."""
         layer = self.layer
         if not layer.norms_plus_one:
             return 0
@@ -227,11 +227,11 @@ class MtpConfig:
         return 4 * self.modules * (5 * layer.hidden_size + of_heads)
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that a module's attention uses, as of a model."""
+        """Arrival counters that a module's attention uses."""
         return self.layer.arrivals(lanes)
 
     def linears(self, draft_vocab_size: int | None = None) -> Linears:
-        """Of one run of a module: its projection, those of its layer, and lm_head.
+        """Linears of one run of a module: its projection, its layer's linears, and lm_head.
 
         draft_vocab_size  rows of a trimmed lm_head; None: the target's
         """
@@ -245,25 +245,25 @@ class MtpConfig:
 
     @property
     def forms(self) -> WeightForms:
-        """How weights are stored that are not in the model's dtype, lm_head among them."""
+        """How packed weights are stored, lm_head among them."""
         return self.layer.forms
 
     def stored_as(self, forms: WeightForms) -> Self:
-        """The same modules with weights that are stored so, beside a target that is, too."""
+        """A copy with weights stored in `forms`, for a target that is stored in them, too."""
         return replace(self, layer=self.layer.stored_as(forms))
 
     def projection(self, prefix: str) -> str:
-        """The name in the checkpoint of the projection of the module of this prefix."""
+        """The checkpoint's name of the projection of the module with this prefix."""
         return self.layout.linear(prefix)
 
     def first(self, modules: int) -> MtpConfig:
-        """The same with only the first `modules` modules."""
+        """A copy with only the first `modules` modules."""
         return replace(self, prefixes=self.prefixes[:modules])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MtpModuleWeights:
-    """One module; `projection` is `[H, 2H]`, in the order of halves that its layout has."""
+    """Weights of one module; `projection` is `[H, 2H]`, its halves in the layout's order."""
 
     embedding_norm: Tensor
     hidden_norm: Tensor
@@ -272,13 +272,13 @@ class MtpModuleWeights:
     final_norm: Tensor
 
     def linears(self, layout: MtpLayout, prefix: str) -> list[StoredLinear]:
-        """The module's products. Ranks have the whole projection each."""
+        """The module's linears. Each rank has the whole projection."""
         name = layout.linear(prefix)
         own = StoredLinear(self.projection, ((name, self.projection.shape[0]),))
         return [own, *self.layer.linears()]
 
     def stored(self, layout: MtpLayout, prefix: str) -> dict[str, Weight]:
-        """What is not packed of the tensors under `prefix`, by name."""
+        """The unpacked tensors under `prefix`, by name."""
         projection, *_ = self.linears(layout, prefix)
         return {
             prefix + layout.embedding_norm: Weight(self.embedding_norm),
@@ -289,7 +289,7 @@ class MtpModuleWeights:
         }
 
     def with_norms_plus_one(self) -> MtpModuleWeights:
-        """The same where the checkpoint's norms lack 1."""
+        """A copy with 1 added to the norms, for checkpoints whose norms lack it."""
         return replace(
             self,
             embedding_norm=plus_one(self.embedding_norm),
@@ -312,23 +312,23 @@ class MtpWeights(StoredWeights):
     modules: tuple[MtpModuleWeights, ...]
 
     def opened(self) -> tuple[MtpModuleWeights, ...]:
-        """The modules as they compute: with norms of their own where the checkpoint's lack 1."""
+        """The modules ready to run: with copies of the norms where the checkpoint's lack 1."""
         if not self.config.layer.norms_plus_one:
             return self.modules
         return tuple(module.with_norms_plus_one() for module in self.modules)
 
     def refresh(self, opened: Iterable[MtpModuleWeights]) -> None:
-        """Make the norms of what `opened` has made anew, in place: weights have changed."""
+        """Recompute in place the norms that `opened` has made, after weights have changed."""
         for held, made in zip(opened, self.opened(), strict=True):
             refill(held.tensors(), made.tensors())
 
     def linears(self) -> list[StoredLinear]:
-        """Every module's products."""
+        """Every module's linears."""
         layout, named = self.config.layout, zip(self.modules, self.config.prefixes, strict=True)
         return [each for module, prefix in named for each in module.linears(layout, prefix)]
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
+        """The unpacked tensors, by name."""
         names: dict[str, Weight] = {}
         for module, prefix in zip(self.modules, self.config.prefixes, strict=True):
             names |= module.stored(self.config.layout, prefix)
@@ -340,11 +340,11 @@ class MtpWeights(StoredWeights):
 
     @property
     def routed(self) -> RoutedExperts | None:
-        """Those of the modules that have experts; their routes are in no record."""
+        """The experts of the modules that have some; their routes are not recorded."""
         return routed_of([module.layer for module in self.modules])
 
     def kv_scales(self) -> dict[str, Tensor]:
-        """Of every module's keys and values, by the prefix of its attention."""
+        """KV scales of every module, by the prefix of its attention."""
         layer = self.config.layout.layer
         return {
             f"{prefix}{layer}self_attn.": scales
@@ -388,7 +388,7 @@ def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) 
 
 
 def rope_of(target: Model) -> RopeTables:
-    """The tables of the target's layers without a window, which its modules' layers share.
+    """The RoPE tables of the target's layers without a window; modules' layers share them.
 
     `MtpConfig.of_target` has refused every target without them.
     """
@@ -406,8 +406,9 @@ def mtp_decode(
     tables: RopeTables,
     launch: DecodeLaunch,
 ) -> Residual:
-    """A module for `row`'s lanes: its projection, and the kernels of a layer. Its output, scaled
-    for the final norm.
+    """Run a module for `row`'s lanes: its projection, then the kernels of one layer.
+
+    Returns its output, scaled for the final norm.
 
     combined_N2H  the normed embedding and hidden state, in the layout's order
     residual      `x` is zero in live lanes; updated in place. The other parts are not read.
@@ -416,10 +417,10 @@ def mtp_decode(
     tables        `rope_of` the target
     launch        with plans of `MtpConfig.linears`
 
-    Logits are `lm_head` of the result's `scaled` by its `squares`, as of the target's; so is the
-    hidden state that the next run reads.
+    The result's `scaled` and `squares` give logits by `lm_head`, as the target's do; they also give
+    the hidden state that the next run reads.
     """
-    # Each rank has the whole projection and what it multiplies, so nothing is to be summed.
+    # Each rank has the whole projection and its whole input, so there is nothing to all-reduce.
     residual = linear_residual(
         combined_N2H,
         module.projection,
@@ -446,9 +447,9 @@ def mtp_prefill(
     *,
     launch: PrefillLaunch = ONE_RANK,
 ) -> Tensor:
-    """A module for a chunk's lanes: its output `u` `[T, H]` after the final norm, model dtype.
+    """Run a module for a chunk's lanes: `u` `[T, H]` after the final norm, in the model dtype.
 
-    Arguments as of `mtp_decode`; `attention` as of `Model.prefill`. Padded lanes hold anything.
+    Arguments as in `mtp_decode`; `attention` as in `Model.prefill`. Padded lanes hold anything.
     """
     layer = module.layer
     lanes, hidden = len(combined_T2H), config.hidden_size

@@ -34,8 +34,8 @@ _KINDS = {
 def read_mtp_config(checkpoint: Checkpoint) -> MtpConfig:
     """The draft modules of a checkpoint, from its `config.json` and the names of its tensors.
 
-    ValueError, with what was looked for and what is there, where there is none, where modules are
-    missing or incomplete, or where they hold more than a decoder layer is made of.
+    ValueError, with what was looked for and what is there, if there is no module, if modules are
+    missing or incomplete, or if they have tensors that a decoder layer does not have.
     """
     names = checkpoint.tensors
     target = read_model_config(checkpoint.config)
@@ -74,7 +74,7 @@ def _no_module(checkpoint: Checkpoint, target: ModelConfig) -> str:
 def _check_settings(
     checkpoint: Checkpoint, settings: Mapping[str, Any], layout: MtpLayout, found: int
 ) -> None:
-    """Refuse what `config.json` says of other modules than those that were found."""
+    """Raise ValueError if `config.json` describes other modules than those that were found."""
     told = settings["num_nextn_predict_layers"]
     if told is not None and told != found:
         raise ValueError(
@@ -104,7 +104,8 @@ def _expert_modules(
 ) -> tuple[int, ...]:
     """The modules that have experts.
 
-    Refuses what the target has no sizes of, with the reason rather than with a list of names.
+    ValueError for parts whose sizes the target does not have: it gives the reason, rather than a
+    list of names.
     """
     there: set[str] = set()
     if isinstance(target, DecoderConfig):
@@ -128,7 +129,7 @@ def _expert_modules(
 def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
     """All tensors of a module must be there, and all that are there must be understood.
 
-    A tensor that is not read belongs to another formula.
+    A tensor that nothing reads means that the module computes something else.
     """
     layout, names = config.layout, checkpoint.tensors
     weights = allocate_mtp_weights(config, device="meta", dtype=torch.float32)
@@ -140,7 +141,7 @@ def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
             f"lacks {some(missing)}"
         )
     packed = names_of_packed(checkpoint, weights.linears())
-    # Whatever their copies are stored in: they are not read.
+    # Copies of the target's tensors may be in any format: they are not read.
     ignored = {
         (prefix + name).rpartition(".")[0] for prefix in config.prefixes for name in layout.ignored
     }

@@ -1,6 +1,6 @@
-"""Nemotron-H without experts: each layer is a norm and one of Mamba2, attention, and an MLP.
+"""Nemotron-H without experts: each layer is a norm and either Mamba2, attention or an MLP.
 
-Attention knows no positions, and the MLP has a squared ReLU and no gates.
+Attention has no position encoding, and the MLP has a squared ReLU and no gate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphengine.models.mamba_config import time_step_limits, with_plain_limits
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, keys=NEMOTRON_KEYS, biases=("mlp_bias",))
 _HEAD_DIM = 128
-# By the letter of a pattern, and by the names of a list.
+# Kinds of layers: their letters in a pattern, and their names in a list.
 _MAMBA, _ATTENTION, _MLP = "M", "*", "-"
 _LETTERS = {
     "linear_attention": _MAMBA,
@@ -94,7 +94,7 @@ def _pattern(config: HfConfig) -> str:
 
 
 def _read_settings(config: HfConfig, pattern: str) -> dict[str, Any]:
-    """The settings, with the pattern left aside."""
+    """The settings, without the layer pattern."""
     told = with_plain_limits(config)
     for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         told.pop(name, None)
@@ -106,7 +106,7 @@ def _read_settings(config: HfConfig, pattern: str) -> dict[str, Any]:
         if settings[name] != only:
             raise unsupported(name, settings[name], repr(only))
     if settings["mamba_proj_bias"] and not settings["use_bias"]:
-        # transformers does not look at it.
+        # transformers ignores this key.
         raise unsupported("mamba_proj_bias", True, "False, or use_bias=True")
     return settings
 

@@ -1,4 +1,4 @@
-"""Which plans the kernels of decode's linears can run, by registers and shared memory of sm_90."""
+"""Which plans decode's linear kernels can run, given the registers and shared memory of sm_90."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from graphengine.kernels.linear.packed_cut import streams
 from graphengine.kernels.linear.packed_linear import check_packed_plan
 
 MAX_WEIGHT_REGISTERS = 255
-"""Registers that a thread has at most; an `fma` program keeps its weights in them."""
+"""Most registers that a thread has; an `fma` program keeps its weights in them."""
 
 SM_REGISTERS = 64 * 1024
-"""Of all threads on an SM: with 16 warps a thread has half of the above."""
+"""Registers of all threads on an SM: with 16 warps a thread has half of the above."""
 
 MAX_SHARED_BYTES = H200.shared_bytes
 """Shared memory of a program on sm_90."""
 
 MAX_SPLITS = 16
-"""Parts of K. Each is a float32 [N, M] in the workspace, which is budgeted for this many."""
+"""Most parts of K. Each is a float32 [N, M] in the workspace, budgeted for this many."""
 
 _BLOCK_M = {"fma": (1, 16), "dot": (16, 256), "packed": (16, 256)}
 _BLOCK_K = (16, 8192)
 _WARPS = (1, 16)
 _STAGES = (1, 8)
-# Lanes of a program, which share memory with the weights.
+# Lanes of a program; their inputs share its memory with the weights.
 _LANES = 32
-# Of a group's scale, at most.
+# Largest scale of a group.
 _SCALE_BYTES = 4
 
 
@@ -42,10 +42,10 @@ def check_plan(
     expert: bool = False,
     most_shared: int = MAX_SHARED_BYTES,
 ) -> None:
-    """ValueError for a plan that the kernels cannot run, or only by spilling registers.
+    """Raise ValueError for a plan that the kernels cannot run, or only by spilling registers.
 
-    weight       how the weight is stored; None: in `dtype`
-    expert       whether it is one of several, which have kernels of their own
+    weight       format of the weight; None: it is in `dtype`
+    expert       whether the weight is an expert's; experts have their own kernels
     most_shared  bytes of shared memory that a program may have
     """
     if expert:
@@ -132,20 +132,20 @@ def _check_dot(plan: LinearPlan, K: int, dtype: torch.dtype, most_shared: int) -
 
 
 def weight_registers(plan: LinearPlan, K: int, dtype: torch.dtype) -> int:
-    """32-bit registers of a thread that hold the rows of an `fma` program."""
+    """32-bit registers per thread that hold the weight rows of an `fma` program."""
     tiles = -(-K // plan.block_k)
     held = plan.block_m * plan.block_k * tiles * dtype.itemsize
     return -(-held // (4 * 32 * plan.warps))
 
 
 def shared_bytes(plan: LinearPlan, dtype: torch.dtype) -> int:
-    """Shared memory that the tiles of the `dot` loop take, for two tiles of 16 lanes."""
+    """Bytes of shared memory of the `dot` loop's tiles, for two tiles of 16 lanes."""
     return plan.stages * (plan.block_m + _LANES) * plan.block_k * dtype.itemsize
 
 
 def packed_shared_bytes(plan: LinearPlan, K: int, weight: WeightFormat, lanes: int) -> int:
-    """Shared memory of a program of so many lanes with a packed weight: codes and inputs of the
-    tiles, and all scales and zero points.
+    """Bytes of shared memory of a program with a packed weight: the tiles' codes, their inputs for
+    `lanes` lanes, and all scales and zero points.
     """
     tiles = -(-K // (plan.block_k * plan.splits))
     held = 1 if lanes == 1 else 8 if lanes <= 8 else 16 if lanes <= 16 else _LANES
@@ -154,6 +154,6 @@ def packed_shared_bytes(plan: LinearPlan, K: int, weight: WeightFormat, lanes: i
     if weight.columns:
         piece = min(weight.columns, plan.block_k // streams(plan))
         pieces = -(-K // (piece * plan.splits))
-        # Tensors of Triton's have powers of two as sizes.
+        # Sizes of Triton's tensors are powers of two.
         groups = (1 << (pieces - 1).bit_length()) * plan.block_m * (_SCALE_BYTES + weight.has_zeros)
     return int(min(max(2, plan.stages), tiles) * ring + groups)

@@ -1,8 +1,8 @@
 """Qwen3.5's language model without experts: gated delta nets, and gated attention in every fourth
-layer, whose RoPE turns the first quarter of each head.
+layer. RoPE turns the first quarter of each head.
 
-Checkpoints with a vision tower have the language model's config under `text_config`. RoPE of
-several axes (`mrope_section`) is that of one for text, whose tokens have one position on all.
+Checkpoints with a vision tower have the language model's config under `text_config`. For text, RoPE
+with several axes (`mrope_section`) equals RoPE with one: a token has the same position on all axes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ DEFAULTS = hf_config.FamilyDefaults(
     head_dim=256,
     keys=QWEN3_5_KEYS,
     rotated=(0.25, 0.5, 1.0),
-    # The gates of the norm after a gated delta net. Those of attention go through a sigmoid, which
-    # no key says.
+    # The activation of the gates in the norm after a gated delta net. Attention's gates go through
+    # a sigmoid, for which there is no key.
     fixed={"output_gate_type": ("swish", "silu")},
 )
-# What transformers takes where the config says nothing; of other families these must be there.
+# transformers' defaults for missing keys; in other families these keys must be there.
 _SIZES = {
     "vocab_size": 248_320,
     "hidden_size": 4096,
@@ -105,7 +105,7 @@ def _language_model(config: HfConfig) -> dict[str, Any]:
 
 
 def _plain(config: HfConfig) -> dict[str, Any]:
-    """Without layer types, which are not those of other families, and without RoPE's axes."""
+    """Drop the layer types, which differ from other families', and RoPE's axes."""
     told = hf_config.of_one_axis(config)
     return {name: value for name, value in told.items() if name != "layer_types"}
 

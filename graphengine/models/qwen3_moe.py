@@ -13,7 +13,7 @@ from graphengine.models.decoder import DecoderConfig
 from graphengine.models.llama import decoder_config
 from graphengine.models.qwen3 import NORMED
 
-# transformers has so many where neither name is there.
+# transformers' default where neither key is there.
 _EXPERTS = 128
 DEFAULTS = hf_config.FamilyDefaults(
     max_positions=32768, keys=EXPERT_KEYS, routes=True, fixed=NORMED
@@ -45,7 +45,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
 
 
 def _experts(settings: dict[str, Any]) -> int:
-    """How many experts a layer has; 0: none has any."""
+    """Experts per layer; 0: no layer has any."""
     given = {name: settings[name] for name in ("num_experts", "num_local_experts")}
     counts = {name: value for name, value in given.items() if value is not None}
     if len({*counts.values()}) > 1:

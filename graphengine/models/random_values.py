@@ -1,4 +1,4 @@
-"""Random values of a tensor, which its name, its shape and a seed decide."""
+"""Random values of a tensor, determined by its name, its shape and a seed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 WEIGHT_SCALE = 0.02
 """Standard deviation of values around 0."""
 NORM_SCALE = 0.1
-"""Of the weights of norms, around 1."""
+"""Standard deviation of norm weights around 1."""
 SEED = 0
 
 
 def generator_of(name: str, device: torch.device | str, seed: int = SEED) -> torch.Generator:
-    """A generator of its own for each name."""
+    """A new generator, seeded by `name` and `seed`."""
     generator = torch.Generator(device)
     generator.manual_seed(seed + zlib.crc32(name.encode()))
     return generator
@@ -31,7 +31,7 @@ def random_values(
 ) -> Tensor:
     """A new tensor of a float dtype: around 1 in norms, and around 0 in all others.
 
-    The values are those of the device's kind of generator: a CPU's are not a GPU's.
+    The values depend on the kind of device: a CPU's generator draws others than a GPU's.
     """
     drawn = torch.empty(tuple(shape), dtype=dtype, device=device)
     drawn.normal_(0.0, WEIGHT_SCALE, generator=generator_of(name, device, seed))

@@ -1,6 +1,6 @@
-"""What one of several ranks reads of a checkpoint: the cuts of tensors and of packed linears.
+"""What one of several ranks reads of a checkpoint: cuts of tensors and of packed linears.
 
-They follow from the sizes of a whole model and of a rank's part of it, which `ranks.py` makes.
+Cuts follow from the sizes of the whole model and of the rank's part, which `ranks.py` makes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def checkpoint_of_rank(
     part: Config,
     share: Share,
 ) -> Checkpoint:
-    """`cut_to` of weights that `allocate` makes of the configurations of all and of one rank."""
+    """`cut_to` with the weights that `allocate` makes of the whole config and of the part's."""
     if share == WHOLE:
         return checkpoint
     of_all, own = (allocate(each, device="meta", dtype=torch.float32) for each in (whole, part))
@@ -36,9 +36,9 @@ def checkpoint_of_rank(
 def cut_to(
     checkpoint: Checkpoint, whole: StoredWeights, part: StoredWeights, share: Share
 ) -> Checkpoint:
-    """The checkpoint with what one rank has of each tensor that goes into its `part` as it is.
+    """Cut each tensor that a rank reads as it is into `part` to the rank's share.
 
-    whole  the weights of all ranks, of which shapes are asked
+    whole  the weights of all ranks, for their shapes
     """
     wholes = whole.stored()
     # These are cut once they are dequantised.
@@ -64,7 +64,7 @@ def _cut(shape: tuple[int, ...], whole: Weight, part: Weight, share: Share) -> C
 
 
 def cut_linears(whole: StoredWeights, part: StoredWeights, share: Share) -> list[StoredLinear]:
-    """The linears of a rank's part, which say what of the checkpoint's linears they are."""
+    """The linears of a rank's part, with `cuts`: which part of the checkpoint's each of them is."""
     wholes = {_place(linear): linear for linear in whole.linears()}
     return [
         linear
@@ -75,12 +75,12 @@ def cut_linears(whole: StoredWeights, part: StoredWeights, share: Share) -> list
 
 
 def _place(linear: StoredLinear) -> tuple[str, Stack | None]:
-    """Where in a checkpoint it begins: of whole experts a rank has some."""
+    """A linear's place in the checkpoint, to find it in the whole: a rank may lack experts."""
     return linear.parts[0][0], linear.stack
 
 
 def _cuts(whole: StoredLinear, part: StoredLinear, share: Share) -> tuple[Cut, ...]:
-    """Of each part; one of which each rank has all is as long in both."""
+    """One cut per part; replicated parts stay whole."""
     if part.axis == 1:
         columns = whole.shape[1]
         spans = spans_of([columns], [part.shape[1]], *share)

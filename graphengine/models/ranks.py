@@ -1,13 +1,14 @@
-"""Tensor parallelism: the sizes of a model that one of several ranks has.
+"""Tensor parallelism: the sizes of one rank's part of a model.
 
-Ranks split heads and the width of feed-forwards: that of each expert, or they have whole experts.
-Of recurrent layers they split heads or channels with all that these keep. A rank has all rows of
-its heads' queries, keys and values and of its gates and ups, and the columns of the products after
-them: a part of every sum, which `Reduce` completes. Embedding, norms, routers, latents and lm_head
-are on every rank. Where each rank has requests of its own, experts alone are split. With fewer KV
-heads than ranks a KV head is on all ranks whose query heads share it. Codes of packed weights are
-split like other values, and scales with them. `rank_cuts.py` says what of a checkpoint that is. The
-scheme is Megatron-LM's (Shoeybi et al., 2019).
+Ranks split heads and the width of feed-forwards. They split the width of each expert too, or each
+rank has some experts whole. In recurrent layers they split heads or channels, and the states of
+these. A rank has all rows of its heads' queries, keys and values and of its gates and ups, and the
+matching columns of the linears after them. These compute a part of every sum, which `Reduce`
+completes. Embedding, norms, routers, latents and lm_head are on every rank. Where each rank has its
+own requests, only experts are split. With fewer KV heads than ranks, a KV head is on all ranks
+whose query heads share it. Codes of packed weights are split like other values, and scales with
+them. `rank_cuts.py` finds the parts in a checkpoint. The scheme is Megatron-LM's (Shoeybi et al.,
+2019).
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ def of_rank(
     expert_parallel: bool = False,
     data_parallel: bool = False,
 ) -> ModelConfig:
-    """The model with as many heads, and as wide feed-forwards, as one of the ranks has.
+    """The model with the heads and the feed-forward widths of one rank.
 
-    expert_parallel  whether ranks have whole experts in place of a part of each
-    data_parallel    whether ranks split nothing but the experts, of which they have whole ones
+    expert_parallel  whether ranks have whole experts instead of a part of each
+    data_parallel    whether ranks split only the experts, each having some of them whole
 
     ValueError, with the numbers, for a model that these ranks cannot split.
     """
@@ -71,9 +72,9 @@ def modules_of_rank(
     expert_parallel: bool = False,
     data_parallel: bool = False,
 ) -> MtpConfig:
-    """The draft modules whose layers are split as the model's; each rank has whole projections.
+    """The draft modules with layers split as the model's are; each rank has whole projections.
 
-    ValueError as of `of_rank`.
+    ValueError as in `of_rank`.
     """
     if share.ranks == 1:
         return modules
@@ -90,7 +91,7 @@ def modules_of_rank(
 def eagle3_of_rank(config: Eagle3Config, share: Share) -> Eagle3Config:
     """EAGLE3's layer, split as the model's are; each rank has all of fc and lm_head.
 
-    ValueError as of `of_rank`.
+    ValueError as in `of_rank`.
     """
     if share.ranks == 1:
         return config
@@ -100,7 +101,7 @@ def eagle3_of_rank(config: Eagle3Config, share: Share) -> Eagle3Config:
 def dflash_of_rank(config: DFlashConfig, share: Share) -> DFlashConfig:
     """A block drafter's layers, split as the model's are; each rank has all of fc and the heads.
 
-    ValueError as of `of_rank`.
+    ValueError as in `of_rank`.
     """
     if share.ranks == 1:
         return config
@@ -129,7 +130,7 @@ def _layers_of_rank(config: ModelConfig, share: Share, expert_parallel: bool) ->
 def _decoder_of_rank(
     config: DecoderConfig, layers: int, share: Share, expert_parallel: bool
 ) -> DecoderConfig:
-    """A decoder, or draft modules with so many of its layers."""
+    """A rank's part of a decoder, or of draft modules with `layers` of its layers."""
     split = replace(config, **_heads_of_rank(config, share.ranks))
     if any(layer not in config.expert_layers for layer in range(layers)):
         split = replace(split, ffn_size=_divided(config.ffn_size, share.ranks, "ffn columns"))
@@ -151,7 +152,7 @@ def _latent_of_rank(latent: LatentAttention, ranks: int) -> LatentAttention:
 
 
 def _experts_of_rank(experts: Experts, share: Share, expert_parallel: bool) -> Experts:
-    """A part of each, or some of them; of the shared ones a part."""
+    """A part of each expert, or some whole experts; shared experts are always split."""
     ranks, shared = share.ranks, experts.shared
     if shared is not None:
         width = _divided(shared.ffn_size, ranks, "ffn columns of the shared experts")
@@ -164,7 +165,7 @@ def _experts_of_rank(experts: Experts, share: Share, expert_parallel: bool) -> E
 
 
 def _with_experts_of_rank(config: ModelConfig, share: Share) -> ModelConfig:
-    """The whole model but for its experts. ValueError for one without."""
+    """The whole model, with only this rank's experts. ValueError if it has none."""
     if isinstance(config, DecoderConfig) and config.expert_layers:
         return _whole_but_experts(config, share)
     raise ValueError(
@@ -175,7 +176,7 @@ def _with_experts_of_rank(config: ModelConfig, share: Share) -> ModelConfig:
 
 
 def _whole_but_experts(config: DecoderConfig, share: Share) -> DecoderConfig:
-    """A decoder, or a draft module's layer, with some of its experts, if it has any."""
+    """A decoder, or a draft module's layer, with only this rank's experts, if it has any."""
     experts = config.experts
     if experts is None or not config.expert_layers:
         return config
@@ -184,7 +185,7 @@ def _whole_but_experts(config: DecoderConfig, share: Share) -> DecoderConfig:
 
 
 def _whole_experts(count: int, share: Share, option: str) -> range:
-    """Those that a rank has of so many."""
+    """The experts that this rank has, of `count`."""
     of_each = _divided(count, share.ranks, "experts of a layer", option)
     return range(share.rank * of_each, (share.rank + 1) * of_each)
 
@@ -223,7 +224,7 @@ def _attention_of_rank(block: GroupedQueryAttention, ranks: int) -> GroupedQuery
 
 
 def _mamba_of_rank(block: Mamba2, ranks: int) -> Mamba2:
-    """One group of heads is on all ranks, and so is the norm of them; of several each is whole."""
+    """A single group of heads spans all ranks, and so does its norm; several groups stay whole."""
     sizes = block.sizes
     heads, groups = _divided(sizes.heads, ranks, "Mamba2 heads"), 1
     if sizes.groups > 1:
@@ -245,16 +246,14 @@ def _delta_of_rank(block: GatedDelta, ranks: int) -> GatedDelta:
 
 
 def _divided(count: int, ranks: int, name: str, option: str = "tensor_parallel") -> int:
-    """What each of the ranks has of so many. ValueError, for `option`, where they do not divide
-    them.
-    """
+    """Each rank's share of `count`. ValueError, naming `option`, unless `ranks` divides it."""
     if count % ranks:
         raise ValueError(f"{option}={ranks} does not divide the {count} {name}")
     return count // ranks
 
 
 def _shared(count: int, ranks: int, name: str) -> int:
-    """The same where ranks beside each other have the same one if there are fewer than ranks."""
+    """Heads per rank; where there are fewer than ranks, neighbouring ranks share one."""
     if count % ranks and ranks % count:
         raise ValueError(
             f"tensor_parallel={ranks} neither divides the {count} {name} nor is a multiple of them"
@@ -263,7 +262,7 @@ def _shared(count: int, ranks: int, name: str) -> int:
 
 
 def _meta(config: ModelConfig) -> StoredWeights:
-    """The model's weights, of which only names, shapes and kinds are asked."""
+    """The model's weights on the meta device, for their names, shapes and kinds."""
     return config.allocate(device="meta", dtype=torch.float32)
 
 
@@ -272,8 +271,8 @@ def _forms_of_rank(
 ) -> WeightForms:
     """How each rank stores its parts of packed weights.
 
-    Where rows that share a scale are on two ranks, each row gets a scale of its own. ValueError
-    for columns that do.
+    If rows that share a scale are on two ranks, each row gets its own scale. ValueError if columns
+    that share one are on two ranks.
     """
     changes = {}
     for rank in range(ranks if forms else 0):

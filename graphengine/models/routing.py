@@ -1,6 +1,6 @@
-"""Which experts a step's lanes take: who is told, what keeps them, and what gives them.
+"""The experts that a step's lanes are routed to: how they are observed, recorded and prescribed.
 
-Letters: N lanes, L layers with experts, E experts, k chosen of a lane.
+Letters: N lanes, L layers with experts, E experts, k experts chosen for a lane.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from graphengine.kernels import Routes
 
 Observer = Callable[[Routes, Tensor], None]
-"""Gets the routes of the lanes of a layer, and their slots `[N]`, -1 for a padded lane."""
+"""Called with the routes of a layer's lanes, and their slots `[N]`, -1 for a padded lane."""
 
 _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 
 @contextmanager
 def observed_routes(observer: Observer) -> Iterator[None]:
-    """Have `observer` called in each layer of the decode steps that are run eagerly meanwhile.
+    """Call `observer` in each layer of decode steps that run eagerly inside the `with` block.
 
-    A graph that was captured before does not call it.
+    Replays of graphs that were captured before do not call it.
     """
     token = _observer.set(observer)
     try:
@@ -41,10 +41,10 @@ def tell_routes(routes: Routes, slot_N: Tensor) -> None:
 
 
 class StepRoutes:
-    """The experts of all layers of one step, layer after layer, as they are launched.
+    """The experts of one step, filled layer by layer as the layers are launched.
 
     expert  int32 [L, N, k], which the layers write; padded lanes hold anything
-    given   int32 [L, N, k]: ids in place of the router's choice; -1 where there is none
+    given   int32 [L, N, k]: expert ids that replace the router's choice; -1: none is given
     """
 
     def __init__(self, given: Tensor) -> None:
@@ -53,21 +53,21 @@ class StepRoutes:
         self._layer = 0
 
     def next_layer(self) -> tuple[Tensor, Tensor]:
-        """Ids given to the next layer, and where its own go: int32 [N, k] each."""
+        """Ids given to the next layer, and where it writes its own: int32 [N, k] each."""
         layer, self._layer = self._layer, self._layer + 1
         assert layer < len(self.given), f"{layer=} of {len(self.given)} layers with experts"
         return self.given[layer], self.expert[layer]
 
     def of_last_layer(self, lane_1: Tensor) -> StepRoutes:
-        """For the last layer with experts, which is run again for one lane, int32 [1]."""
+        """Routes for the last layer with experts when it is run again for one lane, int32 [1]."""
         return StepRoutes(self.given[-1:].index_select(1, lane_1))
 
     def replace_last_layer(self, routes: StepRoutes, lane_1: Tensor) -> None:
-        """Take over what `of_last_layer` has come to, if its layer was run at all."""
+        """Copy back the routes of `of_last_layer`, if its layer was run at all."""
         if routes._layer:
             self.expert[-1].index_copy_(0, lane_1.long(), routes.expert[0])
 
 
 def layer_ids(routes: StepRoutes | None) -> tuple[Tensor | None, Tensor | None]:
-    """`next_layer` of a step that keeps its routes; None twice of one that does not."""
+    """`next_layer` of `routes`; (None, None) if the step keeps no routes."""
     return (None, None) if routes is None else routes.next_layer()

@@ -1,7 +1,7 @@
 """Pipeline parallelism: which layers of a model each stage of a pipeline has.
 
 Stages follow each other, each with consecutive layers. The first has the embedding, the last the
-final norm and lm_head. Of a model whose lm_head is its embedding both have it.
+final norm and lm_head. If lm_head is tied to the embedding, both stages have it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hybrid import HybridConfig
 from graphengine.models.states import paged_states
 
-# In which layers are weighed: what is packed is as large whatever the model's dtype.
+# The dtype in which layers are weighed; packed weights are as large whatever the model's dtype.
 _DTYPE = torch.bfloat16
 
 
@@ -25,7 +25,7 @@ class Place(NamedTuple):
     """Where a rank of an engine is.
 
     shard  its share of each of its layers, among the ranks of its stage
-    pipe   which it is of the ranks that have such a share, one for each stage: see `stage_of_rank`
+    pipe   its rank among the ranks with the same share, one per stage: see `stage_of_rank`
     """
 
     shard: Share
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 def place_of_rank(share: Share, stages: int) -> Place:
-    """Ranks of one stage follow each other; rank 0 and those beside it have the last stage."""
+    """The ranks of a stage are consecutive; rank 0 and the others of its group have the last."""
     rank, ranks = share
     assert ranks % stages == 0, f"{share=} {stages=}"
     shards = ranks // stages
@@ -41,15 +41,15 @@ def place_of_rank(share: Share, stages: int) -> Place:
 
 
 def stage_of_rank(share: Share) -> Share:
-    """The stage that a rank has: rank 0, the process of the caller, has the last one, as what the
-    host reads of a step is there; the others follow each other from the first one on.
+    """The stage of a rank. Rank 0, the caller's process, has the last stage, because the step's
+    results that the host reads are there; ranks 1, 2, ... have the first, second, ... stage.
     """
     rank, ranks = share
     return Share((rank - 1) % ranks, ranks)
 
 
 def rank_of_stage(stage: int, ranks: int) -> int:
-    """The rank that has it."""
+    """The rank that has this stage."""
     return (stage + 1) % ranks
 
 
@@ -58,19 +58,19 @@ def of_stage(
 ) -> ModelConfig:
     """The layers that stage `share.rank` of `share.ranks` has.
 
-    whole   the model that is cut, of whose layers `config` has a share each; None: it has all
-    embeds  whether it has the embedding, whichever it is
+    whole   the whole model, if `config` has only a rank's share of each layer; None: it is whole
+    embeds  whether the stage has the embedding even if it is not the first
 
-    ValueError, with the numbers, for a model that has too few.
+    ValueError, with the numbers, for a model that has too few layers.
     """
     span = stage_spans(whole or config, share.ranks)[share.rank]
     return _stage(config, span._replace(embeds=embeds))
 
 
 def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:
-    """Consecutive layers for each stage, so that the bytes of the largest stage are the fewest.
+    """Give each stage consecutive layers, so that the largest stage has as few bytes as possible.
 
-    Each stage has a layer that keeps keys and values, or latents. ValueError as of `of_stage`.
+    Each stage has a layer that keeps keys and values, or latents. ValueError as in `of_stage`.
     """
     if not isinstance(config, DecoderConfig | HybridConfig):
         raise ValueError(
@@ -100,13 +100,13 @@ def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:
 
 
 def _bounds(weights: Sequence[int], paged: Sequence[bool], stages: int) -> list[int]:
-    """Where stages begin, and the end: the heaviest is as light as it can be, and of equal ways to
-    cut the earlier stages have the fewer layers.
+    """The first layer of each stage, then the number of layers. The heaviest stage is as light as
+    possible; among equal cuts, earlier stages have fewer layers.
     """
     layers = len(weights)
     before = [0, *accumulate(weights)]
     kept = [0, *accumulate(map(int, paged))]
-    # The weight of the heaviest stage from a layer on, and where the stage after it begins.
+    # For each first layer: the weight of the heaviest stage from there on, and where stages end.
     best: list[tuple[float, list[int]]] = [
         (before[layers] - before[first] if kept[layers] > kept[first] else float("inf"), [layers])
         for first in range(layers)

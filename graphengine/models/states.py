@@ -1,7 +1,7 @@
 """What the layers of a model keep of a sequence, and the tensors that hold it.
 
-Letters: S slots, B blocks of a slot's table, G kv heads, D head_dim, E values of an entry of the
-cache, and entries of a recurrent state.
+Letters: S slots, B blocks of a slot's table, G kv heads, D head_dim, E values of a cache entry, or
+entries of a recurrent state.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from graphengine.buckets import Field, StaticBuffers
 
 
 class Paged(NamedTuple):
-    """An entry for each token, in blocks of the cache.
+    """State with an entry for each token, in blocks of the KV cache.
 
-    parts  entries a token: 2 are keys and values
+    parts  entries per token; 2: keys and values
     entry  shape of one: `(G, D)` of grouped-query attention, `(E,)` of a latent that all heads
            share with its rotated key
-    window tokens that a query sees, its own among them: nobody reads the others; 0: all
+    window tokens that a query sees, including its own; others are never read. 0: all
     """
 
     parts: int
@@ -36,27 +36,27 @@ class Paged(NamedTuple):
 
     @property
     def kv_heads(self) -> int:
-        """Heads that an fp8 cache has scales of; 0: it cannot be one."""
+        """Heads with scales in an fp8 cache; 0: the cache cannot be fp8."""
         return self.entry[0] if len(self.entry) > 1 else 0
 
 
 class Recurrent(NamedTuple):
-    """What a layer keeps of a slot's newest tokens, which the device owns: `[S, E, *shape]`.
+    """State of a slot's newest tokens, `[S, E, *shape]`, owned by the device.
 
-    Entry `position % E` is that of the token at a position, so that `kv_len` alone says where a
-    sequence goes on: a step that feeds W tokens from position p on reads the entries of the `depth`
-    positions before p and leaves one for each of its tokens. Refused drafts leave entries that the
-    next step overwrites; nothing is copied.
+    Entry `position % E` belongs to the token at that position, so `kv_len` alone says where a
+    sequence continues. A step that feeds W tokens from position p on reads the entries of the
+    `depth` positions before p and writes one entry per token. The next step overwrites the entries
+    of rejected drafts; nothing is copied.
 
-    A sequence begins with entries of zeros: a token at position 0 takes those before it for zero,
+    A sequence starts from zeros: a token at position 0 takes the entries before it as zero,
     whatever an earlier request has left there. Lanes without a slot change nothing.
 
     dtype   None: the model's
-    depth   earlier tokens whose entries a token reads: 1 of a state that sums up all tokens before,
-            width - 1 of a convolution's inputs
-    apart   whether a step may not overwrite what it reads, as where several programs read an entry;
-            else each of its programs reads before it writes
-    pieces  lengths along the first dimension that ranks split one by one; empty: it is one piece
+    depth   earlier tokens whose entries a token reads: 1 for a state that sums up all earlier
+            tokens, width - 1 for a convolution's inputs
+    apart   whether a step must not overwrite entries that it reads, as where several programs read
+            one; else each program reads an entry before it writes it
+    pieces  lengths along the first dimension, each split among the ranks; empty: it is one piece
     """
 
     name: str
@@ -67,17 +67,18 @@ class Recurrent(NamedTuple):
     pieces: tuple[int, ...] = ()
 
     def entries(self, width: int) -> int:
-        """E, where a step feeds at most `width` tokens of a slot."""
+        """E for steps that feed at most `width` tokens of a slot."""
         return self.depth + width - (0 if self.apart else 1)
 
 
 LayerStates = tuple[Paged | Recurrent, ...]
-"""Of one layer; empty for a layer without any."""
+"""The states of one layer; empty for a layer without any."""
 
 
 def all_lanes_reach(layers: Sequence[LayerStates], last: int) -> bool:
-    """Whether prefill runs every lane through layer `last` and past it anyway: some layer after it
-    keeps something of each. Else the last lane alone goes all the way, unless all are asked for.
+    """Whether prefill runs every lane past layer `last` anyway, as a later layer keeps states.
+
+    Else only the last lane goes all the way, unless all are asked for.
     """
     return any(layers[last + 1 :])
 
@@ -88,9 +89,9 @@ def kv_scale_bytes(layers: Sequence[LayerStates]) -> int:
 
 
 def cache_shape(states: Sequence[LayerStates], block_size: int) -> tuple[int, ...]:
-    """`[layers, *block]` of a block of all paged layers together, in one tensor.
+    """Shape `[layers, *block]` of one block of all paged layers together, in one tensor.
 
-    ValueError unless there is such a layer, and all have blocks of one shape.
+    ValueError if no layer is paged, or if their blocks differ in shape.
     """
     paged = paged_states(states)
     if len({state.block_shape(block_size) for state in paged}) != 1:
@@ -102,7 +103,7 @@ def cache_shape(states: Sequence[LayerStates], block_size: int) -> tuple[int, ..
 
 
 def paged_states(states: Sequence[LayerStates]) -> list[Paged]:
-    """Those of the paged layers, in their order."""
+    """The paged layers' states, in order."""
     return [state for layer in states for state in layer if isinstance(state, Paged)]
 
 
@@ -117,15 +118,16 @@ def recurrent_states(states: Sequence[LayerStates]) -> dict[tuple[int, str], Rec
 
 
 def recurrent_field(layer: int, name: str, whose: str = "") -> str:
-    """Name of the static field of a layer's recurrent state; `whose`: of another model's layer."""
+    """Name of a recurrent state's static field; `whose` is a prefix for another model's layers."""
     return f"{whose}recurrent_{layer}_{name}"
 
 
 def recurrent_fields(
     states: Sequence[LayerStates], slots: int, width: int, dtype: torch.dtype, whose: str = ""
 ) -> list[Field]:
-    """Static fields of the recurrent states of a model in this dtype, for steps of at most `width`
-    tokens of a slot.
+    """Static fields of a model's recurrent states, for steps of at most `width` tokens of a slot.
+
+    dtype  the model's
 
     A pause does not touch them: a paused request keeps its slot.
     """
@@ -136,7 +138,7 @@ def recurrent_fields(
             dtype=state.dtype or dtype,
             owner="device",
             meaning=f"{name} state of layer {layer}, that of a position in entry position % E",
-            # Ranks have each their own heads, or channels.
+            # Each rank has its own heads, or channels.
             replicated=False,
         )
         for (layer, name), state in recurrent_states(states).items()
@@ -151,12 +153,12 @@ def recurrent_tensors(
 
 
 def kept_shape(state: Recurrent) -> tuple[int, ...]:
-    """`[depth, *shape]` of what a sequence goes on from: the entries of its newest tokens."""
+    """Shape `[depth, *shape]` of the newest tokens' entries, from which a sequence continues."""
     return (state.depth, *state.shape)
 
 
 def kept_bytes(states: Sequence[LayerStates], dtype: torch.dtype) -> int:
-    """Of all recurrent states of a model in this dtype, after one token."""
+    """Bytes of all recurrent states after one token, for a model in this dtype."""
     return sum(
         math.prod(kept_shape(state)) * (state.dtype or dtype).itemsize
         for state in recurrent_states(states).values()
@@ -164,9 +166,9 @@ def kept_bytes(states: Sequence[LayerStates], dtype: torch.dtype) -> int:
 
 
 class RingTensors(NamedTuple):
-    """What layers of one window keep the newest tokens in.
+    """Cache of the layers with one window size, which keep only the newest tokens.
 
-    layers       which of the paged layers they are
+    layers       their indices among the paged layers
     cache        `[L, blocks, *block]` of these layers; block 0 is the dummy
     block_table  int32 `[S, B]`, whose rows repeat the blocks of a ring
     """
@@ -177,13 +179,13 @@ class RingTensors(NamedTuple):
 
 
 class StateTensors(NamedTuple):
-    """What the layers' states are kept in.
+    """The tensors that hold the layers' states.
 
     cache        `[L, blocks, *block]` of the L paged layers that are in no ring, in their order;
                  block 0 is the dummy
     block_table  int32 `[S, B]`
     recurrent    `[S, E, *shape]` of each recurrent state, by its layer's index and its name
-    rings        of paged layers that keep the newest tokens alone
+    rings        the caches of paged layers that keep only the newest tokens
     """
 
     cache: Tensor

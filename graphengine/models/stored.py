@@ -1,7 +1,7 @@
-"""A checkpoint's model: its configuration and the tensors it is stored in, checked together.
+"""A checkpoint's model: its configuration and its tensors, checked against each other.
 
-A config that the tensors contradict, and tensors that nobody here would read although the model
-computes with them, are errors before anything is allocated.
+If the tensors contradict the config, or if nothing here reads tensors that the model computes with,
+an error is raised before anything is allocated.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from graphengine.models.weights import Destinations, StoredLinear
 log = logging.getLogger(__name__)
 
 _HEAD = "lm_head.weight"
-# What the usual formats store beside quantised weights.
+# Tensors that the usual formats store along with quantised weights.
 _QUANTISED = re.compile(
     r"(.*_)?scales?(_inv|_\d)?|weight_scale.*|.*_?zero_points?|weight_(packed|shape|g_idx)|qweight|"
     r"qzeros|g_idx|SCB|weight_format|absmax|quant_map|quant_state.*|nested_(absmax|quant_map)"
 )
-# What old checkpoints store beside their weights: functions of the config, or masks.
+# Buffers that old checkpoints store along with weights: functions of the config, or masks.
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\..*|.*\.masked_bias|(.*\.)?position_ids")
 _BUFFER_DTYPES = (torch.bool, torch.int16, torch.int32, torch.int64)
 _LAYER = re.compile(r"model\.layers\.(?P<layer>\d{1,9})\.")
-# What shows that a layer past the model's own is a draft module, as DeepSeek has them.
+# Shows that a layer past the model's own is a draft module, as in DeepSeek's checkpoints.
 _DRAFT_LAYER = re.compile(_LAYER.pattern + r"eh_proj\.")
 _DRAFT_MODULES = ("mtp.", "model.mtp_layers.", "medusa.", "medusa_head.")
-# What stands beside a language model and says nothing of its tokens: towers for images and sound
-# and what leads from them to it, value heads of reinforcement learning, and a draft vocabulary.
+# Tensors next to a language model that do not affect its tokens: towers for images and sound and
+# their projectors, value heads of reinforcement learning, and a draft vocabulary.
 _BESIDE = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|audio_model|multi_modal_projector|"
     r"embed_vision|embed_audio)\..*|v_head\..*|d2t|t2d"
@@ -63,10 +63,10 @@ def read_model(
 ) -> ModelConfig:
     """The model's configuration, checked against the names, shapes and dtypes of its tensors.
 
-    quantize  what weights will be rounded to, and with `head` lm_head, too
+    quantize  what weights will be rounded to; with `head` lm_head, too
 
-    Unknown keys of `config.json`, and a LoRA adapter beside it, are logged. ValueError says what is
-    missing, what is not supported and what contradicts.
+    Logs unknown keys of `config.json`, and a LoRA adapter in the same folder. ValueError says what
+    is missing, unsupported or contradictory.
     """
     config = read_model_config(checkpoint.config)
     quantisation = quantisation_of(checkpoint)
@@ -98,7 +98,7 @@ def read_model(
     used = destinations(checkpoint, _meta(config))
     used = _without(used, dequantised_names(checkpoint, packed))
     unused = sorted(stored.keys() - used.keys() - names_of_packed(checkpoint, packed))
-    # A scale says more than the weights that are missing in its place.
+    # Checked first: an unread scale explains more than the weights that are missing in its place.
     _refuse_quantised(checkpoint, quantisation, config, unused)
     checkpoint.check(used)
     empty = _empty_biases(checkpoint, packed_names(packed), unused)
@@ -111,7 +111,7 @@ def read_model(
 
 
 def with_state_dtype(config: ModelConfig, dtype: StateDtype) -> ModelConfig:
-    """The model with the states of recurrent layers' heads in this dtype; "auto": as it is.
+    """The model with the states of its recurrent heads in this dtype; "auto": unchanged.
 
     ValueError for a model without such states.
     """
@@ -138,7 +138,7 @@ def _rounded(
 
 
 def _meta(config: ModelConfig) -> ModelWeights:
-    """The model's weights, of which only names, shapes and kinds are asked."""
+    """The model's weights on the meta device, for their names, shapes and kinds."""
     return config.allocate(device="meta", dtype=torch.float32)
 
 
@@ -149,15 +149,15 @@ def load_weights(
     embedding: str,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Fill `wanted`, and those of the linears that are packed, from the checkpoint.
+    """Fill `wanted` and the packed linears from the checkpoint.
 
     embedding  the model's `embedding_name`
     progress   called with (bytes read, bytes to read), first with 0 read
 
-    Packed weights are as the checkpoint has them, or rounded where it has them in 16 or 32 bits.
-    Those that are plain are dequantised, and rounded to their dtype.
-    Returns the sorted names of the checkpoint's tensors that were not read. ValueError as of
-    `Checkpoint.load` and of `read_weight`.
+    Packed weights are as stored, or rounded if they are stored in 16 or 32 bits. Linears that are
+    `plain` but stored in 8 or 4 bits are dequantised, and rounded to their dtype.
+    Returns the sorted names of the checkpoint's tensors that were not read. ValueError as in
+    `Checkpoint.load` and `read_weight`.
     """
     sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
     names = names_of_packed(checkpoint, linears)
@@ -181,7 +181,7 @@ def load_weights(
 
 
 def reader_of(checkpoint: Checkpoint, embedding: str) -> Reader:
-    """Packed weights as the checkpoint has them, or rounded where it has them in 16 or 32 bits.
+    """A reader of packed weights: as stored, or rounded if they are stored in 16 or 32 bits.
 
     embedding  the model's `embedding_name`
     """
@@ -192,7 +192,7 @@ def reader_of(checkpoint: Checkpoint, embedding: str) -> Reader:
 
 
 def _without(wanted: Destinations, linears: Collection[str]) -> Destinations:
-    """Those that are no weight of these linears."""
+    """The destinations that are not weights of these linears."""
     left_out = {f"{name}.weight" for name in linears}
     return {name: wanted[name] for name in wanted if name not in left_out}
 
@@ -202,11 +202,11 @@ def _embedding(config: ModelConfig) -> str:
 
 
 def destinations(checkpoint: Checkpoint, weights: ModelWeights) -> Destinations:
-    """Where the tensors of the checkpoint go: those of `weights`, by the names that are stored."""
+    """Where the checkpoint's tensors go: the tensors of `weights`, by their stored names."""
     names = weights.named()
     name = _embedding(weights.config)
     if weights.config.tie_embeddings and name not in checkpoint.tensors:
-        # One of the two is enough, whichever it is.
+        # Either of the two tensors is enough.
         embedding = names.pop(name)
         names[_HEAD if _HEAD in checkpoint.tensors else name] = embedding
     return names
@@ -215,10 +215,10 @@ def destinations(checkpoint: Checkpoint, weights: ModelWeights) -> Destinations:
 def read_eos_ids(
     checkpoint: Checkpoint, config: ModelConfig, of_tokenizer: int | None = None
 ) -> tuple[int, ...]:
-    """The end-of-sequence ids that the model can say; others are left out, with a warning.
+    """The end-of-sequence ids in the model's vocabulary; others are left out, with a warning.
 
-    They are those of the configs, and `of_tokenizer`, the id of the tokenizer's `eos_token`: a
-    checkpoint's files may each name another. A tokenizer may have more tokens than the model:
+    They come from the configs and from `of_tokenizer`, the id of the tokenizer's `eos_token`: a
+    checkpoint's files may name different ones. A tokenizer may have more tokens than the model:
     transformers loads both.
     """
     ids = [*eos_token_ids(checkpoint)]
@@ -236,7 +236,7 @@ def read_eos_ids(
 
 
 def _tied_or_not(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
-    """The config as transformers takes it where both are stored: tied if they are equal."""
+    """The config if embedding and lm_head are both stored: tied if equal, as in transformers."""
     name = _embedding(config)
     if checkpoint.have_equal_values(name, _HEAD):
         return config
@@ -254,7 +254,7 @@ def _tied_or_not(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
 def _with_own_head(
     checkpoint: Checkpoint, quantisation: Quantisation, config: ModelConfig
 ) -> ModelConfig:
-    """The config, untied where a quantised lm_head is stored: it is no embedding."""
+    """The config, untied if a quantised lm_head is stored: the embedding is another tensor."""
     name = _HEAD.removesuffix(".weight")
     scheme = quantisation.scheme(name)
     scales = [] if scheme is None else [f"{name}.{end}" for end in scheme.scales]
@@ -298,9 +298,9 @@ def _refuse_quantised(
 
 
 def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequence[str]) -> None:
-    """Raise ValueError for tensors that the model may need and nobody reads.
+    """Raise ValueError for tensors that the model may need but nothing reads.
 
-    So are those of layers past the model's own, but for draft modules.
+    That includes layers past the model's own, except draft modules.
     """
     modules = {
         _layer(name)
@@ -331,7 +331,7 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, unused: Sequenc
 def _empty_biases(
     checkpoint: Checkpoint, linears: Collection[str], unused: Sequence[str]
 ) -> set[str]:
-    """Biases of these linears that are 0: GPTQ's tools write them for linears that have none."""
+    """All-zero biases of these linears: GPTQ's tools write them for linears without a bias."""
     tensors = checkpoint.mapped()
     return {
         name

@@ -1,6 +1,4 @@
-"""Layers beside a target that read its residual stream after a few of its own: what the drafters
-that have such layers share.
-"""
+"""Common code of drafters that read the target's residual stream after some of its layers."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from graphengine.models.hybrid import HybridConfig
 
 
 class StreamReaders(ABC):
-    """The sizes of such layers.
+    """Sizes of a drafter's layers that read the target's residual stream.
 
-    layers        of the target: the stream after each is read, in the order of fc's columns
+    layers        target layers after which the stream is read, in the order of fc's columns
     target_width  columns of that stream
     """
 
@@ -31,12 +29,12 @@ class StreamReaders(ABC):
     @property
     @abstractmethod
     def sizes(self) -> DecoderConfig:
-        """Those of a decoder of these layers."""
+        """The sizes of a decoder made of these layers."""
 
     @property
     @abstractmethod
     def attention(self) -> GroupedQueryAttention:
-        """Of every layer, but for its window."""
+        """The attention of every layer, apart from its window."""
 
     @property
     def hidden_size(self) -> int:
@@ -49,15 +47,15 @@ class StreamReaders(ABC):
 
     @property
     def streams_width(self) -> int:
-        """Columns of what fc reads."""
+        """Columns of fc's input."""
         return len(self.layers) * self.target_width
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that attention uses, as of a model."""
+        """Arrival counters that attention uses."""
         return self.attention.arrivals(lanes)
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
-        """Tokens that a program of decode attention reads, of sequences of up to `tokens`."""
+        """Tokens that a program of decode attention reads, for sequences of up to `tokens`."""
         return self.attention.split_tokens(family, dtype, tokens)
 
     def tables(self, max_seq_len: int, device: torch.device) -> RopeTables:
@@ -83,7 +81,7 @@ def layers_like(
     num_layers: int = 1,
     qk_norm: bool = False,
 ) -> DecoderConfig:
-    """Dense layers of the target's sizes. ValueError, which says for `what`, if its layers have no
+    """Dense layers of the target's sizes. ValueError, naming `what`, if the target's layers have no
     heads of their own.
     """
     decoder = target.attending_decoder() if isinstance(target, HybridConfig) else target

@@ -1,4 +1,4 @@
-"""Safetensors files: what tensors there are in a directory, and writing a file whole.
+"""Safetensors files: finding a directory's tensors, and writing a file atomically.
 
 Everything a file's header says is checked against the file before a byte of weights is touched.
 """
@@ -27,7 +27,7 @@ _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".
 # Dtypes of weights.
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 WEIGHT_DTYPES = tuple(_DTYPES.values())
-"""Of weights that are not quantised."""
+"""Dtypes of weights that are not quantised."""
 # Dtypes of other tensors, such as the offsets of a draft vocabulary and masks.
 _OTHER_DTYPES = {
     "I64": torch.int64,
@@ -45,15 +45,15 @@ _OTHER_DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in (_DTYPES | _OTHER_DTYPES).items()}
-"""As a header has them."""
+"""Names of dtypes in a header."""
 # safetensors itself refuses larger headers.
 _MAX_HEADER_BYTES = 100_000_000
 MOST_NAMED = 5
-"""Tensors that a message names, of a file that may lack thousands."""
+"""Most tensors that a message names: a file may lack thousands."""
 
 
 class Cut(NamedTuple):
-    """Of the `whole` values that a tensor has along `axis`, those of some spans.
+    """Some spans of the `whole` values that a tensor has along `axis`.
 
     spans  (start, length) of each, ascending
     """
@@ -68,7 +68,7 @@ class Cut(NamedTuple):
         return sum(length for _, length in self.spans)
 
     def part(self, tensor: Tensor) -> Tensor:
-        """They: a view where there is one span, else a copy."""
+        """The tensor's values in the spans: a view if there is one span, else a copy."""
         parts = [tensor.narrow(self.axis, *span) for span in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
@@ -76,8 +76,8 @@ class Cut(NamedTuple):
 def spans_of(
     whole: Sequence[int], part: Sequence[int], rank: int, ranks: int
 ) -> tuple[tuple[int, int], ...]:
-    """Of pieces that follow each other, (start, length) of what a rank has of each; ranks beside
-    each other may have the same.
+    """The (start, length) that a rank has of each of several consecutive pieces, whose lengths are
+    `whole`, and `part` on one rank. Neighbouring ranks may have the same.
     """
     spans, start = [], 0
     for length, own in zip(whole, part, strict=True):
@@ -100,7 +100,7 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def part(self, cut: Cut) -> TensorInfo:
-        """The same tensor, of which only this part is read."""
+        """The tensor with only this part to be read."""
         assert self.cut is None, f"{self} is a part already"
         assert sum(cut.spans[-1]) <= cut.whole == self.shape[cut.axis], f"{cut=} of {self}"
         return replace(self, shape=self._shape_with(cut.axis, cut.length), cut=cut)
@@ -117,7 +117,7 @@ class TensorInfo:
 
 
 def find_tensors(directory: Path) -> dict[str, TensorInfo]:
-    """The tensors of a directory's safetensors files, of which an index may name some.
+    """The tensors of a directory's safetensors file, or those that an index of shards names.
 
     ValueError if there are none, or a file is damaged or in an unsupported format.
     """

@@ -1,11 +1,11 @@
-"""Which plan an engine takes for each of decode's linears, and what names all that bits depend on.
+"""Chooses a plan for each of decode's linears, and fingerprints all that a step's bits depend on.
 
-The user's table of measured plans wins over the one that is shipped (`tuning_tables.py`); what
-neither knows gets `heuristic_plan`. Nothing is measured here.
+The user's table of measured plans wins over the shipped one (`tuning_tables.py`); linears that
+neither knows get `heuristic_plan`. Nothing is measured here.
 
-Plans are part of the numerics: another plan may round otherwise and so, now and then, give other
+Plans are part of the numerics: another plan may round differently and so, now and then, give other
 tokens. `numerics_id` names all that the bits depend on, and a damaged table is an error rather than
-a reason to fall back in silence.
+a reason to fall back silently.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 PlanSource = Literal["user", "shipped", "heuristic"]
 
 NUMERICS_VERSION = 7
-"""Raise it with every change to a kernel, of prefill too, that may change the bits of a result
+"""Raise it with every change to a kernel, also of prefill, that may change the bits of a result
 while all plans stay the same: another order of summation, another rounding, another formula or
 constant, such as those of `kernels/attention/prefill.py`."""
 
@@ -61,12 +61,12 @@ def choose_plans(
 ) -> tuple[LinearPlans, PlanOrigins]:
     """A plan for each linear of a decode step: the user's, else the shipped, else the heuristic.
 
-    On a GPU what no table knows is logged at INFO. (On a CPU plans are carried along unused.)
+    On a GPU, linears that no table knows are logged at INFO. (On a CPU, plans are unused.)
 
     Raises:
-        ValueError: a table that is not as this module writes it or that cannot be read, with its
-            path in the message. It is not passed over: other plans may give other tokens. (Where
-            the user has no cache directory, or none that may be entered, there is no table.)
+        ValueError: a table is malformed or cannot be read; the message has its path. It is not
+            skipped: other plans may give other tokens. (If the user has no cache directory, or may
+            not enter it, there is no table.)
     """
     gpu = device_name(device)
     tables: dict[PlanSource, Table] = {
@@ -100,8 +100,8 @@ def choose_plans(
 def choose_plan(
     key: TuningKey, tables: Mapping[PlanSource, Table], processors: int = USUAL_PROCESSORS
 ) -> tuple[LinearPlan, PlanSource]:
-    """The plan of the first of the tables that knows the weight, else the heuristic for a GPU with
-    so many multiprocessors.
+    """The plan of the first table that knows the weight, else the heuristic for a GPU with
+    `processors` multiprocessors.
     """
     for source, table in tables.items():
         if key in table:
@@ -116,10 +116,10 @@ def numerics_id(
     dtype: torch.dtype,
     extra: Mapping[str, str | int | float | bool | None],
 ) -> str:
-    """12 hexadecimal digits that name everything the bits of a step depend on but the model.
+    """Fingerprint, 12 hexadecimal digits, of all that a step's bits depend on except the model.
 
     Two engines with equal ids, on one kind of GPU, compute the same bits; what only changes the
-    speed is left out. `extra` adds what lies outside of the linears, such as the length of
+    speed is left out. `extra` adds facts from outside the linears, such as the length of
     attention's splits and, on a GPU, the version of Triton.
     """
     facts = {
@@ -142,15 +142,15 @@ def numerics_id(
 def _numerics(
     plan: LinearPlan, *, leaves_squares: bool, packed: bool = False
 ) -> dict[str, str | int]:
-    """The parts of a plan that place the elements of a sum.
+    """The fields of a plan that place the elements of a sum.
 
-    packed          whether the weight is, so that the streams of a tile follow from `block_m`
+    packed          whether the weight is packed, so that `block_m` decides the streams of a tile
     leaves_squares  whether the programs leave sums of squares of their output, as those with a
                     residual epilogue do (`kernels/linear/residual.py`)
 
-    Warps count in `dot` too: sums of squares are reduced over a tile that is spread over them.
-    `block_m` says in `fma` how a tile is spread over threads, and in both families how many columns
-    a sum of squares covers.
+    Warps matter in `dot` too: sums of squares are reduced over a tile that is spread over them.
+    In `fma`, `block_m` decides how a tile is spread over threads; in both families it decides how
+    many columns a sum of squares covers.
     """
     names = ["family", "block_k", "splits", "warps"]
     if plan.family == "fma" or leaves_squares or packed:

@@ -1,6 +1,6 @@
-"""Tables of measured plans: a JSON file for one device, with a plan for each weight that was tuned.
+"""Tables of measured plans: one JSON file per device, with a plan for each weight that was tuned.
 
-The user's own, which `graphengine tune` writes, is in the cache directory; shipped ones are in
+`graphengine tune` writes the user's own table to the cache directory; shipped tables are in
 `tuned/`. Nothing in a table is executed, and a damaged one is an error with its path and entry.
 """
 
@@ -29,14 +29,14 @@ from graphengine.models.plan_limits import check_plan
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-"""Of the files; raise it when an older reader would misread a newer file."""
+"""Version of the files; raise it when an older reader would misread a newer file."""
 
 # The family is part of the key.
 _PLAN_FIELDS = LinearPlan._fields[1:]
 _KEY_FIELDS = ("family", "kind", "M", "K", "dtype")
-# Of a key; absent where a weight is in the model's dtype, and of weights that are no experts.
+# Of a key; absent if the weight is in the model's dtype, or is not an expert's.
 _WEIGHT_FIELD, _EXPERT_FIELD = "weight", "expert"
-# Of a plan; absent where it is the key's.
+# Of a plan; absent if it is the key's family.
 _FAMILY_FIELD = "family"
 _MEASURED_FIELDS = ("us", "torch", "triton", "date")
 _FILE_FIELDS = ("version", "device", "entries")
@@ -47,10 +47,10 @@ _MAX_INTEGER = 2**31 - 1
 class TuningKey(NamedTuple):
     """What a plan was measured for: a weight [M, K], its epilogue, and a family.
 
-    dtype   of the model
+    dtype   the model's
     weight  how the weight is stored; None: in that dtype
-    expert  whether it is that of one of several experts. Its plan may be of another family than the
-            engine's, which is `family`
+    expert  whether it is an expert's weight. Its plan may be of another family than `family`, which
+            is the engine's
     """
 
     family: RowFamily
@@ -63,13 +63,13 @@ class TuningKey(NamedTuple):
 
     @classmethod
     def of(cls, linear: Linear, family: RowFamily, dtype: torch.dtype) -> TuningKey:
-        """That of a model's linear."""
+        """The key of a model's linear."""
         expert = linear.experts > 0
         return cls(family, linear.kind, linear.rows, linear.columns, dtype, linear.weight, expert)
 
     @property
     def linear(self) -> Linear:
-        """One that has this key."""
+        """A linear that has this key."""
         return Linear(self.kind, self.M, self.K, self.weight, experts=int(self.expert))
 
     def __str__(self) -> str:
@@ -80,17 +80,17 @@ class TuningKey(NamedTuple):
 
 
 class TunedPlan(NamedTuple):
-    """A plan, and for information how fast it was, with what, and when.
+    """A plan and, for information, how fast it was, with which versions, and when.
 
-    What one linear costs depends on its neighbours, so `us` is not only the linear's. It is the
-    time of qkv, output, gate_up and down of one layer, in a chain of such layers in which this plan
-    and those found with it are in use; of lm_head it is what lm_head adds to the end of that chain.
+    The cost of a linear depends on its neighbours, so `us` is not the linear's alone. It is the
+    time of one layer's qkv, output, gate_up and down, in a chain of such layers that use this plan
+    and those found with it. For lm_head it is the time that lm_head adds at the end of that chain.
     """
 
     plan: LinearPlan
     us: float
     """Microseconds at the first number of rows that was measured: 1 for `fma`, 8 for `dot` unless
-    asked for otherwise."""
+    set otherwise."""
     torch: str
     triton: str
     date: str
@@ -101,7 +101,7 @@ Table = dict[TuningKey, TunedPlan]
 
 
 def device_name(device: torch.device | str) -> str:
-    """The name that tables go by: what CUDA calls the GPU, or "cpu"."""
+    """The name of a device in tables: what CUDA calls the GPU, or "cpu"."""
     device = torch.device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
@@ -135,7 +135,7 @@ def _home() -> Path:
 
 
 def read_user_table(device: str) -> Table:
-    """The user's plans; none where there is no file, no home, or a folder that may not be entered.
+    """The user's plans; empty if there is no file or no home, or its folder may not be entered.
 
     ValueError names a file that is damaged or cannot be read.
     """
@@ -149,8 +149,8 @@ def read_user_table(device: str) -> Table:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except PermissionError as error:
-        # Of a folder above: a file that may not be read still shows its state. Services run with
-        # the home of somebody else.
+        # A folder above may not be entered: `stat` works on a file that may not be read. Services
+        # run with the home of somebody else.
         log.info("tuned plans of the user are not looked at: %s", error)
         return {}
     except OSError as error:
@@ -159,7 +159,7 @@ def read_user_table(device: str) -> Table:
 
 
 def shipped_table(device: str) -> Table:
-    """The plans that come with the package, for a device that has been measured."""
+    """The plans shipped for this device; empty if it has not been measured."""
     file = resources.files("graphengine") / "tuned" / f"{_slug(device)}.json"
     return parse_table(file.read_bytes(), device, origin=str(file)) if file.is_file() else {}
 
@@ -170,20 +170,20 @@ def _slug(device: str) -> str:
 
 
 def write_table(path: Path, device: str, plans: Mapping[TuningKey, TunedPlan]) -> None:
-    """Put plans into the table at `path`; others that it holds stay.
+    """Put plans into the table at `path`; its other plans stay.
 
-    The file is replaced at once: a reader sees the old one or the new one, and an interrupted write
-    leaves the old one. Of two programs that write together one may lose what it added.
+    The file is replaced atomically: a reader sees the old one or the new one, and an interrupted
+    write leaves the old one. If two programs write at the same time, one may lose what it added.
 
     Raises:
-        ValueError: what is there is no table of this device (it is left as it is), or a plan is
-            none that `check_plan` lets pass.
+        ValueError: the file is not a table of this device (it is left as it is), or `check_plan`
+            refuses a plan.
     """
     merged = (read_table(path, device) if path.exists() else {}) | dict(plans)
     content = _format_table(device, merged)
     parse_table(content.encode(), device, origin=f"what was to be written to {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target: a rename does not cross file systems.
+    # In the target's folder: a rename cannot cross file systems.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with open(handle, "w", encoding="utf-8") as file:
@@ -198,7 +198,7 @@ def write_table(path: Path, device: str, plans: Mapping[TuningKey, TunedPlan]) -
 
 
 def _format_table(device: str, plans: Mapping[TuningKey, TunedPlan]) -> str:
-    """Sorted, an entry a line: a new measurement is a diff of one line."""
+    """Format a table, sorted, one entry per line: a new measurement is a diff of one line."""
 
     def order(item: tuple[TuningKey, TunedPlan]) -> tuple[str | int, ...]:
         key = item[0]
@@ -227,7 +227,7 @@ def _entry(key: TuningKey, tuned: TunedPlan) -> dict[str, Any]:
 
 
 def read_table(path: Path, device: str) -> Table:
-    """The plans in a file. ValueError, with path and entry, for all that is not as it must be."""
+    """The plans in a file. ValueError, with path and entry, for anything malformed."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -236,7 +236,7 @@ def read_table(path: Path, device: str) -> Table:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that knows which names it holds twice; of those a dict keeps the last."""
+    """A JSON object that records repeated names; a dict keeps only the last value of each."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -349,7 +349,7 @@ def _positive(values: Mapping[str, Any], name: str) -> float:
     value = values[name]
     number = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
-        # An integer may exceed all floats.
+        # An integer may be too large for a float.
         with contextlib.suppress(OverflowError):
             number = float(value)
     if not (math.isfinite(number) and number > 0):

@@ -1,9 +1,9 @@
-"""The logits of a step, of which each of several ranks computes those of its own rows of a head.
+"""The logits of a step, where each rank computes those of its own rows of a head.
 
-Every rank has as many rows. Where ranks do not divide them the last ranks begin earlier, and some
-rows are two ranks': both compute the same bits for them. So the best candidate of all ranks is the
-best of all logits, and gathered logits are those of one rank. Rows of a packed head lie in blocks,
-where each part begins.
+All ranks have equally many rows. If the rows do not divide evenly, the last ranks' parts begin
+earlier and share rows with their neighbours; both compute the same bits for these. So the best
+candidate of all ranks is the best of all logits, and gathered logits are those of one rank. Rows of
+a packed head lie in blocks, and each part begins at a block.
 
 Letters: N lanes, V rows of the head, H hidden, C tiles of its rows.
 """
@@ -18,9 +18,9 @@ from graphengine.models.contract import RankGroup
 
 
 class Vocabulary:
-    """All rows of a head `[V, H]`, as an engine of one rank has them.
+    """All rows of a head `[V, H]`, for an engine of one rank.
 
-    head       what a step multiplies by
+    head       the weight that a step multiplies by
     token_ids  int32, ascending: the token of each of its rows; None: row v is token v
     """
 
@@ -29,21 +29,21 @@ class Vocabulary:
         self.token_ids = token_ids
 
     def candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor]:
-        """Those that decide among all tiles, from those of this rank's."""
+        """Turn the candidates of this rank's tiles into the candidates of all ranks."""
         return best_NC, health_NC
 
     def logits(self, logits_NV: Tensor) -> Tensor:
-        """`[N, V]` of all rows, from those of this rank's."""
+        """Logits `[N, V]` of all rows, from those of this rank's rows."""
         return logits_NV
 
 
 class VocabularyPart(Vocabulary):
-    """The rows that this rank of `group` has."""
+    """This rank's rows of a head, in a `group` of ranks."""
 
     def __init__(self, head: AnyWeight, group: RankGroup, token_ids: Tensor | None = None) -> None:
         rank, ranks = group.share
         rows, together = head.shape[0], 1 if isinstance(head, Tensor) else BLOCK_ROWS
-        # The rows past the last whole block are each rank's, and count once.
+        # The rows past the last whole block lengthen each part, so that the last one ends at V.
         blocks = rows // together
         of_rank = -(-blocks // ranks)
         count = of_rank * together + rows % together
@@ -62,12 +62,12 @@ class VocabularyPart(Vocabulary):
         return pushed or (self._beside(best_NC), self._beside(health_NC))
 
     def _beside(self, part_NC: Tensor) -> Tensor:
-        # With one tile a rank the flattened parts are a view.
+        # With one tile per rank, the flattened parts are a view.
         return self._group.gather(part_NC).transpose(0, 1).flatten(1).contiguous()
 
     def logits(self, logits_NV: Tensor) -> Tensor:
         parts = self._group.gather(logits_NV)
-        # Each rank's up to where the next one begins.
+        # Keep each rank's logits up to where the next rank's begin.
         ends = [*self._starts[1:], self._starts[-1] + self._count]
         bounds = zip(parts, self._starts, ends, strict=True)
         return torch.cat([part[:, : end - start] for part, start, end in bounds], dim=1)
@@ -76,7 +76,7 @@ class VocabularyPart(Vocabulary):
 def vocabulary_of(
     head: AnyWeight, group: RankGroup | None, token_ids: Tensor | None = None
 ) -> Vocabulary:
-    """This rank's part of a head; all of it where there is no group."""
+    """This rank's part of a head; the whole head if there is no group."""
     if group is None:
         return Vocabulary(head, token_ids)
     return VocabularyPart(head, group, token_ids)

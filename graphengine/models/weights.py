@@ -15,15 +15,15 @@ from graphengine.kernels import AnyWeight, PackedWeight
 from graphengine.models.tensor_files import Cut
 
 Destinations = dict[str, Tensor]
-"""Names of a checkpoint's tensors -> the views that are to hold them."""
+"""Names of a checkpoint's tensors -> the views that they are loaded into."""
 
 
 class Weight(NamedTuple):
     """A tensor of a checkpoint.
 
-    tensor  the view that is to hold it
-    axis    the dimension along which ranks split it; None: each has all of it
-    pieces  lengths along `axis` that ranks split one by one; empty: it is one piece
+    tensor  the view that it is loaded into
+    axis    the dimension along which ranks split it; None: each rank has all of it
+    pieces  lengths along `axis`, each split among the ranks; empty: it is one piece
     """
 
     tensor: Tensor
@@ -32,27 +32,27 @@ class Weight(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Where the weight of an expert is in tensors that have those of all: `[experts, ...]`."""
+    """An expert's place in tensors with the weights of all experts: `[experts, ...]`."""
 
     expert: int
     experts: int
 
 
 class StoredLinear(NamedTuple):
-    """A weight of linears, and what it is in a checkpoint.
+    """The weight of one linear, or of several fused ones, and what it is in a checkpoint.
 
-    parts   names without ".weight", and rows, of the linears whose rows it has one after the other
+    parts   the checkpoint linears whose rows it has, in order: names without ".weight", and rows
     swiglu  whether these are gates and ups
-    axis    the dimension along which ranks split each part; None: each has all of it
-    shared  names of parts of which each rank has all, whatever the axis
-    pieces  of parts that are several, by name: rows that ranks split one by one
-    cuts    of each part, what of the checkpoint's linear this is; empty: all
-    order   int64 `[rows]`: row i is row `order[i]` of the parts; None: they are in their order.
-            A weight in the model's dtype has views that say the same
-    expert  whether it is one of several, of which a lane takes some
-    stack   its place in the tensors of `parts`, which all experts of a layer share and whose names
-            have no ".weight"; None: they are its own. `views` are of those that are its own
-    plain   whether it is in the model's dtype whatever the checkpoint has: then 8 or 4 bits are
+    axis    the dimension along which ranks split each part; None: each rank has all of it
+    shared  names of parts that each rank has whole, whatever the axis
+    pieces  for parts made of several pieces, by name: rows of each, split among the ranks
+    cuts    for each part, which part of the checkpoint's linear it is; empty: all of it
+    order   int64 `[rows]`: row i is row `order[i]` of the parts; None: in the parts' order.
+            For a weight in the model's dtype, views say the same
+    expert  whether it is one of several experts' weights, of which a lane uses some
+    stack   its place in the tensors of `parts`, if all experts of a layer share them; their names
+            then have no ".weight". None: the tensors are its own. Only these have `views`
+    plain   whether it is in the model's dtype whatever the checkpoint has: 8 or 4 bits are then
             dequantised while they are read
     """
 
@@ -75,7 +75,7 @@ class StoredLinear(NamedTuple):
         return rows, columns
 
     def views(self) -> dict[str, Weight]:
-        """Of a weight in the model's dtype, each part's own; of a packed one nothing."""
+        """Each part's view of the weight, by tensor name; empty for a packed weight."""
         if not isinstance(self.weight, Tensor):
             return {}
         rows = torch.split(self.weight, [count for _, count in self.parts])
@@ -89,14 +89,14 @@ class StoredLinear(NamedTuple):
 
 
 class RoutedExperts(NamedTuple):
-    """The experts of a model, of which a token meets a few in each of their layers.
+    """The experts of a model; a token is routed to a few of them in each layer that has some.
 
-    layers      that have experts; each step runs them in their order, and routes in each once. The
-                last one may follow in `prefill_logits` for the chunk's last lane
-    experts     of a layer; `chosen` of them are a token's
-    parameters  values of the weights of one
-    nbytes      of all experts of all layers
-    stacked     whether a checkpoint has those of a layer in one tensor, as gpt-oss has them
+    layers      layers with experts; each step runs them in order and routes once in each. The last
+                one may follow in `prefill_logits` for the chunk's last lane
+    experts     experts per layer, of which a token uses `chosen`
+    parameters  weight values of one expert
+    nbytes      bytes of all experts of all layers
+    stacked     whether a checkpoint has a layer's experts in one tensor, as gpt-oss's has them
     """
 
     layers: int
@@ -108,13 +108,13 @@ class RoutedExperts(NamedTuple):
 
     @property
     def idle(self) -> int:
-        """Values of the weights that a token does not meet."""
+        """Weight values that a token does not use."""
         return self.layers * (self.experts - self.chosen) * self.parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights(ABC):
-    """Weights on one device, in the model's dtype or packed, and where in a checkpoint they are
+    """Weights on one device, in the model's dtype or packed, and where in a checkpoint they come
     from.
 
     config  what their shapes follow from; equal ones have equal `repr`
@@ -128,28 +128,28 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def linears(self) -> list[StoredLinear]:
-        """Every weight of linears, in the order of the layers."""
+        """The weights of all linears, in the order of the layers."""
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """Every tensor that is held; one that is used twice may be there twice."""
+        """Every tensor that is held; one that is used twice may be listed twice."""
 
     @abstractmethod
     def kv_scales(self) -> dict[str, Tensor]:
-        """Float32 `[2, G]` of each layer that has keys and values, in the order of their cache.
+        """KV scales, float32 `[2, G]`, of each layer with keys and values, in the cache's order.
 
-        By the prefix of the layer's attention in the checkpoint. They are no weights: whoever
-        opens an engine with an fp8 cache sets them, and nothing else reads them.
+        Keys are the checkpoint's prefixes of the layers' attention. The scales are not weights:
+        whoever opens an engine with an fp8 cache sets them, and nothing else reads them.
         """
 
     @property
     def routed(self) -> RoutedExperts | None:
-        """Of a model with experts, how many it has; None: every token meets every weight."""
+        """The model's experts; None: it has none, and every token uses every weight."""
         return None
 
     @property
     def parameters(self) -> int:
-        """Values of all weights; a tied one counts once, a packed one as what it stands for."""
+        """Values of all weights; a tied one counts once, a packed one by its unpacked shape."""
         packed = [each.shape for each in self.linears() if not isinstance(each.weight, Tensor)]
         plain = sum(tensor.numel() for tensor in self.named().values())
         return plain + sum(rows * columns for rows, columns in packed)
@@ -164,7 +164,7 @@ class StoredWeights(ABC):
         return sum({id(tensor): tensor.nbytes for tensor in self.tensors()}.values())
 
     def bytes_by_kind(self, dtype: torch.dtype) -> dict[str, int]:
-        """The same, apart: what is in the model's `dtype`, then of each format, by labels."""
+        """`nbytes` by kind: first weights in the model's `dtype`, then each format by its label."""
         packed: dict[str, int] = {}
         for linear in self.linears():
             if isinstance(linear.weight, PackedWeight):

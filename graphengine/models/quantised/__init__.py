@@ -3,5 +3,5 @@
 schemes, config, compressed_config, gptq_config  what a config says of each linear
 stored_tensors, readers                          a checkpoint's tensors as one kind of weight
 concatenate                                      several linears as one
-rounding, writer                                 from weights of 16 bits, and into checkpoints
+rounding, writer                                 making them from 16 bits, and writing checkpoints
 """

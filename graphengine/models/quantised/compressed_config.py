@@ -1,4 +1,4 @@
-"""What a config of compressed-tensors says: groups of linears, each with one scheme."""
+"""Reads a compressed-tensors config: groups of linears, each with one scheme."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WEIGHT_KEYS = """
     zp_dtype observer observer_kwargs
 """
 _MXFP8 = "mxfp8-quantized"
-# Of each format, the types and bits that its weights may have.
+# The types and bits that weights of each format may have.
 FORMATS: Mapping[str, tuple[tuple[str, int], ...]] = {
     "float-quantized": (("float", 8),),
     "int-quantized": (("int", 8), ("int", 4)),
@@ -42,7 +42,7 @@ FORMATS: Mapping[str, tuple[tuple[str, int], ...]] = {
     "mxfp4-pack-quantized": (("float", 4),),
     _MXFP8: (("float", 8),),
 }
-# Columns that share a scale, where a format says how many.
+# Columns that share a scale, for formats that fix the number.
 _GROUPS_OF = {"nvfp4-pack-quantized": [16], "mxfp4-pack-quantized": [32], _MXFP8: [32]}
 _CODES: Mapping[tuple[str, int], CodeKind] = {
     ("float", 8): "e4m3",
@@ -51,7 +51,7 @@ _CODES: Mapping[tuple[str, int], CodeKind] = {
     ("int", 4): "int4",
 }
 _MIXED = "mixed-precision"
-# What a target may call a linear that is not its name.
+# Targets that are a linear's class instead of its name.
 _CLASSES = ("Linear", "Module")
 _UNREAD = (
     *("input_scale", "input_zero_point", "input_global_scale"),
@@ -60,7 +60,7 @@ _UNREAD = (
 
 
 class _Weights(NamedTuple):
-    """What the `weights` of a group say, all of it checked; `columns` 0: all columns."""
+    """The `weights` of a group, checked; `columns` 0: all columns."""
 
     kind: str
     bits: int
@@ -72,15 +72,15 @@ class _Weights(NamedTuple):
 
 
 def read_compressed(config: Mapping[str, Any]) -> Quantisation:
-    """ValueError, with key, value and what is known, for anything else than is read here."""
+    """Read the config. ValueError, with key, value and what is known, for anything unknown."""
     check_keys(config, _TOP_KEYS + ABOUT_MAKING, _INSIDE)
     for key in ("sparsity_config", "transform_config"):
         value = config.get(key)
-        # Sparse weights may be stored as they are.
+        # Sparse weights may be stored dense.
         if value and not (isinstance(value, dict) and value.get("format") == "dense"):
             raise unsupported(f"{_INSIDE}.{key}", value, "null, {}")
     check_kv(config, _INSIDE, "config.json")
-    # Older versions called what they had compressed frozen; dtypes tell if it is not.
+    # Older versions called compressed weights "frozen"; dtypes tell if they are not compressed.
     read_choice(config, "quantization_status", ["compressed", "frozen", None], _INSIDE)
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
@@ -96,7 +96,7 @@ def read_compressed(config: Mapping[str, Any]) -> Quantisation:
         Rule(_matcher(name, f"{_INSIDE}.ignore"), None)
         for name in read_names(config, "ignore", _INSIDE)
     ]
-    # A name goes before an expression, and that before a class, whichever group they are of.
+    # Names win over expressions, and these over classes, whatever their groups.
     targets = sorted(by_target, key=lambda target: (target in _CLASSES, "re:" in target, target))
     rules = [Rule(_matcher(name, f"{_INSIDE}.targets"), by_target[name]) for name in targets]
     return Quantisation("compressed-tensors", (*ignored, *rules))

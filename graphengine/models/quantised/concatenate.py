@@ -1,7 +1,7 @@
-"""Weights of several linears as one, as fused linears have them: a fused one's rows are theirs.
+"""Concatenates the rows of several linears' weights, as fused linears need them.
 
-What the parts mean is kept to the bit. Scales that no longer fit the rows are stored once for each
-row, in which case the whole has another format than its parts.
+The parts keep their values to the bit. Scales that no longer fit the rows are stored once for each
+row; the whole then has another format than its parts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, 
 
 
 def joined_format(kind: WeightFormat, rows: Sequence[int]) -> WeightFormat:
-    """The format of parts of this format, with so many rows, after `concatenate`.
+    """The format after `concatenate` of parts in the format `kind`, with these numbers of rows.
 
-    It does not depend on values, so that memory can be planned before any is read: where each part
-    has one scale for all its rows, the whole has one a row, even if they are equal.
+    It does not depend on values, so that memory can be planned before any is read: if each part has
+    one scale for all its rows, the whole has one per row, even if they are equal.
     """
     if len(rows) < 2:
         return kind
@@ -30,7 +30,7 @@ def joined_format(kind: WeightFormat, rows: Sequence[int]) -> WeightFormat:
 def concatenate(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
     """One weight whose rows are those of the parts, one part after another.
 
-    ValueError, with numbers, if the parts differ in format, in columns or in their order.
+    ValueError, with numbers, if the parts differ in format, columns or column order.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -67,9 +67,9 @@ def concatenate(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
 
 
 def _joined_scales(parts: Sequence[QuantisedWeight]) -> tuple[Tensor | None, list[Tensor]]:
-    """The factor on scales, and the scales: float32 where parts store them in different dtypes.
+    """The factor on scales, and the scales: float32 if parts store them in different dtypes.
 
-    Where parts have different factors, and rows share no scale, the factor has a value a row.
+    If parts have different factors, and rows share no scale, the factor has one value per row.
     """
     first, scales = parts[0], [part.scales for part in parts]
     if len({each.dtype for each in scales}) == 1:
@@ -81,7 +81,7 @@ def _joined_scales(parts: Sequence[QuantisedWeight]) -> tuple[Tensor | None, lis
 
 
 def _whole_of_rows(part: QuantisedWeight) -> Tensor:
-    """Float32 [M, 1]"""
+    """The factor on each row's scales, float32 [M, 1]."""
     whole = torch.ones((), device=part.codes.device) if part.whole is None else part.whole
     return whole.float().expand(part.shape[0], 1)
 
@@ -90,20 +90,20 @@ def _cat(values: list[Tensor], parts: Sequence[QuantisedWeight], kind: WeightFor
     if kind != parts[0].format:
         values = [_each_row(value, part) for value, part in zip(values, parts, strict=True)]
     if values[0].dtype == torch.float8_e4m3fn:
-        # Not all devices can join these.
+        # Not all devices can concatenate these.
         return torch.cat([value.view(torch.uint8) for value in values]).view(torch.float8_e4m3fn)
     return torch.cat(values)
 
 
 def _each_row(value: Tensor, part: QuantisedWeight) -> Tensor:
-    """[M, K / C] of [M / R, K / C]."""
+    """Repeat the values of groups of rows for each row: [M / R, K / C] to [M, K / C]."""
     M = part.shape[0]
     bits = value.view(BITS[value.element_size()])
     return bits.repeat_interleave(part.format.rows or M, dim=0)[:M].view(value.dtype)
 
 
 def each_row(weight: QuantisedWeight) -> QuantisedWeight:
-    """The same weight with a scale, and a zero point, for each row."""
+    """The weight with a scale, and a zero point, for each row."""
     zeros = weight.zeros
     return weight._replace(
         format=weight.format._replace(rows=1),
@@ -113,15 +113,15 @@ def each_row(weight: QuantisedWeight) -> QuantisedWeight:
 
 
 def are_same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two orders of columns, or two factors, are equal; None is its own."""
+    """Whether two orders of columns, or two factors, are equal; None equals only None."""
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
 
 
 def ordered_format(kind: WeightFormat, order: Tensor | None) -> WeightFormat:
-    """The format of a weight of this format after `in_order`: a scale for each row where rows that
-    share one part.
+    """The format of a weight after `in_order`: one scale per row if `order` separates rows that
+    share one.
     """
     if order is None or _groups_in_order(kind, order) is not None:
         return kind
@@ -129,7 +129,7 @@ def ordered_format(kind: WeightFormat, order: Tensor | None) -> WeightFormat:
 
 
 def _groups_in_order(kind: WeightFormat, order: Tensor) -> Tensor | None:
-    """The group of rows that is in each group's place; None where rows that share scales part."""
+    """The group of rows in each group's place; None if rows that share scales are separated."""
     shared = kind.rows or len(order)
     groups = order[::shared] // shared
     together = torch.equal(order // shared, groups.repeat_interleave(shared)[: len(order)])

@@ -33,10 +33,10 @@ _MODELOPT_GROUPS = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}
 
 
 def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
-    """What its configs say of quantised weights. ValueError for what is not understood.
+    """What a checkpoint's configs say of quantised weights. ValueError for what is not understood.
 
-    Their lists may have the names that are in its files: a language model beside a vision tower has
-    other ones, and so has one that was saved alone.
+    Lists in the configs may use the names in the files, which differ if the language model has a
+    vision tower or was saved alone.
     """
     found = read_quantisation(checkpoint.config, checkpoint.quant_config)
     if found is None:
@@ -53,8 +53,8 @@ def read_quantisation(
 ) -> Quantisation | None:
     """What `config.json`, and ModelOpt's `hf_quant_config.json`, say of the weights.
 
-    None: they are not quantised; their KV may be. ValueError, with key, value and what is known,
-    for anything that is not understood.
+    None: the weights are not quantised; the KV may be. ValueError, with key, value and what is
+    known, for anything that is not understood.
     """
     given = config.get(_KEY)
     from_file = None if quant_file is None else _read_quant_file(quant_file)
@@ -72,7 +72,7 @@ def read_quantisation(
 
 
 def _quantises_weights(given: Mapping[str, Any]) -> bool:
-    """Whether a config of methods that may quantise KV alone has anything for weights."""
+    """Whether a config quantises weights, as some methods may quantise KV alone."""
     if given["quant_method"] == "compressed-tensors":
         sparse = given.get("sparsity_config")
         is_dense = isinstance(sparse, dict) and sparse.get("format") == "dense"
@@ -83,7 +83,7 @@ def _quantises_weights(given: Mapping[str, Any]) -> bool:
 
 
 def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
-    """One scale for a block of each weight, or for all of it."""
+    """Read fp8: one scale per block of a weight, or one for all of it."""
     known = """
         quant_method fmt activation_scheme weight_block_size modules_to_not_convert ignored_layers
         scale_fmt kv_cache_scheme is_checkpoint_fp8_serialized expert_dtype dequantize
@@ -121,7 +121,7 @@ def _is_sizes(value: Any) -> bool:
 
 
 def _read_mxfp4(config: Mapping[str, Any]) -> Quantisation:
-    """Blocks of 32 columns, as gpt-oss stores them."""
+    """Read MXFP4: blocks of 32 columns, as gpt-oss stores them."""
     check_keys(config, "quant_method modules_to_not_convert dequantize", _KEY)
     key = "modules_to_not_convert"
     names = [name.replace("*", "[^.]*") for name in read_names(config, key, _KEY)]
@@ -204,7 +204,7 @@ def _modelopt_scheme(config: Mapping[str, Any], inside: str, file: str) -> Weigh
 
 
 def _among_patterns(names: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a linear, or a module that it is in, is one of these; `*` is any text."""
+    """Whether a linear, or a module that contains it, has one of these names; `*` is any text."""
     patterns = [pattern for name in names for pattern in (name, f"{name}.*")]
     return lambda linear: any(fnmatch.fnmatchcase(linear, pattern) for pattern in patterns)
 

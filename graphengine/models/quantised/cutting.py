@@ -1,4 +1,4 @@
-"""A part of a weight, as one of several ranks has it: scales and zero points are cut with codes.
+"""Cuts one rank's part out of a weight: codes, with their scales and zero points.
 
 Letters: M weight rows, K input features, R x C the rows and columns that share a scale.
 """
@@ -17,13 +17,13 @@ _ROWS = 0
 
 
 def keeps_groups_of_rows(kind: WeightFormat, cut: Cut) -> bool:
-    """Whether rows that share a scale stay together. One scale for all rows is also a part's."""
+    """Whether rows that share a scale stay together; one scale for all rows also fits a part."""
     return cut.axis != _ROWS or not kind.rows or _is_between(kind.rows, cut)
 
 
 def check_columns(kind: WeightFormat, cut: Cut, *, ordered: bool) -> None:
-    """ValueError, with the numbers, for spans of columns that part those of one group or byte, or
-    of columns that are `ordered` by their groups.
+    """Raise ValueError, with the numbers, for spans that separate columns of one group or byte, or
+    for any spans of columns that are `ordered` by their groups.
     """
     if cut.axis == _ROWS:
         return
@@ -44,9 +44,9 @@ def check_columns(kind: WeightFormat, cut: Cut, *, ordered: bool) -> None:
 def part_of(weight: QuantisedWeight, cut: Cut, rows: int) -> QuantisedWeight:
     """The rows or columns of a weight that `cut` names, with the same meaning.
 
-    rows  R of the part: that of the weight, or 1, by which each row gets a scale of its own
+    rows  R of the part: the weight's, or 1, which gives each row its own scale
 
-    ValueError for columns that part groups, or that are in another order.
+    ValueError as in `check_columns`.
     """
     if rows == 1 != weight.format.rows:
         weight = each_row(weight)
@@ -83,14 +83,14 @@ def _is_between(together: int, cut: Cut) -> bool:
 
 
 def _parts(together: int, start: int, length: int, whole: int) -> bool:
-    """Whether a span begins or ends inside of a group; the last one may be shorter."""
+    """Whether a span begins or ends inside a group; the last group may be shorter."""
     end = start + length
     return bool(start % together or (end % together and end != whole))
 
 
 def _chosen(values: Tensor, axis: int, together: int, cut: Cut) -> Tensor:
-    """Of values along `axis`, each of which is of so many rows or columns, those of the spans."""
-    # Not all devices can join floats of 8 bits.
+    """The cut's spans of `values` along `axis`, where a value is for `together` rows or columns."""
+    # Not all devices can concatenate floats of 8 bits.
     bits = values.view(BITS[values.element_size()])
     spans = [(start // together, -(-length // together)) for start, length in cut.spans]
     parts = [bits.narrow(axis, *span) for span in spans]

@@ -1,7 +1,7 @@
-"""A model's weights of 8 and 4 bits, filled from a checkpoint: one linear after the other.
+"""Fills a model's weights of 8 and 4 bits from a checkpoint, one linear at a time.
 
-Beside what is already filled, the device holds a linear as it is stored and as it is laid out, and
-what a format's own layout takes to undo. The host maps files.
+Besides the filled weights, the device holds one linear as stored and as laid out, and the
+temporaries that undoing a format's own layout takes. The host maps files.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from graphengine.models.tensor_files import Cut
 from graphengine.models.weights import Stack, StoredLinear
 
 STACKED_ENDS = ("_blocks", "_scales")
-"""Of tensors with codes and scales of all experts, after the name that 16 bits have."""
+"""Endings of tensors with the codes and scales of all experts, after their name in 16 bits."""
 
 
 class Read(NamedTuple):
-    """A weight of linears, and the tensors of the checkpoint that it was made of."""
+    """A weight, and the names of the checkpoint's tensors that it was made of."""
 
     weight: QuantisedWeight
     names: tuple[str, ...]
 
 
 Reader = Callable[[StoredLinear, torch.device], Read]
-"""Reads the weight for a linear; what is done to it is done on the device."""
+"""Reads the weight for a linear; all work on it is done on the device."""
 
 
 class Changed(Mapping[str, Tensor]):
-    """A checkpoint's tensors, each of which is changed when it is looked up."""
+    """A checkpoint's tensors; `change` is applied to each when it is looked up."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]
@@ -63,7 +63,7 @@ class Changed(Mapping[str, Tensor]):
 
 
 def of_stack(tensors: Mapping[str, Tensor], stack: Stack | None) -> Mapping[str, Tensor]:
-    """The tensors as a linear has them. A look-up raises ValueError for another number of experts.
+    """The tensors as one linear sees them. Look-ups raise ValueError if experts differ in number.
 
     stack  the linear's place in them; None: they are its own
     """
@@ -80,7 +80,7 @@ def of_stack(tensors: Mapping[str, Tensor], stack: Stack | None) -> Mapping[str,
 
 
 def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
-    """Weights as the checkpoint has them."""
+    """A reader of quantised weights, as they are stored."""
     tensors = checkpoint.mapped()
 
     def read(linear: StoredLinear, device: torch.device) -> Read:
@@ -103,7 +103,7 @@ def stored_reader(checkpoint: Checkpoint, quantisation: Quantisation) -> Reader:
 
 
 def cuts_of(linear: StoredLinear) -> Sequence[Cut | None]:
-    """Of each part; None where it is whole."""
+    """The cut of each part; None for a whole part."""
     return linear.cuts or [None] * len(linear.parts)
 
 
@@ -112,7 +112,7 @@ def _whole(rows: int, columns: int, cut: Cut) -> tuple[int, int]:
 
 
 def _part(whole: QuantisedWeight, cut: Cut | None, target: AnyWeight) -> QuantisedWeight:
-    """What a rank has of it, with scales for as many rows as the target has, or for each."""
+    """A rank's part, with scales for as many rows as in the target, or for each row."""
     if cut is None:
         return whole
     return part_of(whole, cut, 1 if isinstance(target, Tensor) else target.format.rows)
@@ -121,8 +121,8 @@ def _part(whole: QuantisedWeight, cut: Cut | None, target: AnyWeight) -> Quantis
 def rounded_names(linear: StoredLinear, stored: Collection[str], embedding: str) -> list[str]:
     """The tensors of 16 or 32 bits that the weight of a linear is made of.
 
-    stored     names of the tensors that there are
-    embedding  its name without ".weight", which stands for an lm_head that is not stored
+    stored     names of the stored tensors
+    embedding  the embedding's name without ".weight"; it replaces an lm_head that is not stored
     """
     names = [f"{name}.weight" if linear.stack is None else name for name, _ in linear.parts]
     if names == [f"{HEAD}.weight"] and names[0] not in stored:
@@ -131,20 +131,20 @@ def rounded_names(linear: StoredLinear, stored: Collection[str], embedding: str)
 
 
 def rounding_reader(checkpoint: Checkpoint, embedding: str) -> Reader:
-    """Weights of 16 or 32 bits, rounded to the nearest codes; `embedding` as of `rounded_names`."""
+    """A reader that rounds 16 or 32 bits to the nearest code; `embedding` as in `rounded_names`."""
     tensors = checkpoint.mapped()
 
     def read(linear: StoredLinear, device: torch.device) -> Read:
         assert isinstance(linear.weight, PackedWeight)
         stack, names = linear.stack, rounded_names(linear, checkpoint.tensors, embedding)
         parts = [of_stack(tensors, stack)[name].to(device) for name in names]
-        # Tensors that all experts are in have columns where a linear's have rows.
+        # Tensors with all experts have columns where a linear's have rows.
         parts = parts if stack is None else [part.t() for part in parts]
         by_columns = None
         if linear.cuts and linear.axis == 0:
             parts = [cut.part(each) for each, cut in zip(parts, linear.cuts, strict=True)]
         elif linear.cuts:
-            # A rank's codes are those of the whole, whose rows have scales of all columns.
+            # A rank's codes are the whole weight's: scales of its rows depend on all columns.
             (by_columns,) = linear.cuts
         try:
             rounded = quantise(torch.cat(parts), linear.weight.format)
@@ -162,26 +162,26 @@ def fill_packed(
     progress: Callable[[tuple[str, ...]], None],
     dequantised: Collection[str] = (),
 ) -> set[str]:
-    """Fill those of the weights that are packed; the names of the tensors that were read.
+    """Fill the packed weights; returns the names of the tensors that were read.
 
-    path         of the checkpoint, for errors
-    progress     called with the names of each
+    path         the checkpoint's, for errors
+    progress     called with the names read for each linear
     dequantised  names of linears whose weights are filled though they are in the model's dtype
 
-    ValueError, with names and numbers, for what a weight's form did not say.
+    ValueError, with names and numbers, for a weight that differs from its form.
     """
     used: set[str] = set()
     for linear in linears:
         if isinstance(linear.weight, PackedWeight) or linear.parts[0][0] in dequantised:
             names = _fill(path, linear, read)
-            # What several experts are in is told once.
+            # Tensors that several experts share are reported once.
             progress(tuple(name for name in names if name not in used))
             used |= set(names)
     return used
 
 
 def _fill(path: Path, linear: StoredLinear, read: Reader) -> tuple[str, ...]:
-    """The names that were read. What it was read into is freed before the next linear is."""
+    """Fill one weight; returns the names read. Temporaries are freed before the next linear."""
     target = linear.weight
     if isinstance(target, Tensor):
         found = read(linear, target.device)
@@ -213,13 +213,13 @@ def names_of_packed(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> 
 
 
 def packed_names(linears: Sequence[StoredLinear]) -> set[str]:
-    """Of the linears whose weights are packed."""
+    """Names of the linears whose weights are packed."""
     packed = [linear for linear in linears if isinstance(linear.weight, PackedWeight)]
     return {name for linear in packed for name, _ in linear.parts}
 
 
 def dequantised_names(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -> set[str]:
-    """Of the linears in the model's dtype, those that the checkpoint has in 8 or 4 bits."""
+    """Names of the linears in the model's dtype that the checkpoint has in 8 or 4 bits."""
     names = {name for linear in linears if linear.plain for name, _ in linear.parts}
     quantisation = quantisation_of(checkpoint) if names else None
     if quantisation is None:
@@ -234,7 +234,7 @@ def dequantised_names(checkpoint: Checkpoint, linears: Sequence[StoredLinear]) -
 
 
 def is_of_weight(name: str) -> bool:
-    """Whether a tensor below a linear's name is of its weight: scales of KV may be there, too."""
+    """Whether a tensor under a linear's name belongs to its weight; KV scales may be there, too."""
     return not name.endswith(".bias") and not is_kv_scale(name)
 
 

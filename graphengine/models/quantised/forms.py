@@ -1,7 +1,8 @@
-"""How a model's weights are going to lie in memory, before any of them is read.
+"""How a model's weights will lie in memory, decided before any of them is read.
 
-It follows from what a checkpoint's config says of its linears and from the headers of its tensors,
-or from what the user wants them rounded to. Only the orders of columns, which are small, are read.
+This follows from what a checkpoint's config says of its linears and from the headers of its
+tensors, or from what the user wants weights rounded to. Only the orders of columns, which are
+small, are read.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ def stored_forms(
     *,
     may_be_plain: bool = False,
 ) -> WeightForms:
-    """Those of a checkpoint whose config says that weights are quantised.
+    """The forms of a checkpoint's weights, if its config says that they are quantised.
 
     may_be_plain  whether linears may be stored in 16 or 32 bits though the config says otherwise,
-                  as draft modules' are that it is silent about
+                  as with draft modules that it does not mention
 
-    All that follows from names, shapes and dtypes is checked. ValueError names the linears that are
-    computed as one and stored in different ways, and tensors that are missing, have other shapes or
-    dtypes than their format, or that their format does not have.
+    Everything that follows from names, shapes and dtypes is checked. ValueError names linears that
+    are computed as one but stored in different ways, and tensors that are missing, have a wrong
+    shape or dtype for their format, or do not belong to it.
     """
     stored = _Stored.of(checkpoint)
     forms = {}
@@ -76,7 +77,7 @@ def stored_forms(
 def parted_names(quantisation: Quantisation, linears: Sequence[StoredLinear]) -> set[str]:
     """Parts of linears that the config stores in another format than the part before them.
 
-    A block that can compute them apart begins a product with each.
+    A block that can compute parts separately begins a new product at each of these.
     """
     found = set()
     for linear in linears:
@@ -88,9 +89,9 @@ def parted_names(quantisation: Quantisation, linears: Sequence[StoredLinear]) ->
 class _Stored(NamedTuple):
     """A checkpoint's tensors by name.
 
-    headers  without their values
-    mapped   read when they are looked up
-    below    the names that begin with a linear's
+    headers  the tensors without their values
+    mapped   the tensors, each read when it is looked up
+    below    names of the tensors under each linear's name
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -149,9 +150,9 @@ def _checked(
     name: str,
     shape: tuple[int, int],
 ) -> QuantisedWeight:
-    """A weight without values. ValueError for tensors below its name that its format has not.
+    """A weight without values. ValueError for tensors under its name that its format does not have.
 
-    A scale that nothing uses means that the weight is another one.
+    A scale that nothing uses means that the weight has other values than the format gives.
     """
     found = read_weight(scheme, of_stack(stored.headers, stack), name, shape)
     below = [other for other in stored.below.get(name, ()) if is_of_weight(other)]
@@ -184,9 +185,9 @@ def _format(scheme: WeightScheme | None) -> str:
 
 
 def rounded_forms(linears: Sequence[StoredLinear], kind: RoundedKind, *, head: bool) -> WeightForms:
-    """Those of weights in 16 or 32 bits that are rounded as they are loaded.
+    """The forms of weights in 16 or 32 bits that are rounded as they are loaded.
 
-    head  whether lm_head is, too
+    head  whether lm_head is rounded, too
 
     ValueError, with the name and the number, for columns that the codes cannot have.
     """
@@ -200,7 +201,7 @@ def rounded_forms(linears: Sequence[StoredLinear], kind: RoundedKind, *, head: b
             names = ", ".join(name for name, _ in linear.parts)
             raise ValueError(f"quantize={kind!r}: {names}: {error}") from error
     form = _rounded_form(KIND_FORMATS[kind])
-    # lm_head has a form even where it is an embedding: then it gets a weight of its own.
+    # lm_head has a form even if it is tied to the embedding: it then gets its own weight.
     first = [linear.parts[0][0] for linear in chosen] + ([HEAD] if head else [])
     return WeightForms(dict.fromkeys(first, form))
 

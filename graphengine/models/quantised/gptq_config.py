@@ -1,4 +1,4 @@
-"""What configs of AWQ and GPTQ say: integers of 4 or 8 bits in groups, packed for a kernel."""
+"""Reads configs of AWQ and GPTQ: integers of 4 or 8 bits in groups, packed for a kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GPTQ_KEYS = """
 
 
 def read_awq(config: Mapping[str, Any]) -> Quantisation:
-    """The gemm layout, of 4 bits. ValueError, with key and value, for others."""
+    """Read AWQ's gemm layout of 4 bits. ValueError, with key and value, for other layouts."""
     check_keys(config, ABOUT_MAKING + _AWQ_KEYS, _INSIDE)
     config = {"bits": config.get("w_bit", 4), "group_size": config.get("q_group_size"), **config}
     read_choice(config, "bits", [4], _INSIDE)
@@ -57,14 +57,17 @@ def read_awq(config: Mapping[str, Any]) -> Quantisation:
     inside_name = [f".{name}." for name in skipped]
 
     def is_skipped(linear: str) -> bool:
-        # AWQ's own tools take an entry anywhere in a name.
+        # AWQ's own tools match an entry anywhere in a name.
         return listed(linear) or any(part in f".{linear}." for part in inside_name)
 
     return Quantisation("awq", (Rule(is_head, None), Rule(is_skipped, None), Rule(always, scheme)))
 
 
 def read_gptq(config: Mapping[str, Any]) -> Quantisation:
-    """Both kinds of zero points, and `dynamic`. ValueError, with key and value, for others."""
+    """Read GPTQ, with both kinds of zero points and `dynamic`.
+
+    ValueError, with key and value, for anything else.
+    """
     check_keys(config, ABOUT_MAKING + _GPTQ_KEYS, _INSIDE)
     rules = []
     if not read_choice(config, "lm_head", [True, False, None], _INSIDE):
@@ -103,7 +106,7 @@ def _gptq_scheme(config: Mapping[str, Any], inside: str) -> WeightScheme:
 
 
 def _dynamic_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Linears that a regular expression leaves as they are ("-:"), or gives other settings."""
+    """Rules by regular expressions, which leave linears as they are ("-:") or change settings."""
     inside = f"{_INSIDE}.dynamic"
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, dict):
@@ -123,7 +126,7 @@ def _dynamic_rules(config: Mapping[str, Any]) -> list[Rule]:
 
 
 def _listed_modules(config: Mapping[str, Any]) -> Sequence[str]:
-    """The linears of a block that are quantised; none: all of them."""
+    """The linears of a block that are quantised; empty: all of them."""
     found = config.get("modules_in_block_to_quantize") or []
     flat = [name for each in found for name in (each if isinstance(each, list) else [each])]
     if not isinstance(found, list) or not all(isinstance(name, str) for name in flat):

@@ -1,7 +1,7 @@
-"""Weights of 8 and 4 bits, read from however a checkpoint stores them.
+"""Reads weights of 8 and 4 bits, however a checkpoint stores them.
 
-Nothing is rounded: a weight that is read means what the checkpoint's own format means. All is done
-where the tensors lie, so that they may be on a device.
+Nothing is rounded: the weight has the values that the checkpoint's own format gives it. All work is
+done where the tensors lie, so they may be on a device.
 
 Letters: M weight rows, K input features, G groups of columns.
 """
@@ -38,7 +38,7 @@ _MIDDLE = {"int4": 8, "int8": 128}
 
 
 class ReadWeight(NamedTuple):
-    """A weight, and the names of all of its linear's tensors that need not be read any more."""
+    """A weight, and the names of all tensors of its linear that need no further reading."""
 
     weight: QuantisedWeight
     names: tuple[str, ...]
@@ -50,12 +50,12 @@ def read_weight(
     """The weight [out_features, in_features] of the linear of this name.
 
     tensors  the checkpoint's, by name; each is looked up once, so that a mapping may read files.
-             The weight may share their memory. Of those on the device "meta" all is checked but
-             their values, and columns have no order
-    shape    what the model's config says of it
+             The weight may share their memory. On the device "meta" everything but values is
+             checked, and columns have no order
+    shape    the shape that the model's config implies
 
-    ValueError, with names and numbers, for what is missing, has another dtype or shape than the
-    scheme and the shape say, or has values that mean nothing.
+    ValueError, with names and numbers, for tensors that are missing, have another dtype or shape
+    than the scheme and the shape say, or have meaningless values.
     """
     stored = LinearTensors(tensors, linear)
     codes, scales, zeros = _READERS[scheme.layout](scheme, stored, shape)
@@ -80,9 +80,9 @@ def read_weight(
 def is_plain(scheme: WeightScheme, dtypes: Mapping[str, torch.dtype], linear: str) -> bool:
     """Whether a checkpoint has the linear's weight in 16 or 32 bits, and nothing of the scheme.
 
-    dtypes  of the checkpoint's tensors, by name
+    dtypes  dtypes of the checkpoint's tensors, by name
 
-    A draft module's projections may be stored so where a config is silent about them.
+    A draft module's projections may be stored like this if the config does not mention them.
     """
     beside = (*scheme.scales, *(name for name in scheme.codes if name != "weight"))
     return dtypes.get(f"{linear}.weight") in FLOATS and not any(
@@ -93,9 +93,9 @@ def is_plain(scheme: WeightScheme, dtypes: Mapping[str, torch.dtype], linear: st
 def read_order(
     scheme: WeightScheme, tensors: Mapping[str, Tensor], linear: str, columns: int
 ) -> Tensor | None:
-    """The order of `QuantisedWeight` alone, of a linear's weight with so many columns.
+    """Only the `order` of a `QuantisedWeight`, for a linear's weight with this many columns.
 
-    ValueError as of `read_weight`.
+    ValueError as in `read_weight`.
     """
     return _read_order(scheme, LinearTensors(tensors, linear), columns)
 
@@ -104,7 +104,7 @@ _Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _read_codes(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
-    """One code an element: e4m3, or int8."""
+    """Read one code per element: e4m3, or int8."""
     kind = scheme.format
     dtype = torch.float8_e4m3fn if kind.code == "e4m3" else torch.int8
     name = stored.name(*scheme.codes)
@@ -148,13 +148,13 @@ def _read_plain_zeros(
 
 
 def _skip_empty_zeros(stored: LinearTensors, end: str) -> None:
-    """Zero points of a symmetric format, which must all be 0."""
+    """Skip the zero points of a symmetric format, which must all be 0."""
     values = stored.take_any(end).float()
     check_range(stored.name(end), "zero points of a symmetric format", values, 0, 0)
 
 
 def _read_int32_rows(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
-    """Codes one after the other in int32, each row for itself, and zero points along columns."""
+    """Read codes packed in int32 along each row, and zero points packed along each column."""
     kind, (M, K) = scheme.format, shape
     per_word = 32 // kind.bits
     name = stored.name(*scheme.codes)
@@ -187,7 +187,7 @@ def _read_int32_rows(scheme: WeightScheme, stored: LinearTensors, shape: tuple[i
 
 
 def _read_gptq(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
-    """Codes one after the other in int32 along the columns, all tensors transposed."""
+    """Read codes packed in int32 along K; all tensors are transposed."""
     kind, (M, K) = scheme.format, shape
     per_word = 32 // kind.bits
     check_multiple(stored.name(*scheme.codes), "columns", K, per_word)
@@ -205,7 +205,7 @@ def _read_gptq(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, in
 
 
 def _read_awq(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
-    """Codes of rows in int32, in an order of their own, all tensors transposed."""
+    """Read codes packed in int32 along M in AWQ's own order; all tensors are transposed."""
     kind, (M, K) = scheme.format, shape
     check_multiple(stored.name(*scheme.codes), "rows", M, 8)
     check_multiple(stored.name(*scheme.codes), "columns", K, kind.columns or K)
@@ -223,7 +223,7 @@ def _read_awq(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int
 
 
 def _awq_rows(numbers: Tensor) -> Tensor:
-    """[.., M], which were in the order of AWQ's words."""
+    """Undo the order of numbers in AWQ's words: [.., M]."""
     places = torch.tensor(_AWQ_COLUMNS, device=numbers.device).argsort()
     words = numbers.reshape(*numbers.shape[:-1], -1, 8)
     return words[..., places].flatten(-2)
@@ -232,7 +232,7 @@ def _awq_rows(numbers: Tensor) -> Tensor:
 def _read_packed_zeros(
     scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]
 ) -> Tensor | None:
-    """Int32 [M, G] of zero points that are packed along the rows; None: there are none."""
+    """Zero points that are packed along M, as int32 [M, G]; None: there are none."""
     kind, (M, K) = scheme.format, shape
     if scheme.zeros is None or not (kind.has_zeros or stored.stored([scheme.zeros])):
         return None
@@ -270,7 +270,7 @@ def _transposed_scales(
 
 
 def _read_halves(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
-    """Two codes in a byte, the lower half first; or these in blocks that share a scale."""
+    """Read two codes per byte, the lower half first, maybe in blocks that share a scale."""
     kind, (M, K) = scheme.format, shape
     name = stored.name(*scheme.codes)
     check_multiple(name, "columns", K, kind.columns)
@@ -319,17 +319,17 @@ def _ordered(codes: Tensor, order: Tensor, kind: WeightFormat) -> Tensor:
 
 
 def _bytes(words: Tensor) -> Tensor:
-    """Uint8 [.., 4 times as many] of int32, the lowest bits first."""
+    """Int32 as uint8 [.., 4 times as many], the lowest bits first."""
     return words.contiguous().view(torch.uint8)
 
 
 def _numbers(packed: Tensor, kind: WeightFormat) -> Tensor:
-    """Uint8, one number each, of packed bytes."""
+    """Unpack bytes to uint8, one number each."""
     return packed if kind.bits == 8 else unpacked_halves(packed)
 
 
 def _signed(numbers: Tensor, kind: WeightFormat) -> Tensor:
-    """Codes of packed numbers, whose middle stands for 0."""
+    """Turn packed numbers, whose middle stands for 0, into codes."""
     return numbers ^ 128 if kind.code == "int8" else numbers
 
 

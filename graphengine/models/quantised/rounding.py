@@ -1,8 +1,8 @@
-"""From a weight of 16 or 32 bits to one of 8 or 4: each number to the nearest code.
+"""Rounds weights of 16 or 32 bits to 8 or 4 bits: each number to the nearest code.
 
-Scales are chosen without data. Integers use all of their codes: the scale is the least one by which
-no number lies more than half a step beyond the last code, `max(most / 7.5, -least / 8.5)` for 4
-bits. On numbers of a normal distribution in groups of 128 the mean square error so is 9% less than
+Scales are chosen without data. Integers use all of their codes: the scale is the least one with
+which no number lies more than half a step beyond the last code, `max(most / 7.5, -least / 8.5)` for
+4 bits. For normally distributed numbers in groups of 128, the mean square error is 9% less than
 with the usual `max(abs) / 7.5`, and 19% less than with `max(abs) / 7`, which leaves -8 unused.
 """
 
@@ -25,20 +25,20 @@ KIND_FORMATS: Mapping[RoundedKind, WeightFormat] = {
     "int8": WeightFormat("int8", 1, 0),
     "int4": WeightFormat("int4", 1, 128),
 }
-"""What weights become that are quantised here: a scale a row, or one for 128 columns of it."""
+"""Formats of weights quantised here: a scale per row, or one for 128 columns of it."""
 
-# Float32 bytes of the rows that are rounded at a time, a few times over.
+# Float32 bytes of the rows that are rounded at a time; they take a few times this memory.
 _SLICE_BYTES = 64 << 20
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def quantise(weight: Tensor, kind: WeightFormat) -> QuantisedWeight:
-    """A floating weight [M, K] in one of `KIND_FORMATS`, or one with other groups of columns.
+    """Round a floating weight [M, K] to one of `KIND_FORMATS`, or to other groups of columns.
 
-    All is done where the weight lies, some rows at a time. Scales of rows are float32, those of
-    groups bfloat16: codes are found with the scales as they are stored.
+    All work is done where the weight lies, some rows at a time. Scales of rows are float32, scales
+    of groups bfloat16; codes are found with the scales as they are stored.
 
-    ValueError names the first row with a NaN or an infinity, and a format that is not of these.
+    ValueError names the first row with a NaN or an infinity, or a format that is not one of these.
     """
     if kind.rows != 1 or kind.has_zeros or kind.code == "e2m1":
         raise ValueError(
@@ -66,7 +66,7 @@ def quantise(weight: Tensor, kind: WeightFormat) -> QuantisedWeight:
 
 
 def check_columns(kind: WeightFormat, columns: int) -> None:
-    """ValueError for a weight with so many columns that cannot be in this format."""
+    """Raise ValueError if a weight with this many columns cannot be in this format."""
     if kind.bits == 4 and columns % 2:
         raise ValueError(
             f"a weight of {columns} columns cannot have codes of 4 bits: two share a byte"
@@ -74,7 +74,7 @@ def check_columns(kind: WeightFormat, columns: int) -> None:
 
 
 def _grouped(part: Tensor, kind: WeightFormat) -> Tensor:
-    """[m, G, C], its last group filled up with zeros."""
+    """Reshape to [m, G, C], with the last group padded with zeros."""
     columns = kind.columns or part.shape[1]
     return F.pad(part, (0, -part.shape[1] % columns)).reshape(len(part), -1, columns)
 
@@ -90,7 +90,7 @@ def _scales(part: Tensor, kind: WeightFormat) -> Tensor:
 
 
 def _codes(steps: Tensor, kind: WeightFormat) -> Tensor:
-    """Of numbers in units of their scales."""
+    """Codes of numbers in units of their scales."""
     if kind.code == "e4m3":
         # Above its largest number, e4m3 has a NaN.
         return steps.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -19,19 +19,19 @@ class WeightScheme(NamedTuple):
     """How the weight of a linear is stored, and what it becomes.
 
     format      what the weight becomes
-    codes       name of the tensor of codes, below the linear's name, as all names here; one of the
-                given ones must be there
-    scales      names of which one must be there
-    powers      whether scales are bytes that mean powers of two, e8m0, whatever their dtype
+    codes       names of the tensor of codes, below the linear's name like all names here; one of
+                them must be there
+    scales      names of the tensor of scales; one of them must be there
+    powers      whether scales are bytes that mean powers of two (e8m0), whatever their dtype
     whole       name of a factor on all scales
-    inverse     whether scales are to be divided by it
-    zeros       name of zero points; of a format that has none they may be there, and then must
-                say nothing
-    zero_shift  what a stored zero point lacks
-    order       name of the groups of columns, where columns may be in another order
-    needs_order whether these groups must be there
+    inverse     whether scales are divided by `whole` instead
+    zeros       name of zero points; if the format has none they may still be there, but must
+                change nothing
+    zero_shift  what to add to a stored zero point
+    order       name of the columns' group indices, if columns may be in another order
+    needs_order whether these indices must be there
     unread      names of tensors that concern activations alone
-    notes       what the config says that is not carried out, for a log
+    notes       what the config says but is not carried out, for the log
     """
 
     layout: Layout
@@ -50,16 +50,16 @@ class WeightScheme(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What the linears that match a rule are stored as; None: as they are."""
+    """How linears that match are stored; `scheme` None: they are not quantised."""
 
     matches: Callable[[str], bool]
     scheme: WeightScheme | None
 
 
 class Quantisation(NamedTuple):
-    """What a config says of a model's weights: of each linear, what the first rule for it says.
+    """What a config says of a model's weights: the first rule that matches a linear decides.
 
-    stored_names  names of modules in the files, where they differ; rules may mean either
+    stored_names  names of modules in the files, where they differ; rules may use either
     """
 
     method: str
@@ -67,12 +67,12 @@ class Quantisation(NamedTuple):
     stored_names: Mapping[str, str] = MappingProxyType({})
 
     def scheme(self, linear: str) -> WeightScheme | None:
-        """Of the linear of this name in the checkpoint ("lm_head"); None: it is not quantised."""
+        """The scheme of a linear, by its checkpoint name ("lm_head"); None: it is not quantised."""
         names = {linear, self._stored(linear)}
         return next((rule.scheme for rule in self.rules if any(map(rule.matches, names))), None)
 
     def _stored(self, linear: str) -> str:
-        """Its name in the files. Experts in stacked tensors have that of the module below it."""
+        """The linear's name in the files; stacked experts are named after the renamed module."""
         if linear in self.stored_names:
             return self.stored_names[linear]
         module, dot, name = linear.rpartition(".")
@@ -80,13 +80,13 @@ class Quantisation(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Those of all schemes, each once."""
+        """The notes of all schemes, each once."""
         schemes = [rule.scheme for rule in self.rules if rule.scheme is not None]
         return tuple(dict.fromkeys(note for scheme in schemes for note in scheme.notes))
 
 
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)
-"""Columns that may share a scale, beside all."""
+"""Numbers of columns that may share a scale, besides all columns."""
 HEAD = "lm_head"
 ABOUT_MAKING = """
     quant_method meta tokenizer dataset damp_percent damp_auto_increment true_sequential backend
@@ -99,7 +99,7 @@ ABOUT_MAKING = """
     gradient_accumulate_steps provider quant_block_list to_quant_block_names supported_types
     enable_norm_bias_tuning nblocks
 """
-"""Keys of how a quantised model was made, and with what it is to be run: they change nothing."""
+"""Keys that say how a quantised model was made and with what to run it; they change nothing."""
 
 
 def read_choice(
@@ -107,7 +107,7 @@ def read_choice(
 ) -> Any:
     """The value of a key, one of `known`. ValueError names key, value and what is known."""
     value = config.get(key, default)
-    # True is 1 for Python.
+    # True equals 1 in Python.
     if not any(value == each and type(value) is type(each) for each in known):
         shown = ", ".join("null" if each is None else repr(each) for each in known)
         raise unsupported(f"{inside}.{key}", value, shown)
@@ -115,7 +115,7 @@ def read_choice(
 
 
 def check_keys(config: Mapping[str, Any], known: str, inside: str) -> None:
-    """ValueError names the first key that is not one of `known`, names in a text, and not empty."""
+    """Raise ValueError for the first non-empty key that is not in `known`, a text of names."""
     names = sorted(known.split())
     for key, value in config.items():
         if key not in names and value not in (None, {}, [], False):
@@ -142,7 +142,7 @@ def read_size(
 def from_start(text: str, inside: str) -> Callable[[str], bool]:
     """Whether a regular expression matches a linear's name from its start.
 
-    ValueError, with key and value, for what is no regular expression.
+    ValueError, with key and value, if `text` is not a regular expression.
     """
     try:
         expression = re.compile(text)
@@ -152,7 +152,7 @@ def from_start(text: str, inside: str) -> Callable[[str], bool]:
 
 
 def among_names(names: Sequence[str], inside: str) -> Callable[[str], bool]:
-    """Whether a linear is one that a `modules_to_not_convert` lists, as transformers reads it.
+    """Whether `modules_to_not_convert` lists a linear, as transformers reads the list.
 
     An entry is the end of a name, or a regular expression for a name's whole parts from its start.
     """
@@ -162,7 +162,7 @@ def among_names(names: Sequence[str], inside: str) -> Callable[[str], bool]:
 
 
 def is_head(linear: str) -> bool:
-    """Whether it is lm_head, which methods that quantise layers leave as it is."""
+    """Whether a linear is lm_head, which methods that quantise layers leave as it is."""
     return linear.rpartition(".")[2] == HEAD
 
 

@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint has of one linear, each checked when it is taken."""
+"""A checkpoint's tensors of one linear, each checked when it is taken."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from graphengine.kernels.linear.quantised import WeightFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _POWERS = (torch.uint8, torch.float8_e8m0fnu)
-# The byte of e8m0 that is no number.
+# The byte of e8m0 that is not a number.
 _NO_POWER = 255
-# The bits of e4m3 but its sign, all of which are set in a NaN alone.
+# All bits of e4m3 except the sign; only a NaN has all of them set.
 _NAN = 127
 # Rows of codes that are checked at a time.
 _ROWS_AT_ONCE = 4096
@@ -41,7 +41,7 @@ class LinearTensors:
         return found[0]
 
     def stored(self, ends: Sequence[str]) -> list[str]:
-        """The full names of those that are there."""
+        """The full names of the tensors that are there."""
         return [name for name in map(self._below, ends) if name in self._tensors]
 
     def take(
@@ -49,7 +49,7 @@ class LinearTensors:
     ) -> Tensor:
         """The one tensor that is there. ValueError unless it has the shape and one of the dtypes.
 
-        why  what asks for these, for the message
+        why  what needs this shape and dtype, for the message
         """
         return self._take(self.name(*ends), shape, dtypes, why)
 
@@ -66,7 +66,7 @@ class LinearTensors:
         dtypes: Sequence[torch.dtype],
         why: str,
     ) -> Tensor:
-        """The tensor in the first of these shapes, stored in any of them."""
+        """The tensor, stored in any of these shapes and returned in the first."""
         name = self.name(*ends)
         stored = tuple(self._tensor(name).shape)
         tensor = self._take(name, stored if stored in shapes else shapes[0], dtypes, why)
@@ -81,9 +81,9 @@ class LinearTensors:
         *,
         powers: bool = False,
     ) -> Tensor:
-        """Scales as `take_groups` has them, e8m0 as uint8. ValueError names the first wrong one.
+        """Scales as from `take_groups`, e8m0 as uint8. ValueError names the first wrong one.
 
-        powers  whether they are e8m0 and nothing else
+        powers  whether only e8m0 is accepted
         """
         wanted: Sequence[torch.dtype] = FLOATS
         if powers:
@@ -112,7 +112,7 @@ class LinearTensors:
         return scales
 
     def take_whole(self, end: str, *, inverse: bool) -> Tensor:
-        """A factor on all scales, or one that divides them, as float32 []."""
+        """The factor on all scales, float32 []; with `inverse` the stored number divides them."""
         name = self.name(end)
         stored = self._tensor(name)
         if stored.numel() != 1 or stored.dtype not in FLOATS:
@@ -128,7 +128,7 @@ class LinearTensors:
         return value
 
     def skip(self, ends: Sequence[str]) -> None:
-        """Count those that are there as used."""
+        """Count the tensors that are there as used."""
         self.used += self.stored(ends)
 
     def _take(
@@ -155,7 +155,7 @@ class LinearTensors:
 
 
 def group_shapes(kind: WeightFormat, shape: tuple[int, int]) -> list[tuple[int, ...]]:
-    """Of values for each group of a weight [M, K]: [M / R, K / C], and shorter ones of as many."""
+    """Shapes for a value per group of a weight [M, K]: [M / R, K / C], and shorter equivalents."""
     rows, columns = kind.groups(*shape)
     shapes: list[tuple[int, ...]] = [(rows, columns)]
     if columns == 1:
@@ -166,19 +166,19 @@ def group_shapes(kind: WeightFormat, shape: tuple[int, int]) -> list[tuple[int, 
 
 
 def group_text(kind: WeightFormat, shape: tuple[int, int]) -> str:
-    """What `group_shapes` are for, in messages."""
+    """What the values of `group_shapes` are for, in messages."""
     rows, columns = (str(size) if size else "all" for size in (kind.rows, kind.columns))
     return f"one for {rows} rows and {columns} columns of a weight {list(shape)}"
 
 
 def check_multiple(name: str, what: str, count: int, of: int) -> None:
-    """ValueError unless `count` is a multiple of `of`, which the packing takes."""
+    """Raise ValueError unless `count` is a multiple of `of`, as the packing requires."""
     if count % of:
         raise ValueError(f"{name} has {count} {what}: its packing takes a multiple of {of}")
 
 
 def check_range(name: str, what: str, values: Tensor, least: int, most: int) -> None:
-    """ValueError, with the first value and its place, if any is out of [least, most]."""
+    """Raise ValueError, with the first value and its place, if any is out of [least, most]."""
     wrong = (values < least) | (values > most)
     if _is_any(wrong):
         where = wrong.nonzero()[0].tolist()
@@ -189,13 +189,13 @@ def check_range(name: str, what: str, values: Tensor, least: int, most: int) -> 
 
 
 def check_no_nan(name: str, codes: Tensor) -> None:
-    """ValueError, with the first place, if any code of e4m3 [M, K] is a NaN.
+    """Raise ValueError, with the first place, if any code of e4m3 [M, K] is a NaN.
 
     Decode kernels move a code's bits, so that a NaN would be a number there and nowhere else.
     """
     if codes.is_meta:
         return
-    # The tensors beside a part are of its size.
+    # In slices: temporaries are as large as the slice.
     for start in range(0, len(codes), _ROWS_AT_ONCE):
         wrong = codes[start : start + _ROWS_AT_ONCE].view(torch.uint8) & _NAN == _NAN
         if _is_any(wrong):

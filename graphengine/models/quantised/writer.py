@@ -1,6 +1,6 @@
-"""Checkpoints of compressed-tensors, written from ones of 16 bits.
+"""Writes compressed-tensors checkpoints from checkpoints of 16 bits.
 
-Their weights mean what `rounding` makes of the same ones; activations are not quantised.
+Weights have the values that `rounding` gives them; activations are not quantised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from graphengine.models.stored import read_model
 INT4_GROUPS = (32, 64, 128)
 _INDEX = "model.safetensors.index.json"
 _KEY = "quantization_config"
-# Weights, in this format or others.
+# Endings of files with weights, in this format or others.
 _WEIGHT_FILES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"),
     ".index.json",
@@ -40,11 +40,11 @@ _WEIGHT_FILES = (
 
 
 class Written(NamedTuple):
-    """What a checkpoint became.
+    """What was written.
 
-    quantised     names of the linears
-    bytes_before  of all tensors
-    bytes_after   of all tensors
+    quantised     names of the quantised linears
+    bytes_before  bytes of all tensors of the source
+    bytes_after   bytes of all tensors that were written
     """
 
     quantised: tuple[str, ...]
@@ -62,7 +62,7 @@ def write_quantised(
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write a checkpoint whose linears are quantised, in files as those of `source` are.
+    """Write a checkpoint with quantised linears, split into files like `source`.
 
     group_size  columns that share a scale of int4
     head        whether lm_head is quantised, too
@@ -70,7 +70,7 @@ def write_quantised(
     progress    called with (bytes read, bytes to read)
 
     The folder `out` appears whole or not at all. Files that hold no weights are copied, folders are
-    not. ValueError if `out` is there, or the source is not one that can be quantised so.
+    not. ValueError if `out` exists, or the source cannot be quantised like this.
     """
     if out.exists():
         raise ValueError(f"{out} is there already: a checkpoint is written to a new folder")
@@ -105,7 +105,10 @@ def write_quantised(
 
 
 def _check_names(config: ModelConfig, kind: RoundedKind) -> None:
-    """ValueError for experts of which the format has no names: most of a model is in them."""
+    """Raise ValueError for stacked experts: the format has no names for them.
+
+    Most of a model is in them.
+    """
     routed = config.allocate(device="meta", dtype=torch.bfloat16).routed
     if routed is not None and routed.stacked:
         raise ValueError(
@@ -145,7 +148,7 @@ def _is_odd(shape: tuple[int, ...], form: WeightFormat) -> bool:
 def _config(
     source: Checkpoint, kind: RoundedKind, form: WeightFormat, linears: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`config.json` as compressed-tensors has it."""
+    """`config.json` with the quantisation as compressed-tensors writes it."""
     weights: dict[str, Any] = {
         "num_bits": form.bits,
         "type": "float" if kind == "fp8" else "int",
@@ -154,7 +157,7 @@ def _config(
         "symmetric": True,
         "dynamic": False,
     }
-    # All others that could be linears: vLLM and transformers find them by their class.
+    # Everything else that could be a linear: vLLM and transformers find linears by their class.
     matrices = [
         name.removesuffix(".weight")
         for name, info in source.tensors.items()
@@ -175,7 +178,7 @@ def _config(
 
 
 def _kv_scheme(source: Checkpoint) -> Any:
-    """What the source says of its KV, which stays; its weights are not quantised."""
+    """The source's KV scheme, which is kept; its weights are not quantised."""
     given = source.config.get(_KEY) or {}
     if given and given.get("quant_method") != "compressed-tensors":
         raise unsupported(_KEY, given, "null, or KV of compressed-tensors")
@@ -192,7 +195,7 @@ def _write_tensors(
     device: str,
     progress: Callable[[int, int], None] | None,
 ) -> int:
-    """Files as the source's, and the index where there are several; the bytes of all tensors."""
+    """Write files like the source's, indexed if several; returns the bytes of all tensors."""
     tensors = source.mapped()
     files: dict[Path, list[str]] = {}
     for name, info in source.tensors.items():
@@ -234,7 +237,7 @@ def _quantised_tensors(
 
 
 def compressed_tensors(weight: QuantisedWeight) -> dict[str, Tensor]:
-    """The tensors of a weight of `quantise` in compressed-tensors' layout, by their last names."""
+    """A weight of `quantise` as compressed-tensors' tensors, by the last part of their names."""
     scales = {"weight_scale": weight.scales}
     if weight.format.code == "e4m3":
         return {"weight": weight.codes.view(torch.float8_e4m3fn), **scales}
