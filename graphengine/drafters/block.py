@@ -70,7 +70,7 @@ class BlockDrafter(Drafter):
     checkpoint  where its weights are; None: whoever allocates the drafter fills them
     target      the target's config
     length      K
-    share       this rank's share of the layers, as of the target's; `config` has its sizes
+    share       this rank's share of the layers, as in the target; `config` has its sizes
     """
 
     weights: DFlashWeights

@@ -60,7 +60,7 @@ class Eagle3Module(DraftModules):
     checkpoint  where its weights are; None: whoever allocates the module fills them, rows of
                 lm_head in the order of their tokens
     target      the target's config
-    share       this rank's share of the layer, as of the target's; `config` has its sizes
+    share       this rank's share of the layer, as in the target; `config` has its sizes
     """
 
     config: Eagle3Config

@@ -332,13 +332,13 @@ class ExpertsWeights:
         return sum(tensor.nbytes for tensor in tensors_of(*weights))
 
     def prefill_width(self, lanes: int) -> int:
-        """Values of each of so many lanes in `PrefillScratch`."""
+        """Values of a lane in `PrefillScratch`, in a chunk of so many lanes."""
         return self.block.prefill_width()
 
     def decode(
         self, row: DecodeLanes, residual: Residual, next_norm: Tensor, launch: DecodeLaunch
     ) -> Residual:
-        """Run the block on `row`'s tokens: three or four kernels, two more with shared experts.
+        """Run the block on `row`'s tokens: three or four kernels, two more with a shared SwiGLU.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place except for its squares.

@@ -209,7 +209,7 @@ class AttentionWeights:
     Where RoPE rotates one of n parts of a head, the 2 * n pieces of queries and keys are reordered:
     the even ones come first. Then each rotated value is half a head from its partner, as the
     kernels have it. Scores are sums over a head, and stay the same. Gates are reordered like
-    queries, with which they share a tensor, and `gate_heads` undoes that.
+    queries, with which they share a tensor, and `gate_heads` finds them again.
 
     prefix     of the names in the checkpoint: those of Hugging Face's decoders of Llama's lineage
     kv_scales  float32 `[2, G]`, of keys and values in an fp8 cache: 1 until they are set

@@ -26,7 +26,7 @@ _ALIGNMENT = 16
 
 
 class RoutedLanes(NamedTuple):
-    """What experts read of lanes.
+    """What experts read of each lane.
 
     x        `[N, H]` in the model's dtype, dense rows
     slot     int32 `[N]`, -1 for a padded lane

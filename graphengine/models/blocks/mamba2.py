@@ -69,8 +69,8 @@ class Mamba2:
 
     @property
     def linears(self) -> Linears:
-        """Linears in the order of a step. Ranks split heads, and groups with them; each rank has
-        all of a single group.
+        """Linears in the order of a step. Ranks split heads, and groups with them; a single group
+        is on all ranks.
         """
         return {
             "mamba_in": Linear("store", self.sizes.projected, self.hidden_size, shard="rows"),

@@ -1,8 +1,7 @@
 """The residual stream between blocks: how a product is added to it, and prefill's scratch memory.
 
-Ranks exchange data at one place only, between a block's last product and the sum: by `reduce`, or,
-in a chunk whose lanes they split, by `SplitStream.add`. With one rank, decode has one kernel for
-product and sum.
+Ranks meet between a block's last product and the sum: by `reduce`, or, in a chunk whose lanes they
+split, by `SplitStream.add`. With one rank, decode has one kernel for product and sum.
 
 Letters: N or T lanes, H hidden, K columns of a weight.
 """
@@ -206,8 +205,8 @@ class PrefillScratch:
     It is one piece of memory, since each product's result is needed only until the next one has
     read it. Queries, keys and values come first, and the queries after RoPE next to them. Attention
     then takes the place of the first, and its output product that of the second. Gate and up take
-    the place of all, or what one kernel makes of them where they are `fused`. The codes of one
-    product's inputs lie next to all that.
+    the place of all, or what one kernel makes of them where they are `fused`. The rounded inputs
+    (codes) of one product lie next to all these.
 
     h         `[T, H]` in the dtype of `like`: what each layer reads
     width     values besides `h` for each lane

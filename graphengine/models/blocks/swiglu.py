@@ -151,7 +151,7 @@ class SwigluWeights:
         return self.gate_up_bias is None and fuses_swiglu(self.gate_up, lanes)
 
     def prefill_width(self, lanes: int) -> int:
-        """Values of each of so many lanes in `PrefillScratch`."""
+        """Values of a lane in `PrefillScratch`, in a chunk of so many lanes."""
         return self.block.prefill_width(fused=self.is_fused(lanes))
 
     def decode(
