@@ -12,7 +12,7 @@ from graphengine.program.step import StepOutputs, StepProgram
 
 
 class EarlyStage(StepProgram):
-    """Publishes that a replay is done, but no token: the host reads tokens from the last stage."""
+    """An early stage publishes that a replay is done, but no token: the last stage does that."""
 
     flow: StageFlow
 
