@@ -5,10 +5,10 @@ A new one takes three things, and nothing else changes:
 1. options in `graphengine/speculative.py`: a `Mode`, named in `MODES`, for users to pass. Command
    lines find it once `speculative_text.py` has a word for it;
 2. a file here with a `Drafter` (`base.py`): its `needs` (`needs.py` lists what can be asked for),
-   `prepare` for prompts and `propose` after a step, which write `draft_tokens`, and whatever its
-   weights or fields take beside these. `ngram.py` is a short example;
-3. a row in `MAKERS` (`making.py`), which makes the drafter of its options for a checkpoint, or says
-   why it does not fit.
+   `prepare` for prompts and `propose` after a step, which write `draft_tokens`, and whatever else
+   its weights or fields need. `ngram.py` is a short example;
+3. a row in `MAKERS` (`making.py`): a function that makes the drafter from its options for a
+   checkpoint, or says why it does not fit.
 """
 
 from __future__ import annotations

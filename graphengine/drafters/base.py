@@ -1,12 +1,12 @@
-"""What a drafter is to the engine: it proposes a row's next tokens, in the captured step.
+"""The interface of drafters, which propose a row's next tokens in the captured step.
 
-A drafter has two moments. `prepare` runs in the prefill graphs: it takes a prompt chunk into the
-drafter's state and, after the last chunk, makes the first drafts. `propose` runs in the decode
-graphs, after verification: it takes in what was emitted and makes the drafts of the next step.
+A drafter is called at two points. `prepare` runs in the prefill graphs: it takes a prompt chunk
+into the drafter's state and, after the last chunk, makes the first drafts. `propose` runs in the
+decode graphs, after verification: it takes in what was emitted and makes the next step's drafts.
 Both write `draft_tokens[slot]`, which the slot's next replay feeds and verifies; -1 is no draft.
 Drafts never change a token, only how many come at once: a drafter that fails costs only speed.
-Where they are trees, `draft_tokens[slot]` has the nodes but the root, and `trees` says how they
-hang together; each node with a token has a parent with one.
+Where they are trees, `draft_tokens[slot]` has every node except the root, and `trees` has their
+structure; the parent of a node with a token also has a token.
 
 Letters: S slots, R rows of a bucket, W lanes of a row, N = R * W lanes, T tokens of a prefill
 bucket, H hidden, K drafts, B blocks of the pool.
@@ -50,26 +50,26 @@ if TYPE_CHECKING:
 
 
 class OfTree(NamedTuple):
-    """Where the lanes along the accepted paths of trees are among all of a step's."""
+    """Where the lanes along accepted tree paths are among all lanes of a step."""
 
     fed: DecodeLanes
-    """All that the target was fed, whose hidden states there are."""
+    """All lanes that the target was fed, in the order of the hidden states."""
     source: Tensor
-    """int32 [N]: which of them each of the N lanes is."""
+    """int32 [N]: the index in `fed` of each of the N lanes."""
 
 
 class Verified(NamedTuple):
     """What a decode replay knows once it has published its tokens."""
 
     lanes: DecodeLanes
-    """The N lanes that were fed; lane r * W + j is token j of row r. Of trees only the accepted
+    """The N lanes that were fed; lane r * W + j is token j of row r. For trees, only the accepted
     paths, as if each had been fed as a chain."""
     hidden: Residual
     """The target's residual stream of the lanes it was fed, scaled for its final norm."""
     step: FinishedStep
     """The target's token after each lane, and how many of them each row emitted."""
     drafts: int
-    """Drafts of a row that this graph verified, of trees along one path: W = drafts + 1."""
+    """Drafts of a row that this graph verified, for trees along one path: W = drafts + 1."""
     of_tree: OfTree | None = None
     """None: the target was fed the N lanes, as chains."""
     filtered: bool = False
@@ -104,12 +104,14 @@ class Prefilled(NamedTuple):
         return torch.where(lane == last, following, token.roll(-1))
 
     def embedded(self, token_T: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
-        """What `combine_hidden` takes for these tokens, of which some may be given embeddings: then
-        the embeddings of the chunk's lanes are its table.
+        """Token ids and fusion of these tokens for `combine_hidden`.
+
+        Where embeddings may be given in place of tokens, the fusion's table has the embedding of
+        each of the chunk's lanes, and the ids are lane numbers.
         """
         if self.given is None:
             return token_T, fusion
-        # A module multiplies no embedding.
+        # Modules do not scale embeddings.
         rows = self.given._replace(scale=1.0)
         table = embed(token_T, fusion.embedding, self.chunk.slot, given=rows)
         lane = torch.arange(len(token_T), dtype=torch.int32, device=token_T.device)
@@ -142,9 +144,9 @@ class DraftSetting(NamedTuple):
     buffers: StaticBuffers
     launch: DecodeLaunch
     group: RankGroup | None = None
-    """Of the target's ranks; None: it has one."""
+    """The target's ranks; None: there is one."""
     most_split: int | None = None
-    """Tokens of a split of decode attention, at most; None: any number."""
+    """Tokens in a split of decode attention, at most; None: any number."""
 
     @property
     def limit(self) -> int:
@@ -152,46 +154,46 @@ class DraftSetting(NamedTuple):
         return self.model.max_seq_len
 
     def launch_with(self, plans: LinearPlans) -> DecodeLaunch:
-        """How its own decode kernels are launched."""
+        """How the drafter's own decode kernels are launched, with these plans."""
         return replace(self.launch, plans=plans)
 
     @property
     def sampling(self) -> SamplingTensors:
-        """The target's parameters, by slot."""
+        """The target's sampling parameters, by slot."""
         return SamplingTensors(*(self.buffers[name] for name in SamplingTensors._fields))
 
     @property
     def options(self) -> LogitsTensors:
-        """What is done to the target's logits, by slot."""
+        """The options on the target's logits, by slot."""
         return logits_tensors(self.buffers)
 
 
 class Drafter(ABC):
     """A way to propose `needs.length` tokens a step; `graphengine.speculative` has its options.
 
-    It says what it needs, and has the two moments: `prepare` and `propose`. The other methods are
-    for those with weights, fields or files of their own; here they hold and do nothing.
+    Each states its `needs` and has `prepare` and `propose`. The other methods are for drafters with
+    weights, fields or files of their own; the defaults hold and do nothing.
     """
 
     needs: DraftNeeds
     weights: StoredWeights | None = None
-    """On which its KV depends, once `allocate` made them."""
+    """The weights that its KV depends on, once `allocate` has made them."""
     own_checkpoint: Checkpoint | None = None
-    """Where they are read from; None: from the target's."""
+    """The checkpoint that `weights` are read from; None: the target's."""
     whole_checkpoint: Checkpoint | None = None
-    """Where all ranks' are, as of `whole_weights`; None: in the target's."""
+    """The checkpoint of all ranks' `whole_weights`; None: the target's."""
     streams: Mapping[int, Tensor] = MappingProxyType({})
     """[T or more, H] by layer of the target: where prefill leaves the stream after that layer.
     Known once it is opened."""
     step_streams: Mapping[int, Tensor] = MappingProxyType({})
-    """[N or more, H]: the same of a decode step."""
+    """[N or more, H] by layer of the target: where a decode step leaves the stream."""
 
     trees: TreeTables | None = None
-    """Of each slot's drafts, where `needs.depth` says that they are trees. Known once it is
-    opened; what a replay reads of it, that drafter wrote in the replay before, if at all."""
+    """The tree of each slot's drafts, where `needs.depth` says that they are trees. Known once the
+    drafter is opened. If it changes them, a replay reads what the replay before wrote."""
     parents: Tensor | tuple[int, ...] = ()
-    """Of trees, the number of each draft's parent, from node 1 on, where the root is node 0: in
-    every step the same, or int32 [S, K], written as `trees` are. Known once it is opened."""
+    """For trees, the number of each node's parent, from node 1 on; the root is node 0. The same in
+    every step, or int32 [S, K], written as `trees` are. Known once the drafter is opened."""
 
     @property
     def length(self) -> int:
@@ -199,17 +201,17 @@ class Drafter(ABC):
         return self.needs.length
 
     def whole_weights(self, dtype: torch.dtype) -> StoredWeights | None:
-        """Those of all ranks together, on the device "meta", where ranks split them and a
-        checkpoint has them as they are; None: this one's are known by themselves.
+        """The weights of all ranks together, on the device "meta". None where ranks do not split
+        them, or a checkpoint does not have them as they are: this rank's `weights` count then.
         """
         return None
 
     @property
     def whole_states(self) -> tuple[LayerStates, ...]:
-        """What its layers keep on all ranks together; `needs.states` is of this one."""
+        """The states of its layers on all ranks together; `needs.states` has this rank's."""
         return self.needs.states
 
-    # What it takes. The engine asks before anything is allocated, except where it is said.
+    # What it costs. The engine asks before anything is allocated, except where stated.
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of weights that it adds to the target's."""
@@ -224,13 +226,13 @@ class Drafter(ABC):
         return []
 
     def arrivals_at_most(self, lanes: int) -> int:
-        """`arrivals`, before plans exist, for launches of this many lanes."""
+        """An upper bound of `arrivals`, before plans exist, for launches of this many lanes."""
         return 0
 
     def arrivals(self, rows: int, lanes: int) -> int:
         """Counters that its kernels need, besides those of decode steps of these rows and lanes.
 
-        Asked once it is allocated.
+        The engine asks this once the drafter is allocated.
         """
         return 0
 
@@ -253,21 +255,21 @@ class Drafter(ABC):
         return {}
 
     def cut(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The target's checkpoint, with what this rank has of the tensors that `allocate` named."""
+        """The target's checkpoint, its tensors that `allocate` named cut to this rank's part."""
         return checkpoint
 
     def linears(self) -> list[StoredLinear]:
-        """Its weights of linears that are read from the target's checkpoint, once allocated."""
+        """Its linear weights that are read from the target's checkpoint, once allocated."""
         return []
 
     def open(self, setting: DraftSetting, cache: Tensor) -> None:  # noqa: B027
-        """Take what the engine lends; `cache` is [layers, B + 1, 2, block_size, G, D] of blocks
-        as in the target's cache, or empty.
+        """Take what the engine lends; `cache` is [layers, B + 1, 2, block_size, G, D], with the
+        same blocks as the target's cache, or empty.
         """
 
     def refresh(self) -> None:  # noqa: B027
-        """Compute anew, in place, what it made when it was opened of the target's weights, or of
-        its own that are from the target's checkpoint. Queued on the current stream.
+        """Recompute in place what `open` made from the target's weights, or from its own weights
+        that come from the target's checkpoint. Queued on the current stream.
         """
 
     # Captured.
@@ -287,14 +289,14 @@ class Drafter(ABC):
         """Take in what a step emitted, and write the drafts of the next one.
 
         After a graph that verified no drafts (K = 0), only the drafter's state advances. After one
-        that verified fewer than it can make, so many are enough: the next step most often has the
-        same number.
+        that verified fewer drafts than it can make, it need make only as many: the next step most
+        often has the same number.
         """
 
     def draft(self, rows: int, drafts: int, *, filtered: bool) -> None:
-        """What `propose` left to a separate graph, after a step of that many rows and drafts.
+        """Do what `propose` left to a separate graph, after a step of that many rows and drafts.
 
-        filtered  as of `Verified`
+        filtered  as in `Verified`
         """
         raise NotImplementedError(f"{type(self).__name__} drafts in the step's graph")
 
@@ -305,8 +307,8 @@ class Drafter(ABC):
         return {}
 
     def collect(self, chunk: PrefillChunk) -> None:
-        """The host has read the replay of a prompt chunk. The current stream is the replays'."""
+        """Called once the host has read a prompt chunk's replay, on the stream of the replays."""
         raise NotImplementedError(f"{type(self).__name__} collects nothing")
 
     def close(self) -> None:  # noqa: B027
-        """The engine closes; its buffers and the device must not be used any more."""
+        """Called when the engine closes; its buffers and the device must not be used any more."""

@@ -1,8 +1,8 @@
-"""Drafts of a block at once: DFlash and DSpark beside a target.
+"""Drafts a whole block at once: DFlash and DSpark.
 
 The target leaves its residual stream after the chosen layers in one static field, side by side, as
-fc reads it. What a step verified goes into the drafter's KV, and then one run over a block of the
-newest token and masks makes all drafts. All of it is in the step's graph.
+fc reads it. What a step verified goes into the drafter's KV, and then a single run over a block,
+the newest token followed by mask tokens, makes all drafts. All of it is in the step's graph.
 
 Letters: N lanes, R rows, B lanes of a block, K drafts, H hidden.
 """
@@ -66,11 +66,11 @@ _STREAMS = "block_streams"
 class BlockDrafter(Drafter):
     """`DFlash(path, k)`.
 
-    read        what was read of the checkpoint
-    checkpoint  where its weights are; None: whoever allocates it fills them
-    target      beside which it is
+    read        the config that was read from the checkpoint
+    checkpoint  where its weights are; None: whoever allocates the drafter fills them
+    target      the target's config
     length      K
-    share       that this rank has of the layers, as of the target's; `config` has the sizes of it
+    share       this rank's share of the layers, as in the target; `config` has its sizes
     """
 
     weights: DFlashWeights
@@ -213,7 +213,7 @@ class BlockDrafter(Drafter):
     def _begin(
         self, token_N: Tensor, count_R: Tensor, lanes: DecodeLanes, launch: DecodeLaunch
     ) -> tuple[BlockDraft, Residual]:
-        """The blocks after what each row emitted, as `begin_block_draft` has them."""
+        """Begin each row's block after what the row emitted, with `begin_block_draft`."""
         table, rows = self._embedding, count_R.numel()
         residual = new_residual(
             rows * self._width, table.shape[1], 1, dtype=table.dtype, device=table.device

@@ -1,4 +1,4 @@
-"""The plans of a drafter that drafts one token after the other: its launches are of two widths."""
+"""The plans of a drafter that drafts token by token, with launches of two widths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from graphengine.models.tuning import choose_plans
 
 
 class ChainPlans(NamedTuple):
-    """Of the launch with several lanes a row, and of those with one, which extend the chain."""
+    """Plans of the first launch, with several lanes a row, and of the later ones, with one lane a
+    row, which extend the chain.
+    """
 
     first: LinearPlans
     later: LinearPlans
@@ -28,7 +30,7 @@ class ChainPlans(NamedTuple):
         family: RowFamily,
         chain_family: RowFamily,
     ) -> ChainPlans:
-        """As `choose_plans` does, with its errors; families as of `Drafter.allocate`."""
+        """Choose both with `choose_plans`, with its errors; families as in `Drafter.allocate`."""
         first, _ = choose_plans(linears, dtype, family, device)
         if chain_family == family:
             return cls(first, first)
@@ -36,7 +38,7 @@ class ChainPlans(NamedTuple):
         return cls(first, later)
 
     def arrivals(self, config: NeedsArrivals, linears: Linears, *, widest: int, rows: int) -> int:
-        """Counters of both kinds of launches: of `widest` lanes at most, and of a lane a row."""
+        """Counters that both launches need: one of up to `widest` lanes, one of a lane a row."""
         return max(
             arrival_counters(config, linears, self.first, widest),
             arrival_counters(config, linears, self.later, rows),

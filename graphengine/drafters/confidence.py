@@ -1,4 +1,4 @@
-"""Which drafts of a chain are verified: all of them, or those of which it is sure enough.
+"""Which drafts of a chain are verified: all of them, or only those with enough confidence.
 
 A withheld draft ends its row's chain: later runs find the row padded, and so does verification.
 
@@ -32,19 +32,21 @@ class EveryDraft:
         return []
 
     def opened(self, head: DraftHead, buffers: StaticBuffers) -> Self:
-        """The same with the head that drafts and the static fields, in captured steps."""
+        """A copy for captured steps, with the head that drafts and the static fields."""
         opened = copy(self)
         opened._head = head
         return opened
 
     def begin(self, lane_1: DecodeLanes) -> None:
-        """A prompt's last chunk was fed: its slot's request is new. Padded if it was another."""
+        """Called after a prompt chunk. After the last one `lane_1` has the slot of the new request;
+        after others it is padded.
+        """
 
     def follow(self, count_R: Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> None:
-        """A step fed these lanes, and each row emitted so many tokens."""
+        """Called after a step that fed these lanes and emitted `count_R` tokens in each row."""
 
     def new_chain(self, rows: int) -> Tensor | None:
-        """What a chain of each row keeps from one of its drafts to the next."""
+        """What each row's chain keeps from one of its drafts to the next."""
         return None
 
     def tiles(
@@ -63,19 +65,19 @@ class EveryDraft:
         """The drafts of a run, as `commit_draft` takes them.
 
         hidden, lanes, ahead, filtered
-                              as of `DraftHead.tiles`
-        rows, source          the lanes that the drafts follow, one a row, and which of `lanes` they
-                              are
+                              as in `DraftHead.tiles`
+        rows, source          the lanes that the drafts follow, one a row, and their indices in
+                              `lanes`
         index                 of the draft in the chain
         """
         return self._head.tiles(hidden, lanes, launch, ahead=ahead, filtered=filtered)
 
 
 class SureDrafts(EveryDraft):
-    """Those are verified of which `withhold_drafts` is sure enough: by their odds among what a
-    request's filters keep.
+    """Verify only drafts that `withhold_drafts` is sure enough of, by their odds among the tokens
+    that a request's filters keep.
 
-    least  in (0, 1]
+    least  the threshold, in (0, 1]
     """
 
     withholds = True

@@ -16,7 +16,7 @@ from graphengine.text.tokenizer import Tokenizer
 
 
 def read_corpus(path: str | os.PathLike[str], checkpoint: Checkpoint, vocab_size: int) -> Tensor:
-    """Its tokens: int32 [C] on the CPU.
+    """The corpus's tokens: int32 [C] on the CPU.
 
     A file whose name ends in `.npy` holds integers [C] as NumPy saves them, any other a text in
     UTF-8, which the checkpoint's tokenizer splits. ValueError names the file, and what is wrong;

@@ -1,10 +1,10 @@
 """A smaller model drafts, with its own layers and KV, in the target's graphs.
 
 As in Leviathan, Kalman, Matias (arXiv:2211.17192); `head.py` says how drafts are drawn. The model
-is fed the last two tokens after each verified step, since the last draft of the step before was
-never fed to it, and then its own drafts. Where it has recurrent layers, a prompt's last token is
-left to that, too: a state cannot take in a token twice. Each rank has all of the model: it is
-small, and the sums of ranks would take about as long as reading what they spare.
+is fed the last two tokens after each verified step, since the last draft of the previous step was
+never fed to it, and then its own drafts. Where it has recurrent layers, prefill leaves a prompt's
+last token to decode, too: a state cannot take in a token twice. Each rank has the whole model: it
+is small, and all-reduces would take about as long as the reads that splitting it saves.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K drafts.
 """
@@ -48,17 +48,17 @@ from graphengine.models.stored import destinations, load_weights
 from graphengine.models.weights import Destinations
 
 _WHOSE = "draft_"
-"""What the names of its static fields begin with."""
+"""Prefix of the names of its static fields."""
 
 
 class _Fed(NamedTuple):
-    """What the model was fed last, and its stream after it."""
+    """The lanes that the model was fed last, and its stream after them."""
 
     lanes: DecodeLanes
     rows: DecodeLanes
     """R lanes: the last token of each row."""
     source: Tensor | None
-    """int32 [R]: which of `lanes` they are; None: all."""
+    """int32 [R]: their indices in `lanes`; None: they are all of them."""
     hidden: Residual
 
 
@@ -85,7 +85,7 @@ class DraftModelDrafter(Drafter):
         self.needs = DraftNeeds(
             length=length,
             states=config.states,
-            # The chain's last run is K positions after the last that the target verified.
+            # The chain's last run is K positions after the last verified one.
             reserve=length,
             # After a prompt its last token is fed again, by the decode kernels.
             tokens_after=1,
@@ -277,7 +277,7 @@ class DraftModelDrafter(Drafter):
 
 
 def _without_last(prefilled: Prefilled) -> PrefillLanes:
-    """The chunk; of a final one all lanes but the last."""
+    """The chunk; the last lane of a final one is padded."""
     chunk, final = prefilled.chunk, prefilled.final != 0
     lane = torch.arange(len(chunk.slot), dtype=chunk.last.dtype, device=chunk.last.device)
     slot = torch.where(final & (lane == chunk.last), -1, chunk.slot)

@@ -1,8 +1,8 @@
-"""How a module's drafts become the most probable tree, which is another one in each step.
+"""Grows a module's drafts into the most probable tree, which differs from step to step.
 
 Each run of the module is over the `top_k` best nodes of a depth, whatever their parents are; after
-the last one the best nodes of all are kept (`kernels/draft/dynamic_tree.py`). What the runs leave
-in the module's cache has entries of its own, which no kept node's number follows.
+the last one the best nodes of all depths are kept (`kernels/draft/dynamic_tree.py`). In the
+module's cache the runs have entries of their own, which do not follow the numbers of kept nodes.
 
 Letters: S slots, R rows, W nodes with the root, K = W - 1, D depth, T `top_k`.
 """
@@ -35,10 +35,10 @@ _PARENT, _DEPTH, _ANCESTOR = "tree_parent", "tree_depth", "tree_ancestor"
 
 
 class DynamicGrowth(TreeGrowth):
-    """Trees of one size.
+    """The growth of trees of one size.
 
     tree  their size
-    rows  that are drafted for at once, at most
+    rows  drafted for at once, at most
     """
 
     tree: DynamicTree
@@ -49,7 +49,7 @@ class DynamicGrowth(TreeGrowth):
 
     @property
     def reserve(self) -> int:
-        # The next step's nodes have entries as those of any tree. The runs' lanes have others.
+        # The next step's nodes have the entries of any tree. The runs' lanes have other entries.
         return max(self.tree.nodes - 1, (self.tree.depth - 1) * self.tree.top_k)
 
     @property
@@ -131,7 +131,7 @@ class DynamicGrowth(TreeGrowth):
             output = module.run(expanded.combined, residual, lanes, in_trees)
 
     def _lanes_of(self, depth: int, rows: int) -> TreeLanes:
-        """Those of a depth's run, whose ancestors are written in each step."""
+        """The lanes of a depth's run, whose ancestors are written in each step."""
         number, of_depth = (
             table[depth - 1][: rows * self.tree.top_k] for table in (self._numbers, self._depths)
         )

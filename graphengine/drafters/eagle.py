@@ -34,7 +34,7 @@ class EagleDrafter(ModuleDrafter):
     def __init__(
         self, modules: DraftModules, length: int, choice: EveryDraft | None = None
     ) -> None:
-        # The chain's last run is K - 1 positions after the last verified token. A row pairs a
+        # The chain's last run is K - 1 positions after the last verified token. A KV entry pairs a
         # hidden state with the token after it.
         self._choice = choice or EveryDraft()
         needs = DraftNeeds(reserve=length - 1, tokens_after=1, withholds=self._choice.withholds)
@@ -85,7 +85,7 @@ class EagleDrafter(ModuleDrafter):
         *,
         filtered: bool,
     ) -> None:
-        """`propose`; `hidden` and `of_tree` are what `OpenModules.take_in` takes."""
+        """Do what `propose` does; `hidden` and `of_tree` as in `OpenModules.take_in`."""
         opened = self._opened
         first, output = opened.take_in(token_N, count_R, lanes, hidden, drafts, of_tree)
         if drafts:
@@ -111,12 +111,12 @@ class EagleDrafter(ModuleDrafter):
         source: Tensor | None = None,
         filtered: bool,
     ) -> None:
-        """Draft from a run with this output, and `length` - 1 times from what was drafted.
+        """Draft from a run with this output, then `length` - 1 times from the previous draft.
 
         launch  of the first draft
         rows    the lanes that the drafts follow, one a row
         fed     the lanes of that run, where they are more than `rows`
-        source  int32 [R]: which of these lanes is each row's
+        source  int32 [R]: the index of each row's lane in `fed`
         """
         lanes, opened = fed or rows, self._opened
         chain = self._drafts.new_chain(rows.slot.numel())

@@ -1,8 +1,8 @@
 """EAGLE3's layer as a module of an eagle drafter.
 
 The target leaves its residual stream after the chosen layers in one static field, side by side, as
-the layer's fc reads it: in decode the kernels that write the stream do that. The field outlives the
-step's graph, so that a drafter with its own graph reads the same.
+the layer's fc reads it: in decode the kernels that write the stream also write the field. It
+outlives the step's graph, so a drafter with its own graph can read it.
 
 Letters: N lanes, T tokens of a chunk, H hidden, D draft vocabulary.
 """
@@ -56,11 +56,11 @@ _STREAMS = "eagle3_streams"
 class Eagle3Module(DraftModules):
     """The layer of an EAGLE3 checkpoint.
 
-    read        what was read of it
-    checkpoint  where its weights are; None: whoever allocates it fills them, rows of lm_head in the
-                order of their tokens
-    target      beside which it is
-    share       that this rank has of the layer, as of the target's; `config` has the sizes of it
+    read        what was read of the checkpoint
+    checkpoint  where its weights are; None: whoever allocates the module fills them, rows of
+                lm_head in the order of their tokens
+    target      the target's config
+    share       this rank's share of the layer, as in the target; `config` has its sizes
     """
 
     config: Eagle3Config
@@ -134,7 +134,7 @@ class Eagle3Module(DraftModules):
 
 
 class OpenEagle3(OpenModules):
-    """`Eagle3Module` beside the target of `setting`."""
+    """`Eagle3Module`, opened for the target of `setting`."""
 
     config: Eagle3Config
 

@@ -1,4 +1,4 @@
-"""Drafts of another stage of a pipeline: here they are fed, and nothing makes them."""
+"""Drafts that another pipeline stage makes: this stage feeds them, and makes none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphengine.drafters.needs import DraftNeeds
 
 
 class DraftsElsewhere(Drafter):
-    """A stage's part of `other`, which is where the target's last layer is."""
+    """A stage's part of `other`, the drafter on the stage that has the target's last layer."""
 
     def __init__(self, other: Drafter) -> None:
         needs, whole = DraftNeeds(), other.needs
@@ -18,7 +18,7 @@ class DraftsElsewhere(Drafter):
         self._other = other
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
-        # What the host loads has the same places on all stages.
+        # What the host loads has the same layout on all stages.
         return [field for field in self._other.fields(sizes) if field.owner == "host"]
 
     def prepare(self, prefilled: Prefilled) -> None:

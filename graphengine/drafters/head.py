@@ -1,4 +1,4 @@
-"""The logits of a drafter: the target's lm_head or the rows of it that are kept, and the drafts.
+"""A drafter's logits, from all of lm_head or the rows of it that are kept, and its drafts.
 
 A draft is drawn as the target will draw the token at its position: with the request's temperature
 and with the noise of that position. Where both agree on the distribution they agree on the token,
@@ -7,8 +7,9 @@ at any temperature. Verification asks only whether they did, so a draft's odds d
 Graphs of the full sampler, and those of prompts, also draw a draft through the request's filters,
 after its allowed ids, biases and penalties: the target does, and a token that it filters out is
 never accepted. Penalties count what was emitted, without the chain's own drafts. Bad words are not
-applied, and no masks of grammars: those after the newest token, which the same replay has sampled,
-are made by the host once it has read that, and those after a draft once it has read the draft.
+applied. Neither are grammar masks: the host makes the mask after a token only once it has read that
+token, and both the newest token and the drafts come from this very replay.
+
 Source: the Gumbel coupling of M. Daliri, C. Musco, A. T. Suresh, "Coupling without Communication
 and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
 
@@ -45,7 +46,7 @@ from graphengine.models.contract import DecodeLaunch, RankGroup
 from graphengine.models.linears import WeightForms, refill
 from graphengine.models.vocabulary import vocabulary_of
 
-# What is done to the logits of drafts.
+# The processing that the logits of drafts get.
 _STEPS = USES_MASK | USES_BIAS | USES_REPETITION | USES_COUNTS
 
 
@@ -63,7 +64,8 @@ def head_bytes(forms: WeightForms, rows: int, hidden: int, dtype: torch.dtype) -
 def trimmed(
     weight: AnyWeight, ids: Tensor | None, device: torch.device
 ) -> tuple[AnyWeight, Tensor | None]:
-    """Copies of an lm_head's rows and their `token_ids`, on its device; all of it without `ids`.
+    """Copies of the rows `ids` of an lm_head, and their `token_ids`, on its device. Without `ids`
+    the lm_head itself, and None.
 
     ids  int64 [D], ascending
     """
@@ -75,7 +77,7 @@ def trimmed(
 
 
 def trim_again(rows: AnyWeight, weight: AnyWeight, ids: Tensor | None) -> None:
-    """Fill the copies that `trimmed` made, if it did, with the rows as they are now."""
+    """Refill the copies that `trimmed` made, if it made any, with the rows as they are now."""
     if ids is None:
         return
     device = weight.device if isinstance(weight, Tensor) else weight.codes.device
@@ -89,10 +91,10 @@ class DraftHead:
 
     weight    [D, H], the rows of the draft vocabulary
     token_ids int32 [D], ascending: the token of each row; None: row v is token v
-    setting   the target's, whose parameters and options on logits count
+    setting   has the target's sampling parameters and options on logits, which apply
     linear    the name of its product among a launch's plans
-    eps       of the norm whose scaled stream is fed
-    group     of the ranks that share its rows; None: there is one
+    eps       of the norm that the stream fed to it is scaled for
+    group     the ranks that share its rows; None: there is one
     """
 
     def __init__(
@@ -120,9 +122,9 @@ class DraftHead:
         ahead: int,
         filtered: bool = False,
     ) -> TopDrafts:
-        """The `count` best drafts `ahead` positions after each lane; arguments as of `tiles`.
+        """The `count` best drafts `ahead` positions after each lane; arguments as in `tiles`.
 
-        What filters leave out comes after what they keep.
+        Tokens that filters leave out rank after those that they keep.
         """
         logits, token_ids = self.logits(hidden, lanes, launch), self._token_ids
         slot, position = lanes.slot, lanes.position
@@ -142,7 +144,7 @@ class DraftHead:
         )
 
     def logits(self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
-        """Float32 [N, D], of all ranks; `hidden` as of `tiles`. Padded lanes hold anything."""
+        """Float32 [N, D], of all ranks; `hidden` as in `tiles`. Padded lanes hold anything."""
         x, squares = _stream(hidden)
         own = linear(
             x,
@@ -199,7 +201,8 @@ class DraftHead:
     ) -> DraftTiles:
         """The drafts `ahead` positions after each lane, as the target's full sampler draws tokens.
 
-        logits  float32 [N, D], which may be overwritten; as new as the launch before, unlike lanes
+        logits  float32 [N, D], which may be overwritten. The launch before may still be writing
+                them, but not `lanes`
         """
         processed = self._processed(logits, lanes, launch)
         drawn = sample_tiles(
@@ -208,7 +211,7 @@ class DraftHead:
         return DraftTiles(*drawn)
 
     def _processed(self, logits: Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
-        """Those of the target's vocabulary, changed as the target's are."""
+        """Logits over the target's vocabulary, processed as the target's are."""
         if self._token_ids is not None or logits.shape[1] != self._tokens:
             logits = spread_logits(
                 logits, self._token_ids, lanes.slot, vocabulary=self._tokens, pdl=launch.pdl

@@ -1,7 +1,7 @@
 """No drafts: each prompt's hidden states go to a file, to train a drafter with.
 
 The prefill graphs leave a chunk's hidden states in static fields. The host copies them out once it
-has read the replay; nothing is launched in between. Of several ranks the driver's does that.
+has read the replay; nothing is launched in between. With several ranks, only the driver's does so.
 
 As in TensorRT-LLM's mode of this name, `hidden_states` are those after the final norm, which a
 draft module and the lm_head read, and `aux_hidden_states` the residual stream after the chosen
@@ -60,7 +60,7 @@ class HiddenStatesDrafter(Drafter):
         self.layers = options.layers_of(model.num_layers)
         self.write_interval = options.write_interval
         self._width = model.hidden_size
-        # What was copied out of prompts that are not at their end, and of those that are.
+        # What was copied out of prompts that are still being prefilled, and of finished ones.
         self._parts: dict[Request, list[dict[str, Tensor]]] = {}
         self._ready: dict[int, dict[str, Tensor]] = {}
 
@@ -108,7 +108,7 @@ class HiddenStatesDrafter(Drafter):
         for other in [other for other in self._parts if other.finished and other is not request]:
             del self._parts[other]
         copies = {name: kept[: chunk.count].cpu() for name, kept in self._kept.items()}
-        # On a CPU device this was no copy, and the next chunk overwrites it.
+        # On a CPU device that was no copy, and the next chunk overwrites the field.
         copies = {name: copy.clone() for name, copy in copies.items()}
         self._parts.setdefault(request, []).append(copies)
         if not chunk.final:

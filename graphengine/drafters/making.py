@@ -63,7 +63,7 @@ from graphengine.text.tokenizer import Tokenizer
 class Target(NamedTuple):
     """What a drafter is made for.
 
-    share  that this rank has of the model, which `model` has the sizes of
+    share  this rank's share of the model; `model` has its sizes
     """
 
     config: EngineConfig
@@ -73,11 +73,11 @@ class Target(NamedTuple):
 
     @property
     def split(self) -> Share:
-        """What this rank has of layers without experts."""
+        """This rank's share of layers without experts."""
         return WHOLE if self.config.data_parallel > 1 else self.share
 
     def modules(self, config: MtpConfig, vocabulary: Tensor | None) -> MtpModules:
-        """What this rank has of draft modules."""
+        """This rank's part of the draft modules."""
         return MtpModules(
             config,
             vocabulary,
@@ -95,7 +95,7 @@ def make_drafter(
 ) -> Drafter:
     """The drafter of `config.speculative` for the target in `checkpoint`, nothing allocated yet.
 
-    share  that this rank has of the target, which `model` has the sizes of
+    share  this rank's share of the target; `model` has its sizes
 
     `NoDrafter` where the engine does not speculate. ValueError says why a mode does not fit.
     """
@@ -111,7 +111,7 @@ def make_drafter(
 
 
 def _check_agreement(mode: Mode, needs: DraftNeeds) -> None:
-    """The configuration followed from the mode, and the engine follows from the needs."""
+    """Assert that mode and needs agree: the config follows the mode, the engine the needs."""
     assert needs.length == mode.k, f"{needs.length=} of {mode=}"
     assert needs.prompts_only == mode.whole_prompts, f"{needs.prompts_only=} of {mode=}"
     assert mode.lockstep or not needs.lockstep, f"{needs=} of {mode=}, which has no lockstep"
@@ -159,7 +159,8 @@ def module_drafter(
     model: ModelConfig,
     vocabulary: int,
 ) -> Drafter:
-    """The drafter of one module, which scores so many tokens, by the options of its chain or tree.
+    """The drafter of one module that scores `vocabulary` tokens, with the options of its chain or
+    tree.
 
     ValueError where the target's layers, the engine's options or the tokens do not go with trees.
     """
@@ -175,7 +176,7 @@ def module_drafter(
 
 
 def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> MtpConfig:
-    """The modules with weights that are rounded where the target's are, and beside its lm_head."""
+    """The modules, with weights rounded where the target's are, and with the target's lm_head."""
     forms = dict(mtp.forms)
     if config.quantize is not None:
         linears = allocate_mtp_weights(mtp, device="meta", dtype=torch.float32).linears()
@@ -209,7 +210,7 @@ def _check_trees(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def _check_ranks(tree: Tree, vocabulary: int) -> None:
-    """ValueError unless so many tokens have a token of every rank."""
+    """ValueError if the tree has nodes of a higher rank than `vocabulary` tokens have."""
     if tree.drawn > vocabulary:
         raise ValueError(
             f"the tree has nodes of rank {tree.drawn - 1}, and the draft vocabulary {vocabulary} "

@@ -1,4 +1,4 @@
-"""What drafters of modules have in common: the modules, before and after they are opened.
+"""What module drafters share: the modules, before and after they are opened.
 
 A module reads hidden states of the target besides tokens, has KV of its own, and drafts the token
 after the one that it is fed. `mtp.py` and `eagle3.py` have the two kinds; `eagle.py` and
@@ -50,7 +50,7 @@ class ModulesConfig(Protocol):
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
-        """What each module keeps."""
+        """The states that each module keeps."""
         ...
 
     @property
@@ -59,12 +59,12 @@ class ModulesConfig(Protocol):
         ...
 
     def arrivals(self, lanes: int) -> int:
-        """Counters that a module's attention uses, as of a model."""
+        """Counters that a module's attention uses, as a model's does."""
         ...
 
 
 class ModuleOutput(NamedTuple):
-    """What a run of a module leaves of its lanes.
+    """The output of a module's run, by lane.
 
     normed    after the final norm, which lm_head reads
     recycled  what the next run of a chain reads as the lane's hidden state
@@ -74,7 +74,7 @@ class ModuleOutput(NamedTuple):
     recycled: Hidden
 
     def at(self, lane_1: Tensor) -> ModuleOutput:
-        """Of plain rows, one lane's."""
+        """One lane's output; only for plain rows."""
         normed, recycled = self
         assert isinstance(normed, Tensor) and isinstance(recycled, Tensor), "plain rows"
         of_normed = normed.index_select(0, lane_1)
@@ -95,29 +95,29 @@ class TargetHidden(NamedTuple):
 
 
 class DraftModules(ABC):
-    """The modules of a checkpoint. It is asked as a `Drafter` is; nothing of it is changed but the
+    """The modules of a checkpoint. The methods are a `Drafter`'s; nothing changes except the
     weights, which `allocate` makes.
     """
 
     config: ModulesConfig
     whole: ModulesConfig
-    """Of all ranks; `config` is of this one."""
+    """Config of the modules on all ranks together; `config` has this rank's part."""
     weights: StoredWeights
     own_checkpoint: Checkpoint | None = None
-    """Where they are read from; None: from the target's."""
+    """The checkpoint that `weights` are read from; None: the target's."""
     whole_checkpoint: Checkpoint | None = None
-    """As of a `Drafter`."""
+    """See `Drafter.whole_checkpoint`."""
     wants_hidden: bool = True
     """Whether prefill must run all lanes through all of the target's layers."""
     reads_output: bool = True
     """Whether the first module reads what the target's final norm leaves."""
     reads_streams: bool = False
-    """Whether it reads the target's residual stream after some layers."""
+    """Whether the first module reads the target's residual stream after some layers."""
 
     @property
     @abstractmethod
     def linears(self) -> Linears:
-        """Of a run of one of them, and its lm_head."""
+        """The linears of one module's run, lm_head included."""
 
     @abstractmethod
     def weight_bytes(self, dtype: torch.dtype) -> int: ...
@@ -126,22 +126,22 @@ class DraftModules(ABC):
         return 0
 
     def fields(self, sizes: FieldSizes, lanes: int) -> list[Field]:
-        """lanes: of the widest step."""
+        """The modules' static fields; `lanes` are those of the widest step."""
         return []
 
     @abstractmethod
     def allocate(self, device: torch.device, dtype: torch.dtype) -> Destinations: ...
 
     def whole_weights(self, dtype: torch.dtype) -> StoredWeights | None:
-        """As of a `Drafter`."""
+        """See `Drafter.whole_weights`."""
         return None
 
     def cut(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The target's checkpoint, with what this rank has of the tensors that `allocate` named."""
+        """The target's checkpoint, its tensors that `allocate` named cut to this rank's part."""
         return checkpoint
 
     def stored_linears(self) -> list[StoredLinear]:
-        """Its weights of linears that are read from the target's checkpoint, once allocated."""
+        """Its linear weights that are read from the target's checkpoint, once allocated."""
         return []
 
     @abstractmethod
@@ -155,7 +155,7 @@ class OpenModules(ABC):
     launch      with plans of their linears
     target_eps  of the target's final norm
     dtype       of what they compute
-    streams, step_streams  as of a `Drafter`
+    streams, step_streams  as in a `Drafter`
     """
 
     streams: Mapping[int, Tensor] = MappingProxyType({})
@@ -174,7 +174,7 @@ class OpenModules(ABC):
         self.dtype = fusions[0].embedding.dtype
 
     def refresh(self) -> None:  # noqa: B027
-        """As of a `Drafter`: here nothing is made of the target's checkpoint."""
+        """See `Drafter.refresh`. By default nothing is made from the target's checkpoint."""
 
     def read(self, hidden: Hidden | None, lanes: DecodeLanes) -> TargetHidden:
         """What the first module reads of the lanes that the target was fed.
@@ -193,11 +193,11 @@ class OpenModules(ABC):
         lanes: DecodeLanes,
         launch: DecodeLaunch,
     ) -> ModuleOutput:
-        """Module `index` for decode lanes."""
+        """Run module `index` on decode lanes."""
 
     @abstractmethod
     def take_in_chunk(self, prefilled: Prefilled, following: Tensor) -> ModuleOutput:
-        """The first module for a chunk's lanes and the tokens [T] that follow them; plain rows."""
+        """Run the first module on a chunk's lanes and the tokens [T] after them; plain rows."""
 
     def take_in(
         self,
@@ -208,11 +208,11 @@ class OpenModules(ABC):
         drafts: int,
         of_tree: OfTree | None = None,
     ) -> tuple[FirstDraft, ModuleOutput]:
-        """The first module for what a step of so many drafts emitted.
+        """Run the first module on what a step with this many drafts emitted.
 
-        hidden   as of `read`
-        of_tree  as of `Verified`
-        the others as of `begin_module_draft`
+        hidden   as in `read`
+        of_tree  as in `Verified`
+        the others as in `begin_module_draft`
         """
         fed = lanes if of_tree is None else of_tree.fed
         launch, (rows, fresh) = self.launch, self.read(hidden, fed)
@@ -232,7 +232,7 @@ class OpenModules(ABC):
         return first, self.run(0, first.combined, residual, first.lanes, several)
 
     def new_stream(self, lanes: int) -> Residual:
-        """A residual stream whose sums of squares the first product makes anew."""
+        """A new residual stream, whose sums of squares the first product computes."""
         embedding = self.fusions[0].embedding
         return new_residual(
             lanes, self.config.hidden_size, 1, dtype=self.dtype, device=embedding.device
@@ -240,10 +240,10 @@ class OpenModules(ABC):
 
 
 class ModuleDrafter(Drafter):
-    """The drafter of `modules`; how they are chained is the subclass's.
+    """The drafter of `modules`; subclasses chain them.
 
     length  K
-    needs   what the subclass adds to them
+    needs   what the subclass needs besides the modules' needs
     """
 
     def __init__(self, modules: DraftModules, length: int, needs: DraftNeeds) -> None:

@@ -1,4 +1,4 @@
-"""MTP modules: those that the target's own checkpoint has.
+"""MTP modules, which come with the target's own checkpoint.
 
 Letters: T tokens of a chunk, H hidden, D draft vocabulary.
 """
@@ -31,10 +31,10 @@ from graphengine.models.weights import Destinations, StoredLinear
 class MtpModules(DraftModules):
     """The modules of `config`, each with a layer of KV.
 
-    whole       of the modules that are run; `config` has the sizes of this rank's
+    whole       config of the modules that are run; `config` has the sizes of this rank's part
     vocabulary  int64 [D], ascending: the target ids that may be drafted; None: all
-    share       that this rank has of them; with `expert_parallel` it has whole experts, and with
-                `data_parallel` these alone are shared
+    share       this rank's share of them; with `expert_parallel` it has whole experts, and with
+                `data_parallel` only experts are shared
     """
 
     config: MtpConfig
@@ -62,7 +62,7 @@ class MtpModules(DraftModules):
     def weight_bytes(self, dtype: torch.dtype) -> int:
         own = allocate_mtp_weights(self.config, device="meta", dtype=dtype).nbytes
         rows = 0 if self.vocabulary is None else self.vocabulary.numel()
-        # The rows of lm_head that it keeps, and their ids.
+        # Kept rows of lm_head, and their ids.
         return own + head_bytes(self.config.forms, rows, self.config.hidden_size, dtype)
 
     def table_bytes(self, max_seq_len: int) -> int:
@@ -89,7 +89,7 @@ class MtpModules(DraftModules):
 
 
 class OpenMtp(OpenModules):
-    """`MtpModules` beside the target of `setting`."""
+    """`MtpModules`, opened for the target of `setting`."""
 
     config: MtpConfig
 
@@ -125,7 +125,7 @@ class OpenMtp(OpenModules):
         self._block_table = setting.buffers["block_table"]
 
     def refresh(self) -> None:
-        """Make its own norms, and its copies of the target's rows, anew."""
+        """Recompute its own norms, and its copies of the target's rows."""
         self._weights.refresh(self._modules)
         trim_again(self._head, self._target.lm_head, self._ids)
 
@@ -160,7 +160,7 @@ class OpenMtp(OpenModules):
     def run_chunk(
         self, index: int, combined: Tensor, chunk: PrefillLanes, attention: ChunkAttention
     ) -> Tensor:
-        """Module `index` for a chunk's lanes: its output [T, H]."""
+        """Run module `index` on a chunk's lanes; returns its output [T, H]."""
         return mtp_prefill(
             self.config,
             self._modules[index],

@@ -9,21 +9,21 @@ from graphengine.models.states import LayerStates, cache_shape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftNeeds:
-    """Known as soon as a drafter is made. The defaults ask for nothing."""
+    """A drafter's needs, known as soon as it is made. The defaults ask for nothing."""
 
     length: int = 0
     """K: drafts a step, at most; with 0 it only observes."""
     depth: int = 0
-    """Of the trees that its drafts are, whose nodes `length` counts; 0: they are chains."""
+    """Depth of its trees of drafts, whose nodes `length` counts; 0: its drafts are chains."""
     own_lanes: int = 0
     """Lanes of a row in its own widest launch, where they are more than the step's 1 + K."""
     states: tuple[LayerStates, ...] = ()
-    """What each layer of its own keeps of a request. Paged ones are in blocks of one shape, which
-    have the numbers of the target's blocks; recurrent ones are among its own fields."""
+    """The states that each of its own layers keeps of a request. Paged ones are in blocks of one
+    shape, numbered as the target's blocks; recurrent ones are among its own fields."""
     reserve: int = 0
     """Positions past the last verified one that it writes into its own KV."""
     tokens_after: int = 0
-    """Tokens after a position on which its KV there depends, or with which it overwrites it."""
+    """Tokens after a position that its KV there depends on, or that it is overwritten with."""
     notes: bool = False
     """Whether it reads the prompt's tokens; `note` then gets those that are not prefilled."""
     wants_hidden: bool = False
@@ -31,14 +31,14 @@ class DraftNeeds:
     reads_streams: bool = False
     """Whether it reads the target's residual stream after some layers, of every token."""
     host_drafts: bool = False
-    """Whether the host writes `draft_tokens`, after the tokens of the step before."""
+    """Whether the host writes `draft_tokens`, once it has the previous step's tokens."""
     withholds: bool = False
-    """Whether it leaves out drafts that are not worth verifying: a step of a row without any then
-    counts for a gate."""
+    """Whether it leaves out drafts that are not worth verifying: a gate then also counts a row's
+    steps without drafts."""
     own_graph: bool = False
     """Whether `draft` is captured as a graph and replayed after each decode step."""
     prompts_only: bool = False
-    """Whether a request ends after one sampled token, and is prefilled from its first on."""
+    """Whether a request ends after one sampled token, and is prefilled from its first token on."""
     collects: bool = False
     """Whether `collect` is called once the host has read the replay of a prompt chunk."""
 

@@ -1,4 +1,4 @@
-"""Drafts that follow from the request's own tokens: what came after the last ones before.
+"""Drafts what followed the request's last tokens where they occurred before.
 
 Prompt lookup decoding, matched on the device: nothing is computed but the search.
 """
@@ -51,7 +51,7 @@ class NGramDrafter(Drafter):
         )
 
     def note(self, noted: Prefilled) -> None:
-        # No chunk of it is the last, so this only takes it in.
+        # A noted chunk is never the last one, so this only takes it in.
         self.prepare(noted)
 
     def propose(self, verified: Verified) -> None:
@@ -69,7 +69,7 @@ class NGramDrafter(Drafter):
 
 
 def history_fields(sizes: FieldSizes, unmatched: str) -> list[Field]:
-    """What is searched, and the counts of what was not found, which are called `unmatched`."""
+    """The tokens to search, and the counts of searches without a match, named `unmatched`."""
     int32 = torch.int32
     return [
         Field(

@@ -1,4 +1,4 @@
-"""No drafts: what an engine has that does not speculate, so that nothing asks whether it does."""
+"""No drafts: the drafter of an engine that does not speculate, so no code asks whether it does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An eagle drafter in a separate graph, replayed after the step's.
 
-The step's graph ends after publishing with one kernel that hands over what it verified; its second
-graph begins there. Prompts are taken in inside the prefill graphs, as without.
+The step's graph ends, after publishing, with one kernel that hands over what was verified; the
+second graph begins there. Prompts are still taken in inside the prefill graphs.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, S slots, H hidden.
 """
@@ -25,7 +25,7 @@ _PREFIX = "handover_"
 
 
 class OwnGraphEagle(EagleDrafter):
-    """With `own_graph=True`: the drafts of `EagleDrafter`, bit for bit."""
+    """The drafter for `own_graph=True`: the drafts of `EagleDrafter`, bit for bit."""
 
     def __init__(
         self, modules: DraftModules, length: int, choice: EveryDraft | None = None

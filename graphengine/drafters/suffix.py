@@ -1,8 +1,8 @@
-"""Drafts that follow the longest match of the last tokens: in the request's own text or a corpus.
+"""Drafts what followed the longest match of the last tokens, in the request's text or a corpus.
 
-As many of them as the match supports, so that a step feeds fewer tokens where little is known. As
-in SuffixDecoding (G. Oliaro et al., arXiv:2411.04975) a match of n tokens supports `factor` times n
-drafts. A turn's text begins with the turns of its session before it.
+It drafts only as many tokens as the match supports, so a step feeds fewer tokens where little is
+known. As in SuffixDecoding (G. Oliaro et al., arXiv:2411.04975), a match of n tokens supports
+`factor` times n drafts. A turn's text begins with the earlier turns of its session.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SuffixDrafter(Drafter):
     """`Suffix(k, ...)`. `suffix_unmatched` counts the proposals of a slot without a match.
 
     length     K
-    supported  int32 [M + 1], on the CPU, as of `suffix_propose`
+    supported  int32 [M + 1], on the CPU, as in `suffix_propose`
     corpus     int32 [C], on the CPU; None: there is none
     """
 

@@ -1,8 +1,8 @@
 """One module that drafts trees: EAGLE with more than one token after a node.
 
 EAGLE verifies static trees (arXiv:2401.15077), as Medusa does, and EAGLE-2 dynamic ones
-(arXiv:2406.16858). What was emitted is taken in as by a chain's drafter; a `TreeGrowth` grows the
-tree after it, in entries of the module's cache that the next step overwrites.
+(arXiv:2406.16858). What was emitted is taken in as a chain's drafter does; then a `TreeGrowth`
+grows the tree, in entries of the module's cache that the next step overwrites.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TreeEagle(EagleDrafter):
     """`MTP(tree=...)` and `Eagle3(path, tree=...)`.
 
     modules  one module
-    growth   of its trees
+    growth   grows its trees
     """
 
     def __init__(self, modules: DraftModules, growth: TreeGrowth) -> None:

@@ -1,8 +1,8 @@
-"""How a module's drafts become a tree, whatever the module is; here trees of a fixed shape.
+"""Grows a module's drafts into a tree, for any module; here trees of a fixed shape.
 
 A tree grows from its root by generations: the best tokens after each node that has children are
-drafted, and the module runs once over those among them that have children themselves. Of the module
-nothing need be known but how its input is made, how it runs over lanes, and its head.
+drafted, and the module runs once over the new nodes that have children themselves. All that need be
+known of the module is how its input is made, how it runs over lanes, and its head.
 
 Letters: S slots, R rows, W nodes with the root, D depth, H hidden.
 """
@@ -35,8 +35,8 @@ from graphengine.kernels import (
 from graphengine.models.contract import DecodeLaunch
 
 RunModule = Callable[[Tensor, Residual, DecodeLanes, DecodeLaunch], ModuleOutput]
-"""From a module's combined input and a new stream for its lanes to its output. The lanes are in
-trees, whose older nodes are in the module's cache."""
+"""Runs a module on its combined input and a new stream for its lanes. The lanes are nodes of trees
+whose older nodes are in the module's cache."""
 
 
 class GrowingModule(NamedTuple):
@@ -46,9 +46,9 @@ class GrowingModule(NamedTuple):
     fusion: Fusion
     head: DraftHead
     output_eps: float
-    """Of the norm after it."""
+    """The epsilon of the norm after it."""
     new_stream: Callable[[int], Residual]
-    """For so many lanes."""
+    """Makes a stream of this many lanes."""
 
 
 class Tensors(Protocol):
@@ -62,9 +62,9 @@ class TreeGrowth(ABC):
 
     tree: Tree
     parents: Tensor | tuple[int, ...]
-    """As of a `Drafter`, once it is opened."""
+    """See `Drafter.parents`; known once it is opened."""
     trees: TreeTables
-    """Of all slots, once it is opened."""
+    """The trees of all slots; known once it is opened."""
 
     @property
     @abstractmethod
@@ -102,8 +102,8 @@ class TreeGrowth(ABC):
         rows      the lanes that are roots, one a row
         limit     positions of the module's cache
         fed       the lanes of that run, where they are more than `rows`
-        source    int32 [R]: which of these lanes is each row's
-        filtered  as of `DraftHead.tiles`
+        source    int32 [R]: the index of each row's lane in `fed`
+        filtered  as in `DraftHead.tiles`
         """
 
 
@@ -113,19 +113,19 @@ class _Generation(NamedTuple):
     level: TreeLevel
     drawn: int
     lanes: TreeLanes
-    """Of its inner nodes, of as many rows as there may be."""
+    """The lanes of its inner nodes, for as many rows as there may be."""
     inner: int
 
     def lanes_of(self, rows: int) -> TreeLanes:
-        """Those of the first rows."""
+        """The lanes of the first `rows` rows."""
         return TreeLanes(*(part[: rows * self.inner] for part in self.lanes))
 
 
 class StaticGrowth(TreeGrowth):
-    """Trees of one shape.
+    """The growth of trees of one shape.
 
     tree  their shape
-    rows  that are drafted for at once, at most
+    rows  drafted for at once, at most
     """
 
     tree: StaticTree
@@ -137,8 +137,8 @@ class StaticGrowth(TreeGrowth):
 
     @property
     def reserve(self) -> int:
-        # A root that is the request's last token but one has nodes with entries after its end; no
-        # position is.
+        # A root that is the request's second-last token has nodes whose entries lie past the
+        # request's end; no position does.
         return self.tree.nodes - 1
 
     @property
@@ -166,7 +166,7 @@ class StaticGrowth(TreeGrowth):
         ]
 
     def _lanes(self, nodes: list[int], rows: int, device: torch.device) -> TreeLanes:
-        """Of these nodes in each row; past a node's ancestors are zeros."""
+        """The lanes of these nodes in each row; zeros follow a node's ancestors."""
         found = [self.tree.ancestors(node) for node in nodes]
         ancestor = torch.zeros(len(nodes), self.tree.depth, dtype=torch.int32, device=device)
         for lane, ancestors in enumerate(found):

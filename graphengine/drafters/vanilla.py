@@ -1,18 +1,20 @@
 """K MTP modules in a row, each with its own KV: module m drafts the m-th token.
 
-Module m's row at position p takes the token at p + m. Of a verified step each module takes in what
-was emitted; after that come m - 1 rows of what the modules before drafted, which the next step
-overwrites. The hidden state that goes with the token is that of `MTP.feed`:
+Module m's row at position p takes the token at p + m. After a verified step each module takes in
+what was emitted; then come m - 1 rows of what the previous modules drafted, which the next step
+overwrites. `MTP.feed` says which hidden state goes with the token:
 
-chained  what module m - 1 made of its row at p, all the way down to the target's hidden state at p.
-         So DeepSeek-V3 trains its modules (arXiv:2412.19437, equations 21 to 23), and so
-         transformers' `MtpModel` runs them. The first row that a step takes in needs what the
-         module before made of the row before the step, so that is kept by slot, beside the KV.
-target   the target's at p + m - 1 where that is verified, as TensorRT-LLM's vanilla MTP has it; the
-         drafted rows are chained all the same. Nothing is kept of a step but the KV.
+chained  module m - 1's output for its row at p, down to the target's hidden state at p for the
+         first module. DeepSeek-V3 trains its modules this way (arXiv:2412.19437, equations 21 to
+         23), and transformers' `MtpModel` runs them so. The first row that a step takes in needs
+         the previous module's output for the row before the step, which is therefore kept by slot,
+         next to the KV.
+target   the target's hidden state at p + m - 1 where that position is verified, as in
+         TensorRT-LLM's vanilla MTP; the drafted rows are chained all the same. Only the KV is kept
+         of a step.
 
-With one module both are the same, and one is all that DeepSeek-V3, GLM-4.5 and MiMo-7B were
-published with: no published checkpoint that is read here tells the rules apart.
+With one module both are the same, and DeepSeek-V3, GLM-4.5 and MiMo-7B were published with only
+one: no published checkpoint that is read here tells the rules apart.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, H hidden,
 K drafts, D draft vocabulary.
@@ -139,10 +141,11 @@ class VanillaDrafter(ModuleDrafter):
     def _prefill_chained(
         self, prefilled: Prefilled, following: Tensor, kept_SDH: Tensor
     ) -> list[Tensor]:
-        """All modules for a chunk, each with the output of the one before; their outputs.
+        """Run all modules on a chunk, each on the previous one's output; returns their outputs.
 
-        What is kept goes on after the chunk. The drafts after the last chunk begin as after a
-        step that fed the prompt's last token, so there it is what was kept before that token.
+        What is kept is each module's output for the chunk's last row. The drafts after the last
+        chunk begin as after a step that fed the prompt's last token, so there the output for the
+        row before that token is kept.
         """
         assert prefilled.hidden is not None, "a module reads hidden states"
         chunk = prefilled.chunk
@@ -166,7 +169,9 @@ class VanillaDrafter(ModuleDrafter):
     def _prefill(
         self, index: int, prefilled: Prefilled, following: Tensor, hidden: Tensor, lowest: Tensor
     ) -> Tensor:
-        """Module `index` for a chunk: its output [T, H]; none of a position below `lowest` [1]."""
+        """Run module `index` on a chunk, without positions below `lowest` [1]; returns its output
+        [T, H].
+        """
         chunk, start = _shifted(prefilled.chunk, index, lowest)
         attention = partial(prefilled.attention, query_start_P1=chunk.query_start, position_P=start)
         token, fusion = prefilled.embedded(following, self._opened.fusions[index])
@@ -174,7 +179,9 @@ class VanillaDrafter(ModuleDrafter):
         return self._opened.run_chunk(index, combined, chunk, attention)
 
     def _take_in(self, emitted: Emitted, hidden: Hidden, launch: DecodeLaunch) -> None:
-        """What was emitted, into the KV of all modules but the first, whose output is `hidden`."""
+        """Take what was emitted into the KV of all modules after the first, whose output is
+        `hidden`.
+        """
         recycled = None
         for index in range(1, self.length):
             residual = self._opened.new_stream(emitted.token_N.numel())
@@ -186,7 +193,7 @@ class VanillaDrafter(ModuleDrafter):
                 module=index + 1,
                 residual=residual,
                 recycled=recycled,
-                # What is recycled is as new as the launch before.
+                # The launch before may still be writing what is recycled.
                 pdl=launch.pdl and recycled is None,
             )
             hidden = self._opened.run(index, taken.combined, residual, taken.lanes, launch).normed
@@ -205,8 +212,8 @@ class VanillaDrafter(ModuleDrafter):
         """Draft from the first module's run, whose output is `hidden`, and run the others.
 
         lanes   of that run
-        rows    the last of each row's
-        source  int32 [R]: which of them that is; None for a lane a row
+        rows    the last lane of each row
+        source  int32 [R]: the index of each row's last lane in `lanes`; None for a lane a row
         """
         count = emitted.count_R.numel()
         width = emitted.token_N.numel() // count
@@ -250,7 +257,7 @@ class VanillaDrafter(ModuleDrafter):
 
 
 def vanilla_lanes(length: int) -> int:
-    """Lanes of a row in the last of `length` modules: W that emit, and its chain after them."""
+    """Lanes of a row in the last of `length` modules: the step's W, then the chain of drafts."""
     return 2 * length
 
 

@@ -1,4 +1,4 @@
-"""The steps of a pipeline's stage before the last: its layers, and nothing that needs logits."""
+"""The steps of a pipeline stage before the last one: its layers, and nothing that needs logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphengine.program.step import StepOutputs, StepProgram
 
 
 class EarlyStage(StepProgram):
-    """It publishes that a replay is done, and no token: the host reads those of the last stage."""
+    """An early stage publishes that a replay is done, but no token: the last stage does that."""
 
     flow: StageFlow
 

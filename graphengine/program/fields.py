@@ -43,7 +43,7 @@ def field_table(
     prompt_logprobs: bool = False,
     record_routing: bool = False,
 ) -> list[Field]:
-    """Every tensor a replay can see; not the weights, the KV cache, and what a drafter adds.
+    """Every tensor a replay can see, except the weights, the KV cache and what a drafter adds.
 
     drafts           K, drafts of a step at most
     host_drafts      whether the host writes them, rather than a drafter on the device
@@ -107,7 +107,7 @@ def field_table(
 
 
 def _ring_fields(rings: Sequence[WindowRing], slots: int, table_blocks: int) -> list[Field]:
-    """The block tables of layers that keep the newest tokens alone."""
+    """The block tables of layers that keep only the newest tokens."""
     return [
         Field(
             name=ring.table,
@@ -116,7 +116,7 @@ def _ring_fields(rings: Sequence[WindowRing], slots: int, table_blocks: int) -> 
             owner="host",
             pad=0,
             meaning=f"blocks of each slot's ring, of window {ring.window}",
-            # They change with the requests in the slots alone.
+            # They change only when the requests in the slots do.
             group="rings",
         )
         for ring in rings
@@ -164,7 +164,7 @@ def engine_fields(
 
 
 def _embeds_field(sizes: FieldSizes, hidden_size: int) -> Field:
-    """Of a chunk's positions, and of the one after it, which draft modules read.
+    """Embeddings of a chunk's positions, and of the one after it, which draft modules read.
 
     The host writes bits, as NumPy does not know every dtype.
     """
@@ -175,7 +175,7 @@ def _embeds_field(sizes: FieldSizes, hidden_size: int) -> Field:
         owner="host",
         pad=0,
         meaning="embeddings of the chunk's positions that have no token",
-        # They are copied with chunks that have some, and not with other loads.
+        # Copied only with chunks that have embeddings.
         group="embeds",
     )
 
@@ -215,7 +215,7 @@ NO_CHUNK: dict[str, Any] = {
 
 
 def chunk_updates(chunk: PrefillChunk, *, speculative: bool = False) -> dict[str, Any]:
-    """The fields of a prefill, as of `host_updates`."""
+    """The fields of a prefill; `speculative` as in `host_updates`."""
     request, end = chunk.request, chunk.start + chunk.count
     updates = {
         "prefill_tokens": _device_tokens(request, chunk.start, end),
@@ -233,13 +233,13 @@ def chunk_updates(chunk: PrefillChunk, *, speculative: bool = False) -> dict[str
 
 
 def _device_tokens(request: Request, first: int, stop: int) -> Sequence[int]:
-    """Of these positions of a prompt, where they exist."""
+    """The prompt's tokens at these positions, as far as they exist, as the device gets them."""
     ids, embeds = request.prompt_token_ids[first:stop], request.job.embeds
     return embeds.tokens(ids, first) if embeds else ids
 
 
 def _embeds_update(embeds: Embeds, first: int, stop: int) -> dict[str, Any]:
-    """The embeddings of these positions, the row of position `first` being row 0."""
+    """The embeddings of these positions; row 0 is position `first`."""
     found = embeds.within(first, stop).runs
     if not found:
         return {}
@@ -271,9 +271,8 @@ def draft_updates(
     """Take the drafts that the host holds for the plan's rows.
 
     Drafts of other requests wait for a step with these requests. A step of one token a row takes
-    none.
-    Drafts whose tokens came before a step could feed them, and those past as many as the step
-    verifies, are counted as `drafts/stale`.
+    none. `drafts/stale` counts drafts whose positions were emitted before a step could feed them,
+    and drafts that exceed what the step verifies.
     """
     fed: dict[Request, tuple[int, ...]] = {}
     for request in plan.rows:

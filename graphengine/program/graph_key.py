@@ -17,9 +17,7 @@ that ask for log-probabilities of their prompts."""
 
 
 def samplers(*, relaxed: bool) -> tuple[Sampler, ...]:
-    """Those that decode graphs are captured with; relaxed acceptance reads logits, so has no fast
-    one.
-    """
+    """The samplers to capture decode graphs with; only `full` if relaxed, as that reads logits."""
     return ("full",) if relaxed else get_args(Sampler)
 
 
@@ -33,8 +31,8 @@ class GraphKey(NamedTuple):
              graph, which runs after the decode graph of the same rows and drafts
     size     tokens of a prefill bucket, or rows of another bucket
     drafts   drafts that a decode graph verifies in each row
-    variant  sampler of a decode, also of the decode that a drafter's own graph follows; for a
-             prefill its `PrefillKind`, or "note" for tokens whose KV is there already
+    variant  sampler of a decode graph, or of the decode graph that a draft graph follows; for a
+             prefill its `PrefillKind`, or "note" for tokens whose KV already exists
     """
 
     kind: GraphKind
@@ -69,10 +67,10 @@ def draft_key(rows: int, drafts: int, sampler: Sampler = "fast") -> GraphKey:
 
 
 def prefill_key(tokens: int, kind: PrefillKind = "fast") -> GraphKey:
-    """The graph that feeds up to `tokens` tokens; that of each kind has all filters."""
+    """The graph that feeds up to `tokens` tokens; every kind samples with all filters."""
     return GraphKey("prefill", tokens, variant=kind)
 
 
 def note_key(tokens: int) -> GraphKey:
-    """The graph that notes up to this many prompt tokens whose KV is there already."""
+    """The graph that notes up to this many prompt tokens whose KV already exists."""
     return GraphKey("prefill", tokens, variant="note")

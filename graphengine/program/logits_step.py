@@ -2,7 +2,7 @@
 
     process         before the sampler: bans, biases, penalties
     report          after the tokens are published: their log-probabilities; notes the tokens
-    report_prompt   those of a prompt's tokens
+    report_prompt   log-probabilities of a prompt's tokens
 
 Letters: R rows, W lanes of a row, N = R * W lanes, V vocabulary.
 """
@@ -49,18 +49,18 @@ class Processed(NamedTuple):
     """Logits of a step; valid until the next step of the same pool."""
 
     logits: Tensor
-    """float32 [N, V], what is sampled from."""
+    """float32 [N, V], processed: the sampler reads these."""
     raw: Tensor | None
     """float32 [N, V], unprocessed; set in the lanes whose log-probabilities come from them."""
     lanes: DecodeLanes
 
 
 class LogitsStep:
-    """The fields of `processing.py`, as the step's graphs use them.
+    """How the step's graphs use the fields of `processing.py`.
 
-    mailbox   where log-probabilities go, and `prompt_mailbox` those of prompts; both have items for
-              `top` of the most probable tokens
-    keep_raw  whether log-probabilities are of the logits as the model gave them
+    mailbox   receives log-probabilities, and `prompt_mailbox` those of prompts; both have room for
+              the `top` most probable tokens
+    keep_raw  whether log-probabilities are those of the model's unprocessed logits
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LogitsStep:
         tree: TreeLanes | None = None,
         pdl: bool = False,
     ) -> Processed:
-        """Change `logits` in place; its lanes are rows of 1 + `drafts`, or trees of as many."""
+        """Process `logits` in place; each row has 1 + `drafts` lanes, as a chain or a tree."""
         raw = torch.empty_like(logits) if self._keep_raw else None
         process_logits(
             logits,
@@ -123,7 +123,7 @@ class LogitsStep:
         pdl: bool = False,
     ) -> None:
         """Publish the log-probabilities of the step's tokens, int32 [N], `count` of each row, and
-        note the tokens. The step itself has already published. Of trees N are the lanes of `path`.
+        note the tokens. The step itself has already published. With trees, `path` has the N lanes.
         """
         logits, raw, lanes = processed
         source = None
@@ -166,7 +166,7 @@ class LogitsStep:
         ends = (final != 0) & (lane == chunk.last)
         count = ((chunk.slot >= 0) & ~ends).to(torch.int32)
         parts = []
-        # MAX_LANES is what one product takes, and what there is room for.
+        # One product takes at most MAX_LANES lanes, and there is room for as many.
         for start in range(0, len(following), MAX_LANES):
             part = slice(start, start + MAX_LANES)
             slot = chunk.slot[part]

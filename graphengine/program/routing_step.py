@@ -1,6 +1,6 @@
-"""How a step keeps the experts that its tokens take, and replays those of a record.
+"""Records which experts a step's tokens take, and replays the experts of a record.
 
-Letters: S slots, P positions, N lanes, L layers with experts, k chosen of a lane.
+Letters: S slots, P positions, N lanes, L layers with experts, k experts of a lane.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from graphengine.models.routing import StepRoutes
 
 
 class RoutingStep:
-    """The mailboxes of ids and the table of records, as the step's graphs use them.
+    """The mailboxes of expert ids and the table of records, as the step's graphs use them.
 
-    mailbox  where ids of new tokens go, and `prompt_mailbox` those of prompts
-    table    int16 [S, P, L, k] of the host's memory: the records that slots replay
+    mailbox  receives the ids of new tokens, and `prompt_mailbox` those of prompts
+    table    int16 [S, P, L, k] in host memory: the records that slots replay
     """
 
     def __init__(
@@ -28,18 +28,18 @@ class RoutingStep:
         self._sequence = buffers["sequence"]
 
     def begin(self, slot: Tensor, position: Tensor, *, pdl: bool = False) -> StepRoutes:
-        """For the lanes of a step, before the model runs; slots and positions are int32 [N]."""
+        """Begin a step's routes, before the model runs; slots and positions are int32 [N]."""
         return StepRoutes(given_routes(self._table, self._length, slot, position, pdl=pdl))
 
     def publish(
         self, routes: StepRoutes, count: Tensor, slot: Tensor, *, pdl: bool = False
     ) -> None:
-        """Publish the ids of the tokens that rows have taken in, `count` of each. The step itself
-        has already published.
+        """Publish the ids of the tokens that rows took in, `count` of each. The step itself has
+        already published.
         """
         publish_routes(self._mailbox, self._sequence, count, slot, routes.expert, pdl=pdl)
 
     def publish_prompt(self, routes: StepRoutes, chunk: PrefillLanes) -> None:
-        """Publish those of a prompt's chunk; the step has already published."""
+        """Publish the ids of a prompt's chunk; the step itself has already published."""
         count = (chunk.slot >= 0).to(torch.int32)
         publish_routes(self._prompt_mailbox, self._sequence, count, chunk.slot, routes.expert)

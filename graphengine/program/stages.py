@@ -1,13 +1,13 @@
 """The steps of a pipeline's stages, each with some of a model's layers.
 
-    begin     a decode step: all stages take the state that the last one has
-    arrive    the residual stream comes from the stage before
-    leave     it goes to the stage after; the last one samples, and publishes
+    begin     before a decode step all stages copy the last one's state
+    arrive    the residual stream comes from the previous stage
+    leave     it goes to the next stage; the last one samples, and publishes
 
 What a decode step feeds follows from the device-owned state: the tokens that were sampled, drafts,
-and how far each slot is. The last stage alone commits tokens, and at the beginning of a decode step
+and how far each slot is. Only the last stage commits tokens, and at the beginning of a decode step
 all stages copy that state: a few numbers a slot, and no logits. The chunks of a prompt need none of
-it, so a stage may feed the next chunk while the stage after it is at the one before.
+it, so a stage may feed the next chunk while the stage after it still works on the current one.
 
 Letters: R rows of the bucket, W lanes of a row, N = R * W lanes, T tokens of a prefill bucket,
 S slots, H hidden.
@@ -24,12 +24,12 @@ from graphengine.buckets import Field, StaticBuffers
 from graphengine.kernels import PrefillLanes, Residual, SlotState, sums_of_squares
 from graphengine.models.contract import Share
 
-# What the last stage commits, of `SlotState`: each stage counts its own replays.
+# The fields of `SlotState` that the last stage commits: each stage counts its own replays.
 _COMMITTED = SlotState._fields[:-1]
 
 
 class StageGroup(Protocol):
-    """The stages of a pipeline, as one of them meets the others in a step."""
+    """How one stage of a pipeline communicates with the others in a step."""
 
     @property
     def share(self) -> Share:
@@ -37,39 +37,39 @@ class StageGroup(Protocol):
         ...
 
     def receive(self, tensor: Tensor, /) -> None:
-        """Wait for what the stage before sends, which is of this shape and dtype."""
+        """Wait for what the previous stage sends, which has this shape and dtype."""
         ...
 
     def send(self, tensor: Tensor, /) -> None:
-        """Send to the stage after, without a wait for it. Nobody changes the tensor afterwards."""
+        """Send to the next stage without waiting for it. Nobody changes the tensor afterwards."""
         ...
 
     def spread(self, tensor: Tensor, /) -> None:
-        """Send this to all others from the last stage; wait for it in the others."""
+        """On the last stage, send this to all others; on the others, wait for it."""
         ...
 
 
 class StepFlow:
-    """Of a model that is not cut: nothing comes from elsewhere."""
+    """The stream of a model without pipeline stages: nothing comes from elsewhere."""
 
     def is_common(self, field: Field) -> bool:
-        """Whether all ranks have the same in this field, between two steps, after `begin`."""
+        """Whether this field is the same on all ranks between two steps, after `begin`."""
         return field.owner == "device" and field.replicated
 
     def begin(self) -> None:
-        """Before a decode step."""
+        """Called before a decode step."""
 
     def arrive(self, residual: Residual, norm_H: Tensor) -> Residual:
         """A decode step's stream before the first layer, scaled for its norm."""
         return residual
 
     def arrive_chunk(self, chunk: PrefillLanes) -> Tensor | None:
-        """Float32 [T, H]: a chunk's stream before the first layer; None: embeddings are it."""
+        """Float32 [T, H]: a chunk's stream before the first layer; None: it is the embeddings."""
         return None
 
 
 class StageFlow(StepFlow):
-    """What stages pass on, as one of them takes part in it.
+    """One stage's part in passing state and the residual stream along a pipeline.
 
     hidden  H
     drafts  whether the device owns drafts, which are part of what a step feeds
@@ -81,7 +81,7 @@ class StageFlow(StepFlow):
         self._group, self._hidden = group, hidden
         names = [*_COMMITTED, *(["draft_tokens"] if drafts else [])]
         self._fed = {name: buffers[name] for name in names}
-        # Groups of squares that the stage before leaves, and whether the one after knows ours.
+        # How many groups of squares the previous stage leaves; whether the next one was told ours.
         self._groups, self._told = 0, False
 
     @property
@@ -117,7 +117,9 @@ class StageFlow(StepFlow):
         return residual._replace(squares=squares.contiguous())
 
     def _count_of_groups(self, device: torch.device) -> int:
-        """Asked once, in the first step of all, which no graph has."""
+        """The previous stage's count of groups; received once, in the very first step, which is
+        not in a graph.
+        """
         count = torch.zeros(1, dtype=torch.int64, device=device)
         self._group.receive(count)
         return int(count)
@@ -131,7 +133,7 @@ class StageFlow(StepFlow):
         return stream
 
     def leave(self, residual: Residual) -> None:
-        """Pass a decode step's stream on, which is not changed afterwards."""
+        """Pass on a decode step's stream, which is not changed afterwards."""
         self._group.send(residual.x)
         if not self._told:
             count = torch.tensor([len(residual.squares)], device=residual.x.device)
@@ -139,5 +141,5 @@ class StageFlow(StepFlow):
             self._told = True
 
     def leave_chunk(self, stream_TH: Tensor) -> None:
-        """Pass a chunk's stream on, float32, which is not changed afterwards."""
+        """Pass on a chunk's float32 stream, which is not changed afterwards."""
         self._group.send(stream_TH)

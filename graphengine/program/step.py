@@ -9,8 +9,8 @@ They end with the buffers holding what the next replay needs. Host-owned fields 
 device-owned ones only written here, so that a replay may be launched before the last one was read.
 An engine that speculates also verifies and drafts: a row then feeds its K drafts after its last
 token, W = K + 1 lanes in all, and emits 1 to W tokens. Where drafts are trees, the accepted path's
-KV is moved together after verification, and what follows sees that path as a chain. Other work on
-logits than sampling is done only in the graphs of the full sampler (`logits_step.py`).
+KV is moved together after verification, and later kernels see that path as a chain. Work on logits
+other than sampling is done only in the graphs of the full sampler (`logits_step.py`).
 
 Letters: R rows of the bucket, W lanes of a row, N = R * W lanes, T tokens of the prefill bucket,
 S slots.
@@ -102,7 +102,7 @@ class StepProgram:
         self.drafter = drafter
         self.relaxation = relaxation
         self.routing = routing
-        # What stands in for embeddings of a chunk's positions; None where each has a token.
+        # Embeddings for a chunk's positions that have no token; None where each has one.
         self.given = given
         self.samplers = samplers(relaxed=relaxation is not None)
         self.forced_acceptance = forced_acceptance
@@ -148,7 +148,7 @@ class StepProgram:
             num_speculative_tokens=drafts,
             relaxed_N=relaxed,
             forced=self.forced_acceptance if drafts else None,
-            # The owner of the drafts' table clears those that were used.
+            # Whoever owns the draft table clears the drafts that were used.
             draft_SK=None if self.drafter.needs.host_drafts else self._draft_table,
             sequences=None if processed is None else options.stops,
             history_SP=None if processed is None else options.history,
@@ -175,7 +175,7 @@ class StepProgram:
     def _enter(
         self, rows: int, drafts: int, trees: RowTrees | None = None
     ) -> tuple[DecodeLanes, Residual]:
-        """What a decode step feeds, and its stream before the first layer."""
+        """The lanes that a decode step feeds, and their stream before the first layer."""
         buffers, model = self.buffers, self.model
         config = model.config
         self.flow.begin()
@@ -203,7 +203,7 @@ class StepProgram:
         return lanes, self.flow.arrive(residual, model.first_norm)
 
     def _trees(self, rows: int, drafts: int) -> RowTrees | None:
-        """What says which nodes the lanes of a step are; None where they are chains."""
+        """The trees whose nodes a step's lanes are; None where rows are chains."""
         tables = self.drafter.trees
         if tables is None or not drafts:
             return None
@@ -218,7 +218,9 @@ class StepProgram:
         drafts: int,
         tree: TreeLanes | None,
     ) -> tuple[Processed | None, Tensor, Tensor]:
-        """Logits, unless the fast sampler keeps them out of memory, and the best of their tiles."""
+        """Processed logits, then each tile's best token and health. The fast sampler keeps logits
+        out of memory: None.
+        """
         launch, model, vocabulary = self.launch, self.model, self.vocabulary
         if sampler == "fast":
             best, health = linear_sample(
@@ -295,10 +297,10 @@ class StepProgram:
     def _prefill_model(
         self, chunk: PrefillLanes, attention: Callable[..., Tensor], kind: PrefillKind
     ) -> tuple[Tensor, Tensor | None, StepRoutes | None]:
-        """Logits of the chunk's last lane, hidden states and experts of all, if they are asked for.
+        """Logits of the chunk's last lane; hidden states and experts of all lanes, if asked for.
 
-        The last layer's experts of all lanes are those of a model that computes all of them; the
-        last lane's are those that its logits come from.
+        The last layer's experts come from the pass that computes all lanes, except the last lane's:
+        these come from the pass that computes its logits.
         """
         routes = last = None
         if self.routing is not None:
@@ -338,7 +340,7 @@ class StepProgram:
         self.drafter.note(noted)
 
     def _enter_chunk(self, tokens: int) -> PrefillLanes:
-        """What a prefill feeds."""
+        """The lanes that a prefill feeds, once commands are applied."""
         buffers = self.buffers
         apply_commands(self.state, buffers["command_epoch"])
         return gather_prefill(
@@ -349,7 +351,7 @@ class StepProgram:
         )
 
     def _publish_nothing(self) -> Tensor:
-        """Count the replay, whose slots get no token; the zero that stands for none."""
+        """Publish a replay that emits no token; returns the zero that stands for none."""
         slot = self.buffers["prefill_slot"]
         nothing = torch.zeros_like(slot)
         publish(self.mailbox.tensor, self.state, nothing, nothing, slot)
@@ -367,7 +369,7 @@ class StepProgram:
 
 
 def _verified(lanes: DecodeLanes, hidden: Residual, step: FinishedStep, drafts: int) -> Verified:
-    """What a drafter is told of a step of these lanes; after a tree, of its accepted paths."""
+    """What a drafter is told about a step of these lanes; for trees, about the accepted paths."""
     if step.path is None:
         return Verified(lanes, hidden, step, drafts)
     path = step.path

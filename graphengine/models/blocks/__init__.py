@@ -1,5 +1,5 @@
-"""Parts of layers, of which families are composed.
+"""Parts of layers, from which model families are composed.
 
-A block is frozen sizes, weights allocated by them, and what both programs do with these: a few
-fused kernels for the rows of a decode step, the BLAS and a few kernels for a prompt's chunk.
+A block has frozen sizes, weights allocated by them, and the work of both programs: a few fused
+kernels for the rows of a decode step, the BLAS and a few kernels for a prompt's chunk.
 """

@@ -1,12 +1,13 @@
 """A mixture of experts: each token's feed-forward is the weighted sum of a few of many SwiGLUs.
 
-Decode runs the router with its product, and two kernels over the chosen experts, and one between
-them where pairs of lane and expert are grouped; a chunk of a prompt always groups them. With
-several ranks each has a part of every expert's width, or some experts, and the router, by which all
-choose alike: so one sum of ranks has the chosen experts and the shared ones. Or each rank has lanes
-of its own and shares its experts with all others (`lanes_of_ranks.py`).
+Decode runs one kernel for the router and its product and two over the chosen experts, with another
+in between where (lane, expert) pairs are grouped; a chunk of a prompt always groups them. With
+several ranks, each has a part of every expert's width, or some whole experts, and all of the
+router, so all ranks choose alike, and one all-reduce sums the chosen and the shared experts. Or
+each rank has lanes of its own and shares its experts with all others (`lanes_of_ranks.py`).
 
-Letters: N lanes, H hidden, F ffn width of an expert, E experts, k of a lane, P = N * k pairs.
+Letters: N lanes, H hidden, F ffn width of an expert, E experts, k experts of a lane, P = N * k
+pairs.
 """
 
 from __future__ import annotations
@@ -60,23 +61,23 @@ SHARED = "shared_experts."
 """Prefix of the shared SwiGLU's tensors in the checkpoint, below the block's own."""
 
 ExpertWeight = Tensor | PackedExperts
-"""Of all experts: `[E, M, K]` in the model's dtype, or in 8 or 4 bits."""
+"""A weight of all experts: `[E, M, K]` in the model's dtype, or in 8 or 4 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """Sizes of the block; `norm_eps` is of the norm that its input needs.
+    """Sizes of the block; `norm_eps` is the epsilon of the norm of its input.
 
     ffn_size   of each expert
-    shared     a SwiGLU of every token, whose output is added after that of the chosen experts
-    held       those that this rank has as a whole; None: the width of all
-    sharing    ranks with lanes of their own, for all of which these experts work
+    shared     a SwiGLU that every token takes; its output is added after the chosen experts'
+    held       experts that this rank has whole; None: ranks split the width of all experts
+    sharing    ranks with lanes of their own that share these experts
     corrected  whether experts are chosen by scores with a correction
-    bias       whether the router's product and those of the experts have biases
-    clamped    the experts' in place of silu(gate) * up
-    stacked    whether a checkpoint has all experts of a layer in one tensor, as gpt-oss's has them:
-               [E, H, 2F], a gate and its up side by side, and [E, F, H]; or in 4 bits, of which
-               each expert has rows as a linear's, gates and ups alternately
+    bias       whether the products of the router and of the experts have biases
+    clamped    the experts' activation in place of silu(gate) * up
+    stacked    whether a checkpoint has all experts of a layer in one tensor, as gpt-oss's does:
+               [E, H, 2F], each gate next to its up, and [E, F, H]; or in 4 bits, with the rows of a
+               linear for each expert, gates and ups alternately
     """
 
     hidden_size: int
@@ -94,10 +95,10 @@ class Experts:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step, without the router; all experts have one shape, and one plan.
+        """Linears in the order of a step, without the router; all experts share a shape and a plan.
 
-        Ranks split the width of each expert, or have whole ones; of the shared ones they split the
-        width. Each has all routers.
+        Ranks split the width of each expert, or have whole ones; they split the width of the shared
+        SwiGLU. Each rank has the whole router.
         """
         hidden, ffn, count = self.hidden_size, self.ffn_size, len(self.own)
         gate_up = Linear("swiglu", 2 * ffn, hidden, experts=count)
@@ -112,7 +113,7 @@ class Experts:
 
     @property
     def own(self) -> range:
-        """The experts that weights are of."""
+        """The experts whose weights this rank has."""
         return range(self.experts) if self.held is None else self.held
 
     def axis(self, split: int) -> int | None:
@@ -121,8 +122,8 @@ class Experts:
 
     @property
     def first_linears(self) -> Mapping[str, str]:
-        """Of each weight, the first linear of a checkpoint whose rows it has; of all experts that
-        of the first, or what all of them are in.
+        """First checkpoint linear fused into each weight; for experts, the first one's, or the
+        tensor that has all experts.
         """
         shared = {} if self.shared is None else self.shared.first_linears
         names = {name: SHARED + first for name, first in shared.items()}
@@ -130,21 +131,21 @@ class Experts:
         return names
 
     def expert_names(self, index: int) -> tuple[str, str]:
-        """Of the weights of an expert, below the block's prefix: of gates, and of down."""
+        """Names of an expert's weights below the block's prefix: the gates' and down's."""
         if self.stacked:
             return "experts.gate_up_proj", "experts.down_proj"
         prefix = expert_prefix(index)
         return f"{prefix}gate_proj", f"{prefix}down_proj"
 
     def prefill_width(self) -> int:
-        """Values of a lane in `PrefillScratch`: of each of its pairs, what the products leave."""
+        """Values of a lane in `PrefillScratch`: what the products leave for each of its pairs."""
         if self.shared is None:
             return self.routed_width
         return self.routed_width + self.hidden_size + self.shared.prefill_width()
 
     @property
     def routed_width(self) -> int:
-        """The same without the shared SwiGLU, which has its place past it."""
+        """`prefill_width` without the shared SwiGLU, whose place comes after it."""
         return self.sharing * self.router.top_k * (self.ffn_size + self.hidden_size)
 
     @property
@@ -198,7 +199,7 @@ class Experts:
 
 
 class Chosen(NamedTuple):
-    """What the lanes' chosen experts have made of the stream, which down multiplies: `[P, F]`."""
+    """The first half of the chosen experts: `gated`, `[P, F]`, is what down multiplies."""
 
     gated: Tensor
     slot: Tensor
@@ -210,8 +211,8 @@ class Chosen(NamedTuple):
 class ExpertsWeights:
     """The block's weights: the router's `[E, H]`, and `[gate F | up F]` and down of each expert.
 
-    prefix      of the names in the checkpoint, those of Hugging Face's Qwen3-MoE and DeepSeek-V3,
-                or stacked those of gpt-oss
+    prefix      of the names in the checkpoint: those of Hugging Face's Qwen3-MoE and DeepSeek-V3,
+                or, if stacked, those of gpt-oss
     correction  float32 `[E]`
     gate_bias   of the router's product
     """
@@ -228,7 +229,7 @@ class ExpertsWeights:
     down_bias: Tensor | None = None
 
     def linears(self) -> list[StoredLinear]:
-        """Those of each expert and of the shared ones; a router is never packed."""
+        """Linears of each expert and of the shared SwiGLU; a router is never packed."""
         shared = [] if self.shared is None else self.shared.linears()
         return (self._stacked_linears() if self.block.stacked else self._expert_linears()) + shared
 
@@ -281,7 +282,7 @@ class ExpertsWeights:
         return found
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
+        """The tensors that are not packed, by name."""
         if self.block.stacked:
             return self._stacked()
         names = {f"{self.prefix}gate.weight": Weight(self.gate)}
@@ -298,12 +299,12 @@ class ExpertsWeights:
         names = {"router.weight": Weight(self.gate)}
         gate_up, down = self.block.expert_names(0)
         experts = len(self.block.own)
-        # Ranks split the columns of a gate or of down, or the experts.
+        # Ranks split the experts, or the ffn width.
         axes = (0, 0, 0, 0) if self.block.held is not None else (2, 1, 1, None)
         gates, downs, gate_biases, down_biases = axes
         if isinstance(self.gate_up, Tensor):
             pairs = self.gate_up.view(experts, 2, -1, self.block.hidden_size)
-            # As the tensors of a checkpoint: [E, H, F, 2] is its [E, H, 2F].
+            # The layout of a checkpoint: [E, H, F, 2] is its [E, H, 2F].
             names[gate_up] = Weight(pairs.permute(0, 3, 2, 1), gates)
         if isinstance(self.down, Tensor):
             names[down] = Weight(self.down.transpose(1, 2), downs)
@@ -326,24 +327,24 @@ class ExpertsWeights:
 
     @property
     def experts_bytes(self) -> int:
-        """Of all experts but those that are shared."""
+        """Bytes of all experts except the shared ones."""
         weights = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         return sum(tensor.nbytes for tensor in tensors_of(*weights))
 
     def prefill_width(self, lanes: int) -> int:
-        """Values of each of so many lanes in `PrefillScratch`."""
+        """Values of a lane in `PrefillScratch`, in a chunk of so many lanes."""
         return self.block.prefill_width()
 
     def decode(
         self, row: DecodeLanes, residual: Residual, next_norm: Tensor, launch: DecodeLaunch
     ) -> Residual:
-        """The block for `row`'s tokens: three kernels, or four; two more for those that are shared.
+        """Run the block on `row`'s tokens: three or four kernels, two more with a shared SwiGLU.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
-        place but for its squares.
+        place except for its squares.
         """
         block, slot = self.block, row.slot
-        # The sum of the chosen experts overwrites what all of these read.
+        # This comes first: adding the chosen experts overwrites the input of the shared ones.
         shared = None if self.shared is None else self.shared.gate(row, residual, launch)
         given, kept = layer_ids(launch.routes)
         routes = route_product(
@@ -373,17 +374,17 @@ class ExpertsWeights:
         if launch.experts is not None:
             return add_sum_of_own(part, own, slot, residual, next_norm, launch)
         if own is not None:
-            # One sum of ranks for both.
+            # One all-reduce for both.
             part += own
         return add_part(part, slot, residual, next_norm, launch=launch)
 
     def _choose(self, lanes: RoutedLanes, launch: DecodeLaunch) -> Chosen:
-        """What this rank's experts make of the lanes that chose them."""
+        """Run the first half of this rank's experts on the lanes that chose them."""
         block, slot = self.block, lanes.slot
         routes, experts = lanes.routes, len(block.own)
         gate_up_plan = launch.plan("expert_gate_up", self.gate_up)
         down_plan = launch.plan("expert_down", self.down)
-        # The family `fma` takes pairs one by one, and is part of the bits.
+        # The family `fma` takes pairs one by one, and the bits depend on the family.
         in_dot = gate_up_plan.family == down_plan.family == "dot"
         grouping = None
         pairs = (len(slot), block.router.top_k, block.experts)
@@ -441,7 +442,7 @@ class ExpertsWeights:
         return self.shared.add(shared, row, residual, next_norm, launch)
 
     def _part(self, chosen: Chosen, launch: DecodeLaunch) -> Tensor:
-        """Float32, a row for each lane: what this rank's experts have of the block's output."""
+        """Float32, a row for each lane: the part of the output that this rank's experts make."""
         return expert_part(
             chosen.gated,
             self.down,
@@ -456,17 +457,17 @@ class ExpertsWeights:
         )
 
     def _own_bias(self, share: Share) -> Tensor | None:
-        """Of down: the first rank adds those of the chosen experts, weighted, for all that have a
-        part of their width.
+        """Down biases of the chosen experts, added weighted; by rank 0 only if ranks split the
+        experts' width.
         """
         return self.down_bias if share.rank == 0 or self.block.held is not None else None
 
     def prefill(
         self, stream: Tensor, next_norm: Tensor, slot: Tensor, scratch: PrefillScratch
     ) -> None:
-        """The block for a chunk, of the normed `scratch.h`.
+        """Run the block on a chunk, whose normed stream is `scratch.h`.
 
-        `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`.
+        `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
         """
         h, launch = scratch.h, scratch.launch
         routes = self._chunk_routes(slot, scratch)
@@ -501,7 +502,7 @@ class ExpertsWeights:
         )
 
     def _chunk_sum(self, lanes: RoutedLanes, scratch: PrefillScratch, *, out: Tensor) -> Tensor:
-        """The sum of each lane's experts, of those that this rank has."""
+        """The sum of each lane's experts that this rank has."""
         block, pdl = self.block, scratch.launch.pdl
         ffn, hidden, held = block.ffn_size, block.hidden_size, block.held
         up_tile, down_tile = self._chunk_tiles(len(lanes.slot), out.dtype)
@@ -542,7 +543,7 @@ class ExpertsWeights:
         )
 
     def _chunk_tiles(self, lanes: int, dtype: torch.dtype) -> tuple[ProductTile, ProductTile]:
-        """Of gates and ups, and of down; both take the pairs of one grouping."""
+        """Tiles of gates and ups, and of down; both take the pairs of one grouping."""
         block = self.block
         tiles = [
             chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
@@ -553,7 +554,7 @@ class ExpertsWeights:
         return up, down
 
     def _shared_chunk(self, slot: Tensor, scratch: PrefillScratch) -> Tensor:
-        """The shared SwiGLU of the normed `scratch.h`, in `scratch` past what the others take."""
+        """The shared SwiGLU's output for the normed `scratch.h`, in `scratch` past the experts'."""
         assert self.shared is not None
         start, hidden = self.block.routed_width, self.block.hidden_size
         gated = self.shared.gate_chunk(slot, scratch, after=start + hidden)
@@ -562,12 +563,12 @@ class ExpertsWeights:
 
 
 def expert_prefix(index: int) -> str:
-    """Of an expert's tensors in the checkpoint, below the block's own."""
+    """Prefix of an expert's tensors in the checkpoint, below the block's own."""
     return f"experts.{index}."
 
 
 def _same_form(names: Sequence[str], forms: WeightForms) -> PackedForm | None:
-    """How weights are stored whose first linears have these names."""
+    """How the weights with these first linears are stored; ValueError unless all are alike."""
     first = forms.get(names[0])
     for name in names:
         other = forms.get(name)
@@ -592,7 +593,7 @@ def _format(weight: ExpertWeight) -> WeightFormat | None:
 
 
 def _router_logits(h_NH: Tensor, gate_EH: Tensor) -> Tensor:
-    """Float32 `[N, E]`: rounded to 16 bits they would tie."""
+    """Router logits in float32, `[N, E]`: rounded to 16 bits they would tie."""
     if h_NH.dtype == torch.float32:
         return torch.mm(h_NH, gate_EH.t())
     if h_NH.is_cuda:
@@ -601,7 +602,7 @@ def _router_logits(h_NH: Tensor, gate_EH: Tensor) -> Tensor:
 
 
 def _summands(routed: Tensor, shared: Tensor | None, reduce: Reduce | None) -> tuple[Tensor, ...]:
-    """What is added to the stream of a chunk; with several ranks, the sum of all of theirs."""
+    """What is added to the stream of a chunk; with several ranks, one sum over all of them."""
     if reduce is None:
         return (routed,) if shared is None else (routed, shared)
     return (reduce(routed if shared is None else routed.add_(shared)),)

@@ -1,8 +1,8 @@
 """A gated delta net's mixer: out(norm(delta(conv(q, k, v), b, a)) * silu(z)) of one projection.
 
-Decode has four kernels: two products, between them one for convolution and state, and the norm.
-A checkpoint may store the parts of the projection in different formats: then each run of parts in
-one format is a product of its own.
+Decode has four kernels: two products, and between them one for convolution and state and one for
+the norm. A checkpoint may store the parts of the projection in different formats: then each run of
+parts in one format is a product of its own.
 
 Letters: N lanes, T lanes of a chunk, H hidden.
 """
@@ -41,7 +41,7 @@ from graphengine.models.states import LayerStates, Recurrent
 from graphengine.models.weights import StoredLinear, Weight
 
 RING, STATE = "conv", "delta"
-"""Names of what a layer keeps: inputs of the convolution, and the heads' states."""
+"""Names of the states that a layer keeps: the convolution's inputs, and the heads' states."""
 _PROJECTED = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
@@ -49,9 +49,9 @@ _PROJECTED = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 class GatedDelta:
     """Sizes and switches of the block.
 
-    norm_eps     of the norm that the block's input needs, and of each head's
+    norm_eps     epsilon of the norm of the block's input, and of each head's norm
     state_dtype  what a head's state is rounded to after each token
-    products     linears of a checkpoint that each product of the inputs computes, in their order
+    products     checkpoint linears that each product of the inputs computes, in their order
     """
 
     hidden_size: int
@@ -61,7 +61,7 @@ class GatedDelta:
     products: tuple[tuple[str, ...], ...] = (_PROJECTED,)
 
     def parted(self, beginning: Collection[str]) -> GatedDelta:
-        """The same where each of these linears begins a product of its own."""
+        """A copy in which each of these linears begins a product of its own."""
         starts = [i for i, name in enumerate(_PROJECTED) if i == 0 or name in beginning]
         ends = [*starts[1:], len(_PROJECTED)]
         products = tuple(_PROJECTED[i:j] for i, j in zip(starts, ends, strict=True))
@@ -69,7 +69,7 @@ class GatedDelta:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step. Ranks split heads: those of keys stay with theirs of values."""
+        """Linears in the order of a step. Ranks split heads; key and value heads stay together."""
         rows = self.part_rows
         inputs = {
             name: Linear("store", sum(rows[part] for part in parts), self.hidden_size, shard="rows")
@@ -80,13 +80,13 @@ class GatedDelta:
 
     @property
     def first_linears(self) -> Mapping[str, str]:
-        """Of each weight, the first linear of a checkpoint whose rows it has."""
+        """First checkpoint linear fused into each weight."""
         inputs = {name: parts[0] for name, parts in self._named_products.items()}
         return {**inputs, "delta_out": "out_proj"}
 
     @property
     def _named_products(self) -> dict[str, tuple[str, ...]]:
-        """`products` by their names in `linears`: "delta_in", or of some parts "delta_in.qkv_z"."""
+        """`products` by their names in `linears`: "delta_in", or "delta_in.qkv_z" of some parts."""
         if len(self.products) == 1:
             return {"delta_in": self.products[0]}
         return {
@@ -126,7 +126,7 @@ class GatedDelta:
         return self.sizes.projected + self.sizes.channels + self.sizes.inner
 
     def scan_bytes(self, lanes: int) -> int:
-        """Bytes that the kernels of a chunk leave to each other."""
+        """Bytes that the kernels of a chunk pass to each other."""
         return self.sizes.scan_bytes(lanes)
 
     def allocate(
@@ -164,9 +164,9 @@ class GatedDelta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedDeltaWeights:
-    """The block's weights; the projections, one after the other, are to [q | k | v | z | b | a].
+    """The block's weights; the projections together produce [q | k | v | z | b | a].
 
-    prefix  of the names in the checkpoint, those of Hugging Face's Qwen3.5
+    prefix  of the names in the checkpoint: those of Hugging Face's Qwen3.5
     """
 
     block: GatedDelta
@@ -193,7 +193,7 @@ class GatedDeltaWeights:
         return [*inputs, StoredLinear(self.output, output, axis=1)]
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
+        """The tensors that are not packed, by name."""
         prefix, params = self.prefix, self.params
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         return names | {
@@ -215,10 +215,10 @@ class GatedDeltaWeights:
         states: Mapping[str, Tensor],
         launch: DecodeLaunch,
     ) -> Residual:
-        """The block for `row`'s tokens: four kernels.
+        """Run the block on `row`'s tokens: four kernels.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
-        place but for its squares. `states` are the layer's, by name: each token leaves an entry.
+        place except for its squares. `states` are the layer's, by name: each token leaves an entry.
         """
         block = self.block
         projected = self._project(row, residual, launch)
@@ -265,7 +265,7 @@ class GatedDeltaWeights:
         return projected
 
     def _columns(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """What each of the projections writes."""
+        """The columns that each projection writes."""
         return torch.split(projected, [each.shape[0] for each in self.projections], dim=1)
 
     def prefill(
@@ -276,10 +276,10 @@ class GatedDeltaWeights:
         states: Mapping[str, Tensor],
         scratch: PrefillScratch,
     ) -> None:
-        """The block for a chunk, of the normed `scratch.h`.
+        """Run the block on a chunk, whose normed stream is `scratch.h`.
 
-        `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`. Of
-        `states`, the newest entries are those of the chunk's last tokens.
+        `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
+        The newest entries of `states` are those of the chunk's last tokens.
         """
         block, sizes, pdl = self.block, self.block.sizes, scratch.launch.pdl
         projected = scratch.take(sizes.projected)

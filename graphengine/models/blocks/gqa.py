@@ -51,16 +51,16 @@ class GroupedQueryAttention:
     """Sizes and switches of the block.
 
     qk_norm   an RMSNorm on each head's query and key before RoPE
-    norm_eps  of these norms, and of the one that the block's input needs
-    window    tokens that a query sees, its own among them; 0: all up to its own
-    rotated   the part of a head, one over a whole number, that RoPE turns: that of its `RopeConfig`
+    norm_eps  epsilon of these norms, and of the norm of the block's input
+    window    tokens that a query sees, including its own; 0: all up to its own
+    rotated   the part of a head, one over a whole number, that RoPE rotates, as in its `RopeConfig`
     gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
               its query in the checkpoint's linear of queries
-    names     of the output's linear, and what the names of the heads' norms end with
-    fed_size  columns of what queries, keys and values are made of; 0: hidden_size, the normed
-              stream's
-    scale_of  scores are divided by its root; 0: head_dim
-    sinks     whether each head has a learned score of no token
+    names     name of the output's linear, and how the names of the heads' norms end
+    fed_size  columns of the input of queries, keys and values; 0: hidden_size, those of the normed
+              stream
+    scale_of  scores are divided by its square root; 0: head_dim
+    sinks     whether each head has a learned score that belongs to no token
     """
 
     hidden_size: int
@@ -93,7 +93,7 @@ class GroupedQueryAttention:
 
     @property
     def projected_size(self) -> int:
-        """Values that a token is projected to: queries, keys, values, and gates after them."""
+        """Values that a token is projected to: queries, keys, values, then gates."""
         return self.qkv_size + (self.q_size if self.gated else 0)
 
     @property
@@ -102,7 +102,7 @@ class GroupedQueryAttention:
 
     @property
     def parts(self) -> int:
-        """Parts of a head, of which RoPE turns the first."""
+        """How many parts a head has; RoPE rotates the first."""
         return round(1 / self.rotated)
 
     @property
@@ -111,7 +111,9 @@ class GroupedQueryAttention:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step. Ranks split heads: a kv head stays with its query heads."""
+        """Linears in the order of a step. Ranks split heads: a kv head and its query heads stay
+        together.
+        """
         return {
             "qkv": Linear("store", self.projected_size, self.fed_columns, shard="rows"),
             "output": Linear("residual", self.hidden_size, self.q_size, shard="columns"),
@@ -119,29 +121,29 @@ class GroupedQueryAttention:
 
     @property
     def context_linear(self) -> Linear:
-        """Of keys and values alone, whose rows are some of `qkv`'s."""
+        """The linear of keys and values alone; its rows are a part of `qkv`'s."""
         return Linear("store", 2 * self.kv_size, self.fed_columns)
 
     @property
     def first_linears(self) -> Mapping[str, str]:
-        """Of each weight, the first linear of a checkpoint whose rows it has."""
+        """First checkpoint linear fused into each weight."""
         return {"qkv": "q_proj", "output": self.names[0]}
 
     @property
     def state(self) -> Paged:
-        """A key and a value a token."""
+        """A key and a value per token."""
         return Paged(2, (self.num_kv_heads, self.head_dim), self.window)
 
     @property
     def table_dim(self) -> int:
-        """Values that RoPE's tables are for."""
+        """Head dimension that RoPE's tables are for."""
         return self.head_dim
 
     @property
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`."""
         if self.gated:
-            # Gates must outlive what attention leaves, which lies after all others then.
+            # Gates are read after attention, whose sums therefore lie after everything else.
             return self.attended_after + self.q_size
         return self.qkv_size + max(self.q_size, self.hidden_size)
 
@@ -160,7 +162,7 @@ class GroupedQueryAttention:
         return max(PREFILL_ARRIVALS, decode)
 
     def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
-        """Tokens that a program of decode attention reads, of sequences of up to `tokens`."""
+        """Tokens that a program of decode attention reads, in sequences of up to `tokens`."""
         return attention_split(family, self.head_dim, dtype, tokens)
 
     def workspace_bytes(self, rows: int, max_seq_len: int) -> int:
@@ -204,13 +206,13 @@ class GroupedQueryAttention:
 class AttentionWeights:
     """The block's weights; q, k, v and gates are one matrix.
 
-    Where RoPE turns one of n parts of a head, the 2 * n pieces of queries and keys are reordered:
-    the even ones come first. Then each value that turns is half a head from its partner, as the
+    Where RoPE rotates one of n parts of a head, the 2 * n pieces of queries and keys are reordered:
+    the even ones come first. Then each rotated value is half a head from its partner, as the
     kernels have it. Scores are sums over a head, and stay the same. Gates are reordered like
-    queries, with which they share a tensor, and found again by `gate_heads`.
+    queries, with which they share a tensor, and `gate_heads` finds them again.
 
-    prefix     of the names in the checkpoint, those of Hugging Face's decoders of Llama's lineage
-    kv_scales  float32 `[2, G]`, of keys and values in an fp8 cache: 1 until somebody sets them
+    prefix     of the names in the checkpoint: those of Hugging Face's decoders of Llama's lineage
+    kv_scales  float32 `[2, G]`, of keys and values in an fp8 cache: 1 until they are set
     sinks      float32 `[Q]`
     """
 
@@ -233,7 +235,7 @@ class AttentionWeights:
         return [qkv, StoredLinear(self.output, (output,), axis=1)]
 
     def _row_order(self) -> Tensor | None:
-        """Of each row of `qkv`, the one that it is in a checkpoint; None: all are in its order."""
+        """The checkpoint's row for each row of `qkv`; None: `qkv` is in the checkpoint's order."""
         if self.block.parts == 1 and not self.block.gated:
             return None
         order = torch.empty(self.block.projected_size, dtype=torch.int64)
@@ -257,7 +259,7 @@ class AttentionWeights:
         )
         if not block.gated:
             return self._head_of_checkpoint(q), self._head_of_checkpoint(k), v
-        # The gates of a head lie as far from its query as those of any other.
+        # The distance from a head's query to its gates is the same for all heads.
         of_heads = self._head_of_checkpoint(q, always=True)
         row = rows.stride(0)
         q = rows.as_strided(
@@ -270,7 +272,7 @@ class AttentionWeights:
     def _head_of_checkpoint(self, rows: Tensor, *, always: bool = False) -> Tensor:
         """Rows of heads as a checkpoint has them: a view `[heads, parts, 2, D / parts / 2, ...]`.
 
-        always  also where they are in its order, and need no view
+        always  make the view even where the rows are in the checkpoint's order
         """
         parts = self.block.parts
         if parts == 1 and not always:
@@ -279,7 +281,7 @@ class AttentionWeights:
         return rows.view(-1, 2, parts, width, *rows.shape[1:]).transpose(1, 2)
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
+        """The tensors that are not packed, by name."""
         prefix = self.prefix
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         for kind, rows in (("weight", self.qkv), ("bias", self.qkv_bias)):
@@ -306,7 +308,7 @@ class AttentionWeights:
         return tensors_of(self.qkv, self.output, *biases)
 
     def with_norms_plus_one(self) -> AttentionWeights:
-        """The same where the checkpoint's norms lack 1."""
+        """A copy with 1 added to the heads' norms, for checkpoints that store them less 1."""
         if self.q_norm is None or self.k_norm is None:
             return self
         return replace(self, q_norm=plus_one(self.q_norm), k_norm=plus_one(self.k_norm))
@@ -326,14 +328,14 @@ class AttentionWeights:
         *,
         fed: Tensor | None = None,
     ) -> Residual:
-        """The block for `row`'s tokens: three kernels, and one more with gates.
+        """Run the block on `row`'s tokens: three kernels, and one more with gates.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
-        place but for its squares. `kv`, the layer's cache `[blocks, 2, block_size, G, D]`, receives
-        each live lane's key and value at its position, through `block_table` `[S, B]`.
+        place except for its squares. `kv`, the layer's cache `[blocks, 2, block_size, G, D]`,
+        receives each live lane's key and value at its position, through `block_table` `[S, B]`.
 
-        fed  `[N, fed_columns]`: what queries, keys and values are made of in place of the normed
-             stream, which is only added to
+        fed  `[N, fed_columns]`: the input of queries, keys and values in place of the normed
+             stream; the stream is then only added to
         """
         block = self.block
         x, squares = (residual.scaled, residual.squares) if fed is None else (fed, None)
@@ -392,10 +394,10 @@ class AttentionWeights:
         tables: RopeTables,
         launch: DecodeLaunch | PrefillLaunch,
     ) -> None:
-        """Keys and values alone of the lanes of `fed` `[N, fed_columns]`, into `kv` at their
+        """Write only keys and values, of the lanes of `fed` `[N, fed_columns]`, to `kv` at their
         positions.
 
-        launch  of decode lanes, with a plan of the linear `context`, or of a chunk's
+        launch  that of decode lanes, with a plan of the linear `context`, or that of a chunk
         """
         block, weight, bias = self.block, self._rows_of_kv(self.qkv), self.qkv_bias
         bias = None if bias is None else self._rows_of_kv(bias)
@@ -425,7 +427,7 @@ class AttentionWeights:
         out: Tensor | None = None,
         pdl: bool,
     ) -> Tensor:
-        """The rotated queries of a product with so many heads of them; `kv` gets the rest of it."""
+        """Return a product's queries, of so many `heads`, rotated; append the rest to `kv`."""
         block = self.block
         return rope_append(
             qkv,
@@ -457,7 +459,7 @@ class AttentionWeights:
         *,
         causal: bool,
     ) -> Residual:
-        """`decode` for the lanes of blocks, all of which see each other unless it is `causal`.
+        """Run `decode` on draft blocks, whose lanes all see each other unless `causal`.
 
         A row's lanes also see what `kv` has of its slot before them. Four kernels.
         """
@@ -507,7 +509,7 @@ class AttentionWeights:
         )
 
     def _split_tokens(self, launch: DecodeLaunch, dtype: torch.dtype) -> int:
-        """Those of `launch`, but in a window, which is short whatever the longest sequence is."""
+        """`launch.split_tokens`, or the window's own, as it is short however long sequences get."""
         block = self.block
         if not block.window:
             return launch.split_tokens
@@ -524,8 +526,8 @@ class AttentionWeights:
         *,
         fed: Tensor | None = None,
     ) -> Tensor:
-        """The first half of the block for a chunk: `[N, Q*D]` attention of the normed `scratch.h`,
-        or of what is `fed`.
+        """Run the first half of the block on a chunk: `[N, Q*D]`, attention of the normed
+        `scratch.h`, or of `fed`.
 
         `kv` receives the keys and values of the live lanes. The result lies in `scratch`, before
         what the product of `add_output` writes.
@@ -575,9 +577,10 @@ class AttentionWeights:
         slot: Tensor,
         scratch: PrefillScratch,
     ) -> None:
-        """The other half: `stream`, float32, in place, and `scratch.h` of it after `next_norm`.
+        """Run the other half: update `stream`, float32, in place, and write it, normed by
+        `next_norm`, to `scratch.h`.
 
-        `attended` is lost where it lies in `scratch`.
+        `attended` is overwritten if it lies in `scratch`.
         """
         block = self.block
         add_chunk_product(

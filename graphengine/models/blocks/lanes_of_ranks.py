@@ -1,12 +1,11 @@
-"""Lanes of several ranks, each with requests of its own, in a layer whose experts are spread over
-them.
+"""Expert layers of data-parallel ranks: each rank has requests of its own, and experts are spread.
 
-Each rank routes its own lanes and brings them to all ranks, with what its experts need of them.
-Every rank lets its experts work for the lanes of all, and returns to each rank what its lanes got;
-there that is summed in the order of the ranks. So the bits of a lane follow from its experts'
-ranks, whoever its own rank is. Numbers of lanes are those of the graph on all ranks, as the lanes
-of a rank without requests are padded: no count is exchanged. On GPUs a decode step has one kernel
-for either way. This is the data flow of attention data parallelism with expert parallelism in
+Each rank routes its own lanes and sends them to all ranks, with everything that experts need of
+them. Every rank runs its experts on the lanes of all, and returns to each rank the results for its
+lanes; there they are summed in the order of the ranks. So the bits of a lane depend on its experts'
+ranks, not on the lane's own rank. All ranks have the graph's number of lanes, as the lanes of a
+rank without requests are padded: no count is exchanged. On GPUs a decode step has one kernel for
+each direction. This is the data flow of attention data parallelism with expert parallelism in
 SGLang and TensorRT-LLM, with padded in place of counted lanes.
 
 Letters: R ranks, N lanes of a rank, M = R * N lanes, H hidden, k experts of a lane, T partial sums.
@@ -27,12 +26,12 @@ _ALIGNMENT = 16
 
 
 class RoutedLanes(NamedTuple):
-    """What experts read of lanes.
+    """What experts read of each lane.
 
     x        `[N, H]` in the model's dtype, dense rows
     slot     int32 `[N]`, -1 for a padded lane
     routes   the experts of each
-    squares  float32 `[T, N]` of a norm that x still needs; None: it has it
+    squares  float32 `[T, N]` of a norm that x still needs; None: x is normed
     """
 
     x: Tensor
@@ -42,7 +41,7 @@ class RoutedLanes(NamedTuple):
 
 
 def lanes_of_all(lanes: RoutedLanes, group: RankGroup) -> RoutedLanes:
-    """Those of all ranks, M, in their order: one meeting."""
+    """The M lanes of all ranks, in rank order: one collective."""
     own = ExpertLanes(lanes.x.contiguous(), lanes.slot, *lanes.routes, lanes.squares)
     found = group.push_lanes(own)
     if found is None:
@@ -51,7 +50,7 @@ def lanes_of_all(lanes: RoutedLanes, group: RankGroup) -> RoutedLanes:
 
 
 def sum_of_own(part_MH: Tensor, group: RankGroup) -> Tensor:
-    """`[N, H]`, of what the experts of all ranks made of this rank's lanes: one meeting."""
+    """`[N, H]`: the sum of what all ranks' experts made of this rank's lanes: one collective."""
     return group.sum_own(_by_rank(part_MH, group))
 
 
@@ -63,7 +62,7 @@ def add_sum_of_own(
     next_norm_H: Tensor,
     launch: DecodeLaunch,
 ) -> Residual:
-    """`residual` plus `sum_of_own`, and what is this rank's alone, both float32: one meeting."""
+    """`residual` plus `sum_of_own` plus this rank's `own_NH`, both float32: one collective."""
     group, pdl = launch.experts, launch.pdl
     assert group is not None, "experts of one rank alone"
     if group.add_own is not None:
@@ -80,7 +79,7 @@ def _by_rank(part_MH: Tensor, group: RankGroup) -> Tensor:
 
 
 def _gathered_lanes(lanes: ExpertLanes, group: RankGroup) -> ExpertLanes:
-    """The lanes of all ranks, as bytes that are put together and apart."""
+    """The lanes of all ranks, packed into bytes for one gather and unpacked after it."""
     x, slot, expert, weight, squares = lanes
     summed = [] if squares is None else [squares.t()]
     x, slot, expert, weight, *summed = _gathered([x, slot[:, None], expert, weight, *summed], group)

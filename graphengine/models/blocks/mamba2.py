@@ -1,7 +1,7 @@
 """A Mamba2 mixer: out(norm(scan(conv(x, B, C), dt), z)) of one projection to z, x, B, C and dt.
 
-Decode has two products, between them a kernel for convolution and state, and where heads are in
-several groups one for the norm.
+Decode has two products, and between them a kernel for convolution and state, and another one for
+the norm where heads are in several groups.
 
 Letters: N lanes, T lanes of a chunk, H hidden.
 """
@@ -43,19 +43,19 @@ from graphengine.models.states import LayerStates, Recurrent
 from graphengine.models.weights import StoredLinear, Weight
 
 RING, STATE = "conv", "ssm"
-"""Names of what a layer keeps: inputs of the convolution, and the heads' states."""
+"""Names of the states that a layer keeps: the convolution's inputs, and the heads' states."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2:
     """Sizes and switches of the block.
 
-    norm_eps     of the norm that the block's input needs
-    gate_eps     of the norm before the output's product, which each group has by itself
+    norm_eps     epsilon of the norm of the block's input
+    gate_eps     epsilon of the norm before the output's product, which is over each group
     bias         whether the products have biases
     conv_bias    whether the convolution has one
     state_dtype  what a head's state is rounded to after each token
-    norm_ranks   ranks that have heads of one group, whose norm is of all of them
+    norm_ranks   ranks that split the heads of one group, whose norm is over all of them
     """
 
     hidden_size: int
@@ -69,7 +69,9 @@ class Mamba2:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step. Ranks split heads, and groups with them; one group is on all."""
+        """Linears in the order of a step. Ranks split heads, and groups with them; a single group
+        is on all ranks.
+        """
         return {
             "mamba_in": Linear("store", self.sizes.projected, self.hidden_size, shard="rows"),
             "mamba_out": Linear("residual", self.hidden_size, self.sizes.inner, shard="columns"),
@@ -77,7 +79,7 @@ class Mamba2:
 
     @property
     def first_linears(self) -> Mapping[str, str]:
-        """Of each weight, the linear of a checkpoint that it is."""
+        """The checkpoint linear of each weight."""
         return {"mamba_in": "in_proj", "mamba_out": "out_proj"}
 
     @property
@@ -111,7 +113,7 @@ class Mamba2:
         return self.sizes.projected + self.sizes.channels + self.sizes.inner
 
     def scan_bytes(self, lanes: int) -> int:
-        """Bytes that the kernels of a chunk leave to each other, and of a norm of several ranks."""
+        """Bytes that the kernels of a chunk pass to each other, and of a norm across ranks."""
         gated = 4 * lanes * self.sizes.inner if self.norm_ranks > 1 else 0
         return self.sizes.scan_bytes(lanes) + gated
 
@@ -154,9 +156,9 @@ class Mamba2:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Weights:
-    """The block's weights; what heads have is float32.
+    """The block's weights; the heads' parameters are float32.
 
-    prefix  of the names in the checkpoint, those of Hugging Face's Mamba2
+    prefix  of the names in the checkpoint: those of Hugging Face's Mamba2
     """
 
     block: Mamba2
@@ -180,7 +182,7 @@ class Mamba2Weights:
         ]
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
+        """The tensors that are not packed, by name."""
         prefix, params = self.prefix, self.params
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         for name, tensor, axis, pieces in (
@@ -210,10 +212,10 @@ class Mamba2Weights:
         states: Mapping[str, Tensor],
         launch: DecodeLaunch,
     ) -> Residual:
-        """The block for `row`'s tokens: three kernels, or four with several groups.
+        """Run the block on `row`'s tokens: three kernels, or four with several groups.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
-        place but for its squares. `states` are the layer's, by name: each token leaves an entry.
+        place except for its squares. `states` are the layer's, by name: each token leaves an entry.
         """
         block, sizes = self.block, self.block.sizes
         projected = linear(
@@ -275,10 +277,10 @@ class Mamba2Weights:
         states: Mapping[str, Tensor],
         scratch: PrefillScratch,
     ) -> None:
-        """The block for a chunk, of the normed `scratch.h`.
+        """Run the block on a chunk, whose normed stream is `scratch.h`.
 
-        `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`. Of
-        `states`, the newest entries are those of the chunk's last tokens.
+        `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
+        The newest entries of `states` are those of the chunk's last tokens.
         """
         block, sizes, pdl = self.block, self.block.sizes, scratch.launch.pdl
         projected = scratch.take(sizes.projected)
@@ -343,8 +345,8 @@ class Mamba2Weights:
         return scanned.copy_(gated.mul_(factor[:, None]).mul_(self.gate_norm))
 
     def _squares_of_all(self, squares_TN: Tensor, reduce: Reduce | None) -> Tensor:
-        """Sums of squares of as many values as this rank has, `[1, N]`, whose mean is that of the
-        values of all ranks of the one group; `squares_TN` where one rank has all.
+        """Sums of squares averaged over the ranks of the one group, `[1, N]`; `squares_TN` where
+        one rank has all. Divided by this rank's number of values they give the mean over all ranks.
         """
         ranks = self.block.norm_ranks
         if ranks == 1:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2): a latent and one rotated key a token, for all heads.
+"""Multi-head latent attention (DeepSeek-V2): per token, a latent and one rotated key for all heads.
 
 Both decode and prefill run the absorbed form, which `kernels/attention/latent.py` describes: six
 kernels and products in decode, eight where queries have a latent of their own.
@@ -45,7 +45,7 @@ from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.states import Paged
 from graphengine.models.weights import StoredLinear, Weight
 
-# Of the norms of latents, whatever the config says of the others.
+# Epsilon of the norms of latents, whatever the config says about other norms.
 _EPS = 1e-6
 
 
@@ -56,10 +56,10 @@ class LatentAttention:
     kv_rank      values of the latent of keys and values
     q_rank       values of the latent of queries; None: they have none
     plain_dim    values of a head's query and key that are not rotated
-    rotated_dim  values of a head's query that are, and of the key that all heads share
+    rotated_dim  values of a head's query that are rotated, and of the key that all heads share
     value_dim    values of a head
     scale        factor on the scores
-    norm_eps     of the norm that the block's input needs
+    norm_eps     epsilon of the norm of the block's input
     """
 
     hidden_size: int
@@ -90,12 +90,12 @@ class LatentAttention:
 
     @property
     def first_size(self) -> int:
-        """Values that the first product has for queries: their latent, or themselves."""
+        """Values of the first product that are the queries' latent, or the queries themselves."""
         return self.q_size if self.q_rank is None else self.q_rank
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step. Ranks split heads; each has all latents."""
+        """Linears in the order of a step. Ranks split heads; each rank has all latents."""
         rows = self.first_size + self.entry
         linears = {"q_kv_a": Linear("store", rows, self.hidden_size)}
         if self.q_rank is not None:
@@ -105,19 +105,19 @@ class LatentAttention:
 
     @property
     def first_linears(self) -> Mapping[str, str]:
-        """Of each weight, the first linear of a checkpoint whose rows it has."""
+        """First checkpoint linear fused into each weight."""
         if self.q_rank is None:
             return {"q_kv_a": "q_proj", "output": "o_proj"}
         return {"q_kv_a": "q_a_proj", "q_b": "q_b_proj", "output": "o_proj"}
 
     @property
     def state(self) -> Paged:
-        """A latent and a rotated key a token."""
+        """A latent and a rotated key per token."""
         return Paged(1, (self.entry,))
 
     @property
     def table_dim(self) -> int:
-        """Values that RoPE's tables are for."""
+        """Head dimension that RoPE's tables are for."""
         return self.rotated_dim
 
     @property
@@ -181,7 +181,7 @@ class LatentAttention:
 class LatentAttentionWeights:
     """The block's weights; the first products of queries and of latents are one matrix.
 
-    prefix  of the names in the checkpoint, those of Hugging Face's DeepSeek-V2
+    prefix  of the names in the checkpoint: those of Hugging Face's DeepSeek-V2
     kv_b    `[Q * (C + V), R]`, from a latent to each head's key and value, in the model's dtype
     """
 
@@ -196,15 +196,15 @@ class LatentAttentionWeights:
 
     @property
     def kv_scales(self) -> None:
-        """Latents are in the model's dtype."""
+        """None, as latents are in the model's dtype."""
         return None
 
     def linears(self) -> list[StoredLinear]:
-        """The block's products; those of each head are of parts of one weight, which is plain."""
+        """The block's products; the products of each head use parts of one plain weight."""
         block, prefix = self.block, self.prefix
         first = (prefix + block.first_linears["q_kv_a"], block.first_size)
         latent = (f"{prefix}kv_a_proj_with_mqa", block.entry)
-        # Queries are of heads, and latents of all.
+        # Queries belong to heads; all heads share the latents.
         shared = [latent] if self.q_b is None else [first, latent]
         linears = [
             StoredLinear(
@@ -222,7 +222,7 @@ class LatentAttentionWeights:
         return [*linears, StoredLinear(self.output, (output,), axis=1)]
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
+        """The tensors that are not packed, by name."""
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         names[f"{self.prefix}kv_a_layernorm.weight"] = Weight(self.kv_norm)
         if self.q_norm is not None:
@@ -235,7 +235,7 @@ class LatentAttentionWeights:
         return tensors_of(self.q_kv_a, self.q_b, self.output, *plain)
 
     def _of_heads(self) -> tuple[Tensor, Tensor]:
-        """`[Q, C, R]`, which takes queries to latents, and `[Q, R, V]`, latents to values."""
+        """Two weights: `[Q, C, R]` from queries to latents, `[Q, R, V]` from latents to values."""
         block = self.block
         whole = self.kv_b.view(block.num_heads, -1, block.kv_rank)
         to_latents, to_values = torch.split(whole, [block.plain_dim, block.value_dim], dim=1)
@@ -251,10 +251,10 @@ class LatentAttentionWeights:
         tables: RopeTables,
         launch: DecodeLaunch,
     ) -> Residual:
-        """The block for `row`'s tokens: six kernels, or eight.
+        """Run the block on `row`'s tokens: six kernels, or eight.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
-        place but for its squares. `kv`, the layer's cache `[blocks, 1, block_size, E]`, receives
+        place except for its squares. `kv`, the layer's cache `[blocks, 1, block_size, E]`, receives
         each live lane's entry at its position, through `block_table` `[S, B]`.
         """
         block, slot, pdl = self.block, row.slot, launch.pdl
@@ -321,7 +321,8 @@ class LatentAttentionWeights:
         attention: ChunkAttention,
         scratch: PrefillScratch,
     ) -> Tensor:
-        """The first half of the block for a chunk: `[N, Q*V]` attention of the normed `scratch.h`.
+        """Run the first half of the block on a chunk: `[N, Q*V]`, attention of the normed
+        `scratch.h`.
 
         `kv` receives the entries of the live lanes; each lane attends by its own slot and position,
         not by the chunk's `attention`. The result lies in `scratch`, before what the product of
@@ -382,9 +383,10 @@ class LatentAttentionWeights:
         slot: Tensor,
         scratch: PrefillScratch,
     ) -> None:
-        """The other half: `stream`, float32, in place, and `scratch.h` of it after `next_norm`.
+        """Run the other half: update `stream`, float32, in place, and write it, normed by
+        `next_norm`, to `scratch.h`.
 
-        `attended` is lost where it lies in `scratch`.
+        `attended` is overwritten if it lies in `scratch`.
         """
         block = self.block
         add_chunk_product(
@@ -401,5 +403,5 @@ class LatentAttentionWeights:
 
 
 def _chunk_head_product(x_NQK: Tensor, weight_QKM: Tensor, *, out: Tensor) -> None:
-    """`head_product` of a chunk, by the BLAS, padded lanes too."""
+    """`head_product` of a chunk by the BLAS, padded lanes included."""
     torch.bmm(x_NQK.transpose(0, 1), weight_QKM, out=out.transpose(0, 1))

@@ -1,4 +1,4 @@
-"""Norms on both sides of a block, as Gemma has them, and weights of norms that lack 1.
+"""Norms on both sides of a block, as Gemma has them, and norm weights that are stored less 1.
 
 A block reads the residual stream after a norm. Where another norm follows it, the stream gets the
 normed output: x += post(block(norm(x))).
@@ -25,7 +25,7 @@ class Sandwich(NamedTuple):
 
 
 NextNorm = Tensor | Sandwich
-"""What is between a block and the next one: the norm that reads the stream, or two norms."""
+"""What lies between a block and the next one: the norm that reads the stream, or two norms."""
 
 
 class PostNorms(NamedTuple):
@@ -36,5 +36,7 @@ class PostNorms(NamedTuple):
 
 
 def plus_one(weight: Tensor) -> Tensor:
-    """1 + weight in float32, as transformers computes it: 16 bits would lose the weight's last."""
+    """1 + weight in float32, as transformers computes it: in 16 bits the weight loses its last
+    bits.
+    """
     return weight.float() + 1.0

@@ -1,6 +1,6 @@
 """A short convolution's mixer, as LFM2 has it: out(c * conv(b * x)) of one projection.
 
-Decode has three kernels: two products, between them the convolution with its gates.
+Decode has three kernels: two products, and between them the convolution with its gates.
 
 Letters: N lanes, T lanes of a chunk, H hidden.
 """
@@ -36,16 +36,16 @@ from graphengine.models.states import LayerStates, Recurrent
 from graphengine.models.weights import StoredLinear, Weight
 
 RING = "conv"
-"""Name of what a layer keeps: inputs of the convolution."""
+"""Name of the state that a layer keeps: the convolution's inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortConv:
     """Sizes and switches of the block.
 
-    channels  that are convolved: hidden_size, or of several ranks what each has of them
-    taps      inputs of a sum
-    norm_eps  of the norm that the block's input needs
+    channels  convolved channels: hidden_size, or this rank's part of it
+    taps      inputs that each output of the convolution sums
+    norm_eps  epsilon of the norm of the block's input
     bias      whether the products and the convolution have biases
     """
 
@@ -57,7 +57,7 @@ class ShortConv:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step. Ranks split channels."""
+        """Linears in the order of a step. Ranks split channels."""
         return {
             "conv_in": Linear("store", 3 * self.channels, self.hidden_size, shard="rows"),
             "conv_out": Linear("residual", self.hidden_size, self.channels, shard="columns"),
@@ -65,7 +65,7 @@ class ShortConv:
 
     @property
     def first_linears(self) -> Mapping[str, str]:
-        """Of each weight, the linear of a checkpoint that it is."""
+        """The checkpoint linear of each weight."""
         return {"conv_in": "in_proj", "conv_out": "out_proj"}
 
     @property
@@ -108,9 +108,9 @@ class ShortConv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortConvWeights:
-    """The block's weights; the projection is to [b | c | x].
+    """The block's weights; the projection produces [b | c | x].
 
-    prefix  of the names in the checkpoint, those of Hugging Face's LFM2
+    prefix  of the names in the checkpoint: those of Hugging Face's LFM2
     """
 
     block: ShortConv
@@ -133,7 +133,7 @@ class ShortConvWeights:
         ]
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
+        """The tensors that are not packed, by name."""
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         pieces = (self.block.channels,) * 3
         for name, tensor, axis, split in (
@@ -159,10 +159,10 @@ class ShortConvWeights:
         states: Mapping[str, Tensor],
         launch: DecodeLaunch,
     ) -> Residual:
-        """The block for `row`'s tokens: three kernels.
+        """Run the block on `row`'s tokens: three kernels.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
-        place but for its squares. `states` are the layer's, by name: each token leaves an entry.
+        place except for its squares. `states` are the layer's, by name: each token leaves an entry.
         """
         projected = linear(
             residual.scaled,
@@ -203,10 +203,10 @@ class ShortConvWeights:
         states: Mapping[str, Tensor],
         scratch: PrefillScratch,
     ) -> None:
-        """The block for a chunk, of the normed `scratch.h`.
+        """Run the block on a chunk, whose normed stream is `scratch.h`.
 
-        `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`. Of
-        `states`, the newest entries are those of the chunk's last tokens.
+        `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
+        The newest entries of `states` are those of the chunk's last tokens.
         """
         channels = self.block.channels
         projected = scratch.take(3 * channels)

@@ -28,7 +28,7 @@ from graphengine.models.weights import StoredLinear, Weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SquaredRelu:
-    """Sizes and switches of the block; `norm_eps` is of the norm that its input needs."""
+    """Sizes and switches of the block; `norm_eps` is the epsilon of the norm of its input."""
 
     hidden_size: int
     ffn_size: int
@@ -37,7 +37,7 @@ class SquaredRelu:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step."""
+        """Linears in the order of a step."""
         return {
             "up": Linear("store", self.ffn_size, self.hidden_size, shard="rows"),
             "down": Linear("residual", self.hidden_size, self.ffn_size, shard="columns"),
@@ -45,7 +45,7 @@ class SquaredRelu:
 
     @property
     def first_linears(self) -> Mapping[str, str]:
-        """Of each weight, the first linear of a checkpoint whose rows it has."""
+        """First checkpoint linear fused into each weight."""
         return {"up": "up_proj", "down": "down_proj"}
 
     @property
@@ -102,7 +102,7 @@ class SquaredReluWeights:
         return [StoredLinear(self.up, up, axis=0), StoredLinear(self.down, down, axis=1)]
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
+        """The tensors that are not packed, by name."""
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         if self.up_bias is not None:
             names[f"{self.prefix}up_proj.bias"] = Weight(self.up_bias, 0)
@@ -117,10 +117,10 @@ class SquaredReluWeights:
     def decode(
         self, row: DecodeLanes, residual: Residual, next_norm: NextNorm, launch: DecodeLaunch
     ) -> Residual:
-        """The block for `row`'s tokens: three kernels.
+        """Run the block on `row`'s tokens: three kernels.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
-        place but for its squares.
+        place except for its squares.
         """
         up = linear(
             residual.scaled,
@@ -146,9 +146,9 @@ class SquaredReluWeights:
     def prefill(
         self, stream: Tensor, next_norm: NextNorm, slot: Tensor, scratch: PrefillScratch
     ) -> None:
-        """The block for a chunk, of the normed `scratch.h`.
+        """Run the block on a chunk, whose normed stream is `scratch.h`.
 
-        `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`.
+        `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
         """
         up = scratch.take(self.block.ffn_size)
         scratch.product(scratch.h, self.up, self.up_bias, out=up)

@@ -1,8 +1,7 @@
-"""The residual stream between blocks: how a product is added to it, and what prefill computes in.
+"""The residual stream between blocks: how a product is added to it, and prefill's scratch memory.
 
-Between a block's last product and the sum there is the one place where ranks meet: by `reduce`, or
-in a chunk that they split by its lanes by `SplitStream.add`. With one rank decode has a kernel for
-product and sum together.
+Ranks meet between a block's last product and the sum: by `reduce`, or, in a chunk whose lanes they
+split, by `SplitStream.add`. With one rank, decode has one kernel for product and sum.
 
 Letters: N or T lanes, H hidden, K columns of a weight.
 """
@@ -57,7 +56,7 @@ def new_weight(
     device: str,
     dtype: torch.dtype,
 ) -> AnyWeight:
-    """An uninitialised weight whose first linear has this name; "meta" allocates nothing."""
+    """An uninitialised weight whose first linear is `linear`; "meta" allocates nothing."""
     form = forms.get(linear)
     if form is None:
         return torch.empty(shape, device=device, dtype=dtype)
@@ -65,7 +64,7 @@ def new_weight(
 
 
 def tensors_of(*weights: AnyWeight | PackedExperts | None) -> list[Tensor]:
-    """The tensors of weights and biases, of those that there are."""
+    """The tensors of those weights and biases that are not None."""
     there = [each for each in weights if each is not None]
     return [
         tensor
@@ -87,14 +86,14 @@ def add_product(
     plan: LinearPlan,
     launch: DecodeLaunch,
 ) -> Residual:
-    """`residual` plus the product of all ranks, scaled for `next_norm`, as `linear_residual` says.
+    """Add the product of all ranks to `residual`, scaled for `next_norm`; see `linear_residual`.
 
     A weight that ranks split by columns has a part of every sum; the bias is added to the whole.
-    Where ranks meet by `reduce` the product is a kernel, and the sum another one; so is a product
-    that has a norm of its own, and its norm and the sum.
+    With `reduce` the product is one kernel, and the sum another. A product with a norm of its own
+    is one kernel, and its norm and the sum are another.
 
-    squares_TN, eps  of a norm of the inputs; None where they are as they are, and with a norm of
-                     the product. With several ranks the squares are those that each divides by
+    squares_TN, eps  of a norm of the inputs; None where inputs need no norm, and where the product
+                     has one. With several ranks the squares are those that each rank divides by
     """
     if isinstance(next_norm_H, Sandwich):
         assert squares_TN is None, "no norm of the inputs here"
@@ -130,7 +129,7 @@ def add_part(
     bias: Tensor | None = None,
     launch: DecodeLaunch,
 ) -> Residual:
-    """`residual` plus the sum of all ranks' parts, of which this rank has a float32 one."""
+    """Add the sum of all ranks' parts to `residual`; `part_NH` is this rank's, float32."""
     if launch.peers is not None:
         return push_to_residual(
             launch.peers, part_NH, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl
@@ -150,9 +149,9 @@ def part_product(
     plan: LinearPlan,
     launch: DecodeLaunch,
 ) -> Tensor:
-    """Float32 `[N, H]`: what this rank has of a product, without a bias.
+    """Float32 `[N, H]`: this rank's part of a product, without a bias.
 
-    squares_TN, eps  as of `add_product`
+    squares_TN, eps  as in `add_product`
     """
     return linear(
         x_NK,
@@ -195,27 +194,27 @@ def kept_rows(
 
 
 def keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor]) -> None:
-    """The same in a chunk, whose stream after the layer is `x`."""
+    """Copy `x`, a chunk's stream after the layer, to where it is kept, if anywhere."""
     if layer in streams:
         streams[layer][: len(x)].copy_(x)
 
 
 class PrefillScratch:
-    """What the layers of a chunk of T lanes compute in, one after the other.
+    """The memory that the layers of a chunk of T lanes compute in, one after the other.
 
-    One piece of memory, since each product's result is needed until the next one has read it and no
-    longer: queries, keys and values, then the queries after RoPE beside them, attention in place
-    of the first and its output product in place of the second, gate and up in place of all, or what
-    one kernel makes of them where they are `fused`. Beside them lie the codes of one product's
-    inputs.
+    It is one piece of memory, since each product's result is needed only until the next one has
+    read it. Queries, keys and values come first, and the queries after RoPE next to them. Attention
+    then takes the place of the first, and its output product that of the second. Gate and up take
+    the place of all, or what one kernel makes of them where they are `fused`. The rounded inputs
+    (codes) of one product lie next to all these.
 
     h         `[T, H]` in the dtype of `like`: what each layer reads
     width     values besides `h` for each lane
     launch    how the kernels are launched
     coded     columns of the widest inputs that `launch` has rounded
     outlived  whether `h` has separate memory, so that keeping it does not keep the rest
-    split     the stream, where each rank has some of its lanes: then `h` is what it holds, and
-              `part`, which is `h` otherwise, is for products; None: all have all lanes
+    split     the stream, where each rank has some of its lanes: then `h` is its `normed_NH`, and
+              products go to `part`, which otherwise is `h`; None: every rank has all lanes
     """
 
     def __init__(
@@ -239,7 +238,7 @@ class PrefillScratch:
         if outlived:
             h = like.new_empty(lanes * hidden)
             sizes[1] = 0
-        # One allocation: of 1 to 10 MB each takes 20 of a graph's pool.
+        # One allocation, as each one of 1 to 10 MB takes 20 MB of a graph's pool.
         coding, shared, self._memory = torch.split(like.new_empty(sum(sizes)), sizes)
         # Where ranks store into `h`, a product's part lies elsewhere.
         self.part = (h if outlived else shared).view(lanes, -1)
@@ -247,13 +246,13 @@ class PrefillScratch:
         self._codes = coding.view(torch.uint8) if codes else None
 
     def lane_of(self, stream_TH: Tensor, index_1: Tensor) -> Tensor:
-        """New `[1, H]`: one lane of the stream, whichever rank has it; all ranks ask for it."""
+        """New `[1, H]`: one lane of the stream, whichever rank has it; all ranks call this."""
         if self.split is None:
             return stream_TH.index_select(0, index_1)
         return self.split.gather_lane(stream_TH, index_1)
 
     def take(self, columns: int, *, after: int = 0) -> Tensor:
-        """`[T, columns]`, dense, in the memory past that of `after` columns; it holds anything."""
+        """Uninitialised `[T, columns]`, dense, in the memory past that of `after` columns."""
         start = self._lanes * after
         return self._memory[start : start + self._lanes * columns].view(self._lanes, columns)
 
@@ -267,7 +266,7 @@ class PrefillScratch:
         swiglu: bool = False,
         activation: Activation = "silu",
     ) -> Tensor:
-        """`chunk_product` with this launch, which rounds inputs in this memory."""
+        """`chunk_product` with this launch; inputs are rounded into this memory."""
         return chunk_product(
             x,
             weight,
@@ -282,7 +281,7 @@ class PrefillScratch:
 
 
 def coded_columns(weights: Iterable[AnyWeight], activations: ActivationKind | None) -> int:
-    """Columns of the widest inputs that `chunk_product` rounds, with these weights."""
+    """Columns of the widest inputs that `chunk_product` rounds for these weights."""
     return max((each.shape[1] for each in weights if _is_coded(each, activations)), default=0)
 
 
@@ -306,10 +305,10 @@ def chunk_product(
 ) -> Tensor:
     """`x @ weight^T` (+ bias) into `out`: by the BLAS where the weight is not packed.
 
-    swiglu       of a packed weight: `out` is silu(gate) * up
+    swiglu       for a packed weight: `out` is silu(gate) * up
     activation   in place of silu
-    activations  what x is rounded to, where the weight takes it
-    codes        uint8, of `code_bytes` or more: where it is rounded; None: in new memory
+    activations  what x is rounded to, if the weight takes that
+    codes        uint8, of `code_bytes` or more: memory for the rounded x; None: new memory
     """
     if not isinstance(weight, Tensor):
         x, weight = in_order(x, weight)
@@ -340,11 +339,11 @@ def add_chunk_product(
     eps: float,
     out: Tensor,
 ) -> None:
-    """`stream` plus the product of all ranks, in place; `scratch.h` becomes it after `next_norm`.
+    """Add the product of all ranks to `stream` in place, and write it, normed, to `scratch.h`.
 
     `out`, `[N, H]`, may take the product, and may be `scratch.h`. Each rank's part is rounded to
-    its dtype before the parts are summed; in decode they are float32. Where the stream is split it
-    is this rank's lanes that change.
+    its dtype before the parts are summed; in decode they are float32. Where the stream is split,
+    only this rank's lanes of it change.
     """
     launch, split = scratch.launch, scratch.split
     if split is not None:

@@ -37,11 +37,11 @@ from graphengine.models.weights import StoredLinear, Weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Swiglu:
-    """Sizes and switches of the block; `norm_eps` is of the norm that its input needs.
+    """Sizes and switches of the block; `norm_eps` is the epsilon of the norm of its input.
 
-    role        what names of its linears begin with
+    role        prefix of its linears' names
     names       of gates, ups and down in a checkpoint
-    one_linear  whether a checkpoint has gates and ups in one linear without biases, as Granite has
+    one_linear  whether a checkpoint has gates and ups in one linear without biases, as Granite does
     """
 
     hidden_size: int
@@ -55,7 +55,7 @@ class Swiglu:
 
     @property
     def linears(self) -> Linears:
-        """In the order of a step."""
+        """Linears in the order of a step."""
         return {
             f"{self.role}gate_up": Linear(
                 "swiglu", 2 * self.ffn_size, self.hidden_size, shard="rows"
@@ -67,7 +67,7 @@ class Swiglu:
 
     @property
     def first_linears(self) -> Mapping[str, str]:
-        """Of each weight, the first linear of a checkpoint whose rows it has."""
+        """First checkpoint linear fused into each weight."""
         names = ("input_linear", "output_linear") if self.one_linear else self.names[::2]
         return dict(zip((f"{self.role}gate_up", f"{self.role}down"), names, strict=True))
 
@@ -106,7 +106,7 @@ class Swiglu:
 class SwigluWeights:
     """The block's weights; gate and up are one matrix `[gate F | up F]`.
 
-    prefix  of the names in the checkpoint, those of Hugging Face's decoders of Llama's lineage
+    prefix  of the names in the checkpoint: those of Hugging Face's decoders of Llama's lineage
     """
 
     block: Swiglu
@@ -130,7 +130,7 @@ class SwigluWeights:
         ]
 
     def stored(self) -> dict[str, Weight]:
-        """What is not packed, by its name."""
+        """The tensors that are not packed, by name."""
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         if self.gate_up_bias is not None:
             gate, up = self.gate_up_bias.chunk(2)
@@ -151,22 +151,24 @@ class SwigluWeights:
         return self.gate_up_bias is None and fuses_swiglu(self.gate_up, lanes)
 
     def prefill_width(self, lanes: int) -> int:
-        """Values of each of so many lanes in `PrefillScratch`."""
+        """Values of a lane in `PrefillScratch`, in a chunk of so many lanes."""
         return self.block.prefill_width(fused=self.is_fused(lanes))
 
     def decode(
         self, row: DecodeLanes, residual: Residual, next_norm: NextNorm, launch: DecodeLaunch
     ) -> Residual:
-        """The block for `row`'s tokens: two kernels.
+        """Run the block on `row`'s tokens: two kernels.
 
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
-        place but for its squares.
+        place except for its squares.
         """
         gated = self.gate(row, residual, launch)
         return self.add(gated, row, residual, next_norm, launch)
 
     def gate(self, row: DecodeLanes, residual: Residual, launch: DecodeLaunch) -> Tensor:
-        """What `add` multiplies by down, of a `residual` that is scaled for the block's norm."""
+        """Run the first half: what `add` multiplies by down. `residual` is scaled for the block's
+        norm.
+        """
         return linear(
             residual.scaled,
             self.gate_up,
@@ -188,7 +190,7 @@ class SwigluWeights:
         next_norm: NextNorm,
         launch: DecodeLaunch,
     ) -> Residual:
-        """The other half: `residual` plus the block's output, scaled for `next_norm`."""
+        """Run the other half: add the block's output to `residual`, scaled for `next_norm`."""
         return add_product(
             gated,
             self.down,
@@ -201,16 +203,16 @@ class SwigluWeights:
         )
 
     def part(self, gated: Tensor, row: DecodeLanes, launch: DecodeLaunch) -> Tensor:
-        """What this rank has of the block's output, as `part_product` says."""
+        """This rank's part of the block's output, as `part_product` returns it."""
         plan = launch.plan(f"{self.block.role}down", self.down)
         return part_product(gated, self.down, row.slot, plan=plan, launch=launch)
 
     def prefill(
         self, stream: Tensor, next_norm: NextNorm, slot: Tensor, scratch: PrefillScratch
     ) -> None:
-        """The block for a chunk, of the normed `scratch.h`.
+        """Run the block on a chunk, whose normed stream is `scratch.h`.
 
-        `stream`, float32, is updated in place, and `scratch.h` becomes it after `next_norm`.
+        `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
         """
         add_chunk_product(
             self.gate_chunk(slot, scratch),
@@ -225,7 +227,7 @@ class SwigluWeights:
         )
 
     def gate_chunk(self, slot: Tensor, scratch: PrefillScratch, *, after: int = 0) -> Tensor:
-        """Of the normed `scratch.h`, what down multiplies, in `scratch` past so many columns."""
+        """Run the first half on the normed `scratch.h`, into `scratch` past `after` columns."""
         ffn, h, pdl = self.block.ffn_size, scratch.h, scratch.launch.pdl
         activation = self.block.activation
         if not isinstance(self.gate_up, Tensor):
