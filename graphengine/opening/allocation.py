@@ -243,7 +243,7 @@ def _new_buffers(
         hidden_size=model.config.hidden_size,
         table_blocks=memory.table_blocks,
         rings=memory.rings,
-        # Each request copies its blocks, also shared ones, so pairs may outnumber the pool's blocks.
+        # Each request copies its own, also of shared blocks: more pairs than blocks are possible.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
         # A field has at least one lane, even if no kernel counts arrivals.
         arrivals=max(

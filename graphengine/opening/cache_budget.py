@@ -147,8 +147,8 @@ def _add_swap(
 
 
 def _needed_swap(slots: int, blocks: int, one: int) -> int:
-    """Swap blocks that a pool of so many blocks can need: all requests but the oldest may be paused,
-    with `one` blocks each at most; 0 if all slots' requests fit.
+    """Swap blocks that a pool of so many blocks can need: all requests but the oldest may be
+    paused, with `one` blocks each at most; 0 if all slots' requests fit.
     """
     return 0 if blocks >= slots * one else (slots - 1) * one
 

@@ -91,7 +91,7 @@ class MemoryPlan:
         return 1 + self.draft_lengths[-1]
 
     def describe_dtypes(self) -> str:
-        """The dtype of weights, and if they differ, those of KV and of inputs rounded in prefill."""
+        """The dtype of weights, of KV if it differs, and of inputs that prefill rounds."""
         weights, kv = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
         described = weights if kv == weights else f"{weights}, KV {kv}"
         return described if self.activations is None else f"{described}, prefill {self.activations}"
@@ -269,8 +269,7 @@ def _summed_words(shape: EngineShape) -> int:
 
 
 def _push_units(shape: EngineShape) -> int:
-    """Units in which ranks on GPUs receive each other's parts of a decode step; stages push none.
-    """
+    """Units in which ranks on GPUs get each other's parts of a decode step; stages push none."""
     hidden = shape.model.hidden_size
     if shape.config.pipeline_parallel > 1:
         return 1

@@ -88,8 +88,7 @@ def check_fp8_states(architecture: str, layers: Sequence[LayerStates]) -> None:
 
 
 def check_packed(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """ValueError, before anything is loaded, for packed weights that a GPU's kernels would refuse.
-    """
+    """ValueError, before anything is loaded, for packed weights that a GPU's kernels refuse."""
     packed = {name: linear for name, linear in model.linears.items() if linear.weight is not None}
     if device.type != "cuda" or not packed:
         return

@@ -188,8 +188,7 @@ class LoadedWeights:
         return values
 
     def _check_parts(self, linear: StoredLinear, values: Mapping[str, Tensor]) -> None:
-        """ValueError unless all parts of a weight that is rounded as a whole are there and finite.
-        """
+        """ValueError unless all parts of a weight rounded as a whole are given, and finite."""
         names = self._sources(linear, values)
         missing = [name for name in names if name not in values]
         if missing:
