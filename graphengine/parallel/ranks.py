@@ -47,7 +47,7 @@ them. That shows that they decode, and is slow."""
 
 
 class RankFailed(RuntimeError):
-    """A rank has ended, raised or stopped; the message includes the rank's own."""
+    """A rank has ended, raised or stopped; the message has what it said itself."""
 
 
 def rank_devices(config: EngineConfig) -> list[str]:
