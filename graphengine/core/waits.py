@@ -23,7 +23,7 @@ class Waits:
     routing: Routing | None
     _mode: WaitMode
     _limit: float
-    # The stream, or a stand-in, that the waits query for errors.
+    # The stream, or a stand-in for one, that the waits query.
     _watched: Queryable | None
 
     def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
