@@ -271,7 +271,7 @@ class Reuse:
         """A ring for a request that is admitted: its session's, or a vacant one.
 
         Each request in a slot has one, and there are as many rings as slots. So either one is
-        vacant, or an idle session keeps one and the least recently used such session is evicted.
+        vacant, or idle sessions keep some and the least recently used of them is evicted.
         A turn that replays recorded experts gets another ring than its session's, as its KV is not
         what the router itself leads to.
 

@@ -139,7 +139,9 @@ class LoadedWeights:
     # Checks.
 
     def _known(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The values by their names in the whole model, all of which its checkpoint has."""
+        """The values by their names in the whole model. ValueError for names that its checkpoint
+        does not have.
+        """
         values = {name: given[old] for name, old in whole_names(HANDED_OVER, given).items()}
         tied = {self._embedding, _HEAD} if self.whole.tie_embeddings else set()
         known = self.checkpoint.tensors.keys() | tied

@@ -175,7 +175,7 @@ class LeadingRuntime(Runtime):
             super().copy_kept(copies)
 
     def _model_fingerprint(self) -> str:
-        """The fingerprint of all weights, as one rank would have it; reads them at the first call.
+        """Fingerprint of all weights, as one rank would have it; the first call reads them again.
 
         ValueError where the checkpoint has changed.
         """

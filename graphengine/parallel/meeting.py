@@ -3,8 +3,8 @@
 Parts are added up in the order of the ranks, by each rank or by one that sends the sum to the
 others, so the sum depends on neither the library's algorithm nor the number of rows. On a CPU,
 sockets carry the parts (`exchange.py`), and gloo carries the tensors between pipeline stages. On
-GPUs, kernels push parts into memory that all ranks map: small parts, as in a decode step, as items;
-those of a chunk with flags. Where memory cannot be mapped, NCCL carries all parts. NCCL also
+GPUs, kernels push parts into memory that all ranks map: small parts, as in a decode step, as items,
+and a chunk's parts with flags. Where memory cannot be mapped, NCCL carries all parts. NCCL also
 carries the tensors between stages; it refuses ranks that share a GPU. Pushes and NCCL are both
 captured into the graphs.
 The ranks have a group of their own: torch.distributed's default group stays the host program's.

@@ -29,10 +29,10 @@ from graphengine.parallel.torchrun import lead
 
 # Longest wait for a rank that loads or captures longer than the driver.
 _LOAD_LIMIT_S = 600.0
-# Rate, in bytes of new weights, at which any rank at least reads and rounds them; the driver has
-# done its own when it begins to wait.
+# Least rate at which any rank reads and rounds new weights; the driver has done its own part when
+# it begins to wait.
 _UPDATE_BYTES_PER_S = 2**27
-# Longest waits: for a failed rank to say why once its peers miss it, and for a rank to close.
+# Longest waits: for a rank to say why it failed, once others miss it, and for a rank to close.
 _GRACE_S, _CLOSE_S = 2.0, 5.0
 _PAUSE_S = 1e-3
 # Linux keeps files in memory there.

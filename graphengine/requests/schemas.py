@@ -52,7 +52,7 @@ _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 
 _MOST_DIGITS = 2**53
-"""Digits of a number that, read as an integer, are at most this are exactly a double."""
+"""The digits of a number, read as an integer, are exactly one double up to this one."""
 _MOST_EXPONENT = 22
 """Powers of ten with exponents up to this one are exactly doubles."""
 _EXPONENTS = 308
