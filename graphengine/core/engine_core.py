@@ -289,7 +289,9 @@ class EngineCore:
         self._own.reuse.forget()
 
     def advance(self) -> bool:
-        """Plan, load and launch the next step; False if there is none before one is collected."""
+        """Plan, load and launch the next step; False if nothing can be launched until one in flight
+        is collected.
+        """
         plan = self.plan()
         if plan is None:
             return False

@@ -1,4 +1,4 @@
-"""Ctrl-C during a step: it is put off until host and device agree again."""
+"""Puts off Ctrl-C during a step until host and device agree again."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class BlockPool:
         self.max_idle = max_idle
         self.idle: dict[int, None] = {}
         self.indexed: dict[int, bytes] = {}
-        # Unlike a dict, it finds its first item quickly after many items before it were deleted.
+        # Unlike a dict, it finds its first item quickly after many deletions at the front.
         self.unwanted: OrderedDict[int, None] = OrderedDict()
         self.evict: Callable[[int], None] | None = None
         self.routes: dict[int, Ids] = {}

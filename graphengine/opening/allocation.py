@@ -162,7 +162,7 @@ def _new_setting(
 def _new_flow(
     setting: DraftSetting, drafter: Drafter, stages: StageGroup | None
 ) -> StageFlow | None:
-    """Where a stage's streams come from and go to."""
+    """Where a pipeline stage's streams come from and go to; None without a pipeline."""
     if stages is None:
         return None
     device_drafts = drafter.needs.length > 0 and not drafter.needs.host_drafts
@@ -178,7 +178,7 @@ def _new_program(
     records: Records,
     flow: StageFlow | None,
 ) -> StepProgram:
-    """The steps of a whole model or of a last stage, which sample, or those of an earlier one."""
+    """The steps of a whole model or of the last stage, which sample, or of an earlier stage."""
     model, buffers = setting.model, setting.buffers
     samples = flow is None or flow.last
     relaxed = config.relaxed_acceptance

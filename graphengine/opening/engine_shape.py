@@ -104,7 +104,7 @@ class EngineShape:
 
     @property
     def state_places(self) -> int:
-        """Points at which states of recurrent layers are kept."""
+        """Number of places that keep states of recurrent layers."""
         return state_places(self.model, self.config, self.drafter.needs, self.rings)
 
     @property

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model with its weights, and the plan of what an engine will hold."""
+"""Opens a checkpoint: reads it, plans the memory of an engine, and loads the weights."""
 
 from __future__ import annotations
 
