@@ -8,7 +8,8 @@ only a few; a request that continues there copies that block, and writes into th
 States are kept where a turn of a session ends. As long as no better state needs the place, they are
 also kept where a chunk of its prompt ends, for turns that rewind to there. With prefix caching they
 are also kept for prompts that begin with the same tokens. All are copied on the device, in the
-order in which replays are launched: this file only lists the copies, in `before` and `after`.
+order in which replays are launched: this file only lists the copies, in `before` and `after` the
+next replays.
 """
 
 from __future__ import annotations
