@@ -1,1 +1,1 @@
-"""The core of an engine: its runtime on the device, the loop of a step, what goes in and out."""
+"""The core of an engine: its runtime on the device, the step loop, intake and delivery."""

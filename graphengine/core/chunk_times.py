@@ -1,7 +1,8 @@
-"""How long chunks of a prompt take, measured with an engine's own prefill graphs while it opens.
+"""Times prefill chunks with an engine's own prefill graphs, while the engine opens.
 
-A chunk is loaded and replayed as for a request, alone: what it adds to a gap of others. Everything
-that it changes belongs to nobody yet, and is cleared afterwards.
+A chunk is loaded and replayed as for a request, with nothing else running: its time is what it adds
+to the inter-token latency of other requests. No request uses yet what it changes, and everything is
+cleared afterwards.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from graphengine.opening.memory import MemoryPlan
 from graphengine.program.graph_key import GraphKey
 
 REPLAYS = 3
-"""Timed replays of each graph and context, the slowest of which counts; on a GPU one goes before
-them."""
+"""Timed replays of each graph and context; the slowest counts. On a GPU one warm-up precedes them.
+"""
 _SLOT = 0
 
 
@@ -30,11 +31,11 @@ def longest_prompt(memory: MemoryPlan) -> int:
 class ChunkTimer:
     """Times chunks of slot 0, whose blocks are the first of the pool: all hold KV of a real chunk.
 
-    Zeros in their place would take less power, and so let the clock rise. `clear` leaves the blocks
-    as they were; the static buffers and mailboxes are the caller's to clear.
+    Zeros instead would take less power, and so let the clock rise. `clear` zeroes the blocks again;
+    the caller clears the static buffers and mailboxes.
 
-    graphs      by key, captured; of each prefill bucket the slowest graph counts
-    vocabulary  ids that a prompt may have
+    graphs      captured graphs by key; the slowest graph of each prefill bucket counts
+    vocabulary  number of ids that a prompt may have
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class ChunkTimer:
         self._fill(memory)
 
     def __call__(self, tokens: int, start: int) -> float:
-        """Milliseconds of a chunk in the bucket of `tokens` that begins at `start`. It is its
-        prompt's last one, which also samples and drafts.
+        """Milliseconds of a chunk in the bucket of `tokens` that begins at position `start`. It is
+        the last chunk of its prompt, which also samples and drafts.
         """
         count = min(tokens, self._longest - start)
         warm_up = self._timer is not None
@@ -119,7 +120,7 @@ class ChunkTimer:
         return took
 
     def _load(self, **updates: Sequence[object]) -> None:
-        """As an engine does; what was loaded before has been replayed, but for the first time."""
+        """Load fields as an engine does. Earlier loads have been replayed, except for the first."""
         self._buffers.acknowledge(self._loads)
         self._loads += 1
         self._buffers.load(updates, sequence=self._loads, stream=self._stream)

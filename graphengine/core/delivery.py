@@ -1,4 +1,4 @@
-"""Turns a replay's record into what the caller sees: tokens and text, events, callbacks."""
+"""Turns a replay's record into the caller's results: tokens and text, events, callbacks."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _HALTED = STOP | LENGTH
 
 
 class Delivery:
-    """Reads mailbox lanes, finishes requests, and keeps events until a caller has had them.
+    """Reads mailbox lanes, finishes requests, and keeps events until a step returns them.
 
     scheduler  retires finished requests, and is told how many tokens a speculative row emitted
     gate       is told how many drafts were accepted
     recorder   is told which requests finished, while it records
     forced     whether acceptance is forced, so that no draft is judged
-    withholds  whether a row without drafts had none that were worth verifying
+    withholds  whether the drafter withholds drafts: a row without any then counts as judged
 
-    `cancelled` collects requests that their callers cancel, `deadlines` those that may be late;
+    `cancelled` collects requests that their callers cancel, `deadlines` requests that have one;
     `acceptance` counts all requests. A wait or a callback that raises, or a `generate` in between,
     delays events but loses none.
     """
@@ -79,11 +79,11 @@ class Delivery:
 
     @property
     def pending(self) -> bool:
-        """Whether a cancelled request or an event is left."""
+        """Whether a cancelled request is unfinished, or an event undelivered or unreturned."""
         return bool(self.cancelled or self._undelivered or self._unreturned)
 
     def clear(self) -> None:
-        """Drop everything that is left, as the engine closes."""
+        """Drop all pending requests and events, as the engine closes."""
         for left in (self.cancelled, self._undelivered, self._unreturned, self.deadlines.heap):
             left.clear()
 
@@ -126,9 +126,9 @@ class Delivery:
     ) -> int:
         """Deliver one lane of a mailbox entry, from a graph that feeds `width` tokens a row.
 
-        `logprobs` are those of its tokens, if the request asks for them.
+        logprobs  of the lane's tokens, if the request asks for them
 
-        Its tokens go to the request, unless it has ended; the event waits for its callback. Returns
+        The tokens go to the request, unless it has ended; the event waits for its callback. Returns
         how many tokens the request got.
         """
         state = items[-1]
@@ -164,7 +164,8 @@ class Delivery:
             logprobs = logprobs[: len(tokens)]
             request.logprobs += logprobs
         given = len(tokens)
-        # A host that takes none of a step's tokens is where the step before ended.
+        # If the host takes none of this step's tokens, the sequence stays where the previous step
+        # ended.
         job.halted = bool(halted) and given > 0
         request.timings.tokens += [now] * given
         if stopped is None and ended is None and not flags & _HALTED:
@@ -182,7 +183,7 @@ class Delivery:
         return given
 
     def _finish_without(self, request: Request, flags: int, count: int, now: float) -> None:
-        """End a request that gets no token: none could be chosen, or it asked for none."""
+        """Finish a request that gets no token: none could be sampled, or it asked for none."""
         if flags & INVALID:
             self._log_invalid(request)
             self._finish(request, "error", (), "", now)
@@ -193,7 +194,7 @@ class Delivery:
     def _take(
         self, job: Job, stream: TextStream, tokens: tuple[int, ...], flags: int
     ) -> tuple[tuple[int, ...], str, str | None]:
-        """The tokens that the caller is given, their text, and the stop string that ends it."""
+        """The tokens that the caller gets, their text, and the stop string that ended the text."""
         silent = bool(flags & STOP) and job.stops.hides(tokens[-1])
         text, taken, stopped = stream.take(tokens, silent)
         if taken < len(tokens):
@@ -205,9 +206,7 @@ class Delivery:
     def _before_failure(
         self, request: Request, stream: TextStream, tokens: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """The tokens before the one whose text failed: neither it nor those after it are given to
-        the caller.
-        """
+        """Tokens before the one whose text failed; the caller gets neither it nor later ones."""
         taken = len(stream.lengths) - len(request.job.tokens)
         self.counters["discarded_tokens"] += len(tokens) - taken
         log.error("request %d: %s", request.id, stream.failure)
@@ -221,8 +220,8 @@ class Delivery:
             self._unreturned.append(event)
 
     def _log_invalid(self, request: Request) -> None:
-        """Log that no token could be chosen, and what the request bans: it may ban all that its
-        grammar allows, as masks do not take bans into account.
+        """Log that no token could be sampled, and what the request bans: it may ban everything that
+        its grammar allows, as masks ignore bans.
         """
         params, bans, where = request.params, [], ""
         if params.bad_words:
@@ -234,13 +233,13 @@ class Delivery:
             bans.insert(0, "structured_outputs")
         if bans:
             where = f" where {' and '.join(bans)} allow a token"
-        # The device says only that it chose none.
+        # The device reports only that it sampled none.
         log.error("request %d: the logits hold a NaN, or no finite value%s", request.id, where)
 
     def _follow(
         self, request: Request, guide: Guide, tokens: tuple[int, ...], flags: int
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Those of a step's tokens that the grammar accepts, and why it ends, if it does."""
+        """The step's tokens that the grammar accepts, and why the request ends, if it does."""
         taken, ended = guide.take(tokens, more=flags == EMITTED)
         self.counters["discarded_tokens"] += len(tokens) - taken
         if ended == "error":
@@ -249,17 +248,17 @@ class Delivery:
         return tokens[:taken], ended
 
     def _account(self, request: Request, epoch: int, width: int, state: int) -> None:
-        """Tell the scheduler, the statistics and the gate what a speculative row came to."""
+        """Tell the scheduler, the statistics and the gate the outcome of a speculative row."""
         placement = request.job.placement
         if placement is None or placement.epoch != epoch:
             return
         flags, count = FLAGS_AND_COUNT[state & FLAGS_AND_COUNT_MASK]
         self._scheduler.collected(request, width, count)
         if count and request.finish_reason is None:
-            # Without missing drafts; what was fed past a stop was not judged.
+            # Missing drafts do not count, and drafts fed past a stop were not judged.
             verified = count if flags & STOP else fed_of(state)
-            # Whether it says something of the drafter: where a request ends, it has no lanes for
-            # drafts.
+            # Whether the row tells something about the drafter: a row without drafts may just have
+            # no lanes for them, because the request ends there.
             judged = verified > 1 or (self._withholds and not flags & LENGTH)
             for acceptance in (request.acceptance, self.acceptance):
                 acceptance.record(verified, count, None if self._forced else count - 1)
@@ -275,7 +274,7 @@ class Delivery:
         now: float,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> None:
-        """Retire the request; its last event has the text that was held back."""
+        """Retire the request; its last event has the text that was still held back."""
         job, tail = request.job, ""
         stream = job.stream
         if stream is not None:
@@ -297,7 +296,7 @@ class Delivery:
         self._announce(Event(request, token_ids, text + tail, reason, now, logprobs))
 
     def end_due(self) -> None:
-        """Finish the requests that were cancelled since the last call, and those that are late."""
+        """Finish requests that were cancelled since the last call, or are past their deadlines."""
         while self.cancelled:
             request = self.cancelled.pop(0)
             self._finish(request, "cancelled", (), "", time.perf_counter())
@@ -307,7 +306,9 @@ class Delivery:
                 self._finish(request, "deadline", (), "", now)
 
     def _ask(self, callback: StopCallback) -> BaseException | None:
-        """Finish what `stop_callback` returns; returns what it raised, or what is wrong with it."""
+        """Finish the requests that `stop_callback` names. Returns the error that it raised, or that
+        its result is.
+        """
         active = {
             request.id: request
             for request in self._scheduler.active
@@ -326,7 +327,7 @@ class Delivery:
             return error
         now = time.perf_counter()
         for number in ended:
-            # The callback itself may have cancelled it.
+            # The callback itself may have cancelled the request.
             if active[number].finish_reason is None:
                 self._finish(active[number], "stop", (), "", now)
         return None
@@ -350,18 +351,18 @@ class Delivery:
             raise failure
 
     def take(self) -> list[Event]:
-        """The events that no step has returned yet, those left from earlier steps first."""
+        """The events that no step has returned yet, oldest first."""
         events, self._unreturned = self._unreturned, []
         return events
 
 
 def drafts_of(record: Payloads) -> tuple[int, int]:
-    """Drafts that the lanes of a speculative step verified, and how many of them were right."""
+    """Drafts that the lanes of a speculative step verified, and how many were accepted."""
     drafted = accepted = 0
     for items in record:
         lane = unpack_state(items[-1])
         if lane.emitted:
-            # As in `read`: what was fed past a stop was not judged.
+            # As in `_account`: drafts fed past a stop were not judged.
             drafted += (lane.emitted if lane.flags & STOP else lane.fed) - 1
             accepted += lane.emitted - 1
     return drafted, accepted

@@ -1,9 +1,9 @@
-"""The core of an engine: it takes the decisions, and runs the loop of a step over one runtime.
+"""The core of an engine: it makes the decisions, and runs the loop of a step over one runtime.
 
     plan -> load -> replay -> collect
 
-`Engine` is its public face. Ways to run requests (`runs`), sessions and snapshots use the core,
-too.
+`Engine` is its public interface. Ways to run requests (`runs`), sessions and snapshots use the
+core, too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _counts_of_oldest(core: EngineCore, timeout: float | None) -> tuple[int, int
 
 
 class LoadsSlots(Protocol):
-    """What `Runtime` does for requests that enter slots."""
+    """The part of `Runtime` that serves requests entering slots."""
 
     masks: MaskTable
 
@@ -75,10 +75,10 @@ class LoadsSlots(Protocol):
 class EngineCore:
     """Scheduler, intake, delivery, gate and recorder around one `runtime`, which it closes.
 
-    needs        what the drafter asks for
+    needs        the drafter's needs
     in_flight    replays of each step that was launched and not yet collected, oldest first
     description  what latency and numerics depend on, for reports
-    interrupts   holds Ctrl-C back but for waits, while a step is under way
+    interrupts   holds Ctrl-C back during a step, except in waits
     closed       whether `close()` was called
     broken       why only `close()` may still be called; None while all is well
     """
@@ -97,7 +97,7 @@ class EngineCore:
         self.memory = memory
         self.runtime = runtime
         self.drafter, self.needs = drafter, drafter.needs
-        # Of this rank, which has all requests unless others have their own.
+        # This rank's scheduler, which has all requests unless other ranks have their own.
         self._own = new_scheduler(memory, config, drafter.needs, runtime)
         self.counters = self._own.counters
         self.scheduler = self._scheduling()
@@ -141,7 +141,7 @@ class EngineCore:
             cancelled=self.delivery.cancelled,
         )
         self.in_flight: deque[tuple[Replay, ...]] = deque()
-        # What the last step launched last.
+        # The replays that the last step launched last.
         self.newest: tuple[Replay, ...] = ()
         self.closed = False
         self.broken: str | None = None
@@ -151,13 +151,13 @@ class EngineCore:
         self._counter_of = {key: key.counter for key in runtime.graphs}
 
     def _scheduling(self) -> Scheduling:
-        """What requests are queued with, and what they are retired from."""
+        """The scheduler that queues and retires requests."""
         return self._own
 
     # Entry.
 
     def check_open(self) -> None:
-        """ValueError once closed; RuntimeError once broken, or where another thread owns it."""
+        """ValueError once closed; RuntimeError once broken, or if another thread owns it."""
         if self.closed:
             raise ValueError("the engine is closed")
         if self.broken is not None:
@@ -181,10 +181,10 @@ class EngineCore:
         self._owner = caller
 
     def _break(self, error: BaseException) -> None:
-        """Break the engine: after such an exception host and device may disagree.
+        """Mark the engine as broken: after this exception host and device may disagree.
 
-        An interrupt in a wait does not, as that can be repeated; anywhere else in a step it is put
-        off, so that only a second one breaks the engine.
+        An interrupt in a wait does not break it, as the wait can be repeated. Elsewhere in a step
+        an interrupt is put off, so only a second one breaks the engine.
         """
         self.broken = f"{type(error).__name__}: {error}"
 
@@ -195,7 +195,7 @@ class EngineCore:
         on_event: Callable[[Event], None] | None,
         **options: Unpack[QueueOptions],
     ) -> Request:
-        """What `Engine.submit` says."""
+        """Implements `Engine.submit`."""
         self.check_open()
         submitted = time.perf_counter()
         self.scheduler.check_queue()
@@ -212,7 +212,7 @@ class EngineCore:
             self.delivery.deadlines.watch(request)
 
     def draft(self, request: Request, token_ids: Sequence[int]) -> None:
-        """What `Engine.draft` says."""
+        """Implements `Engine.draft`."""
         self.check_open()
         scheduler = self.scheduler
         unfinished = any(request is each for each in (*scheduler.active, *scheduler.waiting))
@@ -226,7 +226,7 @@ class EngineCore:
     # One step, then its stages. Each stage is a range for profilers.
 
     def step(self, timeout: float | None) -> list[Event]:
-        """What `Engine.step` says."""
+        """Implements `Engine.step`."""
         self.check_open()
         if self._busy_in is not None:
             raise ValueError(f"step() called from inside {self._busy_in}, by an event callback")
@@ -244,11 +244,11 @@ class EngineCore:
                 self._busy_in = None
                 if self.recorder.recording:
                     self.recorder.delivered()
-        # Where an interrupt was put off, it is raised above: the next step returns the events.
+        # An interrupt that was put off is raised above: the next step then returns the events.
         return self.delivery.take()
 
     def _launch_all(self, timeout: float | None) -> None:
-        """Launch what may be in flight beside what is."""
+        """Launch steps until as many are in flight as the lookahead allows."""
         scheduler = self.scheduler
         ready = not scheduler.guided or self._drafts_are_there(timeout)
         try:
@@ -267,7 +267,8 @@ class EngineCore:
                 self.delivery.end_due()
 
     def settle(self, call: str) -> None:
-        """Read what is still in flight when no request is left: nothing runs until the next one.
+        """Collect what is still in flight when no request is left: nothing then runs until the next
+        request.
 
         ValueError, with their number, while there are unfinished requests, and inside a step.
         """
@@ -285,13 +286,15 @@ class EngineCore:
                 self.collect(None)
 
     def forget_kept(self) -> None:
-        """Drop all KV that sessions and prefixes keep, which older weights have made."""
-        # What is pending was computed with the weights as they were.
+        """Drop all KV that sessions and prefixes keep, as it was computed with older weights."""
+        # Copies still pending belong to the old weights, too.
         self.runtime.copy_kept(self._own.reuse.states.before)
         self._own.reuse.forget()
 
     def advance(self) -> bool:
-        """Plan, load and launch the next step; False if there is none before one is collected."""
+        """Plan, load and launch the next step; False if nothing can be launched until one in flight
+        is collected.
+        """
         plan = self.plan()
         if plan is None:
             return False
@@ -312,7 +315,7 @@ class EngineCore:
         return plan
 
     def _choose_width(self, live_rows: int) -> None:
-        """Set the tokens of a row, as the gate and the schedule say for so many requests."""
+        """Set the tokens of a row to what the gate or the schedule chooses for so many requests."""
         if self.gate is not None:
             self.scheduler.width = 1 + self.gate.next_drafts(live_rows)
         elif self._schedule is not None:
@@ -320,7 +323,7 @@ class EngineCore:
 
     @ranged("step/load", _counts)
     def load(self, plan: Plan) -> None:
-        """Bring the host-owned fields that changed to the device: one staging block, one copy."""
+        """Copy the host-owned fields that changed to the device: one staging block, one copy."""
         if self.recorder.recording:
             self.recorder.loading()
         updates = self._updates(plan, self._own.slots, self.runtime)
@@ -339,7 +342,7 @@ class EngineCore:
         if plan.slots_changed:
             updates |= runtime.load_routes(slots)
         if plan.masks_changed:
-            # Before the host's drafts are used up.
+            # Before `draft_updates` uses up the host's drafts.
             updates |= runtime.masks.updates(plan, slots)
         if self.needs.host_drafts and plan.rows:
             updates |= draft_updates(plan, slots, self.counters)
@@ -391,13 +394,13 @@ class EngineCore:
         return replay
 
     def _run(self, key: GraphKey, replays: Sequence[Replay]) -> None:
-        """Launch a graph, that of these replays of it, or the drafter's own after them."""
+        """Launch the graph of these replays, or the drafter's own graph that follows them."""
         if self.recorder.recording:
             live = sum(len(replay.requests) for replay in replays)
             chunks = [replay.chunk for replay in replays if replay.chunk is not None]
             fed = sum(chunk.count for chunk in chunks)
             if chunks and chunks[0].noted:
-                # Its lanes are live, but nothing is fed.
+                # The chunk's lanes are live, but nothing is fed.
                 live, fed = fed, 0
             sequence, width = replays[0].sequence, replays[0].width
             self.recorder.launch(self.runtime.replay, key, sequence, live, width, fed)
@@ -407,7 +410,7 @@ class EngineCore:
 
     @ranged("step/collect", _counts_of_oldest)
     def collect(self, timeout: float | None) -> None:
-        """Read the oldest launch if it is done within `timeout` seconds."""
+        """Read the records of the oldest launch if they arrive within `timeout` seconds."""
         if self.recorder.recording:
             self.recorder.collecting()
         runtime, replays = self.runtime, self.in_flight[0]
@@ -431,7 +434,7 @@ class EngineCore:
                         self.drafter.collect(replay.chunk)
 
     def _wait(self, replays: Sequence[Replay], timeout: float | None) -> list[Collected] | None:
-        """What the replays of a step published; None if it does not come within the timeout."""
+        """The records that the replays of a step published; None if they miss the timeout."""
         deadline = None if timeout is None else time.perf_counter() + timeout
         if self.config.collect_while_waiting and (timeout is None or timeout > 0):
             arrived, first = self.runtime.mailbox.ready, replays[0]
@@ -458,11 +461,11 @@ class EngineCore:
         return records
 
     def _waits_of(self, replay: Replay) -> Waits:
-        """What waits for the records of a replay."""
+        """The waits on the mailboxes that a replay publishes to."""
         return self.runtime
 
     def _together(self, records: list[Collected]) -> list[Collected]:
-        """What is delivered of a step: one of each launch."""
+        """The records of a step as they are delivered: one per launch."""
         return records
 
     def _drafts_are_there(self, timeout: float | None) -> bool:
@@ -477,7 +480,7 @@ class EngineCore:
             raise
 
     def close(self) -> None:
-        """What `Engine.close` says."""
+        """Implements `Engine.close`."""
         if self.closed:
             return
         self.check_thread()
@@ -503,7 +506,8 @@ def new_scheduler(
 ) -> Scheduler:
     """The scheduler of an engine with these sizes, or of a rank with requests of its own.
 
-    A recurrent layer's state follows from every token: without kept states no blocks are kept.
+    A recurrent layer's state depends on every earlier token: without kept states no blocks are
+    kept.
     """
     nothing = memory.recurrent and not memory.state_places
     return Scheduler(
@@ -530,14 +534,14 @@ def new_scheduler(
 
 
 def _embeds_spec(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> EmbedsSpec | None:
-    """What embeddings in prompts must be; None for an engine that takes none."""
+    """Shape and dtype of embeddings in prompts; None for an engine that takes none."""
     if not config.prompt_embeds:
         return None
     return EmbedsSpec(runtime.model.config.hidden_size, memory.dtype)
 
 
 def prefill_kind(request: Request) -> PrefillKind:
-    """The prefill graphs that the request needs."""
+    """The kind of prefill graph that the request needs."""
     if request.job.processing is None:
         return "fast"
     return "full" if request.prompt_logprobs is None else "prompt"

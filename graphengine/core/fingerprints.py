@@ -1,4 +1,4 @@
-"""A few digits by which weights are known again, wherever they are."""
+"""Fingerprints: a few digits that identify weights, on any device and in any file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SAMPLES = 1024
 
 
 def fingerprint(weights: StoredWeights) -> str:
-    """Of the configuration and of up to 1,024 elements of each weight."""
+    """Fingerprint of the configuration and of up to 1,024 elements of each weight."""
     packed = [
         (f"{name} {index}", tensor)
         for name, linear in packed_linears(weights).items()
@@ -26,7 +26,7 @@ def fingerprint(weights: StoredWeights) -> str:
 
 
 def packed_linears(weights: StoredWeights) -> dict[str, StoredLinear]:
-    """Those whose weights are packed, by names of their own, which are sorted."""
+    """The linears with packed weights, under names made for this, sorted by name."""
     named = {
         f"{linear.parts[0][0]}{'' if linear.stack is None else linear.stack.expert}": linear
         for linear in weights.linears()
@@ -36,8 +36,8 @@ def packed_linears(weights: StoredWeights) -> dict[str, StoredLinear]:
 
 
 def fingerprint_of(config: object, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """16 hexadecimal digits of a configuration and of tensors by name, each of which may be gone
-    when the next one is asked for.
+    """16 hexadecimal digits for a configuration and tensors by name. Each tensor may be freed once
+    the next one is taken from the iterable.
     """
     digest = hashlib.sha256(repr(config).encode())
     samples: list[Tensor] = []
@@ -51,8 +51,10 @@ def fingerprint_of(config: object, tensors: Iterable[tuple[str, Tensor]]) -> str
 
 
 def updated_fingerprint(before: str, config: object, values: Mapping[str, Tensor]) -> str:
-    """Of weights that had the one before, once these values are in them; "" before an update of all
-    of them. It is of the sum of each tensor's bits, and of samples.
+    """Fingerprint after an update with these values, made from the sum of each tensor's bits and
+    from samples.
+
+    before  the fingerprint before the update; "" if the update has all weights
     """
     named = sorted(values.items())
     sums = [int(_bits(value).sum()) for _, value in named]

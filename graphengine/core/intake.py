@@ -1,4 +1,4 @@
-"""The door: prompts and parameters are checked, and requests are made of them."""
+"""Checks prompts and parameters, and makes requests of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from graphengine.text.tokenizer import TextStream, Tokenizer
 
 
 class QueueOptions(TypedDict, total=False):
-    """How a request waits: `Engine.submit` documents both."""
+    """Options of a request in the queue; `Engine.submit` documents both."""
 
     priority: int
     deadline_s: float | None
@@ -45,14 +45,14 @@ def check_queue_options(method: str, options: QueueOptions) -> None:
 class Intake:
     """Makes requests for an engine of `config` and `memory`, numbered from 1.
 
-    vocabulary    ids that can be sampled, the first of the `vocab_size` of the model
+    vocabulary    number of ids that can be sampled, the first of the model's `vocab_size`
     eos_ids       tokens that end every request, unless it ignores them
-    prompts_only  a request has one new token
-    routed        the model's experts; None without
-    embeds        what embeddings in prompts must be; None: there may be none
-    cancelled     where requests put themselves that their owners end
+    prompts_only  whether every request has just one new token
+    routed        the model's experts; None if it has none
+    embeds        shape and dtype of embeddings in prompts; None: they are not allowed
+    cancelled     the list that requests add themselves to when they are cancelled
 
-    `tokenizer` may be taken away: requests made from then on have no text.
+    `tokenizer` may be set to None: requests made from then on have no text.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Intake:
         )
 
     def prompt(self, prompt: Prompt, params: SamplingParams) -> PromptTokens:
-        """The prompt's tokens; ValueError for what cannot be served."""
+        """The prompt's tokens; ValueError for a prompt that cannot be served."""
         _check_params(params)
         return self.session_prompt(prompt, (), params.add_bos, room=params.room)
 
     def session_prompt(
         self, prompt: Prompt, before: Sequence[int], add_bos: bool | None = None, room: int = 1
     ) -> PromptTokens:
-        """The tokens of a prompt after those of a session; ValueError likewise."""
+        """The tokens of a session followed by a prompt's; ValueError if they cannot be served."""
         return read_prompt(
             prompt,
             tokenizer=self.tokenizer,
@@ -117,7 +117,7 @@ class Intake:
         submitted: float,
         **options: Unpack[QueueOptions],
     ) -> Request:
-        """A request whose prompt is a session's tokens; ValueError likewise."""
+        """A request whose prompt is a session's tokens; ValueError if it cannot be served."""
         params = self.usual_params if params is None else params
         _check_params(params)
         if params.add_bos is not None:
@@ -136,7 +136,7 @@ class Intake:
     ) -> Request:
         """A request, not queued yet; ValueError for parameters that cannot be served.
 
-        `submitted` is when its caller called, by `time.perf_counter`.
+        submitted  time of the caller's call, by `time.perf_counter`
         """
         check_callable("on_event", callback)
         _check_queueing(priority, deadline_s)
@@ -180,7 +180,7 @@ class Intake:
         )
 
     def _stops(self, params: SamplingParams) -> Stops:
-        """The tokens that end a request; ValueError for too many, and for one that is none."""
+        """The tokens that end a request; ValueError for too many, and for an id without a token."""
         eos = () if params.ignore_eos else self._eos_ids
         given = (token_id(token, self._vocab_size) for token in params.stop_tokens)
         ids = tuple(dict.fromkeys((*eos, *given)))
@@ -198,7 +198,9 @@ class Intake:
         )
 
     def _check_new_tokens(self, params: SamplingParams) -> None:
-        """ValueError for text that nobody decodes, and for more tokens than a prompt may have."""
+        """ValueError for stop strings without a tokenizer, and for too many new tokens where each
+        prompt has one.
+        """
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; the checkpoint has no tokenizer.json")
         if self._prompts_only and params.max_tokens not in (None, 1):
@@ -208,9 +210,9 @@ class Intake:
             )
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
-        """Tokens of the whole sequence at which a request ends."""
-        # A prefill always samples a token. That of a prompt which is only scored is dropped: it may
-        # lie past the last position, as nothing is written for it.
+        """Length of the whole sequence, prompt included, at which a request ends."""
+        # A prefill always samples a token. A prompt that is only scored drops it: it may lie past
+        # the last position, as nothing is written for it.
         if self._prompts_only or not params.room:
             return prompt_len + 1
         room = self._max_seq_len - prompt_len
@@ -218,7 +220,7 @@ class Intake:
         return prompt_len + min(room, most)
 
     def _guide(self, params: SamplingParams, processing: Processing | None) -> Guide | None:
-        """What follows the grammar that a request asks for; ValueError where none can be."""
+        """The guide for a request's grammar, None without one; ValueError if there can be none."""
         if params.structured_outputs is None:
             return None
         if self._config.forced_acceptance is not None:
@@ -230,7 +232,9 @@ class Intake:
         return self._grammars.guide(params, self.tokenizer, processing.mask)
 
     def _given_routes(self, params: SamplingParams) -> Ids | None:
-        """The ids of the experts that a request's tokens take; ValueError if they cannot."""
+        """The ids of the experts that a request replays; None if it replays none. ValueError if
+        they do not fit the model or the engine.
+        """
         record, routed = params.routing_record, self._routed
         if record is None:
             return None
@@ -242,7 +246,7 @@ class Intake:
         return record.ids[: self._max_seq_len]
 
     def _new_routes(self) -> RecordedRoutes | None:
-        """What keeps the experts of a request's tokens, if anything does."""
+        """The record of the experts of a request's tokens; None if the engine records none."""
         recorded = self._recorded
         if recorded is None:
             return None
@@ -256,11 +260,12 @@ class Intake:
         *,
         unfinished: bool,
     ) -> None:
-        """Give drafts to a request, for the tokens after those it has; they replace its others.
+        """Give a request drafts of its next tokens; they replace earlier ones.
 
-        unfinished  whether it is one of the engine's that waits or is active
+        unfinished  whether the request is waiting or active in this engine
 
-        ValueError if there are too many, if the request cannot have any, and for anything else.
+        ValueError if there are too many, if the request cannot have any, and for anything that is
+        not token ids.
         """
         if not needs.host_drafts:
             raise ValueError(
@@ -286,7 +291,7 @@ class Intake:
             return None
         hidden = self._eos_ids if params.remove_eos else ()
         silent = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
-        # Text that a grammar promises has its first space whatever stands before it.
+        # Text that follows a grammar keeps its leading space, whatever text precedes it.
         continues = params.structured_outputs is not None or tokenizer.continues(
             prompt_ids, silent.union(hidden)
         )

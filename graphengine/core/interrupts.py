@@ -1,4 +1,4 @@
-"""Ctrl-C during a step: it is put off until host and device agree again."""
+"""Puts off Ctrl-C during a step until host and device agree again."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Handler = Callable[[int, FrameType | None], object]
 class HeldInterrupts:
     """Inside `with`, SIGINT is put off to the end of the block, or to where it is let through.
 
-    Python raises KeyboardInterrupt wherever it happens to be: in the middle of a step, how far that
-    has come is then unknown. Outside the block the program's handler is in place, unchanged. It is
-    called once the signal is no longer put off, so that whatever else it does works as well.
+    Python raises KeyboardInterrupt wherever it happens to be; in the middle of a step it is then
+    unknown how far the step has come. Outside the block the program's own handler is in place. It
+    is called once the signal is no longer put off, so everything it does works as usual.
 
-    A second SIGINT is not put off: what the block does may hang.
+    A second SIGINT is not put off: the code in the block may hang.
 
-    Does nothing in other threads than the main one, which alone runs handlers, and where no
-    function of Python handles SIGINT. Blocks of one object are not nested.
+    It does nothing outside the main thread, which alone runs handlers, and if no Python function
+    handles SIGINT. Blocks of one object cannot be nested.
 
-    let_through  a block, inside the other, in which SIGINT is handled at once, one that was put off
-                 at its beginning: nothing is half done there
+    let_through  an inner block in which SIGINT is handled at once, as nothing is half done there; a
+                 SIGINT that was put off is handled at its beginning
     """
 
     __slots__ = ("_before", "_handler", "_put_off", "_through", "let_through")
@@ -49,7 +49,7 @@ class HeldInterrupts:
             return
         current = signal.signal(signal.SIGINT, before)
         if current is not self._handler:
-            # Somebody has set another handler inside the block.
+            # Another handler was set inside the block: keep it.
             signal.signal(signal.SIGINT, current)
         self._before = None
         if self._put_off:
@@ -64,7 +64,7 @@ class HeldInterrupts:
 
 
 class _LetThrough:
-    """See `HeldInterrupts.let_through`; an object that is kept, as each step opens the block."""
+    """See `HeldInterrupts.let_through`; one object is reused, as each step opens the block."""
 
     __slots__ = ("_held",)
 

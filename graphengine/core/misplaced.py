@@ -9,14 +9,16 @@ from graphengine.config import EngineConfig
 from graphengine.sampling_params import SamplingParams
 
 QUEUE_OPTIONS = ("priority", "deadline_s")
-"""How a request waits: `Engine.submit` documents both."""
+"""Options of a request in the queue; `Engine.submit` documents both."""
 
 _REQUEST = frozenset(field.name for field in fields(SamplingParams))
 _ENGINE = frozenset(field.name for field in fields(EngineConfig))
 
 
 def check_names(method: str, given: Iterable[str], known: Collection[str]) -> None:
-    """TypeError, as Python's own, for a name that `method` does not know; with where it belongs."""
+    """TypeError, worded like Python's, for a name that `method` does not know; says where it
+    belongs.
+    """
     for name in given:
         if name not in known:
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}{_home(name)}")

@@ -1,4 +1,4 @@
-"""What an engine holds and what its capture cost, as a table."""
+"""Reports: what an engine holds, what its capture cost, and what a step did."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class EngineReport:
 
     kv           blocks of the pool, as in `Engine.stats`
     compilation  kernels compiled or read from disk at opening; None on a CPU
-    prefill_cut  where prompts are cut; `chunk_times` are those it was found with, None where
-                 nothing was measured
-    ranks        processes of the engine; all but `counters` and `kv` are of the first
-    stages       of the model's layers; the first rank has the last of them
+    prefill_cut  where prompts are cut
+    chunk_times  the times that the cut was chosen by; None if nothing was measured
+    ranks        number of the engine's processes; all but `counters` and `kv` is of the first one
+    stages       number of pipeline stages; the first rank has the last stage
     """
 
     memory: MemoryPlan
@@ -83,14 +83,14 @@ class EngineReport:
 
 
 def _column(names: Iterable[str], least: int) -> int:
-    """How wide a column of these names is, with a blank after the longest."""
+    """Width of a column of these names, with a blank after the longest."""
     return max([least, *(len(name) + 1 for name in names)])
 
 
 def make_report(
     config: EngineConfig, memory: MemoryPlan, runtime: Runtime, scheduler: Scheduling
 ) -> EngineReport:
-    """The report of the engine with these parts, which may be closed."""
+    """The report of an engine with these parts; it may be closed."""
     pdl = config.pdl and overlaps_launches(memory.device)
     return EngineReport(
         memory=memory,
@@ -111,7 +111,7 @@ def make_report(
 
 
 def _stand_ins(device: Device | None) -> str:
-    """What portable kernels do on a GPU that lacks what the fastest ones need."""
+    """A line on the portable kernels that a GPU uses instead of fast ones it cannot run; or ""."""
     if device is None or device.has_wgmma:
         return ""
     capability = ".".join(map(str, device.capability))
@@ -125,7 +125,7 @@ def _stand_ins(device: Device | None) -> str:
 
 
 def _why(config: EngineConfig, memory: MemoryPlan) -> str:
-    """Where an engine's row family comes from."""
+    """Why an engine has its row family."""
     if config.row_family:
         return "asked for"
     if config.device_defaults.row_family:
@@ -142,7 +142,7 @@ def statistics(
     gate: Gate | None,
     drafter: Drafter,
 ) -> dict[str, Any]:
-    """What `Engine.stats` says."""
+    """Implements `Engine.stats`."""
     return {
         "acceptance": acceptance.as_dict(),
         "gate": None if gate is None else {"drafts": gate.drafts},
@@ -152,7 +152,7 @@ def statistics(
 
 
 def _kv_blocks(scheduler: Scheduling) -> dict[str, int | None]:
-    """Of all ranks that have requests of their own; `session_blocks` of each."""
+    """Block counts, summed over data parallel ranks; `session_blocks` is the limit of each rank."""
     pools = scheduler.pools
     return {
         "blocks": sum(pool.count for pool in pools),
@@ -163,7 +163,9 @@ def _kv_blocks(scheduler: Scheduling) -> dict[str, int | None]:
 
 
 def _states(scheduler: Scheduling) -> dict[str, int | None]:
-    """Of a model with recurrent layers alone, which has no experts to share."""
+    """Counts of kept states, only for models with recurrent layers; those have no experts that data
+    parallel ranks could share.
+    """
     states = scheduler.home(Context()).reuse.states
     return {"session_states": states.count, "states": len(states.held)} if states else {}
 
@@ -187,7 +189,7 @@ def _describe_compilation(compilation: KernelCompilation | None) -> list[str]:
 
 
 def _describe_times(times: ChunkTimes | None) -> list[str]:
-    """Where the cut was measured, a line for each bucket."""
+    """The measured chunk times, a line for each bucket."""
     return [
         f"  {tokens} tokens took "
         + ", ".join(f"{took:.3f} ms after {start}" for start, took in points)
@@ -208,11 +210,11 @@ class StepReport:
     """Ids of requests, each in the order in which it happened, and the graph that decoded.
 
     active    in a slot and not paused when the report was made
-    paused    paused by the step, to make room for older ones
-    resumed   brought back by the step; one may be paused and resumed in the same step
+    paused    paused by the step, to make room for older requests
+    resumed   resumed by the step; a request may be paused and resumed in the same step
     finished  ended by the step, for any reason
-    bucket    rows of the decode graph that the step launched last, unused ones included; 0: none
-    graph_request_count  requests that this launch serves; of all ranks with requests of their own
+    bucket    rows of the decode graph that the step launched last, including unused ones; 0: none
+    graph_request_count  requests that this launch serves, on all data parallel ranks
     """
 
     active: tuple[int, ...]
@@ -224,7 +226,7 @@ class StepReport:
 
 
 def describe_step(scheduler: Scheduling, newest: Sequence[Replay]) -> StepReport:
-    """The report of the last step that `scheduler` planned, which launched these replays last."""
+    """The report of the last step that `scheduler` planned; `newest` are its last replays."""
     decodes = [replay for replay in newest if replay.chunk is None]
     moved = {
         kind: tuple(number for move, number in scheduler.moves if move == kind)
@@ -242,10 +244,10 @@ def describe_step(scheduler: Scheduling, newest: Sequence[Replay]) -> StepReport
 def describe_engine(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> dict[str, Any]:
     """What latency and numerics depend on.
 
-    `weights` are bytes, by how they are stored; without a drafter's.
+    `weights` are bytes per storage format, without the drafter's weights.
 
     `plan_sources` says where the plan of each linear of a decode step came from: "user", "shipped"
-    or "heuristic". On a CPU no kernel uses it.
+    or "heuristic". On a CPU no kernel uses the plans.
     """
     return {
         "architecture": runtime.model.config.architecture,

@@ -1,8 +1,8 @@
 """Ways to run requests to their end, each a thin shell over `Engine.step`.
 
-They get the events of their own requests through callbacks, so that any number of them, and a loop
-of plain steps, may run at the same time: every step advances all requests, and no event goes to the
-wrong run. An exception in another request's callback ends the run whose step called it.
+A run gets the events of its own requests through callbacks, so any number of runs, and a loop of
+plain steps, may be active at the same time: every step advances all requests, and no event goes to
+the wrong run. An exception in another request's callback ends the run whose step called it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def generate(
     progress: Progress | None,
     **options: Unpack[QueueOptions],
 ) -> Any:
-    """What `Engine.generate` says."""
+    """Implements `Engine.generate`."""
     check_callable("progress", progress)
     intake, submitted = core.intake, time.perf_counter()
     batch = is_batch(prompts)
@@ -88,7 +88,7 @@ def finish(core: EngineCore, submit: Submit) -> Result:
 
 
 def drain(core: EngineCore, timeout: float | None) -> list[Event]:
-    """What `Engine.drain` says."""
+    """Implements `Engine.drain`."""
     end = None if timeout is None else time.perf_counter() + timeout
     while True:
         left = None if end is None else max(0.0, end - time.perf_counter())
@@ -100,7 +100,7 @@ def drain(core: EngineCore, timeout: float | None) -> list[Event]:
 
 
 def stream(core: EngineCore, submit: Submit) -> Iterator[Event]:
-    """`Engine.stream`, for the request that `submit` makes."""
+    """Implements `Engine.stream` for the request that `submit` makes."""
     request, events = _submit(submit)
     generator = _events(core, request, events)
     # Run it to its first yield, so that closing an unused iterator cancels the request too.
@@ -109,10 +109,10 @@ def stream(core: EngineCore, submit: Submit) -> Iterator[Event]:
 
 
 def astream(core: EngineCore, submit: Submit) -> AsyncIterator[Event]:
-    """`Engine.astream`, for the request that `submit` makes."""
+    """Implements `Engine.astream` for the request that `submit` makes."""
     request, events = _submit(submit)
     generator = _events_async(core, request, events)
-    # Run it to its first yield, before which it awaits nothing.
+    # Run it to its first yield, as above; it awaits nothing before.
     with suppress(StopIteration):
         generator.__anext__().__await__().__next__()
     return cast(AsyncIterator[Event], generator)
@@ -122,7 +122,8 @@ def astream(core: EngineCore, submit: Submit) -> AsyncIterator[Event]:
 def _cancelling(core: EngineCore, requests: Sequence[Request]) -> Iterator[None]:
     """Cancel the requests if the block raises.
 
-    After Ctrl-C nobody may step again for a while: then they end here, and what they hold is free.
+    After Ctrl-C there may be no other step for a while, so the requests end here, and free what
+    they hold.
     """
     try:
         yield
@@ -147,10 +148,10 @@ def _submit(submit: Submit) -> tuple[Request, deque[Event]]:
 
 
 def _step(core: EngineCore, timeout: float | None = None) -> None:
-    """A step for runs that get their events through callbacks.
+    """Step for runs that get their events through callbacks.
 
-    The next plain step returns the events of requests without a callback. Events with a callback
-    are dropped, as they were delivered and there may never be a plain step.
+    The next plain step returns the events of requests without a callback. Events of requests with a
+    callback are dropped: they were delivered, and there may never be a plain step.
     """
     events = core.step(timeout)
     core.delivery.keep([event for event in events if event.request.callback is None])

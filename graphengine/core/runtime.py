@@ -49,7 +49,7 @@ from graphengine.requests.request import Request
 
 
 class Graph(Protocol):
-    """What a runtime replays: a `CapturedGraph` or a stand-in for one."""
+    """A graph that a runtime replays: a `CapturedGraph` or a stand-in for one."""
 
     def replay(self) -> None: ...
 
@@ -60,33 +60,33 @@ StandIn = TypeVar("StandIn", bound=Graph)
 class Runtime(Waits):
     """Allocates what `memory` planned for `model`, and captures every graph.
 
-    All tensors keep their addresses until `close()`. One thread calls it. `group` is of the
-    model's ranks, of which this is one, and `stages` of the pipeline in which it is a stage; None:
-    there are no others. `records` are the memory of its mailboxes, where another process reads
-    them.
+    All tensors keep their addresses until `close()`. Only one thread may call it. `group` has the
+    ranks of the model, including this one, and `stages` the stages of its pipeline; None: there are
+    no others. `records` is the memory of the mailboxes, if another process reads them.
 
     model         weights and tables
     buffers       every tensor that a replay can see, except weights and caches
     caches        pairs (KV of every block of the pool, including the dummy block 0; its swap area):
                   the target's, then the drafter's if it has one
     kept          places for the states of recurrent layers
-    mailbox       tokens and flags of each replay; `logprobs` has the log-probabilities that
-                  requests asked for
+    mailbox       tokens and flags of each replay
+    logprobs      the log-probabilities that requests asked for
     masks         the host's side of the masks for grammars and allowed ids
-    routing       records of experts, of tokens and for them; None without
+    routing       experts recorded of tokens, and experts for tokens to replay; None if experts are
+                  not recorded
     program       the captured steps
     plans         the plan of each linear; `plan_sources` says where each came from
-    graphs        graphs by key; `replaced` puts others in their places
+    graphs        graphs by key; `replaced` substitutes others
     captured      the graphs in the order of their capture; `captures` says what each took
-    compilation   what was compiled for them; None on a CPU
-    prefill_cut   where prompts are cut; `chunk_times` are those it was found with, None where
-                  nothing was measured
-    group         of the model's ranks; None: there is one
+    compilation   the kernels compiled for them; None on a CPU
+    prefill_cut   where prompts are cut
+    chunk_times   the times that the cut was chosen by; None if nothing was measured
+    group         the model's ranks; None: there is one
     numerics_id   `Engine.numerics_id`
     stream        the stream of all replays and copies; None on a CPU
-    device        of all this
+    device        the device of all of this
     launched      publishing replays so far: the sequence number of the last one
-    rank_times    what the recorder asks of other ranks
+    rank_times    times of other ranks, for the recorder
     """
 
     rank_times: RankTimes = OneRank()
@@ -109,7 +109,7 @@ class Runtime(Waits):
         self.masks, self.routing = held.masks, held.routing
         self.caches, self.program, self.kept = held.caches, held.program, held.kept
         self.stream = held.stream
-        # Where copies are queued.
+        # The stream or queue that takes copies.
         self._copies: torch.cuda.Stream | HostQueue | None = held.stream
         self._watched = held.stream
         self._has_scales = memory.kv_dtype == FP8_KV
@@ -136,7 +136,7 @@ class Runtime(Waits):
         swap = partial(swap_blocks, self.caches, self.buffers, pairs, pairs)
         with self.on_stream():
             if memory.state_places:
-                # What torch loads for these copies is there from now on.
+                # Torch loads its kernels for these copies now, and not in the first step.
                 self.kept.copy([StateCopy(0, 0, 1, back) for back in (False, True)])
                 self.kept.copy([BlockCopy(0, 0)])
             self.buffers.reset()
@@ -152,7 +152,7 @@ class Runtime(Waits):
                 around=lambda name: span(f"capture/{name}"),
             )
             if self.stream is None:
-                # Nothing is compiled or kept: the smallest of each kind show that steps work.
+                # Nothing is compiled or captured: run the smallest step of each kind, as a check.
                 for key in {(key.kind, key.variant): key for key in steps}.values():
                     steps[key]()
         self.graphs.update(zip(steps, graphs.values(), strict=True))
@@ -163,11 +163,11 @@ class Runtime(Waits):
     def _cut_prompts(
         self, memory: MemoryPlan, config: EngineConfig, group: RankGroup | None
     ) -> tuple[PrefillCut, ChunkTimes | None]:
-        """The cut that the config names or bounds, else at multiples of the largest bucket; and
-        what was measured for it. ValueError where the smallest bucket exceeds the bound.
+        """The prefill cut that the config names or bounds, else one at multiples of the largest
+        bucket; and the times measured for it. ValueError if the smallest bucket exceeds the bound.
 
-        Ranks measure together, and of each time take the slowest one's, so that all go on alike;
-        the driver cuts prompts, and only there is it an error.
+        Ranks measure together, and each uses the slowest rank's times, so all go on alike. Only the
+        driver cuts prompts, so only there an exceeded bound is an error.
         """
         sizes, bound = memory.prefill_ladder.sizes, config.max_prefill_ms_per_step
         longest = longest_prompt(memory)
@@ -187,7 +187,7 @@ class Runtime(Waits):
         return cut_within(times, longest=longest, bound=bound).within(longest), times
 
     def _clear(self) -> None:
-        """Forget all that graphs did before the first request."""
+        """Undo everything that graphs did before the first request."""
         with self.on_stream():
             self.buffers.reset()
         self.synchronize()
@@ -203,7 +203,7 @@ class Runtime(Waits):
         return self.buffers.load(updates, sequence=self.launched + 1, stream=self._copies)
 
     def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
-        """Keep the experts that the slots' requests replay; the fields to load that say so."""
+        """Store the expert routes that the slots' requests replay; returns the fields to load."""
         return {} if self.routing is None else self.routing.table.updates(slots)
 
     def swap(self, out: int, back: int) -> None:
@@ -212,7 +212,7 @@ class Runtime(Waits):
             self._launch(partial(swap_blocks, self.caches, self.buffers, out, back))
 
     def copy_kept(self, copies: list[Copy]) -> None:
-        """Queue these copies, and forget them."""
+        """Queue these copies, and empty the list."""
         if copies:
             with self.on_stream():
                 self._launch(partial(self.kept.copy, [*copies]))
@@ -225,7 +225,7 @@ class Runtime(Waits):
             self.launched += 1
 
     def acknowledge(self, sequence: int) -> None:
-        """Replays up to this one have published: what was loaded for them has arrived."""
+        """Note that replays up to this one have published, so their loads have arrived."""
         self.buffers.acknowledge(sequence)
 
     def fetch_drafts(self) -> None:
@@ -234,11 +234,11 @@ class Runtime(Waits):
             self._launch(self.masks.fetch_drafts)
 
     def _launch(self, work: Callable[[], object]) -> None:
-        """Queue something on the stream, which on a CPU is done at once."""
+        """Queue work on the stream; on a CPU, do it at once."""
         work()
 
     def wait_drafts(self, timeout: float | None) -> bool | None:
-        """True once the drafts of the last replay are on the host; waits as `Waits` do."""
+        """True once the drafts of the last replay are on the host; waits like `Waits`."""
         return self.masks.wait(self.launched, timeout=timeout, mode=self._mode, limit=self._limit)
 
     # Calls from outside a step.
@@ -253,9 +253,10 @@ class Runtime(Waits):
             self.stream.synchronize()
 
     def fingerprints(self) -> tuple[str, str]:
-        """Of the weights of the model, and of those of its drafter: "" of one without.
+        """Fingerprints of the model's weights and the drafter's; "" for a drafter without weights.
 
-        What was updated has one of its own, which the modules of the model's checkpoint share.
+        Updated weights have a new fingerprint, which draft modules from the model's checkpoint
+        share.
         """
         drafter, updated = self.program.drafter, self._updated
         if updated and drafter.weights is not None and drafter.own_checkpoint is None:
@@ -263,7 +264,7 @@ class Runtime(Waits):
         return updated or self._model_fingerprint(), self._drafter_fingerprint()
 
     def _model_fingerprint(self) -> str:
-        """Of the weights that were loaded when it was opened."""
+        """Fingerprint of the weights that were loaded when the engine was opened."""
         return fingerprint(self.model.weights)
 
     def _drafter_fingerprint(self) -> str:
@@ -271,16 +272,16 @@ class Runtime(Waits):
         return "" if drafted is None else fingerprint(drafted)
 
     def note_update(self, loaded: LoadedWeights, given: GivenTensors) -> None:
-        """Let fingerprints be others from now on, for `update_weights` with the same arguments."""
+        """Change the fingerprints, for an `update_weights` with the same arguments."""
         values, whole = loaded.used(given)
         before = "" if whole else self._updated or self._model_fingerprint()
         self._updated = updated_fingerprint(before, loaded.whole, values)
 
     def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
-        """Fill weights with these values where they lie, and what was made of them.
+        """Fill weights with these values in place, and refresh what was derived from them.
 
-        Waits for it: no replay may be in flight. What the caller's stream does to the values is
-        waited for, too.
+        No replay may be in flight. It waits until the weights are filled, and before that for the
+        work of the caller's stream on the values.
         """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -290,12 +291,12 @@ class Runtime(Waits):
             self.program.drafter.refresh()
         self.synchronize()
         if self.stream is not None:
-            # What it took for a moment: no budget has it.
+            # Free the temporary memory of the update, which is not in the budget.
             torch.cuda.empty_cache()
 
     def kv_scales(self, group: RankGroup | None = None) -> list[Tensor]:
-        """Of each fp8 cache the scales of all its layers, `[ranks, L, 2, G]` on the host; those of
-        this rank where there is no group.
+        """Scales of all layers of each fp8 cache, `[ranks, L, 2, G]` on the host; only this rank's
+        without a group.
         """
         drafter = self.program.drafter
         held: list[StoredWeights] = [self.model.weights] if self._has_scales else []
@@ -306,33 +307,33 @@ class Runtime(Waits):
             return [scales_of_ranks(each, group) for each in held]
 
     def scales_id(self) -> str:
-        """Digits of the scales of fp8 caches."""
+        """Digest of the scales of fp8 caches."""
         return scales_id(layer for cache in self.kv_scales() for layer in cache[0])
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of a block of each cache in `read_blocks`, layers first."""
+        """The shape of a block of each cache in `read_blocks`, layers first."""
         return tuple((cache.shape[0], *cache.shape[2:]) for cache, _ in self.caches)
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of what `read_states` returns."""
+        """The shapes of the tensors that `read_states` returns."""
         return self.kept.shapes
 
     @property
     def state_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the same."""
+        """The dtypes of the tensors that `read_states` returns."""
         return self.kept.dtypes
 
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
-        """Copies of KV blocks on the host, [layers, blocks, ...] for each cache; waits for them."""
+        """Copy KV blocks to the host, [layers, blocks, ...] for each cache; waits for it."""
         with self.on_stream():
             index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
             # A layer at a time, as the gathered blocks take device memory outside the budget.
             return tuple(_read_cache(cache, index) for cache, _ in self.caches)
 
     def read_states(self, place: int) -> tuple[Tensor, ...]:
-        """Copies of the states kept there on the host, [D, ...] each; waits for them."""
+        """Copy the states kept at this place to the host, [D, ...] each; waits for it."""
         with self.on_stream():
             return self.kept.read(place)
 
@@ -353,7 +354,8 @@ class Runtime(Waits):
     def replaced(
         self, replacement: Callable[[GraphKey, CapturedGraph], StandIn]
     ) -> Iterator[dict[GraphKey, StandIn]]:
-        """Inside, replays run `replacement(key, graph)` for each captured graph; yields these.
+        """Inside, replays run `replacement(key, graph)` for each captured graph; yields the
+        replacements.
 
         For tools that time, compare or imitate replays. Enter and leave with no replay in flight.
         """
@@ -385,7 +387,7 @@ def _read_cache(cache: Tensor, index: Tensor) -> Tensor:
 
 
 def _bits(cache: Tensor) -> Tensor:
-    """The same memory as integers, which every operation knows."""
+    """The cache's memory as integers, a dtype that every operation supports."""
     return cache.view(BITS[cache.element_size()])
 
 
@@ -396,7 +398,7 @@ def _slowest(
     tokens: int,
     start: int,
 ) -> float:
-    """`chunk_ms` of all ranks, the longest time."""
+    """The longest `chunk_ms` of all ranks."""
     own = torch.tensor([[chunk_ms(tokens, start)]], dtype=torch.float32, device=device)
     return float(group.gather(own).max())
 
@@ -412,7 +414,7 @@ def _numerics_id(
     """Hash of everything that the bits of an engine depend on."""
     prefill = memory.prefill_ladder.sizes
     ranks, stages = config.tensor_parallel, config.pipeline_parallel
-    # The usual cut follows from the buckets.
+    # The usual cut follows from the buckets, so it is not part of the hash.
     usual = prefill_cut.steps == ((0, prefill[-1]),)
     fp8: dict[str, str] = {}
     if memory.kv_dtype == FP8_KV:

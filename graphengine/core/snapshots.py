@@ -1,12 +1,12 @@
-"""A session in host memory, or in a file: its tokens, and the blocks of every cache; with recurrent
-layers, also their states after the tokens that the blocks have.
+"""Snapshots: a session in host memory or in a file. It has the tokens and the blocks of every
+cache; with recurrent layers, also their states after the tokens that the blocks have.
 
-A file is safetensors. It holds `token_ids`, int64 [n]; `cache_0`, [layers, blocks, 2, block_size,
-G, D] of the target; `cache_1` of the drafter if it has one; and `state_0`, ..., of each recurrent
-state the newest entries; and `embeds`, [n, H], where n of the ids are -1, which stands for an
-embedding. The metadata hold, as JSON under `session`, what must be equal in the engine that
-continues it, and SHA-256 digests of all this. The digests find damage and mix-ups, not
-tampering: they can be recomputed for a changed file.
+A file is in safetensors format. It holds `token_ids`, int64 [n]; `cache_0`, [layers, blocks, 2,
+block_size, G, D] of the target; `cache_1` of the drafter if it has one; `state_0`, ..., the newest
+entries of each recurrent state; and `embeds`, [n, H], if n of the ids are -1, which stands for an
+embedding. The metadata hold, as JSON under `session`, the values that must be equal in an engine
+that continues the session, and SHA-256 digests of all this. The digests find damage and mix-ups,
+not tampering: they can be recomputed for a changed file.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from graphengine.speculative import (
 
 # Schema 3 was the first with digests, and 4 is the first with ranks.
 _SCHEMA = 4
-# An unknown user's home is a RuntimeError, and so is JSON that is nested too deep.
+# The home of an unknown user raises RuntimeError, and so does JSON that is nested too deep.
 _UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """What the engine of a session must have in common with an engine that continues it.
+    """Properties of a session's engine that an engine that continues the session must share.
 
     device       "cpu", or the GPU's name: another kind computes other bits
-    dtype        of the model, and what KV is kept in where that is another: fp8 and its scales
+    dtype        dtype of the model, and of KV if it differs: fp8 and its scales
     model        fingerprint of the configuration and of samples of the weights
     caches       shape of a block of each cache, layers first
-    speculative  the drafter, as in reports, but without the path of a checkpoint of its own;
-                 "off" also where it keeps nothing of its own
+    speculative  the drafter, as in reports, but without the path of its own checkpoint; "off" also
+                 for a drafter that keeps nothing of its own
     drafter      fingerprint of the drafter's configuration and weights, like the model's; "" if it
                  has none
-    ranks        that computed it. What others go on with differs in last bits alone, and so between
-                 them `numerics_id` may, too
+    ranks        number of ranks that computed the session. Another number may continue it: results
+                 then differ only in last bits, so `numerics_id` may differ, too
     """
 
     device: str
@@ -78,11 +78,12 @@ class SessionSnapshot:
     token_ids  tokens of the conversation
     caches     for each cache [layers, blocks, ...]: the first blocks of the conversation, on the
                host; no blocks if the session was evicted
-    states     of each recurrent state the entries of the tokens before `position`, oldest first
-    position   tokens that the states follow from, and of which there is KV; 0 without states
+    states     entries of each recurrent state, of the tokens before `position`, oldest first
+    position   number of tokens that the states were computed from, and that have KV; 0 without
+               states
     embeds     [n, H] of the positions whose id is -1, on the host; None: there is none
-    digests    SHA-256 of "origin", "token_ids", "cache_0", ... at the time it was made; with states
-               also of "position", "state_0", ..., with embeddings of "embeds"
+    digests    SHA-256 of "origin", "token_ids", "cache_0", ... when the snapshot was made; with
+               states also of "position", "state_0", ..., with embeddings of "embeds"
     """
 
     origin: Origin
@@ -196,9 +197,9 @@ class SessionSnapshot:
     def check(self, core: EngineCore) -> None:
         """ValueError, with both values, unless the KV is what `engine` would have computed.
 
-        It compares the session's origin with the engine, and checks by the digests that token ids,
-        KV and origin are those that the snapshot was made with. This reads them once, about a
-        second a GB.
+        It compares the session's origin with the engine, and checks with the digests that token
+        ids, KV and origin are as they were when the snapshot was made. This reads them once, at
+        about a second per GB.
         """
         ours, ids = origin_of(core), self.token_ids
         for name, kind in (("origin", Origin), ("digests", Mapping)):
@@ -243,7 +244,7 @@ class SessionSnapshot:
         self._check_digests()
 
     def _check_embeds(self, core: EngineCore) -> None:
-        """ValueError, with both values, unless they are such as the engine takes."""
+        """ValueError, with both values, unless the engine takes embeddings like these."""
         found, spec = self.embeds, core.intake.embeds
         if found is None:
             return
@@ -262,9 +263,9 @@ class SessionSnapshot:
             )
 
     def _check_states(self, core: EngineCore) -> None:
-        """ValueError, with both values, unless the states are those that the engine would keep.
+        """ValueError, with both values, unless the states are like those that the engine keeps.
 
-        They do not depend on its drafts: their entries are laid out anew, by position.
+        They do not depend on the engine's number of drafts: entries are placed anew, by position.
         """
         wanted, dtypes, found = core.runtime.state_shapes, core.runtime.state_dtypes, self.states
         if not isinstance(found, tuple | list) or not is_int(self.position):
@@ -291,7 +292,7 @@ class SessionSnapshot:
             )
 
     def _check_digests(self) -> None:
-        """ValueError, naming the part, if a part differs from when the snapshot was made."""
+        """ValueError, naming the part, if a part has changed since the snapshot was made."""
         parts = _digests(
             self.origin, self.token_ids, self.caches, self.states, self.position, self.embeds
         )
@@ -388,7 +389,7 @@ def origin_of(core: EngineCore) -> Origin:
 
 
 def _dtypes(core: EngineCore) -> str:
-    """Of the model, and of KV where it has one of its own; the scales are as much a part of it."""
+    """The dtypes of the model and, if it differs, of KV, which includes its scales."""
     dtypes = core.memory.describe_dtypes()
     if core.memory.kv_dtype == core.memory.dtype:
         return dtypes
@@ -402,8 +403,8 @@ def copy_out(
     blocks: Sequence[int],
     state: KeptState | None,
 ) -> SessionSnapshot:
-    """A session's tokens and embeddings, and its blocks or its kept state with those of the state,
-    copied to the host after everything that was launched.
+    """Copy a session to the host, after everything that was launched: tokens, embeddings, and its
+    blocks; or its kept state with the state's blocks.
     """
     origin, runtime = origin_of(core), core.runtime
     if state is None:

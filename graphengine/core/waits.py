@@ -1,4 +1,4 @@
-"""Waits for what replays publish, of this process or of another one whose mailboxes are mapped."""
+"""Waits for records of replays, of this process or of another whose mailboxes are mapped."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from graphengine.requests.result import TokenLogprobs
 
 
 class Waits:
-    """Those of a rank's mailboxes.
+    """Waits on a rank's mailboxes.
 
-    Each returns None if its data have not arrived within `timeout` seconds (None: up to the
+    Each wait returns None if its data have not arrived within `timeout` seconds (None: up to the
     engine's `wait_limit_s`; 0: look once). It raises TimeoutError at that limit and MailboxBroken
     if the device failed.
     """
@@ -23,7 +23,7 @@ class Waits:
     routing: Routing | None
     _mode: WaitMode
     _limit: float
-    # What the waits query.
+    # The stream, or a stand-in for one, that the waits query.
     _watched: Queryable | None
 
     def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:

@@ -1,4 +1,4 @@
-"""Other weights for an engine that stays open: checked, filled in place, and what they outdate."""
+"""Updates the weights of an open engine in place, and drops the KV that they outdate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WeightSource = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.Pa
 
 
 def update_weights(core: EngineCore, loaded: LoadedWeights | None, source: WeightSource) -> None:
-    """What `Engine.update_weights` says."""
+    """Implements `Engine.update_weights`."""
     core.settle("update_weights")
     if loaded is None:
         raise ValueError("update_weights() is for engines that from_pretrained has opened")

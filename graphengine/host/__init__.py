@@ -1,1 +1,1 @@
-"""What the host keeps and decides about requests: slots, KV blocks, drafts' lengths, masks."""
+"""The host's state and decisions about requests: slots, KV blocks, draft lengths, masks."""

@@ -1,11 +1,10 @@
-"""Which KV blocks are kept for sessions and for prefixes that may come again, and who begins with
-them.
+"""Reuse of KV blocks: which are kept for sessions and prefixes, and which requests begin with them.
 
 Only whole blocks are reused, and only blocks that hold, at every position, what a prefill of the
-same tokens would write there. `tokens_after` is the number of tokens after a position on which its
-entries depend: 0 in the target's cache, more in the cache of a drafter that looks ahead. Nothing
-writes into a reused block, except a drafter of several modules, which writes the values that are
-there already.
+same tokens would write there. The entries of a position may depend on tokens after it:
+`tokens_after` is how many, 0 in the target's cache, more in the cache of a drafter that looks
+ahead. Nothing writes into a reused block, except a drafter of several modules, which writes the
+values that are there already.
 """
 
 from __future__ import annotations
@@ -24,21 +23,22 @@ from graphengine.requests.request import Request
 
 
 def _needs_every_token(request: Request) -> bool:
-    """Whether its prompt is to be prefilled as a whole.
+    """Whether the request's whole prompt must be prefilled.
 
-    The log-probabilities of a prompt need the logits after each of its tokens, and other experts
-    than the router's lead to other KV.
+    The log-probabilities of a prompt need the logits after each of its tokens, and replayed experts
+    lead to other KV than the router's.
     """
     return request.params.prompt_logprobs is not None or request.job.given_routes is not None
 
 
 class Beginning(NamedTuple):
-    """What a request need not compute.
+    """The part of a prompt that a request need not compute.
 
     blocks  whole blocks of its first tokens, to be shared
     tokens  how many tokens it skips, all but one at most
     own     whether its session kept them
-    state   what the rest of the tokens' KV, and the states after them, are copied from
+    state   the kept state to copy from: the recurrent states after these tokens, and their KV that
+            `blocks` do not have
     """
 
     blocks: list[int]
@@ -51,22 +51,22 @@ class Reuse:
     """Decides which blocks a request begins with, and what happens to its blocks when it ends.
 
     pool          the blocks of the KV cache
-    tokens_after  tokens after a position on which its entries depend, in the engine's caches
+    tokens_after  tokens after a position that its entries in the engine's caches depend on
     prefixes      whether prompts find blocks of earlier prompts by their tokens
     counters      where `prefix/...` and `sessions/...` are counted
-    rings         the KV of layers with a window that is not in the pool
-    state_places  kept states of recurrent layers, at most; 0 also of a model without such layers
+    rings         rings with the KV of layers with a window, which is not in the pool
+    state_places  most kept states of recurrent layers; 0 also for a model without such layers
 
-    A session's blocks are of use only together with its ring, where KV is in rings: `reusable` says
-    how many are. No prefix can be shared there.
+    If KV is in rings, a session's blocks are usable only together with its ring: `reusable` says
+    how many are. No prefix can then be shared.
 
     A prefix is found by a chain of SHA-256: a block's key is the hash of the previous block's key,
-    the block's tokens, and the `tokens_after` tokens that follow, so that equal keys mean equal
-    entries. The index has only blocks that prefill has written as a whole. The blocks of a reply
-    are written by the decode kernels and may differ in their last bits, so a turn of a session that
-    builds on a reply adds none.
+    the block's tokens, and the `tokens_after` tokens that follow, so equal keys mean equal entries.
+    The index has only blocks that prefill has written as a whole. The blocks of a reply are written
+    by the decode kernels and may differ in their last bits, so a turn of a session that builds on a
+    reply adds none.
 
-    With kept states (`kept_states.py`) no other blocks are kept: sessions and prefixes have theirs.
+    With kept states (`kept_states.py`), sessions and prefixes keep only the blocks of their states.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Reuse:
         self._key_of = pool.indexed
         pool.evict = self.evict
 
-    # Requests, as the scheduler sees them.
+    # Calls of the scheduler, in the order of a request's life.
 
     def begin_with(self, request: Request) -> Beginning:
-        """What is kept of the request's first tokens: its session's, unless there is more of the
-        prompt that all may find.
+        """What is kept of the request's first tokens: by its session, or in the prefix index if
+        that has more of the prompt.
         """
         if self.states:
             return self._state_for(request)
@@ -129,25 +129,25 @@ class Reuse:
         return Beginning(state.blocks[:whole], state.position, state is own, state)
 
     def touch_kept(self, request: Request, beginning: Beginning) -> None:
-        """Note that what the request begins with was used last, and so is its session."""
+        """Mark the request's beginning, and its session, as most recently used."""
         if request.job.context is not None:
             self.touch(request.job.context)
         if beginning.state is not None:
             self.states.touch(beginning.state)
 
     def begin(self, request: Request, beginning: Beginning) -> None:
-        """The request has just been given these blocks: it gets what else it begins with."""
+        """Give a request that has just got these blocks the rest: its states and its routes."""
         request.cached_tokens = beginning.tokens
         if beginning.state is not None:
             self.states.go_on(request, beginning.state)
         self._share_routes(request, beginning)
         if beginning.own:
             self._counters["sessions/reused_tokens"] += beginning.tokens
-            # What it writes after a reply's blocks is not a prefill of its tokens alone.
+            # Blocks that follow a reply's are not the prefill of their tokens alone: not indexed.
             request.job.placed.indexed = request.job.prompt_len
 
     def cached_tokens(self, context: Context, tokens: int) -> int:
-        """Tokens that a turn of so many need not compute, for what its session keeps."""
+        """Tokens that a turn of `tokens` tokens need not compute, thanks to its session."""
         if self.states:
             state = self.states.newest(context, tokens)
             return 0 if state is None else state.position
@@ -159,7 +159,7 @@ class Reuse:
         return context.blocks[: self.rings.reusable(context.ring, count)]
 
     def find(self, request: Request) -> list[int]:
-        """Blocks in the index for the request's first tokens, all but one of them at most."""
+        """Blocks in the index for the request's first tokens, at most all tokens but one."""
         if not self.prefixes or _needs_every_token(request):
             return []
         found = []
@@ -171,7 +171,7 @@ class Reuse:
         return found
 
     def _share_routes(self, request: Request, beginning: Beginning) -> None:
-        """The request has the records of the blocks it begins with, too."""
+        """Give the request the recorded experts of the blocks that it begins with."""
         routes = request.job.routes
         if routes is None:
             return
@@ -183,18 +183,20 @@ class Reuse:
         routes.share(pages)
 
     def _keep_routes(self, request: Request, first: int, last: int) -> None:
-        """What is recorded for blocks `first .. last - 1` of the request stays with them."""
+        """Keep the recorded experts of the request's blocks `first .. last - 1` with the blocks."""
         routes = request.job.routes
         if routes is not None:
             pages = routes.pages_until(last)[first:]
             self._pool.routes |= zip(request.job.placed.blocks[first:last], pages, strict=True)
 
     def begun(self, request: Request) -> None:
-        """The request is about to be prefilled, with the blocks the index has of its prompt."""
+        """Count the prefix hit of a request that is about to be prefilled, and set the first block
+        that it may index.
+        """
         cached = request.cached_tokens
         request.job.placed.indexed = cached // self._block_size
         if request.job.given_routes is not None:
-            # Others would not find what the router itself leads to.
+            # Its KV is not what the router itself leads to, so none of it is indexed.
             request.job.placed.indexed = request.job.prompt_len
         if not _needs_every_token(request):
             self._counters["prefix/queries"] += 1
@@ -203,8 +205,8 @@ class Reuse:
             self._counters["prefix/hit_tokens"] += cached
 
     def fed(self, request: Request) -> None:
-        """Keep what the prompt's chunks up to `prefilled`, which are all but launched, will leave:
-        in the index, or as a state.
+        """Keep the KV of the prompt's chunks up to `prefilled`, in the index or as a state. The
+        last of these chunks is about to be launched.
         """
         placement = request.job.placed
         if self.states:
@@ -229,10 +231,11 @@ class Reuse:
     def ended(self, request: Request) -> None:
         """Hand a finished turn's blocks to its session; the request is still one of their users.
 
-        Replays in flight write after what is handed over. A turn that was cancelled, late or failed
-        leaves the session as it was. So does a turn with nothing more to hand over: one that was
-        stopped during its prefill, or that ends while it is paused and its blocks are not in the
-        pool; and one that replayed a record, whose KV is not what the router itself leads to.
+        Replays in flight write only after the part that is handed over. A turn that was cancelled,
+        late or failed leaves the session as it was. So does a turn with nothing more to hand over:
+        one that was stopped during its prefill, or that ends while it is paused and its blocks are
+        not in the pool. So does a turn that replayed recorded experts, as its KV is not what the
+        router itself leads to.
         """
         job, placement = request.job, request.job.placed
         context, blocks = job.context, placement.blocks
@@ -267,12 +270,12 @@ class Reuse:
     def take_ring(self, request: Request, *, own: bool) -> HeldRing | None:
         """A ring for a request that is admitted: its session's, or a vacant one.
 
-        Each request in a slot has one, and there are as many as slots. So either one is vacant or
-        an idle session keeps one, and the session that was used last longest ago is evicted.
-        A turn that replays a record has another ring than its session's, as its KV is not what the
-        router itself leads to.
+        Each request in a slot has one, and there are as many rings as slots. So either one is
+        vacant, or idle sessions keep some and the least recently used of them is evicted.
+        A turn that replays recorded experts gets another ring than its session's, as its KV is not
+        what the router itself leads to.
 
-        own  whether it goes on where its session's ring has come to
+        own  whether the request continues from where its session's ring ends
         """
         if not self.rings:
             return None
@@ -290,10 +293,10 @@ class Reuse:
         return ring
 
     def end_ring(self, request: Request, written: int) -> None:
-        """The request, which may have written positions below `written`, gives its ring back.
+        """Give back the ring of a request, which may have written positions below `written`.
 
-        A session that has blocks keeps it. They are those of the turn, or of an earlier one whose
-        tokens the turn began with.
+        A session that has blocks keeps the ring. Its blocks are the turn's, or those of an earlier
+        turn whose tokens this turn began with.
         """
         job, placement = request.job, request.job.placed
         ring, placement.ring = placement.ring, None
@@ -317,14 +320,14 @@ class Reuse:
     # Contexts of sessions.
 
     def whole_blocks(self, tokens: int) -> int:
-        """Blocks whose entries depend on a sequence's first `tokens` tokens alone."""
+        """Number of blocks whose entries depend only on a sequence's first `tokens` tokens."""
         return max(0, tokens - self._tokens_after) // self._block_size
 
     def give(self, context: Context, blocks: Sequence[int]) -> None:
-        """Let `context` keep these blocks in place of its own; others may hold them too.
+        """Let `context` keep these blocks instead of those it has; others may hold them too.
 
-        If they are more than may be idle, only the first are kept: all of them would evict every
-        other session, and in the end this one.
+        If there are more blocks than may be idle, only the first are kept: keeping all would evict
+        every other session, and in the end this one.
         """
         kept = list(blocks[: self._pool.max_idle])
         self._pool.keep(kept)
@@ -333,13 +336,13 @@ class Reuse:
         self.touch(context)
 
     def touch(self, context: Context) -> None:
-        """Note that `context` was used last; a context without blocks is not noted."""
+        """Mark `context` as most recently used; does nothing for a context without blocks."""
         self.contexts.pop(context, None)
         if context.blocks:
             self.contexts[context] = None
 
     def cut(self, context: Context, tokens: int) -> None:
-        """Release what depends on more than the first `tokens` tokens."""
+        """Release the blocks and states that depend on more than the first `tokens` tokens."""
         self.states.cut(context, tokens)
         count = self.whole_blocks(tokens)
         self._pool.let_go(context.blocks[count:])
@@ -348,11 +351,11 @@ class Reuse:
             self._drop_ring(context)
             self.contexts.pop(context, None)
         elif not self.reusable(context, tokens + 1):
-            # Its ring does not reach back to there.
+            # Its ring does not reach back that far.
             self._evict_session(context, 0)
 
     def close(self, context: Context) -> None:
-        """Release all that it keeps; may be called again."""
+        """Release everything that a context keeps; may be called again."""
         self.states.close(context)
         self._pool.let_go(context.blocks)
         self._drop_ring(context)
@@ -365,11 +368,11 @@ class Reuse:
     def evict(self, count: int) -> None:
         """Make `count` idle blocks vacant.
 
-        First go blocks that only the index of prefixes keeps: longest idle first, and within one
-        request from its end. Then whole sessions without a block in use, least recently used first;
-        a block that two sessions keep goes with the second of them. Last come sessions with some
-        blocks in use, such as that of a running turn, from their first idle block on. Where states
-        are kept, their blocks go with them, those worth least first.
+        First it evicts blocks that only the prefix index keeps: longest idle first, and within one
+        request from its end. Then it evicts whole sessions without a block in use, least recently
+        used first; a block that two sessions keep becomes vacant with the second one. Last come
+        sessions with some blocks in use, like that of a running turn, from their first idle block
+        on. With kept states, states are evicted with their blocks, least valuable first.
         """
         pool = self._pool
         enough = pool.vacant + count
@@ -393,12 +396,12 @@ class Reuse:
             self._evict_session(context, used)
 
     def forget(self) -> None:
-        """Evict all that is kept, where no request uses any of it: it no longer holds."""
+        """Evict everything that is kept, because it is no longer valid; no request may use it."""
         self.states.evict_all()
         self.evict(len(self._pool.idle))
 
     def _evict_session(self, context: Context, left: int) -> None:
-        """Take all but its first `left` blocks from a session; with `left` = 0 it is evicted."""
+        """Take all blocks but the first `left` from a session; with `left` = 0 it is evicted."""
         self._pool.let_go(context.blocks[left:])
         del context.blocks[left:]
         if not left:
@@ -408,7 +411,7 @@ class Reuse:
             self._counters["sessions/evicted"] += 1
 
     def _evict_prefixes(self, enough: int) -> bool:
-        """Evict until this many blocks are vacant; False if that would take a session."""
+        """Evict prefixes until this many blocks are vacant; False if there are too few prefixes."""
         pool = self._pool
         while pool.vacant < enough and pool.unwanted:
             block = next(iter(pool.unwanted))
@@ -422,7 +425,7 @@ class Reuse:
         return (job.prompt_len - 1) // self._block_size
 
     def _keys(self, request: Request) -> list[bytes]:
-        """The keys of all blocks of the prompt whose entries depend on the prompt alone."""
+        """The keys of all blocks of the prompt whose entries depend only on the prompt."""
         keys = request.job.block_keys
         if keys is None:
             size, tokens_after = self._block_size, self._tokens_after

@@ -1,4 +1,4 @@
-"""Which requests are late."""
+"""Finds requests that are past their deadlines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from graphengine.requests.request import Request
 class Deadlines:
     """Requests that have a deadline, the next one first.
 
-    `heap` is empty if no request has one, so nothing need be called. Requests that end in time are
-    dropped when their deadlines pass, or earlier, once they are more than half of the heap.
+    `heap` is empty if no request has one, so callers can skip all calls. Requests that end in time
+    are dropped when their deadlines pass, or earlier, once they are more than half of the heap.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Deadlines:
             self._crowd = 64 + 2 * len(self.heap)
 
     def late(self, now: float) -> list[Request]:
-        """Remove and return unfinished requests that are past their deadlines, in that order."""
+        """Remove and return unfinished requests past their deadlines, earliest deadline first."""
         late = []
         while self.heap and self.heap[0][0] <= now:
             request = heappop(self.heap)[-1]

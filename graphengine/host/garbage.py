@@ -1,4 +1,4 @@
-"""When Python's collector of cyclic garbage runs: while the host waits anyway, where it can."""
+"""Runs Python's collector of reference cycles while the host waits anyway, if possible."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ import sysconfig
 from collections.abc import Callable
 
 NEARLY_DUE = 0.8
-"""Share of the youngest generation's threshold. The rest is left for what one step and its consumer
-allocate before the next wait: 140 of CPython's 700 containers, and 400 of its 2,000 from 3.13 on.
-With a lower share collections would be more frequent."""
+"""Share of the youngest generation's threshold from which a collection counts as due. The rest is
+left for what one step and its consumer allocate before the next wait: 140 of CPython's 700
+containers, and 400 of its 2,000 from 3.13 on. With a lower share collections would be more
+frequent."""
 _GENERATIONS = sys.version_info < (3, 14) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def collect_due(arrived: Callable[..., bool], *arguments: object) -> None:
-    """Collect one generation or two now if Python is about to, by its own rule.
+    """Collect one or two generations now if Python, by its own rule, is about to.
 
-    But not if `arrived(*arguments)`, which is called only then: there would be nothing to wait for.
+    It does not if `arrived(*arguments)` is true, as there is then nothing to wait for; `arrived` is
+    called only if a collection is due.
 
-    It collects the oldest generation whose count exceeds its threshold, once the youngest's does. A
-    full collection is left to Python, which declines one until a quarter of the heap is new, and
-    does not say so. So when the count for a full one is reached, the first collection after one of
-    two generations is left to Python. If Python does not run a full one then, it will not until two
-    generations are collected again.
+    Once the youngest generation's count nears its threshold, the oldest generation whose count
+    exceeds its threshold is collected. A full collection is left to Python, which declines one
+    until a quarter of the heap is new, and does not say so. So when the count for a full one is
+    reached, the first collection after one of two generations is left to Python. If Python does not
+    run a full one then, it will not until two generations are collected again.
 
-    Nothing happens where the collector is disabled, or its first threshold is 0. Nor in a Python
-    whose counts mean something else, for lack of three generations: 3.14 with its incremental
+    Nothing happens if the collector is disabled, or its first threshold is 0; nor in a Python
+    without three generations, whose counts mean something else: 3.14 with its incremental
     collector, and free threading, where every collection is full.
     """
     if not (_GENERATIONS and gc.isenabled()):

@@ -1,4 +1,4 @@
-"""When to speculate: a gate among the draft lengths that an engine has captured.
+"""The gate of speculative decoding: it chooses among the draft lengths that an engine has captured.
 
 TensorRT-LLM's gate switches speculation off for good once a rolling mean of accepted drafts is
 low; this gate can switch it on again. It sees only numbers, so the same calls give the same
@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 class Gate:
     """Chooses the draft length of each step by how many drafts are accepted.
 
-    lengths      draft lengths that may be used, ascending; it starts with the last one
+    lengths      draft lengths that may be used, ascending; the gate starts with the last one
     window       records needed to judge a length
     off_below    mean accepted drafts a step below which the next shorter length is used
     on_above     mean accepted drafts a step that the next longer length must exceed to be kept
     probe_every  steps after which the next longer length is tried
     max_live     rows above which the shortest length is used; None: no limit
     schedule     the longest length for a number of live rows; None: any
-    counters     where it counts; None: counters of its own
+    counters     the counters to add to; None: its own
 
     The rule: a *settled* length is judged by its `window` latest records, once there are that many.
     If their mean is below `off_below`, the next shorter length is settled. After every
@@ -32,8 +32,9 @@ class Gate:
     is over steps: accepted drafts divided by the steps of the records.
 
     `max_live` is independent of this: while more rows are live, steps use the first length and are
-    not counted; afterwards the gate continues where it was. So it is where the schedule allows the
-    first length alone; where it allows a shorter one than that in use, steps use the shorter one.
+    not counted; afterwards the gate continues where it was. The same holds while the schedule
+    allows only the first length. If the schedule allows only a length shorter than the one in use,
+    steps use the shorter one.
 
     Counters: `gate/off` and `gate/on` (a shorter, a longer length was settled), `gate/probes`,
     `gate/overloaded` (steps at the first length due to `max_live`), `gate/steps/K` (steps of
@@ -83,19 +84,19 @@ class Gate:
 
     @property
     def probing(self) -> bool:
-        """Whether that length is on trial."""
+        """Whether the length in use is a probe."""
         return self._probing
 
     @property
     def mean(self) -> float | None:
-        """Mean accepted drafts a step in the records of that length; None without records."""
+        """Mean accepted drafts a step in the records of the length in use; None without records."""
         return self._accepted / self._recorded if self._recorded else None
 
     def record(self, accepted: int, steps: int) -> None:
-        """Add the drafts that `steps` verifying steps accepted: those of a request or a single row.
+        """Record the drafts that `steps` verifying steps accepted, of a request or a single row.
 
-        With `steps` = 0 nothing is recorded. Nor while the length is 0: what comes then was in
-        flight at the change.
+        Nothing is recorded with `steps` = 0, or while the length is 0: such steps were in flight
+        when the length changed.
         """
         assert accepted >= 0 and steps >= 0, f"{accepted=} {steps=}"
         if not steps or not self.drafts:

@@ -1,14 +1,15 @@
-"""Kept states: points of sequences from which requests of a model with recurrent layers can go on.
+"""Kept states: checkpoints from which requests of a model with recurrent layers can continue.
 
-A recurrent state follows from every token before it, so KV is of use only together with the states
-after it. A kept state has both: a place with the states of all such layers after some tokens, and
-the blocks with these tokens' KV. Any number of tokens will do, so the last block may be of a few
-tokens only; whoever goes on there copies it, and writes into the copy.
+A recurrent state depends on every token before it, so KV is usable only together with the states
+after it. A kept state has both: a place with the states of all recurrent layers after some tokens,
+and the blocks with these tokens' KV. Any number of tokens is possible, so the last block may hold
+only a few; a request that continues there copies that block, and writes into the copy.
 
-States are kept where a turn of a session ends; and, as long as no better one wants the place, where
-a chunk of its prompt ends, for those who go back to there. With prefix caching they are also kept
-for prompts that begin with the same tokens. All are copied on the device, in the order in which
-replays are launched: this file only says which, in `before` and `after` the next replays.
+States are kept where a turn of a session ends. As long as no better state needs the place, they are
+also kept where a chunk of its prompt ends, for turns that rewind to there. With prefix caching they
+are also kept for prompts that begin with the same tokens. All are copied on the device, in the
+order in which replays are launched: this file only lists the copies, in `before` and `after` the
+next replays.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from graphengine.requests.request import Request
 
 
 class StateCopy(NamedTuple):
-    """Of the states after `position` tokens: from a slot to a place, or `back`."""
+    """A copy of the states after `position` tokens, from a slot to a place, or `back`."""
 
     place: int
     slot: int
@@ -32,7 +33,7 @@ class StateCopy(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Of a block in every cache."""
+    """A copy of a block in every cache."""
 
     source: int
     destination: int
@@ -42,15 +43,15 @@ Copy = StateCopy | BlockCopy
 
 
 class KeptStates:
-    """Which states are kept, and by whom.
+    """The kept states, and their holders.
 
-    count         places
+    count         number of places
     pool          the blocks of the KV cache
-    tokens_after  as `Reuse` has it
+    tokens_after  see `Reuse`
     prefixes      whether prompts find states of earlier prompts by their tokens
     counters      where `states/...` and `sessions/evicted` are counted
-    before        copies that are to be queued before the next replays, in this order
-    after         the same behind them
+    before        copies to be queued before the next replays, in this order
+    after         copies to be queued after them, in this order
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class KeptStates:
         self._prefixes = prefixes
         self._counters = counters
         self._vacant = list(range(count - 1, -1, -1))
-        # Those used last are at the end.
+        # The most recently used states are at the end.
         self._held: dict[KeptState, None] = {}
 
     def __bool__(self) -> bool:
@@ -80,18 +81,22 @@ class KeptStates:
 
     @property
     def held(self) -> tuple[KeptState, ...]:
-        """All that are kept."""
+        """All kept states, least recently used first."""
         return tuple(self._held)
 
     # Requests.
 
     def newest(self, context: Context | None, tokens: int) -> KeptState | None:
-        """The session's state that a turn of so many tokens can go on from: one is to be fed."""
+        """The session's newest state that a turn of `tokens` tokens can continue from, with at
+        least one token left to feed.
+        """
         states = () if context is None else context.states
         return next((state for state in reversed(states) if state.position < tokens), None)
 
     def find(self, request: Request) -> KeptState | None:
-        """The longest beginning of the prompt that is kept for all; one token is to be fed."""
+        """The state of the prompt's longest prefix in the index, with at least one token left to
+        feed.
+        """
         if not self._prefixes or not any(state.tokens for state in self._held):
             return None
         prompt = _as_bytes(request)
@@ -105,11 +110,11 @@ class KeptStates:
         return max(found, key=lambda state: state.position, default=None)
 
     def go_on(self, request: Request, state: KeptState) -> None:
-        """Bring the states to the slot of a request that has the state's whole blocks, and the rest
-        of its KV to the request's next block.
+        """Queue copies of the states to the slot of a request that shares the state's whole blocks,
+        and of the rest of its KV to the request's next block.
 
-        The state may have been evicted since it was found, for the request's own blocks: all that
-        is copied here is copied before anything is written.
+        The state may have been evicted since it was found, to make room for the request's own
+        blocks: these copies run before anything is written.
         """
         placement = request.job.placed
         self.before.append(
@@ -120,16 +125,17 @@ class KeptStates:
             self.before.append(BlockCopy(state.blocks[whole], placement.blocks[whole]))
 
     def fed(self, request: Request, *, indexed: bool) -> None:
-        """A chunk of the prompt is about to be launched, the last before `prefilled`.
+        """Keep a state after the prompt's chunk that ends at `prefilled` and is about to be
+        launched.
 
-        indexed  whether others may find the state: nothing of a reply is in it
+        indexed  whether other prompts may find the state: it includes no tokens of a reply
         """
         self._keep_point(request, indexed=indexed)
         placement = request.job.placed
         if not (indexed and self._prefixes):
             return
         for state in placement.states:
-            # Before that a drafter has not written all that it will.
+            # Until these tokens are fed, a drafter has not finished writing its entries.
             depends = state.position + self._tokens_after
             if state.tokens is None and depends <= placement.prefilled:
                 tokens = _as_bytes(request)[: 8 * depends]
@@ -150,8 +156,8 @@ class KeptStates:
                 self._give(same, placement)
                 return
         whole, rest = divmod(position, self._block_size)
-        # What a drafter writes into the last entries once it sees the tokens after them would not
-        # be in a copy.
+        # A copy would lack what a drafter writes into the last entries once it sees the tokens
+        # after them.
         if rest and (self._tokens_after or job.routes is not None or not self._pool.free):
             return
         place = self._place(most=1 if for_all else 0)
@@ -173,9 +179,9 @@ class KeptStates:
         return next((state for state in self._held if state.tokens == tokens), None)
 
     def ended(self, request: Request, *, good: bool) -> None:
-        """The request's slot and blocks are about to be given back.
+        """Pass on a request's states before its slot and blocks are given back.
 
-        good  whether its session gets what it has kept, and where it has come to
+        good  whether its session gets the states that it has kept, and the one where it ended
         """
         job, placement = request.job, request.job.placed
         context = job.context
@@ -193,7 +199,7 @@ class KeptStates:
     def _is_there(self, request: Request) -> bool:
         """Whether the slot still has the states after all tokens but the last.
 
-        They are lost where the host alone ends a request, and it has gone on in launches ahead.
+        They are lost if only the host has ended the request, and launches ahead have continued it.
         """
         placement, known = request.job.placed, len(request.job.tokens)
         idle = placement.least == known and not placement.in_doubt
@@ -210,7 +216,8 @@ class KeptStates:
         ):
             return
         if not self._vacant and context.states and context.states[0].holders == [context]:
-            # None of another session's for one of its own that it will hardly go back to.
+            # Give up the session's own oldest state, to which it will hardly rewind, rather than
+            # evict another session's.
             self._take(context.states[0], context)
         place = self._place(most=2)
         if place is not None:
@@ -223,13 +230,13 @@ class KeptStates:
     # Sessions.
 
     def usable(self, context: Context, tokens: int) -> KeptState | None:
-        """The newest one after which nothing depends on tokens past the first `tokens`."""
+        """The session's newest state that does not depend on tokens past the first `tokens`."""
         most = tokens - self._tokens_after
         return next((state for state in reversed(context.states) if state.position <= most), None)
 
     def cut(self, context: Context, tokens: int) -> None:
-        """Let go of what depends on more than the first `tokens` tokens, and count the tokens that
-        are to be fed again, as no state is kept after the last of them.
+        """Let go of states that depend on more than the first `tokens` tokens, and count the tokens
+        that must be fed again, because no state is kept after the last of them.
         """
         newest = self.usable(context, tokens)
         had = bool(context.states)
@@ -240,12 +247,12 @@ class KeptStates:
             self._counters["states/rewound_past"] += tokens - kept
 
     def share(self, source: Context, other: Context) -> None:
-        """Let another session have the same states."""
+        """Let another session hold the same states."""
         for state in source.states:
             self._give(state, other)
 
     def adopt(self, context: Context, position: int, blocks: Sequence[int]) -> KeptState:
-        """A session's state of which somebody will fill place and blocks at once."""
+        """A new state of a session; the caller fills its place and blocks at once."""
         place = self._place(most=2)
         assert place is not None, f"{self.count} places"
         state = KeptState(position=position, place=place, blocks=list(blocks))
@@ -254,12 +261,12 @@ class KeptStates:
         return state
 
     def close(self, context: Context) -> None:
-        """Let go of all that the session has."""
+        """Let go of all states of the session."""
         for state in tuple(context.states):
             self._take(state, context)
 
     def clear(self) -> None:
-        """Let go of all that anybody has."""
+        """Let go of all states."""
         for state in tuple(self._held):
             state.tokens = None
             for holder in tuple(state.holders):
@@ -270,19 +277,21 @@ class KeptStates:
     # Making room.
 
     def evict_blocks(self, enough: int) -> None:
-        """Let go of states until this many blocks are vacant."""
+        """Evict states, least valuable first, until this many blocks are vacant."""
         pool = self._pool
         while pool.vacant < enough:
             idle = (each for each in self._held if any(block in pool.idle for block in each.blocks))
             self._evict(min(idle, key=_worth))
 
     def evict_all(self) -> None:
-        """Let go of all that anybody has; sessions know that theirs was evicted."""
+        """Evict all states; sessions that lose theirs are marked as evicted."""
         for state in tuple(self._held):
             self._evict(state)
 
     def _place(self, *, most: int) -> int | None:
-        """A place, if need be that of the state worth least, if that is worth `most` or less."""
+        """A vacant place, or the place of the least valuable state if it is worth at most `most`;
+        else None.
+        """
         if not self._vacant:
             least = min(self._held, key=_worth, default=None)
             if least is None or _worth(least) > most:
@@ -302,7 +311,7 @@ class KeptStates:
             self._drop(state)
 
     def touch(self, state: KeptState) -> None:
-        """Note that it was used last."""
+        """Mark the state as most recently used."""
         del self._held[state]
         self._held[state] = None
 
@@ -312,9 +321,10 @@ class KeptStates:
         self._held[state] = None
 
     def _give(self, state: KeptState, holder: StateHolder) -> None:
-        """Let a holder have it, among its others by position; of one position it keeps the first.
+        """Add the state to a holder's, which are sorted by position, unless it has one of the same
+        position.
 
-        A session's states are all of its tokens, so those of one position are alike.
+        A session's states all follow its tokens, so two of one position are equal.
         """
         positions = [each.position for each in holder.states]
         if state.position in positions:
@@ -338,14 +348,14 @@ class KeptStates:
 
 
 def _worth(state: KeptState) -> int:
-    """2 of where a session has come to, 1 of a prefix, 0 of a point on the way."""
+    """The value of a state: 2 at the end of a session, 1 of a prefix, 0 at a point in between."""
     if any(isinstance(each, Context) and each.states[-1] is state for each in state.holders):
         return 2
     return 0 if state.tokens is None else 1
 
 
 def _as_bytes(request: Request) -> bytes:
-    """The prompt; made once."""
+    """The prompt as bytes; made once."""
     keys = request.job.block_keys
     if keys is None:
         identity = request.job.embeds.identity(request.prompt_token_ids)

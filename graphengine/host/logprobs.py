@@ -1,8 +1,8 @@
-"""Log-probabilities on the host, read from a mailbox of their own for requests that ask for them.
+"""Reads log-probabilities, for requests that ask for them, from a mailbox of their own.
 
 `kernels/logits/logprobs_mailbox.py` has the layout. Only the items of an entry that a replay has
-written are read: which these are follows from the replay's record in the first mailbox and from
-what its requests asked for.
+written are read; the replay's record in the mailbox of tokens, and its requests' options, tell
+which.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Wanted = tuple[tuple[int, ...], int]
 
 
 class LogprobMailbox:
-    """A ring in step with the engine's mailbox: entry for entry, tag for tag.
+    """A ring whose entries and tags match those of the engine's mailbox of tokens.
 
-    items  of a lane, a multiple of `logprob_items(top)`
+    items  items of a lane, a multiple of `logprob_items(top)`
     top    largest number of most probable tokens that a request may ask for
     """
 
@@ -49,7 +49,7 @@ class LogprobMailbox:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What `publish_logprobs` writes."""
+        """The memory that `publish_logprobs` writes."""
         return self._mailbox.tensor
 
     def clear(self) -> None:
@@ -59,8 +59,8 @@ class LogprobMailbox:
     def wait(
         self, sequence: int, lanes: Sequence[Wanted], **how: Any
     ) -> list[tuple[TokenLogprobs, ...] | None] | None:
-        """For each lane the log-probabilities of its tokens; None for a lane without tokens. Waits
-        like `Mailbox.wait`: None if something has not arrived in time.
+        """The log-probabilities of each lane's tokens; None for a lane without tokens. Waits like
+        `Mailbox.wait`: None if something has not arrived in time.
         """
         found: list[tuple[TokenLogprobs, ...] | None] = [None] * len(lanes)
         self._mailbox.written = [
@@ -85,7 +85,8 @@ class LogprobMailbox:
 class Logprobs:
     """All log-probabilities of an engine: of new tokens and, with `prompts`, of prompts.
 
-    In `prompts` a lane stands for a token of a prompt's chunk and holds the token after it.
+    In `prompts`, a lane is a token of a prompt's chunk, and has the log-probabilities of the next
+    token.
     """
 
     def __init__(self, tokens: LogprobMailbox, prompts: LogprobMailbox | None) -> None:
@@ -99,9 +100,9 @@ class Logprobs:
     def wait(
         self, replay: Replay, record: Payloads, **how: Any
     ) -> list[tuple[TokenLogprobs, ...] | None] | None:
-        """For each lane of a replay with this record the log-probabilities of its tokens, None if
-        its request wants none. Those of a prompt go to the request. Waits like `Mailbox.wait`: None
-        if something has not arrived in time.
+        """The log-probabilities of the tokens of each lane of a replay with this record; None for a
+        lane whose request wants none. Those of a prompt go to the request. Waits like
+        `Mailbox.wait`: None if something has not arrived in time.
         """
         sequence = replay.sequence
         lanes = [_wanted(*lane) for lane in zip(replay.requests, record, strict=True)]
@@ -126,7 +127,7 @@ class Logprobs:
 
 
 def _wanted(request: Request, items: tuple[int, ...]) -> Wanted:
-    """The log-probabilities that a lane with this record in the mailbox of tokens has."""
+    """The log-probabilities that were written for a lane with this record."""
     top = request.params.logprobs
     # Nothing is read for a request that has ended: its slot may have another request by now.
     if top is None or request.finish_reason is not None:
@@ -135,9 +136,9 @@ def _wanted(request: Request, items: tuple[int, ...]) -> Wanted:
 
 
 class _PartOfMailbox(Mailbox):
-    """A mailbox whose entries are written in part: `written` says which part a replay writes.
+    """A mailbox whose entries are written only in part; `written` says which part a replay writes.
 
-    It lists the first items of each lane, and how many items follow each of them.
+    `written` has, for each lane, the first item of each token, and the number of items of a token.
     """
 
     written: Sequence[tuple[int, list[int], int]] = ()
@@ -153,7 +154,7 @@ class _PartOfMailbox(Mailbox):
         for lane, starts, count in self.written:
             found: list[int] = []
             for start in starts:
-                # Copied first, then judged, as in the mailbox of the tokens.
+                # Copied first, then checked, as in the mailbox of tokens.
                 found += entry[lane, start : start + count].tolist()
             if any(word >> 32 != tag for word in found):
                 return None
@@ -164,7 +165,7 @@ class _PartOfMailbox(Mailbox):
 def _token_logprobs(token: int, payloads: tuple[int, ...]) -> TokenLogprobs:
     """Entries for a token and the most probable tokens, in this order, without duplicates.
 
-    Of the most probable ones equal ones share a rank, as the token does.
+    Most probable tokens with equal log-probabilities share a rank, and so does the token itself.
     """
     found = {token: Logprob(_float(payloads[0]), payloads[1])}
     rank, last = 1, None

@@ -1,11 +1,11 @@
-"""Copies a step's masks to the device, and the drafts on which they depend back to the host.
+"""Copies a step's masks to the device, and the drafts that they depend on back to the host.
 
 `allowed_bits` has W masks for each slot, one for each lane of its row. Masks of `allowed_token_ids`
-are written once, when the request is admitted; masks of a grammar before each of its decode steps,
-as they depend on its last tokens and the drafts after these, in trees on the path to each lane.
-Where the device drafts, its table of drafts is copied to pinned memory after each step's replays
-while a request with a grammar is admitted, and the next step waits for that copy. Without such a
-request nothing is copied, and nothing waits.
+are written once, when the request is admitted. Masks of a grammar are written before each decode
+step of the request, as they depend on its last tokens and on the drafts after them; in trees, on
+the drafts along the path to each lane. If the device drafts, its table of drafts is copied to
+pinned memory after each step's replays while any request with a grammar holds a slot, and the next
+step waits for that copy. Otherwise nothing is copied, and nothing waits.
 
 Letters: S slots, W tokens of a row in the widest step, K = W - 1 drafts, V vocabulary.
 """
@@ -32,8 +32,8 @@ class MaskTable:
 
     buffers      the engine's buffers; held until it closes
     host_drafts  whether the host writes the drafts, so that none are copied from the device
-    parents      of each draft the lane after which it comes: in every step the same, or int32
-                 [S, K] on the device, which change with the drafts; None: the one before
+    parents      the lane that each draft follows: the same in every step, or int32 [S, K] on the
+                 device, which change with the drafts; None: the previous lane
     """
 
     def __init__(
@@ -44,12 +44,11 @@ class MaskTable:
         parents: Sequence[int] | torch.Tensor | None = None,
     ) -> None:
         self._fixed_parents = None if isinstance(parents, torch.Tensor) else parents
-        # Of device and host, copied together.
+        # Pairs of device and host tensors that are copied together.
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         field = buffers["allowed_bits"]
         self._table: NDArray[np.int32] = np.full(tuple(field.shape), -1, dtype=np.int32)
-        # The request whose masks the table has, by slot: as a number, so that no request is kept
-        # alive.
+        # The id of the request whose masks the table has, by slot: an id keeps no request alive.
         self._held: list[int | None] = [None] * len(self._table)
         self._event: torch.cuda.Event | None = None
         if self._table.shape[1] > 1 and not host_drafts:
@@ -85,7 +84,7 @@ class MaskTable:
         return {"allowed_bits": Part(first, self._table[first : max(changed) + 1])}
 
     def _hold(self, slot: int, request: Request | None) -> bool:
-        """Give the slot the masks of its request; False if it has them already."""
+        """Write the masks of a slot's request into the table; False if it has them already."""
         processing = None if request is None else request.job.processing
         if processing is None or not processing.flags & (USES_MASK | USES_GRAMMAR):
             request = None
@@ -110,7 +109,7 @@ class MaskTable:
         return drafts, parents[0] if parents else self._fixed_parents
 
     def fetch_drafts(self) -> None:
-        """Queue the copy of the device's drafts on the current stream, which is the replays'."""
+        """Queue the copy of the device's drafts on the current stream, which replays run on."""
         if self._copies:
             for device, host in self._copies:
                 host.copy_(device, non_blocking=True)
@@ -144,5 +143,5 @@ class MaskTable:
 
 
 def _host_copy(tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
-    """Memory for a copy of it; -1 until then."""
+    """Host memory for a copy of the tensor, filled with -1."""
     return torch.full(tuple(tensor.shape), -1, dtype=tensor.dtype, pin_memory=pinned)

@@ -11,8 +11,8 @@ from graphengine.requests.request import Request
 class PrefillChunk:
     """Prompt tokens `start .. start + count - 1` of one request; the last chunk samples a token.
 
-    noted  their KV is there already: the tokens are only noted, for kernels that read a prompt's
-           tokens
+    noted  whether their KV exists already: the tokens are then only noted, for kernels that read a
+           prompt's tokens
     """
 
     request: Request

@@ -1,9 +1,9 @@
 """KV blocks and their holders: requests, idle sessions, and prefixes that may come again.
 
-A block has *users*, the requests whose tables name it, and *keepers*: sessions, and the index of
-prefixes, or states that either keeps. A block with neither is vacant. A block that is only kept is
-*idle*: it counts as free, since it is evicted when its place is needed. `Reuse.evict` says what is
-evicted, and in which order.
+A block has *users*, the requests whose block tables name it, and *keepers*: sessions and the index
+of prefixes, or states that either keeps. A block with neither is vacant. A block that is only kept
+is *idle*: it counts as free, since it is evicted when its place is needed. `Reuse.evict` says what
+is evicted, and in which order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class BlockPool:
     indexed   the blocks that the index of prefixes keeps; its owner fills this
     unwanted  the idle blocks that only the index keeps, longest idle first
     evict     called with a number of idle blocks that it must make vacant
-    max_idle  more idle blocks than this are evicted at once; None: as many as there are
-    routes    of kept blocks, the page with the experts of their tokens, where these are recorded
+    max_idle  most blocks that may be idle: any more are evicted at once; None: no limit
+    routes    the page with the experts of a kept block's tokens, by block, if they are recorded
     """
 
     def __init__(self, count: int, *, first: int = 0, max_idle: int | None = None) -> None:
@@ -30,7 +30,7 @@ class BlockPool:
         self.max_idle = max_idle
         self.idle: dict[int, None] = {}
         self.indexed: dict[int, bytes] = {}
-        # Unlike a dict, it finds its first item quickly after many items before it were deleted.
+        # Unlike a dict, it finds its first item quickly after many deletions at the front.
         self.unwanted: OrderedDict[int, None] = OrderedDict()
         self.evict: Callable[[int], None] | None = None
         self.routes: dict[int, Ids] = {}
@@ -54,7 +54,7 @@ class BlockPool:
         return self._keepers[block]
 
     def take(self, count: int) -> list[int]:
-        """Blocks without other holders, each with one user; idle ones are evicted for them."""
+        """Take blocks, each then with one user and no other holder; evicts idle ones if needed."""
         assert count <= self.free, f"{count=} of {self.free} free blocks"
         missing = count - len(self._vacant)
         if missing > 0:
@@ -66,7 +66,7 @@ class BlockPool:
         return blocks
 
     def use(self, blocks: Sequence[int]) -> None:
-        """One more user for each of these blocks, which must have a user or keeper already."""
+        """Add a user to each of these blocks, which must have a user or keeper already."""
         for block in blocks:
             assert self._users[block] or self._keepers[block], f"{block=} has no user or keeper"
             self.idle.pop(block, None)
@@ -74,7 +74,7 @@ class BlockPool:
             self._users[block] += 1
 
     def give_back(self, blocks: list[int]) -> None:
-        """One user less for each, and `blocks` is emptied; the first are evicted last."""
+        """Remove a user from each block, and empty `blocks`; the first blocks are evicted last."""
         for block in reversed(blocks):
             self._users[block] -= 1
             assert self._users[block] >= 0, f"{block=} has no user"
@@ -89,14 +89,14 @@ class BlockPool:
         self._limit()
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """One more keeper for each of these blocks, which must have a user or keeper already."""
+        """Add a keeper to each of these blocks, which must have a user or keeper already."""
         for block in blocks:
             assert self._users[block] or self._keepers[block], f"{block=} has no user or keeper"
             self._keepers[block] += 1
             self.unwanted.pop(block, None)
 
     def let_go(self, blocks: Sequence[int]) -> None:
-        """One keeper less for each of these blocks."""
+        """Remove a keeper from each of these blocks."""
         for block in reversed(blocks):
             self._keepers[block] -= 1
             assert self._keepers[block] >= 0, f"{block=} has no keeper"

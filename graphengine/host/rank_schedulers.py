@@ -1,8 +1,8 @@
-"""The schedulers of ranks that have requests of their own, and the queue before all of them.
+"""The schedulers of data parallel ranks, each with requests of its own, and their common queue.
 
-A request waits in one queue until a rank has a vacant slot for it, and goes to the one that has the
-fewest requests. There it stays. A turn of a session goes to the rank that has the session's KV, and
-lets others pass while that one is full.
+A request waits in one queue until a rank has a vacant slot for it, goes to the rank with the fewest
+requests, and stays there. A turn of a session goes to the rank that has the session's KV; while
+that rank is full, later requests overtake it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from graphengine.requests.request import Request
 
 
 class RankSchedulers:
-    """`Scheduling` over `ranks`, alike but for what they hold; they share their counters.
+    """`Scheduling` over `ranks`, which are set up alike and share their counters.
 
-    max_waiting  requests that may wait for a slot, of all ranks; None: any number
+    max_waiting  most requests that may wait for a slot of any rank; None: no limit
     """
 
     def __init__(self, ranks: Sequence[Scheduler], max_waiting: int | None) -> None:
@@ -33,17 +33,17 @@ class RankSchedulers:
             each.moves = self.moves
         self._max_waiting = max_waiting
         self._queue: deque[Request] = deque()
-        # Of requests that were given to one.
+        # The rank of each request that was handed to one.
         self._rank_of: dict[Request, int] = {}
 
     @property
     def active(self) -> list[Request]:
-        """Of all ranks, rank by rank."""
+        """Active requests of all ranks, rank by rank."""
         return [request for each in self.ranks for request in each.active]
 
     @property
     def waiting(self) -> list[Request]:
-        """Those that a rank will admit, then those of no rank."""
+        """Requests that wait in a rank, then those that have no rank yet."""
         return [*(request for each in self.ranks for request in each.waiting), *self._queue]
 
     @property
@@ -77,11 +77,11 @@ class RankSchedulers:
         return max(len(each.active) for each in self.ranks)
 
     def home(self, context: Context) -> Scheduler:
-        """That of the context's rank; of one without, which keeps nothing, any."""
+        """The scheduler of the context's rank; any if it has no rank, and so keeps nothing."""
         return self.ranks[context.rank or 0]
 
     def check_queue(self, count: int = 1) -> None:
-        """As `Scheduler.check_queue`, of all ranks."""
+        """`Scheduler.check_queue` for all ranks together."""
         vacant = sum(each.slots.count(None) for each in self.ranks)
         check_queue(len(self.waiting), vacant, self._max_waiting, count)
 
@@ -91,7 +91,7 @@ class RankSchedulers:
         enqueue(self._queue, request)
 
     def collected(self, request: Request, width: int, count: int) -> None:
-        """As `Scheduler.collected`."""
+        """Tell the request's rank; see `Scheduler.collected`."""
         rank = self._rank_of.get(request)
         if rank is not None:
             self.ranks[rank].collected(request, width, count)
@@ -116,15 +116,15 @@ class RankSchedulers:
         self._rank_of.clear()
 
     def plan(self) -> tuple[Plan | None, ...] | None:
-        """The next step of each rank, None for one that has nothing to launch; None if that is so
-        on all.
+        """The next step of each rank, None for a rank that has nothing to launch; None if all have
+        nothing.
         """
         self._hand_out()
         plans = tuple(each.plan() for each in self.ranks)
         return plans if any(plan is not None for plan in plans) else None
 
     def _hand_out(self) -> None:
-        """Give ranks the requests for which they have a vacant slot, first come, first served."""
+        """Give waiting requests to ranks that have a vacant slot, first come, first served."""
         if not self._queue:
             return
         for request in [*self._queue]:
@@ -135,7 +135,9 @@ class RankSchedulers:
                 self.ranks[rank].submit(request)
 
     def _rank_for(self, request: Request) -> int | None:
-        """The rank that has room for a request, the fewest others and the most free blocks."""
+        """The rank for a request: among those with room, the one with the fewest requests, then the
+        most free blocks. None without room.
+        """
         context = request.job.context
         if context is not None and context.rank is not None:
             return context.rank if _has_room(self.ranks[context.rank]) else None

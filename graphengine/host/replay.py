@@ -1,4 +1,4 @@
-"""A replay in flight: what the host remembers of it until its record is read."""
+"""A replay in flight, as the host remembers it until its record is read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from graphengine.requests.request import Request
 class Replay(NamedTuple):
     """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
 
-    A row of it emits up to `width` tokens: 1, and one more for each draft that was verified. A
-    prefill fed `chunk`; a decode ran in a bucket of `rows`. A `full` one may have published
+    A row emits up to `width` tokens: 1, and one more for each draft that was verified. A prefill
+    fed `chunk`; a decode ran in a bucket of `rows`. A `full` replay may have published
     log-probabilities. The mailbox is that of `rank`.
     """
 

@@ -1,15 +1,16 @@
-"""Rings: the KV of layers with a window, of which a request keeps the newest tokens alone.
+"""Rings: the KV of layers with a window, which keep only a request's newest tokens.
 
-A layer with a window reads its window only. So its KV needs as many blocks as hold a window and the
-tokens of one launch, however long the request is: block b of a sequence is number b mod R of its R
-blocks, so that any R * block_size tokens in a row have places of their own. The kernels know
-nothing of it. They find each block through a table, as they do in the pool, and a ring's row of the
+A layer with a window reads only its window. So its KV needs as many blocks as hold a window and the
+tokens of one launch, however long the request is. Block b of a sequence is number b mod R of its R
+blocks, so any R * block_size consecutive tokens have places of their own. The kernels do not know
+about rings: they find each block through a block table, as in the pool, and a ring's row of the
 table repeats its R blocks.
 
 A request takes a ring with its slot, and keeps it while it is paused: nothing is copied out. When a
-turn of a session ends, the session keeps the ring, and its next turn goes on in it. A ring can go
-back as far as it has not been overwritten: `WindowRings.reusable` says how far that is. What needs
-a whole prompt's KV cannot use one: shared prefixes, forks and snapshots of sessions.
+turn of a session ends, the session keeps the ring, and its next turn continues in it. A sequence
+can be rewound as far as its ring has not been overwritten; `WindowRings.reusable` says how far that
+is. Features that need a whole prompt's KV cannot use rings: shared prefixes, forks and snapshots of
+sessions.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ IntArray = NDArray[np.int32]
 
 
 class WindowRing(NamedTuple):
-    """How the layers of one window keep the KV of a request.
+    """The ring in which layers with the same window keep the KV of a request.
 
-    window  tokens that a query sees, its own among them
-    layers  which of the paged layers they are
-    blocks  R, of a ring
+    window  tokens that a query sees, including its own
+    layers  indices of these layers among the paged layers
+    blocks  R, the blocks of a ring
     """
 
     window: int
@@ -43,24 +44,25 @@ class WindowRing(NamedTuple):
         return f"ring_table_{self.window}"
 
     def table_row(self, number: int, table_blocks: int) -> IntArray:
-        """Where each block of a sequence lies whose ring has this number; block 0 is the dummy."""
+        """The block table's row for a sequence whose ring has this number; block 0 is the dummy."""
         block = np.arange(table_blocks, dtype=np.int32) % self.blocks
         return 1 + number * self.blocks + block
 
 
 def ring_blocks(window: int, launch_tokens: int, block_size: int) -> int:
-    """Blocks for launches of so many tokens of a sequence.
+    """Blocks of a ring, for launches of so many tokens of a sequence.
 
-    A launch writes all of its tokens before the first of them reads its window, of which it is one.
+    A launch writes all of its tokens before the first of them reads its window, which includes
+    itself.
     """
     return -(-(window - 1 + launch_tokens) // block_size)
 
 
 class WindowRings:
-    """Which rings are taken. One number is of one ring for each window.
+    """Tracks which rings are taken. A ring's number stands for one ring of each window.
 
-    shapes  the rings of each window; none for a model whose KV is all in the pool
-    count   rings of each
+    shapes  the ring of each window; none for a model whose KV is all in the pool
+    count   number of rings of each window
     """
 
     def __init__(self, shapes: Sequence[WindowRing], *, count: int, block_size: int) -> None:
@@ -80,13 +82,13 @@ class WindowRings:
         return HeldRing(number=self._vacant.pop())
 
     def give_back(self, ring: HeldRing) -> None:
-        """Its request has ended."""
+        """Note that the ring's request has ended."""
         assert ring.used, f"{ring=}"
         ring.used = False
         self._free(ring)
 
     def let_go(self, ring: HeldRing) -> None:
-        """Its session needs it no more."""
+        """Note that the ring's session no longer needs it."""
         assert ring.kept, f"{ring=}"
         ring.kept = False
         self._free(ring)
@@ -96,9 +98,10 @@ class WindowRings:
             self._vacant.append(ring.number)
 
     def reusable(self, ring: HeldRing | None, blocks: int) -> int:
-        """Blocks, at most `blocks`, of a sequence after which a request can go on in `ring`.
+        """Number of a sequence's blocks, at most `blocks`, after which a request can continue in
+        `ring`.
 
-        0 where its windows there would reach into what has been overwritten.
+        0 if its windows would include tokens that have been overwritten.
         """
         if not self._shapes:
             return blocks
@@ -108,7 +111,7 @@ class WindowRings:
         return blocks if self._holds(ring, blocks * self._block_size) else 0
 
     def _holds(self, ring: HeldRing, start: int) -> bool:
-        """Whether every token is there that one at `start` sees, or a later one."""
+        """Whether the ring still has every token that tokens from `start` on see."""
         return all(
             max(0, start - shape.window + 1) >= ring.written - shape.blocks * self._block_size
             for shape in self._shapes
@@ -116,4 +119,4 @@ class WindowRings:
 
 
 NO_RINGS = WindowRings((), count=0, block_size=1)
-"""Of a model whose KV is all in the pool."""
+"""The rings of a model whose KV is all in the pool."""

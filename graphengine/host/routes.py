@@ -1,7 +1,8 @@
-"""Experts on the host: the mailboxes of what tokens took, and the table of what they are to take.
+"""Expert routes on the host: mailboxes of the experts that tokens took, and the table of experts
+that tokens are to take.
 
-`kernels/experts/records.py` has the layouts. Only the items that a replay has written are read:
-which these are follows from its record in the first mailbox, and from its chunk.
+`kernels/experts/records.py` has the layouts. Only the items that a replay has written are read; the
+replay's record in the mailbox of tokens, and its chunk, tell which.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from graphengine.requests.routes import RecordedRoutes
 
 
 class RouteMailbox(Mailbox):
-    """A ring in step with the engine's mailbox: entry for entry, tag for tag.
+    """A ring whose entries and tags match those of the engine's mailbox of tokens.
 
-    tokens  of a lane, at most
-    routed  whose layers and chosen experts a token has ids of
+    items   items of a lane
+    routed  the model's experts: a token has the ids of the chosen experts in each layer
     """
 
     def __init__(
@@ -49,9 +50,8 @@ class RouteMailbox(Mailbox):
     def wait_ids(
         self, sequence: int, counts: Sequence[int], **how: Any
     ) -> NDArray[np.int16] | None:
-        """The ids [lanes, tokens, L, k] of as many lanes as `counts`, of which each has so many
-        tokens; the rest is undefined. Waits like `Mailbox.wait`: None if something has not arrived
-        in time.
+        """The ids [lanes, tokens, L, k]; lane i has `counts[i]` tokens, and ids past them are
+        undefined. Waits like `Mailbox.wait`: None if something has not arrived in time.
         """
         self._counts = np.asarray(counts)
         if not self._counts.any():
@@ -67,9 +67,9 @@ class RouteMailbox(Mailbox):
         entry = self._items[sequence % self.entries, :lanes, : width * self._of_token]
         last = int(self._counts.nonzero()[0][-1])
         if int(entry[last, self._counts[last] * self._of_token - 1]) >> 32 != tag:
-            # Most of what a chunk has is not copied again and again while it arrives.
+            # Checking the last item first avoids copying a chunk again and again while it arrives.
             return None
-        # Copied first, then judged, as in the mailbox of the tokens.
+        # Copied first, then checked, as in the mailbox of tokens.
         halves = entry.copy().view(np.uint32).reshape(lanes, width, self._of_token, 2)
         written = np.arange(width) < self._counts[:, None]
         if (halves[..., 1] != tag)[written].any():
@@ -84,8 +84,8 @@ class RouteMailbox(Mailbox):
 class RouteTable:
     """The records that slots replay: `tensor`, int16 [S, P, L, k], which the device only reads.
 
-    Pinned for a CUDA device. Replays in flight may read a slot's record while the next one's is
-    written: nobody takes the tokens of a request that has left.
+    Pinned for a CUDA device. Replays in flight may read a slot's record while the next request's is
+    written: the tokens of a request that has left the slot are discarded.
 
     written  slots whose records the last `updates` has written
     """
@@ -103,7 +103,7 @@ class RouteTable:
         self.written: list[int] = []
 
     def updates(self, slots: Sequence[Request | None]) -> dict[str, Any]:
-        """The fields of the requests' records, once those are in the table."""
+        """Write the requests' records into the table; returns the fields to load."""
         lengths = []
         self.written.clear()
         for slot, request in enumerate(slots):
@@ -117,19 +117,18 @@ class RouteTable:
         return {"routing_len": lengths}
 
     def record(self, slot: int, length: int) -> NDArray[np.int16]:
-        """The ids of the first `length` positions of a slot, one after the other; a view."""
+        """The ids of the first `length` positions of a slot, flattened; a view."""
         return self._records[slot, :length].reshape(-1)
 
     def put(self, slot: int, start: int, ids: NDArray[np.int16]) -> None:
-        """Write part of what another table's `record` has, from the id of index `start` on."""
+        """Write part of another table's `record`, from the id at index `start` on."""
         self._records[slot].reshape(-1)[start : start + len(ids)] = ids
 
 
 class Routing:
-    """What an engine holds for records of its experts: the mailboxes of new tokens and of prompts,
-    and the table.
+    """An engine's records of experts: the mailboxes of new tokens and of prompts, and the table.
 
-    In `prompts` a lane stands for a token of a prompt's chunk.
+    In `prompts`, a lane is a token of a prompt's chunk.
     """
 
     def __init__(self, tokens: RouteMailbox, prompts: RouteMailbox, table: RouteTable) -> None:
@@ -141,15 +140,15 @@ class Routing:
         self.prompts.clear()
 
     def wait(self, replay: Replay, record: Payloads, **how: Any) -> bool:
-        """Give the requests of a replay with this record what their tokens took; call it before
-        they get the tokens. It may be called again. Waits like `Mailbox.wait`: False if something
-        has not arrived in time.
+        """Give the requests of a replay with this record the experts that their tokens took. Call
+        it before they get the tokens; it may be called again. Waits like `Mailbox.wait`: False if
+        something has not arrived in time.
         """
         lanes = zip(replay.requests, replay.epochs, record, strict=True)
         live = [_is_live(*lane) for lane in lanes]
         chunk = replay.chunk
         if chunk is not None:
-            # A chunk that is only noted has been through no layer.
+            # A chunk that is only noted has not run through the layers.
             if chunk.noted or not live[0]:
                 return True
             found = self.prompts.wait_ids(replay.sequence, [1] * chunk.count, **how)
@@ -166,17 +165,17 @@ class Routing:
             return False
         for request, count, ids in zip(replay.requests, counts, found, strict=True):
             if count:
-                # Fed were its last token, which has just been read, and accepted drafts.
+                # The step fed the request's last token, read before, and the accepted drafts.
                 start = request.job.prompt_len + len(request.job.tokens) - 1
                 _routes_of(request).put(start, ids[:count])
         return True
 
 
 def _is_live(request: Request, epoch: int, items: tuple[int, ...]) -> bool:
-    """Whether the lane's record is of this stay of a request that has not ended."""
+    """Whether the lane's record is of this epoch of a request that has not ended."""
     if request.finish_reason is not None:
         return False
-    # A chunk that is not a prompt's last one emits nothing, and has its slot's epoch all the same.
+    # A chunk that is not a prompt's last emits nothing, but its record has the slot's epoch.
     return items[-1] >> EPOCH_SHIFT == epoch & EPOCH_MASK
 
 

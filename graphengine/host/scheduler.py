@@ -1,20 +1,22 @@
-"""Which requests run in the next step, and where their KV lives. Pure Python: no tensor, no device.
+"""Decides which requests run in the next step, and where their KV lives. Pure Python: no tensor, no
+device.
 
-The scheduler sees only what the host knows. A replay in flight may have stopped a row that it still
-plans; such a row is a no-op on the device. Everything it decides takes effect in stream order,
-after the replays already launched, so blocks and slots may be reused as soon as they are freed.
+The scheduler sees only what the host knows. A replay in flight may have stopped a row that the
+scheduler still plans; such a row is a no-op on the device. All decisions take effect in stream
+order, after the replays already launched, so blocks and slots may be reused as soon as they are
+freed.
 
 A step of `width` tokens a row (W: one and its drafts) samples 1 to W of them, and the host learns
 how many when it reads the step (`collected`). Until then a request has two bounds: blocks are
-reserved and copied for the `most` tokens that may have been sampled, and it is planned as long as
-the `least` leave one to sample. At W = 1 both bounds are the number itself.
+reserved and copied for the `most` tokens that may have been sampled, and the request is planned as
+long as the `least` leave one to sample. At W = 1 both bounds equal the number sampled.
 
 Pauses always succeed: a request is admitted only while either all admitted requests fit the pool at
 their greatest need, or all but the oldest fit the swap area. No bound exceeds the greatest need:
 positions past the request's end are never written, except a few by its drafter, and those are part
-of that need. So the pool holds all requests, or each pause finds its swap blocks. The oldest is
-never paused and its greatest need fits the pool, so it advances by at least one token in every plan
-until all its tokens are in flight. It finishes, and so does every request after it.
+of that need. So either the pool holds all requests, or each pause finds its swap blocks. The oldest
+request is never paused and its greatest need fits the pool, so it advances by at least one token in
+every plan until all its tokens are in flight. It finishes, and so does every request after it.
 
 Blocks that a request shares with others, or with a session (`blocks.py`), do not change this. Each
 request is counted as if all its blocks were its own, so together they use no more than the sum.
@@ -23,8 +25,8 @@ other requests use some, and once those are paused the oldest has the whole pool
 shared blocks as well, and the request resumes into blocks of its own. So a pause may free fewer
 blocks than it copies; then the next youngest request is paused too.
 
-In a roomy pool, which holds the longest request of every slot, no request pauses: the blocks that a
-request may yet need are free, whether it takes them at once or as it grows.
+In a roomy pool, which holds the longest request for every slot, no request pauses: the blocks that
+a request may still need are free, whether it takes them at once or as it grows.
 """
 
 from __future__ import annotations
@@ -62,26 +64,27 @@ class _Changes:
 class Scheduler:
     """Admits, pauses, resumes and retires requests; first come, first served.
 
-    Of the waiting requests the one with the lowest priority number starts first, and of equal ones
-    the first to come. Priority decides only when a request starts: no request is paused for it.
+    The waiting request with the lowest priority number starts first, and among equal ones the one
+    that came first. Priority decides only when a request starts: no request is paused for it.
 
     slots             requests that can hold a slot at once
     ladder            rows of the decode graphs; None: one graph with a row for every slot
     kv_blocks         pool blocks, numbered from 1 (block 0 is the dummy)
     swap_blocks       host blocks for paused requests
-    max_chunk         prompt tokens that a replay takes at most
+    max_chunk         most prompt tokens that a replay takes
     cut               where the chunks of prompts end; None: at multiples of `max_chunk`
-    tokens_per_step   the greatest width of a step, which is also the first
+    tokens_per_step   the greatest width of a step, and the initial one
     reserve_extra     positions that a drafter may write past those of the step or prompt it follows
     max_seq_len       positions in a block table; no drafter writes past them
-    max_waiting       requests that may wait for a slot; None: any number
+    max_waiting       most requests that may wait for a slot; None: no limit
     lookahead         replays that may be launched before an earlier one has been read
     prefix_caching    whether prompts find blocks of earlier prompts by their tokens
     kept_blocks       most blocks that idle sessions and prefixes may hold; None: all that are free
-    tokens_after      tokens after a position on which its entries in the caches depend
-    rings             how layers with a window keep the newest tokens alone; each slot has a ring
-    state_places      kept states of recurrent layers, at most
-    counters          where it counts; None: in its own
+    tokens_after      tokens after a position that its entries in the caches depend on
+    rings             rings of layers with a window, which keep only the newest tokens; each slot
+                      has one of each
+    state_places      most kept states of recurrent layers
+    counters          the counters to add to; None: its own
     note_all          whether the prompt tokens that a request skips are noted on the device for
                       every request; otherwise only for requests with options on their logits
 
@@ -143,10 +146,10 @@ class Scheduler:
         self._tokens_per_step = tokens_per_step
         self._reserve_extra = reserve_extra
         self._max_seq_len = sys.maxsize if max_seq_len is None else max_seq_len
-        # A pool that holds the longest request of every slot need not save blocks: a request gets
-        # all its blocks at once, and the tables stay as they are while it decodes. But no session
-        # is evicted for tokens that the request may never sample: if too few blocks are vacant, it
-        # gets those of its prompt, and more as it grows, for which there is room.
+        # A pool that holds the longest request for every slot need not save blocks: a request gets
+        # all its blocks at once, and the block tables do not change while it decodes. But no
+        # session is evicted for tokens that the request may never sample: if too few blocks are
+        # vacant, it gets those of its prompt, and more as it grows, for which there is room.
         self._roomy = slots * self.blocks_for(self._max_seq_len) <= kv_blocks
         self._width = tokens_per_step
         self._changes = _Changes()
@@ -163,11 +166,11 @@ class Scheduler:
 
     @property
     def pools(self) -> tuple[BlockPool, ...]:
-        """`pool`, as there may be several."""
+        """`pool` alone; data parallel ranks have one each."""
         return (self.pool,)
 
     def home(self, context: Context) -> Scheduler:
-        """Whose blocks the context keeps: its own."""
+        """The scheduler whose blocks the context keeps: this one."""
         return self
 
     def blocks_for(self, tokens: int) -> int:
@@ -175,7 +178,7 @@ class Scheduler:
 
     @property
     def width(self) -> int:
-        """Tokens a row of the next plans, 1 .. tokens_per_step; may be set between plans."""
+        """Tokens per row in the next plans, 1 .. tokens_per_step; may be set between plans."""
         return self._width
 
     @width.setter
@@ -186,7 +189,8 @@ class Scheduler:
             self._repeats = 0
 
     def _reach(self, job: Job, tokens: int) -> int:
-        """Positions that may be written once the target may have written its first `tokens`.
+        """Positions that target and drafter may have written once the target may have written the
+        first `tokens`.
 
         The target writes no position past the request's end, and not that of its last token.
         """
@@ -194,13 +198,13 @@ class Scheduler:
         return min(end, self._max_seq_len)
 
     def _greatest_need(self, job: Job) -> int:
-        """Blocks of the request at its greatest length."""
+        """Blocks that the request takes at its greatest length."""
         return self.blocks_for(self._reach(job, job.max_len))
 
     def check_queue(self, count: int = 1) -> None:
         """QueueFull unless `count` more requests may wait for a slot.
 
-        Those that a vacant slot awaits at the next step do not wait for one.
+        Requests that get a vacant slot in the next step do not count as waiting.
         """
         check_queue(len(self.waiting), self.slots.count(None), self._max_waiting, count)
 
@@ -234,7 +238,7 @@ class Scheduler:
             self.active.remove(request)
             self.slots[placement.slot] = None
             self.reuse.ended(request)
-            # Drafts that were rejected since lie up to a step past the bound.
+            # Rejected drafts may have been written up to a step past the bound.
             written = _kv_len(placement) + self._tokens_per_step - 1
             self.reuse.end_ring(request, min(written, job.max_len - 1))
             self.pool.give_back(placement.blocks)
@@ -258,7 +262,7 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step; None if nothing can be launched before something is collected.
 
-        While the previous plan is known to hold, this only counts: no request is looked at.
+        While the previous plan is known to hold, this only counts, and does not look at requests.
         """
         if self._repeats:
             self._repeats -= 1
@@ -279,7 +283,7 @@ class Scheduler:
         plan = Plan(
             rows=tuple(rows),
             bucket=self._ladder.pick(len(rows)) if rows else 0,
-            # A request has one epoch: these can have changed only with the rows.
+            # A request has one epoch, so epochs can change only with the rows.
             epochs=self._last.epochs if same else tuple(row.job.placed.epoch for row in rows),
             width=self._width,
             full=self._last.full if same else any(row.job.full for row in rows),
@@ -307,7 +311,8 @@ class Scheduler:
         return plan
 
     def collected(self, request: Request, width: int, count: int) -> None:
-        """A decode row of `request`, launched at `width`, was read: it sampled `count` tokens.
+        """Note that a decode row of `request`, launched at `width`, was read and sampled `count`
+        tokens.
 
         Call it once for each row of a launch at a width above 1, before or after `retire`; `count`
         is 0 for a row that was a no-op or invalid.
@@ -319,17 +324,17 @@ class Scheduler:
         placement.least += count - 1
         placement.in_doubt -= width - 1
         assert placement.in_doubt >= 0, f"{request!r} had no row of {width=} in flight"
-        # Repeats were counted at one token each: with more, the row runs out of tokens sooner. A
-        # no-op may give one back to a row that had none left.
+        # Repeats were counted at one token each: with more, the row runs out of tokens sooner.
+        # After a no-op, a row that had no token left may have one again.
         left = max(0, request.job.max_new_tokens - placement.least) if count else 0
         self._repeats = min(self._repeats, left)
 
     def _holds_for(self, plan: Plan) -> int:
         """How many later plans have the same rows and change nothing, if no request comes or goes.
 
-        None if a request is being prefilled, paused or stalled: the next plan decides about it. No
-        waiting request can be admitted meanwhile, as nothing is freed. What is collected meanwhile
-        only lowers the need for blocks.
+        0 if a request is being prefilled, paused or stalled: the next plan decides about it. No
+        waiting request can be admitted meanwhile, as nothing is freed. Results collected meanwhile
+        only lower the need for blocks.
         """
         if plan.prefill is not None or plan.swap_out or plan.swap_in:
             return 0
@@ -345,7 +350,7 @@ class Scheduler:
         return steps
 
     def _room(self, job: Job) -> int:
-        """Further tokens, past those that may be written, for which the request has blocks."""
+        """Tokens that the request has blocks for, beyond those that may have been written."""
         placement = job.placed
         held = len(placement.blocks) * self.block_size
         if held >= placement.reach:
@@ -355,8 +360,8 @@ class Scheduler:
     def _grow_or_pause(self) -> list[Request]:
         """Rows that decode, oldest first, each with blocks for the positions of its next step.
 
-        When the pool is short the youngest request pauses for an older one. A request without a
-        younger one skips the step and keeps its blocks.
+        When the pool is short, the youngest request pauses for an older one. If there is no younger
+        one, a request skips the step and keeps its blocks.
         """
         rows: list[Request] = []
         for request in self.active:
@@ -372,7 +377,10 @@ class Scheduler:
         return rows
 
     def _reserve(self, request: Request, tokens: int) -> bool:
-        """Give `request` the blocks for its first `tokens` tokens, pausing younger ones."""
+        """Give `request` the blocks for its first `tokens` tokens, pausing younger requests.
+
+        False if that is not enough.
+        """
         blocks = request.job.placed.blocks
         missing = self.blocks_for(self._reach(request.job, tokens)) - len(blocks)
         if missing <= 0:
@@ -387,7 +395,7 @@ class Scheduler:
         return True
 
     def _pause(self, request: Request) -> None:
-        """Copy out all blocks that may have been written, also by the launches in flight."""
+        """Copy out all blocks that may have been written, including by launches in flight."""
         placement = request.job.placed
         used = self.blocks_for(self._reach(request.job, _kv_len(placement)))
         placement.swap_blocks = self.swap.take(used)
@@ -402,8 +410,8 @@ class Scheduler:
     def _resume(self) -> list[Request]:
         """Bring paused requests back, oldest first, while every running row can still grow.
 
-        Tokens collected during the pause may have lowered the bound up to which blocks were copied
-        out. Blocks past it hold nothing valid and are not copied back.
+        Blocks were copied out up to a bound, which tokens collected during the pause may have
+        lowered. Blocks past it hold nothing valid and are not copied back.
         """
         rows: list[Request] = []
         paused = [request for request in self.active if request.phase is Phase.PAUSED]
@@ -457,8 +465,8 @@ class Scheduler:
             self.waiting.popleft()
             slot = self.slots.index(None)
             self._epoch += 1
-            # First these: otherwise they, and the rest of the session, might be evicted for the
-            # others.
+            # Use the found blocks first: otherwise they, and the rest of the session, might be
+            # evicted to make room for the new ones.
             self.pool.use(found)
             self.reuse.touch_kept(request, beginning)
             ring = self.reuse.take_ring(request, own=beginning.own)
@@ -488,7 +496,9 @@ class Scheduler:
             self.lookahead = 0 if self.guided else self._usual_lookahead
 
     def _headroom(self, rows: int) -> int:
-        """Blocks that `rows` rows may take in their next step: a roomy pool always has them."""
+        """Blocks that `rows` rows may take in their next step; 0 if the pool is roomy, as it always
+        has them.
+        """
         return 0 if self._roomy else rows * self.blocks_for(self._tokens_per_step)
 
     def _can_always_pause(self, newcomer: Job) -> bool:
@@ -532,7 +542,7 @@ class Scheduler:
         self.reuse.begun(request)
 
     def _is_noted(self, job: Job) -> bool:
-        """Whether the prompt tokens that it skips must be noted on the device."""
+        """Whether the prompt tokens that a request skips must be noted on the device."""
         return self._note_all or job.processing is not None
 
     def _advance_prefill(self, chunk: PrefillChunk) -> None:
@@ -549,7 +559,7 @@ class Scheduler:
 
 
 def finish(request: Request) -> None:
-    """Note the end of a request that holds nothing any more."""
+    """Note the end of a request that no longer holds anything."""
     request.phase = Phase.FINISHED
     request.job.block_keys = None
     # A finished request's handle may live long, and these are large.
@@ -557,7 +567,7 @@ def finish(request: Request) -> None:
 
 
 def _count_launch(plan: Plan) -> None:
-    """Each row samples one token, and up to as many more as it has drafts."""
+    """Count a launch of the plan: each row samples one token, and up to one more per draft."""
     for request in plan.rows:
         request.job.placement.least += 1  # type: ignore[union-attr]
     if plan.width > 1:
@@ -566,9 +576,9 @@ def _count_launch(plan: Plan) -> None:
 
 
 def _kv_len(placement: Placement) -> int:
-    """At most this many tokens' KV is written once all that was launched has run.
+    """Most tokens whose KV is written once all that was launched has run.
 
-    The last sampled token has none. The bound may lie past the request's end: `_reach` cuts it.
+    The last sampled token has no KV. The bound may lie past the request's end: `_reach` cuts it.
     """
     if not placement.least:
         return placement.prefilled

@@ -1,4 +1,4 @@
-"""What the rest of an engine asks of its scheduler, which plans for one rank or for several."""
+"""The interface of a scheduler to the rest of the engine, for one rank or for several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphengine.requests.request import Request
 
 
 class Scheduling(Protocol):
-    """`Scheduler` says what each of these means."""
+    """The interface of a scheduler; `Scheduler` documents each member."""
 
     counters: Counter[str]
     moves: list[tuple[Move, int]]
@@ -34,11 +34,11 @@ class Scheduling(Protocol):
     def width(self, width: int) -> None: ...
     @property
     def pools(self) -> Sequence[BlockPool]:
-        """Of each rank's KV blocks."""
+        """The pool of each rank's KV blocks."""
         ...
 
     def home(self, context: Context) -> Scheduler:
-        """That of the rank whose blocks the context keeps."""
+        """The scheduler of the rank whose blocks the context keeps."""
         ...
 
     def check_queue(self, count: int = 1) -> None: ...

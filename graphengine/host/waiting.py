@@ -1,4 +1,4 @@
-"""The queue of requests that wait for a slot, of one scheduler or of all ranks."""
+"""The queue of requests that wait for a slot, of one scheduler or of all ranks together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from graphengine.requests.request import QueueFull, Request
 
 
 def check_queue(waiting: int, vacant: int, limit: int | None, count: int) -> None:
-    """QueueFull unless `count` more requests may wait beside so many, for some of whom a slot is
-    vacant.
+    """QueueFull unless `count` more requests may wait. Of the `waiting` and new requests, `vacant`
+    get a slot at once, and do not count.
     """
     if limit is not None and waiting + count - vacant > limit:
         more = "another one" if count == 1 else f"{count} more"
@@ -22,7 +22,7 @@ def check_queue(waiting: int, vacant: int, limit: int | None, count: int) -> Non
 
 
 def enqueue(waiting: deque[Request], request: Request) -> None:
-    """Add a request after those of its priority."""
+    """Add a request after those of the same or a lower priority number."""
     if waiting and waiting[-1].priority > request.priority:
         place = bisect_right(waiting, request.priority, key=lambda other: other.priority)
         waiting.insert(place, request)

@@ -1,1 +1,1 @@
-"""From a checkpoint to a running engine: what it will hold, and how that is allocated."""
+"""From a checkpoint to a running engine: memory planning, allocation and loading."""

@@ -1,4 +1,4 @@
-"""All that an engine holds, allocated once, and the steps that its graphs are captured from."""
+"""Allocates everything an engine holds, once, and makes the steps that its graphs capture."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ from graphengine.program.step import StepProgram
 log = logging.getLogger(__name__)
 
 PagedCache = tuple[Tensor, Tensor]
-"""KV of every block of a pool, the dummy block 0 included, and its swap area."""
+"""KV of every block of a pool, including the dummy block 0, and its swap area."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
     """Every tensor a replay can see, and the host's side of them.
 
-    caches  the target's, then the drafter's if it has any
-    routing  records of experts; None without
-    kept    places for the states of recurrent layers
-    stream  of all replays and copies; None on a CPU
+    caches   the target's, then the drafter's if it has one
+    routing  records of experts; None if they are not recorded
+    kept     places for the states of recurrent layers
+    stream   the stream of all replays and copies; None on a CPU
     """
 
     plans: LinearPlans
@@ -83,11 +83,11 @@ def allocate(
     stages: StageGroup | None = None,
     records: RecordMemory | None = None,
 ) -> Allocation:
-    """Allocate what `memory` planned; the drafter, whose weights are there, is opened.
+    """Allocate what `memory` planned, and open the drafter, whose weights are loaded.
 
-    group    of the model's ranks; None: it has one
-    stages   of the pipeline of which the model is a stage; None: it is in none
-    records  memory of the mailboxes; None: their own
+    group    the model's ranks; None: there is one
+    stages   the pipeline's stages, of which the model is one; None: there is no pipeline
+    records  memory for the mailboxes; None: they allocate their own
     """
     plans, plan_sources = choose_plans(
         model.config.linears, memory.dtype, config.family, memory.device
@@ -102,7 +102,7 @@ def allocate(
         config, drafter, setting, states, held, _new_flow(setting, drafter, stages)
     )
     stream = _new_stream(memory.device)
-    # The target's also where it has no layers, all of whose KV is in rings.
+    # The target's cache is listed even if it has no layers, as when all its KV is in rings.
     caches = (target, own) if len(own[0]) else (target,)
     return Allocation(
         plans=plans,
@@ -137,12 +137,12 @@ def _new_setting(
     """How the engine's kernels are launched, for the target and its drafter."""
     experts = None
     if config.data_parallel > 1:
-        # Ranks meet for experts, and for nothing else.
+        # Ranks communicate for experts only.
         experts, group = group, None
     split_tokens = model.config.split_tokens(plans.family, memory.dtype, memory.max_seq_len)
     most_split = TREE_SPLIT if drafter.needs.depth else None
     if most_split is not None:
-        # In all graphs: what is sampled must not depend on whether a step has drafts.
+        # In all graphs: sampled tokens must not depend on whether a step has drafts.
         split_tokens = min(split_tokens, most_split)
     launch = DecodeLaunch(
         plans=plans,
@@ -162,7 +162,7 @@ def _new_setting(
 def _new_flow(
     setting: DraftSetting, drafter: Drafter, stages: StageGroup | None
 ) -> StageFlow | None:
-    """Where a stage's streams come from and go to."""
+    """Where a pipeline stage's streams come from and go to; None without a pipeline."""
     if stages is None:
         return None
     device_drafts = drafter.needs.length > 0 and not drafter.needs.host_drafts
@@ -178,7 +178,7 @@ def _new_program(
     records: Records,
     flow: StageFlow | None,
 ) -> StepProgram:
-    """The steps of a whole model or of a last stage, which sample, or those of an earlier one."""
+    """The steps of a whole model or of the last stage, which sample, or of an earlier stage."""
     model, buffers = setting.model, setting.buffers
     samples = flow is None or flow.last
     relaxed = config.relaxed_acceptance
@@ -200,7 +200,7 @@ def _new_program(
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The engine's, once the device has done what was asked of it on other streams."""
+    """The engine's stream, once the device has finished the work of other streams."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -243,9 +243,9 @@ def _new_buffers(
         hidden_size=model.config.hidden_size,
         table_blocks=memory.table_blocks,
         rings=memory.rings,
-        # Requests that share blocks copy each its own, so these may be more than the pool has.
+        # Each request copies its own, also of shared blocks: more pairs than blocks are possible.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
-        # A field has one lane at least, also where no kernel counts.
+        # A field has at least one lane, even if no kernel counts arrivals.
         arrivals=max(
             1,
             arrival_counters(model.config, model.config.linears, plans, config.lanes),
@@ -267,7 +267,7 @@ def _routing_step(buffers: StaticBuffers, routing: Routing | None) -> RoutingSte
 def _new_caches(
     model: Model, memory: MemoryPlan, drafter: Drafter
 ) -> tuple[PagedCache, PagedCache]:
-    """Of the target's layers without rings, and of the drafter's."""
+    """The caches of the target's layers without rings, and of the drafter's layers."""
     layers, *block = cache_shape(model.config.states, memory.block_size)
     in_rings = sum(len(ring.layers) for ring in memory.rings)
     own = drafter.needs.kv_block_shape(memory.block_size)
@@ -290,7 +290,7 @@ def _new_cache(memory: MemoryPlan, layers: int, *block: int) -> PagedCache:
 def _new_states(
     model: Model, memory: MemoryPlan, buffers: StaticBuffers, cache: Tensor
 ) -> StateTensors:
-    """What the target's layers keep; `cache` is that of the layers without rings."""
+    """The states that the target's layers keep; `cache` is that of the layers without rings."""
     states = model.config.states
     _, *block = cache_shape(states, memory.block_size)
     return StateTensors(
@@ -312,7 +312,7 @@ def _new_ring(
 def swap_blocks(caches: Sequence[PagedCache], buffers: StaticBuffers, out: int, back: int) -> None:
     """Copy the first `out` of `swap_pairs` from the pool to the swap area, or `back` from there.
 
-    A cache without layers, of a model whose KV is in rings, has nothing to copy.
+    The cache has no layers, and nothing to copy, if all of a model's KV is in rings.
     """
     for cache, area in caches:
         if not len(cache):
@@ -326,8 +326,8 @@ def swap_blocks(caches: Sequence[PagedCache], buffers: StaticBuffers, out: int, 
 def graph_steps(program: StepProgram, memory: MemoryPlan) -> dict[GraphKey, Callable[[], object]]:
     """The step of every graph, in the order of `memory.graphs`.
 
-    On a CPU, where each replay calls it, torch keeps no books for autograd meanwhile: they cost an
-    eighth of a small model's step.
+    On a CPU, where each replay calls the step, it runs in inference mode: autograd's bookkeeping
+    costs an eighth of a small model's step.
     """
     run = torch.inference_mode()(_run) if memory.device.type == "cpu" else _run
     return {key: partial(run, program, key) for key in memory.graphs}
@@ -351,16 +351,16 @@ def compile_steps(
     device: torch.device,
     others: Mapping[str, Callable[[], object]] = MappingProxyType({}),
 ) -> KernelCompilation | None:
-    """Compile what the steps and `others` launch, in parallel, before any is captured; None on a
-    CPU.
+    """Compile the kernels that the steps and `others` launch, in parallel, before any step is
+    captured; None on a CPU.
 
-    The static buffers are to be reset afterwards, and nothing is to be in flight.
+    Nothing may be in flight, and the caller must reset the static buffers afterwards.
     """
     if device.type != "cuda":
         return None
     warn_if_untried()
-    # Prefill last. Other steps have the most kernels and none of torch's operations: each of those
-    # gives the interpreter's lock away, and has to wait for it while others compile.
+    # Prefill last. The other steps have the most kernels and no torch operations: each torch
+    # operation releases the GIL, and has to wait for it while other threads compile.
     ordered = sorted(steps.items(), key=lambda step: step[0].kind == "prefill")
     with span("compile"):
         return compile_kernels({**others, **{key.name: step for key, step in ordered}})

@@ -1,4 +1,4 @@
-"""The budget's lines of KV: how many blocks there are, and how many of them can be swapped out."""
+"""The budget's lines for KV: how many blocks there are, and how many of them can be swapped out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphengine.opening.host_memory import host_bytes
 
 
 class Room(NamedTuple):
-    """Bytes that may be planned: where replays see them, and on the host."""
+    """Bytes that may be planned: in the memory that replays see, and on the host."""
 
     available: int
     on_host: int
@@ -25,8 +25,8 @@ class BlockBytes(NamedTuple):
 
     layer    in one layer of the target
     rings    in all layers that have rings
-    own      in the target's cache of the pool, which has the other layers
-    drafter  in the drafter's; 0 where it has none
+    own      in the target's cache of the pool, which has the layers without rings
+    drafter  in the drafter's cache; 0 if it has none
     """
 
     layer: int
@@ -45,7 +45,7 @@ class BlockBytes(NamedTuple):
 
     @property
     def pool(self) -> int:
-        """Of both caches; 0 where all KV is in rings."""
+        """Bytes of a block in both caches of the pool; 0 if all KV is in rings."""
         return self.own + self.drafter
 
 
@@ -59,7 +59,7 @@ class CacheBlocks(NamedTuple):
 def add_caches(
     budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: Room, calibrated: int
 ) -> CacheBlocks:
-    """Add rings, the pool, its swap area, and what calibrating with so many tokens takes beyond.
+    """Add rings, the pool, its swap area, and the extra KV of calibrating with so many tokens.
 
     OutOfBudget where the device has no room for them.
     """
@@ -81,7 +81,7 @@ def _kind(shape: EngineShape) -> str:
 
 
 def _add_rings(budget: MemoryBudget, shape: EngineShape, block: BlockBytes) -> int:
-    """One of each window for each slot. Returns their bytes."""
+    """Add one ring per window and slot. Returns their bytes."""
     slots, added = shape.config.max_batch, 0
     for ring in shape.rings:
         name = f"KV of window {ring.window} ({slots} rings of {ring.blocks} {_kind(shape)}"
@@ -92,11 +92,11 @@ def _add_rings(budget: MemoryBudget, shape: EngineShape, block: BlockBytes) -> i
 
 
 def _add_pool(budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: Room) -> int:
-    """As many blocks as were asked for, or as fit and all slots can use. Returns how many."""
+    """Add as many blocks as asked for, or as fit and all slots can use. Returns how many."""
     config, one = shape.config, shape.table_blocks
     every = config.max_batch * one
     if not block.pool:
-        # Its blocks are only counted.
+        # All KV is in rings: the pool's blocks take no memory, and are only counted.
         return every
     left = room.available - budget.total(shape.where)
     fitting = left // block.pool - 1
@@ -114,7 +114,7 @@ def _check_one_request(
 ) -> None:
     """OutOfBudget, with the numbers, if the `left` bytes hold no request of `max_seq_len` tokens.
 
-    It is another error if there is nothing left for KV at all.
+    The budget's own check raises a different error if nothing is left for KV at all.
     """
     size, slots = shape.config.block_size, shape.config.max_batch
     blocks, fitting = shape.table_blocks, left // block.pool - 1
@@ -133,7 +133,7 @@ def _check_one_request(
 def _add_swap(
     budget: MemoryBudget, shape: EngineShape, block: BlockBytes, room: Room, pool_blocks: int
 ) -> int:
-    """As many blocks as were asked for, or as the pool can need, within half of what may be
+    """Add as many swap blocks as asked for, or as the pool can need, within half of what may be
     planned on the host. Returns how many.
     """
     swap_blocks = shape.config.swap_blocks
@@ -147,28 +147,28 @@ def _add_swap(
 
 
 def _needed_swap(slots: int, blocks: int, one: int) -> int:
-    """What a pool of so many blocks can need: every request but the oldest, of `one` at most, is
-    paused; none where all slots' requests fit.
+    """Swap blocks that a pool of so many blocks can need: all requests but the oldest may be
+    paused, with `one` blocks each at most; 0 if all slots' requests fit.
     """
     return 0 if blocks >= slots * one else (slots - 1) * one
 
 
 def _fitting_swap(needed: int, block: BlockBytes, most: int, *, pinned: bool) -> int:
-    """Blocks of the swap area, as many as are needed if they take no more than `most` bytes."""
+    """Blocks of the swap area: as many as needed, or as fit into `most` bytes."""
     counts = range(1, needed + 1)
     return bisect_right(counts, most, key=lambda count: _swap_bytes(count, block, pinned=pinned))
 
 
 def _swap_bytes(blocks: int, block: BlockBytes, *, pinned: bool) -> int:
-    """Of the areas of both caches, each an allocation."""
+    """Bytes of the swap areas of both caches, each an allocation of its own."""
     return sum(host_bytes(blocks * size, pinned=pinned) for size in (block.own, block.drafter))
 
 
 def _add_calibration(
     budget: MemoryBudget, shape: EngineShape, block: BlockBytes, tokens: int, held: int
 ) -> None:
-    """What the KV of so many tokens, in `dtype` and without rings, takes beyond the `held` bytes
-    of caches, which are allocated only after it is freed.
+    """Add what the KV of so many tokens, in `dtype` and without rings, takes beyond the `held`
+    bytes of caches. The caches are allocated only after that KV is freed.
     """
     blocks = 1 + calibration_blocks(tokens, shape.config.block_size)
     whole = block.pool + block.rings
@@ -179,5 +179,5 @@ def _add_calibration(
 
 
 def calibration_blocks(tokens: int, block_size: int) -> int:
-    """Blocks, without the dummy, of the cache that a prompt of so many tokens is calibrated in."""
+    """Blocks, without the dummy, of the cache for calibrating with a prompt of so many tokens."""
     return -(-tokens // block_size)

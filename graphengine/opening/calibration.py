@@ -1,4 +1,4 @@
-"""The scales of an fp8 KV cache, before there is one: from a checkpoint, or from a prompt."""
+"""Scales of an fp8 KV cache, set before the cache exists: from a checkpoint, or from a prompt."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def read_kv_scales(
     whole: ModelConfig,
     share: Share,
 ) -> None:
-    """Set the scales of the model's KV, and of its drafter's, that their checkpoints have.
+    """Set the KV scales of the model and its drafter that their checkpoints have.
 
-    whole  the model, of which this rank has a share
+    whole  the whole model, of which this rank has a share
     """
     held = [("the model", checkpoint, weights, whole.states)]
     if drafter.weights is not None:
@@ -62,7 +62,7 @@ def calibration_ids(
 ) -> tuple[int, ...]:
     """The token ids of `config.kv_calibration`; none without it.
 
-    ValueError for a prompt that no request could have. No weights are needed to find that.
+    ValueError for a prompt that no request could have, which is checked without any weights.
     """
     prompt = config.kv_calibration
     if prompt is None:
@@ -97,16 +97,16 @@ def calibrate(
 ) -> None:
     """Set the scales by the `calibration_ids`, which are prefilled with KV in `memory.dtype`.
 
-    `group` is of the model's ranks, all of which do this; None: there is one.
+    `group` has the model's ranks, all of which call this; None: there is one.
 
-    Everything an engine holds is allocated for it, with KV for these ids alone, and freed again;
-    `memory.budget` counts what this KV takes beyond the engine's own. Nothing is captured, and
-    `drafter` is not opened: a copy with the same weights is.
+    Everything an engine holds is allocated for this, with KV for these ids only, and freed again;
+    `memory.budget` counts what this KV takes beyond the engine's own. Nothing is captured.
+    `drafter` itself is not opened, but a copy with the same weights.
     """
     with span("calibrate"):
         _measure(model, memory, config, copy(drafter), ids, group)
         if memory.device.type == "cuda":
-            # The engine has another stream, for which torch would not use this memory again.
+            # Torch would not reuse this memory for the engine's stream, which is another one.
             clear_blas_workspaces()
             torch.cuda.empty_cache()
     log.info("fp8 KV: scales from a prompt of %d tokens", len(ids))

@@ -1,4 +1,4 @@
-"""What an engine is to be, and the sizes that follow from that before any memory is counted."""
+"""A model with its options, and the sizes that follow from them before any memory is counted."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from graphengine.prefill_cut import PrefillCut
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineShape:
-    """A model, its options and its drafter, and what each part of the budget reads of them.
+    """A model, its options and its drafter, with the sizes that the budget is made from.
 
-    weights   of the model, on the meta device
-    dtype     of weights and activations; `kv_dtype` of the caches
-    recorded  the model's experts, where they are recorded
-    rings     of layers with a window whose KV is not in the pool
+    weights   the model's weights, on the meta device
+    dtype     dtype of weights and activations
+    kv_dtype  dtype of the caches
+    recorded  the model's experts, if they are recorded
+    rings     rings of layers with a window whose KV is not in the pool
     """
 
     model: ModelConfig
@@ -49,8 +50,8 @@ class EngineShape:
         drafter: Drafter,
         checkpoint_dtype: torch.dtype,
     ) -> EngineShape:
-        """One without rings. ValueError as `check_requirements` has it, for a length that the
-        model does not have, and for records of experts where there are none.
+        """A shape without rings. ValueError like `check_requirements`, for a sequence length beyond
+        the model's, and for records of experts of a model without experts.
 
         checkpoint_dtype  used on a GPU where the config names no dtype; a CPU computes in float32
         """
@@ -83,12 +84,12 @@ class EngineShape:
 
     @property
     def where(self) -> Where:
-        """The place of what replays see."""
+        """The kind of memory that replays see."""
         return "device" if self.on_gpu else "host"
 
     @property
     def pinned(self) -> Where:
-        """The place of what a GPU copies from or to the host."""
+        """The kind of host memory that a GPU copies from or to."""
         return "pinned" if self.on_gpu else "host"
 
     @property
@@ -103,7 +104,7 @@ class EngineShape:
 
     @property
     def state_places(self) -> int:
-        """Points at which states of recurrent layers are kept."""
+        """Number of places that keep states of recurrent layers."""
         return state_places(self.model, self.config, self.drafter.needs, self.rings)
 
     @property
@@ -112,7 +113,7 @@ class EngineShape:
 
 
 def _check_cut(config: EngineConfig, chunks: BucketLadder, max_seq_len: int) -> None:
-    """ValueError for a `prefill_cut` of other chunks than the buckets that were given."""
+    """ValueError for a `prefill_cut` whose chunks are not among the given buckets."""
     assert config.prefill_cut is not None
     given, most = config.prefill_buckets, config.max_prefill_tokens_per_step
     beyond = [size for size in given if size > max_seq_len]

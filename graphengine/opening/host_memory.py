@@ -1,5 +1,5 @@
-"""How much memory this process may still take on its host, with container limits, and what an
-allocation there takes.
+"""How much host memory this process may still take, under container limits, and what an allocation
+takes.
 
 In a container /proc/meminfo is the host's. The limit of a pod is set on a cgroup: the process's own
 or one around it. Both versions of cgroups are read, from the files that the kernel documents
@@ -43,8 +43,8 @@ def available_host_bytes(root: Path = ROOT) -> int:
     """Bytes that this process could take now: the minimum of the host's MemAvailable and what each
     cgroup around the process leaves. `root` is the folder that holds `proc` and the mounts.
 
-    Where there is no such file, as on macOS, half of the memory that the machine has; on Windows
-    what it says is available.
+    Without /proc/meminfo, as on macOS, it is half of the machine's memory; on Windows it is what
+    the system reports as available.
     """
     if not (root / "proc/meminfo").is_file():
         if hasattr(os, "sysconf"):
@@ -77,7 +77,7 @@ def _available_on_windows() -> int:
 
 
 def host_bytes(size: int, *, pinned: bool) -> int:
-    """What an allocation on the host takes: torch rounds pinned ones up to a power of two."""
+    """Bytes that a host allocation takes: torch rounds pinned ones up to a power of two."""
     return 1 << (size - 1).bit_length() if pinned and size else size
 
 
@@ -95,7 +95,7 @@ def _left(group: Path, files: _Files) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Folders of the process's cgroups and those around them, as far as visible; with versions."""
+    """Versions and folders of the process's cgroups and their parents, as far as visible."""
     paths = _paths(_text(root / "proc/self/cgroup"))
     for kind, mounted_root, mount_point in _mounts(_text(root / "proc/self/mountinfo")):
         if kind not in paths:

@@ -1,7 +1,7 @@
-"""What an engine holds beside weights, caches and static fields, listed once.
+"""The one list of what an engine holds besides weights, caches and static fields.
 
 The budget adds these lists up, allocation makes what they name, capture walks the graphs, and
-reports count them. `engine_fields` is the same for static fields, `cache_shape` for caches.
+reports count them. `engine_fields` is the list of static fields, `cache_shape` that of caches.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def graph_keys(
     *,
     own_graph: bool,
 ) -> tuple[GraphKey, ...]:
-    """Every graph, in the order of capture: of each kind the largest first.
+    """Every graph, in the order of capture: the largest of each kind first.
 
-    draft_lengths  drafts that decode graphs verify, ascending; of a bucket no more than
-                   `config.drafts_of` says
-    own_graph      whether the drafter has a graph of its own beside each decode graph's
+    draft_lengths  drafts that decode graphs verify, ascending; a bucket has only graphs of up to
+                   `config.drafts_of` its rows
+    own_graph      whether the drafter has a graph of its own for each decode graph
     """
     kinds: tuple[PrefillKind, ...] = ("full", "fast")
     if config.prompt_logprobs:
@@ -51,7 +51,7 @@ def graph_keys(
         for drafts in reversed(draft_lengths)
         if drafts <= config.drafts_of(rows)
     ]
-    # The full sampler's graph holds logits: the fast one then finds its memory taken already.
+    # The full sampler's graph holds logits: the fast one's can reuse its memory.
     decode = samplers(relaxed=config.relaxed_acceptance is not None)[::-1]
     return (
         *(prefill_key(tokens, kind) for tokens in reversed(prefill_ladder.sizes) for kind in kinds),
@@ -62,7 +62,7 @@ def graph_keys(
 
 
 class RingShape(NamedTuple):
-    """Of a mailbox: entries, lanes, and 64-bit items of a lane."""
+    """The shape of a mailbox: entries, lanes, and 64-bit items of a lane."""
 
     entries: int
     lanes: int
@@ -74,7 +74,7 @@ class RingShape(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """The mailboxes of an engine; None for what nobody may ask for."""
+    """The mailboxes of an engine; None for results that requests may not ask for."""
 
     tokens: RingShape
     logprobs: RingShape
@@ -90,11 +90,11 @@ def mailboxes(
     prefill_tokens: int,
     routed: RoutedExperts | None = None,
 ) -> Rings:
-    """Tokens and the state of each lane; log-probabilities of new tokens, and of prompts'; the
-    same of experts.
+    """The shapes of all mailboxes: tokens and the state of each lane; log-probabilities of new
+    tokens and of prompts; experts of new tokens and of prompts.
 
     prefill_tokens  tokens of the largest prefill bucket
-    routed          the model's experts, where they are recorded
+    routed          the model's experts, if they are recorded
     """
     entries, lanes = config.mailbox_entries, config.max_batch
     items = logprob_items(config.max_logprobs)
@@ -114,12 +114,15 @@ def mailboxes(
 
 
 class LinkShape(NamedTuple):
-    """Of the memory that a driver shares with other ranks, in 64-bit words.
+    """The shape of the memory that a driver shares with other ranks, in 64-bit words.
 
-    stages    of a rank, the driver among them
-    text      of a rank
-    launches  of a rank: when it launched each of its last replays
-    header    of a command; its `data` follow
+    ranks     number of ranks besides the driver
+    data      words of a command's data, after its header
+    stages    words for the stage of a rank; the driver has them, too
+    text      words for the text of a rank
+    launches  words for the times of a rank's last launches
+    commands  number of commands in the ring
+    header    words of a command's header
     """
 
     ranks: int
@@ -132,7 +135,7 @@ class LinkShape(NamedTuple):
 
     @classmethod
     def of_loads(cls, ranks: int, nbytes: int) -> LinkShape:
-        """That of so many ranks besides the driver, for commands with so many bytes of data."""
+        """The shape for so many ranks besides the driver, and commands with `nbytes` of data."""
         return cls(ranks, -(-nbytes // 8))
 
     @property
@@ -143,10 +146,10 @@ class LinkShape(NamedTuple):
 
 
 def window_rings(model: ModelConfig, config: EngineConfig, drafts: int) -> tuple[WindowRing, ...]:
-    """Rings that are shorter than the longest request, of each window one; none if the KV of whole
-    prompts is asked for, and none in a pipeline, whose stages have other windows each.
+    """One ring per window, where it is shorter than the longest request; none with prefix caching,
+    which needs the KV of whole prompts, and none in a pipeline, whose stages differ in windows.
 
-    drafts  of a step, at most
+    drafts  most drafts of a step
     """
     if config.prefix_caching or not config.window_rings or config.pipeline_parallel > 1:
         return ()
@@ -166,15 +169,15 @@ def window_rings(model: ModelConfig, config: EngineConfig, drafts: int) -> tuple
 def state_places(
     model: ModelConfig, config: EngineConfig, needs: DraftNeeds, rings: Sequence[WindowRing]
 ) -> int:
-    """Points at which the states of recurrent layers are kept, of sessions and prefixes."""
-    # A draft model's own states are kept for nobody.
+    """Number of places that keep states of recurrent layers, for sessions and prefixes."""
+    # The recurrent states of a draft model are not kept.
     if rings or recurrent_states(needs.states) or not recurrent_states(model.states):
         return 0
     return config.session_states
 
 
 def prefill_ladder(config: EngineConfig, max_seq_len: int) -> BucketLadder:
-    """Tokens of the prefill graphs, none more than a chunk may have."""
+    """Tokens of the prefill graphs, none larger than a chunk may be."""
     longest_chunk = min(max_seq_len, config.max_prefill_tokens_per_step or max_seq_len)
     sizes = {min(size, longest_chunk) for size in config.prefill_buckets}
     return BucketLadder(max(sizes), tuple(sorted(sizes)))

@@ -53,7 +53,7 @@ class KeptTensors:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of a place's part in each state."""
+        """Shapes of a place's part in each state."""
         return tuple(tuple(kept.shape[1:]) for kept in self._kept.values())
 
     @property
@@ -61,7 +61,7 @@ class KeptTensors:
         return tuple(kept.dtype for kept in self._kept.values())
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """Queue them on the current stream."""
+        """Queue these copies on the current stream."""
         for each in copies:
             if isinstance(each, BlockCopy):
                 for cache in self._caches:
@@ -75,7 +75,7 @@ class KeptTensors:
                     held.copy_(entry)
 
     def _entries(self, copy: StateCopy) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of a place's tensor and the slot's, of one token each."""
+        """Pairs of a place's entry and the slot's entry, each of one token."""
         for key, kept_PD in self._kept.items():
             field_SE, depth = self._slots[key], self._states[key].depth
             for index in range(depth):

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model with its weights, and the plan of what an engine will hold."""
+"""Opens a checkpoint: reads it, plans the memory of an engine, and loads the weights."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ log = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
-    """What a checkpoint says, and what was made of it, before anything is allocated.
+    """A checkpoint's contents, and the model made from them, before anything is allocated.
 
-    share        of each layer of `model`, which has the sizes of it
-    whole        the model with all layers as a whole; `split` has this share of all of them
-    whole_stage  the layers of `model` as a whole: some, where a model has stages
+    share        this rank's share of each layer; `model` has its sizes
+    whole        the model with all layers, not split
+    split        the model with this share of all layers
+    whole_stage  the layers of `model`, not split: only some layers in a pipeline
     calibration  token ids of the prompt that sets the scales of an fp8 KV cache
     """
 
@@ -60,7 +61,7 @@ class Found(NamedTuple):
 class Opened(NamedTuple):
     """The parts of an engine: weights are loaded, nothing else is allocated.
 
-    loaded  where each weight came from
+    loaded  which tensor each weight came from
     """
 
     model: Model
@@ -80,7 +81,7 @@ def open_checkpoint(
 
 
 def read_checkpoint(path: str | Path, config: EngineConfig, share: Share = WHOLE) -> Found:
-    """Read what is in a checkpoint, of which this rank has a share, or a stage."""
+    """Read a checkpoint's configs and tokenizer, for this rank's share or stage."""
     checkpoint = Checkpoint.open(path)
     if config.load_format == "dummy":
         checkpoint = _drawn(checkpoint, config.device)
@@ -123,13 +124,13 @@ def _drawn(checkpoint: Checkpoint, device: str) -> Checkpoint:
 
 
 def found_of_stage(found: Found, pipe: Share) -> Found:
-    """What a rank of a pipeline has, with its share of each layer; see `stage_of_rank`.
+    """The part of a pipeline's rank, with its share of each layer; see `stage_of_rank`.
 
-    ValueError as of `of_stage`.
+    Raises ValueError like `of_stage`.
     """
     stage = stage_of_rank(pipe)
     early = stage.rank < stage.ranks - 1
-    # Modules, whose layers are in the model's checkpoint, embed what they draft.
+    # Draft modules, whose layers are in the model's checkpoint, embed the tokens they draft.
     embeds = not early and bool(found.drafter.needs.states) and found.drafter.own_checkpoint is None
     whole, model = (
         of_stage(each, stage, whole=found.whole, embeds=embeds)
@@ -140,7 +141,7 @@ def found_of_stage(found: Found, pipe: Share) -> Found:
 
 
 def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
-    """What an engine will hold, with the memory that is there now."""
+    """Plan the memory that an engine will hold, within what is free now."""
     memory = plan_memory(
         found.model,
         config,
@@ -158,9 +159,9 @@ def load_checkpoint(
     config: EngineConfig,
     progress: Callable[[int, int], None] | None = None,
 ) -> Opened:
-    """Allocate the weights, and load them; `progress` as of `open_checkpoint`.
+    """Allocate the weights, and load them; `progress` as in `open_checkpoint`.
 
-    Where there are other ranks, who calls this has them `calibrate` together.
+    With several ranks, the caller has all of them `calibrate` together afterwards.
     """
     checkpoint, share, whole, model_config = found.checkpoint, found.share, found.whole, found.model
     drafter, tokenizer, eos_ids, ids = (
@@ -187,14 +188,14 @@ def load_checkpoint(
         linears += drafter.linears()
         unused = load_weights(checkpoint, wanted, linears, model_config.embedding_name, progress)
         if checkpoint.drawn_on is not None and memory.device.type == "cuda":
-            # Each tensor was drawn whole, though a rank may keep a part.
+            # Each tensor was drawn whole, though a rank may keep only a part.
             torch.cuda.empty_cache()
         if memory.kv_dtype == FP8_KV and config.kv_calibration is None:
-            # Those of random weights are nobody's.
+            # Random weights have no scales of their own.
             if checkpoint.drawn_on is None:
                 read_kv_scales(checkpoint, weights, drafter, whole, share)
             unused = [name for name in unused if not is_kv_scale(name)]
-    # Stages leave most of it to each other.
+    # A pipeline's stage leaves most tensors to the other stages.
     if unused and config.pipeline_parallel == 1:
         log.info("tensors of the checkpoint that the model does not use: %s", ", ".join(unused))
     model = weights.open(

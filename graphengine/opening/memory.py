@@ -1,4 +1,4 @@
-"""What an engine will hold, in bytes, decided before anything is allocated."""
+"""The memory plan of an engine, in bytes, made before anything is allocated."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from graphengine.opening.state_budget import add_state
 from graphengine.opening.workspace import graph_bytes, workspace_bytes
 from graphengine.program.graph_key import GraphKey
 
-# Channels and buffers of a group of one host, rounded up.
+# Channels and buffers of NCCL for a group on one host, rounded up.
 _NCCL_BYTES = 512 * 2**20
-# Columns whose squares a program sums, at least, of a product of several lanes.
+# Least number of columns whose squares one program sums, in a product of several lanes.
 _LEAST_SUMMED = 16
 
 
@@ -38,24 +38,26 @@ _LEAST_SUMMED = 16
 class MemoryPlan:
     """The sizes that follow from a model, an `EngineConfig` and the memory at hand.
 
-    dtype          of weights and activations; `kv_dtype` of the caches
-    activations    what prefill rounds the inputs of linears to that take it; None: nothing
-    block_bytes    of one block of the pool in all caches, the target's and the drafter's; 0 where
-                   all KV is in rings
-    kv_blocks      pool blocks without the dummy; `table_blocks` of them serve one longest request
-    rings          how layers with a window keep the newest tokens alone; their KV is not in the
-                   pool. Each slot has a ring of each
-    ring_bytes     of a slot's rings
+    dtype          dtype of weights and activations
+    kv_dtype       dtype of the caches
+    activations    format that prefill rounds the inputs of linears to, if a linear takes it; None:
+                   no rounding
+    block_bytes    bytes of one block of the pool in the target's and the drafter's caches; 0 if all
+                   KV is in rings
+    kv_blocks      pool blocks without the dummy; the longest request takes `table_blocks` of them
+    rings          rings in which layers with a window keep only the newest tokens; their KV is not
+                   in the pool. Each slot has one of each
+    ring_bytes     bytes of a slot's rings
     swap_blocks    pinned host blocks
-    draft_lengths  drafts that the decode graphs verify, ascending: (0,) of an engine that has none
-    graphs         all that are captured, in that order
-    routed         the model's experts, where they are recorded
-    recurrent      whether some layer of the model, or of any of its stages, recurs
-    state_places   points at which states of recurrent layers are kept; `state_bytes` of each
-    load_bytes     of the largest copy of what the host owns
-    push_units     of memory in which ranks on GPUs get each other's parts: those of a decode step,
-                   in float32; stages have none. 0 where there are no ranks
-    summed_words   of the largest part of a chunk that ranks on GPUs sum up by pushes; 0: none
+    draft_lengths  drafts that the decode graphs verify, ascending: (0,) without drafts
+    graphs         all graphs, in the order of capture
+    routed         the model's experts, if they are recorded
+    recurrent      whether some layer of the model, or of any of its stages, is recurrent
+    state_places   places for the states of recurrent layers, of `state_bytes` each
+    load_bytes     bytes of the largest copy of host-owned fields
+    push_units     units of memory in which ranks on GPUs receive each other's parts of a decode
+                   step, in float32; stages push none. 0 with one rank
+    summed_words   words of the largest part of a chunk that ranks on GPUs sum by pushes; 0: none
     """
 
     device: torch.device
@@ -85,26 +87,26 @@ class MemoryPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a row in the widest decode graph: one, and its drafts."""
+        """Tokens of a row in the widest decode graph: one and its drafts."""
         return 1 + self.draft_lengths[-1]
 
     def describe_dtypes(self) -> str:
-        """Of weights, of KV where it has one of its own, and of what prefill rounds."""
+        """The dtype of weights, of KV if it differs, and of inputs that prefill rounds."""
         weights, kv = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
         described = weights if kv == weights else f"{weights}, KV {kv}"
         return described if self.activations is None else f"{described}, prefill {self.activations}"
 
     @property
     def whole_requests(self) -> int:
-        """Slots whose requests of `max_seq_len` tokens the pool holds at the same time."""
+        """How many slots' requests of `max_seq_len` tokens the pool holds at the same time."""
         return min(self.ladder.max_batch, self.kv_blocks // self.table_blocks)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of so many tokens in the caches of the pool."""
+        """Bytes that so many tokens take in the caches of the pool."""
         return tokens * self.block_bytes // self.block_size
 
     def describe_kv(self) -> str:
-        """What tokens cost in the caches, and how many of them the pool holds, for a reader."""
+        """A text for people: what tokens cost in the caches, and how many the pool holds."""
         slots, size, whole = self.ladder.max_batch, self.block_size, self.whole_requests
         holds = f"{whole} of {slots} requests of max_seq_len {self.max_seq_len:,}"
         if whole < slots:
@@ -126,8 +128,8 @@ class MemoryPlan:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that an allocation could get now: free device memory, or what the host and the
-    limits of containers leave.
+    """Bytes that an allocation could get now: free device memory, or free host memory within the
+    limits of containers.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -145,15 +147,15 @@ def plan_memory(
 ) -> MemoryPlan:
     """Sizes and budget of an engine, with rings where they are smaller.
 
-    The pool is shared by all slots, and may have less than each could need; each slot has its own
-    ring. So layers get rings if these have no more blocks than the pool would have for them.
+    All slots share the pool, which may hold less than each could need; each slot has its own rings.
+    So layers get rings if the rings have no more blocks in all than the pool would have for them.
 
-    OutOfBudget carries the table if they do not fit; ValueError for options that are not for this
-    model or device, as `EngineShape.of` has it.
+    OutOfBudget carries the table if the engine does not fit; ValueError, like `EngineShape.of`, for
+    options that do not suit this model or device.
 
     checkpoint_dtype    used on a GPU where the config names no dtype; a CPU computes in float32
-    calibration_tokens  of `kv_calibration`: their KV is in `dtype`, and freed before the caches are
-                        allocated, so the budget has a line for what it takes beyond these
+    calibration_tokens  tokens of `kv_calibration`: their KV is in `dtype`, and freed before the
+                        caches are allocated, so the budget has a line for what it takes beyond them
     """
     rings = window_rings(model, config, drafter.needs.length)
     shape = EngineShape.of(model, config, drafter, checkpoint_dtype)
@@ -168,7 +170,7 @@ def plan_memory(
 
 
 def _plan(shape: EngineShape, calibration_tokens: int) -> MemoryPlan:
-    """Sizes and budget with the rings of this shape; OutOfBudget if they do not fit."""
+    """Sizes and budget with the rings of this shape; OutOfBudget if the engine does not fit."""
     config, budget, block = shape.config, MemoryBudget(), BlockBytes.of(shape)
     _add_weights(budget, shape)
     load_bytes = add_state(budget, shape)
@@ -210,7 +212,7 @@ def _plan(shape: EngineShape, calibration_tokens: int) -> MemoryPlan:
 
 
 def _room(shape: EngineShape) -> Room:
-    """The part of what is free now that may be planned; ranks share what the host has."""
+    """The part of the free memory that may be planned; ranks share the host's memory."""
     of_host = shape.config.memory_fraction / shape.config.ranks
     fraction = shape.config.memory_fraction if shape.on_gpu else of_host
     return Room(
@@ -219,14 +221,14 @@ def _room(shape: EngineShape) -> Room:
 
 
 def _add_weights(budget: MemoryBudget, shape: EngineShape) -> None:
-    """The model's, in a line for each format."""
+    """Add the model's weights, in a line for each format."""
     kinds = shape.weights.bytes_by_kind(shape.dtype)
     for kind, size in kinds.items():
         budget.add("weights" if len(kinds) == 1 else f"weights in {kind}", size, shape.where)
 
 
 def _add_kept_states(budget: MemoryBudget, shape: EngineShape) -> int:
-    """Places for states of recurrent layers. Returns the bytes of one; 0 where there are none."""
+    """Add the places for states of recurrent layers. Returns the bytes of one; 0 without places."""
     places = shape.state_places
     if not places:
         return 0
@@ -237,14 +239,14 @@ def _add_kept_states(budget: MemoryBudget, shape: EngineShape) -> int:
 
 
 def _add_drafter(budget: MemoryBudget, shape: EngineShape) -> None:
-    """What was asked for has its line, also where it holds nothing."""
+    """Add the drafter's weights: any drafter asked for has a line, even one without weights."""
     if shape.config.mode is not None:
         size = shape.drafter.weight_bytes(shape.dtype)
         budget.add("drafter's weights", size, shape.where)
 
 
 def _add_ranks(budget: MemoryBudget, shape: EngineShape, load_bytes: int) -> tuple[int, int]:
-    """What ranks share beside their work. Returns the `push_units` and the `summed_words`."""
+    """Add the memory of communication between ranks. Returns `push_units` and `summed_words`."""
     ranks, units, summed = shape.config.ranks, 0, 0
     if ranks == 1:
         return units, summed
@@ -259,7 +261,7 @@ def _add_ranks(budget: MemoryBudget, shape: EngineShape, load_bytes: int) -> tup
 
 
 def _summed_words(shape: EngineShape) -> int:
-    """Of a part of the largest chunk, which ranks of one model sum up."""
+    """Words of the largest chunk's part, which tensor parallel ranks all-reduce; 0: none."""
     if shape.config.tensor_parallel == 1 or shape.config.pipeline_parallel > 1:
         return 0
     values = max(shape.prefill_ladder.sizes) * shape.model.hidden_size
@@ -279,12 +281,12 @@ def _push_units(shape: EngineShape) -> int:
 
 
 def _units_of_lanes(hidden: int, dtype: torch.dtype, chosen: int) -> int:
-    """Units in which a rank's lanes of a decode step, with their experts, come to all ranks."""
+    """Units in which all ranks receive a rank's lanes of a decode step, with their experts."""
     return lane_units(MAX_LANES, hidden, dtype, chosen, -(-hidden // _LEAST_SUMMED))
 
 
 def _add_graphs(budget: MemoryBudget, shape: EngineShape) -> tuple[GraphKey, ...]:
-    """What capture leaves. Returns all that is captured, in that order."""
+    """Add the memory that captured graphs keep. Returns all graphs, in the order of capture."""
     graphs = graph_keys(
         shape.config,
         shape.ladder,
@@ -298,7 +300,7 @@ def _add_graphs(budget: MemoryBudget, shape: EngineShape) -> tuple[GraphKey, ...
 
 
 def _add_routes(budget: MemoryBudget, shape: EngineShape, kv_blocks: int) -> None:
-    """Where experts are recorded: pages of requests, and those of kept blocks."""
+    """Add, if experts are recorded, the pages of requests and of kept blocks."""
     if shape.recorded is None:
         return
     tokens = (kv_blocks + shape.config.max_batch * shape.table_blocks) * shape.config.block_size

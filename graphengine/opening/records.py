@@ -1,6 +1,6 @@
-"""The mailboxes of an engine: of tokens, of log-probabilities, and of experts.
+"""The mailboxes of an engine: for tokens, log-probabilities and experts.
 
-They are in memory of their own, or in a file that another process maps too, which reads them there.
+They are in memory of their own, or in a mapped file, where another process reads them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from graphengine.opening.memory import MemoryPlan
 
 
 class RecordMemory:
-    """The memory of this file, which is made, with zeros, where there is none.
+    """Maps this file, which is created, filled with zeros, if it does not exist.
 
-    Whoever takes the same shapes in the same order has the same memory. `device` is whose kernels
-    write it; on a CPU, and for who only reads it, None.
+    Processes that take the same shapes in the same order get the same memory. `device` is the one
+    whose kernels write it; None on a CPU, and for a process that only reads.
 
     OSError where the file's disk, or memory, has no room for it; RuntimeError where CUDA refuses
     it.
@@ -40,22 +40,24 @@ class RecordMemory:
         self._locked = None if device is None else PageLocked(self._words, device)
 
     def close(self) -> None:
-        """No kernel writes it any more. Who has taken memory still has it."""
+        """Unlock the memory, once no kernel writes it any more. Tensors taken stay valid."""
         if self._locked is not None:
             self._locked.close()
         self._locked = None
 
     def take(self, shape: RingShape) -> Tensor:
-        """The next int64 `[entries, lanes, items]`."""
+        """Take the next part of the memory, as int64 `[entries, lanes, items]`."""
         count = shape.nbytes // 8
         taken, self._words = self._words[:count], self._words[count:]
         return taken.view(tuple(shape))
 
 
 def make_room(file: int, path: Path, nbytes: int, what: str) -> None:
-    """Have all bytes of a file that is going to be mapped: a page without room ends the process.
+    """Reserve all bytes of a file before it is mapped: writing to a page without room would end the
+    process.
 
-    OSError with their number where there is no room for `what` is in it. Nobody writes to it yet.
+    OSError, with the number of bytes, where there is no room for `what` the file holds. Nobody
+    writes to the file yet.
     """
     if not hasattr(os, "posix_fallocate"):  # macOS
         return
@@ -86,15 +88,15 @@ def record_rings(config: EngineConfig, memory: MemoryPlan) -> Rings:
 
 
 def record_bytes(config: EngineConfig, memory: MemoryPlan) -> int:
-    """Bytes of `RecordMemory` for them."""
+    """Bytes of the `RecordMemory` for an engine's mailboxes."""
     return sum(ring.nbytes for ring in record_rings(config, memory) if ring is not None)
 
 
 def new_records(
     config: EngineConfig, memory: MemoryPlan, shared: RecordMemory | None = None
 ) -> Records:
-    """The mailboxes, in `shared` or in new memory; those of log-probabilities and experts have as
-    many entries as that of the tokens.
+    """The mailboxes, in `shared` or in new memory; those for log-probabilities and experts have as
+    many entries as the one for tokens.
     """
     rings, device = record_rings(config, memory), memory.device
 

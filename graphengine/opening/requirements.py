@@ -1,4 +1,4 @@
-"""What options ask of a model, of its weights and of a GPU, checked before anything is loaded."""
+"""Checks, before anything is loaded, that a model, its weights and a GPU support the options."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def check_requirements(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """ValueError for prefix caching of a model whose recurrent layers need every token, for an fp8
-    KV cache or fp8 activations on a GPU that cannot convert them, for an fp8 cache of layers
-    without scales, for packed weights that the kernels of a GPU do not take, and for fp8
-    activations where no linear takes them.
+    """ValueError for prefix caching of a model whose recurrent states are not kept, for an fp8 KV
+    cache or fp8 activations on a GPU that cannot convert them, for an fp8 cache of layers without
+    scales, for packed weights that the kernels of a GPU do not take, and for fp8 activations if no
+    linear takes them.
 
-    dtype  of weights and activations
+    dtype  dtype of weights and activations
     """
     _check_prefixes(model, config, needs)
     if config.kv_dtype == "fp8":
@@ -42,9 +42,9 @@ def check_requirements(
 
 
 def _check_prefixes(model: ModelConfig, config: EngineConfig, needs: DraftNeeds) -> None:
-    """ValueError for prefixes of recurrent layers, none of whose states are kept."""
+    """ValueError for prefix caching with recurrent layers whose states are not kept."""
     recurrent = recurrent_states(model.states)
-    # With prefixes no layer has rings.
+    # With prefix caching, no layer has rings.
     if config.prefix_caching and recurrent and not state_places(model, config, needs, ()):
         why = "session_states=0 keeps none of them: that needs 1 or more"
         if config.session_states:
@@ -59,7 +59,7 @@ def _check_prefixes(model: ModelConfig, config: EngineConfig, needs: DraftNeeds)
 def recorded_experts(
     model: ModelConfig, config: EngineConfig, routed: RoutedExperts | None
 ) -> RoutedExperts | None:
-    """The model's experts, where they are recorded; ValueError if they are asked for in vain."""
+    """The model's experts, if they are recorded; ValueError for a model without experts."""
     if not config.record_routing:
         return None
     if routed is None:
@@ -90,7 +90,7 @@ def check_fp8_states(architecture: str, layers: Sequence[LayerStates]) -> None:
 
 
 def check_packed(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """ValueError, before anything is loaded, for what the kernels of a GPU would refuse."""
+    """ValueError, before anything is loaded, for packed weights that a GPU's kernels refuse."""
     packed = {name: linear for name, linear in model.linears.items() if linear.weight is not None}
     if device.type != "cuda" or not packed:
         return
@@ -108,7 +108,7 @@ def check_packed(model: ModelConfig, device: torch.device, dtype: torch.dtype) -
 
 
 def coded_linears(model: ModelConfig) -> list[Linear]:
-    """Those whose inputs prefill rounds with fp8 activations: neither lm_head's nor experts'."""
+    """Linears whose inputs prefill rounds with fp8 activations; never lm_head or experts."""
     return [
         linear
         for linear in model.linears.values()
@@ -129,7 +129,7 @@ def check_coded(model: ModelConfig, activations: ActivationKind, dtype: torch.dt
 
 
 def _formats(model: ModelConfig, dtype: torch.dtype) -> str:
-    """What the linears of the layers are stored in."""
+    """The formats that the linears of the layers are stored in."""
     weights = [linear.weight for linear in model.linears.values() if linear.kind != "sample"]
     plain = str(dtype).removeprefix("torch.")
     return ", ".join(dict.fromkeys(plain if weight is None else weight.label for weight in weights))

@@ -1,4 +1,4 @@
-"""The budget's lines of what an engine holds beside weights and caches."""
+"""The budget's lines for what an engine holds besides weights and caches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from graphengine.requests.processing import processing_fields
 
 
 def add_state(budget: MemoryBudget, shape: EngineShape) -> int:
-    """Add what `allocate` makes beside weights and caches, up to the longest possible swap.
+    """Add what `allocate` makes besides weights and caches, sized for the longest possible swap.
 
-    Returns the bytes of the largest copy of what the host owns.
+    Returns the bytes of the largest copy of host-owned fields.
     """
     fields = _most_fields(shape)
     _add_fields(budget, shape, fields)
-    # Each group is an allocation; its image lies in ordinary memory.
+    # Each group is an allocation; its image is in pageable memory.
     groups = [buffer_bytes(group)[1] for group in field_groups(fields)]
     _add_host_owned(budget, shape, groups)
     _add_mailboxes(budget, shape)
@@ -55,7 +55,7 @@ def _most_fields(shape: EngineShape) -> list[Field]:
 
 
 def _add_fields(budget: MemoryBudget, shape: EngineShape, fields: Sequence[Field]) -> None:
-    """What replays see; that which only some options need has lines of its own."""
+    """Add the fields that replays see; fields that only some options need have their own lines."""
     config, drafter = shape.config, shape.drafter
     options = processing_fields(
         config,
@@ -89,7 +89,7 @@ def _table_bytes(shape: EngineShape) -> int:
 
 
 def _add_host_owned(budget: MemoryBudget, shape: EngineShape, groups: Sequence[int]) -> None:
-    """The staging blocks of these groups, and the images that they are filled from."""
+    """Add the staging blocks of these groups, and the images that they are filled from."""
     staged = sum(host_bytes(size, pinned=shape.on_gpu) for size in groups)
     budget.add("staging", shape.config.staging_blocks * staged, shape.pinned)
     budget.add("images of what the host owns", sum(groups) + _mask_bytes(shape), "host")
@@ -121,7 +121,7 @@ def _add_mailboxes(budget: MemoryBudget, shape: EngineShape) -> None:
 
 
 def _ring_bytes(shape: EngineShape, *rings: RingShape | None) -> int:
-    """Of those that there are, each an allocation."""
+    """Bytes of all rings that are not None, each an allocation of its own."""
     return sum(host_bytes(ring.nbytes, pinned=shape.on_gpu) for ring in rings if ring)
 
 
@@ -134,8 +134,8 @@ def _replayed_bytes(shape: EngineShape) -> int:
 
 
 def _add_other_ranks(budget: MemoryBudget, shape: EngineShape, host_owned: int) -> None:
-    """Of each rank with requests of its own the driver has what the host owns, staged, too, and
-    what requests replay.
+    """Add the driver's copies of the other data parallel ranks' fields: host-owned fields with
+    their staging, and the expert routes that requests replay.
     """
     others = shape.config.data_parallel - 1
     if others:

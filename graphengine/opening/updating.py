@@ -1,7 +1,7 @@
-"""Other values for the weights of an engine that is open, by the code that loaded the first ones.
+"""Updates the weights of an open engine, with the code that loaded them.
 
 Everything is checked before a value is written: names, dtypes and shapes against the checkpoint
-that the engine was opened from, and that rounded weights are whole and finite.
+that the engine was opened from, and that weights to be rounded are complete and finite.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _HEAD = f"{HEAD}.weight"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedWeights:
-    """What went where when a checkpoint was loaded.
+    """Where each tensor went when a checkpoint was loaded.
 
-    checkpoint   as this rank read it
+    checkpoint   the checkpoint as this rank read it
     whole        the model of all ranks
-    wanted       destinations of its tensors, of the model and of the drafter
+    wanted       destinations of the checkpoint's tensors, in the model and the drafter
     packed       linears whose weights are rounded or packed
-    all_wanted, all_packed  the same of all ranks together: names, and linears that may be on the
-                 device "meta"
+    all_wanted   names of the tensors that any rank wants
+    all_packed   `packed` of all ranks together; its linears may be on the device "meta"
     """
 
     checkpoint: Checkpoint
@@ -50,10 +50,10 @@ class LoadedWeights:
     all_packed: Sequence[StoredLinear]
 
     def read(self, path: str | PathLike[str], config: EngineConfig) -> GivenTensors:
-        """The tensors of another checkpoint of the same model, all of them and checked.
+        """All tensors of another checkpoint of the same model, checked.
 
-        FileNotFoundError and ValueError as of `Checkpoint.open`, and ValueError, with both values,
-        for another model.
+        Raises FileNotFoundError and ValueError like `Checkpoint.open`, and ValueError, with both
+        values, for another model.
         """
         checkpoint = Checkpoint.open(path)
         for each in (self.checkpoint, checkpoint):
@@ -70,7 +70,7 @@ class LoadedWeights:
         return given
 
     def in_folder(self, path: Path) -> GivenTensors:
-        """Those of a checkpoint that have been checked already, all or some."""
+        """The tensors of a checkpoint that were checked before; it may have only some of them."""
         return self.checked(Checkpoint.open(path).mapped(), path)
 
     def checked(
@@ -78,9 +78,9 @@ class LoadedWeights:
         tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         folder: Path | None = None,
     ) -> GivenTensors:
-        """The tensors, where all of them can be loaded.
+        """The tensors, once it is checked that all of them can be loaded.
 
-        folder  of the checkpoint that they are from; None: they are in memory
+        folder  the checkpoint that they are from; None: they are in memory
 
         ValueError, with the name and both values, says what is wrong. Nothing is changed.
         """
@@ -94,7 +94,7 @@ class LoadedWeights:
         return GivenTensors.in_place_of(self.checkpoint, values, folder)
 
     def load(self, given: GivenTensors) -> None:
-        """Fill the weights that the tensors are of, on the current stream, where they lie.
+        """Fill the weights with these tensors in place, on the current stream.
 
         Tensors that nothing uses are left out.
         """
@@ -103,7 +103,7 @@ class LoadedWeights:
         load_weights(given, wanted, linears, self.whole.embedding_name)
 
     def used(self, given: GivenTensors) -> tuple[dict[str, Tensor], bool]:
-        """Those of the tensors that some rank uses, and whether they are all that any uses."""
+        """The tensors that some rank uses, and whether they are all the tensors in use."""
         names = self._in_use(given.values)
         values = {name: value for name, value in given.values.items() if name in names}
         return values, len(values) == len(names)
@@ -115,19 +115,21 @@ class LoadedWeights:
         return f"{self.whole.embedding_name}.weight"
 
     def _sources(self, linear: StoredLinear, values: Mapping[str, Tensor]) -> list[str]:
-        """What a rounded weight is made of; a tied lm_head of the one that is among the values."""
+        """Names of the tensors that a rounded weight is made from; for a tied lm_head, the name
+        among the values.
+        """
         stored = values if self.whole.tie_embeddings else self.checkpoint.tensors
         return rounded_names(linear, stored, self.whole.embedding_name)
 
     def _in_use(self, values: Mapping[str, Tensor]) -> set[str]:
-        """Every tensor that some rank uses; of two tied weights the one that is loaded."""
+        """Names of all tensors that some rank uses; of two tied weights, the one that is loaded."""
         packed = {name for each in self.all_packed for name in self._sources(each, values)}
         return packed | {*self.all_wanted}
 
     def _made_of(
         self, values: Mapping[str, Tensor], linears: Sequence[StoredLinear]
     ) -> list[StoredLinear]:
-        """Those of these packed linears that are made of some of the values."""
+        """The packed linears that are made from any of the values."""
         return [
             linear
             for linear in linears
@@ -137,7 +139,9 @@ class LoadedWeights:
     # Checks.
 
     def _known(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The values by their names in the whole model, all of which its checkpoint has."""
+        """The values by their names in the whole model. ValueError for names that its checkpoint
+        does not have.
+        """
         values = {name: given[old] for name, old in whole_names(HANDED_OVER, given).items()}
         tied = {self._embedding, _HEAD} if self.whole.tie_embeddings else set()
         known = self.checkpoint.tensors.keys() | tied
@@ -152,7 +156,7 @@ class LoadedWeights:
     def _check_value(self, name: str, value: Tensor) -> None:
         tensors = self.checkpoint.tensors
         stored = tensors[name if name in tensors else self._other_of_tied(name)].stored
-        # Tables that are no weights are left out later.
+        # Tables that are not weights are left out later.
         if value.dtype not in (*WEIGHT_DTYPES, stored.dtype):
             dtypes = ", ".join(str(dtype) for dtype in WEIGHT_DTYPES)
             raise ValueError(f"{name} has dtype {value.dtype}: weights are in one of {dtypes}")
@@ -168,7 +172,9 @@ class LoadedWeights:
         return self._embedding if name == _HEAD else _HEAD
 
     def _untied(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of a tied weight one value, by the name that is loaded. ValueError for two."""
+        """The values with a tied weight once, under the name that is loaded. ValueError if its two
+        values differ.
+        """
         if not self.whole.tie_embeddings:
             return values
         loaded = self._embedding if self._embedding in self.checkpoint.tensors else _HEAD
@@ -184,7 +190,7 @@ class LoadedWeights:
         return values
 
     def _check_parts(self, linear: StoredLinear, values: Mapping[str, Tensor]) -> None:
-        """ValueError unless a weight that is rounded as a whole is there as a whole, and finite."""
+        """ValueError unless all parts of a weight rounded as a whole are given, and finite."""
         names = self._sources(linear, values)
         missing = [name for name in names if name not in values]
         if missing:
@@ -224,7 +230,7 @@ def _named(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict
 
 
 def _check_plain(checkpoint: Checkpoint) -> None:
-    """ValueError for one with weights of 8 or 4 bits."""
+    """ValueError for a checkpoint with weights of 8 or 4 bits."""
     quantisation = quantisation_of(checkpoint)
     if quantisation is not None:
         raise ValueError(
@@ -234,7 +240,7 @@ def _check_plain(checkpoint: Checkpoint) -> None:
 
 
 def _check_same(whole: ModelConfig, found: ModelConfig, path: Path) -> None:
-    """ValueError, with the first of the values that differ, for another model."""
+    """ValueError, with the first value that differs, for another model."""
     if repr(whole) == repr(found):
         return
     if type(whole) is not type(found):

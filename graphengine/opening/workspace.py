@@ -1,4 +1,4 @@
-"""What steps and their graphs take beside what an engine holds, estimated."""
+"""Estimates the memory that steps and their graphs take besides what an engine holds."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.requirements import coded_linears
 from graphengine.program.graph_key import GraphKey
 
-# What one captured node was seen to cost in the driver and in torch, rounded up.
+# Measured cost of one captured node in the driver and in torch, rounded up.
 _GRAPH_NODE_BYTES = 8 * 1024
 _KERNELS_PER_LAYER = 12
-# For the log-probabilities of as many prompt tokens as one product of logits takes.
+# Kernels for the log-probabilities of as many prompt tokens as one product of logits takes.
 _KERNELS_PER_PROMPT_PART = 8
 # Memory that cuBLAS keeps for one handle and stream on Hopper.
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 
 
 def workspace_bytes(shape: EngineShape) -> int:
-    """What the largest step takes while it runs, and what ranks leave to each other in it."""
+    """Bytes that the largest step takes while it runs, including what ranks exchange in it."""
     needs, model, chunk = shape.drafter.needs, shape.model, shape.chunk
     lanes = _decode_lanes(shape)
     workspace = step_bytes(
@@ -37,10 +37,10 @@ def workspace_bytes(shape: EngineShape) -> int:
         drafts=bool(needs.states),
     )
     if shape.config.prompt_embeds and shape.config.mode is not None:
-        # The embeddings of a chunk's tokens as modules read them, in float32 before.
+        # The embeddings of a chunk's tokens, in float32 and then as draft modules read them.
         workspace += chunk * (4 + shape.dtype.itemsize) * model.hidden_size
     if shape.recorded is not None:
-        # What a step takes and what it is given, as 32-bit ids.
+        # The experts that a step chooses and those that it is given, as 32-bit ids.
         ids = shape.recorded.layers * shape.recorded.chosen
         workspace += 2 * 4 * max(lanes, chunk) * ids
     if shape.config.activations is not None:
@@ -49,7 +49,7 @@ def workspace_bytes(shape: EngineShape) -> int:
 
 
 def _decode_lanes(shape: EngineShape) -> int:
-    """Lanes of the largest decode graph, or of a part of a prompt whose logits are computed."""
+    """Lanes of the largest decode graph, or of the part of a prompt whose logits are computed."""
     config = shape.config
     lanes = max(config.max_batch, config.draft_rows * shape.drafter.needs.lanes_of_row)
     if config.prompt_logprobs:
@@ -58,7 +58,9 @@ def _decode_lanes(shape: EngineShape) -> int:
 
 
 def _stage_bytes(shape: EngineShape, lanes: int) -> int:
-    """The streams that come to a stage, and those that wait until the stage after takes them."""
+    """Bytes of the residual stream that a stage receives, and of those that wait for the next stage
+    to take them.
+    """
     if shape.config.pipeline_parallel == 1:
         return 0
     streams = 1 + shape.config.mailbox_entries
@@ -66,18 +68,18 @@ def _stage_bytes(shape: EngineShape, lanes: int) -> int:
 
 
 def _shard_bytes(shape: EngineShape, lanes: int) -> int:
-    """What the ranks of one stage get of each other."""
+    """Bytes that the ranks of one stage receive from each other."""
     shards = shape.config.ranks // shape.config.pipeline_parallel
     if shards == 1:
         return 0
-    # The parts of all ranks, and their sum: of a product in float32, or in `dtype` of a chunk.
+    # The parts of all ranks, and their sum: of a decode product in float32, of a chunk in `dtype`.
     widest_step = max(4 * lanes, shape.dtype.itemsize * shape.chunk)
-    # Experts have shared ones' part beside their own.
+    # With experts, there is also the part of the shared experts.
     parts = shards + (1 if shape.weights.routed is None else 2)
     if shape.config.data_parallel > 1:
-        # Lanes of all ranks, as they come and as experts read them, and sums for all, two ways.
+        # Lanes of all ranks, as they arrive and as experts read them, and sums for all, two ways.
         parts = 5 * shards
-    # Logits of ranks side by side, and put together.
+    # Logits as gathered from ranks, and put together.
     logits = 2 * 4 * lanes * shape.model.vocab_size
     return parts * widest_step * shape.model.hidden_size + logits
 
@@ -92,15 +94,16 @@ def step_bytes(
     modules: bool = False,
     drafts: bool = False,
 ) -> int:
-    """Intermediates of the largest bucket: a layer's activations, attention partials, what the
-    kernels of a recurrent layer leave to each other, logits.
+    """Bytes of intermediates of the largest bucket: a layer's activations, attention partials, what
+    the kernels of a recurrent layer pass to each other, logits.
 
-    `rows` are the lanes of the largest decode graph. With draft `modules` the target's hidden
-    states of a chunk are kept, and those with the embeddings beside them, while a module computes.
-    `drafts`: by a head, not by n-grams or the caller.
+    rows     lanes of the largest decode graph
+    modules  whether there are draft modules: while a module computes, the target's hidden states of
+             a chunk are kept, alone and concatenated with the embeddings
+    drafts   whether a head drafts, and not n-grams or the caller
 
-    And the float32 [splits, N, M] of one product at a time that splits K. Plans are chosen later,
-    so it counts as the most that a table may ask for: 15 MB at 8 rows of an 8B model.
+    It includes the float32 [splits, N, M] of one split-K product at a time. Plans are chosen later,
+    so it counts the most that a table may ask for: 15 MB at 8 rows of an 8B model.
     """
     lanes = max(rows, prefill.sizes[-1])
     hidden = model.hidden_size * (4 if modules else 1)
@@ -109,15 +112,15 @@ def step_bytes(
     # lm_head is never split.
     widest = max(linear.rows for linear in model.linears.values() if linear.kind != "sample")
     parts = 4 * MAX_SPLITS * rows * widest
-    # Float32 logits, as they were and as they are processed, and the sampler's keys: of one size.
-    # So are the logits of drafts, as those of the target's tokens, while the target's are kept.
+    # Float32 logits, raw and processed, and the sampler's keys: all of one size. The logits of
+    # drafts have that size, too, and exist while the target's are kept.
     sampling = (5 if drafts else 3) * 4 * rows * model.vocab_size
     scan = model.scan_bytes(prefill.sizes[-1])
     return lanes * (4 * model.hidden_size + activations) + partials + parts + scan + sampling
 
 
 def graph_bytes(model: ModelConfig, graphs: Sequence[GraphKey], device: torch.device) -> int:
-    """What the driver and torch keep of all captured graphs."""
+    """Bytes that the driver and torch keep for all captured graphs."""
     if device.type == "cpu":
         return 0
     nodes = (model.num_layers * _KERNELS_PER_LAYER + 12) * len(graphs)

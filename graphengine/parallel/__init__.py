@@ -1,1 +1,1 @@
-"""Several ranks: processes that decode together, one a device."""
+"""Several ranks: processes that decode together, one per device."""

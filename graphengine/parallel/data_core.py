@@ -1,12 +1,12 @@
 """The core of an engine whose ranks have requests of their own.
 
-Each rank has a scheduler, as an engine of one rank has. A step is one of all ranks, which meet for
-experts in each layer: so all of them replay each graph that one needs, and a rank that has nothing
-for a graph replays it with every lane padded.
+Each rank has a scheduler, like an engine of one rank. All ranks step together, as they exchange
+expert inputs and outputs in each layer: every rank replays each graph that any rank needs, and a
+rank without work for a graph replays it with every lane padded.
 
-Prompts' chunks take the graph of their own size and kind, whatever those of other ranks take, as
-their bits may depend on it: a step has as many prefill launches as its ranks' chunks have graphs.
-A decode takes the largest bucket that any rank needs, and the full sampler if one needs it.
+A prefill chunk takes the graph of its own size and kind, whatever graphs the other ranks' chunks
+take, as its bits may depend on it: a step has one prefill launch per distinct graph. A decode takes
+the largest bucket that any rank needs, and the full sampler if one needs it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from graphengine.program.graph_key import GraphKey, decode_key, draft_key
 from graphengine.requests.request import Request
 
 Plans = tuple[Plan | None, ...]
-"""Of each rank; None for one that has nothing to launch."""
+"""The plan of each rank; None for a rank that has nothing to launch."""
 
 
 def _counts(core: DataParallelCore, plans: Plans) -> tuple[int, int]:
-    """The largest bucket of a rank, and the rows of all."""
+    """The largest bucket of any rank, and the rows of all ranks together."""
     live = _live(plans)
     return max(plan.bucket for plan in live), sum(len(plan.rows) for plan in live)
 
 
 class Seat:
-    """A rank as the core steps it.
+    """What the core tracks of a rank while it steps it.
 
-    rows  the requests of the rows that its decode graph has
-    fed   whether its prefill graphs have a chunk
+    rows  requests in the rows that the rank's decode graph was last loaded with
+    fed   whether a chunk is loaded for the rank's prefill graphs
     """
 
     def __init__(self, scheduler: Scheduler, runtime: DataParallelRuntime | RankRuntime) -> None:
@@ -67,8 +67,8 @@ class DataParallelCore(EngineCore):
         return self._ranks
 
     def advance(self) -> bool:
-        """Plan, load and launch the next step of all ranks; False if there is none before one is
-        collected.
+        """Plan, load and launch the next step of all ranks; False if nothing can be launched until
+        a step in flight is collected.
         """
         plans = self.plan_all()
         if plans is None:
@@ -77,7 +77,7 @@ class DataParallelCore(EngineCore):
         return True
 
     def forget_kept(self) -> None:
-        """Drop what sessions and prefixes keep on each rank."""
+        """Drop the KV and states that sessions and prefixes keep on each rank."""
         for seat in self._seats:
             seat.runtime.copy_kept(seat.scheduler.reuse.states.before)
             seat.scheduler.reuse.forget()
@@ -96,7 +96,7 @@ class DataParallelCore(EngineCore):
 
     @ranged("step/launch", _counts)
     def launch_all(self, plans: Plans) -> None:
-        """Load what each rank's plan changes, and queue the graphs of all plans on all ranks."""
+        """Load each rank's changes, and queue the graphs of all plans on all ranks."""
         if self.recorder.recording:
             self.recorder.loading()
         keys = self._keys(plans)
@@ -113,7 +113,7 @@ class DataParallelCore(EngineCore):
         self.in_flight.append(tuple(replays))
 
     def _keys(self, plans: Plans) -> list[GraphKey]:
-        """The graphs of a step: one for each kind and size of chunks, rows, the drafter's."""
+        """The graphs of a step: one per kind and size of chunk, then decode, then the drafter's."""
         live = _live(plans)
         chunks = [plan.prefill for plan in live if plan.prefill is not None]
         keys = [*dict.fromkeys(chunk_key(chunk, self.memory.prefill_ladder) for chunk in chunks)]
@@ -129,9 +129,10 @@ class DataParallelCore(EngineCore):
     def _load(
         self, seat: Seat, plan: Plan | None, key: GraphKey, *, first: bool, decodes: bool
     ) -> None:
-        """Bring what a rank's plan changes there before a graph is replayed.
+        """Load a rank's changes before a graph is replayed.
 
-        first    whether it is the step's first one; decodes: whether the step has a decode
+        first    whether the graph is the step's first
+        decodes  whether the step has a decode
         """
         updates: dict[str, Any] = {}
         if first:
@@ -148,7 +149,7 @@ class DataParallelCore(EngineCore):
             seat.runtime.copy_kept(seat.scheduler.reuse.states.before)
 
     def _chunk_updates(self, seat: Seat, plan: Plan | None, key: GraphKey) -> dict[str, Any]:
-        """The rank's chunk if it takes this graph, else none."""
+        """Fields that feed the rank's chunk to this graph, or clear the chunk fed before."""
         chunk = self._chunk(plan, key)
         if chunk is not None:
             seat.fed = True
@@ -157,14 +158,14 @@ class DataParallelCore(EngineCore):
         return NO_CHUNK if fed else {}
 
     def _chunk(self, plan: Plan | None, key: GraphKey) -> PrefillChunk | None:
-        """What the plan feeds with this graph."""
+        """The chunk that the plan feeds with this graph; None if there is none."""
         chunk = None if plan is None else plan.prefill
         if chunk is None or chunk_key(chunk, self.memory.prefill_ladder) != key:
             return None
         return chunk
 
     def _launch_on_all(self, key: GraphKey, plans: Plans) -> list[Replay]:
-        """Replay a graph on all ranks; the replays of those that have requests in it."""
+        """Replay a graph on all ranks; returns the replays of ranks that have requests in it."""
         of_ranks = [self._replay_of(rank, plan, key) for rank, plan in enumerate(plans)]
         replays = [replay for replay in of_ranks if replay is not None]
         self._run(key, replays)
@@ -175,7 +176,7 @@ class DataParallelCore(EngineCore):
         return replays
 
     def _replay_of(self, rank: int, plan: Plan | None, key: GraphKey) -> Replay | None:
-        """The next replay, of this graph, as a rank has it; None where it has no request in it."""
+        """A rank's next replay, of this graph; None where the rank has no request in it."""
         sequence = self.runtime.launched + 1
         if plan is not None and key.kind == "decode" and plan.rows:
             full = key.variant == "full"
@@ -191,7 +192,7 @@ class DataParallelCore(EngineCore):
         return Replay(sequence, requests, epochs, 1, chunk=chunk, full=full, rank=rank)
 
     def _fetch_drafts(self, plans: Plans) -> None:
-        """Have the drafts come back of each rank where a grammar's masks depend on them."""
+        """Fetch the drafts of each rank whose grammar masks depend on them."""
         for seat, plan in zip(self._seats, plans, strict=True):
             if plan is not None and plan.masks_changed and seat.scheduler.guided:
                 self.counters["guided/steps"] += 1
@@ -216,7 +217,9 @@ def _decodes(plans: Plans) -> bool:
 
 
 def _rank_plan(seat: Seat, plan: Plan | None, *, decodes: bool) -> Plan:
-    """What the step changes on a rank, but for chunks, as its last decode had `seat.rows`."""
+    """The changes of a step on a rank, without its chunk; rows are compared with `seat.rows`, those
+    of the rank's last decode.
+    """
     changes = NOTHING if plan is None else plan
     changed = decodes and changes.rows != seat.rows
     if changed:
@@ -227,7 +230,7 @@ def _rank_plan(seat: Seat, plan: Plan | None, *, decodes: bool) -> Plan:
 
 
 def _joined(records: list[Collected]) -> Collected:
-    """What all ranks published of one launch, rank by rank."""
+    """The records that all ranks published in one launch, joined rank by rank."""
     if len(records) == 1:
         return records[0]
     replays = [replay for replay, _, _ in records]

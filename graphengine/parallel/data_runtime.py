@@ -1,7 +1,7 @@
-"""The runtimes of ranks that have requests of their own, as the driver has them.
+"""The driver's view of the runtimes of ranks that have requests of their own.
 
-Each rank is told what its own slots hold, and all of them which graph is next. What a rank's
-requests get it publishes into a mailbox that the driver maps.
+Each rank is told what its own slots hold, and all ranks are told which graph is next. A rank
+publishes its requests' tokens into a mailbox that the driver maps.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _DRAFTS = "draft_tokens"
 
 
 class DataParallelRuntime(LeadingRuntime):
-    """That of rank 0, which has requests like the others, and of the replays of all.
+    """The runtime of rank 0, which has requests like the others; it also leads all ranks' replays.
 
-    others  the other ranks, rank 1 first
+    others  the runtimes of the other ranks, rank 1 first
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class DataParallelRuntime(LeadingRuntime):
         ranks: Ranks,
         found: Found,
     ) -> None:
-        # Before the file is forgotten.
+        # Map them before `super().__init__` removes the ranks' folder.
         mapped = [
             SharedRecords.of_rank(ranks.meeting, rank, config, memory)
             for rank in range(1, config.ranks)
@@ -57,14 +57,14 @@ class DataParallelRuntime(LeadingRuntime):
             for rank, shared in enumerate(mapped, start=1)
         )
 
-    # Of rank 0 alone.
+    # Operations on rank 0 alone.
 
     def load(self, updates: Mapping[str, Any]) -> list[Copied]:
         """Copy host-owned fields that changed to this rank's device."""
         return Runtime.load(self, updates)
 
     def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
-        """Keep the experts that this rank's requests replay; the fields to load that say so."""
+        """Store the expert routes that this rank's requests replay; returns the fields to load."""
         return Runtime.load_routes(self, slots)
 
     def swap(self, out: int, back: int) -> None:
@@ -75,15 +75,17 @@ class DataParallelRuntime(LeadingRuntime):
         """Queue the copies of `Runtime.copy_kept` on this rank."""
         Runtime.copy_kept(self, copies)
 
-    # Of all ranks.
+    # Operations on all ranks.
 
     def wait_drafts(self, timeout: float | None) -> bool | None:
-        """True once the drafts of the last replay that were asked for are on the host."""
+        """True once the requested drafts of the last replay are on the host."""
         own = super().wait_drafts(timeout)
         return own and (all(each.wait_drafts(timeout) for each in self.others) or None)
 
     def acknowledge(self, sequence: int) -> None:
-        """A rank has published replays up to this one; the others have, or are about to."""
+        """Note that replays up to this one were published by a rank; the others have published
+        them, too, or are about to.
+        """
         self.wait_tokens(sequence, 1, None)
         super().acknowledge(sequence)
         for each in self.others:
@@ -97,10 +99,10 @@ class DataParallelRuntime(LeadingRuntime):
 
 
 class RankRuntime(Waits):
-    """Rank `rank` of those that `leading` leads: what the driver loads there, and what comes back.
+    """The driver's side of rank `rank`, led by `leading`: loads go to the rank, results come back.
 
-    buffers  as the rank has them, but for what the device owns; its drafts are those that the rank
-             copied last
+    buffers  copies of the rank's host-owned fields and its draft tokens, which are as the rank
+             copied them last
     """
 
     def __init__(
@@ -122,14 +124,14 @@ class RankRuntime(Waits):
         self.masks = MaskTable(self.buffers, host_drafts=self._host_drafts)
         self._drafts, self._waits = shared.drafts, shared.watch.numpy()
         self._share = Share(rank, config.ranks)
-        # The command that asked for drafts that have not arrived.
+        # The number of the command that asked for drafts, until they arrive.
         self._asked: int | None = None
         self.mailbox, self.logprobs, self.routing = new_records(config, memory, shared.mailboxes)
         self._mode, self._limit = config.wait, config.wait_limit_s
         self._watched = _Working(self._ranks)
 
     def load(self, updates: Mapping[str, Any]) -> None:
-        """As `Runtime.load`, on that rank."""
+        """Send the rank the host-owned fields that changed; see `Runtime.load`."""
         sequence, acknowledged = self._leading.launched + 1, self.buffers.acknowledged
         with self._ranks.explained():
             for each in self.buffers.load(updates, sequence=sequence):
@@ -137,7 +139,7 @@ class RankRuntime(Waits):
                 self._ranks.send(Kind.LOAD, numbers, self.buffers.image(each), to=self._rank)
 
     def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
-        """As `Runtime.load_routes`, on that rank."""
+        """Send the rank the expert routes that its requests replay; see `Runtime.load_routes`."""
         if self.routing is None:
             return {}
         updates = self.routing.table.updates(slots)
@@ -149,12 +151,12 @@ class RankRuntime(Waits):
         return updates
 
     def swap(self, out: int, back: int) -> None:
-        """As `Runtime.swap`, on that rank."""
+        """Have the rank queue the copies of `Runtime.swap`."""
         with self._ranks.explained():
             self._ranks.send(Kind.SWAP, (out, back), to=self._rank)
 
     def copy_kept(self, copies: list[Copy]) -> None:
-        """As `Runtime.copy_kept`, on that rank."""
+        """Have the rank queue the copies of `Runtime.copy_kept`."""
         with self._ranks.explained():
             for each in copies:
                 kind = Kind.COPY_STATE if isinstance(each, StateCopy) else Kind.COPY_BLOCK
@@ -162,13 +164,13 @@ class RankRuntime(Waits):
         copies.clear()
 
     def fetch_drafts(self) -> None:
-        """Ask for the drafts that the rank's last replay left."""
+        """Ask for the drafts of the rank's last replay."""
         if not self._host_drafts:
             with self._ranks.explained():
                 self._asked = self._ranks.send(Kind.DRAFTS, to=self._rank)
 
     def wait_drafts(self, timeout: float | None) -> bool | None:
-        """True once the drafts that were asked for are there, as of `Runtime.wait_drafts`."""
+        """True once the requested drafts have arrived; see `Runtime.wait_drafts`."""
         if self._asked is None:
             return True
         with self._ranks.explained():
@@ -180,7 +182,7 @@ class RankRuntime(Waits):
         return True
 
     def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
-        """The first `lanes` lanes that the rank published by replay `sequence`."""
+        """The first `lanes` lanes that the rank published in replay `sequence`."""
         with self._ranks.explained():
             found = super().wait_tokens(sequence, lanes, timeout)
             check_watch(self._waits, self._share, self._limit)
@@ -196,18 +198,18 @@ class RankRuntime(Waits):
             return found
 
     def wait_routes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
-        """True once the requests of a replay that published `record` have their tokens' experts."""
+        """True once requests have their tokens' experts, of a replay that published `record`."""
         with self._ranks.explained():
             return super().wait_routes(replay, record, timeout)
 
     def close(self) -> None:
-        """Let the mapped memory go."""
+        """Release the mapped memory."""
         self.buffers.close()
         del self.mailbox, self.logprobs, self.routing, self.masks, self._drafts, self._waits
 
 
 class _Working:
-    """A rank for the mailbox to query in place of a stream: never idle, but it may have failed."""
+    """A stand-in for a stream that the mailbox queries: never idle, raises once a rank failed."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

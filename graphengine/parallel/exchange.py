@@ -1,9 +1,9 @@
-"""What ranks on a CPU exchange: bytes, over a Unix socket between each two of them.
+"""Exchange of bytes between ranks on a CPU, over one Unix socket per pair of ranks.
 
-In an exchange each rank sends every other one its bytes and waits for theirs. All ranks take part
-in the same exchanges, in the same order: a header says which one the bytes are of, so that ranks
-that have gone apart are told and neither wait nor take the wrong bytes. No thread is started, as a
-program may fork beside it.
+In an exchange each rank sends every other rank its bytes and waits for theirs. All ranks take part
+in the same exchanges, in the same order. A header names the exchange that the bytes belong to, so
+ranks that have diverged get an error, and neither wait nor take the wrong bytes. No thread is
+started, as the program may fork.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor
 
 from graphengine.models.contract import Share
 
-# The number of the exchange, its name, and bytes.
+# The number of the exchange, its name, and its size in bytes.
 _HEADER = struct.Struct("=Q16sQ")
 _RANK = struct.Struct("=Q")
-# Between two looks for a rank that does not listen yet.
+# Pause between attempts to connect to a rank that does not listen yet.
 _PAUSE_S = 2e-3
-# For which the system is asked to wait at once; it takes no more milliseconds than an int has.
+# Longest wait of one system call, which takes its milliseconds as an int.
 _LONGEST_S = 1e6
 
 
@@ -39,10 +39,10 @@ class MeetingFailed(RuntimeError):
 class Exchange:
     """Connects this rank with all others, through sockets whose names begin with `file`.
 
-    limit_s   for which this rank waits for others, from the next exchange on
-    waited_s  for which it has been in exchanges
+    limit_s   seconds that this rank waits for others; a change holds from the next exchange on
+    waited_s  seconds that this rank has spent in exchanges
 
-    MeetingFailed, with their numbers, where ranks are gone or do not come within the limit.
+    Raises MeetingFailed, with their numbers, where ranks are gone or do not come within the limit.
     """
 
     def __init__(self, file: str, share: Share, limit_s: float) -> None:
@@ -56,13 +56,13 @@ class Exchange:
             raise
 
     def swap(self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Bring rank i the bytes of `sent[i]`, and its own into `received[i]`; all are dense, and
-        of one size.
+        """Send `sent[i]` to rank i, and receive rank i's bytes into `received[i]`; all tensors are
+        dense and of one size.
 
-        name  of what it is for, in messages
+        name  what the exchange is for, in messages
 
-        MeetingFailed where a rank is gone, does not come within the limit, or is at another
-        exchange. Only `close` may follow.
+        Raises MeetingFailed where a rank is gone, does not come within the limit, or is at another
+        exchange. Only `close` may be called after that.
         """
         assert len(self._peers) == self.share.ranks - 1, "it is closed"
         began, own = time.perf_counter(), self.share.rank
@@ -84,7 +84,7 @@ class Exchange:
         self.waited_s += time.perf_counter() - began
 
     def close(self) -> None:
-        """Leave: others that wait for this rank are told so."""
+        """Close all connections: ranks that wait for this one see it."""
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -105,7 +105,7 @@ class Exchange:
         raise MeetingFailed(f"{who} lost rank {peer.rank} in {here}: {lost}") from lost
 
     def _connect(self, file: Path, deadline: float) -> None:
-        """Connect to the ranks before this one, and let those after it do so."""
+        """Connect to the ranks before this one, and accept connections from the ranks after it."""
         own, ranks = self.share
         with _short(file.parent) as folder, socket.socket(socket.AF_UNIX) as listening:
             name = f"{folder}/{file.name}"
@@ -131,12 +131,12 @@ class Exchange:
                         (rank,) = _RANK.unpack(greeting)
                         self._peers[rank] = _Peer(rank, connection)
                     else:
-                        # It is gone, and does not come.
+                        # That rank is gone already.
                         connection.close()
             os.unlink(f"{name}-{own}")
 
     def _reach(self, name: str, rank: int, deadline: float) -> socket.socket:
-        """A connection to this rank, once it listens there."""
+        """A connection to this rank, once it listens."""
         while True:
             self._left([rank], deadline)
             connection = socket.socket(socket.AF_UNIX)
@@ -149,7 +149,7 @@ class Exchange:
                 return connection
 
     def _left(self, missing: Sequence[int], deadline: float) -> float:
-        """Seconds that are left for these ranks to come. MeetingFailed where there are none."""
+        """Seconds left for these ranks to come. Raises MeetingFailed where none are left."""
         left = deadline - time.perf_counter()
         if left <= 0:
             raise MeetingFailed(
@@ -160,9 +160,9 @@ class Exchange:
 
 
 class _Peer:
-    """The connection to another rank, with what is left to send and to receive there.
+    """The connection to another rank, and the bytes still to be sent and received over it.
 
-    told  the header of what arrives; None while that is not there
+    told  the header received in this exchange; None until it is complete
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -174,7 +174,7 @@ class _Peer:
         self._header, self._received = bytearray(_HEADER.size), 0
 
     def greet(self, own: int) -> None:
-        """Say who has connected. OSError where the rank is gone."""
+        """Tell the other rank who has connected. OSError where it is gone."""
         self._socket.send(_RANK.pack(own), socket.MSG_NOSIGNAL)
 
     def begin(self, header: bytes, sent: memoryview, received: memoryview) -> None:
@@ -183,13 +183,13 @@ class _Peer:
         self._arriving = [memoryview(self._header), received]
 
     def advance(self) -> bool:
-        """Send and receive what can be without a wait; whether that was all. OSError where the rank
-        is gone.
+        """Send and receive what is possible without waiting; returns whether all is done. OSError
+        where the rank is gone.
         """
         try:
             self._send()
         finally:
-            # A rank that is gone may have said at what it was.
+            # A rank that is gone may still have sent the header of its exchange.
             self._receive()
         return not (self._leaving or self._arriving)
 
@@ -211,19 +211,19 @@ class _Peer:
                     self.told = bytes(self._header)
 
     def wanted(self) -> tuple[socket.socket, int]:
-        """What to wait for before the next `advance`."""
+        """The socket and the poll events to wait for before the next `advance`."""
         sending = select.POLLOUT if self._leaving else 0
         return self._socket, sending | (select.POLLIN if self._arriving else 0)
 
     def close(self) -> None:
-        # A process that was forked may have it, too.
+        # A forked process may have the socket open, too.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def _poll(peers: Sequence[_Peer], seconds: float) -> None:
-    """Wait until one of them can advance."""
+    """Wait until a peer can advance, for at most so many seconds."""
     poll = select.poll()
     for peer in peers:
         poll.register(*peer.wanted())
@@ -242,7 +242,7 @@ def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    # numpy's arrays are buffers, but Python 3.11 has no annotation that says so.
+    # NumPy arrays are buffers, but Python 3.11 has no annotation that says so.
     array: Any = tensor.flatten().view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -260,7 +260,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 @contextmanager
 def _short(folder: Path) -> Iterator[str]:
-    """A name of the folder that leaves room for that of a socket, which has 107 bytes."""
+    """A short name of the folder: the path of a Unix socket has 107 bytes at most."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}"

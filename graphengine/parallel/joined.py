@@ -1,4 +1,4 @@
-"""Whom a rank meets: the ranks that split its layers, and those that have the other stages."""
+"""The groups a rank belongs to: the ranks that split its layers, and the other pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from graphengine.parallel.stage_parts import StageParts
 
 
 class Joined:
-    """What rank `share.rank` of an engine has joined; waits until all whom it meets have, too.
+    """The groups that rank `share.rank` of an engine joins; waits until their other ranks join.
 
-    Each stage of a pipeline is a group of ranks that split its layers. All of them have the same
-    stream, to the bit: so each meets the ranks of other stages that have the same share of the
-    layers as itself, and nobody else.
+    Each stage of a pipeline is a group of ranks that split its layers. All ranks of a stage have
+    the same residual stream, to the bit. So each rank meets only the ranks of other stages that
+    have the same share of the layers as itself.
 
     file    the beginning of the names of files through which ranks find each other
-    watch   as of a `Meeting`, of the ranks that split its layers
-    group   the ranks that split its layers; None: it has them alone
-    stages  those with the other stages; None: there are none
+    watch   see `Meeting`; used for the ranks that split this rank's layers
+    group   the ranks that split this rank's layers; None: it has them alone
+    stages  the ranks of the other stages; None: there are none
 
-    MeetingFailed where a rank does not come; nothing is left open then.
+    Raises MeetingFailed where a rank does not come; nothing is left open then.
     """
 
     def __init__(
@@ -82,42 +82,42 @@ class Joined:
         return meeting
 
     def wait_up_to(self, limit_s: float) -> None:
-        """From now on wait no longer for others."""
+        """Wait at most `limit_s` seconds for other ranks from now on."""
         for meeting in self._meetings:
             meeting.limit_s = limit_s
 
     def waited_s(self) -> float | None:
-        """For which this rank has waited for the parts of those that split its layers; reads it
-        from a GPU.
+        """Seconds spent waiting for the parts of the ranks that split this rank's layers; on a GPU,
+        reads the count from the device.
 
-        None where nothing counts it: there are no others, or NCCL carries all that they sum.
+        None where nothing counts it: there are no other ranks, or NCCL carries all sums.
         """
         return None if self.group is None else self.group.waited_s
 
     def check(self) -> None:
-        """MeetingFailed once this rank has waited in vain."""
+        """Raise MeetingFailed once this rank has waited in vain."""
         for meeting in self._meetings:
             meeting.check()
 
     def abandon(self) -> None:
-        """End what is under way, which others may never answer."""
+        """End the communication under way, which other ranks may never answer."""
         for meeting in self._meetings:
             meeting.abandon()
 
     def leave(self) -> None:
-        """Let the others' memory go, once nothing is under way."""
+        """Unmap the other ranks' memory, once nothing is under way."""
         for meeting in self._meetings:
             meeting.leave()
 
     def close(self) -> None:
-        """Free what others no longer have."""
+        """Free this rank's own memory, once the other ranks no longer map it."""
         if self.stages is not None:
             self.stages.close()
         for meeting in self._meetings:
             meeting.close()
 
     def kept_parts(self, runtime: Runtime, found: Found) -> KeptParts | StageParts:
-        """What this rank has of all that the model of `found`, and its drafter, keep."""
+        """This rank's parts of the KV and states that the model of `found` and its drafter keep."""
         model, drafter = found.model, found.drafter
         whole = found.whole_stage.states, drafter.whole_states
         group = _Alone() if self.group is None else self.group

@@ -1,10 +1,10 @@
-"""What all ranks keep of sequences, copied to and from the driver's memory as one model has it.
+"""KV and states of all ranks, copied to and from the driver's memory in the layout of one model.
 
-Each rank has some heads of every cache, and of every recurrent state some heads or channels; with
-fewer KV heads than ranks, ranks beside each other have the same, and latents are on all. All ranks
-work through the same pieces in the same order, and meet once for each: what they have is gathered,
-and the driver puts it together; or all are brought what the driver has, and each takes its part.
-Bytes travel as in a step, so that nothing but tensors of known shapes arrives.
+Each rank has some heads of every cache, and some heads or channels of every recurrent state. With
+fewer KV heads than ranks, neighbouring ranks have the same heads; latents are on every rank. All
+ranks work through the same pieces in the same order, with one gather for each: to read, the driver
+puts the gathered parts together; to write, all ranks get the driver's values, and each takes its
+part. Bytes travel as in a step, so only tensors of known shapes arrive.
 
 Letters: B blocks, G kv heads.
 """
@@ -24,14 +24,13 @@ from graphengine.models.states import LayerStates, paged_states, recurrent_state
 from graphengine.models.tensor_files import spans_of
 
 BLOCKS_AT_ONCE = 16
-"""KV blocks of a layer for which ranks meet: their bytes are on each device as often as there are
-ranks."""
+"""KV blocks of a layer that one gather carries: each device holds them once per rank."""
 
 
 class Pieces(NamedTuple):
-    """How ranks split something along a dimension.
+    """How ranks split a tensor along a dimension.
 
-    whole, own  lengths that follow each other, of all and of each rank
+    whole, own  lengths of consecutive pieces: of the whole tensor, and of one rank's part
     axis        the dimension, of one layer's blocks or of a place's entries
     """
 
@@ -40,18 +39,18 @@ class Pieces(NamedTuple):
     axis: int
 
     def whole_shape(self, own: Sequence[int]) -> tuple[int, ...]:
-        """Of all, from the shape of what a rank has."""
+        """The shape of the whole tensor, from the shape of one rank's part."""
         shape = [*own]
         shape[self.axis] = sum(self.whole)
         return tuple(shape)
 
     def of_rank(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """What a rank has of it."""
+        """One rank's part of the whole tensor."""
         spans = spans_of(self.whole, self.own, rank, ranks)
         return torch.cat([whole.narrow(self.axis, *span) for span in spans], self.axis)
 
     def together(self, parts: Sequence[Tensor]) -> Tensor:
-        """All of it, of what each rank has."""
+        """The whole tensor, put together from each rank's part."""
         whole = parts[0].new_empty(self.whole_shape(parts[0].shape))
         for rank, part in enumerate(parts):
             own = torch.split(part, [*self.own], self.axis)
@@ -62,10 +61,10 @@ class Pieces(NamedTuple):
 
 
 class KeptParts:
-    """Those of one rank's `runtime`.
+    """KV and state saved from one rank's `runtime`, and restored to it.
 
-    whole  what each layer of the whole target keeps, and each of the whole drafter
-    own    the same of this rank
+    whole  states of each layer of the whole target, and of the whole drafter
+    own    states of each layer on this rank, of target and drafter
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class KeptParts:
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """As `Runtime.block_shapes`, of all ranks together."""
+        """`Runtime.block_shapes` of all ranks together."""
         shapes = [(len(cache), *cache.shape[2:]) for cache, _ in self._runtime.caches]
         return tuple(
             heads.whole_shape(shape) for shape, heads in zip(shapes, self._heads, strict=True)
@@ -91,20 +90,21 @@ class KeptParts:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """As `Runtime.state_shapes`, of all ranks together."""
+        """`Runtime.state_shapes` of all ranks together."""
         shapes = self._runtime.kept.shapes
         pieces = self._recurrent[: len(shapes)]
         return tuple(each.whole_shape(shape) for shape, each in zip(shapes, pieces, strict=True))
 
     @property
     def state_dtypes(self) -> tuple[torch.dtype, ...]:
-        """As `Runtime.state_dtypes`, which are the same on all ranks."""
+        """`Runtime.state_dtypes`, which are the same on all ranks."""
         return self._runtime.kept.dtypes
 
-    # Every rank calls each of these, with the same arguments but for what only the driver has.
+    # Every rank calls each of these with the same arguments, except for values that only the driver
+    # has.
 
     def scales_id(self) -> str:
-        """As `Runtime.scales_id`, of all ranks together."""
+        """`Runtime.scales_id` of all ranks together."""
         scales = self._runtime.kv_scales(self._group)
         return scales_id(
             heads._replace(axis=1).together(of_ranks)
@@ -113,7 +113,7 @@ class KeptParts:
         )
 
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
-        """As `Runtime.read_blocks`, of all ranks together."""
+        """Read blocks as `Runtime.read_blocks`, of all ranks together."""
         found = []
         for own, heads in zip(Runtime.read_blocks(self._runtime, blocks), self._heads, strict=True):
             layers = [self._together(layer, heads) for layer in own]
@@ -122,7 +122,7 @@ class KeptParts:
         return tuple(found)
 
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor] | None) -> None:
-        """As `Runtime.write_blocks`; `kept` is the driver's alone."""
+        """Write blocks as `Runtime.write_blocks`; `kept` is None on all ranks but the driver."""
         parts = []
         for index, (cache, _) in enumerate(self._runtime.caches):
             heads, (layers, _, *block) = self._heads[index], cache.shape
@@ -137,12 +137,12 @@ class KeptParts:
         Runtime.write_blocks(self._runtime, blocks, parts)
 
     def read_states(self, place: int) -> tuple[Tensor, ...]:
-        """As `Runtime.read_states`, of all ranks together."""
+        """Read states as `Runtime.read_states`, of all ranks together."""
         own = Runtime.read_states(self._runtime, place)
         return tuple(map(self._together, own, self._recurrent))
 
     def write_states(self, place: int, kept: Sequence[Tensor] | None) -> None:
-        """As `Runtime.write_states`; `kept` is the driver's alone."""
+        """Write states as `Runtime.write_states`; `kept` is None on all ranks but the driver."""
         shapes, dtypes = self.state_shapes, self._runtime.kept.dtypes
         parts = [
             self._part(None if kept is None else kept[index], shape, dtype, pieces)
@@ -153,7 +153,7 @@ class KeptParts:
         Runtime.write_states(self._runtime, place, parts)
 
     def _together(self, own: Tensor, pieces: Pieces) -> Tensor:
-        """On the host, from what lies there on each rank."""
+        """The whole tensor on the host, from each rank's part on its host."""
         found = []
         for some in torch.split(own, BLOCKS_AT_ONCE):
             parts = self._gather(some) if some.numel() else [some] * self._group.share.ranks
@@ -163,7 +163,7 @@ class KeptParts:
     def _part(
         self, whole: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, pieces: Pieces
     ) -> Tensor:
-        """This rank's part, on the host, of what rank 0 has."""
+        """This rank's part, on the host, of rank 0's tensor."""
         sent = torch.empty(shape, dtype=dtype) if whole is None else whole
         found = []
         for some in torch.split(sent, BLOCKS_AT_ONCE):
@@ -172,7 +172,7 @@ class KeptParts:
         return torch.cat(found)
 
     def _gather(self, own: Tensor) -> list[Tensor]:
-        """The values of all ranks, on the host."""
+        """The parts of all ranks, on the host."""
         with self._runtime.on_stream():
             sent = own.contiguous().view(torch.uint8).view(1, -1).to(self._runtime.device)
             gathered = self._group.gather(sent).cpu()
@@ -180,15 +180,15 @@ class KeptParts:
 
 
 def _heads(whole: Sequence[LayerStates], own: Sequence[LayerStates]) -> Pieces:
-    """Of a layer's blocks `[B, parts, block_size, *entry]`, of which all have one shape, along the
-    first dimension of an entry: its heads, or a latent's values, which are on each rank.
+    """How a layer's blocks `[B, parts, block_size, *entry]` are split, along the first dimension of
+    an entry: heads, or the values of a latent, which every rank has. All blocks have one shape.
     """
     of_all, of_one = (paged_states(layers)[0].entry for layers in (whole, own))
     return Pieces(of_all[:1], of_one[:1], axis=-len(of_all))
 
 
 def _recurrent(whole: Sequence[LayerStates], own: Sequence[LayerStates]) -> list[Pieces]:
-    """Of a place's entries `[depth, *shape]`, along the first dimension of `shape`."""
+    """How a place's entries `[depth, *shape]` are split, along the first dimension of `shape`."""
     pairs = zip(recurrent_states(whole).values(), recurrent_states(own).values(), strict=True)
     return [
         Pieces(one.pieces or one.shape[:1], part.pieces or part.shape[:1], axis=1)

@@ -1,4 +1,4 @@
-"""The runtime of the driver's own rank, which takes the other ranks along."""
+"""The runtime of the driver's own rank, which leads the other ranks."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ def open_with_ranks(
     progress: Callable[[int, int], None] | None,
     kind: type[LeadingRuntime],
 ) -> tuple[Opened, LeadingRuntime]:
-    """What `open_checkpoint` opens, of rank 0 of `config.ranks`, and the `kind` of runtime of all.
+    """Open a checkpoint as rank 0 of `config.ranks`, like `open_checkpoint`, with a runtime of this
+    `kind` that leads all ranks.
 
-    In a process of another rank that torchrun has started it does not return, but ends the process.
-    ValueError, before a process is started, for what cannot be split; RankFailed if a rank fails.
+    In a process that torchrun has started for another rank it does not return, but ends the
+    process. ValueError, before a process is started, for a model that cannot be split; RankFailed
+    if a rank fails.
     """
     devices, share = rank_devices(config), launched_share(config)
     if share is not None and share.rank:
@@ -74,8 +76,8 @@ def lead_ranks(
     progress: Callable[[int, int], None] | None,
     kind: type[LeadingRuntime],
 ) -> tuple[Opened, LeadingRuntime]:
-    """Load what rank 0 has, and open its runtime once all have loaded theirs. RankFailed if a rank
-    fails; after any error all are ended.
+    """Load rank 0's weights, and open its runtime once all ranks have loaded theirs. RankFailed if
+    a rank fails; any error ends all ranks.
     """
     try:
         with ranks.explained():
@@ -90,11 +92,11 @@ def lead_ranks(
 
 
 class LeadingRuntime(Runtime):
-    """A runtime that tells `ranks` each load, swap and replay, before or while it does the same.
+    """A runtime that sends `ranks` each load, swap and replay, before or while it does the same.
 
-    The waits watch them, too: what ends a rank raises RankFailed.
+    Its waits watch the ranks, too: RankFailed once a rank has ended.
 
-    record_piece  ids of a record that go with one command, at most
+    record_piece  ids of a routing record that one command carries, at most
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class LeadingRuntime(Runtime):
             raise
         ranks.forget_meeting()
         joined.wait_up_to(config.wait_limit_s)
-        # As many bytes as a load has at most.
+        # The ids are int16, and a command carries no more bytes than the largest load.
         self.record_piece = memory.load_bytes // 2
         self._found, self._dtype = found, memory.dtype
         self._fingerprints: dict[str, str] = {}
@@ -143,7 +145,7 @@ class LeadingRuntime(Runtime):
         return copied
 
     def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
-        """Keep the experts that requests replay, on all ranks; the fields to load that say so."""
+        """Store the expert routes that requests replay on all ranks; returns the fields to load."""
         updates = super().load_routes(slots)
         if self.routing is not None:
             with self.ranks.explained():
@@ -152,7 +154,7 @@ class LeadingRuntime(Runtime):
         return updates
 
     def send_record(self, table: RouteTable, slot: int, length: int, *, to: int = ALL) -> None:
-        """What a slot's request replays, of this table, to all ranks or one."""
+        """Send the routes that a slot's request replays, from this table, to all ranks or one."""
         ids = table.record(slot, length)
         for start in range(0, len(ids), self.record_piece):
             piece = ids[start : start + self.record_piece]
@@ -173,7 +175,7 @@ class LeadingRuntime(Runtime):
             super().copy_kept(copies)
 
     def _model_fingerprint(self) -> str:
-        """That of one rank with all weights, which are read again when it is first asked for.
+        """Fingerprint of all weights, as one rank would have it; the first call reads them again.
 
         ValueError where the checkpoint has changed.
         """
@@ -184,8 +186,8 @@ class LeadingRuntime(Runtime):
         return self._fingerprints["model"]
 
     def _drafter_fingerprint(self) -> str:
-        """The same of the drafter; that of this rank's weights where a checkpoint does not tell all
-        as they are.
+        """The fingerprint of the drafter's whole weights; of this rank's weights where they cannot
+        be read as they are from a checkpoint.
         """
         drafted = self._found.drafter.whole_weights(self._dtype)
         if drafted is None:
@@ -208,7 +210,7 @@ class LeadingRuntime(Runtime):
             self.ranks.wait_until_updated(given.nbytes)
 
     def scales_id(self) -> str:
-        """Digits of the scales that one rank with all heads would have; waits for all ranks."""
+        """Digest of the scales that one rank with all heads would have; waits for all ranks."""
         with self.ranks.explained():
             self.ranks.send(Kind.READ_SCALES)
             assert isinstance(self._parts, KeptParts), "stages have no fp8 KV"
@@ -218,21 +220,21 @@ class LeadingRuntime(Runtime):
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of a block of each cache in `read_blocks`, layers first."""
+        """The shape of a block of each cache in `read_blocks`, layers first."""
         return self._parts.block_shapes
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of what `read_states` returns."""
+        """The shapes of the tensors that `read_states` returns."""
         return self._parts.state_shapes
 
     @property
     def state_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the same."""
+        """The dtypes of the tensors that `read_states` returns."""
         return self._parts.state_dtypes
 
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
-        """Copies of KV blocks on the host, as one model has them; waits for all ranks."""
+        """Copy KV blocks to the host, in the layout of one model; waits for all ranks."""
         with self.ranks.explained():
             self.ranks.send(Kind.READ_BLOCKS, data=_packed(blocks))
             found = self._parts.read_blocks(blocks)
@@ -240,14 +242,14 @@ class LeadingRuntime(Runtime):
             return found
 
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
-        """Copy what `read_blocks` returned into these blocks, of which each rank takes its part."""
+        """Copy what `read_blocks` returned into these blocks; each rank takes its part."""
         with self.ranks.explained():
             self.ranks.send(Kind.WRITE_BLOCKS, data=_packed(blocks))
             self._parts.write_blocks(blocks, kept)
             self._joined.check()
 
     def read_states(self, place: int) -> tuple[Tensor, ...]:
-        """Copies of the states kept there on the host, as one model has them."""
+        """Copy the states kept at this place to the host, in the layout of one model."""
         with self.ranks.explained():
             self.ranks.send(Kind.READ_STATES, (place,))
             found = self._parts.read_states(place)
@@ -255,7 +257,7 @@ class LeadingRuntime(Runtime):
             return found
 
     def write_states(self, place: int, parts: Sequence[Tensor]) -> None:
-        """Copy what `read_states` returned to this place, of which each rank takes its part."""
+        """Copy what `read_states` returned to this place; each rank takes its part."""
         with self.ranks.explained():
             self.ranks.send(Kind.WRITE_STATES, (place,))
             self._parts.write_states(place, parts)
@@ -284,9 +286,10 @@ class LeadingRuntime(Runtime):
             return found
 
     def digests(self) -> list[str]:
-        """SHA-256 of each rank's device-owned state, but its own parts, after all that was queued.
+        """SHA-256 of the device-owned state that all ranks share, for each rank, after all queued
+        work is done.
 
-        They are equal, or something is wrong.
+        The digests are equal, or something is wrong.
         """
         with self.ranks.explained():
             self.synchronize()
@@ -308,12 +311,14 @@ class LeadingRuntime(Runtime):
 
 
 def _packed(blocks: Sequence[int]) -> bytes:
-    """Data for ranks; no longer than the largest load, which has the tables of all slots."""
+    """Block numbers as the data of a command; no longer than the largest load, which has the block
+    tables of all slots.
+    """
     return np.asarray(blocks, dtype=np.int32).tobytes()
 
 
 class _Times:
-    """What the recorder asks of ranks; see `RankTimes`."""
+    """Times of the other ranks, for the recorder; see `RankTimes`."""
 
     def __init__(self, ranks: Ranks, joined: Joined, config: EngineConfig) -> None:
         self._ranks, self._joined = ranks, joined
@@ -324,12 +329,12 @@ class _Times:
         return UNKNOWN_LAUNCH if found is None else (found[0] / 1e3, found[1])
 
     def waited_s(self) -> float | None:
-        # A device that has failed, or waits for who is gone, is not read.
+        # Do not read a device that has failed, or that waits for a rank that is gone.
         return None if self._ranks.broken else self._joined.waited_s()
 
 
 class _Watched:
-    """A stream for the mailbox to query: one that has failed where a rank has."""
+    """A stream for the mailbox to query; the query raises RankFailed once a rank has failed."""
 
     def __init__(self, stream: torch.cuda.Stream, ranks: Ranks) -> None:
         self._stream: Queryable = stream

@@ -1,13 +1,13 @@
-"""The memory that a driver and its ranks share: commands to all ranks, and what each says.
+"""The memory that a driver and its ranks share: commands to all ranks, and each rank's answers.
 
-Commands are in a ring. Each is believed only if it has the number that is due and its checksum is
-that of its contents, so that nothing follows from the order in which stores arrive. The driver
-waits while the slowest rank has a whole ring of commands before it. Beside the ring each rank has
-its stage, the number of the last command that it has done, room for a text, and a small ring of
-the times at which it launched its last replays. Such a time is one word with a part of the replay's
-number, and believed only if it is that of the replay that is asked for.
+Commands are in a ring. A rank takes a command only if it has the number that is due and its
+checksum matches its contents, so the order in which stores arrive does not matter. The driver waits
+while the slowest rank has a whole ring of commands still to do. Besides the ring, each rank has its
+stage, the number of the last command that it has done, room for a text, and a small ring of the
+times at which it launched its last replays. A launch time is one word that includes a tag made of
+the replay's number, and is used only if the tag matches the replay asked for.
 
-It is anonymous memory where the driver spawns ranks, else a file that all of them map.
+The memory is anonymous where the driver spawns ranks, else a file that all of them map.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from graphengine.opening.records import make_room
 
 _NUMBERS = 5
 ALL = 0
-"""In place of a rank that a command is for; the driver, rank 0, sends itself none."""
-# Of an entry's header: the command's number, its kind, the rank, numbers, bytes of the data, a
-# checksum.
+"""Addresses a command to all ranks; rank 0, the driver, sends itself none."""
+# Offsets in an entry's header, which has the command's number, its kind, the rank, its numbers, the
+# bytes of its data, and a checksum.
 _NUMBER, _KIND, _CHECK = 0, 1, 4 + _NUMBERS
 _STAGE, _DONE, _WHEN, _LENGTH = range(4)
-# Of a launch: its time, modulo 78 hours, and above it a tag from the replay's number, never 0.
+# The word of a launch has its time in ns, modulo 78 hours, and above it a tag made of the replay's
+# number, never 0.
 _TIME_BITS, _TAGS = 48, 0x7FFF
 _TIME = (1 << _TIME_BITS) - 1
 
@@ -52,22 +53,22 @@ class Stage(IntEnum):
 
 @unique
 class Kind(IntEnum):
-    """What a rank is to do, and the command's numbers.
+    """What a rank is to do, with the command's numbers in parentheses.
 
     LOAD        (group, start, stop, sequence, acknowledged): `StaticBuffers.repeat`; data are the
                 bytes
     ROUTES      (slot, start): `RouteTable.put`; data are the ids
     SWAP        (out, back): `Runtime.swap`
-    REPLAY      (index): that graph of the plan's
-    TELL        (): put what is equal on all ranks into the text
+    REPLAY      (index): replay the plan's graph of this index
+    TELL        (): put a digest of the state that is equal on all ranks into the text
     CLOSE       ()
     COPY_STATE  the numbers of a `StateCopy`, for `Runtime.copy_kept`
-    COPY_BLOCK  those of a `BlockCopy`
-    READ_BLOCKS, WRITE_BLOCKS  (): of `KeptParts`; data are the blocks, int32
-    READ_STATES, WRITE_STATES  (place): of `KeptParts`
-    DRAFTS      (): copy the drafts of all slots to where the driver has them
+    COPY_BLOCK  the numbers of a `BlockCopy`, for `Runtime.copy_kept`
+    READ_BLOCKS, WRITE_BLOCKS  (): methods of `KeptParts`; data are the blocks, int32
+    READ_STATES, WRITE_STATES  (place): methods of `KeptParts`
+    DRAFTS      (): copy the drafts of all slots to the memory that the driver maps
     UPDATE      (temporary): `Runtime.update_weights`; data are the path of a checkpoint with the
-                tensors, which the driver has made for it if it is temporary
+                tensors; if temporary, the driver has made it for this update
     READ_SCALES (): `KeptParts.scales_id`
     """
 
@@ -89,7 +90,7 @@ class Kind(IntEnum):
 
 
 class Command(NamedTuple):
-    """A copy of an entry; `to` is the rank that it is for, or `ALL`."""
+    """A copy of an entry; `to` is the rank it is addressed to, or `ALL`."""
 
     kind: Kind
     numbers: tuple[int, ...]
@@ -98,7 +99,7 @@ class Command(NamedTuple):
 
 
 class LinkMemory(NamedTuple):
-    """What a driver and its ranks share: stages, texts, launches and the ring."""
+    """The memory that a driver and its ranks share: stages, texts, launch times and the ring."""
 
     words: Any
     shape: LinkShape
@@ -110,8 +111,8 @@ class LinkMemory(NamedTuple):
 
     @classmethod
     def of_file(cls, path: Path, shape: LinkShape) -> LinkMemory:
-        """The memory of this file, which is made, with zeros, where there is none: OSError where
-        there is no room for it.
+        """Map this file; creates it, filled with zeros, if it does not exist. OSError where there
+        is no room for it.
         """
         with path.open("ab+") as file:
             if not file.tell():
@@ -121,7 +122,7 @@ class LinkMemory(NamedTuple):
 
 
 class _Views:
-    """The memory as arrays. Row 0 of `stages` is the driver's, row i is that of rank i."""
+    """The memory as arrays. Row 0 of `stages` is the driver's, row i is rank i's."""
 
     def __init__(self, memory: LinkMemory) -> None:
         shape = memory.shape
@@ -143,7 +144,7 @@ class _Views:
 
 
 class DriverEnd:
-    """The driver's side: it writes commands, and reads what ranks say. Ranks count from 1."""
+    """The driver's side: writes commands, and reads the ranks' answers. Ranks count from 1."""
 
     def __init__(self, memory: LinkMemory) -> None:
         self._views = _Views(memory)
@@ -171,7 +172,7 @@ class DriverEnd:
     ) -> int:
         """Write the next command, for which there must be room, and return its number.
 
-        All ranks take it, and one of another rank than `to` does nothing.
+        All ranks take it; ranks that it is not addressed to do nothing.
         """
         views, number = self._views, self.sent + 1
         assert self.has_room() and len(data) <= views.room, f"{number=} of {len(data)} bytes"
@@ -193,14 +194,15 @@ class DriverEnd:
         return Stage(int(self._views.stages[rank, _STAGE]))
 
     def failed_at(self, rank: int) -> int:
-        """Nanoseconds of the monotonic clock, at which a rank has failed."""
+        """When a rank failed, in nanoseconds of the monotonic clock."""
         return int(self._views.stages[rank, _WHEN])
 
     def launched_after(self, number: int, when: int) -> list[int] | None:
         """Nanoseconds from `when` until each rank launched replay `number`, rank 1 first; negative
-        where it was earlier. None where a time is not there: not yet, or no longer.
+        where a rank launched it earlier. None where a time is missing: not yet there, or
+        overwritten.
 
-        when  within 39 hours of them, on their clock
+        when  within 39 hours of the launches, on the ranks' clock
         """
         launches, tag = self._views.launches, _tag(number)
         words = launches[:, number % launches.shape[1]].tolist()
@@ -210,13 +212,13 @@ class DriverEnd:
         return [((word & _TIME) - when + half & _TIME) - half for word in words]
 
     def text(self, rank: int) -> str:
-        """What a rank has said last."""
+        """The last text that a rank has left."""
         length = int(self._views.stages[rank, _LENGTH])
         return self._views.texts[rank - 1, :length].tobytes().decode(errors="replace")
 
 
 class RankEnd:
-    """The side of rank `rank`: it takes commands in their order."""
+    """The side of rank `rank`, which takes commands in their order."""
 
     def __init__(self, memory: LinkMemory, rank: int) -> None:
         self._views = _Views(memory)
@@ -229,11 +231,11 @@ class RankEnd:
         return Stage(int(self._views.stages[0, _STAGE]))
 
     def reach(self, stage: Stage) -> None:
-        """Tell how far this rank is."""
+        """Tell the driver how far this rank is."""
         self._own[_STAGE] = stage
 
     def take(self) -> Command | None:
-        """The command that is due, or None while it is not there as a whole."""
+        """The command that is due, or None until it has arrived completely."""
         views, number = self._views, int(self._own[_DONE]) + 1
         at = number % views.entries
         entry = views.ring[at]
@@ -248,16 +250,16 @@ class RankEnd:
         return Command(Kind(kind), tuple(numbers), data, to)
 
     def finish(self) -> None:
-        """The command that was taken is done."""
+        """Mark the command that was taken as done."""
         self._own[_DONE] += 1
 
     def launched(self, number: int, when: int) -> None:
-        """Replay `number` was launched, at `when` nanoseconds of `time.perf_counter_ns`."""
+        """Note that replay `number` was launched at `when` ns of `time.perf_counter_ns`."""
         word = _tag(number) << _TIME_BITS | when & _TIME
         self._launches[number % self._launches.size] = word
 
     def say(self, text: str) -> None:
-        """Leave a text for the driver, its first part where it is too long."""
+        """Leave a text for the driver; one that is too long is cut."""
         data = text.encode()[: self._text.size]
         self._text[: len(data)] = np.frombuffer(data, dtype=np.uint8)
         self._own[_LENGTH] = len(data)

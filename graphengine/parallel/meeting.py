@@ -1,12 +1,13 @@
-"""Where ranks meet: the sum of what all have, with the same bits on each.
+"""Communication between ranks: all-reduces and gathers with the same bits on every rank.
 
-Parts are added up in the order of the ranks, by each rank or by one that tells the others: the sum
-depends on neither the library's algorithm nor the number of rows. On a CPU sockets carry the parts
-(`exchange.py`), and gloo what stages pass on. On GPUs kernels push them into memory that all ranks
-map: as items where they are small, such as those of a decode step, and those of a chunk with flags.
-Where memory cannot be mapped NCCL carries all, and it carries what stages pass on; it refuses ranks
-that share a GPU. Both are captured into the graphs.
-A rank's group is its own: torch.distributed's default group stays the host program's.
+Parts are added up in the order of the ranks, by each rank or by one that sends the sum to the
+others, so the sum depends on neither the library's algorithm nor the number of rows. On a CPU,
+sockets carry the parts (`exchange.py`), and gloo carries the tensors between pipeline stages. On
+GPUs, kernels push parts into memory that all ranks map: small parts, as in a decode step, as items,
+and a chunk's parts with flags. Where memory cannot be mapped, NCCL carries all parts. NCCL also
+carries the tensors between stages; it refuses ranks that share a GPU. Pushes and NCCL are both
+captured into the graphs.
+The ranks have a group of their own: torch.distributed's default group stays the host program's.
 """
 
 from __future__ import annotations
@@ -47,37 +48,40 @@ from graphengine.parallel.split_stream import GatheredStream, PushedStream
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-# Torch starts a thread beside each group of NCCL, unless these are "0" in the environment. It ends
-# the process where NCCL waits for long or has failed, and looks into the store for what other ranks
-# say of that. Here the store's file is removed once all have met, and ranks say it in another way.
+# Torch starts a watchdog thread for each NCCL group, unless these are "0" in the environment. It
+# ends the process where NCCL waits for long or has failed, and polls the store for what other ranks
+# report of that. Here the store's file is removed once all ranks have met, and ranks report
+# failures in another way.
 _WATCHERS = (
     "TORCH_NCCL_ENABLE_MONITORING",
     "TORCH_NCCL_DUMP_ON_TIMEOUT",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 _environment = threading.Lock()
-# Bytes of a chunk's lanes. Between two ranks a sum in one shot and a norm of all lanes take 15 us
-# of 2 MiB on H100s, a split stream 14; of 4 MiB 24 and 20; less was not measured.
+# Least bytes of a chunk's lanes for a split stream between two ranks. On two H100s a one-shot sum
+# and a norm of all lanes take 15 us for 2 MiB, a split stream 14 us; for 4 MiB 24 and 20 us.
+# Smaller sizes were not measured.
 _LEAST_SPLIT = 2 * 2**20
-# NCCL's communicator takes half a second to end, and is waited for so long.
+# Longest wait for NCCL's communicator to end, which takes half a second.
 _END_LIMIT_S = 30.0
 
 
 OPENING_LIMIT_S = 120.0
-"""For which a rank waits for the others while they open."""
+"""Seconds that a rank waits for the others while they open."""
 
 
 class Meeting:
     """Joins the other ranks, through a file that all of them name.
 
-    units   of memory for pushes, on GPUs; summed_words: of the largest part that is summed by them
-    pdl     their launches may overlap the ones before
-    watch   int64 [2], where kernels say that this rank has waited in vain, if another process is to
-            see it; None: in memory of its own
-    stages  whether ranks pass on what is neither pushed nor exchanged, by NCCL or gloo
+    units         units of memory for pushes, on GPUs
+    summed_words  words of the largest part that pushes sum
+    pdl           whether launches of pushes may overlap the launches before them
+    watch         int64 [2], where kernels note that this rank has waited in vain; given where
+                  another process reads it. None: in memory of its own
+    stages        whether ranks also send tensors to other stages, by NCCL or gloo
 
-    MeetingFailed where a rank is gone or does not come to meet on a CPU, and where ranks share a
-    GPU and cannot map each other's memory.
+    Raises MeetingFailed where a rank is gone or does not come to meet on a CPU, and where ranks
+    share a GPU and cannot map each other's memory.
     """
 
     def __init__(
@@ -111,12 +115,12 @@ class Meeting:
             if stages:
                 self._group = self._connect_stages(file, limit)
         peers = self.peers
-        # For the host a NumPy view: a look at a tensor takes microseconds.
+        # The host reads it through NumPy: reading an element of a tensor takes microseconds.
         self._watch = None if peers is None else peers.tensors.watch.numpy()
         self.limit_s = limit_s
 
     def _connect_stages(self, file: str, limit: timedelta) -> Any:
-        """Gloo's group. MeetingFailed where a rank that has come does not connect there, too."""
+        """Gloo's group. MeetingFailed where a rank that has met does not connect to gloo, too."""
         assert self._exchange is not None
         try:
             return _gloo_group(_store(file, self.share, limit), self.share, limit)
@@ -130,10 +134,9 @@ class Meeting:
 
     @property
     def limit_s(self) -> float:
-        """For which a rank waits for the others' parts.
+        """Seconds that a rank waits for the other ranks' parts.
 
-        On GPUs it holds for pushes, from the next one that is waited for; NCCL waits until somebody
-        ends it.
+        On GPUs the limit holds for pushes, from the next wait on; NCCL waits until it is aborted.
         """
         return self._limit_s
 
@@ -147,10 +150,11 @@ class Meeting:
 
     @property
     def waited_s(self) -> float | None:
-        """For which this rank has waited for the others' parts since it joined; waits for its GPU.
+        """Seconds that this rank has waited for the others' parts since it joined; waits for its
+        GPU.
 
-        On a GPU it is what the first program of each push has waited, without what NCCL carries;
-        None where that is all.
+        On a GPU it counts the wait of the first program of each push, and not NCCL's waits; None
+        where NCCL carries everything.
         """
         if not self._on_gpu:
             return 0.0 if self._exchange is None else self._exchange.waited_s
@@ -159,16 +163,16 @@ class Meeting:
 
     @property
     def peers(self) -> Peers | None:
-        """With what kernels push; None where memory cannot be mapped."""
+        """Peer memory that kernels push into; None where memory cannot be mapped."""
         return None if self._memory is None else self._memory.peers
 
     @property
     def group(self) -> Any:
-        """Torch's, of gloo or NCCL; None where there is none, and once it is closed."""
+        """Torch's process group, of gloo or NCCL; None where there is none, and after `close`."""
         return self._group
 
     def reduce(self, part_NH: Tensor) -> Tensor:
-        """A new tensor, the sum of all ranks' parts; see `Reduce`. MeetingFailed on a CPU."""
+        """All-reduce into a new tensor; see `Reduce`. Raises MeetingFailed on a CPU."""
         peers = self._pushes(part_NH)
         if peers is None:
             return sum_parts(self.gather(part_NH))
@@ -178,7 +182,9 @@ class Meeting:
         return all_reduce(peers, summing, part_NH.contiguous(), pdl=self._pdl)
 
     def split_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> SplitStream | None:
-        """As `OpenSplit` says: of two GPUs for large chunks alone."""
+        """The residual stream of a chunk split over ranks, see `OpenSplit`; None where all ranks
+        keep all lanes, as two GPUs do for small chunks.
+        """
         if not self._on_gpu:
             normed = torch.zeros(lanes, hidden, dtype=dtype)
             return GatheredStream(self.share, normed, self.reduce, self.gather)
@@ -187,7 +193,7 @@ class Meeting:
         return None if small and self.share.ranks == 2 else stream
 
     def pushed_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> PushedStream | None:
-        """That of GPUs; None where it has no memory, and where parts are pushed as items."""
+        """A split stream on GPUs; None without memory for it, and where parts fit into items."""
         peers, split = self.peers, None if self._memory is None else self._memory.split
         if peers is None or split is None or not split_has_room(split, lanes, hidden, dtype):
             return None
@@ -197,7 +203,7 @@ class Meeting:
         return PushedStream(peers, split, normed, self.reduce, pdl=self._pdl)
 
     def gather(self, part_NC: Tensor) -> Tensor:
-        """New `[ranks, N, C]`, the parts of all ranks in their order. MeetingFailed on a CPU."""
+        """All-gather into a new `[ranks, N, C]`, in rank order. Raises MeetingFailed on a CPU."""
         part_NC = part_NC.contiguous()
         peers = self._pushes(part_NC)
         if peers is not None:
@@ -210,8 +216,8 @@ class Meeting:
         return gathered
 
     def sum_own(self, parts_RNC: Tensor) -> Tensor:
-        """New `[N, C]`, the sum of what all ranks have for this one, in their order; MeetingFailed
-        on a CPU.
+        """Reduce-scatter into a new `[N, C]`: all ranks' parts for this rank, summed in rank order.
+        Raises MeetingFailed on a CPU.
         """
         parts_RNC = parts_RNC.contiguous()
         peers = self._pushes(parts_RNC[0])
@@ -227,19 +233,19 @@ class Meeting:
 
     @property
     def add_own(self) -> AddOwn | None:
-        """What pushes what ranks have for each other of a decode step, and adds the sum; None where
-        nothing does.
+        """A kernel that pushes ranks' parts for each other in a decode step, and adds the sum to
+        the residual stream; None where nothing is pushed.
         """
         peers = self.peers
         return None if peers is None else partial(push_own_to_residual, peers)
 
     def push_candidates(self, best_NC: Tensor, health_NC: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Of all ranks, in one launch; None where nothing is pushed."""
+        """The candidates of all ranks, in one launch; None where nothing is pushed."""
         peers = self.peers
         return None if peers is None else push_candidates(peers, best_NC, health_NC, pdl=self._pdl)
 
     def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
-        """The lanes of all ranks, in one launch; None where nothing pushes so many."""
+        """The lanes of all ranks, in one launch; None where they are too many to push."""
         peers = self.peers
         if peers is None or lanes.units > peers.units:
             return None
@@ -250,31 +256,31 @@ class Meeting:
         self._exchange.swap(name, sent, received.unbind())
 
     def _pushes(self, part: Tensor) -> Peers | None:
-        """With what a part is pushed; None: it is not."""
+        """Peer memory that a part is pushed into; None where it is not pushed."""
         peers = self.peers
         if peers is None or self._group is None:
             return peers
         return peers if peers.hold(part) else None
 
     def check(self) -> None:
-        """MeetingFailed once this rank has waited in vain: what it computes since is nothing."""
+        """Raise MeetingFailed once this rank has waited in vain: its results since are invalid."""
         if self._watch is not None:
             check_watch(self._watch, self.share, self.limit_s)
 
     def abandon(self) -> None:
-        """End what is under way, which others may never answer."""
+        """End the communication under way, which other ranks may never answer."""
         if self._watch is not None:
             self._watch[0] = 1
         self._end_nccl()
 
     def leave(self) -> None:
-        """Let the others' memory go, once nothing is under way."""
+        """Unmap the other ranks' memory, once nothing is under way."""
         if self._memory is not None:
             self._memory.leave()
         self._watch = None
 
     def close(self) -> None:
-        """Free what others no longer have, once no graph is left that meets them."""
+        """Free this rank's memory, once other ranks have unmapped it and no graph uses it."""
         self.leave()
         self._end_nccl()
         if self._ending is not None:
@@ -288,8 +294,8 @@ class Meeting:
             self._memory.close()
 
     def _end_nccl(self) -> None:
-        """Have NCCL's kernels end, and then, in a thread, its communicator: NCCL waits there until
-        no captured graph has it.
+        """End NCCL's kernels and then its communicator, in a thread: NCCL waits until no captured
+        graph uses it.
         """
         if self._on_gpu and self._group is not None and self._ending is None:
             self._ending = threading.Thread(target=self._group.abort, daemon=True)
@@ -297,7 +303,7 @@ class Meeting:
 
 
 def check_watch(watch: NDArray[np.int64], share: Share, limit_s: float) -> None:
-    """MeetingFailed once a rank has waited in vain: what it computes since is nothing."""
+    """Raise MeetingFailed once a rank has waited in vain: its results since are invalid."""
     if watch[0]:
         raise MeetingFailed(
             f"rank {share.rank} of {share.ranks} waited {limit_s:g} s for the others' parts"
@@ -313,16 +319,17 @@ def _store(file: str, share: Share, limit: timedelta) -> Any:
 def _gloo_group(store: Any, share: Share, limit: timedelta) -> Any:
     options = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     device = torch.distributed.ProcessGroupGloo.create_device(hostname=_LOOPBACK)
-    # torch has no public names for these. Its own choice is what the host's name leads to.
+    # torch has no public names for these. By default it takes the interface that the host's name
+    # resolves to.
     setattr(options, "_devices", [device])  # noqa: B010
     setattr(options, "_timeout", limit)  # noqa: B010
     return torch.distributed.ProcessGroupGloo(store, share.rank, share.ranks, options)
 
 
 def _nccl_group(store: Any, share: Share, device: torch.device, problem: str) -> Any:
-    """The group of ranks that have a GPU each; None where some share one.
+    """The NCCL group of ranks that have a GPU each; None where some share one.
 
-    problem  why nothing can be pushed; "": it can
+    problem  why ranks cannot push; "": they can
     """
     devices = devices_of(store, share, device)
     if len(set(devices)) < share.ranks:
@@ -341,7 +348,7 @@ def _nccl_group(store: Any, share: Share, device: torch.device, problem: str) ->
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Inside, torch makes groups of NCCL without its `_WATCHERS`."""
+    """Inside, torch makes NCCL groups without its `_WATCHERS`."""
     with _environment:
         before = {name: os.environ.get(name) for name in _WATCHERS}
         os.environ.update(dict.fromkeys(_WATCHERS, "0"))

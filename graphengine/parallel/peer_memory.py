@@ -1,7 +1,7 @@
-"""The memory of all ranks of one host, mapped by each of them, so that kernels push into it.
+"""GPU memory of all ranks of one host, mapped by each of them, so that kernels can push into it.
 
-Ranks send each other handles through the store of their meeting, and agree whether it worked: one
-that cannot map another's memory makes all of them do without.
+Ranks send each other handles through the store of their meeting, and agree whether mapping worked:
+if one rank cannot map another's memory, all ranks do without.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ _MAPPED = b"mapped"
 
 
 class PeerMemory:
-    """Exchanges memory for `units` units, and for sums of parts of up to so many words that are too
-    large for them, with all other ranks, which do the same. Its layout is `PeerLayout`.
+    """Exchanges memory with all other ranks: for `units` units of items, and for sums of parts of
+    up to `summed_words` words that are too large for items. Its layout is `PeerLayout`.
 
-    `watch` is of `PeerItems.over_items`.
+    `watch` is passed to `PeerItems.over_items`.
 
-    peers     what kernels push with; None where it did not work for all, or after `leave()`
-    summing   with what they sum up large parts beside it; None where `summed_words` is 0, too
-    split     with what they sum up and norm a chunk's lanes; as `summing`
-    problem   why not, as the first rank has it that it did not work for; "" where it did
+    peers     memory that kernels push items into; None where mapping failed on any rank, and after
+              `leave()`
+    summing   memory of the all-reduce of large parts; None where `peers` is, and where
+              `summed_words` is 0
+    split     memory of the kernel that sums and norms a chunk's lanes; None where `summing` is
+    problem   why mapping failed, from the first rank where it did; "" where it worked
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class PeerMemory:
                 outcome = (
                     f"rank {share.rank} ({device}) cannot map the memory of rank {other}: {error}"
                 ).encode()
-        # All have mapped all before anybody pushes.
+        # No rank pushes before all ranks have mapped everything.
         outcomes = _exchange(store, share, "mapped", outcome)
         self.problem = next((each.decode() for each in outcomes if each != _MAPPED), "")
         if self.problem:
@@ -95,13 +97,13 @@ class PeerMemory:
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         for each in self._mapped:
-            # A broken device has let it go.
+            # A broken device has unmapped it already.
             with contextlib.suppress(RuntimeError):
                 each.close()
         self._mapped.clear()
 
     def close(self) -> None:
-        """Unmap, and free this rank's own memory: the others have left, or are gone."""
+        """Unmap the others' memory and free this rank's own; the others have left, or are gone."""
         self.leave()
         if self._own is not None:
             with contextlib.suppress(RuntimeError):
@@ -116,6 +118,6 @@ def devices_of(store: Any, share: Share, device: torch.device) -> list[str]:
 
 
 def _exchange(store: Any, share: Share, name: str, own: bytes) -> list[bytes]:
-    """What each rank has under this name, this one `own`; waits for all."""
+    """The value of each rank under this name, `own` for this one; waits for all ranks."""
     store.set(f"{name}/{share.rank}", own)
     return [bytes(store.get(f"{name}/{rank}")) for rank in range(share.ranks)]

@@ -1,4 +1,4 @@
-"""A pipeline of stages: the plans of all, and the runtime of the caller's, the last one."""
+"""A pipeline of stages: memory plans of all stages, and the runtime of the last, the driver's."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from graphengine.program.graph_key import GraphKey
 def open_pipeline(
     path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
 ) -> tuple[Opened, LeadingRuntime]:
-    """What `open_checkpoint` opens, of the last stage of `config.pipeline_parallel`, and all ranks'
-    runtime.
+    """Open a checkpoint as the last of `config.pipeline_parallel` stages, like `open_checkpoint`,
+    with the runtime that leads all ranks.
 
-    ValueError, before a process is started, for what has no stages; RankFailed if a rank fails.
+    ValueError, before a process is started, for a model that cannot be cut into stages; RankFailed
+    if a rank fails.
     """
     started = processes_of_torchrun()
     if started is not None:
@@ -49,10 +50,10 @@ def open_pipeline(
 
 
 def plan_stages(found: Found, config: EngineConfig) -> list[MemoryPlan]:
-    """What a rank of each stage will hold, that of rank 0 first, from what rank 0 has found.
+    """The memory plan of a rank of each stage, rank 0's first, from what rank 0 has found.
 
-    All have as many blocks as the one with the least room, and keep states at as many points.
-    ValueError, and OutOfBudget, as of `plan_checkpoint`.
+    All stages have as many blocks as the one with the least room, and equally many places for
+    states. Raises ValueError and OutOfBudget like `plan_checkpoint`.
     """
     count = config.pipeline_parallel
     stages = [found_of_stage(found, Share(rank, count)) for rank in range(count)]
@@ -71,13 +72,13 @@ def plan_stages(found: Found, config: EngineConfig) -> list[MemoryPlan]:
 
 
 class PipelineRuntime(LeadingRuntime):
-    """The last stage's, which tells the stages before it each load, swap and replay.
+    """The runtime of the last stage, which sends the earlier stages each load, swap and replay.
 
-    On a CPU what it has to do itself is queued, and done when somebody waits for it: until then it
-    tells the others what comes next, and the first stage may be at a chunk before this one has come
-    to the chunk before.
+    On a CPU its own work is queued, and done when the caller waits for it: until then it sends the
+    other stages their next commands, so the first stage may start a chunk before this one has
+    started the previous chunk.
 
-    queue  what is still to be done here; always empty on a GPU, whose stream does the same
+    queue  this stage's work still to be done; always empty on a GPU, whose stream is the queue
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class PipelineRuntime(LeadingRuntime):
         found: Found,
     ) -> None:
         self.queue = HostQueue()
-        # Calls queued up to a replay, by its sequence number.
+        # Number of calls queued up to each replay, by the replay's sequence number.
         self._ends: dict[int, int] = {}
         super().__init__(opened, memory, config, ranks, found)
         if self.stream is None:
@@ -108,7 +109,7 @@ class PipelineRuntime(LeadingRuntime):
         self._ends[self.launched] = self.queue.queued
 
     def synchronize(self) -> None:
-        """Do, and wait for, everything that was queued; nothing after ranks failed."""
+        """Do everything that was queued, and wait for it; does nothing after a rank has failed."""
         if self.ranks.broken:
             return
         with self.ranks.explained():

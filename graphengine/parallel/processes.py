@@ -1,4 +1,4 @@
-"""Processes of other ranks: those that the driver spawns, and those that something else started."""
+"""Processes of other ranks, spawned by the driver or started by another program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Protocol
 from graphengine.config import EngineConfig
 
 _PAUSE_S = 1e-2
-# For a process that was killed to be reaped by whoever started it.
+# Longest wait for a killed process to be reaped by its parent.
 _REAPED_S = 10.0
 
 
@@ -30,18 +30,18 @@ def check_may_start(config: EngineConfig) -> None:
 
 
 class RankProcess(Protocol):
-    """A process, as a driver has it."""
+    """The driver's handle of a rank's process."""
 
     @property
     def pid(self) -> int: ...
 
     def ending(self) -> str | None:
-        """How it has ended, for a message; None while it has not."""
+        """How the process has ended, for a message; None while it runs."""
         ...
 
     @property
     def raised(self) -> bool:
-        """Whether an error of Python has ended it, as far as is known here."""
+        """Whether a Python exception has ended it; False where that is not known."""
         ...
 
     def kill(self) -> None:
@@ -88,7 +88,7 @@ class SpawnedRank:
 
 
 class JoinedRank:
-    """A process of this host that is no child of this one; how it ended only its parent knows."""
+    """A process of this host that is not a child of this one; its parent knows how it ended."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -114,7 +114,7 @@ class JoinedRank:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process of this user; one that nobody has reaped yet is."""
+    """Whether this process of this user exists; a zombie, not yet reaped, counts as running."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

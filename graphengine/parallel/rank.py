@@ -1,4 +1,4 @@
-"""The process of a rank: a runtime in a loop. The driver decides; a rank repeats what it did."""
+"""The process of a rank: a runtime in a loop. The driver decides; a rank repeats its actions."""
 
 from __future__ import annotations
 
@@ -34,32 +34,33 @@ from graphengine.parallel.shared_records import SharedRecords
 from graphengine.parallel.stage_parts import StageParts
 from graphengine.program.graph_key import GraphKey
 
-# A rank on a GPU looks for its next command all the time for so long, as a launch must not wait.
-# On a CPU the other ranks compute meanwhile.
+# A rank on a GPU polls for its next command without a pause for so long, as a launch must not wait.
+# On a CPU it does not spin: the other ranks compute meanwhile.
 _SPIN_S = 2e-3
-# Between two looks afterwards, and where no command has come for a while.
+# Pause between two polls afterwards; the longer one once no command has come for a while.
 _PAUSE_S, _LONG_PAUSE_S, _IDLE_AFTER_S = 50e-6, 1e-3, 0.1
 
-# For which a stage on a CPU waits for others. Its driver may be busy with other things, and does
-# wait for stages no longer than the engine's limit. Who is gone is seen at once.
+# How long a stage on a CPU waits for others. Its driver may be busy with other things, and itself
+# waits for stages no longer than the engine's limit. A process that is gone is noticed at once.
 _STAGE_LIMIT_S = 1e7
 _LONG_LOOK_S = 0.2
-"""Between two looks at the driver while the engine opens."""
+"""Seconds between two checks of the driver while the engine opens."""
 _DRIVER_STAYS_S = 2.0
-"""A driver that is still there so long after a rank has failed is not what made it fail."""
+"""Seconds after a rank's failure; a driver that still runs then did not cause the failure."""
 
 Thing = TypeVar("Thing")
 
 
 class RankStart(NamedTuple):
-    """What the process of a rank is started with.
+    """The arguments of a rank's process.
 
-    path     of the checkpoint
-    digest   of it, as the driver has read it
-    config   of the engine, with this rank's device; so is `memory`, what the driver planned
+    path     the checkpoint
+    digest   the checkpoint's digest, as the driver has read it
+    config   the engine's config, with this rank's device
+    memory   the driver's plan, with this rank's device
     meeting  the file through which ranks find each other
-    driver   the driver's process
-    threads  of torch, as many as the driver has: sums on a CPU may depend on it
+    driver   the driver's process id
+    threads  torch's threads, as many as the driver's: sums on a CPU may depend on their number
     spawned  whether the driver has started this process
     """
 
@@ -78,7 +79,7 @@ class RankStart(NamedTuple):
         return os.getppid() == self.driver if self.spawned else is_running(self.driver)
 
     def driver_stays(self) -> bool:
-        """Whether it is there for a while yet: its connections end before it does."""
+        """Whether the driver keeps running for a while: its connections end before its process."""
         deadline = time.monotonic() + _DRIVER_STAYS_S
         while self.driver_is_there():
             if time.monotonic() > deadline:
@@ -92,10 +93,10 @@ class DriverGone(RuntimeError):
 
 
 def run_rank(start: RankStart) -> NoReturn:
-    """The whole life of the process; what it raises is left for the driver to read."""
-    # Ctrl-C reaches all processes of a terminal: the driver alone says what it means.
+    """Run the rank until its process ends; an error is left for the driver to read."""
+    # Ctrl-C reaches all processes of a terminal: only the driver handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The driver has said the same.
+    # The driver has logged the same messages.
     logging.disable(logging.WARNING)
     torch.set_num_threads(start.threads)
     end = RankEnd(start.link, start.share.rank)
@@ -105,7 +106,7 @@ def run_rank(start: RankStart) -> NoReturn:
         end.reach(Stage.ENDED)
     except BaseException as error:
         rank.fail(error)
-    # At once: nothing that is under way is waited for, and the others see that it is gone.
+    # Exit at once: wait for nothing under way, and let the others see that this rank is gone.
     os._exit(0)
 
 
@@ -120,30 +121,32 @@ class _Rank:
         self._start, self._end = start, end
         self._spin = _SPIN_S if start.memory.device.type == "cuda" else 0.0
         self._acknowledged = 0
-        # Of the driver, which removes them unless it is killed: that of the meeting, and that of
-        # an update's values.
+        # The driver's folders, which it removes unless it is killed: the meeting's, and the one
+        # with an update's values.
         self._folders = [Path(start.meeting).parent]
         self._failing = threading.Lock()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Leave why this rank ends for the driver to read, and end the process at once.
+        """Leave the reason for the driver to read, and end the process at once.
 
-        Of two threads that fail the first one does it, and the other one stands still.
+        If two threads fail, the first one does this, and the other one blocks.
         """
         self._failing.acquire()
         when = time.monotonic_ns()
         if not self._start.spawned:
-            # The driver may not come to say it: torchrun ends all once one has.
+            # The driver may not get to report it: torchrun ends all processes once one has ended.
             traceback.print_exception(error)
         self._end.fail(_described(error), when)
         if not (self._start.spawned and self._start.driver_stays()):
-            # In place of a driver that is gone.
+            # The driver is gone, or torchrun may end it before it can remove them.
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     def _end_with_driver(self, opened: threading.Event) -> None:
-        """Until it is set: this rank may wait for the driver inside of a library."""
+        """Fail once the driver has ended, until `opened` is set: meanwhile this rank may wait for
+        the driver inside a library.
+        """
         while not opened.wait(_LONG_LOOK_S):
             if not self._start.driver_is_there():
                 self.fail(self._driver_gone())
@@ -193,7 +196,7 @@ class _Rank:
         parts = joined.kept_parts(runtime, found)
         self._follow(runtime, joined, parts, loaded.loaded, shared)
         runtime.close()
-        # The process takes its own memory along, which others may still have.
+        # Other ranks may still map this rank's own memory: the end of the process frees it.
         joined.leave()
         if shared is not None:
             shared.mailboxes.close()
@@ -206,7 +209,7 @@ class _Rank:
         loaded: LoadedWeights,
         shared: SharedRecords | None,
     ) -> None:
-        """Do what the driver does, command by command, until it closes."""
+        """Repeat the driver's actions, command by command, until it closes."""
 
         def due() -> Command | None:
             joined.check()
@@ -265,7 +268,7 @@ class _Rank:
     def _load(self, runtime: Runtime, numbers: tuple[int, ...], data: bytes) -> None:
         group, first, stop, sequence, acknowledged = numbers
         if acknowledged > self._acknowledged:
-            # What the driver has read, this rank has published, or is about to.
+            # This rank has published the replay that the driver has read, or is about to.
             runtime.wait_tokens(acknowledged, 1, None)
             runtime.buffers.acknowledge(acknowledged)
             self._acknowledged = acknowledged
@@ -273,9 +276,9 @@ class _Rank:
         runtime.buffers.repeat(copied, data, sequence=sequence, stream=runtime.stream)
 
     def _replay(self, runtime: Runtime, key: GraphKey) -> None:
-        """Replay, and say when this device could begin: a GPU after the launch, a CPU before it.
+        """Replay, and note when this device could begin: a GPU after the launch, a CPU before it.
 
-        A drafter's own graph has no number, so nobody asks for its time.
+        A drafter's own graph has no sequence number, so nobody asks for its time.
         """
         number, on_gpu = runtime.launched + 1, runtime.stream is not None
         publishes = key.kind != "draft"
@@ -286,7 +289,7 @@ class _Rank:
             self._end.launched(number, time.perf_counter_ns())
 
     def _wait(self, look: Callable[[], Thing | None]) -> Thing:
-        """What `look` finds at last. DriverGone if there is nobody who could bring it."""
+        """Poll `look` until it finds something. DriverGone if the driver has ended."""
         started = time.perf_counter()
         while True:
             found = look()
@@ -306,8 +309,8 @@ def _blocks(data: bytes) -> list[int]:
 
 
 def state_digest(runtime: Runtime) -> str:
-    """SHA-256 of every device-owned field that all ranks have, in hexadecimal digits; waits for the
-    current stream.
+    """SHA-256 of every device-owned field that is equal on all ranks, in hexadecimal digits; waits
+    for the current stream.
     """
     digest, buffers = hashlib.sha256(), runtime.buffers
     for field in buffers.fields:

@@ -1,4 +1,4 @@
-"""The processes of the other ranks, as the driver has them: started, told, watched and ended."""
+"""The other ranks' processes, seen from the driver: starts, commands, watches and ends them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from graphengine.parallel.processes import RankProcess, SpawnedRank, check_may_s
 from graphengine.parallel.rank import RankStart, run_rank
 from graphengine.parallel.torchrun import lead
 
-# For a rank that has loaded later than the driver, and for one that captures longer.
+# Longest wait for a rank that loads or captures longer than the driver.
 _LOAD_LIMIT_S = 600.0
-# Of new weights, that any rank reads and rounds; the driver has done as much when it waits.
+# Least rate at which any rank reads and rounds new weights; the driver has done its own part when
+# it begins to wait.
 _UPDATE_BYTES_PER_S = 2**27
-# For a rank whose peers are gone to say why, and for one that closes.
+# Longest waits: for a rank to say why it failed, once others miss it, and for a rank to close.
 _GRACE_S, _CLOSE_S = 2.0, 5.0
 _PAUSE_S = 1e-3
-# Linux has files in memory there.
+# Linux keeps files in memory there.
 _MEMORY = Path("/dev/shm")
-# Errors that a rank's end leaves in the driver.
+# Errors that the driver gets when a rank has ended.
 _ABOUT_RANKS = (MeetingFailed, MailboxBroken, TimeoutError)
 
 
 ONE_DEVICE = "GRAPHENGINE_RANKS_ON_ONE_DEVICE"
-"""For tests: where this is in the environment all ranks are on the driver's GPU, which gives each
-of them its time in turn. That shows that they decode, and is slow."""
+"""For tests: if this is in the environment, all ranks run on the driver's GPU, which time-slices
+them. That shows that they decode, and is slow."""
 
 
 class RankFailed(RuntimeError):
@@ -52,7 +53,7 @@ class RankFailed(RuntimeError):
 def rank_devices(config: EngineConfig) -> list[str]:
     """The device of each rank, the driver's first. ValueError where there are too few.
 
-    All have one where the environment has `ONE_DEVICE`.
+    All ranks get the same device if the environment has `ONE_DEVICE`.
     """
     ranks, device = config.ranks, torch.device(config.device)
     if device.type == "cpu":
@@ -70,14 +71,15 @@ def rank_devices(config: EngineConfig) -> list[str]:
 
 
 class Ranks:
-    """The other ranks, once there is a process for each but the driver's, rank 0.
+    """The processes of all ranks but rank 0, the driver's.
 
-    checkpoint  what the driver has read
-    memories  of each rank, rank 0 first, its plan; all load as many bytes
-    launched  whether torchrun has started them; else they are spawned
-    broken    whether driver and ranks may disagree: they are ended without being asked
-    before_waiting  called where the slowest rank has no room for a command: does what ranks wait
-                    for, that the driver has put off
+    checkpoint      the checkpoint that the driver has read
+    memories        each rank's plan, rank 0 first; `load_bytes` is the same in all
+    launched        whether torchrun has started the processes; else they are spawned
+    broken          whether driver and ranks may disagree; then `close` ends the ranks without
+                    asking them
+    before_waiting  called when the slowest rank has no room for a command: does the work that the
+                    driver has put off and ranks wait for
 
     ValueError, before anything is started, in a process that may have no children.
     """
@@ -100,7 +102,7 @@ class Ranks:
         self.meeting = str(self._folder / "meeting")
         self._devices = list(devices)
         self._processes: list[RankProcess] = []
-        # Before multiprocessing waits for them at the end of the program.
+        # At the end of the program, this runs before multiprocessing waits for its children.
         atexit.register(self._kill)
         try:
             if launched:
@@ -142,10 +144,10 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """The processes, of rank 1 first."""
+        """Process ids, rank 1 first."""
         return [process.pid for process in self._processes]
 
-    # What ranks are told.
+    # Commands.
 
     def send(
         self,
@@ -155,8 +157,8 @@ class Ranks:
         *,
         to: int = ALL,
     ) -> int:
-        """Write a command, for all ranks or one, once the slowest has room for it. RankFailed after
-        the limit.
+        """Write a command, for all ranks or one, once the slowest rank has room for it, and return
+        its number. RankFailed after the limit.
         """
         if not self._end.has_room():
             self.before_waiting()
@@ -168,11 +170,11 @@ class Ranks:
         self._end.let(stage)
 
     def forget_meeting(self) -> None:
-        """All ranks have met: the file through which they did is no longer needed."""
+        """Remove the folder of the file through which ranks have met; nothing needs it any more."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def wait_for(self, stage: Stage) -> None:
-        """Wait until all ranks have come so far. RankFailed if one never will."""
+        """Wait until all ranks have reached this stage. RankFailed if one never will."""
         ranks = range(1, 1 + len(self._processes))
         self._wait(
             lambda: all(self._end.stage(rank) >= stage for rank in ranks),
@@ -182,9 +184,9 @@ class Ranks:
         self.check()
 
     def wait_until_updated(self, nbytes: int) -> None:
-        """Wait until all ranks have done what was sent last, an update of so many bytes of weights.
+        """Wait until all ranks have done the last command, an update of so many bytes of weights.
 
-        RankFailed if one never will, or has not within the limit and the time to read the bytes.
+        RankFailed if one never will, or has not within the limit plus the time to read the bytes.
         """
         number, reading = self._end.sent, nbytes / _UPDATE_BYTES_PER_S
         self._wait(
@@ -201,9 +203,10 @@ class Ranks:
         return [self._end.text(rank) for rank in range(1, 1 + len(self._processes))]
 
     def wait_done(self, rank: int, number: int, timeout: float | None) -> bool:
-        """Whether a rank has done the command of this number within so many seconds.
+        """Whether a rank does the command of this number within `timeout` seconds.
 
-        None: RankFailed where it has not within the limit; as always where it never will.
+        None: waits up to the limit, and raises RankFailed after it. Always RankFailed if the rank
+        never will.
         """
 
         def done() -> bool:
@@ -220,15 +223,15 @@ class Ranks:
             time.sleep(_PAUSE_S)
         return True
 
-    # How they are.
+    # State of the ranks.
 
     def done(self, rank: int) -> int:
-        """Commands that a rank has done, of all that were sent."""
+        """How many of the commands sent a rank has done."""
         return self._end.done(rank)
 
     def last_launch(self, number: int, when: int) -> tuple[int, int] | None:
         """Nanoseconds from `when` until the last rank launched replay `number`, and that rank; None
-        where a time is not there. See `DriverEnd.launched_after`.
+        where a time is missing. See `DriverEnd.launched_after`.
         """
         after = self._end.launched_after(number, when)
         return None if after is None else max(zip(after, range(1, 1 + len(after)), strict=True))
@@ -241,9 +244,9 @@ class Ranks:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Inside, an error that a rank's end has caused becomes a RankFailed that says so.
+        """Inside, an error caused by the end of a rank becomes a RankFailed that says so.
 
-        After any error driver and ranks may disagree.
+        Any error sets `broken`: driver and ranks may disagree.
         """
         try:
             yield
@@ -255,7 +258,7 @@ class Ranks:
             raise RankFailed(reason) from error
 
     def _reason(self, error: BaseException) -> str | None:
-        """What a rank has to do with it; None: nothing."""
+        """How a rank has caused this error; None: it has not."""
         if not isinstance(error, Exception) or isinstance(error, RankFailed):
             return None
         about_ranks = any(isinstance(each, _ABOUT_RANKS) for each in _chain(error))
@@ -271,14 +274,14 @@ class Ranks:
         return reason
 
     def _failure(self, *, consequences: bool = True) -> str | None:
-        """Why the first rank that is gone has ended; None while all are there.
+        """Why the first rank that failed has ended; None while all ranks run.
 
-        consequences  whether to take a rank that failed because another one was gone, for want of
-                      a better reason
+        consequences  whether to accept a rank that failed only because another one was gone, if
+                      there is no better reason
         """
         reasons: list[tuple[bool, int, str]] = []
         for rank, process in enumerate(self._processes, start=1):
-            # First: what it has said before it ended is there when it is looked for.
+            # Ask for the ending first: a text that the rank left before it ended is then visible.
             ending = process.ending()
             if self._end.stage(rank) is Stage.FAILED:
                 text = self._end.text(rank)
@@ -292,7 +295,7 @@ class Ranks:
         return None if follows and not consequences else reason
 
     def _unguarded(self, rank: int) -> str:
-        """What a program lacks whose import has ended a rank; "" where something else has."""
+        """Advice where importing the caller's program has ended a rank; "" for other endings."""
         if self._end.stage(rank) is not Stage.STARTING or not self._processes[rank - 1].raised:
             return ""
         return (
@@ -319,10 +322,10 @@ class Ranks:
                 raise RankFailed(f"waited {limit_s:g} s for {what}: {self._progress()}")
             time.sleep(_PAUSE_S)
 
-    # How they end.
+    # End of the ranks.
 
     def close(self) -> None:
-        """End all ranks, and wait until they have; those that are broken at once."""
+        """End all ranks and wait until they have ended; kills them at once if `broken`."""
         atexit.unregister(self._kill)
         if not self.broken:
             with suppress(RankFailed):
@@ -343,9 +346,9 @@ class Ranks:
 
 
 def _place(config: EngineConfig) -> Path | None:
-    """Where the ranks' files are: in memory where kernels write into some; None: where others are.
+    """The folder for the ranks' files: in memory if kernels write into them; None: the default.
 
-    CUDA may refuse pages of a disk's file.
+    CUDA may refuse pages of a file on disk.
     """
     written = config.data_parallel > 1 and torch.device(config.device).type == "cuda"
     return _MEMORY if written and _MEMORY.is_dir() else None

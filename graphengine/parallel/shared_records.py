@@ -1,5 +1,5 @@
-"""The memory of another rank that the driver maps: the rank's mailboxes, its drafts, and whether it
-has waited in vain.
+"""The memory of another rank that the driver maps: the rank's mailboxes, its drafts, and a flag
+for having waited in vain.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from graphengine.opening.records import RecordMemory, record_bytes
 
 
 class SharedRecords(NamedTuple):
-    """Of one rank.
+    """The memory that one rank shares with the driver.
 
-    mailboxes  for `new_records`
-    drafts     int32 `[S, K]`, a copy of the table when the driver asked for it last
-    watch      int64 `[2]`, of the rank's `Meeting`
+    mailboxes  memory for `new_records`
+    drafts     int32 `[S, K]`, a copy of the table from when the driver last asked for it
+    watch      int64 `[2]`, the `watch` of the rank's `Meeting`
     """
 
     mailboxes: RecordMemory
@@ -38,11 +38,12 @@ class SharedRecords(NamedTuple):
         *,
         written: bool = False,
     ) -> SharedRecords:
-        """In a file beside that of the ranks' `meeting`, of which graphs write what is `written`:
-        the rank's own. Errors as of `RecordMemory`.
+        """Map a rank's memory in a file next to the ranks' `meeting`. Raises like `RecordMemory`.
+
+        written  whether this process's graphs write the memory, as the rank's own do
         """
         slots, drafts = config.max_batch, memory.tokens_per_step - 1
-        # In words of two.
+        # In 64-bit words of two int32 drafts.
         table, watch = RingShape(1, slots, -(-drafts // 2)), RingShape(1, 1, 2)
         path = Path(meeting).with_name(f"records-{rank}")
         device = memory.device if written and memory.device.type == "cuda" else None

@@ -1,8 +1,8 @@
-"""A chunk's residual stream of which each rank has some lanes, on GPUs and on a CPU.
+"""A chunk's residual stream, with its lanes split over ranks, on GPUs and on a CPU.
 
-On GPUs one kernel sums up, adds and norms in memory that all ranks map. On a CPU parts and normed
-lanes are gathered; that is no faster than sums of all lanes on each rank, and is there so that what
-GPUs do is seen without them.
+On GPUs, one kernel reduces, adds and norms in memory that all ranks map. On a CPU, parts and normed
+lanes are gathered; that is no faster than summing all lanes on each rank, and exists so that the
+scheme of GPUs can be tested without them.
 
 Letters: N lanes, H hidden.
 """
@@ -26,22 +26,24 @@ from graphengine.models.contract import Reduce, Share
 
 
 class _SplitStream:
-    """What both have: `reduce` is that of the group."""
+    """The part common to both streams; `reduce` is the group's."""
 
     def __init__(self, share: Share, normed_NH: Tensor, reduce: Reduce) -> None:
         self._share, self._reduce = share, reduce
         self.normed_NH = normed_NH
 
     def gather_lane(self, stream_NH: Tensor, index_1: Tensor) -> Tensor:
-        """The lane of the rank that has it: the sum of it and zeros."""
+        """The lane from the rank that has it: an all-reduce of the lane and other ranks' zeros."""
         first = split_lanes(len(stream_NH), *self._share)
         own = (index_1 >= first.start) & (index_1 < first.stop)
-        # What another rank's lane holds here is nothing.
+        # Lanes of other ranks hold nothing valid here.
         return self._reduce(torch.where(own[:, None], stream_NH.index_select(0, index_1), 0.0))
 
 
 class PushedStream(_SplitStream):
-    """By pushes. All have the same memory: it is valid until the next chunk's is opened."""
+    """A split stream by pushes. All streams use the same memory: one is valid until the next
+    chunk's is opened.
+    """
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class PushedStream(_SplitStream):
 
 
 class GatheredStream(_SplitStream):
-    """By gathers."""
+    """A split stream by gathers."""
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class GatheredStream(_SplitStream):
             whole = (whole.float() + bias_H.float()).to(whole.dtype)
         normed, (lanes, hidden) = self.normed_NH, self.normed_NH.shape
         own = split_lanes(lanes, *self._share)
-        # As many from each rank, of which the last ones may have fewer.
+        # Every rank sends equally many lanes; the last ranks may have fewer of their own.
         sent = normed.new_zeros(-(-lanes // self._share.ranks), hidden)
         if own.start < own.stop:
             add_rms_norm(

@@ -1,7 +1,7 @@
-"""How the stages of a pipeline meet: each sends to the next one, and the last one to all.
+"""Communication between pipeline stages: each sends to the next one, and the last one to all.
 
-On a CPU gloo carries what they send, over sockets of the loopback interface; on GPUs NCCL does,
-captured into the graphs. A send is not waited for, so that a stage goes on with the next chunk of a
+On a CPU, gloo carries the tensors over sockets of the loopback interface; on GPUs, NCCL does,
+captured into the graphs. A send is not waited for, so a stage goes on with the next chunk of a
 prompt while the stage after it is busy.
 """
 
@@ -22,11 +22,11 @@ from graphengine.parallel.meeting import Meeting
 
 
 class StageLink:
-    """One stage's side, over the `meeting` of all ranks; see `StageGroup`.
+    """One stage's side of the link, over the `meeting` of the stages; see `StageGroup`.
 
-    in_flight  sends that may be under way, before the next one waits for the oldest
+    in_flight  sends that may be in flight before the next one waits for the oldest
 
-    MeetingFailed where stages share a GPU.
+    Raises MeetingFailed where stages share a GPU.
     """
 
     def __init__(self, meeting: Meeting, in_flight: int) -> None:
@@ -35,19 +35,19 @@ class StageLink:
         if meeting.group is None:
             raise MeetingFailed(f"{self.share.ranks} stages need a GPU each: they share one")
         self._most = in_flight
-        # With the stages and tensors, which a CPU reads while they are under way.
+        # Sends in flight, with their stages, and their tensors, which a CPU still reads.
         self._sent: deque[tuple[Any, int, Tensor]] = deque()
 
     def receive(self, tensor: Tensor) -> None:
-        """Wait for what the stage before sends. MeetingFailed on a CPU."""
+        """Receive from the previous stage. Raises MeetingFailed on a CPU."""
         self.receive_from(self.share.rank - 1, tensor)
 
     def send(self, tensor: Tensor) -> None:
-        """Send to the stage after, without a wait for it. MeetingFailed on a CPU."""
+        """Send to the next stage, without waiting for it. Raises MeetingFailed on a CPU."""
         self.send_to(self.share.rank + 1, tensor)
 
     def spread(self, tensor: Tensor) -> None:
-        """Bring what the last stage has to all others. MeetingFailed on a CPU."""
+        """Broadcast the last stage's tensor to all others. Raises MeetingFailed on a CPU."""
         rank, stages = self.share
         if rank < stages - 1:
             self.receive_from(stages - 1, tensor)
@@ -56,7 +56,7 @@ class StageLink:
             self.send_to(stage, tensor)
 
     def receive_from(self, stage: int, tensor: Tensor) -> None:
-        """Wait for what this stage sends, which is of this shape and dtype."""
+        """Receive a tensor from this stage; it has the shape and dtype of `tensor`."""
         with self._explained(f"what stage {stage} sends", tensor):
             work = self._meeting.group.recv(
                 [_bytes(tensor)], rank_of_stage(stage, self.share.ranks), 0
@@ -64,7 +64,7 @@ class StageLink:
             self._wait(work, tensor)
 
     def send_to(self, stage: int, tensor: Tensor) -> None:
-        """Send to this stage, without a wait for it; nobody changes the tensor afterwards."""
+        """Send to this stage, without waiting for it; the tensor must not change afterwards."""
         sent = _bytes(tensor.contiguous())
         with self._explained(f"stage {stage} to take a tensor", sent):
             work = self._meeting.group.send([sent], rank_of_stage(stage, self.share.ranks), 0)
@@ -78,12 +78,12 @@ class StageLink:
                 self._wait(oldest, sent)
 
     def close(self) -> None:
-        """Forget what is under way, so that the meeting's threads end with it."""
+        """Forget the sends in flight, so that the meeting's threads end with it."""
         self._sent.clear()
 
     @contextmanager
     def _explained(self, what: str, tensor: Tensor) -> Iterator[None]:
-        """Inside, an error of gloo or NCCL becomes a MeetingFailed with what was waited for."""
+        """Inside, an error of gloo or NCCL becomes a MeetingFailed that names what was awaited."""
         try:
             yield
         except RuntimeError as error:
@@ -94,14 +94,14 @@ class StageLink:
             ) from error
 
     def _wait(self, work: Any, tensor: Tensor) -> None:
-        """Wait for what was done with a tensor; of a GPU the current stream waits, and no host."""
+        """Wait for a transfer of a tensor; on a GPU the current stream waits, not the host."""
         if tensor.device.type == "cuda":
-            # With a limit it would be the host.
+            # With a limit, the host would wait.
             work.wait()
         else:
             work.wait(timedelta(seconds=self._meeting.limit_s))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory, as gloo knows it of every dtype."""
+    """The tensor's memory as bytes: gloo does not know every dtype."""
     return tensor.view(torch.uint8)

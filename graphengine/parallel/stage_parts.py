@@ -1,10 +1,10 @@
-"""What the stages of a pipeline keep of sequences, copied to and from the driver's memory as one
-model has it: each stage has some of its layers.
+"""KV and states of all pipeline stages, copied to and from the driver's memory in the layout of one
+model: each stage has some of its layers.
 
-The driver has the last stage. It takes from each other stage what that has, or sends it; all work
-through the same layers in the same order. Ranks that split a stage's layers put together what the
-stage has before, and each takes its part afterwards. Bytes travel as in a step, so that nothing but
-tensors of known shapes arrives.
+The driver has the last stage. It receives each other stage's tensors, or sends them; all stages
+work through the same layers in the same order. Ranks that split a stage's layers put their parts
+together before a stage sends, and each takes its part after a stage has received. Bytes travel as
+in a step, so only tensors of known shapes arrive.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from graphengine.parallel.stage_link import StageLink
 
 
 class StageParts:
-    """Those of one stage's `runtime`, which has some layers of the `whole` model.
+    """KV and states of one stage's `runtime`, which has some layers of the `whole` model.
 
-    own    what the ranks of this stage keep together; `leads`: this one is the first of them, which
-           meets those of other stages for all
+    own    KV and states of this stage, from all its ranks
+    leads  whether this rank is the first of its stage; only that one exchanges tensors with the
+           other stages
 
-    What a drafter keeps is the last stage's alone.
+    Only the last stage has the drafter's KV.
     """
 
     def __init__(
@@ -43,24 +44,25 @@ class StageParts:
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """As `Runtime.block_shapes`, of all stages together."""
+        """`Runtime.block_shapes` of all stages together."""
         own, *others = self._own.block_shapes
         return ((sum(self._paged), *own[1:]), *others)
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """As `Runtime.state_shapes`, of all stages together."""
+        """`Runtime.state_shapes` of all stages together."""
         return tuple(kept_shape(state) for stage in self._recurrent for state in stage)
 
     @property
     def state_dtypes(self) -> tuple[torch.dtype, ...]:
-        """As `Runtime.state_dtypes`, of all stages together."""
+        """`Runtime.state_dtypes` of all stages together."""
         return tuple(self._dtype(state) for stage in self._recurrent for state in stage)
 
-    # Every rank calls each of these, with the same arguments but for what only the driver has.
+    # Every rank calls each of these with the same arguments, except for values that only the driver
+    # has.
 
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
-        """As `Runtime.read_blocks`, of all stages together."""
+        """Read blocks as `Runtime.read_blocks`, of all stages together."""
         self._runtime.synchronize()
         own, *others = self._own.read_blocks(blocks)
         parts = [[own.new_empty((layers, *own.shape[1:]))] for layers in self._paged]
@@ -70,7 +72,7 @@ class StageParts:
         return (torch.cat([part for (part,) in parts]), *others)
 
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor] | None) -> None:
-        """As `Runtime.write_blocks`; `kept` is the driver's alone."""
+        """Write blocks as `Runtime.write_blocks`; `kept` is None on all ranks but the driver."""
         self._runtime.synchronize()
         (_, *block), *_ = self._own.block_shapes
         dtype, others = self._runtime.caches[0][0].dtype, list[Tensor]()
@@ -82,7 +84,7 @@ class StageParts:
         self._own.write_blocks(blocks, [*self._spread(parts), *others] if self._leads else None)
 
     def read_states(self, place: int) -> tuple[Tensor, ...]:
-        """As `Runtime.read_states`, of all stages together."""
+        """Read states as `Runtime.read_states`, of all stages together."""
         self._runtime.synchronize()
         parts = [[*map(self._empty, stage)] for stage in self._recurrent]
         parts[self._link.share.rank] = [*self._own.read_states(place)]
@@ -91,7 +93,7 @@ class StageParts:
         return tuple(part for stage in parts for part in stage)
 
     def write_states(self, place: int, kept: Sequence[Tensor] | None) -> None:
-        """As `Runtime.write_states`; `kept` is the driver's alone."""
+        """Write states as `Runtime.write_states`; `kept` is None on all ranks but the driver."""
         self._runtime.synchronize()
         parts = [[*map(self._empty, stage)] for stage in self._recurrent]
         if kept is not None:
@@ -106,7 +108,7 @@ class StageParts:
         return state.dtype or self._runtime.model.dtype
 
     def _collect(self, parts: list[list[Tensor]]) -> None:
-        """Bring each stage's tensors, on the host, to the driver."""
+        """Bring each stage's tensors to the driver's host memory."""
         link, device = self._link, self._runtime.device
         rank, stages = link.share
         with self._runtime.on_stream():
@@ -121,7 +123,7 @@ class StageParts:
                     tensors[index] = arrived.cpu()
 
     def _spread(self, parts: list[list[Tensor]]) -> list[Tensor]:
-        """Bring each stage its tensors, on the host, from the driver; those of this one."""
+        """Send each stage its tensors from the driver; returns this stage's, on the host."""
         link, device = self._link, self._runtime.device
         rank, stages = link.share
         with self._runtime.on_stream():

@@ -1,9 +1,9 @@
 """Ranks that `torchrun` has started: the same program, once for each of them.
 
 The process of rank 0 is the driver. The others never return from `from_pretrained`: they follow the
-driver until it closes the engine, and end. They learn from torchrun's store where the driver's
-folder is and how many blocks it has; the rest each of them plans like the driver, of the same
-checkpoint and the same options, and compares.
+driver until it closes the engine, and end. They read from torchrun's store where the driver's
+folder is and how many blocks it has. Each makes the rest of its plan like the driver, from the same
+checkpoint and options, and compares it with the driver's.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from graphengine.parallel.processes import JoinedRank
 from graphengine.parallel.rank import RankStart, run_rank
 
 _STARTED = "TORCHELASTIC_RUN_ID"
-# For programs that do other things first.
+# Long, for programs that do other things first.
 _LIMIT = timedelta(seconds=600)
 _LINK, _MEETING = "link", "meeting"
 
 
 def launched_share(config: EngineConfig) -> Share | None:
-    """What this process is among the ranks that torchrun has started; None: it has not.
+    """This process's share among the ranks that torchrun has started; None without torchrun.
 
-    ValueError where these are not the ranks of `config`, or not all on one host.
+    ValueError where they are not as many ranks as `config` has, or not all on one host.
     """
     if _STARTED not in os.environ:
         return None
@@ -57,16 +57,16 @@ def launched_share(config: EngineConfig) -> Share | None:
 
 
 def processes_of_torchrun() -> int | None:
-    """How many it has started, this one among them; None: it has started none."""
+    """How many processes torchrun has started, including this one; None without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if _STARTED in os.environ else None
 
 
 def lead(
     folder: Path, checkpoint: Checkpoint, memory: MemoryPlan, ranks: int
 ) -> tuple[LinkMemory, list[JoinedRank]]:
-    """The driver's part: call the other ranks to `folder`, and wait until they are there.
+    """The driver's part: call the other ranks to `folder`, and wait until they have answered.
 
-    ValueError for a second engine: they have ended with the first one.
+    ValueError for a second engine: the other ranks have ended with the first one.
     """
     store = _store(Share(0, ranks))
     if store.check(["call"]):
@@ -93,20 +93,20 @@ def lead(
 def follow(
     path: str | Path, config: EngineConfig, share: Share, devices: Sequence[str]
 ) -> NoReturn:
-    """The life of another rank, from the driver's call until its engine is closed.
+    """Run another rank, from the driver's call until the driver closes the engine.
 
-    ValueError where its plan is not the driver's.
+    ValueError where this rank's plan differs from the driver's.
     """
     store = _store(share)
     call = json.loads(store.get("call"))
     try:
         start = _start(path, config, share, devices[share.rank], call)
     except BaseException:
-        # Torchrun ends the driver, too, before that can remove it.
+        # Torchrun ends the driver, too, before the driver can remove its folder.
         shutil.rmtree(call["folder"], ignore_errors=True)
         raise
     store.set(f"process/{share.rank}", str(os.getpid()))
-    # The process ends in there, and would take along what is still to be written.
+    # The process ends inside `run_rank`, and buffered output would be lost.
     sys.stdout.flush()
     sys.stderr.flush()
     run_rank(start)
@@ -115,7 +115,7 @@ def follow(
 def _start(
     path: str | Path, config: EngineConfig, share: Share, device: str, call: dict[str, Any]
 ) -> RankStart:
-    """What this rank is started with. ValueError where its plan is not the driver's."""
+    """This rank's `RankStart`. ValueError where its plan differs from the driver's."""
     config = replace(
         config,
         device=device,
@@ -142,7 +142,7 @@ def _start(
 
 
 def _store(share: Share) -> Any:
-    """Torchrun's store, with names of this engine's own for each time that ranks are started."""
+    """Torchrun's store, with a prefix of graphengine's own for each restart of the ranks."""
     store, _, _ = next(iter(rendezvous("env://", share.rank, share.ranks)))
     store.set_timeout(_LIMIT)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -152,7 +152,7 @@ def _store(share: Share) -> Any:
 
 
 def _described(memory: MemoryPlan) -> dict[str, str]:
-    """The plan, but for where it is and what it leaves free."""
+    """The plan without its device and its budget."""
     names = {field.name for field in fields(memory)} - {"device", "budget"}
     return {name: repr(getattr(memory, name)) for name in sorted(names)}
 

@@ -1,4 +1,4 @@
-"""The weights of all ranks together, which no rank has: read again, for a fingerprint of them."""
+"""The whole weights, which no single rank has: read again, to take their fingerprint."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from graphengine.models.weights import StoredLinear, StoredWeights
 def whole_fingerprint(
     whole: StoredWeights, checkpoint: Checkpoint, embedding: str, device: torch.device
 ) -> str:
-    """The `fingerprint` of these weights, were they all here; of packed ones each is, for a moment.
+    """The `fingerprint` that these weights would have on one device; each packed weight is loaded
+    for a moment.
 
-    whole      on the device "meta"
+    whole      the weights, on the device "meta"
     embedding  its name in the checkpoint without ".weight", which lm_head may stand for
 
     ValueError where the checkpoint has changed since it was opened.
@@ -64,7 +65,7 @@ def _packed(
 def _filled(
     linear: StoredLinear, checkpoint: Checkpoint, reader: Reader, device: torch.device
 ) -> AnyWeight:
-    """The weight of a linear that a checkpoint has in codes."""
+    """The weight of a linear that the checkpoint stores as quantised codes."""
     weight: AnyWeight
     if isinstance(linear.weight, Tensor):
         weight = torch.empty_like(linear.weight, device=device)
@@ -77,5 +78,5 @@ def _filled(
 
 
 def _empty(value: Any, device: torch.device) -> Any:
-    """Such a tensor on this device; what is none as it is."""
+    """An empty tensor like this one, on this device; a value that is not a tensor is returned."""
     return torch.empty_like(value, device=device) if isinstance(value, Tensor) else value

@@ -1,1 +1,1 @@
-"""What a request is, what it asks, and what comes of it."""
+"""Requests: the handle, the options that it asks for, and the results."""

@@ -1,4 +1,4 @@
-"""Acceptance of drafts: tokens a step, and how often the draft at each position was right."""
+"""Acceptance of drafts: tokens per step, and how often the draft at each position is accepted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ class Acceptance:
     """Counts over decode steps that could verify drafts, of one request or of a whole engine.
 
     steps    rows recorded
-    tokens   tokens they emitted; each emits one token of its own after the drafts it accepted
+    tokens   tokens that they emitted: each emits one token of its own after its accepted drafts
 
-    Positions are those of a step's drafts, 0 the first; a draft is accepted only if all before it
-    are.
+    Positions count a step's drafts from 0; a draft is accepted only if all drafts before it are.
     """
 
     steps: int = 0
@@ -27,9 +26,9 @@ class Acceptance:
     def record(self, width: int, count: int, matched: int | None) -> None:
         """Count one row of one step.
 
-        width    tokens it fed that were verified: 1 and its live drafts. Drafts past the request's
-                 end or after a stop do not count, as they were not judged
-        count    tokens it emitted, 0 .. width
+        width    tokens that it fed and that were verified: 1 and its live drafts. Drafts past the
+                 request's end or after a stop do not count, as they were not verified
+        count    tokens that it emitted, 0 .. width
         matched  drafts accepted, 0 .. width - 1; None where acceptance was forced: then the row
                  counts only for the tokens a step
         """
@@ -119,5 +118,5 @@ class Acceptance:
 
 
 def _at_least(histogram: list[int]) -> list[int]:
-    """From `histogram[n]`, steps with n drafts: at [p] the steps with more than p drafts."""
+    """Turn `histogram[n]`, steps with n drafts, into a list: [p] has steps with more than p."""
     return list(accumulate(reversed(histogram[1:])))[::-1]

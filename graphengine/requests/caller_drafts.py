@@ -10,17 +10,17 @@ from dataclasses import dataclass
 class CallerDrafts:
     """Tokens that a caller proposed and no step has fed yet.
 
-    token_ids  the proposal; empty for none
-    start      the output token that the first of them stands for, counted from 0
+    token_ids  the proposal; empty if there is none
+    start      index in the output, from 0, of the first proposed token
     """
 
     token_ids: tuple[int, ...] = ()
     start: int = 0
 
     def after(self, said: Sequence[int]) -> tuple[int, ...]:
-        """Drafts for the tokens after the output so far, `said`.
+        """The drafts that follow the output so far, `said`.
 
-        Tokens that came since the proposal are skipped; if one of them differs from the proposal,
+        Tokens emitted since the proposal are skipped; if one of them differs from the proposal,
         there are no drafts.
         """
         came = len(said) - self.start

@@ -1,4 +1,4 @@
-"""What a session keeps of its KV from one turn to the next."""
+"""The KV and states that a session keeps from one turn to the next."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class KeptState:
     """The states of all recurrent layers after the first `position` tokens of a sequence, and the
     KV of these tokens. Nothing writes into it.
 
-    position  tokens that it follows from, 1 or more
-    place     where the states are, among those of the engine
-    blocks    of their KV; the last one may be of fewer tokens than the others
-    tokens    for prompts that begin with them: as bytes, with those that the KV depends on besides;
-              None where none may find it
-    holders   who has it in `states`; with neither these nor `tokens` it is gone
+    position  number of tokens that it was computed from, 1 or more
+    place     index of its place among the engine's places for states
+    blocks    blocks with the KV of these tokens; the last one may be partly filled
+    tokens    the tokens as bytes, and the further tokens that their KV depends on: prompts that
+              begin with them may find it. None if no prompt may
+    holders   holders that have it in `states`; without holders and `tokens` it is dropped
     """
 
     position: int
@@ -34,13 +34,15 @@ class KeptState:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class HeldRing:
-    """A ring with KV of layers with a window. A request has it, or a session, or a session and its
-    turn.
+    """A ring with KV of layers with a window. It is held by a request, a session, or both a session
+    and its turn.
 
-    number   of the ring
-    tokens   tokens of the sequence, from its first on, whose KV has been written into it
-    written  positions up to which entries may have been overwritten, since a request began it at 0
-    used     whether a request in a slot has it; `kept` whether a session has
+    number   number of the ring
+    tokens   number of the sequence's first tokens whose KV has been written into it
+    written  positions below this may have been written since a request began it at 0, and so may
+             have overwritten older entries
+    used     whether a request in a slot holds it
+    kept     whether a session holds it
     """
 
     number: int
@@ -54,12 +56,13 @@ class HeldRing:
 class Context:
     """The KV that a session keeps: blocks of its first `len(blocks) * block_size` tokens.
 
-    states   of a model with recurrent layers, by position: their blocks take the place of its own
-    ring     what its turns keep in rings; without one its blocks are of no use, where there are
-             rings
-    evicted  whether its blocks were taken away; a turn that gives it new ones clears this
-    closed   whether no turn may give it blocks any more
-    rank     whose blocks they are, where ranks have requests of their own; None until a turn
+    states   kept states of a model with recurrent layers, by position; their blocks replace
+             `blocks`
+    ring     the ring with the KV of its turns; if the engine has rings, its blocks are useless
+             without one
+    evicted  whether its blocks were evicted; a turn that gives it new ones clears this
+    closed   whether the session is closed, so that no turn gives it blocks any more
+    rank     the data parallel rank that has its blocks; None before its first turn
     """
 
     blocks: list[int] = field(default_factory=list)

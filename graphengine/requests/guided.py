@@ -1,13 +1,14 @@
-"""Grammars, through `llguidance` on the host: which tokens a request may sample next.
+"""Grammars decide which tokens a request may sample next, through `llguidance` on the host.
 
 A grammar is compiled when its request is submitted. A request has W masks, one for each lane of its
-row: mask 0 is for the next token, mask j for the token after drafts 1 .. j, in a tree for the token
-after those on the path to node j. After a draft that the grammar forbids, or that ends the output,
-masks allow nothing: those lanes emit no token, so that a step emits what plain decoding would.
+row. Mask 0 is for the next token; mask j is for the token after drafts 1 .. j, or in a tree for the
+token after the drafts on the path to node j. After a draft that the grammar forbids, or that ends
+the output, masks allow nothing: those lanes emit no token, so a step emits what plain decoding
+would.
 
-A grammar alone decides where its output ends: where nothing more can follow, or where the output is
-complete and the model samples an end-of-sequence token. So options that end the output otherwise,
-or keep it from ending, are refused together with a grammar.
+The grammar alone decides where the output ends: where nothing more can follow, or where the output
+is complete and the model samples an end-of-sequence token. So options that end the output
+otherwise, or keep it from ending, are refused together with a grammar.
 
 Letters: W tokens of a row in the widest step, V ids of the model's vocabulary.
 """
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 Masks = NDArray[np.int32]
 
-# A noncharacter, put after the name of a special token, so that no text of a grammar contains it.
+# A noncharacter, appended to the names of special tokens, so that no text of a grammar has them.
 _HIDDEN = "\ufffe"
 # Characters with a meaning in a regular expression.
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
@@ -49,11 +50,11 @@ _LARK_NAME = re.compile(
 class Guide:
     """The state of a request's output in its grammar.
 
-    masks  int32 [W, V / 32 rounded up]: bit id % 32 of word id // 32 is 1 where the id is allowed.
-           They are those of the next step once `take` and `follow` have run, and valid until these
-           run again
+    masks  int32 [W, V / 32 rounded up]: bit id % 32 of word id // 32 is 1 if the id is allowed.
+           They are the next step's once `take` and `follow` have run, and valid until these run
+           again
 
-    Whatever a model samples, nothing is raised: a failing grammar ends its request.
+    Nothing is raised, whatever a model samples: a grammar that fails ends its request.
     """
 
     __slots__ = (
@@ -78,8 +79,10 @@ class Guide:
         allowed: Masks | None,
         inside: Masks | None = None,
     ) -> None:
-        """`grammar` is in llguidance's form; `allowed`, of up to `words` words, limits the tokens
-        further, and `inside`, of `words` words, limits them while the output is not complete.
+        """Compile `grammar`, which is in llguidance's form.
+
+        allowed  mask of up to `words` words that limits the tokens further
+        inside   mask of `words` words that limits them while the output is not complete
 
         ValueError, with llguidance's message, for an invalid grammar, for one that no output meets,
         and for one that fails after a first token.
@@ -119,7 +122,8 @@ class Guide:
         return LLMatcher(self._tokenizer, self._grammar, log_level=0)
 
     def take(self, tokens: Sequence[int], *, more: bool = True) -> tuple[int, FinishReason | None]:
-        """Follow what a step emitted; unless it is the last one (not `more`), mask 0 is made.
+        """Follow the tokens that a step emitted, and make mask 0 unless the step is the last (not
+        `more`).
 
         Returns how many of the tokens count, and why the request ends after them, if it does.
         """
@@ -136,8 +140,8 @@ class Guide:
     def follow(self, drafts: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Make masks 1 .. W - 1, after the drafts of the next step; a value below 0 is no draft.
 
-        Draft i is that of lane i + 1, which comes after lane `parents[i]`; None: after lane i.
-        Without parents there are no masks for its drafts.
+        Draft i is in lane i + 1, which follows lane `parents[i]`; with None, lane i. Drafts without
+        an entry in `parents` get no masks.
         """
         self.masks[1:] = 0
         children: dict[int, list[int]] = {}
@@ -146,7 +150,7 @@ class Guide:
             children.setdefault(parent, []).append(lane)
         followed = self._follow_from(0, drafts, children)
         if followed is not None:
-            # Failed by a token that may never come; the matcher cannot recover from it.
+            # The token that failed may never be sampled, but the matcher cannot recover from it.
             log.warning(
                 "a grammar failed after %d drafts: %s", followed, _first_lines(self.matcher)
             )
@@ -156,9 +160,9 @@ class Guide:
     def _follow_from(
         self, lane: int, drafts: Sequence[int], children: Mapping[int, list[int]]
     ) -> int | None:
-        """Make the masks of the lanes after `lane`, to whose state the matcher comes back.
+        """Make the masks of the lanes after `lane`; the matcher returns to the state at `lane`.
 
-        Unless the grammar fails: then how many drafts it had followed since.
+        Returns None; if the grammar fails, how many drafts it had followed since `lane`.
         """
         matcher = self.matcher
         for child in children.get(lane, ()):
@@ -189,7 +193,7 @@ class Guide:
         mask, matcher = self.masks[index], self.matcher
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_stopped():
-            # Only here it may turn out that nothing more can follow.
+            # Only computing the mask may show that nothing more can follow.
             return self._ended()
         if self._allowed is not None:
             np.bitwise_and(mask, self._allowed, out=mask)
@@ -202,7 +206,7 @@ class Guide:
 
     @property
     def trouble(self) -> str:
-        """What went wrong, where the request ends with "error", as a message for people."""
+        """What went wrong if the request ends with "error", as a message for people."""
         if self.matcher.is_error():
             return _first_lines(self.matcher)
         return "no token that the grammar allows is one that may be sampled"
@@ -296,9 +300,11 @@ class Grammars:
             ) from error
 
     def _make_inside(self, tokenizer: LLTokenizer) -> Masks | None:
-        """[words] without the end-of-sequence ids that are also text; None if there are none.
+        """A mask [words] without the end-of-sequence ids that are also text; None if there are
+        none.
 
-        llguidance takes them for text where that fits the grammar, but they always end the output.
+        llguidance takes these ids for text if that fits the grammar, but they always end the
+        output.
         """
         ids = [token for token in self._eos_ids if not tokenizer.is_special_token(token)]
         if not ids:
@@ -309,10 +315,10 @@ class Grammars:
 
 
 def _hidden(text: str, eos_ids: Sequence[int]) -> tuple[str, dict[str, int]]:
-    """A `tokenizer.json` whose special tokens are renamed, and their ids by their original names.
+    """A `tokenizer.json` with renamed special tokens, and their ids by their original names.
 
-    llguidance tokenises forced text with this tokenizer, which would otherwise find such a name
-    inside text. Added tokens that end an output are special whatever the file says about them.
+    llguidance tokenises forced text with this tokenizer, which would otherwise find the names of
+    special tokens inside text. Added tokens that end an output are special whatever the file says.
     """
     content = json.loads(text)
     special: dict[str, int] = {}
@@ -334,7 +340,7 @@ def _hidden(text: str, eos_ids: Sequence[int]) -> tuple[str, dict[str, int]]:
     if isinstance(unknown := model.get("unk_token"), str):
         model["unk_token"] = renamed(unknown)
     if merges := model.get("merges"):
-        # Converted files have entries that make such a token out of text.
+        # Converted files have merges that make a special token out of text.
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in merges)
         model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & special.keys()]
     content["decoder"] = _without_metaspace(content["decoder"])
@@ -342,7 +348,7 @@ def _hidden(text: str, eos_ids: Sequence[int]) -> tuple[str, dict[str, int]]:
 
 
 def _without_metaspace(decoder: Any) -> Any:
-    """The decoder with spaces where llguidance finds them: it does not know the other kind."""
+    """The decoder with Metaspace replaced by Replace, as llguidance does not know Metaspace."""
     match decoder:
         case {"type": "Sequence", "decoders": members}:
             return decoder | {"decoders": [_without_metaspace(each) for each in members]}
@@ -352,7 +358,7 @@ def _without_metaspace(decoder: Any) -> Any:
 
 
 def _with_ids(lark: str, special: Mapping[str, int]) -> str:
-    """The grammar with the ids of special tokens in place of their names."""
+    """The grammar with special tokens' names replaced by their ids."""
 
     def by_id(found: re.Match[str]) -> str:
         index = special.get(found["name"] or "")

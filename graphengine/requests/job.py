@@ -1,4 +1,4 @@
-"""What the engine holds for a request, next to the handle that its user holds."""
+"""The engine's record of a request, next to the handle that the caller holds."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Placement:
-    """What the scheduler has allocated to a request. Only the scheduler changes it.
+    """The resources that the scheduler has allocated to a request. Only the scheduler changes them.
 
     slot           its row in every per-slot tensor, for the request's whole life
     epoch          identifies this use of the slot; a record with another epoch is ignored
-    reach          positions that it and its drafter can write at most
-    blocks         pool blocks of positions 0, block_size, ...; empty while paused. Others may hold
-                   the first of them, too
+    reach          most positions that it and its drafter can write
+    blocks         pool blocks of positions 0, block_size, ...; empty while paused. Other requests
+                   may share the first of them
     swap_blocks    host blocks while paused
-    ring           what it keeps in rings, paused or not; None without any
-    states         of recurrent layers, kept while its prompt was fed; its session gets them
+    ring           the ring with its KV, paused or not; None if there are no rings
+    states         states of recurrent layers that were kept while its prompt was fed; its session
+                   gets them
     prefilled      prompt tokens whose prefill was launched or not needed
     noted          prompt tokens whose prefill was not needed, and that were noted on the device or
                    need not be
@@ -61,32 +62,32 @@ class Placement:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Job:
-    """The scheduler's record of a request, with the objects that follow its output.
+    """The scheduler's record of a request, with the objects that track its output.
 
-    For the scheduler, and for what it loads to the device:
+    For the scheduler, and for the fields that it loads to the device:
 
     prompt_len   tokens of the prompt
-    embeds       its embeddings, at positions without a token
-    max_len      tokens of prompt and output at most; `max_new_tokens` of output
-    min_tokens   tokens of output before which no stop token ends it; `min_len` with the prompt
+    embeds       embeddings of the prompt, at positions without a token
+    max_len      most tokens of prompt and output; `max_new_tokens` of output alone
+    min_tokens   tokens of output before any stop token may end it; `min_len` includes the prompt
     stops        its stop tokens
     processing   its options on logits; None without any
     full         whether its steps need the full sampler's graphs
     deadline     `time.perf_counter()` after which it is late; None: never
-    context      KV of its session, if it is a turn of one
-    placement    what it has been allocated; None while it holds no slot
-    halted       whether the device has ended it: nothing that was launched since feeds a token
-    block_keys   keys of the prompt's blocks, by which prefixes are found; None until they are made
+    context      the KV that its session keeps, if it is a turn of one
+    placement    the resources allocated to it; None while it holds no slot
+    halted       whether the device has ended it: no later launch feeds a token of it
+    block_keys   keys of the prompt's blocks, for finding prefixes; None until they are made
     given_routes ids [T, L, k] of experts that its tokens take; None: the router's choice
-    scores       whether it is for its prompt alone: the one token that its prefill samples is
+    scores       whether only its prompt is scored: the one token that its prefill samples is
                  dropped
 
     For its output:
 
-    stream       turns it into text and finds stop strings; None without a tokenizer
+    stream       turns tokens into text and finds stop strings; None without a tokenizer
     guide        its state in a grammar; None without one
-    drafts       what its caller proposes for the tokens to come
-    routes       the experts that its tokens took; None where nothing keeps them
+    drafts       draft tokens that its caller proposes
+    routes       the experts that its tokens took; None if they are not recorded
     private      whether only its callback gets its events: no step returns them
     tokens       the tokens of output so far
     """
@@ -124,5 +125,5 @@ class Job:
 
     @property
     def min_len(self) -> int:
-        """Length of the sequence, prompt included, below which no stop id may come."""
+        """Length of the sequence, prompt included, before which no stop id may be sampled."""
         return self.prompt_len + self.min_tokens

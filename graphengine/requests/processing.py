@@ -1,8 +1,9 @@
-"""Requests' options on logits on their way to the device: checked, laid out, in static fields.
+"""Checks requests' options on logits, and lays them out in static fields for the device.
 
-A request that asks for none of it has no `Processing`, and its steps none of this. The fields are a
-group of their own, copied when a request that asks for something comes or goes; the padding of each
-asks for nothing. `logits_step.py` reads them. Masks are a group by themselves: `masks.py` fills it.
+A request without any of these options has no `Processing`, and its steps skip all of this. The
+fields are a group of their own, copied when a request with options comes or goes; the padding of
+each field asks for nothing. `logits_step.py` reads them. Masks are a separate group, which
+`masks.py` fills.
 
 Letters: S slots, W tokens of a row in the widest step, V vocabulary, P positions.
 """
@@ -39,9 +40,9 @@ MASKS = "masks"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processing:
-    """A slot's values of the fields of `processing_fields`, by their names, but for None: padding.
+    """A slot's values for the fields of `processing_fields`, by name; None stands for padding.
 
-    flags   of `logits_flags`: which of the others change its logits
+    flags   its `logits_flags`: which of the others change its logits
     mask    [V / 32 rounded up] of `allowed_token_ids`, None without; a grammar has masks of its own
     """
 
@@ -58,9 +59,10 @@ def make_processing(
     tokenizer: Tokenizer | None,
     config: EngineConfig,
 ) -> Processing | None:
-    """The changes to logits in `params`; None if none. ValueError for what the engine cannot do.
+    """The options on logits in `params`; None if there are none. ValueError for options that the
+    engine cannot serve.
 
-    vocabulary  ids that can be sampled
+    vocabulary  number of ids that can be sampled
     """
     flags, values, mask = 0, dict[str, Any](), None
     if params.allowed_token_ids is not None:
@@ -86,7 +88,7 @@ def make_processing(
     if params.logprobs is not None:
         _check_count("logprobs", params.logprobs, "max_logprobs", config)
         values["logprobs_wanted"] = params.logprobs
-        # Of a slot that changes no logits both are the same.
+        # Without changes to the slot's logits, raw and processed ones are the same.
         values["logprobs_raw"] = int(bool(flags) and config.logprobs_mode == "raw_logprobs")
     if params.prompt_logprobs is not None:
         if not config.prompt_logprobs:
@@ -110,7 +112,7 @@ def make_processing(
 def check_something_is_left(
     params: SamplingParams, asked: Processing | None, stop_ids: Sequence[int]
 ) -> None:
-    """ValueError where no allowed id can be the first token: `asked` bans all of them."""
+    """ValueError if no allowed id can be the first token, because `asked` bans all of them."""
     allowed = params.allowed_token_ids
     if asked is None or allowed is None:
         return
@@ -184,7 +186,7 @@ def processing_fields(
     ]
 
 
-# Of those that the kernels call otherwise.
+# Names of the fields that kernels know by other names.
 _FIELD_NAMES = {
     "flags": "logits_flags",
     "bitmask": "allowed_bits",
@@ -193,7 +195,7 @@ _FIELD_NAMES = {
 
 
 def logits_tensors(buffers: StaticBuffers) -> LogitsTensors:
-    """The fields that change logits, as kernels take them."""
+    """The fields that change logits, as the kernels' argument."""
     names = (_FIELD_NAMES.get(name, name) for name in LogitsTensors._fields)
     return LogitsTensors(*(buffers[name] for name in names))
 
@@ -213,12 +215,12 @@ _HOST_FIELDS = (
 
 
 def processing_updates(asked: Sequence[Processing | None]) -> dict[str, Any]:
-    """All host-owned fields of `processing_fields` but the masks, for slots that ask for this."""
+    """All host-owned fields of `processing_fields` except the masks; `asked` is by slot."""
     return {name: [slot and slot.values.get(name) for slot in asked] for name in _HOST_FIELDS}
 
 
 def _bitmask(ids: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
-    """[words] of which the bit of each id is set."""
+    """A mask [words] in which the bit of each id is set."""
     words = np.zeros(-(-vocabulary // 32), dtype=np.uint32)
     index = np.array([token_id(token, vocabulary) for token in ids])
     np.bitwise_or.at(words, index // 32, np.uint32(1) << (index % 32).astype(np.uint32))
@@ -253,7 +255,7 @@ def _forms_of_word(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """The tokens of a word with and without a space before it, at the beginning of a text and
     inside one. (vLLM drops the form with a space where the two differ in length.)
 
-    A form that ends with another is left out: that one bans its last token already.
+    A form that ends with another form is left out: the other one already bans its last token.
     """
     bare = word.lstrip(" ") or word
     forms = [

@@ -1,4 +1,4 @@
-"""A request as its caller sees it: the handle, and the events of a step."""
+"""The caller's view of a request: the handle, and the events of a step."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Event(NamedTuple):
     """The news of one request from one step. (A tuple, because a step makes one for every row.)
 
     token_ids      new tokens, in order; empty if only the state changed
-    text           text that they made final; it may come later than its tokens
+    text           text that became final; it may come later than its tokens
     finish_reason  set on the request's last event
     time           `time.perf_counter()` when the host read the tokens
-    logprobs       of each new token, where the request asks for them
+    logprobs       log-probabilities of each new token, if the request asks for them
     """
 
     request: Request
@@ -66,10 +66,10 @@ class Request:
 
     id           its number in its engine, from 1; used by `StepReport`, the recorder,
                  `Engine.requests` and the argument of `Engine.stop_callback`
-    priority     of the waiting requests the lowest starts first; arrival decides among equals
+    priority     the waiting request with the lowest starts first; arrival decides among equals
     callback     gets its events: `on_event` of `Engine.submit`
-    cached_tokens  prompt tokens that were not prefilled, as their KV was there; 0 until it starts
-    job          the engine's record of it: not for its user
+    cached_tokens  prompt tokens that were not prefilled, as their KV was kept; 0 until it starts
+    job          the engine's internal record of it
     """
 
     __slots__ = (
@@ -105,7 +105,7 @@ class Request:
         callback: Callable[[Event], None] | None = None,
         priority: int = 0,
     ) -> None:
-        """`cancel` puts it into `cancelled`, for the engine."""
+        """Make a request; `cancel` appends it to `cancelled`, which the engine reads."""
         self.id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
         self.params = params
@@ -184,7 +184,7 @@ class Request:
         )
 
     def _routing(self) -> NDArray[np.int16] | None:
-        """The experts of every token that was fed, None where nothing keeps them."""
+        """The experts of every token that was fed; None if they are not recorded."""
         routes = self.job.routes
         if routes is None:
             return None

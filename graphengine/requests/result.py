@@ -51,7 +51,7 @@ class Logprob(NamedTuple):
 
 
 TokenLogprobs = dict[int, Logprob]
-"""For a position, by token id: first the token that came, then the most probable ones in order."""
+"""A position's entries by token id: first its own token, then the most probable ones in order."""
 
 
 class Segment(NamedTuple):
@@ -78,16 +78,16 @@ class Result:
     stop_reason  the stop string, the stop token id or the stop token sequence that ended it; None
                  for an end-of-sequence token, a `stop_callback` and every reason but "stop"
     acceptance   counts its verified and accepted drafts; empty without speculation
-    cached_tokens  prompt tokens that were not prefilled, as their KV was there already: from a
-                 session, or from another prompt that begins with them
+    cached_tokens  prompt tokens that were not prefilled, as their KV was kept: by a session, or
+                 from another prompt that begins with them
     logprobs     an entry for each of `token_ids`, if the request asked for them
     prompt_logprobs  the same for the prompt's tokens; the first entry is None, as no token precedes
                      it
-    routing      with `record_routing`, int16 [tokens, layers with experts, experts of a token]: the
-                 ids that every token which was fed took, the best first: the prompt's tokens and
-                 the new ones but the last, which never is. Prompt tokens that were not prefilled
-                 have those of the prefill that their KV is from, or -1 where the engine does not
-                 know them: in a session that was restored
+    routing      with `record_routing`, int16 [tokens, layers with experts, experts of a token]: ids
+                 of the experts that each fed token took, best first. Fed tokens are the prompt's
+                 and all new ones but the last. Prompt tokens that were not prefilled have the
+                 experts of the prefill that their KV is from, or -1 if the engine does not know
+                 them: in a restored session
     """
 
     request_id: int
@@ -113,7 +113,7 @@ class Result:
         )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the text, and a line about it."""
+        """HTML for a notebook: the text, and a line about it."""
         facts = [
             f"request {self.request_id}",
             f"{len(self.prompt_token_ids)} prompt + {len(self.token_ids)} new tokens",
@@ -154,16 +154,16 @@ class Result:
         finish_reason     "stop", "length", "cancelled", "error" or "deadline"
         stop_reason       the stop string (text), stop token (id) or stop token sequence (list of
                           ids) that ended it, or null
-        seed              of its random numbers, drawn by the engine if none was given
+        seed              seed of its random numbers, drawn by the engine if none was given
         timings           seconds from its submission: {"time_to_first_token" (null without one),
                           "tokens": when each reached the host, "finished"}
-        cached_tokens     tokens of the prompt whose KV was there already
+        cached_tokens     tokens of the prompt whose KV was kept from earlier
         acceptance        `Acceptance.as_dict()`: counts of its drafts
         logprobs          null, or for each token a list of {"token_id", "logprob", "rank"}: the
                           token's own entry, then those of the most probable tokens
         prompt_logprobs   null, or the same for the prompt's tokens, with null for the first
-        routing           null, or for each token that was fed, of each layer with experts, the list
-                          of their ids
+        routing           null, or for each token that was fed, for each layer with experts, the
+                          list of their ids
         """
         submitted, finished = self.timings.submitted, self.timings.finished
         reason = self.stop_reason

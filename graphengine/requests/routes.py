@@ -13,13 +13,13 @@ from graphengine.routing_record import UNKNOWN, Ids
 
 
 class RecordedRoutes:
-    """Of each token that was fed: in pages of as many tokens as a KV block has.
+    """The experts of each token that was fed, in pages of as many tokens as a KV block has.
 
-    A page belongs to whoever holds the block: requests and sessions with the same blocks share it,
-    and see what is written there later.
+    A page belongs to the holders of its block: requests and sessions with the same blocks share it,
+    and see later writes to it.
 
     pages  int16 [block_size, L, k] each, UNKNOWN where nothing has been recorded
-    fed    tokens of which a record was read, up to the last one
+    fed    number of tokens up to the last one whose record was read
     """
 
     def __init__(self, block_size: int, layers: int, top_k: int) -> None:
@@ -28,11 +28,11 @@ class RecordedRoutes:
         self._shape = (block_size, layers, top_k)
 
     def share(self, pages: Sequence[Ids | None]) -> None:
-        """Begin with the pages of kept blocks; None for a block of which nothing is known."""
+        """Begin with the pages of kept blocks; None for a block whose experts are not known."""
         self.pages = [self._new_page() if page is None else page for page in pages]
 
     def pages_until(self, count: int) -> list[Ids]:
-        """The first `count` pages, made where they are not there yet."""
+        """The first `count` pages; makes those that do not exist yet."""
         while len(self.pages) < count:
             self.pages.append(self._new_page())
         return self.pages[:count]
@@ -49,7 +49,7 @@ class RecordedRoutes:
         self.fed = start + done
 
     def array(self, tokens: int) -> Ids:
-        """A copy of the first `tokens`."""
+        """A copy of the experts of the first `tokens` tokens."""
         size, layers, top_k = self._shape
         used = self.pages[: -(-tokens // size)]
         assert len(used) * size >= tokens, f"{tokens=} of {len(self.pages)} pages"

@@ -1,20 +1,20 @@
-"""JSON schemas for llguidance: what it would break without a word is refused, or written otherwise.
+"""Prepares JSON schemas for llguidance: refuses or rewrites those that it would silently break.
 
-llguidance refuses keywords that it does not know. A few that it knows it does not keep in every
-case, and then outputs are complete JSON that the schema forbids:
+llguidance refuses keywords that it does not know. It does not enforce some of the keywords that it
+knows in every case, and outputs are then complete JSON that the schema forbids:
 
-- It reads numbers as doubles, and not always the nearest one.
+- It reads numbers as doubles, and not always as the nearest one.
 - A bound that excludes a whole number allows it if the other bound is less than 1 away.
 - It multiplies several multiples in 32 bits, and may take hours to compile a large one.
-- It does not compare the keys that a schema leaves open, so one may come twice, and count twice.
-- `additionalItems` makes it forget `prefixItems`.
+- It does not compare keys that a schema leaves open, so a key may come twice, and count twice.
+- `additionalItems` makes it ignore `prefixItems`.
 
-Those are refused. Two others have another schema that is as good:
+Schemas with these problems are refused. In two other cases an equivalent schema or option is used:
 
-- A key that a schema leaves open may be written with escapes of characters' numbers. A named
-  property could so come again, with any value: such escapes are not allowed then.
-- A pattern's class that has every control character allows every escape: also of a quote or a
-  backslash that it excludes. U+0000 is taken out of classes.
+- A key that a schema leaves open may be written with numeric escapes of characters. A named
+  property could then come again, with any value: numeric escapes are not allowed in that case.
+- A pattern's class with every control character allows every escape, also of a quote or a
+  backslash that the class excludes. U+0000 is taken out of classes.
 """
 
 from __future__ import annotations
@@ -52,28 +52,29 @@ _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 
 _MOST_DIGITS = 2**53
-"""Up to here the digits of a number, read as an integer, are one double."""
+"""The digits of a number, read as an integer, are exactly one double up to this one."""
 _MOST_EXPONENT = 22
-"""Powers of ten up to this one are one double."""
+"""Powers of ten with exponents up to this one are exactly doubles."""
 _EXPONENTS = 308
-"""Doubles have all digits from ten to the power of minus this one to that of this one."""
+"""Doubles have full precision from ten to the power of minus this to ten to the power of this."""
 _MOST_MULTIPLE = (2**32 - 10) // 10
-"""llguidance multiplies remainders by ten, and adds a digit, in 32 bits."""
+"""Largest product of multiples: llguidance computes ten times a remainder, plus a digit, in 32
+bits."""
 _MOST_REMAINDERS = 100_000
-"""Compiling takes 30 us for each remainder that digits can leave."""
+"""Most remainders that digits may leave: compiling takes 30 us for each."""
 
-# Every escape of JSON but that of a character's number.
+# Every escape of JSON except the numeric one.
 _SHORT_ESCAPES = 'nrbtf\\"'
-# For sums of numbers with all the digits that a double may have before and after its point.
+# Precise enough for sums of numbers with all digits that a double may have around its point.
 _EXACT = Context(prec=2000)
 
 
 def for_llguidance(schema: Node) -> tuple[str, dict[str, Any]]:
     """The schema's text for llguidance, and options of its grammar.
 
-    schema  its numbers are `int` and `Decimal`; it is changed
+    schema  with numbers as `int` and `Decimal`; it is changed in place
 
-    ValueError, with the place and the numbers, for a schema that llguidance would not keep.
+    ValueError, with the place and the numbers, for a schema that llguidance would not enforce.
     """
     _check_exponents(schema)
     nodes = list(_nodes(schema))
@@ -91,7 +92,7 @@ def for_llguidance(schema: Node) -> tuple[str, dict[str, Any]]:
 
 
 def read_number(text: str) -> Decimal:
-    """A number of a schema that has a point or an exponent; ValueError if it is beyond Decimals."""
+    """A schema's number with a point or an exponent; ValueError if it is too large for Decimal."""
     try:
         return Decimal(text)
     except InvalidOperation as error:
@@ -99,9 +100,9 @@ def read_number(text: str) -> Decimal:
 
 
 def _nodes(schema: Node) -> Iterator[tuple[str, Node]]:
-    """Each schema inside the schema, and its place: a JSON pointer.
+    """Each schema inside the schema, the schema itself included, and its place: a JSON pointer.
 
-    What an unknown keyword holds counts as schemas, since a `$ref` may lead there.
+    Values of unknown keywords count as schemas, since a `$ref` may lead there.
     """
     held: list[tuple[str, Node]] = [("", schema)]
     while held:
@@ -127,7 +128,7 @@ def _at(place: str) -> str:
 
 
 def _check_exponents(schema: Node) -> None:
-    """ValueError for numbers that are no doubles, whose digits may also be too many to write."""
+    """ValueError for numbers beyond doubles, which may also have too many digits to write out."""
     for number in _numbers(schema):
         if abs(number.adjusted()) >= _EXPONENTS:
             raise _beyond(number)
@@ -140,7 +141,7 @@ def _beyond(number: object) -> ValueError:
 
 
 def _check_numbers(place: str, node: Node) -> None:
-    """ValueError for a number that llguidance would read as another one."""
+    """ValueError for a number that llguidance would read as a different one."""
     for value in _numbers([node.get("const"), node.get("enum")]):
         if _is_rounded(value) and not _allows({"const": value}, value):
             raise ValueError(
@@ -182,7 +183,7 @@ def _is_rounded(number: Decimal) -> bool:
 
 
 def _check_bound(place: str, keyword: str, bound: Decimal, node: Node) -> None:
-    """ValueError if the bound, as llguidance reads it, allows a number that it forbids."""
+    """ValueError if the bound, as llguidance reads it, allows a number that the bound forbids."""
     types = node.get("type")
     only_integers = types == "integer" or (isinstance(types, list) and "number" not in types)
     inward = 1 if keyword in _LOWER else -1
@@ -235,21 +236,21 @@ def _as_written(number: Decimal) -> int | float:
 
 @cache
 def _bytes_tokenizer() -> LLTokenizer:
-    """Its tokens are bytes."""
+    """A tokenizer with one token per byte."""
     from llguidance import LLTokenizer
 
     return LLTokenizer("byte")
 
 
-# What holds for one value together.
+# Constraints on the same value.
 
 
 Choices = dict[int, int]
-"""The option taken of each `anyOf` or `oneOf` on the way to a schema, by the list's `id`."""
+"""The option taken in each `anyOf` or `oneOf` on the way to a schema, by the list's `id`."""
 
 
 def _check_together(place: str, parts: Sequence[tuple[Node, Choices]]) -> None:
-    """ValueError for bounds, or multiples, that llguidance does not keep together."""
+    """ValueError for bounds, or multiples, that llguidance does not enforce together."""
     for (low, one), (high, other) in _near_pairs(
         _bounds(parts, _LOWER, 1), _bounds(parts, _UPPER, -1)
     ):
@@ -275,7 +276,7 @@ def _bounds(
 def _near_pairs(
     lows: Sequence[tuple[Bound, Choices]], highs: Sequence[tuple[Bound, Choices]]
 ) -> Iterator[tuple[tuple[Bound, Choices], tuple[Bound, Choices]]]:
-    """The pairs of which `_allowed_whole` may say something: a union may have thousands of each."""
+    """The pairs that `_allowed_whole` may find wrong: a union may have thousands of bounds."""
     for found, others, up in ((lows, highs, True), (highs, lows, False)):
         ordered = sorted(others, key=lambda pair: pair[0].value)
         values = [bound.value for bound, _ in ordered]
@@ -288,7 +289,7 @@ def _near_pairs(
 
 
 def _check_multiples(place: str, multiples: Collection[Decimal]) -> None:
-    """ValueError for multiples of which a number has to be one of each, if they are too large."""
+    """ValueError for multiples that hold together for one number, if they are too large."""
     if not multiples:
         return
     names = " and ".join(f"multipleOf {multiple}" for multiple in sorted(multiples))
@@ -310,16 +311,16 @@ def _check_multiples(place: str, multiples: Collection[Decimal]) -> None:
 
 
 def _scaled(numbers: Collection[Decimal]) -> int:
-    """The product of the numbers, each in the unit of the last decimal place of them all."""
+    """The product of the numbers, each as an integer in units of their last decimal place."""
     places = max(map(_decimals, numbers))
     return prod(abs(int(_EXACT.scaleb(number, places))) for number in numbers)
 
 
 def _together(node: Node, root: Node) -> list[tuple[Node, Choices]]:
-    """The schema, and those that its value must meet as well, or may have to.
+    """The schema, and the schemas that its value must meet, too, or may have to.
 
-    Options of one list are never asked of the same value. A schema that is reached in several ways
-    comes once, with the choices that they have in common.
+    Different options of one list never apply to the same value. A schema that is reached in several
+    ways is listed once, with the choices that all ways have in common.
     """
     held: list[tuple[Any, Choices]] = [(node, {})]
     found: dict[int, tuple[Node, Choices]] = {}
@@ -343,7 +344,7 @@ def _together(node: Node, root: Node) -> list[tuple[Node, Choices]]:
 
 
 def _target(reference: Any, root: Node) -> Any:
-    """What a reference inside the schema leads to; None for other references."""
+    """The value that a reference inside the schema leads to; None for other references."""
     if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
         return None
     found: Any = root
@@ -357,7 +358,7 @@ def _target(reference: Any, root: Node) -> Any:
 
 
 def _check_reference(place: str, node: Node, root: Node) -> None:
-    """ValueError for a schema that is defined by itself alone."""
+    """ValueError for a schema that is defined only by itself."""
     seen: set[int] = set()
     held: list[Any] = [node]
     while held:
@@ -388,7 +389,7 @@ def _bound(part: Node, included: str, excluded: str, sign: int) -> Bound | None:
 
 
 def _allowed_whole(low: Bound, high: Bound) -> Decimal | None:
-    """The bound that llguidance would allow, though it is excluded."""
+    """The value of a bound that llguidance would allow, though the bound excludes it."""
     least, most = low.value, high.value
     if low.excluded and low.is_whole and 0 <= least < most < least + 1:
         return least
@@ -401,7 +402,7 @@ def _allowed_whole(low: Bound, high: Bound) -> Decimal | None:
 
 
 def _check_keys(place: str, node: Node) -> None:
-    """ValueError for keys or items that llguidance does not keep apart."""
+    """ValueError for keys or items that llguidance does not distinguish."""
     least, required = _number(node.get("minProperties")), node.get("required")
     named = len(set(map(str, required))) if isinstance(required, list) else 0
     if least is not None and least - named > 1 and _open(node):
@@ -424,7 +425,7 @@ def _open(node: Node) -> bool:
 
 
 def _named_and_open(node: Node) -> bool:
-    """Whether keys with a meaning come beside keys that may be any."""
+    """Whether an object has both keys with a meaning and arbitrary keys."""
     return _open(node) and any(
         node.get(key) for key in ("properties", "patternProperties", "required")
     )
@@ -432,8 +433,8 @@ def _named_and_open(node: Node) -> bool:
 
 # Patterns.
 
-# Where a scan of a pattern stops: at escapes, and where a class begins or ends. A bracket that
-# comes first in a class is one of its characters.
+# A scan of a pattern stops at escapes, and where a class begins or ends. A bracket that comes first
+# in a class is one of its characters.
 _STEPS = re.compile(
     r"(?P<property>\\[pP](?:\{[^}]*\}|\w))|\\.|(?P<opens>\[\^?\]?)|(?P<closes>\])", re.DOTALL
 )
@@ -441,7 +442,7 @@ _NO_NULL = r"&&[^\x00]]"
 
 
 def _rewrite_patterns(node: Node) -> None:
-    """Take U+0000 out of the classes of its patterns."""
+    """Take U+0000 out of the classes of the schema's patterns."""
     if isinstance(node.get("pattern"), str):
         node["pattern"] = without_null(node["pattern"])
     if isinstance(keys := node.get("patternProperties"), dict):

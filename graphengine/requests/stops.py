@@ -10,10 +10,10 @@ from dataclasses import dataclass
 class Stops:
     """The stop tokens of one request.
 
-    ids        every single id that ends it, for the device
-    eos_ids    those of `ids` that come from the checkpoint
-    tokens     those of `ids` that its caller named as single tokens
-    sequences  its caller's stop sequences
+    ids        every single id that ends the request, for the device
+    eos_ids    the `ids` that come from the checkpoint
+    tokens     the `ids` that the caller named as single tokens
+    sequences  the caller's stop sequences
     in_text    whether a stop token is part of the text that it ends; sequences always are
     """
 
@@ -33,5 +33,5 @@ class Stops:
         return next(ids for ids in self.sequences if tuple(token_ids[-len(ids) :]) == ids)
 
     def hides(self, token: int) -> bool:
-        """Whether this token has no text as it ends the request."""
+        """Whether this token's text is left out because it ends the request."""
         return not self.in_text and (token in self.eos_ids or token in self.tokens)
