@@ -1,7 +1,7 @@
 """Products with a weight as it is stored: in 16 or 32 bits, or packed in 8 or 4.
 
 The functions of `linear.py` and of `packed_linear.py` have one contract; these choose by the
-weight. Inputs of a packed weight whose columns have another order are put in it first.
+weight. If a packed weight's columns have an order of their own, the inputs are put in it first.
 
 Letters: N lanes, K input features, M weight rows, V weight rows of lm_head, T groups of columns.
 """
@@ -201,7 +201,7 @@ def linear_sample(
 
 
 def in_order(x_NK: torch.Tensor, weight_MK: PackedWeight) -> tuple[torch.Tensor, PackedWeight]:
-    """The inputs in the order of the weight's columns, and the weight without one."""
+    """The inputs in the order of the weight's columns, and the weight without its `order`."""
     if weight_MK.order is None:
         return x_NK, weight_MK
     return x_NK.index_select(1, weight_MK.order), weight_MK._replace(order=None)
