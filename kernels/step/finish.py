@@ -343,7 +343,7 @@ def _finish_decode_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row. It reads only tiles and `relaxed` that may be as new as the launch before.
+    """One program a row. Only tiles and `relaxed` may be written by the launch before.
 
     It has BLOCK_W lanes; those past W count as padded. After a tree's walk they are its path's.
     """
