@@ -25,10 +25,10 @@ ActivationKind = Literal["fp8"]
 WORD = 4
 """Columns that are reordered together; K is a multiple of it."""
 LANES_AT_ONCE = 256
-"""Lanes whose scales a program reads together, however many there are."""
+"""Lanes whose scales a program reads together, even if there are fewer."""
 # For the TMA rows lie a multiple of this many bytes apart.
 _PITCH = 16
-# The least that the largest value of a lane counts as, so that no scale is 0 or subnormal.
+# A lane's largest magnitude counts as at least this, so that no scale is 0 or subnormal.
 _LEAST = 2.0**-100
 # A longer lane is read twice.
 _MAX_BLOCK = 16384
@@ -176,7 +176,7 @@ def _quantise_lanes_kernel(
 
 @triton.jit
 def _word_codes(x, BLOCK: tl.constexpr):
-    """Bytes of e4m3 of float32 [BLOCK], the second and third of every 4 exchanged."""
+    """Round float32 [BLOCK] to bytes of e4m3, with the second and third of every 4 exchanged."""
     if _INTERPRETED:
         codes = quantised_bits(x, 1.0)
     else:

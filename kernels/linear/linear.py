@@ -157,7 +157,7 @@ def linear_residual(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Residual:
-    """residual.x += x @ weight^T / rms (+ bias), and what the norm after it needs.
+    """Add x @ weight^T / rms (+ bias) to residual.x, and write what the norm after it needs.
 
     With several ranks each computes a part of the product, and all get the sum.
 
@@ -169,14 +169,14 @@ def linear_residual(
             once. All ranks call it with the same numbers of lanes and outputs, after the same
             calls. Parts are summed in the order of the ranks: all get the same bits, those of
             `push_sum`. None: it is the whole product.
-        The others as of `linear`.
+        The others as in `linear`.
 
     Returns:
         The same `x` and `scaled`, with new `squares` [residual_groups(plan, M), N]; with `peers`
         the number of groups may differ. Padded lanes are not written.
 
     Raises:
-        ValueError: as of `linear`; more outputs than `peers` have memory for, or `peers` where no
+        ValueError: as in `linear`; more outputs than `peers` have memory for, or `peers` where no
             kernel runs.
     """
     plan = _check(x_NK, weight_MK, slot_N, squares_TN, bias, "residual", plan)
@@ -222,16 +222,16 @@ def linear_squares(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Product:
-    """x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs.
+    """Compute x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs.
 
-    Arguments as of `linear_residual`.
+    Arguments as in `linear_residual`.
 
     Returns:
         New y [N, M] and squares [residual_groups(plan, M), N]. Padded lanes are not written. The
         product's bits are those that `linear_residual` adds.
 
     Raises:
-        ValueError: as of `linear_residual`.
+        ValueError: as in `linear_residual`.
     """
     plan = _check(x_NK, weight_MK, slot_N, None, bias, "residual", plan)
     check_part(peers, (len(x_NK), len(weight_MK)), launched=use_triton(x_NK))
@@ -274,7 +274,7 @@ def linear_sample(
         ahead: positions from the query to the sampled token, whose position determines its noise.
         token_ids: int32 [V], ascending: the token of each weight row, where there are fewer rows
             than tokens; None: row v is token v.
-        The others as of `linear`.
+        The others as in `linear`.
 
     Returns:
         New best int64 [N, C] and health int32 [N, C] of each tile of `plan.block_m` logits, as
@@ -282,7 +282,7 @@ def linear_sample(
         plan, in float32. Padded lanes are not written.
 
     Raises:
-        ValueError: as of `linear`, or sampling parameters that `sample` would not take.
+        ValueError: as in `linear`, or sampling parameters that `sample` would not take.
     """
     plan = _check(x_NK, weight_VK, slot_N, squares_TN, None, "sample", plan)
     lanes, V = x_NK.shape[0], weight_VK.shape[0]

@@ -173,7 +173,7 @@ def dot_kernel(
     up_ptrs = gate_ptrs + weight_pitch.to(gl.int64) * (OUTPUTS * 8)
     for stage in gl.static_range(STAGES):
         _copy(weights, stage * PARTS, gate_ptrs, up_ptrs, k, stage * BLOCK_K, K, EVEN_K, SWIGLU)
-        # The last group is closed in the loop, which then has one for each of its tiles.
+        # The loop closes the last group, so that it closes one for each of its tiles.
         if stage < STAGES - 1 or STAGES == 1:
             async_copy.commit_group()
     output = tile * B + gl.arange(0, B, gl.SliceLayout(0, rows))
@@ -213,7 +213,7 @@ def dot_kernel(
     y = gl.zeros([L, B], gl.float32, product)
     up = y
     for t in range(TILES):
-        # Groups complete in order: those of the tiles up to this one have.
+        # Groups complete in order: those of the tiles up to this one are complete.
         async_copy.wait_group(max(STAGES - 2, 0))
         sync_threads()
         if TILES > STAGES:

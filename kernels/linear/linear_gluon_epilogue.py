@@ -82,7 +82,7 @@ def epilogue(
     SIZE: gl.constexpr = 0,
     TIMED: gl.constexpr = True,
 ):
-    """From float32 sums [L, B] to what is stored, as `linear_triton._epilogue` does it."""
+    """Turn float32 sums [L, B] into what is stored, as `linear_triton._epilogue` does."""
     slot, squares, base, begun = of_lanes
     if GROUPS > 0:
         scale = rms_factor(squares, lane, K, eps)
@@ -148,7 +148,7 @@ def lanes_of(L: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_rows(residual, bias_ptr, output, OUTPUTS: gl.constexpr, SWIGLU: gl.constexpr):
-    """What depends only on the outputs [B], as float32: next norm, bias, bias of the ups."""
+    """Load what depends only on the outputs [B], as float32: next norm, bias, bias of the ups."""
     inside = output < OUTPUTS
     norm = gl.zeros_like(output, dtype=gl.float32)
     bias = norm

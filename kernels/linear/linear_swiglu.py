@@ -256,7 +256,7 @@ def _ask_weights(
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Have the gates and ups of a step copied to its stage, which expects its inputs as well."""
+    """Request a step's gates and ups for its stage, whose barrier expects the inputs as well."""
     B: gl.constexpr = weights.block_shape[0]
     BLOCK_K: gl.constexpr = weights.block_shape[1]
     there = step < steps
@@ -284,7 +284,7 @@ def _ask_inputs(
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Have the inputs of a step copied to its stage."""
+    """Request a step's inputs for its stage."""
     stage = step % STAGES
     tile = gl.program_id(0) + step // STEPS * gl.num_programs(0)
     lane = tile % LANE_TILES * inputs.block_shape[0]

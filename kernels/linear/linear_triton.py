@@ -489,7 +489,7 @@ def _epilogue(
     SIZE: tl.constexpr,
     TIMED: tl.constexpr,
 ):
-    """From float32 sums [L, B] to what is stored; a SwiGLU brings its gates as `y`."""
+    """Turn float32 sums [L, B] into what is stored; a SwiGLU passes its gates as `y`."""
     slot, squares, base, begun = early
     scale = _inverse_rms(squares, eps, K, GROUPS)
     output = tile * B + tl.arange(0, B)

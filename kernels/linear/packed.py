@@ -113,7 +113,7 @@ def empty_packed(
 ) -> PackedWeight:
     """An uninitialised weight [M, K]; on the device "meta" it takes no memory.
 
-    ValueError as of `pack`.
+    ValueError as in `pack`.
     """
     kind, (M, K) = form.format, shape
     _check(kind, M, swiglu)

@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
 
 def streams(plan: LinearPlan) -> int:
-    """Parts of a tile's columns: warps beyond one for each block of rows divide the columns."""
+    """Parts of a tile's columns: warps that outnumber the blocks of rows divide the columns."""
     return max(1, plan.warps * BLOCK_ROWS // plan.block_m)
 
 

@@ -31,7 +31,7 @@ def _product(target, bf16):
 
 @gluon.constexpr_function
 def _difference(target, bf16, one="word", other="other"):
-    """PTX: the pair `one` less the pair `other`."""
+    """PTX: the pair `one` minus the pair `other`."""
     if bf16:
         return (
             f"mov.b32 third, {_BF16_MINUS_ONE:#x};\nfma.rn.bf16x2 {target}, {other}, third, {one};"
@@ -62,7 +62,7 @@ def unpacking(code, bf16, zeros):
         for index in range(2):
             lines.append(f"shr.u32 word, $2, {8 * index};")
             if bf16:
-                # 7 bits after 128, less 128 or, of a negative code, 256.
+                # 128 plus the lower 7 bits, minus 128, or minus 256 if the code is negative.
                 lines += [
                     "lop3.b32 other, word, 0x00800080, 0x43004300, 0xea;",
                     "lop3.b32 word, word, 0x007f007f, 0x43004300, 0xea;",

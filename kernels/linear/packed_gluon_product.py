@@ -74,7 +74,7 @@ def multiply_tiles(ring, places, scales, cut):
     rows: gl.constexpr = 16 * cut.R
     y = gl.zeros([cut.streams, rows, cut.L], gl.float32, _product_layout(cut.streams, cut.warps))
     for t in range(cut.tiles):
-        # Groups complete in order: those of the tiles up to this one have.
+        # Groups complete in order: those of the tiles up to this one are complete.
         async_copy.wait_group(max(cut.stages - 2, 0))
         sync_threads()
         if cut.tiles > cut.stages:

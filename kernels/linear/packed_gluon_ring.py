@@ -101,7 +101,7 @@ def fill_ring(codes, places, weight, part, cut):
         if stage == 0 and cut.group > 0:
             # In the group of the first tile, which needs some of them.
             scales, zeros = _ask_scales(weight, part, cut)
-        # The last group is closed in the loop, which then has one for each of its tiles.
+        # The loop closes the last group, so that it closes one for each of its tiles.
         if stage < cut.stages - 1 or cut.stages == 1:
             async_copy.commit_group()
     return scales, zeros

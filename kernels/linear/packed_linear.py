@@ -89,7 +89,7 @@ def packed_linear(
     of 8.
 
     Raises:
-        ValueError: as of `linear`; a plan that the weight does not fit; columns in another order.
+        ValueError: as in `linear`; a plan that the weight does not fit; columns in another order.
     """
     plan = _check(x_NK, weight, slot_N, squares_TN, bias, plan)
     M = weight.shape[0]
@@ -138,7 +138,7 @@ def packed_linear_residual(
     """`linear_residual` with a packed weight.
 
     Raises:
-        ValueError: as of `packed_linear` and `linear_residual`, and for a SwiGLU.
+        ValueError: as in `packed_linear` and `linear_residual`, and for a SwiGLU.
     """
     if weight.swiglu:
         raise ValueError(f"a SwiGLU of {weight.shape[0]} rows is no sum for a residual stream")
@@ -198,7 +198,7 @@ def packed_linear_squares(
     """`linear_squares` with a packed weight.
 
     Raises:
-        ValueError: as of `packed_linear` and `linear_squares`, and for a SwiGLU.
+        ValueError: as in `packed_linear` and `linear_squares`, and for a SwiGLU.
     """
     if weight.swiglu:
         raise ValueError(f"a SwiGLU of {weight.shape[0]} rows is no sum for a residual stream")
@@ -238,7 +238,7 @@ def packed_linear_sample(
     """`linear_sample` with a packed weight: the token is that of `packed_linear`'s float32 logits.
 
     Raises:
-        ValueError: as of `packed_linear` and `linear_sample`, and for a SwiGLU.
+        ValueError: as in `packed_linear` and `linear_sample`, and for a SwiGLU.
     """
     if weight.swiglu:
         raise ValueError(f"a SwiGLU of {weight.shape[0]} rows makes no logits")

@@ -18,19 +18,19 @@ LinearKind = Literal["store", "swiglu", "residual", "sample"]
 _KINDS, _FAMILIES = get_args(LinearKind), get_args(RowFamily)
 
 LONG_SPLIT_BYTES = 512
-"""Bytes of a key with which a split of 128 still fits an SM's shared memory."""
+"""Most bytes of a key for which a split of 128 still fits an SM's shared memory."""
 
 FMA_LANES = 2
-"""Lanes that the kernels of the `fma` family take."""
+"""Most lanes that the kernels of the `fma` family take."""
 
 FMA_TOKENS = 4096
-"""The longest requests of engines that take `fma` unasked."""
+"""The longest requests, in tokens, for which engines choose `fma` by default."""
 
 USUAL_PROCESSORS = H200.processors
 """Multiprocessors of the GPU that heuristics were found on."""
 
 FMA_THREAD_BYTES = 96 * 4
-"""Weights that an `fma` plan gives a thread at most: bytes that fill 96 of its registers."""
+"""Most bytes of weights that an `fma` plan gives a thread: they fill 96 of its registers."""
 
 
 class LinearPlan(NamedTuple):

@@ -44,8 +44,10 @@ def linear(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> torch.Tensor:
-    """y = x @ weight^T / rms (+ bias), and SwiGLU: arguments, results and errors as of
-    `linear.linear`. A packed weight knows whether it is a SwiGLU: ValueError if `swiglu` differs.
+    """y = x @ weight^T / rms (+ bias), and SwiGLU.
+
+    Arguments, results and errors as in `linear.linear`. A packed weight knows whether it is a
+    SwiGLU: ValueError if `swiglu` differs.
     """
     if isinstance(weight_MK, torch.Tensor):
         return plain.linear(
@@ -97,8 +99,9 @@ def linear_residual(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Residual:
-    """residual.x += x @ weight^T / rms (+ bias), and what the norm after it needs: arguments,
-    results and errors as of `linear.linear_residual`.
+    """Add x @ weight^T / rms (+ bias) to residual.x, and write what the norm after it needs.
+
+    Arguments, results and errors as in `linear.linear_residual`.
     """
     if isinstance(weight_MK, torch.Tensor):
         return plain.linear_residual(
@@ -140,8 +143,9 @@ def linear_squares(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Product:
-    """x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs: arguments, results and
-    errors as of `linear.linear_squares`.
+    """Compute x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs.
+
+    Arguments, results and errors as in `linear.linear_squares`.
     """
     if isinstance(weight_MK, torch.Tensor):
         return plain.linear_squares(
@@ -167,8 +171,9 @@ def linear_sample(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fast sampler folded into lm_head: arguments, results and errors as of
-    `linear.linear_sample`.
+    """The fast sampler folded into lm_head.
+
+    Arguments, results and errors as in `linear.linear_sample`.
     """
     if isinstance(weight_VK, torch.Tensor):
         return plain.linear_sample(

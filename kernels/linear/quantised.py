@@ -110,12 +110,12 @@ def unpacked_codes(weight: QuantisedWeight) -> Tensor:
 
 
 def unpacked_halves(packed: Tensor) -> Tensor:
-    """uint8 [M, K] of uint8 [M, K // 2]: the lower halves are the even columns."""
+    """Unpack uint8 [M, K // 2] into uint8 [M, K]: the lower halves are the even columns."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
 def packed_halves(codes: Tensor) -> Tensor:
-    """uint8 [M, K // 2] of uint8 [M, K] below 16: what `unpacked_halves` undoes."""
+    """Pack uint8 [M, K] below 16 into uint8 [M, K // 2]: the inverse of `unpacked_halves`."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 

@@ -68,7 +68,7 @@ def check_squares(squares_TN: torch.Tensor, lanes: int) -> None:
 def add_to_residual_reference(
     y_NH: torch.Tensor, slot_N: torch.Tensor, residual: Residual, next_norm_H: torch.Tensor
 ) -> Residual:
-    """residual.x += y, and what the next norm needs, in plain PyTorch; y is float32 [N, H].
+    """Add y, float32 [N, H], to residual.x, and write what the next norm needs, in plain PyTorch.
 
     All three tensors are written, and `kept` if there is one, except in padded lanes.
     """

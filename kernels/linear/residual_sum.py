@@ -35,7 +35,7 @@ def add_to_residual(
     bias_H: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Residual:
-    """residual.x += y + bias, and what the norm after it needs.
+    """Add y + bias to residual.x, and write what the norm after it needs.
 
     Args:
         y_NH: dense float32.

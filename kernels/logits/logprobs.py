@@ -211,7 +211,7 @@ def token_log_probabilities(
             count lanes. A row is N / R lanes wide. For a prompt R is N: `token_N` is the token
             after each lane, and `count_R` is 1 where it is asked for.
         ranked: from `rank_logits` of the same logits.
-        The others as of `rank_logits`.
+        The others as in `rank_logits`.
 
     ValueError for a shape, dtype or number that does not fit.
     """

@@ -163,7 +163,7 @@ def prepare_next_forward_pass(
 
     Args:
         num_decode_requests: D.
-        output_tokens, input_tokens, accepted_tokens_mask: [n] as of `verify_speculative_tokens`.
+        output_tokens, input_tokens, accepted_tokens_mask: [n] as in `verify_speculative_tokens`.
         required_logit_indices: [n] or more: the position of each required token in the packed
             sequence of the step.
         last_one_indices: [R], from `verify_speculative_tokens`; its length is the number of rows.

@@ -136,7 +136,7 @@ def squared_relu(
         x_NF: float32, float16 or bfloat16; dense rows, any stride between them.
         slot_N: int32, -1 = padded lane.
         out: [N, F] in the input's dtype; may be the input itself.
-        pdl: as of `swiglu`.
+        pdl: as in `swiglu`.
 
     Returns:
         [N, F] in the input's dtype, computed in float32 and rounded once. Padded lanes are neither

@@ -151,7 +151,7 @@ def add_rms_norm(
     Args:
         x_NH: float32, the residual stream. y_NH: any float dtype. Both with dense rows, any stride
             between them; they must not overlap.
-        weight_H, slot_N, out_dtype: as of `rms_norm`.
+        weight_H, slot_N, out_dtype: as in `rms_norm`.
         out: [N, H] of `out_dtype`; must not overlap `x`; may be `y` itself.
         pdl: the launch before, whatever it is, may still run; it does not write the weight.
 

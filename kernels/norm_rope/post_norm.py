@@ -198,7 +198,7 @@ def add_normed_rms_norm(
 
     Args:
         post_norm_H: any float dtype.
-        The others as of `add_rms_norm`.
+        The others as in `add_rms_norm`.
 
     Returns:
         [N, H] of `out_dtype`, rounded where `rms_norm` rounds; norm and sum are float32. Padded

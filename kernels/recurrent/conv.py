@@ -25,7 +25,7 @@ from graphengine.kernels.recurrent.conv_reference import causal_conv_reference
 from graphengine.kernels.recurrent.conv_triton import conv_chunk_kernel
 
 MAX_TAPS = 8
-"""Inputs of a sum, which is unrolled; below the lanes of a program."""
+"""Most inputs of a sum, which is unrolled; fewer than the lanes of a program."""
 _CHANNELS = 128
 _TOKENS = 32
 _WARPS = 4

@@ -1,4 +1,4 @@
-"""`conv.py` in plain PyTorch, with that module's letters."""
+"""`conv.py` in plain PyTorch; letters as there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of `conv.py`, with its letters, and what convolutions of decode share with it."""
+"""The kernel of `conv.py`, letters as there, and what convolutions of decode share with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gated delta net: a state for each head that forgets, and is corrected by what it predicts.
+"""A gated delta net: a state for each head that decays, and is corrected where it predicts wrong.
 
     q, k, v = silu(conv(...)), of which q and k are normed, and q divided by sqrt(K)
     S = exp(-exp(A_log) softplus(a + dt_bias)) S
@@ -165,7 +165,7 @@ def gated_delta_prefill(
     Args:
         qkv_TC: queries, keys and values after `causal_conv_chunk` with silu.
         out: `[T, I]` in qkv's dtype, dense rows; it is neither of the inputs.
-        The others as of `gated_delta_decode`.
+        The others as in `gated_delta_decode`.
 
     Returns:
         y `[T, I]`; padded lanes are not written. ValueError for what does not fit.

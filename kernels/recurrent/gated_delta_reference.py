@@ -1,4 +1,4 @@
-"""`gated_delta.py` in plain PyTorch, one token after the other, with that module's letters.
+"""`gated_delta.py` in plain PyTorch, one token after the other; letters as there.
 
 A row's bits do not depend on other rows: each row is summed by itself.
 """

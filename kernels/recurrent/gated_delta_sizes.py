@@ -1,4 +1,4 @@
-"""Sizes and parameters of a gated delta net, with the letters of `gated_delta.py`."""
+"""Sizes and parameters of a gated delta net; letters as in `gated_delta.py`."""
 
 from __future__ import annotations
 

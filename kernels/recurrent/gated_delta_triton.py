@@ -1,4 +1,4 @@
-"""The kernels of `gated_delta.py`, with its letters."""
+"""The kernels of `gated_delta.py`; letters as there."""
 
 from __future__ import annotations
 

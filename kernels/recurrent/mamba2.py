@@ -136,7 +136,7 @@ def mamba2_decode_gated(
     Args:
         projected_NX: z is read, too.
         norm_I: the norm's weight, of any float dtype.
-        The others as of `mamba2_decode`.
+        The others as in `mamba2_decode`.
 
     Returns:
         `scaled` in projected's dtype, and a sum of squares for each program's values. ValueError as
@@ -251,7 +251,7 @@ def mamba2_prefill(
         xbc_TC: x, B and C after the convolution; any float dtype, dense rows.
         dt_TH: before bias and softplus; any float dtype, dense rows, any stride between them.
         out: `[T, I]` of any float dtype, dense rows; default in xbc's.
-        The others as of `mamba2_decode`.
+        The others as in `mamba2_decode`.
 
     Returns:
         y `[T, I]`, rounded once; padded lanes are not written. ValueError for what does not fit.
@@ -327,7 +327,7 @@ def mamba2_norm(
         y_NI, z_NI: any float dtypes; dense rows, any stride between them.
         weight_I: any float dtype.
         out: `[N, I]` of `out_dtype`, dense rows; may be y.
-        pdl: as of `mamba2_decode`.
+        pdl: as in `mamba2_decode`.
 
     Returns:
         `[N, I]`, computed in float32 and rounded once; padded lanes are neither read nor written.

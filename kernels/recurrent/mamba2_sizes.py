@@ -1,4 +1,4 @@
-"""Sizes and parameters of a Mamba2 layer, with the letters of `mamba2.py`."""
+"""Sizes and parameters of a Mamba2 layer; letters as in `mamba2.py`."""
 
 from __future__ import annotations
 

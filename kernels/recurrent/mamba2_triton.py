@@ -1,4 +1,4 @@
-"""The kernels of `mamba2.py`, with its letters."""
+"""The kernels of `mamba2.py`; letters as there."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def short_conv_prefill(
 
     Args:
         out: `[T, C]` in the inputs' dtype, dense.
-        The others as of `short_conv_decode`; E is at least D - 1.
+        The others as in `short_conv_decode`; E is at least D - 1.
 
     Returns:
         y, `[T, C]`; padded lanes are not written. ValueError for what does not fit.

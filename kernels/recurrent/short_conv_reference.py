@@ -1,4 +1,4 @@
-"""`short_conv.py` in plain PyTorch, with that module's letters."""
+"""`short_conv.py` in plain PyTorch; letters as there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of `short_conv.py`, with its letters."""
+"""The kernel of `short_conv.py`; letters as there."""
 
 from __future__ import annotations
 

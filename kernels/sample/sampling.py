@@ -98,7 +98,7 @@ def sample(
 
     Args:
         out: int32 [R] to write to, instead of a new tensor.
-        The others as of `sample_tiles`.
+        The others as in `sample_tiles`.
 
     Returns:
         token_R: int32 [R]; -1 for a row with a NaN or without a finite logit. The token of a padded
@@ -135,7 +135,7 @@ def sample_tiles(
         slot_R: int32 [R], -1 for a padded row.
         position_R: int32 [R], the query's position.
         params: indexed by slot; host-owned.
-        ahead: positions from the query to the sampled token, as of `linear_sample`.
+        ahead: positions from the query to the sampled token, as in `linear_sample`.
         pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`. `slot_R` and
             `position_R` must be older than the launch before.
 
@@ -317,7 +317,7 @@ def kept_reference(
     min_p: np.float32,
     top_n_sigma: np.float32,
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """A sampled row's candidates over the temperature, and which of them the filters keep."""
+    """A sampled row's candidates divided by the temperature, and which of them filters keep."""
     with np.errstate(over="ignore"):
         least = -np.float32(np.inf)
         if top_n_sigma > 0:
@@ -505,7 +505,7 @@ def tile_of_token(token, valid):
 
 @triton.jit
 def token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK: tl.constexpr):
-    """The token of a row, -1 without valid logits; means nothing if it is not live."""
+    """The token of a row, -1 without valid logits; undefined if the row is not live."""
     lane = row + tl.zeros([1], tl.int32)
     live = live & (tl.zeros([1], tl.int32) == 0)
     return tl.max(tokens_of_tiles(best_ptr, health_ptr, lane, tiles, live, 1, BLOCK), 0)

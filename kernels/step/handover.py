@@ -36,7 +36,7 @@ class HandOver(NamedTuple):
     target: torch.Tensor
     """int32 [N]: the target's token after the lane."""
     emitted: torch.Tensor
-    """int32 [R]: tokens that the row emitted; 0 of a padded row."""
+    """int32 [R]: tokens that the row emitted; 0 for a padded row."""
     hidden: torch.Tensor | None
     """[N, H] in the model's dtype, dense rows: after the final norm. None: the module reads other
     hidden states, which the step left elsewhere."""

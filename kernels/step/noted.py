@@ -118,7 +118,7 @@ def note_prompt(
 
     Args:
         chunk: the chunk's lanes, the live ones first, of one slot and consecutive positions.
-        counts_SV, history_SP: as of `note_tokens`.
+        counts_SV, history_SP: as in `note_tokens`.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     ValueError for a shape or dtype that does not fit.

@@ -95,7 +95,7 @@ class StopSequences(NamedTuple):
     start: torch.Tensor
     """int32 [S]: the first position that a match may include: the prompt's length, or 0."""
     min_len: torch.Tensor
-    """int32 [S]: the lowest position at which a match may end, as of `SamplingTensors`."""
+    """int32 [S]: the lowest position at which a match may end, as in `SamplingTensors`."""
 
 
 class DecodeLanes(NamedTuple):
@@ -249,7 +249,7 @@ def commit_prefill(
             token.
 
     Returns:
-        flags_1: new int32 [1], as of `verify_commit_publish`; 0 if nothing was emitted.
+        flags_1: new int32 [1], as in `verify_commit_publish`; 0 if nothing was emitted.
     """
     slots = check_state(state)
     stop_ids = check_limits(limits, slots)
@@ -460,7 +460,7 @@ def _gather_prefill_kernel(
 def commit_flags(token_W, kv_len_W, live_W, stop_ids_E, max_len):
     """Flags of each token of a row, if its slot emits it next; 0 where a lane is not live.
 
-    `kv_len_W` counts the query; `stop_ids_E` and `max_len` are the slot's, as of `load_limits`.
+    `kv_len_W` counts the query; `stop_ids_E` and `max_len` are the slot's, as in `load_limits`.
     """
     valid = live_W & (token_W >= 0)
     # Unused stop ids are -1, which no valid token equals.
