@@ -2,8 +2,8 @@
 
 Before a launch waits for its inputs, it requests the codes of the first tiles with `cp.async`, and
 with the first tile the scales and zeros of all tiles. The inputs of these tiles come through
-registers: a copy issued after the codes would be complete only when all codes are. Later tiles,
-codes and inputs in one group each, are requested when room is free.
+registers: a copy issued after the codes would be complete only when all codes are. Later tiles are
+requested when room is free, the codes and inputs of a tile in one group.
 
 A weight's codes lie in blocks of 16 rows by `block_columns`. Letters as in `packed_cut.py`.
 """
