@@ -1,14 +1,14 @@
-"""Triton kernels, each with a plain PyTorch reference beside it.
+"""Triton kernels, each with a plain PyTorch reference.
 
 One convention holds for all of them. A launch has N lanes, decode rows or tokens of a prefill
-chunk; the device tensor `slot_N` says which request each belongs to, -1 for a padded lane. Of a
-padded lane nothing is read and for it nothing is written, and no lane's bits depend on another
-lane, on its own index or on N. On a GPU the Triton kernel runs, elsewhere its `*_reference` twin.
+chunk; the device tensor `slot_N` says which request each lane belongs to, -1 if it is padded.
+Padded lanes are neither read nor written, and no lane's bits depend on another lane, on its own
+index or on N. On a GPU the Triton kernel runs, elsewhere its `*_reference` twin.
 
-A room holds the operations of one kind. An operation's module has its contract: the function that
-is called, what it checks, and how its work is cut. Kernel and twin are beside it in the same file,
-or, where they are long, in files of their own: `x_triton.py`, `x_gluon.py`, and `reference.py` for
-the room.
+A folder holds the operations of one kind. An operation's module has its contract: the function that
+is called, what it checks, and how its work is cut. Kernel and twin are in the same file, or, if
+they are long, in files of their own: `x_triton.py`, `x_gluon.py`, and `reference.py` for the
+folder.
 """
 
 # ruff: noqa: E402  (every kernel is imported between `put_in_place` and `remove`)

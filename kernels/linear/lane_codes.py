@@ -1,7 +1,7 @@
 """Activations in 8 bits: each lane's values as e4m3, with a scale of its own.
 
-Of every 4 columns the second and the third change places: so a word of 4 codes has the columns of a
-word of `packed.pack`'s blocks, whose codes then go to the tensor cores as they are.
+In every 4 columns the second and the third change places. So a word of 4 codes has the same columns
+as a word of `packed.pack`'s blocks, and the weight's codes go to the tensor cores as they are.
 
 Letters: N lanes, K input features.
 """
@@ -23,12 +23,12 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 ActivationKind = Literal["fp8"]
 """What prefill's activations can be rounded to: e4m3, with a scale a lane."""
 WORD = 4
-"""Columns whose order is the kernels' own: K is a multiple of it."""
+"""Columns that are reordered together; K is a multiple of it."""
 LANES_AT_ONCE = 256
-"""Lanes whose scales a program reads together, however many there are."""
-# Of a TMA: how many bytes the distance between rows is a multiple of.
+"""Lanes whose scales a program reads together, even if there are fewer."""
+# For the TMA rows lie a multiple of this many bytes apart.
 _PITCH = 16
-# The least that the largest value of a lane counts as, so that no scale is 0 or subnormal.
+# A lane's largest magnitude counts as at least this, so that no scale is 0 or subnormal.
 _LEAST = 2.0**-100
 # A longer lane is read twice.
 _MAX_BLOCK = 16384
@@ -41,10 +41,10 @@ _SMALLEST = tl.constexpr(_LEAST)
 class LaneCodes(NamedTuple):
     """Lanes as codes times scales.
 
-    codes   `torch.float8_e4m3fn` [N, K], in the order of columns that the module says; dense rows
-            that begin at multiples of 16 bytes
-    scales  float32 [P], N rounded up to a multiple of `LANES_AT_ONCE`: the lane's largest magnitude
-            over 448; past N it is anything
+    codes   `torch.float8_e4m3fn` [N, K], with columns in the order that the module describes; dense
+            rows that begin at multiples of 16 bytes
+    scales  float32 [P], P being N rounded up to a multiple of `LANES_AT_ONCE`: the lane's largest
+            magnitude over 448; past N anything
     """
 
     codes: torch.Tensor
@@ -57,9 +57,7 @@ def code_bytes(lanes: int, columns: int) -> int:
 
 
 def new_lane_codes(memory: torch.Tensor, lanes: int, columns: int) -> LaneCodes:
-    """Uninitialised ones in the first `code_bytes` of `memory`, uint8, which begins at a multiple
-    of 16 bytes.
-    """
+    """Uninitialised codes in the first `code_bytes` of `memory`: uint8, aligned to 16 bytes."""
     pitch = _pitch(columns)
     sizes = [lanes * pitch, 4 * _scales(lanes)]
     codes, scales = memory[: sum(sizes)].split(sizes)
@@ -78,7 +76,7 @@ def _pitch(columns: int) -> int:
 def quantise_lanes(
     x_NK: torch.Tensor, *, out: LaneCodes | None = None, pdl: bool = False
 ) -> LaneCodes:
-    """Each lane in 8 bits, relative to its largest magnitude, which becomes 448.
+    """Round each lane to 8 bits, relative to its largest magnitude, which becomes 448.
 
     Args:
         x_NK: dense rows, any stride between them. Padded lanes hold anything; no lane's codes
@@ -124,7 +122,7 @@ def quantise_lanes_reference(x_NK: torch.Tensor, *, out: LaneCodes) -> LaneCodes
     """`quantise_lanes` in plain PyTorch."""
     x = x_NK.float()
     largest = x.abs().amax(dim=1).clamp_(min=_LEAST)
-    # By a tensor: with a number torch multiplies by reciprocals, which is rounded twice.
+    # Divide by a tensor: by a number torch multiplies by the reciprocal, which is rounded twice.
     most = torch.full_like(largest, FP8_MAX)
     codes = quantise(x * (most / largest)[:, None], torch.ones(1, device=x.device))
     out.codes.view(torch.uint8).copy_(_exchanged(codes.view(torch.uint8)))
@@ -133,13 +131,13 @@ def quantise_lanes_reference(x_NK: torch.Tensor, *, out: LaneCodes) -> LaneCodes
 
 
 def lane_values(lanes: LaneCodes) -> torch.Tensor:
-    """Float32 [N, K]: what the codes mean, columns in their own order."""
+    """Dequantise lanes: float32 [N, K], with columns back in the model's order."""
     codes = _exchanged(lanes.codes.view(torch.uint8)).view(FP8_KV)
     return codes.float() * lanes.scales[: len(codes), None]
 
 
 def _exchanged(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes [N, K] whose second and third of every 4 have changed places."""
+    """Exchange the second and third of every 4 bytes in rows of bytes [N, K]."""
     lanes, K = codes.shape
     return codes.reshape(lanes, K // WORD, 2, 2).transpose(2, 3).reshape(lanes, K)
 
@@ -178,7 +176,7 @@ def _quantise_lanes_kernel(
 
 @triton.jit
 def _word_codes(x, BLOCK: tl.constexpr):
-    """Bytes of e4m3 of float32 [BLOCK], the second and third of every 4 exchanged."""
+    """Round float32 [BLOCK] to bytes of e4m3, with the second and third of every 4 exchanged."""
     if _INTERPRETED:
         codes = quantised_bits(x, 1.0)
     else:

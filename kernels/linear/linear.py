@@ -6,13 +6,13 @@
 
 The order in which a lane's sums are formed follows from the weight and its plan (`plans.py`), never
 from N, from the lane's index, or from its neighbours. In the `dot` family each output is one chain
-of `mma.sync` over the K tiles in order (one chain a split, splits summed in order). That takes 16
-lanes, and a program has one or two such tiles of them; of 64 lanes sm_90 would make a `wgmma`,
-which sums in another order. In the `fma` family each output is a tile's width of multiply-adds over
-the K tiles in order, then their sum.
+of `mma.sync` over the K tiles in order (one chain a split, splits summed in order). An `mma.sync`
+takes 16 lanes, and a program has one or two such tiles; for 64 lanes sm_90 would use `wgmma`, which
+sums in another order. In the `fma` family each output is a tile's width of multiply-adds over the K
+tiles in order, then their sum.
 
-The kernels are in `linear_triton.py`; on a GPU the family `dot` in half precision, other than for
-logits, has a faster one in `linear_gluon.py`. `linear_gluon.takes` chooses between them.
+The kernels are in `linear_triton.py`; on a GPU the family `dot` in half precision has a faster one
+in `linear_gluon.py`, except for logits. `linear_gluon.takes` chooses between them.
 
 Letters: N lanes, K input features, M weight rows, V weight rows of lm_head, F ffn width (a SwiGLU
 weight is F gate rows, then F up rows), T groups of columns, C tiles of the vocabulary, S slots.
@@ -91,7 +91,7 @@ def linear(
             16 bytes may cost a copy.
         slot_N: int32, -1 = padded lane.
         squares_TN: float32; a lane's product is divided by sqrt(sum(squares) / K + eps), as
-            `residual.Residual` has it. None: by nothing.
+            `residual.Residual` has it. None: it is not divided.
         bias: [M] in the weight's dtype.
         swiglu: weight rows are F gates, then F ups; the output is [N, F].
         activation: of the gates, in place of silu.
@@ -99,13 +99,13 @@ def linear(
         out: [N, M] ([N, F]), dense rows; must not overlap `x`.
         plan: how the weight is cut; default `heuristic_plan` in the family `dot`, without splits.
         launch: a plan that splits K wants at least `arrivals_needed(plan, M)` of its counters. With
-            PDL the next launch too may overlap this one, if `plan.overlap`. Only what no kernel
-            writes is loaded early: weights.
+            PDL the next launch too may overlap this one, if `plan.overlap`. Only weights, which no
+            kernel writes, are loaded early.
 
     Returns:
         [N, M] ([N, F]); accumulated and finished in float32, rounded once. Padded lanes are not
-        written and cannot be seen in others. Split K allocates a float32 workspace: of each split
-        [N, M], M rounded up to whole blocks.
+        written and do not affect others. Split K allocates a float32 workspace of [N, M] a split,
+        M rounded up to whole blocks.
 
     Raises:
         ValueError: a shape, stride or dtype that does not fit, more than 64 lanes (2 in the family
@@ -157,26 +157,26 @@ def linear_residual(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Residual:
-    """residual.x += x @ weight^T / rms (+ bias), and what the norm after it needs.
+    """Add x @ weight^T / rms (+ bias) to residual.x, and write what the norm after it needs.
 
-    Of several ranks each has a part of the product, and all get the sum.
+    With several ranks each computes a part of the product, and all get the sum.
 
     Args:
-        residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
-            The new `x` goes to where it is kept, too.
+        residual: `x` is updated and `scaled` written, both in place; `squares` is not read. The new
+            `x` goes to `kept` too, if there is one.
         next_norm_M: weight of the RMSNorm that reads the stream next, of any float dtype.
-        peers: x @ weight^T / rms is this rank's part, in float32, of a product, to which the bias
-            is added once; all ranks call it with as many lanes and outputs, after the same calls.
-            The sum is in the order of the ranks: all have the same bits, those of `push_sum`.
-            None: it is the whole product.
-        The others as of `linear`.
+        peers: x @ weight^T / rms is this rank's float32 part of a product, and the bias is added
+            once. All ranks call it with the same numbers of lanes and outputs, after the same
+            calls. Parts are summed in the order of the ranks: all get the same bits, those of
+            `push_sum`. None: it is the whole product.
+        The others as in `linear`.
 
     Returns:
         The same `x` and `scaled`, with new `squares` [residual_groups(plan, M), N]; with `peers`
-        there may be other groups. Of padded lanes none of them is written.
+        the number of groups may differ. Padded lanes are not written.
 
     Raises:
-        ValueError: as of `linear`; more outputs than `peers` have memory for, or `peers` where no
+        ValueError: as in `linear`; more outputs than `peers` have memory for, or `peers` where no
             kernel runs.
     """
     plan = _check(x_NK, weight_MK, slot_N, squares_TN, bias, "residual", plan)
@@ -222,15 +222,16 @@ def linear_squares(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Product:
-    """x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs; arguments as of
-    `linear_residual`.
+    """Compute x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs.
+
+    Arguments as in `linear_residual`.
 
     Returns:
         New y [N, M] and squares [residual_groups(plan, M), N]. Padded lanes are not written. The
         product's bits are those that `linear_residual` adds.
 
     Raises:
-        ValueError: as of `linear_residual`.
+        ValueError: as in `linear_residual`.
     """
     plan = _check(x_NK, weight_MK, slot_N, None, bias, "residual", plan)
     check_part(peers, (len(x_NK), len(weight_MK)), launched=use_triton(x_NK))
@@ -269,11 +270,11 @@ def linear_sample(
 
     Args:
         position_N: int32, of the query.
-        params: by slot; the filters among them are checked, but not looked at.
-        ahead: positions from the query to the sampled token, which its noise follows from.
-        token_ids: int32 [V], ascending: the token of each weight row, of which are fewer than there
-            are tokens; None: row v is token v.
-        The others as of `linear`.
+        params: by slot; the filters among them are checked, but not used.
+        ahead: positions from the query to the sampled token, whose position determines its noise.
+        token_ids: int32 [V], ascending: the token of each weight row, where there are fewer rows
+            than tokens; None: row v is token v.
+        The others as in `linear`.
 
     Returns:
         New best int64 [N, C] and health int32 [N, C] of each tile of `plan.block_m` logits, as
@@ -281,7 +282,7 @@ def linear_sample(
         plan, in float32. Padded lanes are not written.
 
     Raises:
-        ValueError: as of `linear`, or sampling parameters that `sample` would not take.
+        ValueError: as in `linear`, or sampling parameters that `sample` would not take.
     """
     plan = _check(x_NK, weight_VK, slot_N, squares_TN, None, "sample", plan)
     lanes, V = x_NK.shape[0], weight_VK.shape[0]
@@ -335,12 +336,12 @@ def linear_sample(
 
 
 def residual_groups(plan: LinearPlan, M: int) -> int:
-    """T of the squares that `linear_residual` leaves: a sum for each program's rows."""
+    """T of the squares that `linear_residual` leaves: one sum for each program's rows."""
     return -(-M // plan.block_m)
 
 
 def _groups(peers: Peers | None, plan: LinearPlan, M: int) -> int:
-    """T of the squares that a launch leaves: of `fma` with peers those of `take_sums`."""
+    """T of the squares that a launch leaves; with `fma` and peers `take_sums` leaves them."""
     if peers is not None and plan.family == "fma":
         return -(-M // BLOCK_H)
     return residual_groups(plan, M)
@@ -395,7 +396,7 @@ def _launch(
         weight_MK, plan, swiglu=bool(swiglu), out_dtype=x_NK.dtype if out is None else out.dtype
     )
     if in_gluon and not linear_gluon.is_aligned(x_NK):
-        # Where the inputs lie is not to decide about their bits.
+        # The address of the inputs must not change the bits of the result.
         x_NK = x_NK.clone(memory_format=torch.contiguous_format)
     inputs = (x_NK, squares_TN, weight_MK, bias, slot_N, out, residual)
     strides = (x_NK.stride(0), weight_MK.stride(0))
@@ -404,7 +405,7 @@ def _launch(
     pushed = None if peers is None else peers.tensors
     if plan.family == "fma":
         if peers is not None:
-            # It has more programs than are resident: they push alone.
+            # It has more programs than can be resident, so they only push.
             inputs = (x_NK, squares_TN, weight_MK, None, slot_N, None, None)
         fma = launcher(fma_kernel, (tiles,))
         fma(*inputs, sampler, token_ids, pushed, *numbers, LANES=lanes, **sizes)

@@ -1,12 +1,13 @@
 """The kernel of `linear.py`'s family `dot` for half precision on a GPU, in Gluon.
 
-It is `linear_triton.dot_kernel` with its copies in hand. What Triton's pipeliner would not do:
-the first STAGES tiles of weights are on the way to shared memory before the kernel waits for its
-inputs, so memory is busy while the launch before drains. `takes` says which launches come here.
+It is `linear_triton.dot_kernel` with explicit copies. Unlike Triton's pipeliner it has the first
+STAGES tiles of weights on the way to shared memory before it waits for its inputs, so memory is
+busy while the launch before drains. `takes` says which launches come here.
 
-Those copies are one group each, and the inputs of the same tiles come through registers: a copy
-after all of them would be complete only when all are, and the first product would wait for them.
-Weights arrive in the order they are asked for, so the first products free their room in time.
+The copy of each of these tiles is a group, and the inputs of the same tiles come through registers:
+a copy of inputs issued after the weights would be complete only when all of them are, and the first
+product would wait for them. Weights arrive in the order they are requested, so the first products
+free their room in time.
 
 One `mma.sync` (16 lanes, 8 outputs, 16 columns) after the other adds up a lane's output over the
 tiles in order, whether a program has 16 lanes or 32. Other sums have layouts of their own, whose
@@ -40,7 +41,7 @@ from graphengine.kernels.linear.linear_gluon_epilogue import (
 from graphengine.kernels.linear.plans import LinearPlan
 
 ALIGNMENT = 8
-"""Elements of 16 bits in what one copy of a thread takes: 16 bytes, at a multiple of 16 bytes."""
+"""16-bit elements that a thread copies at once: 16 bytes, at a multiple of 16 bytes."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
 # Outputs of one `mma.sync`.
@@ -56,8 +57,8 @@ def takes(
     """Whether `dot_kernel` serves a linear other than `linear_sample`.
 
     The two kernels need not agree in the last bit, so nothing here may depend on the number of
-    lanes or on where the inputs lie. Logits, which are float32, are not for it: `linear_sample`
-    promises their very bits.
+    lanes or on the address of the inputs. It does not serve logits, which are float32, because
+    `linear_sample` promises the same bits as theirs.
     """
     outputs = plan.block_m // 2 if swiglu else plan.block_m
     return (
@@ -77,12 +78,12 @@ def is_aligned(rows: torch.Tensor) -> bool:
 
 
 def stages(plan: LinearPlan, splits: int, K: int) -> int:
-    """Tiles in shared memory at once: no more than there are, and for a loop two."""
+    """Tiles in shared memory at once: no more than there are, and at least two for a loop."""
     return min(max(2, plan.stages), -(-K // (plan.block_k * splits)))
 
 
 def fitting_stages(plan: LinearPlan, splits: int, K: int, lanes: int, x: torch.Tensor) -> int:
-    """`stages`, but no more than fit shared memory with the inputs of so many lanes of `x`.
+    """`stages`, but no more than fit shared memory with the inputs of `lanes` lanes of `x`.
 
     ValueError where the GPU does not hold even two.
     """
@@ -91,21 +92,21 @@ def fitting_stages(plan: LinearPlan, splits: int, K: int, lanes: int, x: torch.T
 
 
 def _runs_on(tensor: torch.Tensor) -> bool:
-    """Gluon has no interpreter."""
+    """Whether Gluon kernels with asynchronous copies run here; Gluon has no interpreter."""
     device = device_of(tensor)
     return not INTERPRETED and device is not None and device.copies_async
 
 
 @gluon.constexpr_function
 def _copy_layout(columns, warps):
-    """16 bytes a thread, threads along the columns first: whole rows at a time."""
+    """Layout of copies: 16 bytes a thread, threads along the columns first: whole rows at once."""
     across = min(columns // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _shared_layout(columns):
-    """Rows whose 16-byte pieces are swapped about, so that 8 rows of one column share no bank."""
+    """Layout of rows with swizzled 16-byte pieces, so that 8 rows of one column share no bank."""
     rows_of_128_bytes = max(1, 64 // columns)
     return gl.SwizzledSharedLayout(8, rows_of_128_bytes, max(1, 8 // rows_of_128_bytes), [1, 0])
 
@@ -172,7 +173,7 @@ def dot_kernel(
     up_ptrs = gate_ptrs + weight_pitch.to(gl.int64) * (OUTPUTS * 8)
     for stage in gl.static_range(STAGES):
         _copy(weights, stage * PARTS, gate_ptrs, up_ptrs, k, stage * BLOCK_K, K, EVEN_K, SWIGLU)
-        # The last group is closed in the loop, which then has one for each of its tiles.
+        # The loop closes the last group, so that it closes one for each of its tiles.
         if stage < STAGES - 1 or STAGES == 1:
             async_copy.commit_group()
     output = tile * B + gl.arange(0, B, gl.SliceLayout(0, rows))
@@ -190,7 +191,7 @@ def dot_kernel(
         x = gl.load(x_ptrs + stage * BLOCK_K, mask=inside, other=0.0, cache_modifier=".cg")
         first += (x,)  # type: ignore[assignment]
     lane = lanes_of(L, rows)
-    # With splits only the last program needs them, along with the parts of the others.
+    # With splits only the last program to arrive needs them, along with the others' parts.
     of_lanes = None
     if SPLITS == 1:
         of_lanes = load_lanes(
@@ -212,7 +213,7 @@ def dot_kernel(
     y = gl.zeros([L, B], gl.float32, product)
     up = y
     for t in range(TILES):
-        # Groups complete in order: those of the tiles up to this one have.
+        # Groups complete in order: those of the tiles up to this one are complete.
         async_copy.wait_group(max(STAGES - 2, 0))
         sync_threads()
         if TILES > STAGES:
@@ -288,9 +289,9 @@ def dot_kernel(
 
 @gluon.jit
 def _in_rows(y, up, rows: gl.constexpr, SWIGLU: gl.constexpr):
-    """Sums [L, B] in the epilogue's layout; `up` becomes that of the ups, if there are any.
+    """Bring sums [L, B] into the epilogue's layout, and in a SwiGLU those of the ups.
 
-    In one go; `convert_layout` takes four, with barriers between them.
+    This takes one exchange; `convert_layout` takes four, with barriers between them.
     """
     exchange: gl.constexpr = exchange_layout(y.shape[1])
     exchanged = gl.allocate_shared_memory(gl.float32, y.shape, exchange, y)
@@ -312,7 +313,7 @@ def _copy(
     EVEN_K: gl.constexpr,
     SWIGLU: gl.constexpr,
 ):
-    """Ask for columns `k + step` of the weight rows; those past K become 0."""
+    """Request columns `k + step` of the weight rows; columns past K become 0."""
     if EVEN_K:
         load_async(weights.index(at), gate_ptrs + step)
         if SWIGLU:

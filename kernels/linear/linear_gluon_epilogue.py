@@ -1,5 +1,5 @@
-"""What the Gluon kernels of linears do apart from the product: other loads, the epilogue, and parts
-of sums.
+"""What the Gluon kernels of linears do apart from the product: other loads, the epilogue, and
+partial sums.
 
 SWIGLU is 0, or the `gate_code` of a SwiGLU.
 
@@ -27,14 +27,14 @@ _sum_of_ranks = gluon.jit(sum_of_ranks.fn)
 
 @gluon.constexpr_function
 def row_layout(outputs, warps):
-    """Of the epilogue [L, B]: 4 outputs a thread and a row in one warp, which alone sums it."""
+    """Layout of the epilogue [L, B]: 4 outputs a thread; one warp has, and sums, a whole row."""
     across = min(outputs // 4, 32)
     return gl.BlockedLayout([1, 4], [32 // across, across], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def exchange_layout(outputs):
-    """Of float32 [L, B] on the way from the product's layout to that of rows."""
+    """Shared layout of float32 [L, B] on the way from the product's layout to `row_layout`."""
     rows_of_128_bytes = max(1, 32 // outputs)
     phases = min(8 // min(rows_of_128_bytes, 8), outputs // 4)
     return gl.SwizzledSharedLayout(4, rows_of_128_bytes, phases, [1, 0])
@@ -42,7 +42,7 @@ def exchange_layout(outputs):
 
 @gluon.constexpr_function
 def squares_layout(warps):
-    """Of [groups, L]: a thread adds up its groups, and takes 16 lanes at a time."""
+    """Layout of [groups, L]: 16 lanes at a time; a thread adds up its groups."""
     return gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
 
 
@@ -82,7 +82,7 @@ def epilogue(
     SIZE: gl.constexpr = 0,
     TIMED: gl.constexpr = True,
 ):
-    """From float32 sums [L, B] to what is stored, as `linear_triton._epilogue` does it."""
+    """Turn float32 sums [L, B] into what is stored, as `linear_triton._epilogue` does."""
     slot, squares, base, begun = of_lanes
     if GROUPS > 0:
         scale = rms_factor(squares, lane, K, eps)
@@ -148,7 +148,7 @@ def lanes_of(L: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_rows(residual, bias_ptr, output, OUTPUTS: gl.constexpr, SWIGLU: gl.constexpr):
-    """What depends only on the outputs [B], as float32: next norm, bias, bias of the ups."""
+    """Load what depends only on the outputs [B], as float32: next norm, bias, bias of the ups."""
     inside = output < OUTPUTS
     norm = gl.zeros_like(output, dtype=gl.float32)
     bias = norm
@@ -176,8 +176,8 @@ def load_lanes(
     WARPS: gl.constexpr,
     RANKS: gl.constexpr,
 ):
-    """What the epilogue needs of its lanes: slot [L], `load_squares`, the residual stream [L, B],
-    and what a sum of ranks begins with.
+    """Load what the epilogue needs of its lanes: slot [L], `load_squares`, the residual stream
+    [L, B], and what a sum over ranks begins with.
     """
     L: gl.constexpr = lane.shape[0]
     B: gl.constexpr = output.shape[0]
@@ -201,7 +201,7 @@ def load_lanes(
 
 @gluon.jit
 def _words(lane, output, lanes, OUTPUTS: gl.constexpr):
-    """Which words of the ranks' memory a tile [L, B] has, and where there are any."""
+    """The words of a tile [L, B] in the ranks' memory, and which of them exist."""
     word = lane[:, None] * OUTPUTS + output[None, :]
     return word, (lane < lanes)[:, None] & (output < OUTPUTS)[None, :]
 
@@ -224,7 +224,7 @@ def load_squares(squares_ptr, lane, there, lanes, GROUPS: gl.constexpr, WARPS: g
 
 @gluon.jit
 def rms_factor(squares, lane, K: gl.constexpr, eps):
-    """1 / rms of lanes [L], in the layout of `lane`, of what `load_squares` gives."""
+    """1 / rms of lanes [L], in the layout of `lane`, from what `load_squares` returns."""
     total = gl.convert_layout(gl.sum(squares, axis=0), lane.type.layout)
     return 1.0 / gl.sqrt_rn(total / K + eps)
 
@@ -238,7 +238,7 @@ def ptrs_of_part(
     BLOCK_M: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Where a split's part [L, B] of a product lies: of a SwiGLU the gates, with the ups after."""
+    """Where a split's part [L, B] of a product lies: in a SwiGLU the gates, with the ups after."""
     lane = lanes_of(L, layout)
     column = tile * BLOCK_M + gl.arange(0, B, gl.SliceLayout(0, layout))
     row_ptrs = partial_ptr + lane.to(gl.int64) * (gl.num_programs(1) * BLOCK_M)
@@ -247,7 +247,7 @@ def ptrs_of_part(
 
 @gluon.jit
 def is_last(arrivals_ptr, tile, SPLITS: gl.constexpr):
-    """Whether all splits of a tile have arrived, which its counter then forgets."""
+    """Whether this is the last split of a tile to arrive; its counter is then reset."""
     arrival_ptr = arrivals_ptr + tile * gl.num_programs(0) + gl.program_id(0)
     sync_threads()
     last = gl.atomic_add(arrival_ptr, 1, sem="acq_rel") == SPLITS - 1
@@ -267,7 +267,7 @@ def sum_splits(
     B: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """The parts [L, B] of a product, as all programs left them, added up in order."""
+    """Add up the parts [L, B] of a product that all splits stored, in order."""
     inside = (lane < lanes)[:, None]
     y = gl.zeros([L, B], gl.float32, layout)
     for split in gl.static_range(SPLITS):

@@ -1,8 +1,8 @@
 """Gate, up and SwiGLU of many lanes in one kernel on Hopper, in Gluon: for prefill.
 
-The BLAS writes gates and ups, which `swiglu` reads again: for 1,024 tokens of an 8B model 56 MiB,
-more memory than all else that a prefill graph needs. Here they stay in registers, next to each
-other: one `wgmma` has a tile's gates and ups, and reads its lanes once.
+The BLAS writes gates and ups to memory, and `swiglu` reads them again: for 1,024 tokens of an 8B
+model 56 MiB, more memory than all else that a prefill graph needs. Here they stay in registers,
+next to each other: one `wgmma` has a tile's gates and ups, and reads its lanes once.
 
 A persistent GEMM: each program goes through its tiles of 128 lanes, and through the columns of
 each, as one sequence of steps, with the tensor memory accelerator (TMA) some steps ahead of
@@ -45,11 +45,11 @@ LANES = 128
 
 _COLUMNS = 64
 _WARPS = 8
-# Bytes of a row, and of where it starts, that the TMA takes.
+# The TMA wants rows whose pitch and address are multiples of this many bytes.
 _ALIGNMENT = 16
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-# Outputs of a tile -> steps in shared memory. Products of fewer outputs read more of it for each,
-# which does not matter with one tile of lanes.
+# Outputs of a tile -> steps in shared memory. Tiles of fewer outputs read more shared memory for
+# each, which does not matter with one tile of lanes.
 _STAGES = {128: 4, 64: 6}
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
@@ -58,10 +58,10 @@ _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 
 
 def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
-    """Whether `linear_swiglu` serves this many lanes: it can, and BLAS and `swiglu` are slower.
+    """Whether `linear_swiglu` can serve this many lanes, and faster than BLAS and `swiglu`.
 
     It needs a Hopper GPU, 16-bit weights in aligned rows, more than half a tile of lanes, and tiles
-    that keep the multiprocessors busy: the BLAS has them in more shapes.
+    that keep the multiprocessors busy: the BLAS has tiles of more shapes.
     """
     if not use_wgmma(weight_MK) or not _can_be_fused(weight_MK):
         return False
@@ -69,7 +69,7 @@ def fuses_swiglu(weight_MK: torch.Tensor, lanes: int) -> bool:
 
 
 def _can_be_fused(weight_MK: torch.Tensor) -> bool:
-    """Whether the TMA takes its rows, and dense rows of the result."""
+    """Whether the TMA takes the weight's rows, and dense rows of the result."""
     outputs = weight_MK.shape[0] // 2
     return _fits(weight_MK) and not outputs * weight_MK.itemsize % _ALIGNMENT
 
@@ -78,7 +78,7 @@ def tile_outputs(lanes: int, outputs: int, processors: int) -> int | None:
     """B for this many lanes and outputs; None where the BLAS is faster.
 
     Found on an H200 with the weights of llama 1B and 8B: up to two tiles of lanes take as long as
-    their weights' way from memory, for which 4 processors of 5 do.
+    loading their weights from memory, for which 4 of 5 processors suffice.
     """
     if 2 * lanes <= LANES:
         return None
@@ -169,7 +169,7 @@ def _launch(
 
 
 def _tiled(rows: torch.Tensor, height: int, width: int) -> TensorDescriptor:
-    """A matrix's descriptor for the TMA, which past the edges reads zeros and writes nothing."""
+    """A matrix's descriptor for the TMA, which reads zeros past the edges and writes nothing."""
     layout = gl.NVMMASharedLayout.get_default_for([height, width], _DTYPES[rows.dtype])
     return TensorDescriptor.from_tensor(rows, [height, width], layout)
 
@@ -221,7 +221,7 @@ def _swiglu_kernel(
             both = warpgroup_mma(
                 x.index(stage), w.index(stage).permute((1, 0)), both, is_async=True
             )
-            # That of the step before is done in both warp groups: its stage is free.
+            # The `wgmma` of the step before is done in both warp groups: its stage is free.
             both = warpgroup_mma_wait(num_outstanding=1, deps=(both,))
             sync_threads()
             ahead = step + STAGES - 1
@@ -231,7 +231,7 @@ def _swiglu_kernel(
         both = warpgroup_mma_wait(num_outstanding=0, deps=(both,))
         gate, up = gl.split(gl.permute(gl.reshape(both, [LANES, 2, B]), [0, 2, 1]))
         result = (_activated(gate, ACTIVATION) * up).to(dtype)
-        # The tile before has left `y`.
+        # Wait until the tile before has been stored from `y`.
         tma.store_wait(0)
         sync_threads()
         y.store(result)
@@ -256,7 +256,7 @@ def _ask_weights(
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Have the gates and ups of a step copied to its stage, which expects its inputs as well."""
+    """Request a step's gates and ups for its stage, whose barrier expects the inputs as well."""
     B: gl.constexpr = weights.block_shape[0]
     BLOCK_K: gl.constexpr = weights.block_shape[1]
     there = step < steps
@@ -284,7 +284,7 @@ def _ask_inputs(
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Have the inputs of a step copied to its stage."""
+    """Request a step's inputs for its stage."""
     stage = step % STAGES
     tile = gl.program_id(0) + step // STEPS * gl.num_programs(0)
     lane = tile % LANE_TILES * inputs.block_shape[0]

@@ -2,10 +2,10 @@
 
 Both stream a weight [M, K] once for all lanes. `dot_kernel` runs a pipelined loop of `tl.dot` over
 the K tiles; K may be split among programs, of which the last to arrive sums the parts in order. It
-is for float32, for logits and for the interpreter: `linear_gluon.py` has what decode runs.
+is for float32, for logits and for the interpreter; otherwise `dot` runs in `linear_gluon.py`.
 `fma_kernel` holds whole weight rows in registers before it waits for its inputs. SWIGLU is 0,
-or the `gate_code` of a SwiGLU. With RANKS the product is a part, which is pushed into the memory of
-`peers`, and in `dot` the sum of all ranks' parts goes on in its place; SIZE is the words of that
+or the `gate_code` of a SwiGLU. With RANKS the product is this rank's part, which is pushed into the
+memory of `peers`; `dot` then continues with the sum of all ranks' parts. SIZE is the words of that
 memory.
 
 Letters: N lanes, L lanes of a tile, K input features, M weight rows, B outputs of a program.
@@ -36,7 +36,7 @@ class ResidualArgs(NamedTuple):
 
 
 class KeepingArgs(NamedTuple):
-    """`ResidualArgs`, and where the stream is left too (`residual.Kept`)."""
+    """`ResidualArgs`, and where the stream is also stored (`residual.Kept`)."""
 
     x: torch.Tensor
     next_norm: torch.Tensor
@@ -61,7 +61,8 @@ class SumArgs(NamedTuple):
 
 
 StreamArgs = ResidualArgs | KeepingArgs
-# A kernel tells them by their fields: it cannot compare one that has None with None.
+# A kernel tells them apart by their number of fields: it cannot compare a tuple with None in it
+# with None.
 STREAM_FIELDS = tl.constexpr(len(ResidualArgs._fields))
 KEEPING_FIELDS = tl.constexpr(len(KeepingArgs._fields))
 
@@ -76,7 +77,7 @@ def stream_args(residual: Residual, next_norm: torch.Tensor) -> StreamArgs:
 
 
 class SamplerArgs(NamedTuple):
-    """What the fast sampler reads of each slot, and the best of each tile, which it writes."""
+    """What the fast sampler reads for each slot, and the best of each tile, which it writes."""
 
     position: torch.Tensor
     temperature: torch.Tensor
@@ -228,7 +229,7 @@ def dot_kernel(
 
 @triton.jit
 def _sum_splits(partial_ptrs, mask, split_stride, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The parts [16, BLOCK_M] of a product, as other programs left them, added up in order."""
+    """Add up the parts [16, BLOCK_M] of a product that other programs stored, in order."""
     y = tl.zeros((16, BLOCK_M), dtype=tl.float32)
     for part in tl.static_range(SPLITS):
         y += tl.load(partial_ptrs + part * split_stride, mask=mask, other=0.0, cache_modifier=".cg")
@@ -269,7 +270,7 @@ def fma_kernel(
 ):
     """One program for BLOCK_M weight rows and LANES lanes, one lane after the other.
 
-    With RANKS the part is pushed, and left to `take_sums`.
+    With RANKS the part is only pushed, and `take_sums` does the rest.
     """
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     OUTPUTS: tl.constexpr = M // 2 if SWIGLU else M
@@ -359,7 +360,7 @@ def _row_ptrs(
 ):
     """Where the BLOCK_M weight rows of a tile start.
 
-    Rows past the end repeat the last one: cheaper than a mask on the loads, and never stored. Of a
+    Rows past the end repeat the last one: cheaper than a mask on the loads, and never stored. In a
     SwiGLU gate and up rows alternate: one product serves both, and a thread holds the pair.
     """
     row = tl.arange(0, BLOCK_M)
@@ -400,9 +401,9 @@ def _load_lanes(
     B: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """What the epilogue needs of its lanes, asked for before the product: slot [L], partial sums
-    of squares [chunk, L] (later chunks added to the first), the residual stream [L, B], and what a
-    sum of ranks begins with.
+    """Load what the epilogue needs of its lanes, before the product: slot [L], partial sums of
+    squares [chunk, L] (later chunks added to the first), the residual stream [L, B], and what a sum
+    over ranks begins with.
     """
     L: tl.constexpr = lane.shape[0]
     CHUNK: tl.constexpr = _chunk(GROUPS, L)
@@ -433,7 +434,7 @@ def _load_lanes(
 
 @triton.jit
 def _words(lane, tile, lanes, OUTPUTS: tl.constexpr, B: tl.constexpr):
-    """Which words of the ranks' memory a tile [L, B] has, and where there are any."""
+    """The words of a tile [L, B] in the ranks' memory, and which of them exist."""
     output = tile * B + tl.arange(0, B)
     word = lane[:, None] * OUTPUTS + output[None, :]
     return word, (lane < lanes)[:, None] & (output < OUTPUTS)[None, :]
@@ -488,7 +489,7 @@ def _epilogue(
     SIZE: tl.constexpr,
     TIMED: tl.constexpr,
 ):
-    """From float32 sums [L, B] to what is stored; a SwiGLU brings its gates as `y`."""
+    """Turn float32 sums [L, B] into what is stored; a SwiGLU passes its gates as `y`."""
     slot, squares, base, begun = early
     scale = _inverse_rms(squares, eps, K, GROUPS)
     output = tile * B + tl.arange(0, B)

@@ -1,15 +1,15 @@
 """Weights of 8 and 4 bits as the decode kernels read them: made once, when a model is loaded.
 
 Codes lie in blocks of 512 bytes, 16 weight rows by 32 (8 bits) or 64 (4 bits) columns. A block is
-the left operand of `mma.sync.m16n8k16` for one warp: 16 bytes for each thread in turn, which have
+the left operand of `mma.sync.m16n8k16` for one warp: 16 bytes for each thread in turn, which hold
 the columns of two rows that the thread multiplies. So a warp copies and loads whole blocks, and
 codes become halves without leaving their thread: the idea of Marlin (E. Frantar et al., 2024).
 
-Of 16 columns, which are what an `mma.sync` multiplies, a thread has 4 neighbours. A 32-bit word has
-codes of one row, those of even columns in the lower half and of odd ones in the upper half. What is
-at one place in both halves is a pair of neighbours, which is what an operand's register wants: a
-shift, a mask and a magic number make halves of them. Bits of 4-bit floats are moved about in a
-halfword, so that fewer steps find them.
+An `mma.sync` multiplies 16 columns, of which a thread has 4 adjacent ones. A 32-bit word holds
+codes of one row: even columns in the lower half, odd ones in the upper half. The same bits of both
+halves are a pair of adjacent columns, which is what an operand's register wants: a shift, a mask
+and a magic number turn them into halves. The bits of 4-bit floats are rearranged within a halfword,
+so that it takes fewer steps to extract them.
 
 Rows of a SwiGLU alternate, 8 gates and their 8 ups, so that a thread holds both of an output.
 
@@ -35,24 +35,24 @@ from graphengine.kernels.linear.quantised import (
 
 BLOCK_ROWS = 16
 POWER_FACTOR = 0.5
-"""Of a whole weight whose scales are powers of two: kernels read a byte `b` of them as
+"""Factor on a whole weight whose scales are powers of two: kernels read a scale's byte `b` as
 2 ** (b - 126), which is a normal number for every `b` up to 253.
 """
 BLOCK_HALFWORDS = 256
-# Of a halfword of 4 floats of 4 bits: the magnitudes of the first three and their signs lie as far
-# apart as a bfloat16 has them, and what is left is the fourth one's.
+# How the bits of a halfword of 4 floats of 4 bits are moved. Magnitudes and signs of the first
+# three lie as far apart as in a bfloat16; the fourth has the bits that are left.
 _FLOAT_BITS = (
     *((0, 3, 6), (3, 1, 15), (4, 3, 3), (7, 1, 12), (8, 3, 0), (11, 1, 9)),
     *((12, 1, 13), (13, 2, 10), (15, 1, 14)),
 )
-# Rows of a weight that are laid out at a time: as one code a byte they take twice the memory.
+# Rows of a weight that are laid out at a time: with one code a byte they take twice the memory.
 _ROWS_AT_ONCE = 4096
 # Rows that are selected at a time, each with the 15 others of its block.
 _SELECTED_AT_ONCE = 512
 
 
 class PackedWeight(NamedTuple):
-    """A weight [M, K] for the decode kernels; of a SwiGLU F gate rows, then F up rows.
+    """A weight [M, K] for the decode kernels; a SwiGLU has F gate rows, then F up rows.
 
     codes       int16 [B, C, 256], as the module says; rows and columns are padded with zeros or
                 with copies of others
@@ -73,7 +73,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
+        """The tensors that are not None."""
         tensors = (self.codes, self.scales, self.zeros, self.row_scales, self.order)
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -83,9 +83,9 @@ class PackedWeight(NamedTuple):
 
 
 class PackedForm(NamedTuple):
-    """What the shapes and dtypes of a `PackedWeight` follow from, besides the weight's own shape.
+    """With a weight's shape this determines the shapes and dtypes of a `PackedWeight`.
 
-    scales      dtype of the scales of groups; None: the scales are those of rows
+    scales      dtype of the scales of groups; None: only rows have scales
     row_scales  whether rows have factors
     ordered     whether columns may be in another order
     """
@@ -99,7 +99,10 @@ class PackedForm(NamedTuple):
 def packed_form(
     kind: WeightFormat, scales: torch.dtype, *, whole: bool = False, ordered: bool = False
 ) -> PackedForm:
-    """That of `pack`, of a weight with scales of this dtype, and with a factor on all of them."""
+    """The form that `pack` gives a weight with scales of this dtype.
+
+    whole: the weight has a factor on all scales.
+    """
     if kind.columns == 0 and not kind.has_zeros:
         return PackedForm(kind, None, True, ordered)
     return PackedForm(kind, scales, whole or scales == torch.uint8, ordered)
@@ -110,7 +113,7 @@ def empty_packed(
 ) -> PackedWeight:
     """An uninitialised weight [M, K]; on the device "meta" it takes no memory.
 
-    ValueError as of `pack`.
+    ValueError as in `pack`.
     """
     kind, (M, K) = form.format, shape
     _check(kind, M, swiglu)
@@ -133,14 +136,14 @@ def empty_packed(
 
 
 def first_rows(packed: PackedWeight, rows: int) -> PackedWeight:
-    """The first rows of a weight, which share its memory. ValueError of a SwiGLU."""
+    """The first rows of a weight, which share its memory. ValueError for a SwiGLU."""
     return rows_of(packed, 0, rows)
 
 
 def rows_of(packed: PackedWeight, start: int, rows: int) -> PackedWeight:
-    """So many rows of a weight, which share its memory, from the `start` of a block on.
+    """A weight's `rows` rows from `start` on, the start of a block; they share its memory.
 
-    ValueError of a SwiGLU, and for another start.
+    ValueError for a SwiGLU, and for another start.
     """
     if packed.swiglu:
         raise ValueError(f"{packed.shape[0]} rows of a SwiGLU alternate: none are the first")
@@ -160,7 +163,7 @@ def rows_of(packed: PackedWeight, start: int, rows: int) -> PackedWeight:
 def select_rows(packed: PackedWeight, rows: Tensor) -> PackedWeight:
     """Rows of these indices, int64 [R], as a weight of its own, with a scale for every row.
 
-    Beside the result it takes memory for some of the rows alone. ValueError of a SwiGLU.
+    Apart from the result it takes memory for only some rows at a time. ValueError for a SwiGLU.
     """
     if packed.swiglu:
         raise ValueError(f"{packed.shape[0]} rows of a SwiGLU alternate: none can be selected")
@@ -179,7 +182,7 @@ def select_rows(packed: PackedWeight, rows: Tensor) -> PackedWeight:
 
 
 def _some_rows(packed: PackedWeight, rows: Tensor) -> QuantisedWeight:
-    """Those rows: their blocks are unpacked, which have 16 each."""
+    """Unpack some rows, by unpacking their blocks of 16."""
     blocks, count = rows // BLOCK_ROWS, len(rows)
     factors = packed.row_scales
     of_blocks = packed._replace(
@@ -213,7 +216,8 @@ def block_columns(kind: WeightFormat) -> int:
 def pack(weight: QuantisedWeight, *, swiglu: bool = False) -> PackedWeight:
     """Lay out a weight, on its device.
 
-    ValueError for groups that the kernels do not have, and for a SwiGLU of an odd number of rows.
+    ValueError for groups that the kernels do not support, and for a SwiGLU with an odd number of
+    rows.
     """
     M, kind = weight.shape[0], weight.format
     _check(kind, M, swiglu)
@@ -249,7 +253,7 @@ def unpack(packed: PackedWeight) -> QuantisedWeight:
     """The weight that was laid out, with a scale for every row: for tests."""
     (M, K), kind = packed.shape, packed.format
     rows = packed_rows(M, packed.swiglu, packed.codes.device)
-    # The first place of a row: what lies past the last one may be a row that `first_rows` left out.
+    # Take the first place of a row: past the last one may lie a row that `first_rows` left out.
     at = torch.arange(len(rows), device=rows.device)
     places = at.new_full((M,), len(rows)).scatter_reduce(0, rows, at, "amin")
     codes = _codes(packed.codes, kind)[places, :K]
@@ -293,7 +297,7 @@ def _check(kind: WeightFormat, M: int, swiglu: bool) -> None:
 
 
 def _scales_of_rows(weight: QuantisedWeight) -> Tensor:
-    """Float32 [M]: what a code of 1 would stand for."""
+    """Scales of rows, float32 [M]: what a code of 1 would stand for."""
     ones = torch.ones((weight.shape[0], 1), dtype=torch.uint8, device=weight.codes.device)
     kind = WeightFormat("int8", weight.format.rows, 0)
     return dequantise(QuantisedWeight(kind, ones, weight.scales, weight.whole))[:, 0]
@@ -302,7 +306,7 @@ def _scales_of_rows(weight: QuantisedWeight) -> Tensor:
 def _blocks(codes: Tensor, kind: WeightFormat) -> Tensor:
     """int16 [B, C, 256] of codes [16 * B, K]."""
     sizes, order = _layout(kind)
-    # Inputs past K are zeros, so any code would do.
+    # Inputs past K are zeros, so any code will do.
     codes = functional.pad(codes, (0, -codes.shape[1] % block_columns(kind)))
     pieces = codes.view(-1, 2, 8, codes.shape[1] // block_columns(kind), *sizes).permute(order)
     if kind.bits == 4:
@@ -319,7 +323,7 @@ def _codes(blocks: Tensor, kind: WeightFormat) -> Tensor:
     pieces = blocks.view(torch.uint8)
     if kind.bits == 4:
         pieces = torch.stack((pieces & 15, pieces >> 4), dim=-1)
-    # Gathered block by block: a permuted copy of so many axes moves each code by itself.
+    # Gather block by block: a permuted copy of so many axes would move each code by itself.
     columns, one_block = block_columns(kind), (1, 2, 8, 1, *sizes)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     place = torch.arange(BLOCK_ROWS * columns, device=blocks.device)
@@ -330,7 +334,7 @@ def _codes(blocks: Tensor, kind: WeightFormat) -> Tensor:
 
 
 def _moved(halfwords: Tensor, moves: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Halfwords whose bits lie elsewhere: of each move the first bit, how many, and their place."""
+    """Move bits within halfwords; a move is the first bit, the number of bits, and their place."""
     words = halfwords.to(torch.int32)
     moved = torch.zeros_like(words)
     for source, count, to in moves:
@@ -351,7 +355,7 @@ def _layout(kind: WeightFormat) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _of_blocks(of_groups: Tensor, kind: WeightFormat, rows: Tensor) -> Tensor:
-    """[B, G, 16] of what groups have, [M / R, G]."""
+    """Lay out values of groups, [M / R, G], by blocks: [B, G, 16]."""
     chosen = torch.zeros_like(rows) if kind.rows == 0 else rows // kind.rows
     bits = _as_bits(of_groups)[chosen].view(-1, BLOCK_ROWS, of_groups.shape[1])
     return bits.transpose(1, 2).contiguous().view(of_groups.dtype)
@@ -364,5 +368,5 @@ def _of_rows(of_blocks: Tensor, places: Tensor) -> Tensor:
 
 
 def _as_bits(values: Tensor) -> Tensor:
-    """Integers: torch does not gather floats of 8 bits everywhere."""
+    """View 8-bit values as integers: torch does not gather floats of 8 bits everywhere."""
     return values.view(torch.uint8) if values.itemsize == 1 else values

@@ -1,11 +1,11 @@
 """The linears of prefill with weights of 8 and 4 bits, laid out by `packed.pack`.
 
 A chunk's lanes are multiplied by codes that become halves on their way to the tensor cores: no copy
-of a weight in 16 bits is ever in memory. A weight means what it means in decode: codes are exact,
-and scales multiply sums in float32, or where that is exact the codes.
+of a weight in 16 bits is ever in memory. A weight has the same values as in decode: codes are
+exact, and scales multiply the float32 sums, or the codes where that is exact.
 
-Columns are added up in one order, which the weight's format gives: a lane's bits depend neither on
-other lanes nor on how many there are. Tiles of rows and lanes may be of any size.
+The weight's format determines the order in which columns are added up: a lane's bits depend neither
+on other lanes nor on how many there are. Tiles of rows and lanes may be of any size.
 
 Letters: N lanes, K input features, M weight rows, F ffn width.
 """
@@ -33,21 +33,21 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.norm_rope.activation import Activation, activated_reference, gate_code
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-# Of shared memory, by the programs of a multiprocessor: what one of them may use.
+# Programs a multiprocessor -> bytes of shared memory that each may use.
 _SHARED = {1: 226 * 1024, 2: 113 * 1024 - 512}
-# Of a thread when a program of one warp group begins, which then takes those of other threads.
+# Registers a thread when a program of one warp group begins; it then takes those of other threads.
 _REGISTERS = 128
 _LEAST_STAGES, _MOST_STAGES = 3, 8
-# Blocks of rows of a weight that a reference has in float32 at a time.
+# Blocks of rows of a weight that the reference holds in float32 at a time.
 _REFERENCE_BLOCKS = 128
 
 
 class ChunkTile(NamedTuple):
     """What a program multiplies at a time; no part of the numerics.
 
-    lanes        a power of two from 16 to 256; of sums that are scaled by groups to 128
+    lanes        a power of two from 16 to 256, or to 128 if sums are scaled by groups
     warp_groups  1 or 2, of 64 rows each
-    depth        1, 2 or 4: times as many columns a step as a format needs
+    depth        1, 2 or 4: columns of a step, in multiples of what the format needs
     """
 
     lanes: int
@@ -60,11 +60,11 @@ class ChunkTile(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Those of a multiprocessor."""
+        """Programs of a multiprocessor."""
         return 2 if self.warp_groups == 1 and self.lanes <= 64 else 1
 
 
-# Relative, of weights in e4m3 on an H200.
+# Relative times of a tile, with e4m3 weights on an H200.
 _TILE_TIMES = {ChunkTile(256): 1.5, ChunkTile(128): 1.0, ChunkTile(128, 1): 0.62}
 
 
@@ -85,14 +85,14 @@ def packed_chunk_product(
         x_NK: dense rows, any number of them. Padded lanes hold anything, and so do their results.
         weight: in any format.
         bias: [M] in x's dtype.
-        out: [N, M] in x's dtype, dense rows. Of a SwiGLU gates, then ups; or with `swiglu`, [N, F]:
+        out: [N, M] in x's dtype, dense rows; for a SwiGLU gates, then ups. With `swiglu` [N, F]:
             silu(gate) * up in float32, rounded once.
         activation: of the gates, in place of silu.
         pdl: the launch before may still run, and does not write the weight.
 
-    The kernel runs on Hopper GPUs, where x is float16 or bfloat16, K a multiple of 8, and columns
-    are in order. With such operands other GPUs run the kernel of decode; elsewhere the reference
-    is run. ValueError for what does not fit.
+    The kernel runs on Hopper GPUs, and wants x in float16 or bfloat16, K a multiple of 8, and
+    columns in order. With these operands other GPUs run the decode kernel; otherwise the reference
+    runs. ValueError for what does not fit.
     """
     check_rows(x_NK=x_NK)
     (lanes, columns), (M, K) = x_NK.shape, weight.shape
@@ -123,7 +123,7 @@ def packed_chunk_reference(
 ) -> torch.Tensor:
     """`packed_chunk_product` in plain PyTorch: products in float32, rounded once.
 
-    No more than some rows of the weight are in float32 at a time.
+    Only some rows of the weight are in float32 at a time.
     """
     x, M = x_NK.float(), weight.shape[0]
     for first in range(0, len(weight.codes), _REFERENCE_BLOCKS):
@@ -146,7 +146,7 @@ def packed_chunk_reference(
 
 
 def _blocks_of(weight: PackedWeight, first: int, count: int) -> PackedWeight:
-    """Some blocks of rows of a weight, as a weight."""
+    """`count` blocks of rows of a weight from `first` on, as a weight."""
     (M, K), part = weight.shape, slice(first, first + count)
     rows = slice(first * BLOCK_ROWS, (first + count) * BLOCK_ROWS)
     whole = M // 2 if weight.swiglu else M
@@ -164,8 +164,8 @@ def _blocks_of(weight: PackedWeight, first: int, count: int) -> PackedWeight:
 class ChunkForm(NamedTuple):
     """How the columns of a weight are added up: part of the numerics.
 
-    group   columns that share a scale; 0: all of them, whose scales are those of rows
-    folded  scales go into the halves
+    group   columns that share a scale; 0: all of them, so that only rows have scales
+    folded  scales multiply the halves instead of sums
     units   units of 64 columns whose sum is scaled
     width   columns of a unit whose sum is scaled
     """
@@ -181,7 +181,7 @@ def _chunk_form(weight: PackedWeight, dtype: torch.dtype) -> ChunkForm:
     if scales is None:
         return ChunkForm(0, False, 1, UNIT)
     group = kind.columns or max(UNIT, triton.next_power_of_2(weight.shape[1]))
-    # A half holds a power of two times a code in bfloat16, and the product of two small floats.
+    # A half holds the product of two small floats exactly, a bfloat16 a power of two times a code.
     exact = scales.dtype == torch.float8_e4m3fn or (
         scales.dtype == torch.uint8 and dtype == torch.bfloat16
     )
@@ -193,7 +193,7 @@ def _chunk_form(weight: PackedWeight, dtype: torch.dtype) -> ChunkForm:
 def chunk_tile(form: ChunkForm, M: int, lanes: int, processors: int) -> ChunkTile:
     """A tile for so many lanes and rows on a GPU of so many multiprocessors."""
     if lanes <= 64:
-        # Few products for what a step costs besides: long steps.
+        # A step has few products against its other costs, so take long steps.
         width = max(16, triton.next_power_of_2(lanes))
         units = (4 if width < 64 else 2) if form.width == UNIT else 1
         return ChunkTile(width, 1, max(1, units // form.units))
@@ -202,7 +202,7 @@ def chunk_tile(form: ChunkForm, M: int, lanes: int, processors: int) -> ChunkTil
         tiles.insert(0, ChunkTile(256))
 
     def time(tile: ChunkTile) -> float:
-        """Of the program with the most tiles."""
+        """Relative time of the program with the most tiles."""
         count = triton.cdiv(lanes, tile.lanes) * triton.cdiv(M, tile.rows)
         return float(triton.cdiv(count, processors) * _TILE_TIMES[tile])
 
@@ -232,7 +232,7 @@ def _launch(
             f"the prefill kernel takes columns in order, and {weight.order.numel()} have another"
         )
     if not linear_gluon.is_aligned(x_NK):
-        # Where the inputs lie is not to decide about their bits.
+        # The address of the inputs must not change the bits of the result.
         x_NK = x_NK.clone(memory_format=torch.contiguous_format)
     processors = processors_of(x_NK)
     form = _chunk_form(weight, x_NK.dtype)
@@ -265,7 +265,7 @@ def _launch(
 
 
 def _stages(form: ChunkForm, bits: int, tile: ChunkTile) -> int:
-    """Steps in shared memory: what is left besides outputs on their way."""
+    """Steps that fit shared memory beside the outputs on their way to memory."""
     step = form.units * tile.depth * UNIT * (tile.lanes * 2 + tile.rows * bits // 8)
     stages = min(_MOST_STAGES, (_SHARED[tile.programs] - tile.lanes * tile.rows * 2) // step)
     if stages < _LEAST_STAGES:
@@ -274,6 +274,6 @@ def _stages(form: ChunkForm, bits: int, tile: ChunkTile) -> int:
 
 
 def _described(tensor: torch.Tensor, box: list[int], dtype: gl.dtype) -> TensorDescriptor:
-    """For the TMA, which reads zeros past the edges."""
+    """A tensor's descriptor for the TMA, which reads zeros past the edges."""
     layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
     return TensorDescriptor.from_tensor(tensor, box, layout)

@@ -1,9 +1,9 @@
 """From packed codes to the left operand of `wgmma` in registers, in Gluon.
 
-A block of codes is laid out for `mma.sync`, where inputs come from registers too and the columns of
-16 may come in any order: a thread has 4 neighbours. `wgmma` takes inputs as they lie in shared
-memory, and of 16 columns a thread has 2 neighbours in the lower 8 and 2 in the upper 8. So a thread
-loads the codes of two threads here, and of each takes the pairs that it is to have.
+A block of codes is laid out for `mma.sync`. Its inputs come from registers too, so that 16 columns
+may come in any order, and a thread has 4 adjacent ones. `wgmma` takes inputs as they lie in shared
+memory: of 16 columns a thread has 2 adjacent ones in the lower 8 and 2 in the upper 8. So here a
+thread loads the codes of two threads, and takes from each the pairs that it needs.
 
 Letters: R blocks of rows, C blocks of columns, G groups of columns.
 """
@@ -23,8 +23,8 @@ _UNIT = gl.constexpr(UNIT)
 
 @gluon.constexpr_function
 def code_layout(columns):
-    """Of codes [4, 4 * C, 64] as halfwords, 128 bytes a line: of each row of 8 a thread's and its
-    partner's 16 bytes, for two threads.
+    """Layout of codes [4, 4 * C, 64], halfwords in lines of 128 bytes: a thread and its partner
+    both hold the 16 bytes of each for every row of 8.
     """
     blocks = _UNIT.value // columns
     return gl.DistributedLinearLayout(
@@ -38,7 +38,7 @@ def code_layout(columns):
 
 @gluon.constexpr_function
 def _pair_layout(columns):
-    """Of halfwords [R, C, row of 8, source, pair, halfword]: what a thread has of one source."""
+    """Layout of halfwords [R, C, row of 8, source, pair, halfword]: a thread's of one source."""
     blocks = _UNIT.value // columns
     return gl.DistributedLinearLayout(
         [[0, 0, 0, 0, 0, i] for i in (1, 2, 4)] + ([[0, 1, 0, 0, 0, 0]] if blocks == 2 else []),
@@ -51,7 +51,7 @@ def _pair_layout(columns):
 
 @gluon.constexpr_function
 def half_layout(group):
-    """Of halves [64, G, group] of 64 columns: the left operand of `wgmma`."""
+    """Layout of halves [64, G, group] of 64 columns: the left operand of `wgmma`."""
 
     def column(k):
         return [0, k // group, k % group]
@@ -67,8 +67,8 @@ def half_layout(group):
 
 @gluon.constexpr_function
 def _choice(bits):
-    """PTX for a word of both sources' pairs, in the order of pairs of one thread: $0 of the words
-    $1 and $2. $3 says which pair.
+    """PTX that puts a pair from each of the source words $1 and $2 into $0, in the order that one
+    thread's pairs have. $3 says which pair.
     """
     if bits == 8:
         return "prmt.b32 $0, $1, $2, $3;"
@@ -85,7 +85,7 @@ def _choice(bits):
 def _float_choice(bf16):
     """PTX for the halves of 4-bit floats, whose bits lie as `packed.py` moves them.
 
-    Of the pairs of $4 and $5 the ones that $6 to $9 say, how far their bits are to be rotated.
+    $6 to $9 choose the pairs of $4 and $5: they are how far to rotate the bits.
     """
     kind, factor = ("bf16x2", 0x7E807E80) if bf16 else ("f16x2", 0x74007400)
     lines = [f"mov.b32 factor, {factor:#x};"]
@@ -117,7 +117,7 @@ def _float_choice(bf16):
 def ordered_halves(codes, inputs, CODE: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr):
     """What 64 columns of codes [4, 4 * C, 64] stand for: [64, G, GROUP], in `half_layout`.
 
-    They have the dtype of `inputs`. With ZEROS codes of 4 bits keep a power of two, as
+    They have the dtype of `inputs`. With ZEROS a power of two is still added to codes of 4 bits, as
     `without_zeros` wants them.
     """
     BITS: gl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 8
@@ -127,7 +127,7 @@ def ordered_halves(codes, inputs, CODE: gl.constexpr, GROUP: gl.constexpr, ZEROS
     pairs: gl.constexpr = _pair_layout(256 // BITS)
     loaded = codes.load(code_layout(256 // BITS))
     loaded = loaded.reshape([4, C, 8, 2, 2, 8]).permute((0, 1, 2, 4, 5, 3))
-    # Of lower and of upper columns.
+    # Codes of the lower and of the upper columns.
     lower, upper = gl.split(loaded)
     lower = gl.convert_layout(lower, gl.SliceLayout(4, pairs), assert_trivial=True)
     upper = gl.convert_layout(upper, gl.SliceLayout(4, pairs), assert_trivial=True)
@@ -189,7 +189,7 @@ def _axis(layout, axis):
 
 @gluon.jit
 def _turns(pair, BF16: gl.constexpr):
-    """How far `_float_choice` rotates, of pair 0 and of pair 1."""
+    """How far `_float_choice` rotates for `pair`, which is 0 or 1."""
     if BF16:
         turns = (pair * 3, 6 - pair * 5, 6 + pair * 23, 6 + pair * 19)
     else:
@@ -199,9 +199,9 @@ def _turns(pair, BF16: gl.constexpr):
 
 @gluon.jit
 def scaled_halves(halves, scales):
-    """Halves [64, G, group] times what scales [64, G] stand for, where that is exact.
+    """Multiply halves [64, G, group] by what scales [64, G] stand for, where that is exact.
 
-    Of powers of two, as in `scale_floats`, twice as much.
+    Scales that are powers of two are doubled, as in `scale_floats`.
     """
     dtype = halves.dtype
     if scales.dtype == gl.uint8:

@@ -1,4 +1,4 @@
-"""From the sums of prefill's products with packed weights to outputs in memory, in Gluon.
+"""The epilogue of prefill's products with packed weights, in Gluon: from sums to stored outputs.
 
 Letters: L lanes of a tile, M weight rows.
 """
@@ -17,15 +17,15 @@ _activated = gluon.jit(activated.fn)
 
 @gluon.jit
 def store_outputs(total, y, factors, out_ptr, out_stride, place, outputs: gl.constexpr):
-    """Write what sums [64, L] make, times factors of rows, plus the bias.
+    """Store the outputs of sums [64, L]: times the factors of rows, plus the bias.
 
-    total    of the 64 rows of 4 blocks
+    total    sums of the 64 rows of 4 blocks
     y        shared memory [L, ROWS] in the outputs' dtype
-    factors  their `row_scales` and `bias`
-    place    how many lanes there are, and the first lane and block of rows of these
-    outputs  M, SWIGLU, ROWS, BLOCKS: rows of the weight, the `gate_code` where one output is made
-             of gate and up, else 0, how many outputs the 64 rows are in one place (32 of a
-             SwiGLU's), blocks of rows
+    factors  `row_scales` and `bias` of the weight
+    place    how many lanes there are, and the first lane and block of rows of these sums
+    outputs  M, SWIGLU, ROWS, BLOCKS. M rows of the weight; SWIGLU is the `gate_code` where gate and
+             up make one output, else 0; the 64 rows are ROWS adjacent outputs (a SwiGLU's 32);
+             BLOCKS blocks of rows
     """
     lanes, first_lane, first_block = place
     M: gl.constexpr = outputs[0]
@@ -66,7 +66,7 @@ def store_outputs(total, y, factors, out_ptr, out_stride, place, outputs: gl.con
 def _store_rows(
     values, y, out_ptr, out_stride, lanes, first_lane, first_output, OUTPUTS: gl.constexpr
 ):
-    """Write [rows, L] as [L, rows], by way of shared memory."""
+    """Write [rows, L] as [L, rows], through shared memory."""
     ROWS: gl.constexpr = y.shape[1]
     dense: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [4, 1], [1, 0])
     sync_threads()

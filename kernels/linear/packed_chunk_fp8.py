@@ -3,10 +3,10 @@
 Lanes are quantised by `quantise_lanes`; the weight is laid out by `packed.pack`, with one scale for
 all columns of a row or scales for groups of 128 columns or a multiple.
 
-The tensor cores' own sums of such products have about 14 bits of mantissa. They have 128 columns
-each, and are then scaled and added up in float32, from the first columns to the last, whatever the
-format: a lane's bits depend neither on other lanes nor on how many there are. Tiles of rows and
-lanes may be of any size.
+The tensor cores sum these products with about 14 bits of mantissa. Each sum covers 128 columns;
+sums are then scaled and added up in float32, from the first columns to the last, in every format: a
+lane's bits depend neither on other lanes nor on how many there are. Tiles of rows and lanes may be
+of any size.
 
 Letters: N lanes, K input features, M weight rows, F ffn width.
 """
@@ -34,12 +34,12 @@ from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.norm_rope.activation import Activation, gate_code
 
 _DTYPES = (torch.float16, torch.bfloat16)
-# Of shared memory, by the programs of a multiprocessor: what one of them may use.
+# Programs a multiprocessor -> bytes of shared memory that each may use.
 _SHARED = {1: 226 * 1024, 2: 113 * 1024 - 512}
-# Of a thread when a program of one warp group begins, which then takes those of other threads.
+# Registers a thread when a program of one warp group begins; it then takes those of other threads.
 _REGISTERS = 128
 _LEAST_STAGES, _MOST_STAGES = 3, 8
-# Lanes whose sums are in a warp group's registers besides those of a step.
+# Most lanes of a part, whose sums of a step are in a warp group's registers beside all totals.
 _MOST_OF_PART = 128
 
 
@@ -59,23 +59,23 @@ class Fp8Tile(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """In which the lanes are multiplied."""
+        """Parts in which the lanes are multiplied, one after the other."""
         return max(1, self.lanes // _MOST_OF_PART)
 
     @property
     def programs(self) -> int:
-        """Those of a multiprocessor."""
+        """Programs of a multiprocessor."""
         return 2 if self.warp_groups == 1 and self.lanes <= 64 else 1
 
     @property
     def stages(self) -> int:
-        """Steps in shared memory: what is left besides outputs on their way."""
+        """Steps that fit shared memory beside the outputs on their way to memory."""
         step = STEP * (self.lanes + self.rows)
         outputs = 2 * self.rows * self.lanes // self.parts
         return min(_MOST_STAGES, (_SHARED[self.programs] - outputs) // step)
 
 
-# What a step takes, about, in those of 128 lanes and rows: smaller ones multiply less at a time.
+# About what a step costs relative to 128 lanes and rows: smaller tiles multiply less at a time.
 _COSTS = {Fp8Tile(256): 1.9, Fp8Tile(128): 1.0, Fp8Tile(128, 1): 0.65}
 
 
@@ -99,10 +99,10 @@ def packed_chunk_fp8_product(
 
     Args:
         x: any number of lanes. Padded lanes hold anything, and so do their results.
-        weight: of `takes_fp8`.
+        weight: one that `takes_fp8` accepts.
         bias: [M] in the dtype of `out`.
-        out: [N, M] in float32 (on a CPU), float16 or bfloat16, dense rows. Of a SwiGLU gates, then
-            ups; or with `swiglu`, [N, F]: silu(gate) * up in float32, rounded once.
+        out: [N, M] in float32 (on a CPU), float16 or bfloat16, dense rows; for a SwiGLU gates, then
+            ups. With `swiglu` [N, F]: silu(gate) * up in float32, rounded once.
         activation: of the gates, in place of silu.
         pdl: the launch before may still run, and does not write the weight.
 
@@ -141,7 +141,7 @@ def packed_chunk_fp8_reference(
     swiglu: bool = False,
     activation: Activation = "silu",
 ) -> torch.Tensor:
-    """`packed_chunk_fp8_product` in plain PyTorch: what codes mean is multiplied in float32."""
+    """`packed_chunk_fp8_product` in plain PyTorch: codes are dequantised, products are float32."""
     return packed_chunk_reference(
         lane_values(x), weight, bias, out=out, swiglu=swiglu, activation=activation
     )
@@ -209,6 +209,6 @@ def _launch(
 
 
 def _described(tensor: torch.Tensor, box: list[int], dtype: gl.dtype) -> TensorDescriptor:
-    """For the TMA, which reads zeros past the edges."""
+    """A tensor's descriptor for the TMA, which reads zeros past the edges."""
     layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
     return TensorDescriptor.from_tensor(tensor, box, layout)

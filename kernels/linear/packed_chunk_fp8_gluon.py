@@ -1,12 +1,13 @@
 """The kernel of `packed_chunk_fp8.py`: products of e4m3 lanes with e4m3 weights, on Hopper.
 
 As in `packed_chunk_gluon.py` the weight is the left operand of `wgmma` and comes from registers,
-lanes are the right one and come from shared memory, and a warp of its own has the TMA bring both
-some steps ahead, across tiles. Codes are multiplied as they are.
+lanes are the right one and come from shared memory, and a separate warp has the TMA load both some
+steps ahead, across tiles. Codes are multiplied as they are.
 
-The tensor cores add up products of 8-bit floats with about 14 bits of mantissa, of which the sums
-of many columns would lose some. So they have 128 columns at a time, and float32 registers have the
-sums of those: the idea of DeepSeek-V3's products (2024), where the scales of blocks come in, too.
+The tensor cores add up products of 8-bit floats with about 14 bits of mantissa, and sums of many
+columns would lose some of these. So the tensor cores sum 128 columns at a time, and those sums are
+added up in float32 registers: the idea of DeepSeek-V3's products (2024), where the scales of blocks
+are applied, too.
 
 Letters: N lanes, L lanes of a tile, K input features, M weight rows, S steps in shared memory.
 """
@@ -34,17 +35,17 @@ STEP = 128
 """Columns that are multiplied at a time, and whose sums are scaled and added up in float32."""
 
 LINES = 16
-"""Of 128 bytes, that the codes of a step and of a block of rows have."""
+"""Lines of 128 bytes that hold the codes of one step and one block of rows."""
 
 _STEP = gl.constexpr(STEP)
 _LINES = gl.constexpr(LINES)
-# Of a thread, in the warp groups and in the warp that brings tiles.
+# Registers of a thread: in the warp groups, and in the warp that loads tiles.
 _REGISTERS = gl.constexpr((240, 24))
 
 
 @gluon.constexpr_function
 def _word_layout():
-    """Of words [4, 16, 32] of 64 rows: a thread's 4 of each block of 32 columns."""
+    """Layout of words [4, 16, 32] of 64 rows: a thread has 4 of each block of 32 columns."""
     return gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 4, 0], [0, 8, 0]],
         [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]],
@@ -75,9 +76,9 @@ def packed_chunk_fp8_kernel(
 ):
     """Programs take tiles alternately, lanes first, so that running programs share weights.
 
-    GROUP columns share a scale (0: all, in `row_scales`), a multiple of a step's. SWIGLU makes one
-    output of gate and up; with SPLIT_ROWS these lie apart. A tile has PARTS times the lanes of a
-    box of `inputs`, of which a warp group multiplies one after the other.
+    GROUP columns share a scale (0: all, in `row_scales`); it is a multiple of a step's columns.
+    SWIGLU makes one output of gate and up; with SPLIT_ROWS these lie apart. A tile has the lanes of
+    PARTS boxes of `inputs`, which a warp group multiplies one after the other.
     """
     L: gl.constexpr = inputs.block_shape[0]
     R: gl.constexpr = codes.block_shape[0]
@@ -105,7 +106,7 @@ def packed_chunk_fp8_kernel(
     rows = (rings, y, tiles, lane_scales, factors, out_ptr, lanes, out_stride)
     brought = (rings, tiles, inputs, codes)
     outputs: gl.constexpr = (M, SWIGLU, ROWS, BLOCKS)
-    # This is one warp group. The others begin after a barrier, which follows the wait.
+    # This is one warp group. The other warps begin after a barrier, which follows the wait.
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
@@ -129,7 +130,7 @@ def packed_chunk_fp8_kernel(
 
 @gluon.jit
 def _bring_tiles(brought, K: gl.constexpr, PARTS: gl.constexpr):
-    """One warp: the codes of each step, as soon as there is room for them."""
+    """In one warp, load the codes and inputs of each step as soon as there is room for them."""
     rings, tiles, inputs, codes = brought
     x, words, there, free = rings
     all_tiles, lane_tiles = tiles
@@ -144,7 +145,8 @@ def _bring_tiles(brought, K: gl.constexpr, PARTS: gl.constexpr):
         block = tile // lane_tiles * R
         for step in range(STEPS):
             stage = count % STAGES
-            # The first use of a stage does not wait: the phase before a barrier's first is over.
+            # The first use of a stage does not wait: the phase before a barrier's first counts as
+            # complete.
             mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
             barrier = there.index(stage)
             mbarrier.expect(barrier, BYTES)
@@ -166,7 +168,7 @@ def _multiply_rows(
     PARTS: gl.constexpr,
     outputs: gl.constexpr,
 ):
-    """A warp group: its 64 rows of each of the program's tiles."""
+    """In one warp group, multiply and store its 64 rows of each of the program's tiles."""
     rings, y, tiles, lane_scales, factors, out_ptr, lanes, out_stride = rows
     x, words, there, free = rings
     all_tiles, lane_tiles = tiles
@@ -200,7 +202,7 @@ def _multiply_rows(
                     mbarrier.wait(there.index(after), phase, pred=step + 1 < STEPS)
                 sums = warpgroup_mma_wait(num_outstanding=0, deps=(begun,))
                 if part == PARTS - 1:
-                    # After the last step of a tile what is loaded here is not used.
+                    # After the last step of a tile the codes loaded here are not used.
                     codes = _load_words(words, count % STAGES, WHICH)
                     sync_threads()
                     mbarrier.arrive(free.index(stage), count=1)
@@ -210,7 +212,7 @@ def _multiply_rows(
         for part in gl.static_range(PARTS):
             first_lane = tile % lane_tiles * (L * PARTS) + part * L
             lane = first_lane + gl.arange(0, L, gl.SliceLayout(0, product))
-            # There is one for each lane of a tile, of lanes that there are not as well.
+            # Every lane of a tile has a scale in memory, even past the last lane.
             total = totals[part] * gl.load(lane_scales + lane)[None, :]
             place = (lanes, first_lane, first_block)
             store_outputs(total, y.index(WHICH), factors, out_ptr, out_stride, place, outputs)
@@ -218,15 +220,15 @@ def _multiply_rows(
 
 @gluon.jit
 def _load_words(words, stage, WHICH: gl.constexpr):
-    """The codes of 64 rows for a step, 4 in a word, which is how a loop can carry them."""
+    """Load the codes of 64 rows for a step, 4 in a word, which is how a loop can carry them."""
     return words.index(stage).slice(WHICH * 4, 4).load(_word_layout())
 
 
 @gluon.jit
 def _left_operand(words, product: gl.constexpr):
-    """Codes [64, columns] of words, whose registers stay what they are.
+    """View words as codes [64, columns], in the same registers.
 
-    Of a thread's 4 words, rows and columns of 16, each has 4 columns.
+    A thread's 4 words are of two rows and two groups of 16 columns; each word has 4 columns.
     """
     e4m3 = gl.float8e4nv
     w0, w1, w2, w3 = gl.inline_asm_elementwise(
@@ -254,13 +256,13 @@ def _load_scales(
     outputs: gl.constexpr,
     product: gl.constexpr,
 ):
-    """Scales [64] of the rows for a step, if groups of columns have any."""
+    """Load the scales [64] of the rows for a step, if groups of columns have any."""
     found = ()
     if GROUP > 0:
         GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
         BLOCKS: gl.constexpr = outputs[3]
         row = gl.arange(0, 64, gl.SliceLayout(1, product))
-        # Past the end the last ones repeat: they have no columns, or rows.
+        # Past the end the last ones repeat, for columns or rows that do not exist.
         block = gl.minimum(first_block + row // 16, BLOCKS - 1)
         group = gl.minimum(step * _STEP // GROUP, GROUPS - 1)
         found = (gl.load(factors.scales + (block * GROUPS + group) * 16 + row % 16),)  # type: ignore[assignment]

@@ -1,10 +1,10 @@
 """The kernel of `packed_chunk.py`: products of many lanes with weights of 8 and 4 bits, on Hopper.
 
 The weight is the left operand of `wgmma` and comes from registers, where codes become halves; lanes
-are the right one and come from shared memory. A warp of its own has the tensor memory accelerator
-(TMA) bring codes and inputs some steps ahead, across tiles as well; one or two warp groups have 64
+are the right one and come from shared memory. A separate warp has the tensor memory accelerator
+(TMA) load codes and inputs some steps ahead, across tiles as well; one or two warp groups have 64
 rows each. While `wgmma` multiplies 64 columns, a warp group converts the next 64. Source:
-Marlin (E. Frantar et al., 2024) and CUTLASS's products of mixed inputs.
+Marlin (E. Frantar et al., 2024) and CUTLASS's mixed-input products.
 
 Letters: N lanes, L lanes of a tile, K input features, M weight rows, S steps in shared memory.
 """
@@ -38,12 +38,12 @@ from graphengine.kernels.linear.packed_gluon_codes import scale_floats, without_
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 
 _UNIT = gl.constexpr(UNIT)
-# Of a thread, in the warp groups and in the warp that brings tiles.
+# Registers of a thread: in the warp groups, and in the warp that loads tiles.
 _REGISTERS = gl.constexpr((240, 24))
 
 
 class Factors(NamedTuple):
-    """Of a weight and a product what is applied to sums or codes; tensors as in `PackedWeight`."""
+    """What is applied to a product's sums or codes; tensors as in `PackedWeight`."""
 
     scales: torch.Tensor | None
     zeros: torch.Tensor | None
@@ -53,7 +53,7 @@ class Factors(NamedTuple):
 
 @gluon.constexpr_function
 def _product_layout(lanes):
-    """Of sums [64, L]."""
+    """Layout of sums [64, L]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, lanes, 16])
 
 
@@ -80,9 +80,9 @@ def packed_chunk_kernel(
 ):
     """Programs take tiles alternately, lanes first, so that running programs share weights.
 
-    GROUP columns share a scale (0: all, in `row_scales`). It goes into the halves with FOLD and to
+    GROUP columns share a scale (0: all, in `row_scales`), which multiplies the halves with FOLD and
     the sums without. SWIGLU makes one output of gate and up; with SPLIT_ROWS these lie apart. Each
-    warp group has ROW_TILES times 64 rows, and a step has DEPTH times 64 columns.
+    warp group has 64 rows, and a step has DEPTH times 64 columns.
     """
     L: gl.constexpr = inputs.block_shape[0]
     WIDTH: gl.constexpr = inputs.block_shape[1]
@@ -109,10 +109,11 @@ def packed_chunk_kernel(
     rings = (x, words, there, free)
     rows = (rings, y, tiles, factors, out_ptr, lanes, out_stride)
     brought = (rings, tiles, inputs, codes)
-    # Sums of a step that are scaled before they are added: of PART units, or of a piece of one.
+    # Sums of a step that are scaled before they are added; each is of PART units, or of a piece of
+    # one unit.
     SUMS: gl.constexpr = DEPTH // PART * PIECES if GROUP > 0 and not FOLD else 0
     form: gl.constexpr = (M, K, CODE, GROUP, FOLD, SWIGLU, ROWS, BLOCKS, DEPTH, PART, SUMS)
-    # This is one warp group. The others begin after a barrier, which follows the wait.
+    # This is one warp group. The other warps begin after a barrier, which follows the wait.
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
@@ -136,7 +137,7 @@ def packed_chunk_kernel(
 
 @gluon.jit
 def _bring_tiles(brought, K: gl.constexpr, DEPTH: gl.constexpr):
-    """One warp: the codes and inputs of each step, as soon as there is room for them."""
+    """In one warp, load the codes and inputs of each step as soon as there is room for them."""
     rings, tiles, inputs, codes = brought
     x, words, there, free = rings
     all_tiles, lane_tiles = tiles
@@ -154,7 +155,8 @@ def _bring_tiles(brought, K: gl.constexpr, DEPTH: gl.constexpr):
         block = tile // lane_tiles * R
         for step in range(STEPS):
             stage = count % STAGES
-            # The first use of a stage does not wait: the phase before a barrier's first is over.
+            # The first use of a stage does not wait: the phase before a barrier's first counts as
+            # complete.
             mbarrier.wait(free.index(stage), (count // STAGES & 1) ^ 1)
             barrier = there.index(stage)
             mbarrier.expect(barrier, BYTES)
@@ -172,7 +174,7 @@ def _bring_tiles(brought, K: gl.constexpr, DEPTH: gl.constexpr):
 
 @gluon.jit
 def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
-    """A warp group: its 64 rows of each of the program's tiles."""
+    """In one warp group, multiply and store its 64 rows of each of the program's tiles."""
     rings, y, tiles, factors, out_ptr, lanes, out_stride = rows
     x, words, there, free = rings
     all_tiles, lane_tiles = tiles
@@ -202,10 +204,11 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
             first = stage * (DEPTH * (_UNIT // x.shape[2]))
             next_groups = _load_groups(factors, first_block, (step + 1) * COLUMNS, form)
             begun = _begin_step(halves, x, first, total, sums, form)
-            # After the last step of a tile what is converted here is not used.
+            # After the last step of a tile the halves converted here are not used.
             after = (count + 1) % STAGES
             ahead = _convert(words, after, WHICH, next_groups, x, product, factors, form)
-            # The next iteration's wait. Here it keeps the compiler from converting after `wgmma`.
+            # The next iteration's wait. Waiting here keeps the compiler from converting after
+            # `wgmma`.
             later = count + 2
             mbarrier.wait(there.index(later % STAGES), later // STAGES & 1, pred=step + 2 < STEPS)
             sums, halves, ahead = _wait(begun, halves, ahead)
@@ -222,15 +225,13 @@ def _multiply_rows(rows, WHICH: gl.constexpr, form: gl.constexpr):
 
 @gluon.constexpr_function
 def _at_once(sums, lanes):
-    """Those of a step's sums that are begun together, as far as there are registers for them."""
+    """How many of a step's sums are begun together, as far as there are registers for them."""
     return max(sums, 1) if lanes <= 64 else 1
 
 
 @gluon.jit
 def _begin_step(halves, x, place, total, sums, form: gl.constexpr):
-    """The products of a step that are begun together: added to the total, or sums of their own that
-    are scaled then.
-    """
+    """Begin a step's first products: they add to the total, or form sums that are scaled later."""
     DEPTH: gl.constexpr = form[8]
     PART: gl.constexpr = form[9]
     SUMS: gl.constexpr = form[10]
@@ -245,8 +246,9 @@ def _begin_step(halves, x, place, total, sums, form: gl.constexpr):
 
 @gluon.jit
 def _end_step(halves, x, place, total, sums, ahead, groups, form: gl.constexpr):
-    """The total after a step whose first products are there: others are begun and waited for one by
-    one. Sums, and what was converted ahead, are as they are after that.
+    """Finish a step whose first products are there: begin the others and wait for them one by one.
+
+    Returns the total, and `sums` and `ahead` as they are after that.
     """
     PART: gl.constexpr = form[9]
     SUMS: gl.constexpr = form[10]
@@ -267,7 +269,7 @@ def _end_step(halves, x, place, total, sums, ahead, groups, form: gl.constexpr):
 
 @gluon.jit
 def _begin(halves, x, place, FIRST: gl.constexpr, COUNT: gl.constexpr, total, ADD: gl.constexpr):
-    """Products of some pieces of a step's halves with its inputs, to be waited for."""
+    """Begin products of some pieces of a step's halves with its inputs, to be waited for."""
     begun = total
     for index in gl.static_range(FIRST, FIRST + COUNT):
         inputs = x.index(place + index).permute((1, 0))
@@ -279,8 +281,8 @@ def _begin(halves, x, place, FIRST: gl.constexpr, COUNT: gl.constexpr, total, AD
 
 @gluon.jit
 def _load_groups(factors, first_block, column, form: gl.constexpr):
-    """Scales and zeros of a step from `column` on: of every PART units those of the first, [64, G],
-    which are those of all.
+    """Load a step's scales and zeros from `column` on: [64, G] for every PART units, which share
+    those of their first one.
     """
     K: gl.constexpr = form[1]
     GROUP: gl.constexpr = form[3]
@@ -297,7 +299,7 @@ def _load_groups(factors, first_block, column, form: gl.constexpr):
         block = gl.minimum(first_block + row // 16, BLOCKS - 1)
         at = (block * (GROUPS * 16) + row % 16)[:, None]
         for unit in gl.static_range(0, DEPTH, PART):
-            # Past the end the last ones repeat: they have no columns, or rows.
+            # Past the end the last ones repeat, for columns or rows that do not exist.
             group = gl.minimum((span + unit * _UNIT) // GROUP, GROUPS - 1)
             of_unit = (gl.load(factors.scales + at + (group * 16)[None, :]),)
             if factors.zeros is not None:
@@ -317,7 +319,7 @@ def _convert(
     factors,
     form: gl.constexpr,
 ):
-    """Halves [64, columns] of a step: of each unit, or in pieces whose sums have a scale each."""
+    """Halves [64, columns] of a step: one for each unit, or one for each piece with a scale."""
     CODE: gl.constexpr = form[2]
     GROUP: gl.constexpr = form[3]
     FOLD: gl.constexpr = form[4]
@@ -346,13 +348,13 @@ def _convert(
 
 @gluon.constexpr_function
 def _in_twos(shape):
-    """A shape whose last axis, of 4, is two."""
+    """A shape with its last axis of 4 split into 2 by 2."""
     return [*shape[:-1], 2, 2]
 
 
 @gluon.jit
 def _pieces(values):
-    """The values at each place of the last axis, of 1, 2 or 4."""
+    """Split values along the last axis, of size 1, 2 or 4."""
     PLACES: gl.constexpr = values.shape[len(values.shape) - 1]
     if PLACES == 1:
         pieces = (values.reshape(values.shape[:-1]),)
@@ -385,8 +387,8 @@ def _add_scaled(total, part, scale):
 
 @gluon.jit
 def _wait(begun, halves, ahead):
-    """The sums, once they are there; until then nothing overwrites `halves`, and what is converted
-    ahead is converted meanwhile.
+    """Wait for the sums that were begun. Until they are there nothing overwrites `halves`, and the
+    conversion of `ahead` takes place.
     """
     PIECES: gl.constexpr = len(halves)
     SUMS: gl.constexpr = len(begun)

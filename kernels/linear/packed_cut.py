@@ -1,4 +1,4 @@
-"""How the product of decode with a packed weight is cut among programs, for its Gluon kernels.
+"""How a decode product with a packed weight is cut among programs, for its Gluon kernels.
 
 Letters: L lanes of a program, K input features, M weight rows, R blocks of 16 rows and B outputs of
 a program.
@@ -29,30 +29,30 @@ class PackedArgs(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What is fixed when a kernel is compiled."""
+    """The sizes that are fixed when a kernel is compiled."""
 
     M: Any
     K: Any
     swiglu: Any
-    """0, or the `gate_code` of a SwiGLU, a block of whose rows is 8 gates and their ups."""
+    """0, or the `gate_code` of a SwiGLU, whose blocks of rows are 8 gates and their ups."""
     outputs: Any
-    """M, of a SwiGLU half as many."""
+    """M, or half of it in a SwiGLU."""
     code: Any
     """A `CodeKind`."""
     zeros: Any
     """Whether groups have zeros."""
     group: Any
-    """Columns that share a scale; 0: all, whose scales are those of rows."""
+    """Columns that share a scale; 0: all, so that only rows have scales."""
     piece: Any
-    """Columns that are multiplied at a time: of one group."""
+    """Columns that are multiplied at a time, all of one group."""
     block_columns: Any
-    """Of a block of codes."""
+    """Columns of a block of codes."""
     row_blocks: Any
     column_blocks: Any
     """Blocks of the weight, along its rows and along its columns."""
     L: Any
     x_lanes: Any
-    """Lanes in shared memory: L, or 1 that is the only one."""
+    """Lanes in shared memory: L, or 1 if there is only one."""
     R: Any
     B: Any
     block_k: Any
@@ -61,18 +61,18 @@ class Cut(NamedTuple):
     stream: Any
     """Columns of a stream of a tile."""
     tiles: Any
-    """Of a program, along the columns."""
+    """Tiles of a program, along the columns."""
     stages: Any
     """Tiles in shared memory."""
     even: Any
-    """Whether tiles have no column past K."""
+    """Whether all columns of the tiles are below K."""
     optional: Any
     """Whether a program may have no weight to read."""
     warps: Any
 
 
 class Part(NamedTuple):
-    """What a program has of a product."""
+    """The part of a product that a program computes."""
 
     weight: Any
     """Which one of several weights it takes."""
@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
 
 def streams(plan: LinearPlan) -> int:
-    """Parts of a tile's columns: warps that have no rows of their own share the columns."""
+    """Parts of a tile's columns: warps that outnumber the blocks of rows divide the columns."""
     return max(1, plan.warps * BLOCK_ROWS // plan.block_m)
 
 
@@ -105,7 +105,7 @@ def new_cut(
     """The cut of a weight [M, K] by a plan that is checked, as a kernel's operand.
 
     L         lanes of a program: 8, 16 or 32
-    alone     of which the first alone is there
+    alone     only the first of these lanes exists
     optional  a program may have no weight to read
     splits    programs that share the columns
     """
@@ -114,7 +114,7 @@ def new_cut(
     stream = plan.block_k // parts
     group = 0
     if weight.scales is not None:
-        # One for all columns has whole blocks of them, which are loaded at a time.
+        # Whole blocks are loaded, so a scale for all columns covers whole blocks of them.
         group = kind.columns or max(block_columns(kind), triton.next_power_of_2(K))
     piece = min(group, stream) if group else stream
     tiles, x_lanes = triton.cdiv(K, plan.block_k * splits), 1 if alone else L
@@ -150,8 +150,9 @@ def new_cut(
 def _stages(
     weight: PackedArgs, kind: WeightFormat, plan: LinearPlan, wanted: int, lanes: int, uses: int
 ) -> int:
-    """Tiles of codes and of the inputs of so many lanes that fit shared memory, up to those that
-    are wanted, beside the scales and zeros of a program: for so many uses, each of all its rows.
+    """Tiles, at most `wanted`, of codes and of `lanes` inputs that fit shared memory.
+
+    A program's scales and zeros lie there too: `uses` times those of all its rows.
     """
     groups = 0
     if weight.scales is not None:

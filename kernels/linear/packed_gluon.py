@@ -1,7 +1,7 @@
 """The kernel of `packed_linear.py`: products with weights of 8 and 4 bits, in Gluon.
 
 As in `linear_gluon.py` a ring of tiles of codes in shared memory is filled before the launch waits
-for its inputs. `packed_gluon_product.py` says how they are multiplied.
+for its inputs. `packed_gluon_product.py` describes how tiles are multiplied.
 
 Letters as in `packed_cut.py`, and: N lanes.
 """
@@ -96,7 +96,7 @@ def packed_kernel(
     input_places = (x_ptrs, k, x_lane < lanes)
     early_inputs = load_inputs(input_places, cut)
     lane = lanes_of(cut.L, rows)
-    # With splits only the last program needs them, along with the parts of the others.
+    # With splits only the last program to arrive needs them, along with the others' parts.
     of_lanes = None
     if SPLITS == 1:
         of_lanes = load_lanes(
@@ -168,7 +168,7 @@ def packed_kernel(
 
 @gluon.jit
 def _place_partials(partial_ptr, tile, lanes, cut):
-    """Where the first split leaves its sums [L, B], and how much further the next one does."""
+    """Where the first split stores its sums [L, B], and the distance to the next split's."""
     rows: gl.constexpr = row_layout(cut.B, cut.warps)
     BLOCK_M: gl.constexpr = 16 * cut.R
     pitch = gl.num_programs(1).to(gl.int64) * BLOCK_M * lanes
@@ -177,7 +177,7 @@ def _place_partials(partial_ptr, tile, lanes, cut):
 
 @gluon.jit
 def _store_partial(partials, whole, up, split, lane, lanes, cut):
-    """Leave a split's sums [L, B], of a SwiGLU those of the ups too."""
+    """Store a split's sums [L, B], and in a SwiGLU those of the ups too."""
     ptrs, pitch = partials
     stored = (lane < lanes)[:, None]
     gl.store(ptrs + split * pitch, whole, mask=stored)
@@ -187,7 +187,7 @@ def _store_partial(partials, whole, up, split, lane, lanes, cut):
 
 @gluon.jit
 def _sum_partials(partials, up, lane, lanes, SPLITS: gl.constexpr, cut):
-    """The sums [L, B] of all splits in order; `up` becomes those of the ups, if there are any."""
+    """Add up the sums [L, B] of all splits in order, and in a SwiGLU those of the ups as `up`."""
     ptrs, pitch = partials
     rows: gl.constexpr = row_layout(cut.B, cut.warps)
     whole = sum_splits(ptrs, lane, lanes, pitch, SPLITS, cut.L, cut.B, rows)

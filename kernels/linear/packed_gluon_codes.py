@@ -1,7 +1,7 @@
-"""From packed codes to halves in registers, and what scales stand for, in Gluon.
+"""From packed codes to halves in registers, and from scales to float32, in Gluon.
 
-What `packed.py` lays out becomes the left operand of `mma.sync` without leaving its thread: every
-step here is a permutation of axes that the compiler finds to be one of registers.
+The codes that `packed.py` lays out become the left operand of `mma.sync` without leaving their
+thread: every step here is a permutation of axes that the compiler resolves within registers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
 _BLOCK = gl.constexpr(BLOCK_HALFWORDS)
 
 
-# Pairs of bfloat16 are multiplied and subtracted by an fma alone before sm_90, which gives the same
-# bits: a product less 0, and the other times -1 more.
+# Before sm_90 only an fma multiplies or subtracts pairs of bfloat16. It gives the same bits: a
+# product plus -0, and `other` times -1 plus `one`.
 _BF16_MINUS_ZERO, _BF16_MINUS_ONE = 0x80008000, 0xBF80BF80
 
 
@@ -31,7 +31,7 @@ def _product(target, bf16):
 
 @gluon.constexpr_function
 def _difference(target, bf16, one="word", other="other"):
-    """PTX: the pair `one` less the pair `other`."""
+    """PTX: the pair `one` minus the pair `other`."""
     if bf16:
         return (
             f"mov.b32 third, {_BF16_MINUS_ONE:#x};\nfma.rn.bf16x2 {target}, {other}, third, {one};"
@@ -41,12 +41,11 @@ def _difference(target, bf16, one="word", other="other"):
 
 @gluon.constexpr_function
 def unpacking(code, bf16, zeros):
-    """PTX that makes pairs of halves $0, $1, ... of a word of codes, exactly.
+    """PTX that turns a word of codes into pairs of halves $0, $1, ..., exactly.
 
     Integers become the last bits of a power of two, which is subtracted again (with zeros of 4 bits
-    it is left there, see `without_zeros`). Floats keep their fields, moved to where a half has
-    them; their exponents are put right by a product with a power of two, before which a number may
-    be subnormal.
+    it stays, see `without_zeros`). Floats keep their fields, moved to where a half has them. A
+    product with a power of two then corrects their exponents; before it a number may be subnormal.
     """
     if code == "int4":
         base = 0x43004300 if bf16 else 0x64006400
@@ -63,7 +62,7 @@ def unpacking(code, bf16, zeros):
         for index in range(2):
             lines.append(f"shr.u32 word, $2, {8 * index};")
             if bf16:
-                # 7 bits after 128, less 128 or, of a negative code, 256.
+                # 128 plus the lower 7 bits, minus 128, or minus 256 if the code is negative.
                 lines += [
                     "lop3.b32 other, word, 0x00800080, 0x43004300, 0xea;",
                     "lop3.b32 word, word, 0x007f007f, 0x43004300, 0xea;",
@@ -99,8 +98,8 @@ def unpacking(code, bf16, zeros):
 
 @gluon.constexpr_function
 def _unpacking_of_small_floats(bf16):
-    """Of `e2m1`, whose bits lie as `packed.py` moves them: for bfloat16 in their places, but for a
-    shift, of all floats but the fourth.
+    """PTX lines for `e2m1`, whose bits lie as `packed.py` moves them: for bfloat16 all floats but
+    the fourth only need a shift.
     """
     if bf16:
         lines = ["mov.b32 factor, 0x7E807E80;"]
@@ -141,7 +140,7 @@ def halves_of(words, x, cut):
     """What codes stand for: [streams, rows, columns] in pieces that share a scale.
 
     They have the dtype of `x`. `words` [streams, blocks of rows, halfwords] are of one or more
-    blocks of columns; of small groups one block, which has several pieces.
+    blocks of columns; with small groups of one block, which has several pieces.
     """
     S: gl.constexpr = words.shape[0]
     R: gl.constexpr = words.shape[1]
@@ -180,7 +179,7 @@ def halves_of(words, x, cut):
 
 @gluon.jit
 def without_zeros(halves, zeros, CODE: gl.constexpr):
-    """Codes less the zeros of their groups, uint8 [streams, rows]."""
+    """Subtract the zeros of their groups, uint8 [streams, rows], from codes."""
     bf16: gl.constexpr = halves.dtype == gl.bfloat16
     if CODE == "int4":
         base: gl.constexpr = 0x4300 if bf16 else 0x6400
@@ -196,7 +195,7 @@ def without_zeros(halves, zeros, CODE: gl.constexpr):
 
 @gluon.jit
 def scale_floats(scales):
-    """Float32 of scales; of powers of two, which are bytes, twice as much (`POWER_FACTOR`)."""
+    """Scales as float32; bytes, which are powers of two, come out doubled (`POWER_FACTOR`)."""
     if scales.dtype == gl.uint8:
         floats = (scales.to(gl.int32) * 0x00800000 + 0x00800000).to(gl.float32, bitcast=True)
     else:

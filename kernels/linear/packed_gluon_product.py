@@ -5,9 +5,9 @@ operand of `mma.sync` (16 rows, 16 columns) and lanes are the right one, 8 at a 
 few instructions. Codes become halves in registers, exactly; a group's scale multiplies the sums of
 its columns, a row's scale the whole sum.
 
-Warps share a tile's rows, and where these are fewer, its columns: the columns of a tile are cut
-into streams, whose sums are added up in order at the end. So 4 warps of one program may read 16
-rows, and a small weight has many programs.
+Warps divide a tile's rows, and where there are more warps than blocks of rows, its columns too: the
+columns of a tile are cut into streams, whose sums are added up in order at the end. So 4 warps of
+one program may read 16 rows, and a small weight has many programs.
 
 Within a stream one `mma.sync` after the other adds up a lane's output over the columns in order,
 for any number of lanes; no part of it depends on other lanes.
@@ -32,7 +32,7 @@ _BLOCK = gl.constexpr(BLOCK_HALFWORDS)
 
 @gluon.constexpr_function
 def _product_layout(streams, warps):
-    """Of sums [streams, rows, L]."""
+    """Layout of sums [streams, rows, L]."""
     return gl.NVMMADistributedLayout([2, 0], [streams, warps // streams, 1], [1, 16, 8])
 
 
@@ -65,16 +65,16 @@ def load_row_scales(row_scales_ptr, output, cut):
 
 @gluon.jit
 def multiply_tiles(ring, places, scales, cut):
-    """Sums [streams, rows, L] over all of a program's tiles, of which a ring has the first ones.
+    """Sums [streams, rows, L] over all of a program's tiles; the ring already has the first ones.
 
-    `places` are those of codes and of inputs, `scales` what `fill_ring` gives.
+    `places` are those of codes and of inputs; `scales` is what `fill_ring` returns.
     """
     codes, inputs = ring
     code_places, input_places = places
     rows: gl.constexpr = 16 * cut.R
     y = gl.zeros([cut.streams, rows, cut.L], gl.float32, _product_layout(cut.streams, cut.warps))
     for t in range(cut.tiles):
-        # Groups complete in order: those of the tiles up to this one have.
+        # Groups complete in order: those of the tiles up to this one are complete.
         async_copy.wait_group(max(cut.stages - 2, 0))
         sync_threads()
         if cut.tiles > cut.stages:
@@ -93,7 +93,7 @@ def multiply_tiles(ring, places, scales, cut):
 def _multiply_tile(codes, inputs, scales, tile, y, cut):
     """y [streams, rows, L] + codes [streams, R, halfwords] @ inputs [streams, lanes, columns]^T
 
-    `tile` says where its scales are among all.
+    `tile` says which of all scales are the tile's.
     """
     # Whole blocks are loaded.
     LOADED: gl.constexpr = max(cut.piece, cut.block_columns)
@@ -121,7 +121,7 @@ def _multiply_tile(codes, inputs, scales, tile, y, cut):
 def _multiply(halves, inputs, y):
     """y [streams, rows, L] + halves [streams, rows, columns] @ inputs [streams, columns, lanes]
 
-    Of an only lane every column of the product is made.
+    A single lane is copied to every column of the product.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, y.type.layout, 4)
     right: gl.constexpr = gl.DotOperandLayout(1, y.type.layout, 4)
@@ -138,8 +138,9 @@ def _multiply(halves, inputs, y):
 def _in_pairs(x):
     """Inputs [streams, columns, lanes] in the order of `halves_of`, 32 columns at a time.
 
-    In registers it is the one of a load: the compiler would have an `mma.sync` multiply the first
-    2 of a thread's 4 columns in two groups of 16; so it gets the 4 of one group.
+    The registers stay as they were loaded. Without this the compiler would have an `mma.sync`
+    multiply the first 2 of a thread's 4 columns in two groups of 16; now it gets the 4 of one
+    group.
     """
     S: gl.constexpr = x.shape[0]
     K: gl.constexpr = x.shape[1]
@@ -150,7 +151,7 @@ def _in_pairs(x):
 
 @gluon.jit
 def _multiply_group(halves, inputs, y, scales, zeros, cut):
-    """`_multiply` of columns that share the scales and zeros [streams, rows]."""
+    """`_multiply` for columns that share the scales and zeros [streams, rows]."""
     left: gl.constexpr = gl.DotOperandLayout(0, y.type.layout, 4)
     halves = gl.convert_layout(halves, left, assert_trivial=True)
     if cut.zeros:
@@ -162,7 +163,7 @@ def _multiply_group(halves, inputs, y, scales, zeros, cut):
 
 @gluon.jit
 def sum_streams(y, cut):
-    """Sums [L, B] of all streams in order, and of a SwiGLU those of the ups."""
+    """Add up the sums [L, B] of all streams in order, and in a SwiGLU those of the ups."""
     if cut.swiglu:
         S: gl.constexpr = cut.streams
         halves = y.reshape([S, cut.B // 8, 2, 8, cut.L]).permute((0, 1, 3, 4, 2))
@@ -183,7 +184,7 @@ def sum_streams(y, cut):
 
 @gluon.jit
 def _exchange(y, cut):
-    """[streams, B, L] in shared memory as [streams, L, B]."""
+    """Put [streams, B, L] into shared memory as [streams, L, B]."""
     shape: gl.constexpr = [cut.streams, cut.L, cut.B]
     return gl.allocate_shared_memory(
         gl.float32, shape, _stream_exchange_layout(cut.B), y.permute((0, 2, 1))

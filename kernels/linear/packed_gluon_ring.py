@@ -1,11 +1,11 @@
-"""How a packed weight and its inputs come to the Gluon kernels of decode: rings in shared memory.
+"""How a packed weight and its inputs reach the Gluon kernels of decode: rings in shared memory.
 
-The codes of the first tiles are asked for with `cp.async` before a launch waits for its inputs, and
-with the first one the scales and zeros of all tiles. The inputs of the same tiles come through
-registers: a copy after all of the codes would be complete only when all are. Later tiles of both
-are asked for when room is free, in one group each.
+Before a launch waits for its inputs, it requests the codes of the first tiles with `cp.async`, and
+with the first tile the scales and zeros of all tiles. The inputs of these tiles come through
+registers: a copy issued after the codes would be complete only when all codes are. Later tiles are
+requested when room is free, the codes and inputs of a tile in one group.
 
-A weight's codes lie in blocks of 16 rows, and of `block_columns`. Letters as in `packed_cut.py`.
+A weight's codes lie in blocks of 16 rows by `block_columns`. Letters as in `packed_cut.py`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _BLOCK = gl.constexpr(BLOCK_HALFWORDS)
 
 @gluon.constexpr_function
 def code_layout(streams, warps):
-    """Of [streams, blocks of rows, halfwords]: 16 bytes a thread, a block a warp at a time."""
+    """Layout of [streams, blocks of rows, halfwords]: 16 bytes a thread, a block a warp."""
     return gl.BlockedLayout([1, 1, 8], [1, 1, 32], [streams, warps // streams, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def _input_layout(columns, streams, warps):
-    """Of [streams, lanes, columns]: 16 bytes a thread."""
+    """Layout of [streams, lanes, columns]: 16 bytes a thread."""
     across = min(columns // 8, 32)
     return gl.BlockedLayout(
         [1, 1, 8], [1, 32 // across, across], [streams, warps // streams, 1], [2, 1, 0]
@@ -38,13 +38,13 @@ def _input_layout(columns, streams, warps):
 
 @gluon.constexpr_function
 def _shared_inputs_layout(lanes):
-    """A load's threads have 32 bytes of each of 8 lanes; of every 4 lanes none share a bank."""
+    """Layout without bank conflicts among 4 lanes; a load reads 32 bytes of each of 8 lanes."""
     return gl.SwizzledSharedLayout(16, 1, 4 if lanes > 1 else 1, [2, 1, 0])
 
 
 @gluon.constexpr_function
 def _group_layout(size, warps):
-    """Of [groups, blocks of rows, 16]: up to 16 bytes a thread."""
+    """Layout of [groups, blocks of rows, 16]: up to 16 bytes a thread."""
     piece = 16 // size
     return gl.BlockedLayout([1, 1, piece], [2 * piece, 1, 16 // piece], [warps, 1, 1], [2, 1, 0])
 
@@ -63,10 +63,10 @@ def new_ring(dtype: gl.constexpr, cut):
 
 @gluon.jit
 def place_codes(codes_ptr, part, cut):
-    """Where the codes of a program's first tile are, in which blocks of columns, and how many of
-    these it reads.
+    """Where the codes of a program's first tile are, their blocks of columns, and how many blocks
+    of columns there are to read.
 
-    Past the last block of rows it repeats, and these rows are never stored.
+    Past the end the last block of rows repeats; these rows are never stored.
     """
     coded: gl.constexpr = code_layout(cut.streams, cut.warps)
     HALFWORDS: gl.constexpr = cut.stream // cut.block_columns * _BLOCK
@@ -90,17 +90,18 @@ def place_codes(codes_ptr, part, cut):
 
 @gluon.jit
 def fill_ring(codes, places, weight, part, cut):
-    """Ask for the codes of the first tiles, and for the scales and zeros of all tiles, which are
-    returned: [pieces, streams, rows] each.
+    """Request the codes of the first tiles, and the scales and zeros of all tiles.
+
+    Returns scales and zeros, [pieces, streams, rows] each.
     """
-    # In the place of scales that there are not.
+    # Placeholders where there are no scales.
     scales, zeros = codes, codes
     for stage in gl.static_range(cut.stages):
         ask_codes(codes, places, stage, cut)
         if stage == 0 and cut.group > 0:
-            # With the first tile, which needs some of them.
+            # In the group of the first tile, which needs some of them.
             scales, zeros = _ask_scales(weight, part, cut)
-        # The last group is closed in the loop, which then has one for each of its tiles.
+        # The loop closes the last group, so that it closes one for each of its tiles.
         if stage < cut.stages - 1 or cut.stages == 1:
             async_copy.commit_group()
     return scales, zeros
@@ -108,9 +109,9 @@ def fill_ring(codes, places, weight, part, cut):
 
 @gluon.jit
 def ask_codes(codes, places, step, cut):
-    """Ask for the codes of tile `step`, whose first one's `places` are given.
+    """Request the codes of tile `step`; `places` are those of the first tile.
 
-    Those of blocks that the program does not read become 0.
+    Blocks that the program does not read become 0.
     """
     code_ptrs, column, columns = places
     BLOCKS: gl.constexpr = cut.block_k // cut.block_columns
@@ -125,7 +126,7 @@ def ask_codes(codes, places, step, cut):
 
 @gluon.jit
 def _ask_scales(weight, part, cut):
-    """Ask for the scales and zeros of all of a program's groups."""
+    """Request the scales and zeros of all of a program's groups."""
     GROUPS: gl.constexpr = (cut.K + cut.group - 1) // cut.group
     SIZE: gl.constexpr = cut.row_blocks * GROUPS * 16
     scales_ptr = weight.scales + part.weight * SIZE
@@ -144,8 +145,8 @@ def _ask_scales(weight, part, cut):
 
 @gluon.jit
 def _ask_groups(of_groups, groups, part, cut):
-    """Ask for the scales or zeros of all pieces of a program's columns, in the order of their use:
-    [pieces, streams, rows]. From `groups` on they become 0.
+    """Request the scales or zeros of all pieces of a program's columns, in the order of their use:
+    [pieces, streams, rows]. From group `groups` on they become 0.
     """
     dtype: gl.constexpr = of_groups.dtype.element_ty
     GROUPS: gl.constexpr = (cut.K + cut.group - 1) // cut.group
@@ -172,7 +173,7 @@ def _ask_groups(of_groups, groups, part, cut):
 
 @gluon.constexpr_function
 def input_lanes_layout(columns, streams, warps):
-    """Of a program's lanes, as `place_inputs` takes them."""
+    """Layout of a program's lanes, as `place_inputs` takes them."""
     return gl.SliceLayout(0, gl.SliceLayout(2, _input_layout(columns, streams, warps)))
 
 
@@ -180,8 +181,8 @@ def input_lanes_layout(columns, streams, warps):
 def place_inputs(x_ptr, row, split, x_pitch, cut):
     """Where the inputs of a program's first tile are, and in which columns.
 
-    `row` [lanes] in `input_lanes_layout` says which row of x is a lane's. The pitch is a stride in
-    units of 8 elements.
+    `row` [lanes] in `input_lanes_layout` is each lane's row of x. The pitch is a stride in units of
+    8 elements.
     """
     copied: gl.constexpr = _input_layout(cut.stream, cut.streams, cut.warps)
     stream = gl.arange(0, cut.streams, gl.SliceLayout(1, gl.SliceLayout(2, copied)))
@@ -193,9 +194,9 @@ def place_inputs(x_ptr, row, split, x_pitch, cut):
 
 @gluon.jit
 def load_inputs(places, cut):
-    """The inputs of the first tiles, in registers.
+    """Load the inputs of the first tiles into registers.
 
-    `places` are those of `place_inputs`, and which lanes are there.
+    `places` is what `place_inputs` returns, and which lanes exist.
     """
     ptrs, _, _ = places
     tiles = ()
@@ -208,14 +209,14 @@ def load_inputs(places, cut):
 
 @gluon.jit
 def store_inputs(inputs, tiles, cut):
-    """Put what `load_inputs` gives into its places in the ring."""
+    """Put the inputs that `load_inputs` returned into the ring."""
     for stage in gl.static_range(cut.stages):
         inputs.index(stage).store(tiles[stage])
 
 
 @gluon.jit
 def ask_inputs(inputs, places, step, cut):
-    """Ask for the inputs of tile `step`, as `ask_codes` does for its codes."""
+    """Request the inputs of tile `step`, as `ask_codes` does its codes."""
     inside = _inputs_inside(places, step, cut)
     room = inputs.index(step % cut.stages)
     load_async(room, places[0] + step * cut.block_k, inside)
@@ -223,7 +224,7 @@ def ask_inputs(inputs, places, step, cut):
 
 @gluon.jit
 def _inputs_inside(places, step, cut):
-    """Where tile `step` has an input: in lanes that are there, and not past K."""
+    """Where tile `step` has an input: in lanes that exist, and not past K."""
     _, first, there = places
     k = first + step * cut.block_k
     there = there[None, :, None]

@@ -4,8 +4,8 @@ The contract is that of `linear.py`: the order in which a lane's sums are formed
 weight, its format and its plan. Both row families run the kernel of `packed_gluon.py`, each with
 plans of its own. On a CPU the references dequantise the weight at every call.
 
-Of a plan a tile's columns are shared by its `streams`, which follow from `block_m` and `warps`, and
-so those are part of the numerics here.
+A tile's columns are divided into `streams`, whose number follows from the plan's `block_m` and
+`warps`. So both are part of the numerics here.
 
 Letters: N lanes, K input features, M weight rows, F ffn width, T groups of columns.
 """
@@ -59,13 +59,13 @@ from graphengine.kernels.sample.candidates import SamplingTensors, check_paramet
 from graphengine.kernels.sample.sampling import sample_tiles_reference
 
 PACKED_COLUMNS = linear_gluon.ALIGNMENT
-"""Of which the columns of a weight are a multiple, on a GPU."""
+"""On a GPU the number of a weight's columns must be a multiple of this."""
 
 LEAST_STREAM = 64
 """Fewest columns of a tile that a stream takes."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
-# Of a program: two of them fit an SM, and of `fma` their successors too.
+# Bytes of a program's ring: two programs fit an SM, and with `fma` their successors do too.
 _RING_BYTES: Mapping[RowFamily, int] = {"fma": 48 * 1024, "dot": 96 * 1024}
 
 
@@ -85,11 +85,11 @@ def packed_linear(
 ) -> torch.Tensor:
     """`linear` with a packed weight, which says whether it is a SwiGLU.
 
-    x is float16 or bfloat16 on a GPU, whose codes the kernels multiply in that dtype, exactly; K
-    must be a multiple of 8 there.
+    On a GPU x is float16 or bfloat16, codes become that dtype exactly, and K must be a multiple
+    of 8.
 
     Raises:
-        ValueError: as of `linear`; a plan that the weight does not fit; columns in another order.
+        ValueError: as in `linear`; a plan that the weight does not fit; columns in another order.
     """
     plan = _check(x_NK, weight, slot_N, squares_TN, bias, plan)
     M = weight.shape[0]
@@ -138,7 +138,7 @@ def packed_linear_residual(
     """`linear_residual` with a packed weight.
 
     Raises:
-        ValueError: as of `packed_linear` and `linear_residual`, and for a SwiGLU.
+        ValueError: as in `packed_linear` and `linear_residual`, and for a SwiGLU.
     """
     if weight.swiglu:
         raise ValueError(f"a SwiGLU of {weight.shape[0]} rows is no sum for a residual stream")
@@ -198,7 +198,7 @@ def packed_linear_squares(
     """`linear_squares` with a packed weight.
 
     Raises:
-        ValueError: as of `packed_linear` and `linear_squares`, and for a SwiGLU.
+        ValueError: as in `packed_linear` and `linear_squares`, and for a SwiGLU.
     """
     if weight.swiglu:
         raise ValueError(f"a SwiGLU of {weight.shape[0]} rows is no sum for a residual stream")
@@ -238,7 +238,7 @@ def packed_linear_sample(
     """`linear_sample` with a packed weight: the token is that of `packed_linear`'s float32 logits.
 
     Raises:
-        ValueError: as of `packed_linear` and `linear_sample`, and for a SwiGLU.
+        ValueError: as in `packed_linear` and `linear_sample`, and for a SwiGLU.
     """
     if weight.swiglu:
         raise ValueError(f"a SwiGLU of {weight.shape[0]} rows makes no logits")
@@ -311,8 +311,8 @@ def packed_linear_chunk(
 ) -> None:
     """`packed_linear` of any number of lanes, all live, into `out`; operands have been checked.
 
-    For GPUs that the kernels of `packed_chunk.py` are not for. Programs of other lanes with the
-    same weights run together: they are read from memory about once.
+    For GPUs on which the kernels of `packed_chunk.py` do not run. Programs that read the same
+    weights for different lanes run together, so weights are read from memory about once.
     """
     lanes, (M, K) = len(x_NK), weight.shape
     plan = packed_plan(weight.format, M, K, "dot", processors_of(x_NK))
@@ -332,7 +332,7 @@ def packed_linear_reference(
     activation: Activation = "silu",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`packed_linear` in plain PyTorch: `linear_reference` of what the weight means in float32."""
+    """`packed_linear` in plain PyTorch: `linear_reference` of the weight in float32."""
     if isinstance(weight, PackedWeight):
         swiglu, weight = weight.swiglu, unpack(weight)
     return linear_reference(
@@ -375,7 +375,7 @@ def packed_plan(
         block_m = 64 if least_programs(processors) <= -(-M // 64) else 32
     parts = warps * BLOCK_ROWS // block_m
     column_bytes = block_m * kind.bits // 8
-    # Of one lane a stream has columns enough to hide what a tile costs besides.
+    # With one lane a stream needs enough columns to hide the other costs of a tile.
     block_k = parts * (max(LEAST_STREAM, 2048 // column_bytes) if lanes == 1 else 128)
     while block_k > LEAST_STREAM * parts and block_k >= 2 * K:
         block_k //= 2
@@ -421,7 +421,7 @@ def _check(
 
 
 def _is_launched(x_NK: torch.Tensor) -> bool:
-    """Gluon has no interpreter: there the reference runs, as on a CPU."""
+    """Whether the kernel runs; else the reference does, as Gluon has no interpreter."""
     return use_triton(x_NK) and not INTERPRETED
 
 
@@ -465,7 +465,7 @@ def _launch(
     """
     (lanes, K), M, kind = x_NK.shape, weight.shape[0], weight.format
     if not linear_gluon.is_aligned(x_NK):
-        # Where the inputs lie is not to decide about their bits.
+        # The address of the inputs must not change the bits of the result.
         x_NK = x_NK.clone(memory_format=torch.contiguous_format)
     tiles = triton.cdiv(M, plan.block_m)
     splits = min(plan.splits, triton.cdiv(K, plan.block_k))

@@ -18,19 +18,19 @@ LinearKind = Literal["store", "swiglu", "residual", "sample"]
 _KINDS, _FAMILIES = get_args(LinearKind), get_args(RowFamily)
 
 LONG_SPLIT_BYTES = 512
-"""Bytes of a key with which a split of 128 still fits an SM's shared memory."""
+"""Most bytes of a key for which a split of 128 still fits an SM's shared memory."""
 
 FMA_LANES = 2
-"""Lanes that the kernels of the `fma` family take."""
+"""Most lanes that the kernels of the `fma` family take."""
 
 FMA_TOKENS = 4096
-"""The longest requests of engines that take `fma` unasked."""
+"""The longest requests, in tokens, for which engines choose `fma` by default."""
 
 USUAL_PROCESSORS = H200.processors
 """Multiprocessors of the GPU that heuristics were found on."""
 
 FMA_THREAD_BYTES = 96 * 4
-"""Weights that an `fma` plan gives a thread at most: bytes that fill 96 of its registers."""
+"""Most bytes of weights that an `fma` plan gives a thread: they fill 96 of its registers."""
 
 
 class LinearPlan(NamedTuple):
@@ -42,14 +42,14 @@ class LinearPlan(NamedTuple):
 
     family: RowFamily
     block_m: int
-    """Weight rows a program; of a SwiGLU half of them are gates, the others their ups."""
+    """Weight rows a program; in a SwiGLU half of them are gates, the others their ups."""
     block_k: int
     """Columns of a tile: a power of two."""
     splits: int = 1
     """Parts of K that go to different programs; `dot` only."""
     stages: int = 1
-    """Tiles of the `dot` loop in shared memory, each with its inputs: one is read, the others are
-    on the way. In `linear_gluon.py` they are asked for before the launch waits for its inputs."""
+    """Tiles of the `dot` loop in shared memory, each with its inputs: one is read while the others
+    are in flight. `linear_gluon.py` requests them before the launch waits for its inputs."""
     warps: int = 4
     overlap: bool = True
     """Whether the launch after this one may start early, with programmatic dependent launch."""
@@ -58,25 +58,25 @@ class LinearPlan(NamedTuple):
 def row_family(lanes: int, max_seq_len: int) -> RowFamily:
     """The family of an engine whose largest launch has `lanes` lanes.
 
-    Two lanes of `fma` cost half as much again as one, and `dot` costs 5 % more than that one (an
-    8B model on an H200): the loads of the weights no longer hide products made in registers. But
-    attention gets no room beside those registers: from contexts of about 3,000 tokens on, one lane
-    of `dot` is faster too, by 13 % at 8,192 tokens and by 10 % at 32,768. Where most layers see a
-    window it is not: Gemma 3 4B takes 20 % longer in `dot` at 8,192 tokens.
+    With `fma` two lanes cost half as much again as one, because the loads of the weights no longer
+    hide products made in registers; `dot` costs 5 % more than one lane of `fma` (an 8B model on an
+    H200). But those registers leave no room for attention: from contexts of about 3,000 tokens on,
+    `dot` is faster for one lane too, by 13 % at 8,192 tokens and by 10 % at 32,768. Where most
+    layers see a window it is not: Gemma 3 4B takes 20 % longer in `dot` at 8,192 tokens.
     """
     return "fma" if lanes == 1 and max_seq_len <= FMA_TOKENS else "dot"
 
 
 def dot_columns(columns: int) -> int:
-    """Columns of a tile that holds them: `tl.dot` wants a power of two of at least 16."""
+    """Columns of a tile that holds `columns`: `tl.dot` wants a power of two of at least 16."""
     return max(16, 1 << (columns - 1).bit_length())
 
 
 def attention_split(family: RowFamily, head_dim: int, dtype: torch.dtype, tokens: int) -> int:
     """Keys of one split of decode attention, in a layer that sees `tokens` tokens at most.
 
-    Measured on an H200: short ones where lanes and tokens are few; of many, fewer partials win. Of
-    the longest heads in float32 a split of 128 does not fit an SM.
+    Measured on an H200: short splits win where lanes and tokens are few; with many, fewer partials
+    do. With the longest heads in float32 a split of 128 does not fit an SM.
     """
     few = family == "fma" and tokens <= FMA_TOKENS
     if few or head_dim * dtype.itemsize > LONG_SPLIT_BYTES:
@@ -85,10 +85,9 @@ def attention_split(family: RowFamily, head_dim: int, dtype: torch.dtype, tokens
 
 
 def least_programs(processors: int) -> int:
-    """Of a `dot` plan on so many multiprocessors, where K can be split for them: 90 of 132.
+    """Fewest programs of a `dot` plan on so many multiprocessors, if K can be split: 90 of 132.
 
-    To have more of them costs more, in inputs and parts of sums, than the multiprocessors bring
-    that would be idle.
+    More programs cost more, in inputs and partial sums, than the idle multiprocessors would bring.
     """
     return processors * 15 // 22
 
@@ -124,17 +123,17 @@ def heuristic_plan(
 
 
 def _dot_sample_plan(M: int, block_k: int, processors: int) -> LinearPlan:
-    """A vocabulary is never split: its parts are not in the memory budget."""
+    """K is never split for a vocabulary: the partial sums are not in the memory budget."""
     if 64 * processors <= M:
         return LinearPlan("dot", block_m=64, block_k=block_k, stages=3)
     return LinearPlan("dot", block_m=32, block_k=block_k, stages=5)
 
 
 def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype, processors: int) -> LinearPlan:
-    """Rows of up to about 32 KB a program, all of it in flight before the wait.
+    """Rows of up to about 32 KB a program, all of them in flight before the wait.
 
-    Up to K = 65,536 in float32, in a SwiGLU half of that, no thread holds more than 128 registers
-    of weights: 8 warps have room for twice as many, 16 warps for just these.
+    Up to K = 65,536 in float32, and half of that in a SwiGLU, no thread holds more than 128
+    registers of weights: 8 warps have room for twice as many, 16 warps for just these.
     """
     block_k = min(2048, dot_columns(K))
     warps = 4 if block_k >= 1024 else 2
@@ -143,7 +142,7 @@ def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype, processors: 
     while block_m < 16 and 2 * block_m * row_bytes <= 32 * 1024 and 4 * block_m * processors <= M:
         block_m *= 2
     if kind == "sample":
-        # Each program leaves one candidate a lane: fewer of them make the reduction short.
+        # Each program leaves one candidate a lane: fewer programs make the reduction short.
         block_m = max(block_m, 8)
     # Columns past K take registers as well.
     held = -(-K // block_k) * block_k * dtype.itemsize

@@ -1,7 +1,7 @@
 """Products with a weight as it is stored: in 16 or 32 bits, or packed in 8 or 4.
 
 The functions of `linear.py` and of `packed_linear.py` have one contract; these choose by the
-weight. Inputs of a packed weight whose columns have another order are put in it first.
+weight. If a packed weight's columns have an order of their own, the inputs are put in it first.
 
 Letters: N lanes, K input features, M weight rows, V weight rows of lm_head, T groups of columns.
 """
@@ -44,8 +44,10 @@ def linear(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> torch.Tensor:
-    """y = x @ weight^T / rms (+ bias), and SwiGLU: arguments, results and errors as of
-    `linear.linear`. A packed weight knows whether it is a SwiGLU: ValueError if `swiglu` differs.
+    """y = x @ weight^T / rms (+ bias), and SwiGLU.
+
+    Arguments, results and errors as in `linear.linear`. A packed weight knows whether it is a
+    SwiGLU: ValueError if `swiglu` differs.
     """
     if isinstance(weight_MK, torch.Tensor):
         return plain.linear(
@@ -97,8 +99,9 @@ def linear_residual(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Residual:
-    """residual.x += x @ weight^T / rms (+ bias), and what the norm after it needs: arguments,
-    results and errors as of `linear.linear_residual`.
+    """Add x @ weight^T / rms (+ bias) to residual.x, and write what the norm after it needs.
+
+    Arguments, results and errors as in `linear.linear_residual`.
     """
     if isinstance(weight_MK, torch.Tensor):
         return plain.linear_residual(
@@ -140,8 +143,9 @@ def linear_squares(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> Product:
-    """x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs: arguments, results and
-    errors as of `linear.linear_squares`.
+    """Compute x @ weight^T (+ bias) in float32, and what an RMSNorm of it needs.
+
+    Arguments, results and errors as in `linear.linear_squares`.
     """
     if isinstance(weight_MK, torch.Tensor):
         return plain.linear_squares(
@@ -167,8 +171,9 @@ def linear_sample(
     plan: LinearPlan | None = None,
     launch: Launch = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fast sampler folded into lm_head: arguments, results and errors as of
-    `linear.linear_sample`.
+    """The fast sampler folded into lm_head.
+
+    Arguments, results and errors as in `linear.linear_sample`.
     """
     if isinstance(weight_VK, torch.Tensor):
         return plain.linear_sample(
@@ -201,7 +206,7 @@ def linear_sample(
 
 
 def in_order(x_NK: torch.Tensor, weight_MK: PackedWeight) -> tuple[torch.Tensor, PackedWeight]:
-    """The inputs in the order of the weight's columns, and the weight without one."""
+    """The inputs in the order of the weight's columns, and the weight without its `order`."""
     if weight_MK.order is None:
         return x_NK, weight_MK
     return x_NK.index_select(1, weight_MK.order), weight_MK._replace(order=None)

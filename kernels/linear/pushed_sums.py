@@ -1,8 +1,8 @@
-"""The sum of parts that all ranks have pushed, and what a product's own kernel would make of it.
+"""Sum the parts that all ranks have pushed, and finish like a product's own kernel.
 
-A product of `fma` has more programs than are resident, and does not wait in each of them: its
-kernel pushes the part, and this one, of a few programs, takes what came from all ranks. On two
-H200s that is 0.4 to 4 us a product less than to wait in all programs, or to push from here.
+An `fma` product has more programs than can be resident, so they do not wait for other ranks: its
+kernel pushes this rank's part, and this one, of a few programs, takes what came from all ranks. On
+two H200s that is 0.4 to 4 us a product less than waiting in all programs, or pushing from here.
 
 Letters: R ranks, N lanes, H columns.
 """
@@ -26,7 +26,7 @@ from graphengine.kernels.linear.linear_triton import KeepingArgs, ProductArgs, S
 from graphengine.kernels.linear.residual_sum import leave_for_norm
 
 BLOCK_H = 256
-"""Columns of a program, of which each has a sum of squares."""
+"""Columns of a program; each program leaves one sum of squares."""
 
 
 def take_sums(
@@ -39,8 +39,8 @@ def take_sums(
 ) -> None:
     """Add the sum of what all ranks pushed, float32 [N, H] from the first word on, to a stream.
 
-    All operands have been checked: they are those of `linear_residual`, or of `linear_squares`,
-    whose product becomes the sum. `into.squares` has a group for each BLOCK_H columns. Padded lanes
+    The operands are those of `linear_residual`, or of `linear_squares`, whose product becomes the
+    sum; all have been checked. `into.squares` has a group for each BLOCK_H columns. Padded lanes
     are not written, but their words are taken.
     """
     x = into.x
@@ -95,10 +95,10 @@ def _take_sums_kernel(
 ):
     """One program a lane and BLOCK_H columns.
 
-    It may begin while the product still runs, and does not wait for its end before it takes sums:
-    every item says itself that it is there, whoever stored it has read all that it needed, and all
-    else here is older. Nor does the next launch find anything of the product but these sums: so it
-    is let in at once, to load its weights meanwhile. Both wait for the product before they end.
+    It may begin while the product still runs, and takes sums without waiting for its end: every
+    item says itself that it has arrived, its writer has read all that it needed, and everything
+    else read here is older. The next launch needs nothing else of the product either, so it may
+    start at once, to load its weights meanwhile. Both wait for the product before they end.
     """
     lane, tile = tl.program_id(0), tl.program_id(1)
     h = tile * BLOCK_H + tl.arange(0, BLOCK_H)

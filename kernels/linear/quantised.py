@@ -1,8 +1,8 @@
 """Weights of 8 and 4 bits: codes, and the scales that turn them into numbers.
 
 A weight is `(code - zero) * scale`, in float32 and never rounded: what a code stands for is exact
-in float16 and bfloat16, so kernels multiply codes on tensor cores and apply scales to sums. Prefill
-and decode so mean the same weight.
+in float16 and bfloat16, so kernels multiply codes on tensor cores and apply scales to sums. So
+prefill and decode use the same weight.
 
 Letters: M weight rows, K input features, R x C the rows and columns that share a scale.
 """
@@ -33,7 +33,7 @@ class WeightFormat(NamedTuple):
     code       what its codes are
     rows       weight rows that share a scale; 0: all of them
     columns    weight columns that share a scale; 0: all of them
-    has_zeros  whether each group has a zero point too: integers alone
+    has_zeros  whether each group has a zero point too: only with integers
     """
 
     code: CodeKind
@@ -43,12 +43,12 @@ class WeightFormat(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Short and unambiguous: "int4-1x128" has a scale for 128 columns of a row, 0 is all."""
+        """A short, unambiguous name: "int4-1x128" has a scale for 128 columns of a row; 0: all."""
         return f"{self.code}-{self.rows}x{self.columns}" + ("-zeros" if self.has_zeros else "")
 
     @classmethod
     def of_label(cls, label: str) -> WeightFormat:
-        """What `label` says. ValueError for another text."""
+        """The format that `label` names. ValueError for another text."""
         found = _LABEL.fullmatch(label)
         if found is None:
             raise ValueError(
@@ -64,7 +64,7 @@ class WeightFormat(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return 8 if self.code in ("e4m3", "int8") else 4
 
     def groups(self, M: int, K: int) -> tuple[int, int]:
@@ -77,11 +77,11 @@ class QuantisedWeight(NamedTuple):
 
     codes    uint8 [M, K], or [M, K // 2] of 4 bits: the lower half is the even column
     scales   [M / R, K / C]: float32, bfloat16, float16, `torch.float8_e4m3fn`, or uint8 for powers
-             of two (e8m0: 2**(byte - 127)); positive and finite, but that of `float8_e4m3fn` may
-             be 0, where a scale was too small for it
+             of two (e8m0: 2**(byte - 127)); positive and finite, except that in `float8_e4m3fn` a
+             scale too small for it is 0
     whole    float32, a factor on all scales [], or on those of each row [M, 1] where no rows share
              any; None: 1
-    zeros    uint8 [M / R, K / C], codes that stand for 0; None: the one of `code`
+    zeros    uint8 [M / R, K / C], codes that stand for 0; None: the usual zero of `code`
     order    int32 [K]: column k of the codes is column `order[k]` of the weight; None: as it is
     """
 
@@ -110,17 +110,17 @@ def unpacked_codes(weight: QuantisedWeight) -> Tensor:
 
 
 def unpacked_halves(packed: Tensor) -> Tensor:
-    """uint8 [M, K] of uint8 [M, K // 2]: the lower halves are the even columns."""
+    """Unpack uint8 [M, K // 2] into uint8 [M, K]: the lower halves are the even columns."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
 def packed_halves(codes: Tensor) -> Tensor:
-    """uint8 [M, K // 2] of uint8 [M, K] below 16: what `unpacked_halves` undoes."""
+    """Pack uint8 [M, K] below 16 into uint8 [M, K // 2]: the inverse of `unpacked_halves`."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def scale_values(weight: QuantisedWeight) -> Tensor:
-    """Float32, in the shape of the scales: what they stand for, `whole` included."""
+    """What the scales stand for, `whole` included: float32, in their shape."""
     scales = weight.scales
     if scales.dtype == torch.uint8:
         values = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
@@ -130,7 +130,7 @@ def scale_values(weight: QuantisedWeight) -> Tensor:
 
 
 def dequantise(weight: QuantisedWeight) -> Tensor:
-    """Float32 [M, K], its columns in the order of the inputs: what the weight means."""
+    """The weight's values: float32 [M, K], columns in the order of the inputs."""
     (M, K), kind = weight.shape, weight.format
     codes = unpacked_codes(weight)
     scales = scale_values(weight)
@@ -158,7 +158,7 @@ def _values(codes: Tensor, kind: CodeKind) -> Tensor:
 
 
 def _spread(of_groups: Tensor, kind: WeightFormat, M: int, K: int) -> Tensor:
-    """[M, K], or what broadcasts to it, of a tensor with a value for each group."""
+    """Repeat a value for each group to [M, K], or to what broadcasts to it."""
     if kind.rows:
         of_groups = of_groups.repeat_interleave(kind.rows, dim=0)[:M]
     if kind.columns:

@@ -1,4 +1,4 @@
-"""The twins of `linear.py` in plain PyTorch; their order of sums is that of a CPU engine."""
+"""`linear.py` in plain PyTorch. A CPU engine decodes with it, and so sums in its order."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _product_of_rows(
 
 
 def sum_in_order(squares: torch.Tensor) -> torch.Tensor:
-    """Sum over the first dimension, by an order that the number of lanes does not change."""
+    """Sum over the first dimension, in an order that does not depend on the number of lanes."""
     total = squares[0]
     for group in squares[1:]:
         total = total + group
@@ -110,8 +110,8 @@ def sum_in_order(squares: torch.Tensor) -> torch.Tensor:
 def matmul_groups(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight^T, dense, always as the same products of REFERENCE_ROWS rows.
 
-    A BLAS picks another order of summation for other row counts, and may for other alignments: each
-    row starts on a cache line. The weight stands first because a BLAS shares the long side among
+    A BLAS sums in another order for other row counts, and may for other alignments, so each row
+    starts on a cache line. The weight comes first because a BLAS divides the long side among
     threads, not K.
     """
     rows, K = x.shape

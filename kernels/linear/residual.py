@@ -1,10 +1,10 @@
 """The residual stream of decode, as one fused kernel hands it to the next.
 
 A linear that reads the stream needs it normalised: y = W (g * x / rms(x)). The kernel that writes
-`x` also writes `g * x`, rounded once to the model's dtype, and what the mean square is made of; the
-one that reads multiplies its product by 1 / rms(x). So no kernel reads float32 activations, and a
-norm costs no launch. Where somebody reads the stream itself, after a layer, the kernel that writes
-`x` there leaves a rounded copy too.
+`x` also writes `g * x`, rounded once to the model's dtype, and partial sums of squares for the mean
+square; the kernel that reads it multiplies its product by 1 / rms(x). So no kernel reads float32
+activations, and a norm costs no launch. Where the stream itself is read after a layer, the kernel
+that writes `x` there leaves a rounded copy too.
 
 Letters: N lanes, H hidden, T groups of columns.
 """
@@ -20,7 +20,7 @@ from graphengine.kernels.core.lanes import live_rows, output_rows, sum_rows
 
 
 class Kept(NamedTuple):
-    """Where the stream is left for a reader besides the next block."""
+    """Where the stream is also stored, for a reader other than the next block."""
 
     rows: torch.Tensor
     """model dtype [N, H], dense rows, any stride between them"""
@@ -36,9 +36,9 @@ class Residual(NamedTuple):
     scaled: torch.Tensor
     """model dtype [N, H]: x times the weight of the RMSNorm that reads it next."""
     squares: torch.Tensor
-    """float32 [T, N]: partial sums of x * x; their sum in order of T is the whole."""
+    """float32 [T, N]: partial sums of x * x; the whole is their sum in order of T."""
     kept: Kept | None = None
-    """Where each kernel that changes x leaves it too; None: nowhere."""
+    """Where each kernel that changes x also stores it; None: nowhere."""
 
 
 class Product(NamedTuple):
@@ -58,7 +58,7 @@ def check_kept(residual: Residual) -> None:
 
 
 def check_squares(squares_TN: torch.Tensor, lanes: int) -> None:
-    """Raise ValueError unless these are sums of one or more groups of this many lanes."""
+    """Raise ValueError unless these are sums of one or more groups for this many lanes."""
     shape, dtype = tuple(squares_TN.shape), squares_TN.dtype
     dense = dtype == torch.float32 and squares_TN.is_contiguous()
     if len(shape) != 2 or shape[0] < 1 or shape[1] != lanes or not dense:
@@ -68,9 +68,9 @@ def check_squares(squares_TN: torch.Tensor, lanes: int) -> None:
 def add_to_residual_reference(
     y_NH: torch.Tensor, slot_N: torch.Tensor, residual: Residual, next_norm_H: torch.Tensor
 ) -> Residual:
-    """residual.x += y, and what the next norm needs, in plain PyTorch; y is float32 [N, H].
+    """Add y, float32 [N, H], to residual.x, and write what the next norm needs, in plain PyTorch.
 
-    All three tensors are written, and what is kept, except in padded lanes.
+    All three tensors are written, and `kept` if there is one, except in padded lanes.
     """
     live = live_rows(slot_N)
     return add_live_rows(y_NH[live], live, residual, next_norm_H)
@@ -79,7 +79,7 @@ def add_to_residual_reference(
 def add_live_rows(
     y_LH: torch.Tensor, live: slice | torch.Tensor, residual: Residual, next_norm_H: torch.Tensor
 ) -> Residual:
-    """The same of a product that has rows for the L live lanes alone."""
+    """`add_to_residual_reference` of a product that has rows only for the L live lanes."""
     check_kept(residual)
     x = residual.x[live] + y_LH
     residual.x[live] = x
@@ -92,7 +92,7 @@ def add_live_rows(
 
 
 def sums_of_squares(x_NH: torch.Tensor, groups: int) -> torch.Tensor:
-    """[T, N]: of each of T groups of columns the sum of its squares, in plain PyTorch."""
+    """[T, N]: the sum of squares of each of T groups of columns, in plain PyTorch."""
     lanes, H = x_NH.shape
     columns = -(-H // groups)
     padded = x_NH.square()

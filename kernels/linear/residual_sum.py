@@ -1,7 +1,7 @@
-"""A whole product and the residual stream: x += y, then what the next norm needs.
+"""Add a whole product to the residual stream, x += y, and leave what the next norm needs.
 
-Of one rank, the product's own kernel does this (`linear_residual`). Where ranks have parts of the
-product, it waits for their sum.
+On one rank the product's own kernel does this (`linear_residual`). Where ranks have parts of the
+product, it has to wait for their sum.
 
 Letters: N lanes, H hidden.
 """
@@ -35,19 +35,19 @@ def add_to_residual(
     bias_H: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Residual:
-    """residual.x += y + bias, and what the norm after it needs.
+    """Add y + bias to residual.x, and write what the norm after it needs.
 
     Args:
         y_NH: dense float32.
         slot_N: int32, -1 = padded lane.
-        residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
-            The new `x` goes to where it is kept, too.
+        residual: `x` is updated and `scaled` written, both in place; `squares` is not read. The new
+            `x` goes to `kept` too, if there is one.
         next_norm_H, bias_H: any float dtype.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:
         The same `x` and `scaled`, with new `squares`. Sums are float32, `scaled` is rounded once.
-        Of padded lanes none of them is written. ValueError for a shape or dtype that does not fit.
+        Padded lanes are not written. ValueError for a shape or dtype that does not fit.
     """
     lanes, H = residual.x.shape
     for name, tensor in (("y", y_NH), ("residual.x", residual.x)):
@@ -163,9 +163,9 @@ def leave_for_norm(
     kept_stride,
     kept_scale,
 ):
-    """What the norm after columns `h` of a lane's stream needs: these times its weight, and the sum
-    of their squares. Where the stream is kept, they are kept, too. Of a product with a norm of its
-    own there are squares alone.
+    """Store what the next norm needs of columns `h` of a lane's stream: the columns times the
+    norm's weight, and the sum of their squares. Where the stream is kept, store that copy too. A
+    product with a norm of its own has only squares.
     """
     if scaled_ptr is not None:
         scaled = (x * following).to(scaled_ptr.dtype.element_ty)

@@ -1,10 +1,10 @@
-"""Changes logits in place as requests ask: by what may be sampled and by earlier tokens.
+"""Change logits in place as requests ask: by what may be sampled and by earlier tokens.
 
     lm_head -> process_logits -> sample_tiles -> verify_commit_publish -> note_tokens (`noted.py`)
 
 Every live lane's logits go through these steps, in this order:
 
-1. Ids from `vocabulary` on become -inf: a vocabulary that is padded is never sampled past its end.
+1. Ids from `vocabulary` on become -inf: a padded vocabulary is never sampled past its end.
 2. Mask: ids whose bit is 0 become -inf.
 3. Bad words: the last token of each word whose other tokens came just before becomes -inf.
 4. Bias: l + bias[id].
@@ -12,19 +12,20 @@ Every live lane's logits go through these steps, in this order:
 6. Frequency: l - f * (times that the id is in the output).
 7. Presence: l - p, for ids that are in the output at all.
 
-All in float32, each operation rounded once. A NaN below `vocabulary` stays NaN, whatever is asked:
-the sampler must see that the logits are broken. The rest of what sampling does, min_len included,
+All steps are in float32, each operation rounded once. A NaN below `vocabulary` stays NaN, whatever
+is asked: the sampler must see that the logits are broken. The rest of sampling, min_len included,
 is in `sampling.py`.
 
 Order and formulae are those of vLLM's V1 (`vllm/v1/sample/sampler.py`: allowed ids, bad words, min
 tokens, logit bias, penalties; `vllm/model_executor/layers/utils.py: apply_penalties`), which has
-the last two from OpenAI's API. 5 is transformers' RepetitionPenaltyLogitsProcessor (N. Keskar et
-al., "CTRL", 2019), to the bit: vLLM multiplies by 1 / r. 4 is its SequenceBiasLogitsProcessor for
-single tokens, 3 its NoBadWordsLogitsProcessor. There the two differ: transformers looks for a bad
-word's beginning in prompt and output, vLLM in the output alone; `bad_words_start` says which.
+the last two steps from OpenAI's API. Step 5 is transformers' RepetitionPenaltyLogitsProcessor (N.
+Keskar et al., "CTRL", 2019), to the bit; vLLM multiplies by 1 / r. Step 4 is its
+SequenceBiasLogitsProcessor for single tokens, step 3 its NoBadWordsLogitsProcessor. In step 3 the
+two differ: transformers looks for a bad word's beginning in prompt and output, vLLM only in the
+output; `bad_words_start` says which.
 
-Under speculation the state at a row's lane j includes its drafts 1 .. j: as if they were output. Of
-a tree it includes those on the path to node j.
+Under speculation the state at a row's lane j includes its drafts 1 .. j, as if they were output. In
+a tree it includes the drafts on the path to node j.
 
 Letters: S slots, R rows, K drafts a row, W = K + 1 lanes a row, N = R * W lanes, V columns of the
 logits, P positions, M masks a slot, B biases, Q bad words of at most L tokens.
@@ -61,11 +62,11 @@ _MAX_BLOCK_B = 1024
 
 
 class LogitsTensors(NamedTuple):
-    """What is done to the logits of each slot; host-owned but for the last two. All dense, but that
-    those two may be padded from row to row."""
+    """What is done to the logits of each slot; host-owned except for the last two. All are dense,
+    but rows of the last two may be padded."""
 
     flags: torch.Tensor
-    """int32 [S]: which of the others count, USES_*; 0 leaves the logits unchanged."""
+    """int32 [S]: which of the other tensors apply, USES_*; 0 leaves the logits unchanged."""
     repetition_penalty: torch.Tensor
     """float32 [S], above 0."""
     presence_penalty: torch.Tensor
@@ -80,11 +81,11 @@ class LogitsTensors(NamedTuple):
     """int32 [S, M, V / 32 rounded up]: bit id % 32 of word id // 32 is 1 if the id is allowed. M is
     W or more, one mask for each lane of a row, or 1 for all of them."""
     bad_words: torch.Tensor
-    """int32 [S, Q, L]: the last column has the banned tokens, those before it what must precede
-    each, with -1 in front of it where that is less; -1 throughout for none."""
+    """int32 [S, Q, L]: the last column has the banned tokens, the others the tokens that must
+    precede each, with -1 in front of shorter ones; -1 throughout for none."""
     bad_words_start: torch.Tensor
-    """int32 [S]: from which position on a bad word may begin. 0: prompt and output, as of
-    transformers; the prompt's length: the output alone, as of vLLM."""
+    """int32 [S]: the first position where a bad word may begin. 0: prompt and output, as in
+    transformers; the prompt's length: only the output, as in vLLM."""
     counts: torch.Tensor
     """int32 [S, V]: IN_PROMPT if the id is in the prompt, plus the times it was emitted;
     device-owned."""
@@ -108,23 +109,23 @@ def process_logits(
     """Change the logits of each live lane in place; the module's docstring says how. One launch.
 
     Lane r * W + j has row r's logits after its j-th token, which is the last committed one for j =
-    0 and draft j else. It serves a prompt's last lane as well, with K = 0, once `note_prompt` has
+    0 and draft j otherwise. A prompt's last lane is processed with K = 0, once `note_prompt` has
     noted the whole prompt.
 
     Args:
         logits_NV: float32, dense rows, any stride between them.
-        lanes: from `gather_and_embed`; of a row the padded lanes are its last.
+        lanes: from `gather_and_embed`; a row's padded lanes come last.
         tensors: indexed by slot; only read. Counts include the row's first lane, history reaches
             up to it.
         num_speculative_tokens: K, 0..MAX_DRAFTS.
-        tree: where the rows are trees, of W nodes; the bitmask's masks go by nodes. Older than the
-            launch before.
+        tree: given where the rows are trees of W nodes; the bitmask then has a mask for each node.
+            Older than the launch before.
         vocabulary: ids below it exist, 1..V; None for V. Past it all live lanes get -inf, with or
             without flags.
-        steps: USES_* of what is done, of what the slots' flags ask for.
+        steps: USES_*: which of the steps that the slots' flags ask for are done.
         raw_NV: float32, of `logits_NV`'s shape, dense rows: where a slot wants log-probabilities of
-            the raw logits, those below `vocabulary` are copied there first. Its other lanes are
-            left alone. Wanted together with `wants`.
+            the raw logits, those below `vocabulary` are copied there first. Other lanes of it are
+            left alone. Given together with `wants`.
         wants: indexed by slot; host-owned.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `lanes` must be
             older than that one.
@@ -151,7 +152,7 @@ def process_logits(
 
 
 class _Call(NamedTuple):
-    """What `process_logits` is asked for; its reference takes these by the same names."""
+    """The arguments of `process_logits`; its reference takes them by the same names."""
 
     logits_NV: torch.Tensor
     lanes: DecodeLanes
@@ -189,7 +190,7 @@ def _check(call: _Call) -> None:
 
 
 def _process(call: _Call, pdl: bool) -> None:
-    """`process_logits` of a checked call, on a GPU."""
+    """`process_logits` for a checked call, on a GPU."""
     tensors, tree, raw, wants = call.tensors, call.tree, call.raw_NV, call.wants
     lane_count, columns = call.logits_NV.shape
     B, (masks, words) = tensors.bias_ids.shape[1], tensors.bitmask.shape[1:]
@@ -270,7 +271,7 @@ def process_logits_reference(
 def tokens_from(start: int, history_P: torch.Tensor, first: int, fed: list[int]) -> list[int]:
     """The tokens from position `start` on: history up to `first`, and `fed` from there on.
 
-    For a position past the end of `history_P` there is -2, which no id equals.
+    Positions past the end of `history_P` have -2, which no id equals.
     """
     start = max(start, 0)
     known: list[int] = history_P[start : max(first, start)].tolist()
@@ -286,7 +287,7 @@ def _mask_reference(logits_V: torch.Tensor, bitmask_MW: torch.Tensor, j: int) ->
 
 
 def _ban_reference(logits_V: torch.Tensor, bad_words_QL: torch.Tensor, before: list[int]) -> None:
-    """`before` are the tokens among which a word may begin, up to the lane's own."""
+    """Ban bad words; `before` are the tokens among which one may begin, up to the lane's own."""
     for *padded, banned in bad_words_QL.tolist():
         prefix = [token for token in padded if token >= 0]
         matched = len(prefix) <= len(before) and before[len(before) - len(prefix) :] == prefix

@@ -10,13 +10,13 @@ import triton.language as tl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 
-# Bits of a slot's flags. Of what no bit asks for, nothing is read.
+# Bits of a slot's flags. Tensors that no bit asks for are not read.
 USES_MASK = 1
 USES_BAD_WORDS = 2
 USES_BIAS = 4
 USES_REPETITION = 8
 USES_COUNTS = 16  # frequency and presence
-USES_GRAMMAR = 32  # a mask that changes with every token, in place of one that stays
+USES_GRAMMAR = 32  # a mask that changes with every token, instead of a fixed one
 ALL_STEPS = 63
 
 _MASK = tl.constexpr(USES_MASK)
@@ -26,7 +26,7 @@ _REPETITION = tl.constexpr(USES_REPETITION)
 _COUNTS = tl.constexpr(USES_COUNTS)
 _GRAMMAR = tl.constexpr(USES_GRAMMAR)
 
-# An entry of `counts`: this bit for the prompt, the others for the times that the id was emitted.
+# An entry of `counts`: this bit for the prompt, the others count how often the id was emitted.
 IN_PROMPT = -(1 << 31)
 COUNT_MASK = (1 << 31) - 1
 
@@ -65,10 +65,10 @@ def _ban_words(
     L: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """-inf, in memory, for those of the ids first .. end - 1 that would complete a bad word.
+    """Set those of the ids first .. end - 1 that would complete a bad word to -inf, in memory.
 
-    `lane_token_ptr` is that of lane j of its row, itself; of what precedes it other lanes have the
-    last `depth` tokens: those before it, or its ancestors.
+    `lane_token_ptr` points to the token of the row's lane j. The last `depth` tokens before that
+    one are in other lanes: the lanes before it, or its ancestors.
     """
     q = tl.arange(0, BLOCK_Q)
     bad_words_ptr += q * L
@@ -111,16 +111,17 @@ def _penalise(
     presence_ptr,
     DRAFTS: tl.constexpr,
 ):
-    """The tile's logits after repetition, frequency and presence; `draft_ptr`: the row's first.
+    """The tile's logits after repetition, frequency and presence.
 
-    Lane j comes after `depth` of them, of DRAFTS at most: those before it, or its ancestors.
+    `draft_ptr` points to the row's first draft. Lane j comes after `depth` drafts, at most DRAFTS:
+    those before it, or its ancestors.
     """
     counts = tl.load(counts_ptr + ids, mask=inside, other=0)
     count = counts & _COUNT_MASK
     for k in tl.static_range(DRAFTS):
         node = k
         if ancestor_ptr is not None:
-            # Nodes are counted from the root, which is no draft.
+            # Nodes are numbered from the root, which is no draft.
             node = tl.load(ancestor_ptr + k + 1, mask=k + 1 < depth, other=j) - 1
         draft = tl.load(draft_ptr + node, mask=k < depth, other=-1)
         count += (ids == draft).to(tl.int32)
@@ -166,10 +167,11 @@ def process_kernel(
     BLOCK_Q: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane and tile. Only the logits are as new as the launch before.
+    """One program a lane and tile. Only the logits may be written by the launch before.
 
     Changes of few ids are done in memory, only by this program: biases before the tile is read,
-    bad words after it. That is their order in effect, since -inf stays -inf in between.
+    bad words after it is stored. This has the effect of the steps' order, since -inf stays -inf in
+    between.
     """
     lane = tl.program_id(0)
     slot = tl.load(lane_slot_ptr + lane, cache_modifier=".cg").to(tl.int64)
@@ -197,14 +199,14 @@ def process_kernel(
         if raw_ptr is not None and copies:
             raw = tl.load(logits_ptr + ids, mask=inside)
             tl.store(raw_ptr + lane.to(tl.int64) * raw_stride + ids, raw, mask=inside)
-            # Threads may be copying yet what others change.
+            # Threads may still be copying what others change.
             tl.debug_barrier()
         if (flags & _BIAS) != 0:
             at = slot * B
             _add_biases(
                 logits_ptr, tensors.bias_ids + at, tensors.bias_values + at, first, end, B, BLOCK_B
             )
-            # Other threads than stored the biased logits read them.
+            # The threads that read the biased logits are not those that stored them.
             tl.debug_barrier()
         logits = tl.load(logits_ptr + ids, mask=inside, other=float("-inf"))
         if (flags & (_MASK | _GRAMMAR)) != 0:

@@ -1,22 +1,22 @@
 """Log-probabilities of the sampled tokens, and of the most probable tokens.
 
     rank_logits                 any time after `process_logits`    a lane's normaliser, its top n
-    token_log_probabilities     after `verify_commit_publish`      those of the emitted tokens
-    publish_logprobs            last                                into a mailbox of their own
+    token_log_probabilities     after `verify_commit_publish`      logprobs of the emitted tokens
+    publish_logprobs            last                               writes them into their mailbox
 
-A lane's are log_softmax(l) = (l - max l) - log(sum(exp(l - max l))), in float32, over the ids below
-`vocabulary`, as PyTorch has it. Token j's come from the logits of its row's lane j, after which it
-was sampled. They are those of the raw logits, which vLLM calls `raw_logprobs`, or of the processed
-ones: after `process_logits`, before min_len, temperature and filters (vLLM's `processed_logprobs`
-are after these).
+A lane's log-probabilities are log_softmax(l) = (l - max l) - log(sum(exp(l - max l))), in float32,
+over the ids below `vocabulary`, as PyTorch has it. Token j's come from the logits of its row's lane
+j, after which it was sampled. They are those of the raw logits, which vLLM calls `raw_logprobs`, or
+of the processed ones: after `process_logits`, before min_len, temperature and filters (vLLM's
+`processed_logprobs` are after these).
 
-The top n are ordered by logit and then by lower id. Ids at -inf are not among them: where fewer are
-left, the other places have id -1 and -inf. A token's rank is one more than the number of ids with a
-larger logit: equal ones share the best rank. (vLLM gives them the worst: it counts ids with at
-least the token's.)
+The top n are ordered by logit and then by lower id. Ids at -inf are not among them: if fewer ids
+are left, the other places have id -1 and -inf. A token's rank is one more than the number of ids
+with a larger logit: equal logits share the best rank. (vLLM gives them the worst: it counts ids
+with at least the token's logit.)
 
-A lane with a NaN, or +inf, among its logits has NaN for its log-probabilities. Sums have one order,
-which depends only on the vocabulary.
+A lane with a NaN, or +inf, among its logits has NaN for its log-probabilities. The order of sums
+depends only on the vocabulary.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, V columns of the logits, C tiles of the
 vocabulary, T = 20 places for the most probable.
@@ -43,7 +43,7 @@ from graphengine.kernels.sample.sampling import MAX_VOCABULARY
 
 _BLOCK = 4096
 _TILE_WARPS = 8
-# One program looks through a whole row: few rounds of many loads.
+# One program reads a whole row: few rounds of many loads.
 _TOKEN_BLOCK = 16384
 _TOKEN_WARPS = 32
 
@@ -55,8 +55,8 @@ class LogprobTensors(NamedTuple):
     """int32 [S]: how many of the most probable tokens besides the sampled one, up to 20; below 0:
     no log-probabilities at all."""
     raw: torch.Tensor
-    """int32 [S]: not 0 for those of the raw logits. Of a slot without logits flags raw and
-    processed are the same, and 0 saves a copy."""
+    """int32 [S]: not 0 for log-probabilities of the raw logits. For a slot without logits flags raw
+    and processed are the same, and 0 saves a copy."""
 
 
 class RankedLogits(NamedTuple):
@@ -73,7 +73,7 @@ class RankedLogits(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Of each emitted token, in new tensors; undefined in the other lanes."""
+    """Log-probability and rank of each emitted token, in new tensors; undefined in other lanes."""
 
     value: torch.Tensor
     """float32 [N]: its log-probability."""
@@ -91,11 +91,11 @@ def rank_logits(
     source_N: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> RankedLogits:
-    """What every log-probability of a lane needs, and its most probable tokens; two launches.
+    """Compute each lane's normaliser and its most probable tokens; two launches.
 
     Args:
         logits_NV: float32, dense rows, any stride between them; only read.
-        slot_N: int32, -1 for a padded lane. Lanes of a prompt do as well as those of decode rows.
+        slot_N: int32, -1 for a padded lane. Lanes may be those of a prompt or of decode rows.
         wants: indexed by slot.
         vocabulary: ids below it exist, 1..V; None for V.
         raw_NV: float32 [N, V], dense rows: what `process_logits` copied; read instead of
@@ -208,10 +208,10 @@ def token_log_probabilities(
 
     Args:
         token_N, count_R: int32, from `verify_commit_publish`: row r emitted the tokens of its first
-            count lanes. R gives the width of a row, N / R lanes. For a prompt R is N: the token
-            after each lane, and 1 where it is asked for.
+            count lanes. A row is N / R lanes wide. For a prompt R is N: `token_N` is the token
+            after each lane, and `count_R` is 1 where it is asked for.
         ranked: from `rank_logits` of the same logits.
-        The others as of `rank_logits`.
+        The others as in `rank_logits`.
 
     ValueError for a shape, dtype or number that does not fit.
     """
@@ -331,7 +331,7 @@ def check_wants(wants: LogprobTensors, slots: int) -> None:
 
 
 def check_emitted(token_N: torch.Tensor, count_R: torch.Tensor, lanes: int) -> int:
-    """W; ValueError unless the tokens are those of `lanes` lanes and R rows of one width."""
+    """W; ValueError unless there is a token for each of `lanes` lanes, in R rows of one width."""
     check_lanes(lanes, token=token_N)
     rows = count_R.numel()
     check_lanes(rows, count=count_R)
@@ -343,7 +343,7 @@ def check_emitted(token_N: torch.Tensor, count_R: torch.Tensor, lanes: int) -> i
 
 
 def check_ranked(ranked: RankedLogits, lanes: int) -> None:
-    """Raise ValueError unless they are those of `lanes` lanes."""
+    """Raise ValueError unless all tensors fit `lanes` lanes."""
     check_vector("largest", ranked.largest, lanes, torch.float32)
     check_vector("log_total", ranked.log_total, lanes, torch.float32)
     tops = (("top_id", ranked.top_id, torch.int32), ("top_value", ranked.top_value, torch.float32))

@@ -1,19 +1,19 @@
-"""Log-probabilities on their way to the host: a mailbox of their own, in the format of the first.
+"""Publish log-probabilities to the host, in a mailbox of their own with the format of the first.
 
-Row r writes lane r, and of it no more than its reader asks for. Token j has 2 + 2 * top items, from
-item j * (2 + 2 * top) on:
+Row r writes lane r, and only the items that its reader asks for. Token j has 2 + 2 * top items,
+from item j * (2 + 2 * top) on:
 
     0           bits of the token's log-probability, float32
     1           its rank
-    2 + 2 * i   id of the i-th most probable token, as of its 32 bits: 0xffffffff for none
+    2 + 2 * i   id of the i-th most probable token, its 32 bits: 0xffffffff for none
     3 + 2 * i   bits of its log-probability, float32
 
-Each is (sequence & 0xffffffff) << 32 | payload, one aligned 64-bit store that is believed because
-of its own tag only, in entry sequence % entries: sequence is what `verify_commit_publish` has
-counted, so tag and entry are those of the replay's record in the first mailbox. Written are, for
-the tokens that the row emitted, the items of the token itself and of the min(wanted, top) most
-probable; the host knows both numbers, the first by that record. All other items keep what they
-were.
+Each item is (sequence & 0xffffffff) << 32 | payload, one aligned 64-bit store that is trusted only
+because of its own tag, in entry sequence % entries. `sequence` is what `verify_commit_publish` has
+counted, so tag and entry are those of the replay's record in the first mailbox. For each token that
+the row emitted, the items of the token itself and of the min(wanted, top) most probable tokens are
+written. The host knows both numbers; how many tokens were emitted it knows from that record. All
+other items stay as they were.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes.
 """
@@ -62,18 +62,18 @@ def publish_logprobs(
     top: int,
     pdl: bool = False,
 ) -> None:
-    """Write what the rows' slots want of their tokens; the module's docstring says where. One
-    launch.
+    """Write the log-probabilities that the rows' slots want; one launch. The module's docstring
+    says where.
 
     Args:
         mailbox_items: int64 [entries, lanes, items], lanes >= R, items >= W * (2 + 2 * top); the
             device's memory or pinned host memory. Its reader must be done with the entry.
         sequence_1: int64 [1], `SlotState.sequence` after `verify_commit_publish`; only read.
         count_R: int32, tokens that each row emitted, those of its first lanes.
-        slot_N: int32, -1 for a padded lane; of each row the first is read.
+        slot_N: int32, -1 for a padded lane; only each row's first is read.
         wants: indexed by slot; `wanted` is read.
-        ranked, tokens: of these tokens.
-        top: the most probable tokens that a reader gets at most, 0..20; the layout depends on it.
+        ranked, tokens: those of the emitted tokens.
+        top: how many most probable tokens a reader gets at most, 0..20; the layout depends on it.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `slot_N` must be
             older than that one.
 

@@ -12,11 +12,11 @@ from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.sample.candidates import LAST_ID, sortable_key
 
 MAX_LOGPROBS = 20
-"""Most probable tokens that a token is published with, at most."""
+"""The most probable tokens that are published with a token are at most this many."""
 
 _TOP = tl.constexpr(MAX_LOGPROBS)
 _BLOCK_TOP = tl.constexpr(32)
-# No candidate: below every packed one.
+# No candidate: below every packed candidate.
 _NOTHING = tl.constexpr(-(2**63))
 
 
@@ -33,7 +33,7 @@ def _load_wants(slot, wanted_ptr, wants_raw_ptr, raw_ptr):
 
 @triton.jit
 def _logits_row(source_ptr, lane, wants):
-    """The row of the logits that a lane's are in: its own, or that of its source."""
+    """The row that holds a lane's logits: its own, or its source's."""
     row = lane
     if source_ptr is not None:
         row = tl.load(source_ptr + lane, mask=wants, other=0)
@@ -84,7 +84,7 @@ def rank_tile_kernel(
         logits = _load_logits(
             logits_ptr, raw_ptr, logits_stride, raw_stride, row, is_raw, ids, ids < vocabulary
         )
-        # Neither a NaN nor -inf is greater.
+        # Neither NaN nor -inf is greater than -inf.
         is_candidate = logits > float("-inf")
         largest = tl.max(tl.where(is_candidate, logits, float("-inf")), 0)
         base = tl.where(largest > float("-inf"), largest, 0.0)
@@ -121,7 +121,7 @@ def rank_merge_kernel(
     BLOCK_CT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane: what its tiles found, put together."""
+    """One program a lane: combine what its tiles found."""
     lane = tl.program_id(0)
     slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
     wanted, is_raw = _load_wants(slot, wanted_ptr, wants_raw_ptr, raw_ptr)

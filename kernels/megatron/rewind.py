@@ -1,7 +1,7 @@
-"""Back to the last accepted token: the block bookkeeping of a KV cache, and recurrent states.
+"""Rewind to the last accepted token: a KV cache's block bookkeeping, and recurrent states.
 
-The other half of `verify`, whose conventions hold here. Letters: N rows, K drafts, L layers,
-M slots; d accepted drafts of a row, 0..K.
+This is the other half of `verify`, whose conventions hold here. Letters: N rows, K drafts,
+L layers, M slots; d accepted drafts of a row, 0..K.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def rewind_kv_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Take the rejected drafts out of the block bookkeeping, in place; at most one block a row.
 
-    A decode row goes back by r = K - d tokens, a prefill row by none. If that leaves the last
-    block, the block is the caller's to release:
+    A decode row goes back by r = K - d tokens, a prefill row by none. If a row thereby leaves its
+    last block, the caller has to release the block:
 
         blocks_to_release, remove_mask = rewind_kv_cache(...)
         release(blocks_to_release[remove_mask])
@@ -64,11 +64,11 @@ def rewind_kv_cache(
         kv_length_offsets: tokens cached before the step's query; becomes less by r, and may become
             negative, because the caller adds the query's K + 1 later.
         kv_block_counts: blocks in use, less by 1 where one is removed.
-        last_kv_block_id: the last block's id; where one is removed, that of the one before.
+        last_kv_block_id: the last block's id; where one is removed, the id of the one before.
         kv_block_ids: [N or more, max_blocks], dense rows, however far apart; the removed id
             becomes -1.
         num_speculative_tokens: K < block_size_tokens.
-        num_active_requests: rows that are live, the first ones; None means N.
+        num_active_requests: live rows, which come first; None means N.
         error_count: [1], to which the number of skipped rows is added.
 
     Returns:
@@ -76,7 +76,7 @@ def rewind_kv_cache(
             0, a valid id as well, for a padded row.
         remove_mask: new bool [N]; False for a padded row.
 
-    Nothing is read or changed of padded rows. A live row with d outside 0..K, or with no block in
+    Padded rows are neither read nor changed. A live row with d outside 0..K, or with no block in
     the table to remove, is skipped on a GPU, as if padded, and counted; on the CPU it is a
     ValueError and nothing changes. ValueError also for wrong dtypes, shapes, devices and counts.
     """
@@ -172,11 +172,11 @@ def mamba_state_selective_copy(
     Args:
         intermediate_states: [L, M, K + 1, *state], the states after each token of the step.
         current_states: [L, M, *state]. Both: any strides of layers, slots and positions, a dense
-            state of any rank and size, and L >= num_layers. Of one dtype they are copied bit for
-            bit; of two float dtypes they are cast.
+            state of any rank and size, and L >= num_layers. With the same dtype they are copied bit
+            for bit, with two float dtypes cast.
         prefill_status: [N], 1 for a prefill row. Its length is the number of rows; the other
             vectors have N entries or more.
-        state_idx: the slot of each row; no slot may be named twice by rows that copy.
+        state_idx: the slot of each row; rows that copy must all name different slots.
         accepted_counts: d.
         error_count: [1], to which the number of skipped rows is added.
 
@@ -273,7 +273,7 @@ def _rewound(
     drafts: int,
     num_active_requests: Count | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each row, [N]: whether it is live, by how many tokens it goes back, whether it cannot."""
+    """For each row, [N]: whether it is live, how many tokens it goes back, whether it cannot."""
     rows = accepted_counts.numel()
     live = torch.ones_like(accepted_counts, dtype=torch.bool)
     if num_active_requests is not None:
@@ -283,7 +283,7 @@ def _rewound(
     back = (drafts - accepted_counts).where(decode & ~wrong, 0)
     count = kv_block_counts[:rows]
     removed = live & (last_kv_block_offset[:rows] - back < 0)
-    # What remains is in the table, so that the last one's id can be read there.
+    # Blocks that remain must be in the table, so that the last one's id can be read there.
     return live, back, wrong | (removed & ((count < 1) | (count > max_blocks + 1)))
 
 
@@ -348,7 +348,7 @@ def _copied(
     state_idx: torch.Tensor,
     accepted_counts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool [N] each: the rows to be copied, and those to be skipped for what they say."""
+    """bool [N] each: the rows to copy, and those to skip for a wrong slot or count."""
     slots, positions = intermediate_states.shape[1:3]
     rows = prefill_status.numel()
     slot, accepted = state_idx[:rows], accepted_counts[:rows]
@@ -427,7 +427,7 @@ def _launch_copy(
         return
     _, slots, positions = intermediate_states.shape[:3]
     if intermediate_states.dtype == current_states.dtype:
-        # As integers, because a float may change its bits on the way (NaN payloads).
+        # Copy integers, because a float may change its bits on the way (NaN payloads).
         bits = BITS[current_states.element_size()]
         intermediate_states, current_states = (
             intermediate_states.view(bits),
@@ -492,8 +492,8 @@ def _rewind_kernel(
     ids_ptr += row * ids_stride
     before = tl.load(ids_ptr + tl.maximum(count - 1, 0), mask=removed, other=0)
     count_errors(error_count_ptr, wrong)
-    # A row may be held by several threads, and its last block is read and cleared in one place:
-    # all of them have read by now.
+    # Several threads may hold a row, and a last block's entry is first read, then cleared: all of
+    # them must have read it by now.
     tl.debug_barrier()
 
     # The remainder of a negative number is negative in C.

@@ -1,16 +1,16 @@
-"""Rows after a speculative step: which drafts were accepted, and what the next step starts from.
+"""Rows after a speculative step: which drafts are accepted, and what the next step starts from.
 
     verify_speculative_tokens -> prepare_next_forward_pass -> rewind.rewind_kv_cache
                                                            -> rewind.mamba_state_selective_copy
 
 The four ops have the names, arguments and layouts of Megatron-core's inference controller and may
-stand in for its own: int32 and int64 in any mix, buffers longer than the rows, on a GPU or the CPU.
-A live count is an int or, for a captured graph, an integer scalar on the device. With a scalar the
+replace its own: int32 and int64 in any mix, buffers longer than the rows, on a GPU or the CPU. A
+live count is an int or, for a captured graph, an integer scalar on the device. With a scalar the
 grid covers the buffers, and the rows past the live ones are padded.
 
-A row is one request: R of them, D that decode, then P whose prompt came in. The first feed K + 1
-tokens, the last emitted and K drafts; of the others one logit is required, the prompt's last. Here
-`n` positions hold the *required* tokens in that order, then perhaps padding.
+A row is one request. There are R rows: D that decode, then P whose prompt came in. A decode row
+feeds K + 1 tokens, the last emitted one and K drafts; of a prefill row one logit is required, the
+prompt's last. Here `n` positions hold the *required* tokens in that order, then perhaps padding.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def verify_speculative_tokens(
     position 1..j. A prefill row's only position is accepted, padding is not.
 
     Args:
-        input_tokens: [n] or [1, n], D rows of K + 1, then P of one, then padding, which is not
-            read.
-        output_tokens: [n] or fewer, by the padding: the target's token after each input.
+        input_tokens: [n] or [1, n], D rows of K + 1 tokens, then P of one, then padding, which is
+            not read.
+        output_tokens: [n], or fewer if padding is left out: the target's token after each input.
         num_decode_requests, num_prefill_requests: D and P.
         num_speculative_tokens: K, 0 included.
 
     Returns:
         last_one_indices: new int64 [D + P], the position of each row's last accepted token. If one
-            of the counts is a tensor it is [n], and -1 in the padded rows.
+            of the counts is a tensor, it is [n], with -1 in the padded rows.
         accepted_tokens_mask: new bool [n].
         input_tokens: as given, squeezed to [n].
 
-    Counts on a GPU that do not fit the arrays leave the rows out that are not whole. ValueError for
+    If counts on a GPU do not fit the arrays, rows that are not whole are left out. ValueError for
     what the host can see: wrong dtypes, shapes and devices, counts that do not fit.
     """
     check_drafts(num_speculative_tokens)
@@ -151,32 +151,32 @@ def prepare_next_forward_pass(
     num_speculative_tokens: int,
     error_count: torch.Tensor | None = None,
 ) -> None:
-    """Gather, in place, each row's newest token, its place in the sequence and its accepted drafts.
+    """Gather each row's newest token, its place in the sequence and its accepted drafts, in place.
 
         sampled_tokens_buf[r] = output_tokens[last_one_indices[r]]
         last_accepted_seq_buf[r] = required_logit_indices[last_one_indices[r]]
 
-    Of a decode row, accepted_tokens_per_request[r] gets the K drafts, -1 for one that was not
-    accepted, and accepted_token_counts[r] their number. For the other rows these are not written:
-    the caller filled them with -1 and 0. Nothing is written for a padded row, whose last_one_index
-    is -1.
+    For a decode row accepted_tokens_per_request[r] gets the K drafts, -1 for one that was not
+    accepted, and accepted_token_counts[r] the number of accepted ones. For prefill rows these two
+    are not written: the caller filled them with -1 and 0. Nothing is written for a padded row,
+    whose last_one_index is -1.
 
     Args:
         num_decode_requests: D.
-        output_tokens, input_tokens, accepted_tokens_mask: [n] as of `verify_speculative_tokens`.
+        output_tokens, input_tokens, accepted_tokens_mask: [n] as in `verify_speculative_tokens`.
         required_logit_indices: [n] or more: the position of each required token in the packed
             sequence of the step.
-        last_one_indices: [R], as verified; its length is the number of rows.
+        last_one_indices: [R], from `verify_speculative_tokens`; its length is the number of rows.
         sampled_tokens_buf, last_accepted_seq_buf: [R] or more, overwritten.
-        accepted_tokens_per_request: [D or more, K or more], dense rows, however far apart. All R
-            rows where D is a tensor, as for accepted_token_counts.
+        accepted_tokens_per_request: [D or more, K or more], dense rows, however far apart. If D is
+            a tensor, this and accepted_token_counts need all R rows.
         accepted_token_counts: [D] or more.
         num_speculative_tokens: K, 0 included.
         error_count: [1], to which the number of skipped rows is added.
 
     The buffers must not overlap what is read. A row that points outside the arrays is skipped and
-    counted on a GPU and a ValueError on the CPU, before anything is written; so is what the host
-    can see anywhere: wrong dtypes, shapes and devices, counts that do not fit.
+    counted on a GPU; on the CPU it is a ValueError, before anything is written. ValueError on any
+    device for what the host can see: wrong dtypes, shapes and devices, counts that do not fit.
     """
     check_drafts(num_speculative_tokens)
     rows, device = last_one_indices.numel(), last_one_indices.device
@@ -316,7 +316,7 @@ def check_index_dtype(name: str, tensor: torch.Tensor, device: torch.device) -> 
 
 
 def check_count(name: str, count: Count, most: int, device: torch.device) -> int | None:
-    """The count if the host can know it without waiting, so None for a scalar on a GPU.
+    """The count, if the host can know it without waiting; None for a scalar on a GPU.
 
     ValueError unless it is 0..most and, if it is a tensor, an integer scalar on `device`.
     """
@@ -342,7 +342,7 @@ def check_error_count(error_count: torch.Tensor | None, device: torch.device) ->
 
 
 def add_errors(error_count: torch.Tensor | None, wrong: torch.Tensor) -> None:
-    """Count the wrong rows, as the kernels do."""
+    """Add the number of wrong rows, as the kernels do."""
     if error_count is not None:
         error_count += wrong.sum().to(error_count.dtype)
 
@@ -381,7 +381,7 @@ def _check_decode_rows(
 
 
 def _rows_to_verify(decode: Count, prefill: Count, positions: int) -> int:
-    """Rows of last_one_indices: what is live, or as many as could be."""
+    """Rows of last_one_indices: the live ones, or as many as there could be."""
     if isinstance(decode, torch.Tensor) or isinstance(prefill, torch.Tensor):
         return positions
     return decode + prefill
@@ -396,7 +396,7 @@ def _rows_outside(
     input_tokens: torch.Tensor,
     drafts: int,
 ) -> torch.Tensor:
-    """bool [R]: rows that point outside the arrays. Those are to be skipped."""
+    """bool [R]: the rows to skip, because they point outside the arrays."""
     gathered = min(output_tokens.numel(), required_logit_indices.numel())
     fed = min(input_tokens.numel(), accepted_tokens_mask.numel())
     row = torch.arange(last_one_indices.numel(), device=last_one_indices.device)
@@ -517,7 +517,7 @@ def _verify_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     decode = load_count(num_decode_requests, DECODE_ON_DEVICE)
     prefill = load_count(num_prefill_requests, PREFILL_ON_DEVICE)
-    # Only rows that are whole; `readable + 1` is too many already, and cannot overflow below.
+    # Keep only whole rows; `readable + 1` is too many already, and cannot overflow below.
     decode = tl.minimum(tl.maximum(decode, 0), readable + 1)
     prefill = tl.maximum(tl.minimum(prefill, readable - decode * (K + 1)), 0)
     decode = tl.minimum(decode, readable // (K + 1))

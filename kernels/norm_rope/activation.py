@@ -1,8 +1,7 @@
 """SwiGLU: silu(gate) * up, for the wide products of prefill. (`linear` fuses it for decode.)
 
-Some models have no gates: of theirs an up goes through a squared ReLU.
-
-Gates of other models go through another `Activation`: those of Gemma, a GeGLU, through gelu.
+Gates of some models go through another `Activation`: those of Gemma, a GeGLU, through gelu. Other
+models have no gates: their ups go through a squared ReLU.
 
 Letters: N lanes, F ffn width.
 """
@@ -47,7 +46,7 @@ _SILU, _GELU_TANH = tl.constexpr(1), tl.constexpr(2)
 
 
 def gate_code(activation: Activation | Literal[False]) -> int:
-    """What stands for an activation in a kernel's constants; 0: there is no gate."""
+    """An activation's number in a kernel's constants; 0: there is no gate."""
     codes = {False: 0, "silu": _SILU.value, "gelu_tanh": _GELU_TANH.value}
     if activation not in codes:
         raise ValueError(f"activation={activation!r} must be 'silu' or 'gelu_tanh'")
@@ -137,7 +136,7 @@ def squared_relu(
         x_NF: float32, float16 or bfloat16; dense rows, any stride between them.
         slot_N: int32, -1 = padded lane.
         out: [N, F] in the input's dtype; may be the input itself.
-        pdl: as of `swiglu`.
+        pdl: as in `swiglu`.
 
     Returns:
         [N, F] in the input's dtype, computed in float32 and rounded once. Padded lanes are neither
@@ -195,7 +194,7 @@ def silu(x):
 def activated(x, ACTIVATION: tl.constexpr):
     """A float32 after the activation of a `gate_code`; -0.0 where the exponential overflows.
 
-    With tanh(y) = 2 sigmoid(2 y) - 1 gelu is x * sigmoid(2 y) of the y that it has tanh of.
+    As tanh(y) = 2 sigmoid(2 y) - 1, gelu is x * sigmoid(2 y), with y the argument of its tanh.
     """
     inner = x
     if ACTIVATION == _GELU_TANH:
@@ -205,7 +204,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    """silu(gate) * up of float32, or with a LIMIT that of a `ClampedSwiglu`. NaN stays NaN."""
+    """silu(gate) * up of float32, or with a LIMIT a `ClampedSwiglu`. NaN stays NaN."""
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -252,15 +251,15 @@ def squared_relu_reference(
 
 
 def silu_reference(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(x) of float32, the same bits wherever an element is."""
+    """x * sigmoid(x) of float32; the bits do not depend on where an element is."""
     return activated_reference(x, "silu")
 
 
 def activated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Float32 after an activation, the same bits wherever an element is.
+    """Float32 after an activation; the bits do not depend on where an element is.
 
-    On a CPU torch's exp rounds otherwise in the tail of an array than in its vectorised body, so a
-    lane's bits would depend on how many lanes there are. numpy's does not.
+    On a CPU torch's exp rounds differently in the tail of an array than in its vectorised body, so
+    a lane's bits would depend on how many lanes there are. numpy's does not.
     """
     inner = x
     if gate_code(activation) == gate_code("gelu_tanh"):

@@ -1,10 +1,10 @@
 """Token embedding: rows of the table become the float32 residual stream.
 
-Of a prompt some positions may have no token but an embedding of their own (`GivenRows`), which is
-taken in place of the table's.
+Some positions of a prompt may have no token but an embedding of their own (`GivenRows`), which
+replaces the table's.
 
 `embed` is a separate launch. Kernels that start a decode step's `Residual` with the embedding of
-a token share the parts here: `load_embedding` and `store_embedding`, with their checks and twin.
+a token share `load_embedding` and `store_embedding`, with their checks and twin.
 
 Letters: N lanes, V vocabulary, H hidden, T groups of columns, M given rows.
 """
@@ -42,11 +42,11 @@ class GivenRows(NamedTuple):
     """Embeddings of positions that have no token."""
 
     rows: torch.Tensor
-    """[M, H] in the table's dtype, dense rows; row i is of the position i after the first."""
+    """[M, H] in the table's dtype, dense rows; row i belongs to position `first` + i."""
     first: torch.Tensor
     """int32 [1]: the position of row 0."""
     scale: float
-    """What they are multiplied by; the product is rounded to their dtype."""
+    """Factor on the rows; the product is rounded to their dtype."""
 
 
 def embed(
@@ -63,13 +63,13 @@ def embed(
     Args:
         token_N: int32. table_VH: float32, float16 or bfloat16; may exceed 2**31 elements.
         slot_N: int32, -1 = padded lane.
-        scale: of the embedding; the product is rounded to the table's dtype.
-        given: the embeddings of tokens from GIVEN down; None: there are none.
+        scale: factor on the embedding; the product is rounded to the table's dtype.
+        given: the embeddings of tokens GIVEN and below; None: there are none.
         out: float32 [N, H].
 
     Returns:
         float32 [N, H]. A live lane whose id is outside 0..V-1, and names no given row, becomes NaN,
-        so that the mistake is seen; no memory beyond the table and the given rows is read. Padded
+        so that the mistake shows; no memory outside the table and the given rows is read. Padded
         lanes are neither read nor written.
         ValueError for a shape or dtype that does not fit.
     """
@@ -103,7 +103,7 @@ def embed(
 
 
 def _check_given(given: GivenRows, table_VH: torch.Tensor) -> None:
-    """ValueError unless the rows are such as the table's."""
+    """ValueError unless the rows have the table's width and dtype."""
     check_rows(given_rows=given.rows)
     check_lanes(1, first=given.first)
     found, wanted = (given.rows.shape[1], given.rows.dtype), (table_VH.shape[1], table_VH.dtype)

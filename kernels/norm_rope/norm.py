@@ -46,9 +46,9 @@ def rms_norm(
 
     Returns:
         [N, H] of `out_dtype`. Statistics are float32; the normalised value is rounded to
-        `out_dtype`, then multiplied by the weight and rounded again, as `LlamaRMSNorm` does; with a
-        weight in float32 it is rounded once, after it, as `Gemma3RMSNorm` does. Padded lanes are
-        neither read nor written. ValueError for a shape or dtype that does not fit.
+        `out_dtype`, then multiplied by the weight and rounded again, as `LlamaRMSNorm` does. With a
+        weight in float32 it is rounded once, after the weight, as `Gemma3RMSNorm` does. Padded
+        lanes are neither read nor written. ValueError for a shape or dtype that does not fit.
     """
     check_rows(x_NH=x_NH)
     lanes, H = x_NH.shape
@@ -79,7 +79,7 @@ def check_weight(weight_H: torch.Tensor, H: int, name: str = "weight_H") -> None
 
 
 def row_options(H: int) -> dict[str, int]:
-    """How a program goes through its row, the same in all kernels: their bits must agree."""
+    """How a program goes through its row: in all kernels alike, because their bits must agree."""
     block = min(triton.next_power_of_2(H), _MAX_BLOCK_H)
     return {"H": H, "BLOCK_H": block, "num_warps": min(max(block // 512, 1), 16)}
 
@@ -126,7 +126,7 @@ def _rms_norm_kernel(
 def store_normed(x, scale, weight, target, h, H: tl.constexpr):
     """Store columns `h` of a lane: rounded after the norm, and again after the weight.
 
-    With a weight in float32 it is rounded once, after it.
+    With a weight in float32 they are rounded once, after the weight.
     """
     dtype = target.dtype.element_ty
     normed = x * scale
@@ -151,14 +151,13 @@ def add_rms_norm(
     Args:
         x_NH: float32, the residual stream. y_NH: any float dtype. Both with dense rows, any stride
             between them; they must not overlap.
-        weight_H, slot_N, out_dtype: as of `rms_norm`.
+        weight_H, slot_N, out_dtype: as in `rms_norm`.
         out: [N, H] of `out_dtype`; must not overlap `x`; may be `y` itself.
         pdl: the launch before, whatever it is, may still run; it does not write the weight.
 
     Returns:
-        [N, H] of `out_dtype`, rounded where `rms_norm` rounds; the sum is float32. Of padded lanes
-        neither x nor y is read, neither x nor out is written. ValueError for a shape or dtype that
-        does not fit.
+        [N, H] of `out_dtype`, rounded where `rms_norm` rounds; the sum is float32. Padded lanes are
+        neither read nor written. ValueError for a shape or dtype that does not fit.
     """
     check_rows(x_NH=x_NH, y_NH=y_NH)
     lanes, H = x_NH.shape
@@ -225,7 +224,7 @@ def _add_rms_norm_kernel(
 
     store_normed(x, scale, weight, target, h, H)
     if H > BLOCK_H:
-        # The sums above are read again, maybe by other threads than stored them.
+        # The sums above are read again, maybe by threads that did not store them.
         tl.debug_barrier()
     for start in tl.range(BLOCK_H, H, BLOCK_H):
         more = tl.load(x_row_ptr + start + h, mask=start + h < H, other=0.0)
@@ -254,7 +253,8 @@ def rms_norm_reference(
     """`rms_norm` in plain PyTorch."""
     out = output_rows(out, x_NH.shape, dtype=out_dtype, like=x_NH)
     live = live_lanes(slot_N)
-    # torch splits the sum of one long row among threads, which changes its bits; never of two rows.
+    # torch splits the sum of a single long row among threads, which changes its bits, but never
+    # those of two rows.
     x = x_NH[live.repeat(2) if len(live) == 1 else live].float()
     normed = x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps)
     if weight_H.dtype != torch.float32:

@@ -1,7 +1,7 @@
 """A norm between a product and the residual stream: x += post * y / rms(y), then the next norm.
 
 Gemma 2 and 3 have one after each block, besides the one before it. In decode the product leaves the
-sums of its squares, so that a program need not see its whole lane; in prefill a program does.
+sums of its squares, so that a program need not read a whole lane; in prefill a program does.
 
 Letters: N lanes, H hidden, T groups of columns.
 """
@@ -34,7 +34,7 @@ from graphengine.kernels.linear.residual import (
 from graphengine.kernels.linear.residual_sum import leave_for_norm
 from graphengine.kernels.norm_rope.norm import rms_norm_reference, row_options, store_normed
 
-# Columns of a program in decode: a lane of 2,560 is that of 5 programs.
+# Columns of a program in decode: a lane of 2,560 takes 5 programs.
 _BLOCK_H = 512
 
 
@@ -53,14 +53,14 @@ def add_normed(
     Args:
         product: as `linear_squares` leaves it.
         post_norm_H, next_norm_H: any float dtype.
-        residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
-            The new `x` goes to where it is kept, too.
+        residual: `x` is updated and `scaled` written, both in place; `squares` is not read. The new
+            `x` goes to `kept` too, if there is one.
         slot_N: int32, -1 = padded lane.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:
         The same `x` and `scaled`, with new `squares`. The sum is float32, `scaled` is rounded once.
-        Of padded lanes none of them is written. ValueError for a shape or dtype that does not fit.
+        Padded lanes are not written. ValueError for a shape or dtype that does not fit.
     """
     y, squares_TN = product
     check_rows(y=y)
@@ -130,7 +130,7 @@ def _add_normed_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane and BLOCK_H columns; each adds up its lane's squares in one order."""
+    """One program a lane and BLOCK_H columns; all add up their lane's squares in the same order."""
     lane = tl.program_id(0)
     tile = tl.program_id(1)
     h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -198,12 +198,11 @@ def add_normed_rms_norm(
 
     Args:
         post_norm_H: any float dtype.
-        The others as of `add_rms_norm`.
+        The others as in `add_rms_norm`.
 
     Returns:
-        [N, H] of `out_dtype`, rounded where `rms_norm` rounds; norm and sum are float32. Of padded
-        lanes neither x nor y is read, neither x nor out is written. ValueError for a shape or dtype
-        that does not fit.
+        [N, H] of `out_dtype`, rounded where `rms_norm` rounds; norm and sum are float32. Padded
+        lanes are neither read nor written. ValueError for a shape or dtype that does not fit.
     """
     check_rows(x_NH=x_NH, y_NH=y_NH)
     lanes, H = x_NH.shape
@@ -252,7 +251,7 @@ def _add_normed_rms_norm_kernel(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane: through y for its norm, through both for the sum, through x for its norm.
+    """One program a lane, in three passes: y for its norm, both for the sum, x for its norm.
 
     A row of one block stays in registers.
     """
@@ -285,7 +284,7 @@ def _add_normed_rms_norm_kernel(
 
     store_normed(x, scale, weight, target, h, H)
     if H > BLOCK_H:
-        # The sums above are read again, maybe by other threads than stored them.
+        # The sums above are read again, maybe by threads that did not store them.
         tl.debug_barrier()
     for start in tl.range(BLOCK_H, H, BLOCK_H):
         more = tl.load(x_row_ptr + start + h, mask=start + h < H, other=0.0)

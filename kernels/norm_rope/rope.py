@@ -191,15 +191,15 @@ def rope_append(
 
     Args:
         qkv_NX: [N, (Q + 2G) * D], a lane is [queries | keys | values]; rows dense, any row stride.
-            Q may be 0, where keys and values are all that is wanted.
+            Q may be 0, if only keys and values are wanted.
         cos, sin: float32 [P, D/2] from `rope_tables`.
         kv: one layer's cache, in qkv's dtype or in FP8_KV. Written in place.
         block_table_SB: int32. slot_N: int32, -1 = padded lane. position_N: int32, absolute.
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
-            before the rotation, rounded where Qwen3's reference rounds. In float32 they are those
-            of Gemma 3, whose reference rounds once.
-        kv_scales: float32 [2, G], all positive, of a cache of FP8_KV.
-        out: [N, Q, D] in qkv's dtype; may be any memory that is not qkv's.
+            before the rotation, rounded where Qwen3's reference rounds. Weights may also be in
+            float32, as in Gemma 3, whose reference rounds once.
+        kv_scales: float32 [2, G], all positive, for a cache of FP8_KV.
+        out: [N, Q, D] in qkv's dtype; any memory that is not qkv's.
         pdl: the launch before, whatever it is, may still run.
 
     Returns:
@@ -295,7 +295,7 @@ def _rope_append_kernel(
     """One program a lane and BLOCK_HEADS heads, counted through queries, then keys, then values."""
     wait_for_inputs(PDL)
     lane = tl.program_id(0).to(tl.int64)
-    # Loaded together: one after the other would cost another trip to L2.
+    # Load both together: one after the other would cost another trip to L2.
     slot = tl.load(slot_ptr + lane)
     position = tl.load(position_ptr + lane)
     if slot < 0:
@@ -310,7 +310,7 @@ def _rope_append_kernel(
     source = qkv_ptr + lane * qkv_stride + head[:, None] * D + pair[None, :]
     lower = tl.load(source, mask=mask, other=0.0)
     upper = tl.load(source + HALF, mask=mask, other=0.0)
-    # A position without an angle gives NaN queries: an error that shows, not a read beyond.
+    # A position without an angle gives NaN queries: an error that shows, not a read out of bounds.
     angle = position.to(tl.int64) * HALF + pair
     cos = tl.load(cos_ptr + angle, mask=pair_mask & inside, other=float("nan"))[None, :]
     sin = tl.load(sin_ptr + angle, mask=pair_mask & inside, other=float("nan"))[None, :]
@@ -364,7 +364,7 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, is_query, column, END: tl.constexpr):
 def scale_head(x, scale, weight, dtype: tl.constexpr):
     """Float32 `x` times norm scale and weight, rounded to `dtype` after each, as float32.
 
-    With a weight in float32 it is rounded once, after it.
+    With a weight in float32 it is rounded once, after the weight.
     """
     normed = x * scale
     if weight.dtype != tl.float32:
@@ -392,14 +392,14 @@ def rope_append_reference(
 ) -> torch.Tensor:
     """`rope_append` in plain PyTorch, in place on the cache as well.
 
-    entry_N  where in the cache the keys and values go, if not to the positions; none are outside
+    entry_N  where in the cache keys and values go, if not to their positions; all lie inside it
     """
     head_dim = kv.shape[4]
     out = checked_output(out, (qkv_NX.shape[0], num_heads, head_dim), like=qkv_NX)
     live = live_rows(slot_N)
     position = position_N[live].long()
     inside = (position >= 0) & (position < min(cos.shape[0], token_capacity(kv, block_table_SB)))
-    # The usual case, which a CPU engine meets for each layer of each lane, has nothing to mask.
+    # The usual case, for each layer of each lane of a CPU engine, has nothing to mask.
     all_inside = bool(inside.all())
     if not all_inside:
         position = torch.where(inside, position, 0)
@@ -430,11 +430,11 @@ def rope_append_reference(
 def _norm_heads_reference(
     x: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, eps: float
 ) -> torch.Tensor:
-    """Of heads [N, Q + G, D]: queries, then keys."""
+    """RMSNorm of heads [N, Q + G, D]: queries, then keys."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     parts = zip(normed.tensor_split([num_heads], dim=1), (q_weight, k_weight), strict=True)
-    # With a weight in float32 it is rounded once, after it.
+    # With a weight in float32 the result is rounded once, after the weight.
     return torch.cat(
         [
             (part if weight.dtype == torch.float32 else part.to(x.dtype)).mul(weight).to(x.dtype)

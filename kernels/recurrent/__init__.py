@@ -1,1 +1,1 @@
-"""Layers that recur: what sums up the tokens before is a state, not a cache."""
+"""Recurrent layers: a state, not a cache, sums up the tokens before."""

@@ -1,10 +1,10 @@
-"""The causal convolution of a prompt's chunk, of each channel by itself, before a layer's state.
+"""The causal convolution of a prompt chunk, each channel by itself, before a layer's state.
 
     y = bias + sum over d of weight[d] * x of the token D - 1 - d before; silu(y), if asked for
 
-What is kept of a sequence is x of its newest tokens, by position. Each token's sum is computed from
-the chunk's own inputs, and at its beginning from what is kept, in one order: a token's bits do not
-depend on how a prompt is cut. In decode the kernels of the states convolve themselves.
+A ring keeps x of a sequence's newest tokens, by position. A token's sum is computed from the
+chunk's own inputs, and at the chunk's beginning from the ring, always in the same order: a token's
+bits do not depend on how a prompt is cut. In decode the kernels of the states do the convolution.
 
 Letters: T lanes of a chunk, S slots, E entries of a slot, C channels, D taps.
 """
@@ -25,7 +25,7 @@ from graphengine.kernels.recurrent.conv_reference import causal_conv_reference
 from graphengine.kernels.recurrent.conv_triton import conv_chunk_kernel
 
 MAX_TAPS = 8
-"""Inputs of a sum, which is unrolled; below the lanes of a program."""
+"""Most inputs of a sum, which is unrolled; fewer than the lanes of a program."""
 _CHANNELS = 128
 _TOKENS = 32
 _WARPS = 4
@@ -43,14 +43,15 @@ def causal_conv_chunk(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The convolution of one slot's chunk; its newest inputs are added to what is kept, in place.
+    """Convolve one slot's chunk, and add its newest inputs to the ring, in place.
 
     Args:
         x_TC: rows dense, any stride between them.
         weight_CD, bias_C: dense, in x's dtype.
-        ring_SEC: dense, in x's dtype. Entry `p % E` of a slot is x of its token at p. Those of the
-            D - 1 tokens before the chunk are read (zeros before position 0), and those of its
-            newest D - 1 tokens written, or of all of them if they are fewer. E is at least D - 1.
+        ring_SEC: dense, in x's dtype. Entry `p % E` of a slot is x of its token at p. Entries of
+            the D - 1 tokens before the chunk are read (zeros before position 0), and those of its
+            newest D - 1 tokens written, or of all its tokens if they are fewer. E is at least
+            D - 1.
         slot_T, position_T: int32. Live lanes come first, at consecutive positions; -1 = padded.
         out: `[T, C]` in x's dtype, dense rows; not x.
         pdl: the launch before may still run; it writes neither weight nor bias.

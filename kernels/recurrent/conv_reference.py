@@ -1,4 +1,4 @@
-"""`conv.py` in plain PyTorch, with that module's letters."""
+"""`conv.py` in plain PyTorch; letters as there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def causal_conv_reference(
     slot_T: torch.Tensor,
     position_T: torch.Tensor,
 ) -> torch.Tensor:
-    """Float32 [L, C] of the live lanes' inputs [L, C], which are tokens of one slot at consecutive
-    positions; the newest inputs are written to the ring, as many as it holds.
+    """Convolve the live lanes' inputs [L, C], tokens of one slot at consecutive positions, into
+    float32 [L, C]. The newest inputs are written to the ring, as many as it holds.
     """
     count, entries, taps = len(x_LC), ring_SEC.shape[1], weight_CD.shape[1]
     if not count:

@@ -1,4 +1,4 @@
-"""The kernel of `conv.py`, whose letters it has, and what convolutions of decode share with it."""
+"""The kernel of `conv.py`, letters as there, and what convolutions of decode share with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def conv_chunk_kernel(
 ):
     """One program for BLOCK_T lanes and BLOCK_C channels.
 
-    The first of them reads the ring, as BLOCK_T exceeds D, and then writes it.
+    Only the program of the first lanes reads the ring, as BLOCK_T exceeds D, and then writes it.
     """
     block = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -96,7 +96,7 @@ def _keep_newest(
     C: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """A lane's entry of the ring, if there is such a lane."""
+    """Store a lane's entry of the ring, if the lane exists."""
     there = mask & (lane >= 0)
     x = conv_inputs(x_ptr + lane.to(tl.int64) * x_stride + c, there, C, GATED)
     entry = ((position + lane) % entries).to(tl.int64)
@@ -107,7 +107,7 @@ def _keep_newest(
 def conv_weights(
     weight_ptr, bias_ptr, c, mask, C: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Those of each tap, and what a sum begins with, in float32."""
+    """The weights of each tap, and what a sum begins with, in float32."""
     weights = ()
     for tap in tl.static_range(D):
         weight = tl.load(weight_ptr + c * D + tap, mask=mask, other=0.0)
@@ -120,7 +120,7 @@ def conv_weights(
 
 @triton.jit
 def conv_inputs(x_ptrs, mask, C: tl.constexpr, GATED: tl.constexpr):
-    """The inputs of channels, as they are kept; with GATED b * x of [b | c | x], rounded."""
+    """The inputs of channels, as the ring keeps them; with GATED b * x of [b | c | x], rounded."""
     x = tl.load(x_ptrs, mask=mask, other=0.0)
     if GATED:
         other = tl.load(x_ptrs + 2 * C, mask=mask, other=0.0)
@@ -130,9 +130,9 @@ def conv_inputs(x_ptrs, mask, C: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def window_before(ring_ptrs, position, entries, mask, C: tl.constexpr, D: tl.constexpr):
-    """What a ring has of the D - 1 tokens before a position, the oldest first; 0 before position 0.
+    """The ring's entries of the D - 1 tokens before a position, oldest first; 0 before position 0.
 
-    Earlier steps wrote it: a kernel of decode loads it before its wait.
+    Earlier steps wrote them, so a decode kernel may load them before its wait.
     """
     window = ()
     for tap in tl.static_range(D - 1):
@@ -167,8 +167,8 @@ def convolved(window, x, weights, D: tl.constexpr):
 
 @triton.jit
 def token_input(ptrs, ring_ptrs, mask, keeps):
-    """A token's input as the ring has it, and put there where the program `keeps` it: of channels
-    that several programs read, one does.
+    """A token's input as the ring has it. If the program `keeps` it, it is stored in the ring: one
+    program does so for channels that several read.
     """
     x = tl.load(ptrs, mask=mask, other=0.0).to(ring_ptrs.dtype.element_ty)
     tl.store(ring_ptrs, x, mask=mask & keeps)

@@ -1,4 +1,4 @@
-"""A gated delta net: a state for each head that forgets, and is corrected by what it predicts.
+"""A gated delta net: a state for each head that decays, and is corrected where it predicts wrong.
 
     q, k, v = silu(conv(...)), of which q and k are normed, and q divided by sqrt(K)
     S = exp(-exp(A_log) softplus(a + dt_bias)) S
@@ -6,11 +6,11 @@
     y = norm * rms(S^T q) * silu(z), each head by itself
 
 Heads of values share queries and keys in groups. Everything is computed in float32. In decode a
-program owns some columns of a head's state: it reads those of the token before, walks through the
-row's tokens in registers, and stores them after each one. So a token's bits do not depend on how
-many tokens its row has. In prefill pieces of 64 tokens, cut at absolute multiples of 64 positions,
-are products of matrices, and the state goes from piece to piece (Yang, Kautz, Hatamizadeh 2024,
-arXiv:2412.06464).
+program owns some columns of a head's state: it reads them as the token before left them, walks
+through the row's tokens in registers, and stores the columns after each one. So a token's bits do
+not depend on how many tokens its row has. In prefill pieces of 64 tokens, cut at absolute multiples
+of 64 positions, are computed by matrix products, and the state goes from piece to piece (Yang,
+Kautz, Hatamizadeh 2024, arXiv:2412.06464).
 
 Letters: N lanes, T lanes of a chunk, R rows, S slots, E entries of a slot, G heads of queries and
 keys, H heads of values, K and V values of a head, D taps, C = 2 * G * K + H * V, I = H * V,
@@ -50,11 +50,11 @@ from graphengine.kernels.recurrent.gated_delta_triton import (
 )
 from graphengine.kernels.recurrent.pieces import PIECE, piece_count
 
-# Values of a head that a program has the states of; more would not fit its registers.
+# Values of a head whose state a program holds; more would not fit its registers.
 _DECODE_VALUES = 32
 _SCAN_VALUES = 32
-# The fastest on an H200: what fits an SM at once counts for more than registers to spare. Decode of
-# 16 values in 2 warps is faster by itself (1 %), and slower in a step of eight rows (2 to 3 %).
+# The fastest on an H200: occupancy counts for more than registers to spare. Decode of 16 values in
+# 2 warps is faster by itself (1 %), and slower in a step of eight rows (2 to 3 %).
 _LAUNCHES: Mapping[str, Mapping[str, int]] = {
     "decode_kernel": {"num_warps": 4, "maxnreg": 128},
     "gated_norm_kernel": {"num_warps": 1},
@@ -77,15 +77,16 @@ def gated_delta_decode(
     tokens_per_row: int = 1,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Advance each row's state by its tokens, in place: two kernels.
+    """Advance each row's state by its tokens, in place, with two kernels.
 
     Args:
         projected_NX: before the convolution; rows dense, any stride between them.
-        ring_SEC: dense, in its dtype. Entry `p % E` of a slot has the convolution's inputs of the
-            token at p. E is at least D - 1 + tokens_per_row: nothing that is read is overwritten.
+        ring_SEC: dense, in projected's dtype. Entry `p % E` of a slot has the convolution's inputs
+            of the token at p. E is at least D - 1 + tokens_per_row, so that nothing that is read is
+            overwritten.
         state_SEHKV: dense; any float dtype. Entry `p % E` is the state after the token at p. A row
-            reads that of the token before its first (zeros at position 0), and writes one for each
-            token; it is rounded after every token.
+            reads the entry of the token before its first (zeros at position 0), and writes one for
+            each token; the state is rounded after every token.
         slot_N, position_N: int32; -1 = padded lane. Each `tokens_per_row` lanes are tokens of one
             slot at consecutive positions, live ones first.
         eps: of the norm.
@@ -156,15 +157,15 @@ def gated_delta_prefill(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The same for one slot's chunk, whose live lanes come first, at consecutive positions.
+    """Advance the state by one slot's chunk: live lanes come first, at consecutive positions.
 
-    Reads the entry of the token before the chunk (zeros at position 0), and writes that of its last
-    token alone, rounded once. Three kernels, and `sizes.scan_bytes` between them.
+    Reads the entry of the token before the chunk (zeros at position 0), and writes only the entry
+    of its last token, rounded once. Three kernels, with `sizes.scan_bytes` between them.
 
     Args:
         qkv_TC: queries, keys and values after `causal_conv_chunk` with silu.
-        out: `[T, I]` in qkv's dtype, dense rows; neither of the inputs.
-        The others as of `gated_delta_decode`.
+        out: `[T, I]` in qkv's dtype, dense rows; it is neither of the inputs.
+        The others as in `gated_delta_decode`.
 
     Returns:
         y `[T, I]`; padded lanes are not written. ValueError for what does not fit.
@@ -203,7 +204,7 @@ class _Chunk(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of every launch."""
+        """Options of every launch."""
         return {
             "BLOCK_T": triton.next_power_of_2(self.lanes),
             "PIECE": PIECE,
@@ -213,7 +214,7 @@ class _Chunk(NamedTuple):
 
 
 class _Scan(NamedTuple):
-    """Float32, what the kernels of a chunk leave to each other, as `scan_shapes` has it."""
+    """What the kernels of a chunk pass to each other, in float32 and shaped by `scan_shapes`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -225,13 +226,13 @@ class _Scan(NamedTuple):
 
 
 def _new_scan(chunk: _Chunk) -> _Scan:
-    """Uninitialised."""
+    """Uninitialised tensors for `chunk`."""
     shapes, device = chunk.sizes.scan_shapes(chunk.lanes), chunk.qkv_TC.device
     return _Scan(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
 
 
 def _launch_pieces(chunk: _Chunk, scan: _Scan) -> None:
-    """What each piece does to any state, and its tokens to each other."""
+    """Compute what each piece does to any state, and its tokens to each other."""
     sizes = chunk.sizes
     launcher(pieces_kernel, (piece_count(chunk.lanes), sizes.value_heads))(
         chunk.qkv_TC,
@@ -256,7 +257,7 @@ def _launch_pieces(chunk: _Chunk, scan: _Scan) -> None:
 
 
 def _launch_scan(chunk: _Chunk, scan: _Scan, state_SEHKV: torch.Tensor) -> None:
-    """The state before each piece, and after the last one."""
+    """Compute the state before each piece, and after the last one."""
     sizes = chunk.sizes
     constants = _constants(sizes, least=16, most=_SCAN_VALUES)
     tiles = triton.cdiv(sizes.value_dim, constants["BLOCK_V"])
@@ -278,7 +279,7 @@ def _launch_scan(chunk: _Chunk, scan: _Scan, state_SEHKV: torch.Tensor) -> None:
 
 
 def _launch_outputs(chunk: _Chunk, scan: _Scan, eps: float, out: torch.Tensor) -> None:
-    """Each token's output, from its piece's state and the tokens before it in the piece."""
+    """Compute each token's output, from its piece's state and the tokens before it in the piece."""
     sizes = chunk.sizes
     launcher(outputs_kernel, (piece_count(chunk.lanes), sizes.value_heads))(
         scan.q,
@@ -330,7 +331,7 @@ def _launch_norm(
 
 
 def _constants(sizes: GatedDeltaSizes, *, least: int = 1, most: int = 256) -> dict[str, int]:
-    """Sizes, and blocks of at least and at most so many values."""
+    """Sizes, and blocks of `least` to `most` values."""
     return {
         "H": sizes.value_heads,
         "K": sizes.key_dim,

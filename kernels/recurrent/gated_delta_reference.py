@@ -1,6 +1,6 @@
-"""`gated_delta.py` in plain PyTorch: a token after the other, with that module's letters.
+"""`gated_delta.py` in plain PyTorch, one token after the other; letters as there.
 
-A row's bits do not depend on other rows: sums are those of single rows.
+A row's bits do not depend on other rows: each row is summed by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NORM_EPS = 1e-6
 
 
 class Heads(NamedTuple):
-    """What some tokens' heads work with, in float32; queries and keys are normed.
+    """The inputs of some tokens' heads, in float32; queries and keys are normed.
 
     q, k [L, H, K], v [L, H, V], decay and beta [L, H]
     """
@@ -43,7 +43,7 @@ def gated_delta_decode_reference(
     tokens_per_row: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`gated_delta_decode` into `out`: a row is a short chunk that leaves each of its states."""
+    """`gated_delta_decode` into `out`: a row is a short chunk that stores each of its states."""
     for row in range(0, len(slot_N), tokens_per_row):
         lanes = slice(row, row + tokens_per_row)
         live = row + live_lanes(slot_N[lanes])
@@ -93,7 +93,7 @@ def heads_of(
     params: GatedDeltaParams,
     sizes: GatedDeltaSizes,
 ) -> Heads:
-    """Of convolved queries, keys and values."""
+    """The heads' inputs, from convolved queries, keys and values."""
     of_keys, share = sizes.key_heads * sizes.key_dim, sizes.value_heads // sizes.key_heads
     q, k, v = qkv_LC.split((of_keys, of_keys, sizes.inner), dim=1)
     q, k = (
@@ -120,8 +120,10 @@ def _walk(
     *,
     every: bool,
 ) -> torch.Tensor:
-    """Float32 [L, H, V]: what tokens of one slot read; the last one's state is stored, or every
-    one's, which is then rounded before it goes on.
+    """Float32 [L, H, V]: what the tokens of one slot read from the state.
+
+    The state after the last token is stored; with `every` the state after each token is stored,
+    and continues as it was rounded.
     """
     entries, dtype = state_SEHKV.shape[1], state_SEHKV.dtype
     before = state_SEHKV[slot_1, (position_L[:1] - 1) % entries][0].float()

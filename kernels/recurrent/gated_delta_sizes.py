@@ -1,4 +1,4 @@
-"""What a gated delta net is like, with the letters of `gated_delta.py`."""
+"""Sizes and parameters of a gated delta net; letters as in `gated_delta.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from graphengine.kernels.recurrent.pieces import PIECE, piece_count
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedDeltaSizes:
-    """Of a layer: G heads of queries and keys, H heads of values, K and V values of a head, and D
-    taps of the convolution.
+    """Sizes of a layer: G heads of queries and keys, H heads of values, K and V values of a head,
+    and D taps of the convolution.
     """
 
     key_heads: int
@@ -44,16 +44,16 @@ class GatedDeltaSizes:
 
     @property
     def projected(self) -> int:
-        """X: what a token is projected to: channels, z, b and a."""
+        """X: values that a token is projected to: channels, z, b and a."""
         return self.channels + self.inner + 2 * self.value_heads
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of an entry: `(H, K, V)`."""
+        """Shape of a state's entry: `(H, K, V)`."""
         return self.value_heads, self.key_dim, self.value_dim
 
     def scan_shapes(self, lanes: int) -> tuple[tuple[int, ...], ...]:
-        """What the kernels of a chunk leave to each other, in float32: q, k, w, u, met,
+        """Shapes of what the kernels of a chunk pass to each other, in float32: q, k, w, u, met,
         decays, states."""
         pieces, (H, K, V) = piece_count(lanes), self.state_shape
         return (
@@ -65,12 +65,12 @@ class GatedDeltaSizes:
         )
 
     def scan_bytes(self, lanes: int) -> int:
-        """Bytes of these."""
+        """Bytes of tensors with `scan_shapes`."""
         return 4 * sum(map(math.prod, self.scan_shapes(lanes)))
 
 
 class GatedDeltaParams(NamedTuple):
-    """A layer's weights beside its products.
+    """A layer's weights other than those of its products.
 
     conv_weight  [C, D] in the model's dtype
     a_log        float32 [H]

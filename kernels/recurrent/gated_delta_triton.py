@@ -1,4 +1,4 @@
-"""The kernels of `gated_delta.py`, whose letters they have."""
+"""The kernels of `gated_delta.py`; letters as there."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def decode_kernel(
 ):
     """One program a row, a head and BLOCK_V of its values, through the row's tokens.
 
-    Each convolves its values, and its group's queries and keys, of which the group's first program
-    keeps the inputs. How many tokens a row has is no constant: one program text serves all, and
-    sums alike.
+    Each program convolves its values, and its group's queries and keys, whose inputs the group's
+    first program keeps. The number of tokens a row is no constant: one compiled kernel serves all,
+    and always sums in the same way.
     """
     C: tl.constexpr = 2 * G * K + H * V
     head = tl.program_id(1)
@@ -62,7 +62,7 @@ def decode_kernel(
     q_taps = conv_weights(layer.conv_weight, None, of_q, in_k, C, D, BLOCK_K)
     k_taps = conv_weights(layer.conv_weight, None, of_k, in_k, C, D, BLOCK_K)
     v_taps = conv_weights(layer.conv_weight, None, of_v, in_v, C, D, BLOCK_V)
-    # What earlier steps left; the lanes are older than the launch before, too.
+    # Load what earlier steps left; the lanes are older than the launch before, too.
     first = tl.program_id(0) * tokens
     slot = tl.load(slot_ptr + first, cache_modifier=".cg").to(tl.int64)
     start = tl.load(position_ptr + first, cache_modifier=".cg")
@@ -85,7 +85,7 @@ def decode_kernel(
     keeps = (head % (H // G) == 0) & (tl.program_id(2) == 0)
     for token in range(tokens):
         lane = (first + token).to(tl.int64)
-        # The draft tokens that are not there come last.
+        # Draft tokens that do not exist come last.
         live = tl.load(slot_ptr + lane) >= 0
         row_ptr = projected_ptr + lane * projected_stride
         here = start + token
@@ -144,7 +144,7 @@ def pieces_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a piece and head of values: what of a piece does not depend on the state.
+    """One program a piece and head of values: the part of a piece that does not need the state.
 
     With `sums` of the logarithms of the decays from the piece's first token on, A[i, j] =
     beta[i] k[i].k[j] exp(sums[i] - sums[j]) below the diagonal, and T = (I + A)^-1:
@@ -152,7 +152,7 @@ def pieces_kernel(
     q, k   exp(sums) q, and exp(sums of the last token - sums) k
     u, w   T (beta v) and T (beta exp(sums) k): the state's part of u is w @ state
     met    q[i].k[j] exp(sums[i] - sums[j]) up to the diagonal
-    decay  of the whole piece
+    decay  the decay over the whole piece
     """
     piece = tl.program_id(0)
     head = tl.program_id(1)
@@ -177,9 +177,9 @@ def pieces_kernel(
     sums = tl.cumsum(steps, 0)
     whole = tl.sum(steps, 0)
     tl.store(decay_ptr + piece * H + head, tl.exp(whole))
-    # Above the diagonal some powers would be infinite.
+    # Above the diagonal some exponentials would be infinite.
     powers = tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0))
-    # A matrix after the other: all at once would not fit a program's registers.
+    # One matrix after the other: all at once would not fit a program's registers.
     row = qkv_ptr + lane[:, None] * qkv_stride
     x_k = _unit_rows(row + ((G + group) * K + k)[None, :], in_k)
     tl.store(k_ptr + at * K + k[None, :], x_k * tl.exp(whole - sums)[:, None], mask=in_k)
@@ -210,8 +210,8 @@ def _unit_rows(ptrs, mask):
 def _unit_lower_inverse(a, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a [SIZE, SIZE] of four blocks of rows.
 
-    Blocks of the diagonal are inverted a row after the other, all four at once. With D these
-    inverses and L what is below, I + a is D^-1 (I + D L), and (D L)^4 is zero.
+    The four blocks of the diagonal are inverted at once, row after row. With D these inverses and L
+    the part of `a` below them, I + a is D^-1 (I + D L), and (D L)^4 is zero.
     """
     BLOCK: tl.constexpr = SIZE // 4
     i = tl.arange(0, SIZE)
@@ -257,8 +257,8 @@ def scan_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a head and BLOCK_V of its values, through all pieces of the chunk: the state
-    before each of them, and u without what the state predicted, in its place.
+    """One program a head and BLOCK_V of its values, through all pieces of the chunk: it stores the
+    state before each piece, and subtracts from u, in place, what the state predicted.
     """
     head = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -276,7 +276,7 @@ def scan_kernel(
     s = tl.load(cells + before * (H * K * V), mask=mask & (position > 0), other=0.0).to(tl.float32)
     i = tl.arange(0, PIECE)
     states_ptrs = states_ptr + of_head
-    # The piece's lanes, of which the first may be before the chunk.
+    # The piece's lanes; the first ones may lie before the chunk.
     for start in range(-(position % PIECE), live, PIECE):
         lane = (start + i).to(tl.int64)
         there = (lane >= 0) & (lane < live)
@@ -324,8 +324,8 @@ def outputs_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a piece and head: what its tokens read of the state before it and of each other,
-    normed, times silu(z).
+    """One program a piece and head: what its tokens read from the state before it and from each
+    other, normed, times silu(z).
     """
     piece = tl.program_id(0)
     head = tl.program_id(1)
@@ -375,7 +375,7 @@ def gated_norm_kernel(
     v = tl.arange(0, BLOCK_V)
     mask = v < V
     norm = tl.load(norm_ptr + v, mask=mask, other=0.0).to(tl.float32)
-    # The launch before writes y alone.
+    # The launch before writes only y.
     live = tl.load(slot_ptr + lane, cache_modifier=".cg") >= 0
     z_ptrs = projected_ptr + lane * projected_stride + C + head * V + v
     z = tl.load(z_ptrs, mask=mask & live, other=0.0, cache_modifier=".cg").to(tl.float32)

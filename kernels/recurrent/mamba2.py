@@ -7,15 +7,15 @@
 
 x, B and C come from a causal convolution of a few tokens, and silu. Heads of a group share B and C.
 Everything is computed in float32. Where all heads are one group, decode leaves the norm to the
-product that reads it, as the residual stream does (`linear/residual.py`): u times its weight, and
-sums of squares.
+product that reads it, as the residual stream does (`linear/residual.py`): it stores u times the
+norm's weight, and sums of squares.
 
-In decode a program owns some rows of one head's state: it reads those of the token before, walks
-through the row's tokens in registers, and stores them after each one. So a token's bits do not
-depend on how many tokens its row has. In prefill a chunk is cut into pieces of 64 tokens, at
-absolute multiples of 64 positions: within a piece tokens meet in products of matrices, all pieces
-at once, and between two such kernels the state goes from piece to piece (the state space duality of
-Dao & Gu 2024).
+In decode a program owns some rows of one head's state: it reads them as the token before left them,
+walks through the row's tokens in registers, and stores the rows after each one. So a token's bits
+do not depend on how many tokens its row has. In prefill a chunk is cut into pieces of 64 tokens, at
+absolute multiples of 64 positions. Within pieces tokens interact through matrix products, in two
+kernels that handle all pieces at once; between the two the state goes from piece to piece (the
+state space duality of Dao & Gu 2024).
 
 Letters: N lanes, T lanes of a chunk, R rows, S slots, E entries of a slot's state, F of its inputs,
 H heads, P values of a head, K values of the state for each of them, G groups, I = H * P,
@@ -56,12 +56,12 @@ from graphengine.kernels.recurrent.mamba2_triton import (
 )
 from graphengine.kernels.recurrent.pieces import PIECE, piece_count
 
-# Values of a head that a program has: of 128 float32 of state each, 16 KB.
+# Values of a head that a program holds: with 128 float32 of state each, 16 KB.
 _DECODE_BLOCK_P = 32
 _PREFILL_BLOCK_P = 64
 # Numbers of a head's state that a program carries through a chunk.
 _PASS_BLOCK = 1024
-# The fastest on an H200: what fits an SM at once counts for more than registers to spare.
+# The fastest on an H200: occupancy counts for more than registers to spare.
 _LAUNCHES: Mapping[str, Mapping[str, int]] = {
     "decode_kernel": {"num_warps": 4, "maxnreg": 168},
     "pieces_kernel": {"num_warps": 4, "num_stages": 1},
@@ -71,7 +71,7 @@ _LAUNCHES: Mapping[str, Mapping[str, int]] = {
 
 
 class Gated(NamedTuple):
-    """What a product normalises; valid until the next replay. Padded lanes hold anything."""
+    """Inputs that a product normalises; valid until the next replay. Padded lanes hold anything."""
 
     scaled: torch.Tensor
     """[N, I] in the product's dtype: u times the norm's weight."""
@@ -91,17 +91,17 @@ def mamba2_decode(
     tokens_per_row: int = 1,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Convolution, and each row's state advanced by its tokens; returns what they read of it.
+    """Convolve each row's tokens and advance its state by them; return what they read from it.
 
     Args:
-        projected_NX: a product with z, the convolution's inputs and dt, of which z is not looked
-            at; any float dtype, dense rows.
+        projected_NX: a product with z, which is not read, the convolution's inputs, and dt; any
+            float dtype, dense rows.
         ring_SFC: inputs of the convolution, dense; any float dtype. Entry `p % F` of a slot is that
-            of its token at p. A row reads those of the `width - 1` tokens before it (zeros before
-            position 0), and writes one for each token.
-        state_SEHPK: dense; any float dtype. Entry `p % E` of a slot is that of its token at p. A
-            row reads the entry of the token before its first (zeros at position 0), and writes one
-            for each token; it is rounded after every token.
+            of its token at p. A row reads the entries of the `width - 1` tokens before it (zeros
+            before position 0), and writes one for each token.
+        state_SEHPK: dense; any float dtype. Entry `p % E` of a slot is the state after its token at
+            p. A row reads the entry of the token before its first (zeros at position 0), and writes
+            one for each token; the state is rounded after every token.
         slot_N, position_N: int32; -1 = padded lane. Each `tokens_per_row` lanes are tokens of one
             slot at consecutive positions, live ones first.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
@@ -131,16 +131,16 @@ def mamba2_decode_gated(
     tokens_per_row: int = 1,
     pdl: bool = False,
 ) -> Gated:
-    """`mamba2_decode`, its gate, and what a norm of one group needs: `linear` has the rest of it.
+    """`mamba2_decode`, its gate, and what a norm of one group needs; `linear` does the rest of it.
 
     Args:
-        projected_NX: z too is looked at.
+        projected_NX: z is read, too.
         norm_I: the norm's weight, of any float dtype.
-        The others as of `mamba2_decode`.
+        The others as in `mamba2_decode`.
 
     Returns:
-        In projected's dtype, with a sum of squares for each program's values. ValueError as of
-        `mamba2_decode`, and where there are several groups, which have norms of their own.
+        `scaled` in projected's dtype, and a sum of squares for each program's values. ValueError as
+        of `mamba2_decode`, and where there are several groups, which have norms of their own.
     """
     if sizes.groups != 1:
         raise ValueError(f"one norm of all values is that of 1 group, not of {sizes.groups}")
@@ -242,16 +242,16 @@ def mamba2_prefill(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The states of one slot's chunk, whose live lanes come first, at consecutive positions.
+    """Advance the state by one slot's chunk: live lanes come first, at consecutive positions.
 
-    Reads the entry of the token before the chunk (zeros at position 0), and writes that of its last
-    token alone, rounded once. Three kernels, and `sizes.scan_bytes` between them.
+    Reads the entry of the token before the chunk (zeros at position 0), and writes only the entry
+    of its last token, rounded once. Three kernels, with `sizes.scan_bytes` between them.
 
     Args:
         xbc_TC: x, B and C after the convolution; any float dtype, dense rows.
         dt_TH: before bias and softplus; any float dtype, dense rows, any stride between them.
         out: `[T, I]` of any float dtype, dense rows; default in xbc's.
-        The others as of `mamba2_decode`.
+        The others as in `mamba2_decode`.
 
     Returns:
         y `[T, I]`, rounded once; padded lanes are not written. ValueError for what does not fit.
@@ -269,7 +269,7 @@ def mamba2_prefill(
         return mamba2_prefill_reference(
             xbc_TC, dt_TH, state_SEHPK, slot_T, position_T, params, sizes, out=out
         )
-    # Matrices of less than 16 values are no products of a tensor core's.
+    # Tensor cores do not multiply matrices of fewer than 16 values.
     block_p = max(16, min(_PREFILL_BLOCK_P, triton.next_power_of_2(sizes.head_dim)))
     H, P, K = sizes.state_shape
     states, decay = (
@@ -321,13 +321,13 @@ def mamba2_norm(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """weight * u / sqrt(mean(u**2) + eps) of u = y * silu(z), each of `groups` parts by itself.
+    """weight * u / sqrt(mean(u**2) + eps) for u = y * silu(z), each of `groups` parts by itself.
 
     Args:
         y_NI, z_NI: any float dtypes; dense rows, any stride between them.
         weight_I: any float dtype.
         out: `[N, I]` of `out_dtype`, dense rows; may be y.
-        pdl: as of `mamba2_decode`.
+        pdl: as in `mamba2_decode`.
 
     Returns:
         `[N, I]`, computed in float32 and rounded once; padded lanes are neither read nor written.
@@ -365,7 +365,7 @@ def mamba2_norm(
 
 
 def _decode_block(sizes: Mamba2Sizes) -> int:
-    """Values of a head that a program of decode has."""
+    """Values of a head that a decode program holds."""
     return min(_DECODE_BLOCK_P, int(triton.next_power_of_2(sizes.head_dim)))
 
 

@@ -1,6 +1,6 @@
-"""`mamba2.py` in plain PyTorch: a token after the other, with that module's letters.
+"""`mamba2.py` in plain PyTorch, one token after the other; letters as there.
 
-A row's bits do not depend on other rows: sums are those of single rows.
+A row's bits do not depend on other rows: each row is summed by itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def mamba2_decode_reference(
     slot, position = slot_N[rows].long(), position_N[rows].long()
     h = _before(state_SEHPK, slot, position)
     for token in range(tokens_per_row):
-        # The draft tokens that are not there come last.
+        # Draft tokens that do not exist come last.
         lives = torch.nonzero(slot_N[rows + token] >= 0).squeeze(1)
         rows, slot, position, h = rows[lives], slot[lives], position[lives], h[lives]
         lanes, here = rows + token, position + token
@@ -95,7 +95,7 @@ def mamba2_gate_reference(
     out: torch.Tensor,
     squares_TN: torch.Tensor,
 ) -> None:
-    """What `mamba2_decode_gated` makes of y, into both of its tensors."""
+    """Gate y as `mamba2_decode_gated` does, into both of its tensors."""
     live = live_lanes(slot_N)
     u = y_NI[live].float() * silu_reference(z_NI[live].float())
     out[live] = (u * norm_I.float()).to(out.dtype)
@@ -134,7 +134,7 @@ def _before(
 def _parts(
     xbc_NC: torch.Tensor, sizes: Mamba2Sizes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Float32 x `[N, H, P]`; B and C `[N, H, K]`, of each head its group's."""
+    """Float32 x `[N, H, P]`; B and C `[N, H, K]`, each head with those of its group."""
     heads, groups = sizes.heads, sizes.groups
     of_groups = groups * sizes.state_size
     x, b, c = xbc_NC.float().split((sizes.inner, of_groups, of_groups), dim=1)
@@ -148,7 +148,7 @@ def _parts(
 def _time_steps(
     dt_NH: torch.Tensor, params: Mamba2Params, sizes: Mamba2Sizes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 `[N, H]`: dt, and what a state is multiplied by."""
+    """dt, and the factor by which a state decays, float32 `[N, H]` each."""
     x = dt_NH.float() + params.dt_bias.float()
     dt = softplus_reference(x).clamp(sizes.dt_min, sizes.dt_max)
     return dt, exp_reference(dt * -exp_reference(params.a_log.float()))

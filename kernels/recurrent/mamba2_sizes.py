@@ -1,4 +1,4 @@
-"""What a Mamba2 layer is like, with the letters of `mamba2.py`."""
+"""Sizes and parameters of a Mamba2 layer; letters as in `mamba2.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphengine.kernels.recurrent.pieces import piece_count
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Sizes:
-    """Of a layer: H heads of P values, G groups, K values of state; and the limits of dt.
+    """Sizes of a layer: H heads of P values, G groups, K values of state; and the limits of dt.
 
     width  tokens that the convolution sees, its own among them
     """
@@ -51,21 +51,21 @@ class Mamba2Sizes:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of an entry: `(H, P, K)`."""
+        """Shape of a state's entry: `(H, P, K)`."""
         return self.heads, self.head_dim, self.state_size
 
     def scan_shapes(self, lanes: int) -> tuple[tuple[int, ...], ...]:
-        """What the kernels of a chunk leave to each other, in float32: states, decays."""
+        """Shapes of what the kernels of a chunk pass to each other, in float32: states, decays."""
         pieces = piece_count(lanes)
         return (pieces, *self.state_shape), (pieces, self.heads)
 
     def scan_bytes(self, lanes: int) -> int:
-        """Bytes of these."""
+        """Bytes of tensors with `scan_shapes`."""
         return 4 * sum(map(math.prod, self.scan_shapes(lanes)))
 
 
 class Mamba2Params(NamedTuple):
-    """What a layer has besides its products and its norm; any float dtype, dense.
+    """A layer's weights other than those of its products and its norm; any float dtype, dense.
 
     conv_weight  `[C, D]`, the oldest token first
     conv_bias    `[C]`; None: there is none

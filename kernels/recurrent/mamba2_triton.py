@@ -1,4 +1,4 @@
-"""The kernels of `mamba2.py`, whose letters they have."""
+"""The kernels of `mamba2.py`; letters as there."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def decode_kernel(
 ):
     """One program a row, head, and BLOCK_P values of the head.
 
-    Each convolves its x, and its group's B and C, of which the group's first program keeps the
-    inputs. How many tokens a row has is no constant: one program text serves all, and sums alike.
-    With `squares_ptr`, y becomes u = y * silu(z) times the gate's weight, and squares get the sum
-    of u**2.
+    Each program convolves its x, and its group's B and C, whose inputs the group's first program
+    keeps. The number of tokens a row is no constant: one compiled kernel serves all, and always
+    sums in the same way. With `squares_ptr`, y becomes u = y * silu(z) times the gate's weight, and
+    squares get the sum of u**2.
     """
     INNER: tl.constexpr = H * P
     CHANNELS: tl.constexpr = INNER + 2 * G * K
@@ -66,7 +66,7 @@ def decode_kernel(
     of_b = INNER + head // (H // G) * K + k
     of_c = of_b + G * K
     weights = (layer.conv_weight, layer.conv_bias)
-    # A thread has one value at most: as the rows of the state are spread it would have many.
+    # A thread has one value at most; in the layout of the state's rows it would have many.
     wide = tl.arange(0, WIDE)
     of_wide = head * P + tile * BLOCK_P + wide
     in_wide = (wide < BLOCK_P) & (tile * BLOCK_P + wide < P)
@@ -75,7 +75,7 @@ def decode_kernel(
     c_taps = conv_weights(*weights, of_c, k < K, CHANNELS, D, BLOCK_K)
     if squares_ptr is not None:
         gate = tl.load(gate_ptr + of_x, mask=p < P, other=0.0).to(tl.float32)
-    # What earlier steps left; the lanes are older than the launch before, too.
+    # Load what earlier steps left; the lanes are older than the launch before, too.
     first = tl.program_id(0) * tokens
     slot = tl.load(slot_ptr + first, cache_modifier=".cg").to(tl.int64)
     position = tl.load(position_ptr + first, cache_modifier=".cg")
@@ -99,7 +99,7 @@ def decode_kernel(
     keeps = (head % (H // G) == 0) & (tile == 0)
     for token in range(tokens):
         lane = (first + token).to(tl.int64)
-        # The draft tokens that are not there come last.
+        # Draft tokens that do not exist come last.
         live = tl.load(slot_ptr + lane) >= 0
         row_ptr = projected_ptr + lane * projected_stride
         here = position + token
@@ -163,8 +163,8 @@ def pieces_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a piece, head, and BLOCK_P values of it: what its tokens add to the state by the
-    piece's end, and by what the state decays until then.
+    """One program a piece, head, and BLOCK_P values of it: what the tokens have added to the state
+    by the piece's end, and how much the state has decayed until then.
     """
     piece = tl.program_id(0)
     head = tl.program_id(1)
@@ -211,8 +211,8 @@ def pass_kernel(
     PIECE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a head and BLOCK numbers of its state, through all pieces of the chunk: in place
-    of what each of them adds the state before it.
+    """One program a head and BLOCK numbers of its state, through all pieces of the chunk: it
+    replaces what each piece adds by the state before the piece.
     """
     head = tl.program_id(0)
     cell = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -230,7 +230,7 @@ def pass_kernel(
     pieces = (position % PIECE + live + PIECE - 1) // PIECE
     ptrs = states_ptr + head * (P * K) + cell
     decay_ptr += head
-    # A piece ahead, so that no load is waited for.
+    # Load a piece ahead, so that no load is waited for.
     added = tl.load(ptrs, mask=mask)
     decay = tl.load(decay_ptr)
     for piece in range(pieces):
@@ -272,8 +272,8 @@ def outputs_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a piece, head, and BLOCK_P values of it: what tokens read of the state before the
-    piece, and of each other.
+    """One program a piece, head, and BLOCK_P values of it: what tokens read from the state before
+    the piece, and from each other.
     """
     piece = tl.program_id(0)
     head = tl.program_id(1)
@@ -298,7 +298,7 @@ def outputs_kernel(
     c = tl.load(of_group + G * K, mask=wide, other=0.0).to(tl.float32)
     # What token i reads of what token j <= i has written.
     met = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-    # Above the diagonal, where no power is needed, some would be infinite.
+    # Above the diagonal, where none is needed, some exponentials would be infinite.
     decay = tl.exp(tl.minimum(decayed[:, None] - decayed[None, :], 0.0))
     met = tl.where(i[:, None] >= i[None, :], met * decay * dt[None, :], 0.0)
     at = (piece * H + head).to(tl.int64)
@@ -333,7 +333,7 @@ def norm_kernel(
     mask = w < WIDTH
     w += tl.program_id(1) * WIDTH
     weight = tl.load(weight_ptr + w, mask=mask, other=0.0).to(tl.float32)
-    # The launch before writes y alone.
+    # The launch before writes only y.
     live = tl.load(slot_ptr + lane, cache_modifier=".cg") >= 0
     z_ptrs = z_ptr + lane * z_stride + w
     z = tl.load(z_ptrs, mask=mask & live, other=0.0, cache_modifier=".cg").to(tl.float32)

@@ -1,12 +1,12 @@
-"""A short gated convolution, as LFM2 has it: of each channel a few inputs are summed up.
+"""A short gated convolution, as LFM2 has it: each channel sums up a few of its inputs.
 
     g = b * x                       rounded to the inputs' dtype, as it is kept
     y = c * (bias + sum over d of weight[d] * g of the token D - 1 - d before)
 
-What is kept of a sequence is g of its newest tokens, by position. In decode a program owns some
-channels of a row: it reads what is kept, and walks through the row's tokens in registers, so that a
-token's bits do not depend on how many tokens its row has. Prefill is `conv.py`'s, with the same
-order of sums: the bits of both are equal.
+A ring keeps g of a sequence's newest tokens, by position. In decode a program owns some channels of
+a row: it reads the ring, and walks through the row's tokens in registers, so that a token's bits do
+not depend on how many tokens its row has. Prefill runs the kernel of `conv.py`, which sums in the
+same order: the bits of both are equal.
 
 Letters: N lanes, T lanes of a chunk, S slots, E entries of a slot, C channels, D taps.
 """
@@ -38,14 +38,14 @@ def short_conv_decode(
     tokens_per_row: int = 1,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The convolution of each row's tokens; their inputs are added to what is kept, in place.
+    """Convolve each row's tokens, and add their inputs to the ring, in place.
 
     Args:
         bcx_NX: [N, 3 * C], a lane is [b | c | x]; rows dense, any stride between them.
         weight_CD, bias_C: dense, in the inputs' dtype.
         ring_SEC: dense, in the inputs' dtype. Entry `p % E` of a slot is g of its token at p. A row
-            reads those of the D - 1 tokens before its first (zeros before position 0), and writes
-            one for each token. E is at least D - 2 + tokens_per_row.
+            reads the entries of the D - 1 tokens before its first (zeros before position 0), and
+            writes one for each token. E is at least D - 2 + tokens_per_row.
         slot_N, position_N: int32; -1 = padded lane. Each `tokens_per_row` lanes are tokens of one
             slot at consecutive positions, live ones first.
         pdl: the launch before may still run; it writes neither weight nor bias.
@@ -106,14 +106,14 @@ def short_conv_prefill(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The same for one slot's chunk, whose live lanes come first, at consecutive positions.
+    """Convolve one slot's chunk, whose live lanes come first, at consecutive positions.
 
-    Of the ring, the entries of the chunk's newest D - 1 tokens are written, or of all of them if
+    The ring's entries of the chunk's newest D - 1 tokens are written, or those of all its tokens if
     they are fewer.
 
     Args:
         out: `[T, C]` in the inputs' dtype, dense.
-        The others as of `short_conv_decode`; E is at least D - 1.
+        The others as in `short_conv_decode`; E is at least D - 1.
 
     Returns:
         y, `[T, C]`; padded lanes are not written. ValueError for what does not fit.
@@ -146,7 +146,7 @@ def _check(
     slot_N: torch.Tensor,
     position_N: torch.Tensor,
 ) -> tuple[int, int, int]:
-    """ValueError for operands that do not fit each other; lanes, channels, and taps."""
+    """Return (lanes, channels, taps). ValueError for operands that do not fit each other."""
     check_rows(bcx=bcx_NX)
     lanes, channels = bcx_NX.shape[0], ring_SEC.shape[-1]
     if bcx_NX.shape[1] != 3 * channels:

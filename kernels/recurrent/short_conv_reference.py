@@ -1,4 +1,4 @@
-"""`short_conv.py` in plain PyTorch: a token after the other, with that module's letters."""
+"""`short_conv.py` in plain PyTorch; letters as there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def short_conv_reference(
     position_T: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """The tokens of one slot, at consecutive positions, live ones first; y into `out`."""
+    """Convolve tokens of one slot, at consecutive positions, live ones first; y goes to `out`."""
     lanes = live_lanes(slot_T)
     b, c, x = bcx_TX[lanes].chunk(3, dim=1)
     g = (b.float() * x.float()).to(bcx_TX.dtype)

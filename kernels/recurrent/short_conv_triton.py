@@ -1,4 +1,4 @@
-"""The kernel of `short_conv.py`, whose letters it has."""
+"""The kernel of `short_conv.py`; letters as there."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def decode_kernel(
 ):
     """One program a row and BLOCK_C channels.
 
-    How many tokens a row has is no constant: one program text serves all, and sums alike.
+    The number of tokens a row is no constant: one compiled kernel serves all, and always sums in
+    the same way.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = c < C
     weights = conv_weights(weight_ptr, bias_ptr, c, mask, C, D, BLOCK_C)
-    # What earlier steps left; the lanes are older than the launch before, too.
+    # Load what earlier steps left; the lanes are older than the launch before, too.
     first = tl.program_id(0) * tokens
     slot = tl.load(slot_ptr + first, cache_modifier=".cg").to(tl.int64)
     position = tl.load(position_ptr + first, cache_modifier=".cg")
@@ -51,7 +52,7 @@ def decode_kernel(
         return
     for token in range(tokens):
         lane = (first + token).to(tl.int64)
-        # The draft tokens that are not there come last.
+        # Draft tokens that do not exist come last.
         live = mask & (tl.load(slot_ptr + lane) >= 0)
         bcx_ptrs = bcx_ptr + lane * bcx_stride + c
         g = conv_inputs(bcx_ptrs, live, C, True)

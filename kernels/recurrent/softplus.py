@@ -1,7 +1,7 @@
-"""log(1 + exp(x)), exact to the last bits also where the power is small, and its reference.
+"""log(1 + exp(x)), exact to the last bits also where exp(x) is small, and its reference.
 
-References take powers and logarithms from numpy on a CPU: torch's round differently at the end of a
-tensor than within it, and a row's bits must not depend on where it is.
+On a CPU references take exponentials and logarithms from numpy: torch's round differently at the
+end of a tensor than within it, and a row's bits must not depend on where it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 @triton.jit
 def softplus(x):
     grown = tl.exp(tl.minimum(x, 20.0))
-    # What rounding to 1 + e took from e is divided out.
+    # Divide out what rounding to 1 + e took from e.
     whole = 1.0 + grown
     lost = tl.where(whole == 1.0, 1.0, whole - 1.0)
     small = tl.where(whole == 1.0, grown, tl.log(whole) * (grown / lost))

@@ -1,7 +1,7 @@
-"""What the sampler's kernels agree on: parameters by slot, and the value of a row's candidate.
+"""What the sampler's kernels share: parameters by slot, and the value of a row's candidate.
 
-A logit is masked, scaled, and mapped to an integer key in the same order. `sampling.py` says what
-is sampled of it all.
+A logit is masked, scaled, and mapped to an integer key that keeps the order. `sampling.py` says
+what is sampled.
 
 Letters: S slots, E stop ids a slot.
 """
@@ -20,14 +20,14 @@ from graphengine.kernels.step.state import check_stop_ids
 
 LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
 
-# An id that no comparison with `id <= cut_id` leaves out; also 2^31 - 1 in the packed order.
+# As a cut_id it leaves out no id with `id <= cut_id`; also 2^31 - 1 in the packed order.
 LAST_ID = tl.constexpr(2**31 - 1)
 # The sortable key of -inf: below the key of every candidate, and of mass 0.
 NO_KEY = tl.constexpr(-2139095041)
 # Mass 1 of the fixed point.
 MASS_SCALE = tl.constexpr(2.0**40)
-# From here on float32 is too coarse for noise: it rounds by up to 2^-13, and what that leaves out
-# decides between equal sums.
+# From here on float32 is too coarse for noise: it rounds by up to 2^-13, and rounding errors decide
+# between equal sums.
 COARSE = tl.constexpr(2.0**11)
 
 
@@ -64,7 +64,7 @@ class SamplingTensors(NamedTuple):
         return cls(**numbers, stop_ids=none)
 
 
-# Of each parameter that is one number a slot: its dtype, and what asks for nothing.
+# The parameters that are one number a slot: dtype, and the neutral value.
 _NUMBERS: dict[str, tuple[torch.dtype, int]] = {
     "temperature": (torch.float32, 0),
     "top_k": (torch.int32, 0),
@@ -88,7 +88,7 @@ def check_parameters(params: SamplingTensors) -> int:
 
 
 def unfiltered(params: SamplingTensors) -> SamplingTensors:
-    """The same without top-k, top-p, min-p and top-n-sigma: what the fast sampler looks at."""
+    """Parameters without top-k, top-p, min-p and top-n-sigma, which the fast sampler ignores."""
     return params._replace(
         top_k=torch.zeros_like(params.top_k),
         top_p=torch.ones_like(params.top_p),
@@ -114,7 +114,7 @@ def value_of_key(key):
 def is_coarse(value):
     """Whether float32 is so coarse at `value` that rounding errors matter.
 
-    Not at the largest floats, which represent everything beyond, nor at NaN.
+    They do not at the largest floats, which represent everything beyond, nor at NaN.
     """
     size = tl.abs(value)
     return (size >= COARSE) & (size < LARGEST)
@@ -122,7 +122,7 @@ def is_coarse(value):
 
 @triton.jit
 def mask_stop_ids(logits, ids, waits, stop_ids_ptr, stop_ids):
-    """-inf at the stop ids of the rows that wait for their min_len; broadcasts as its operands."""
+    """Set stop ids to -inf in rows that wait for their min_len; broadcasts like its operands."""
     for i in range(stop_ids):
         stop_id = tl.load(stop_ids_ptr + i, mask=waits, other=-1)
         logits = tl.where(ids == stop_id, float("-inf"), logits)
@@ -148,7 +148,7 @@ class CandidateRow(NamedTuple):
     """V in whole blocks."""
     temperature: Any
     waits: Any
-    """Whether its stop ids are no candidates."""
+    """Whether it has not reached min_len, so that its stop ids are no candidates."""
     stop_ids: Any
     """Pointer to int32 [E]."""
     stop_count: Any
@@ -157,7 +157,7 @@ class CandidateRow(NamedTuple):
 
 @triton.jit
 def row_tile(row, start, BLOCK: tl.constexpr):
-    """Logits of the ids start .. start + BLOCK - 1, -inf where there is no candidate; or NaN."""
+    """Logits of the ids start .. start + BLOCK - 1, maybe NaN; -inf where there is no candidate."""
     ids = start + tl.arange(0, BLOCK)
     logits = tl.load(row.logits + ids, mask=ids < row.vocabulary, other=float("-inf"))
     if row.waits:

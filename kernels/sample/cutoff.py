@@ -1,8 +1,8 @@
 """The set that top-n-sigma, top-k, top-p and min-p keep of each row, found without a sort.
 
 Each filter keeps a prefix of the row's candidates, ordered by scaled logit and then by lower id;
-`sampling.py` says which one. So key and id of the last candidate that is kept say it all. They are
-searched for by tallies of the keys above a threshold: counts, or fixed-point masses.
+`sampling.py` says which one. So the key and id of the last kept candidate describe the set. They
+are found by tallying the keys above thresholds: by counts, or by fixed-point masses.
 
 Letters: R rows, V vocabulary, W vocabulary padded to whole blocks.
 """
@@ -49,12 +49,12 @@ def find_cutoffs(
     One Triton kernel on the current stream, with an int32 [R, W] of scratch.
 
     Args:
-        As of `sample_tiles`, and like there neither written nor kept.
+        As of `sample_tiles`; they are neither written nor held on to.
 
     Returns:
-        cut_key_R, cut_id_R: new int32 [R]. Kept are the candidates with key > cut_key, or with
-        key == cut_key and id <= cut_id; in a row without filters that is all. Those of padded rows
-        are not written.
+        cut_key_R, cut_id_R: new int32 [R]. Candidates with key > cut_key, or with key == cut_key
+        and id <= cut_id, are kept; in a row without filters that is all of them. Padded rows are
+        not written.
     """
     rows, vocabulary = logits_RV.shape
     block = min(_BLOCK, triton.next_power_of_2(max(vocabulary, _WARPS * 32)))
@@ -103,13 +103,13 @@ def _select(
     PASSES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest key t whose tally, of the keys >= t, reaches `target`; and the tally of keys > t.
+    """The largest key t for which the keys >= t reach a tally of `target`; and that of keys > t.
 
     The tally counts keys or adds up their masses. Radix select, two bits of the key a pass: each
     pass tallies above three thresholds at once. After 16 passes t is exact; after fewer its last
     bits are 0, so that it is a lower bound. Keys of the row: key_ptr[0 .. width).
     """
-    # In 64 bits, so that no threshold wraps. From the lowest int32 upwards.
+    # Thresholds have 64 bits, so that none wraps. They start from the lowest int32.
     cut = tl.full((), -(2**31), tl.int64)
     step = tl.full((), 2**30, tl.int64)
     above = tl.full((), 0, tl.int64)
@@ -181,13 +181,13 @@ def _gather_keys(row, key_ptr, floor, least, largest, weighs, BLOCK: tl.constexp
 
     The second result is the mass of all keys >= least, if `weighs`.
 
-    Each column of the row moves its keys to its front: every thread keeps count of its own
-    columns. What a column lacks is filled with `NO_KEY`.
+    Each column of the row moves its keys to its front, and each thread counts those of its own
+    columns. Shorter columns are filled up with `NO_KEY`.
     """
     column = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
-    # Threads may still be reading the scratch for what went before.
+    # Threads may still be reading what was in the scratch before.
     tl.debug_barrier()
     for start in range(0, row.width, BLOCK):
         key = _row_keys(row, start, BLOCK)
@@ -222,7 +222,7 @@ def _id_of_tie(row, cut, ties, BLOCK: tl.constexpr):
 
 
 class _Filters(NamedTuple):
-    """What a row's slot asks for."""
+    """The filters that a row's slot asks for."""
 
     top_k: Any
     top_p: Any
@@ -236,7 +236,7 @@ class _Filters(NamedTuple):
 
 @triton.jit
 def _last_kept(row, filters, key_ptr, column_key, largest_key, BLOCK: tl.constexpr):
-    """Key and id of the last candidate that the filters keep of a row that has one."""
+    """Key and id of the last candidate that the filters keep, in a row that has candidates."""
     largest = value_of_key(largest_key)
     cut = tl.full((), NO_KEY, tl.int32)
     cut_id = tl.full((), LAST_ID, tl.int32)
@@ -264,7 +264,7 @@ def _min_p_key(min_p, largest):
     share = tl.log(tl.minimum(min_p, 1.0))
     least = largest + share
     key = sortable_key(least)
-    # Rounded down, it would let candidates in that lie below it.
+    # Rounded down, it would let in candidates that lie below it.
     if is_coarse(least) & (share - (least - largest) > 0):
         key += 1
     return key
@@ -272,7 +272,7 @@ def _min_p_key(min_p, largest):
 
 @triton.jit
 def _cut_by_tallies(row, filters, key_ptr, column_key, least_key, largest, BLOCK: tl.constexpr):
-    """The last key that top-k and top-p keep, and how many candidates with that key."""
+    """The last key that top-k and top-p keep, and how many candidates with that key they keep."""
     cut = tl.full((), NO_KEY, tl.int32)
     ties = tl.full((), 0, tl.int64)
     floor = _gather_floor(row, filters, key_ptr, column_key, largest, BLOCK)
@@ -282,8 +282,8 @@ def _cut_by_tallies(row, filters, key_ptr, column_key, least_key, largest, BLOCK
         cut, above = _select(
             key_ptr, used, filters.top_k, largest, BY_MASS=False, PASSES=16, BLOCK=BLOCK
         )
-        # With fewer candidates than k all are above it, and fewer keys than k may have
-        # been gathered: then nothing was found, not even `NO_KEY`.
+        # With fewer candidates than k all are kept, and fewer keys than k may have been
+        # gathered: then no key was found, not even `NO_KEY`.
         cut = tl.maximum(cut, NO_KEY)
         ties = filters.top_k - above
     if filters.by_mass:
@@ -295,7 +295,7 @@ def _cut_by_tallies(row, filters, key_ptr, column_key, least_key, largest, BLOCK
         if (filters.by_count == 0) & (gathered < target):
             # The gathered keys do not reach that far: the whole row is needed.
             used, _ = _gather_keys(row, key_ptr, NO_KEY, least_key, largest, False, BLOCK)
-        # Reached within the first k, so the other candidates do not matter.
+        # The target is reached within the first k, so the other candidates do not matter.
         cut, above = _select(key_ptr, used, target, largest, BY_MASS=True, PASSES=16, BLOCK=BLOCK)
         ties = tl.cdiv(target - above, tl.maximum(_mass_tile(cut, largest), 1))
     return cut, ties
@@ -305,8 +305,8 @@ def _cut_by_tallies(row, filters, key_ptr, column_key, least_key, largest, BLOCK
 def _gather_floor(row, filters, key_ptr, column_key, largest, BLOCK: tl.constexpr):
     """A key below which nothing needs to be gathered at first.
 
-    Where so many columns of the row hold a key >= floor, so many keys are. The few that the cut
-    lies among are worth gathering: it takes many passes over them.
+    If `wanted` columns of the row have a key >= floor, at least as many keys are >= floor. The few
+    keys among which the cut lies are worth gathering, as many passes go over them.
     """
     floor = tl.full((), -(2**31), tl.int32)
     wanted = tl.where(filters.by_count, filters.top_k, BLOCK // 4)
@@ -340,7 +340,8 @@ def _cutoff_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Kept are the candidates with key > cut_key, or key == cut_key and id <= cut_id.
+    """Find each row's cut: it keeps candidates with key > cut_key, or key == cut_key and
+    id <= cut_id.
 
     `key_ptr` is scratch, [R, width].
     """

@@ -4,34 +4,33 @@
     tile     (row, vocab tile)   best of the tile: value and id
     reduce   one program a row   best of the tiles -> token
 
-Without filters the first is not needed, and the second may be a part of the kernel that computes
-the logits: `best_of_tile` is the arithmetic of both. Decode leaves the third to
-`verify_commit_publish`.
+Without filters the first kernel is not needed, and the second may be a part of the kernel that
+computes the logits: both use `best_of_tile`. Decode leaves the third to `verify_commit_publish`.
 
 A row's token is a function of its logits, its slot's parameters and its position: not of its lane,
-the bucket or the neighbours. Everything that sums does so in integers and every tie goes to the
-lower id, so neither the order of summation nor the tiling can be seen either.
+the bucket or the neighbours. All sums are in integers and every tie goes to the lower id, so the
+token does not depend on the order of summation or on the tiling either.
 
 What is sampled, for a live row whose query sits at position p and whose token will sit at p + 1:
 
 1. If p + 1 < min_len, the logits of the slot's stop ids are -inf. Ids at -inf are never sampled.
    A row with a NaN left, or with no finite logit, yields token -1.
 2. temperature 0: the largest logit. Else l = logit / temperature, clamped to the finite floats.
-3. Candidates are ordered by l, then by lower id. top-n-sigma keeps those of at least
-   floor / temperature, where floor = max - n * sigma of the logits of 1 (`sigma.py`). top-k keeps,
-   of those, the first k. top-p keeps, of those, the shortest prefix that holds the share p of
-   their mass, at least one. min-p keeps, of those, the ones of at least min_p times the largest
-   probability, that is l >= max l + log(min_p).
-4. token = argmax(l + gumbel(seed, p + 1, id)) over what is kept: a draw from softmax(l) over it.
+3. Candidates are ordered by l, then by lower id. Filters apply one after the other. top-n-sigma
+   keeps candidates of at least floor / temperature, where floor = max - n * sigma of the logits of
+   step 1 (`sigma.py`). top-k keeps the first k. top-p keeps the shortest prefix that holds the
+   share p of their mass, at least one candidate. min-p keeps those of at least min_p times the
+   largest probability, that is l >= max l + log(min_p).
+4. token = argmax(l + gumbel(seed, p + 1, id)) over what is kept: a draw from its softmax(l).
 
 Mass is fixed point: floor(exp(l - max l) * 2^40) as int64. Below 2^-40 of the largest it is 0, and
 2^22 ids cannot overflow it.
 
-Where l is huge, by a bias of 1e8 or a temperature of 1e-6, float32 rounds the noise of 4 away. A
-row's largest l is not known where lm_head samples, so it is not subtracted. Instead, sums that are
-equal in float32 and of at least 2^11 are told apart by their rounding errors, which are exact
+Where l is huge, because of a bias of 1e8 or a temperature of 1e-6, float32 rounds the noise of step
+4 away. A row's largest l is not known where lm_head samples, so it is not subtracted. Instead, sums
+that are equal in float32 and at least 2^11 are told apart by their rounding errors, which are exact
 (Fast2Sum: T. J. Dekker, 1971). Rounding keeps the order, so the pair (sum, error) has the order of
-the exact sums, in every tiling. Of an error the lowest 2 bits are dropped; then the lower id wins.
+the exact sums, in every tiling. The lowest 2 bits of an error are dropped; then the lower id wins.
 Below 2^11 float32 is fine enough for noise, and equal sums tie. So do sums at the largest float.
 
 Letters: R rows, S slots, V vocabulary, E stop ids a slot, C tiles of the vocabulary.
@@ -74,8 +73,8 @@ MAX_VOCABULARY = 1 << 22
 
 _NOTHING = tl.constexpr(-(2**63))
 
-# What a tile knows of its logits, in the lowest bits of its health; the row's is the largest. The
-# other bits are the sortable key of the rounding error of its best, 0 where that does not count.
+# The lowest bits of a tile's health: whether its logits are valid; the row's is the largest. The
+# other bits are the sortable key of its best's rounding error, 0 where that does not count.
 _NOTHING_FINITE = tl.constexpr(0)
 _FINITE = tl.constexpr(1)
 _NAN = tl.constexpr(2)
@@ -95,15 +94,15 @@ def sample(
 ) -> torch.Tensor:
     """The next token of each live row; the module's docstring says which.
 
-    `sample_tiles` and a third kernel.
+    It launches `sample_tiles` and a third kernel.
 
     Args:
         out: int32 [R] to write to, instead of a new tensor.
-        The others as of `sample_tiles`.
+        The others as in `sample_tiles`.
 
     Returns:
-        token_R: int32 [R]; -1 for a row with a NaN or without a finite logit. That of a padded row
-        is left as it is.
+        token_R: int32 [R]; -1 for a row with a NaN or without a finite logit. The token of a padded
+        row is left as it is.
     """
     _check(logits_RV, slot_R, position_R, params)
     token_R = torch.empty_like(slot_R) if out is None else out
@@ -136,7 +135,7 @@ def sample_tiles(
         slot_R: int32 [R], -1 for a padded row.
         position_R: int32 [R], the query's position.
         params: indexed by slot; host-owned.
-        ahead: positions from the query to the sampled token, as of `linear_sample`.
+        ahead: positions from the query to the sampled token, as in `linear_sample`.
         pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`. `slot_R` and
             `position_R` must be older than the launch before.
 
@@ -190,7 +189,7 @@ def sample_reference(
         if health_V.max() != _FINITE.value:
             token_R[row] = -1
             continue
-        # Among equals argmax takes the first, which has the lowest id.
+        # Of equal values argmax takes the first, which has the lowest id.
         largest = np.flatnonzero(value.sum == value.sum.max())
         token_R[row] = int(ids[largest[np.argmax(value.error[largest])]])
     return token_R
@@ -248,12 +247,12 @@ def tile_of_token_reference(
 
 
 class _Value(NamedTuple):
-    """What of the candidates the largest is sampled: scaled logit and noise, or the logit alone."""
+    """Values of candidates, of which the largest is sampled: scaled logit plus noise, or logit."""
 
     sum: NDArray[np.float32]
     error: NDArray[np.int32]
-    """Sortable key of what rounding left out of `sum`, without the bits of HEALTH; 0 where it does
-    not count."""
+    """Sortable key of the rounding error of `sum`, without the bits of HEALTH; 0 where it does not
+    count."""
 
 
 Candidates = tuple[int, NDArray[np.int32], NDArray[np.intp], _Value]
@@ -266,8 +265,8 @@ def _rows(
     params: SamplingTensors,
     id_V: NDArray[np.integer[Any]],
 ) -> Iterator[Candidates]:
-    """Of each live row, whose token of ids `id_V` will sit at its position: its number, the health
-    of its logits, and the columns that are kept with their values."""
+    """Yield each live row's number, the health of its logits, and the kept columns with their
+    values. The row's token, one of `id_V`, will sit at its position."""
     logits, positions = logits_RV.numpy(force=True), position_R.tolist()
     by_slot: list[NDArray[Any]] = [tensor.numpy(force=True) for tensor in params]
     for row, slot in enumerate(slot_R.tolist()):
@@ -289,7 +288,7 @@ def _candidates(
     stop_ids_E: NDArray[np.int32],
     min_len: np.int32,
 ) -> tuple[NDArray[np.int32], NDArray[np.intp], _Value]:
-    """Health, kept columns and values of a row whose token will sit at `position`."""
+    """The health, kept columns and values of a row whose token will sit at `position`."""
     if position < min_len:
         logits_V = np.where(np.isin(id_V, stop_ids_E), np.float32(-np.inf), logits_V)
     health_V = np.where(np.isnan(logits_V), _NAN.value, _NOTHING_FINITE.value).astype(np.int32)
@@ -318,7 +317,7 @@ def kept_reference(
     min_p: np.float32,
     top_n_sigma: np.float32,
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """A sampled row's candidates over the temperature, and which of them the filters keep."""
+    """A sampled row's candidates divided by the temperature, and which of them filters keep."""
     with np.errstate(over="ignore"):
         least = -np.float32(np.inf)
         if top_n_sigma > 0:
@@ -330,14 +329,14 @@ def kept_reference(
 
 
 def _key(value: NDArray[np.float32]) -> NDArray[np.int64]:
-    """The order of `sortable_key`."""
+    """`sortable_key` as int64."""
     bits = (value + np.float32(0)).view(np.int32).astype(np.int64)
     key: NDArray[np.int64] = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return key
 
 
 def _second(error: NDArray[np.int32], ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """int64 in the order of candidates of one sum: the largest error, then the lowest id."""
+    """int64 that orders candidates of equal sums: the largest error wins, then the lowest id."""
     second: NDArray[np.int64] = error.astype(np.int64) << 32 | (ids ^ LAST_ID.value)
     return second
 
@@ -345,10 +344,10 @@ def _second(error: NDArray[np.int32], ids: NDArray[np.integer[Any]]) -> NDArray[
 def _kept(
     scaled: NDArray[np.float32], least: np.float32, top_k: int, top_p: float, min_p: np.float32
 ) -> NDArray[np.bool_]:
-    """Which of the candidates, given in the order of their ids, the filters keep, of those that are
-    at least `least`; the largest is one of them."""
+    """Which candidates the filters keep, of those of at least `least` and the largest. Candidates
+    are given in the order of their ids."""
     # Values alone sort much faster than their indices, and are enough: what is kept is a prefix
-    # of the candidates by (value, lower id), so all but a tie at its end follows from the values.
+    # of the candidates by (value, lower id), so values determine all but a tie at its end.
     descending = -np.sort(-scaled)
     largest = descending[0]
     count = int(np.count_nonzero(descending >= min(least, largest)))
@@ -362,7 +361,7 @@ def _kept(
         share = np.log(np.minimum(min_p, np.float32(1)))
         floor = largest + share
         if COARSE.value <= abs(floor) < LARGEST.value and share - (floor - largest) > 0:
-            # Rounded down, it would let candidates in that lie below it.
+            # Rounded down, it would let in candidates that lie below it.
             floor = np.nextafter(floor, np.float32(np.inf))
         count = min(count, int(np.count_nonzero(descending >= floor)))
     cut = descending[count - 1]
@@ -379,7 +378,7 @@ def _mass(scaled: NDArray[np.float32], largest: np.float32) -> NDArray[np.int64]
 
 
 def check_tiles(best_RC: torch.Tensor, health_RC: torch.Tensor, rows: int) -> int:
-    """The number of tiles; ValueError unless both are dense [rows, C] and of their dtypes."""
+    """The number of tiles; ValueError unless both are dense [rows, C] of the right dtypes."""
     shape = tuple(best_RC.shape)
     if len(shape) != 2 or shape[0] != rows or shape[1] < 1:
         raise ValueError(f"best must be [{rows}, C], not {shape}")
@@ -426,7 +425,7 @@ def _pack_tile(key, ids):
 
 @triton.jit
 def is_best_coarse(best):
-    """Whether rounding errors decide between tiles, or candidates, of this best one's value."""
+    """Whether rounding errors decide between tiles, or candidates, with this best's value."""
     return is_coarse(value_of_key((best >> 32).to(tl.int32)))
 
 
@@ -451,9 +450,9 @@ def best_of_tile(
     Args:
         logits: float32 [L, B]; anything in lanes that are not live and outside the vocabulary.
         ids: int32 [1, B], the tokens' ids, ascending over the tiles.
-        inside: int1 [1, B], whether there is such a token.
+        inside: int1 [1, B], whether the token exists.
         slot: int32 or int64 [L, 1]. position: int32 [L, 1], of the token that is sampled.
-        live: int1 [L, 1]; of the other lanes' parameters none is read.
+        live: int1 [L, 1]; other lanes' parameters are not read.
         temperature_ptr, seed_ptr, stop_ids_ptr, min_len_ptr: of `SamplingTensors`.
         stop_ids: E.
         cut_key, cut_id: int32 [L, 1], what the cutoff kernel found; None without filters.
@@ -500,13 +499,13 @@ def best_of_tile(
 
 @triton.jit
 def tile_of_token(token, valid):
-    """Best and health of a tile that is all there is: `token_of_tiles` of it is that, or -1."""
+    """Best and health of a row's only tile: `token_of_tiles` makes it `token`, or -1 if invalid."""
     return (token ^ LAST_ID).to(tl.int64), tl.where(valid, _FINITE, _NOTHING_FINITE)
 
 
 @triton.jit
 def token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK: tl.constexpr):
-    """The token of a row, -1 without valid logits; means nothing if it is not live."""
+    """The token of a row, -1 without valid logits; undefined if the row is not live."""
     lane = row + tl.zeros([1], tl.int32)
     live = live & (tl.zeros([1], tl.int32) == 0)
     return tl.max(tokens_of_tiles(best_ptr, health_ptr, lane, tiles, live, 1, BLOCK), 0)
@@ -516,7 +515,7 @@ def token_of_tiles(best_ptr, health_ptr, row, tiles, live, BLOCK: tl.constexpr):
 def tokens_of_tiles(
     best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """As `token_of_tiles`, of several rows at once: their loads overlap."""
+    """`token_of_tiles` for several rows at once: their loads overlap."""
     best_W, health_W = best_of_tiles(best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W, BLOCK_C)
     token_W = (best_W & LAST_ID).to(tl.int32) ^ LAST_ID
     return tl.where((health_W & HEALTH) == _FINITE, token_W, -1)
@@ -526,8 +525,8 @@ def tokens_of_tiles(
 def best_of_tiles(
     best_ptr, health_ptr, lane_W, tiles, live_W, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Best int64 and health int32 [W] of a tile in place of all of a row's: among more such ones it
-    decides as they do.
+    """Combine all tiles of each row into one: best int64 and health int32 [W]. Among further tiles
+    it decides as they would.
     """
     best = tl.full([BLOCK_W, BLOCK_C], _NOTHING, tl.int64)
     health = tl.full([BLOCK_W, BLOCK_C], _NOTHING_FINITE, tl.int32)
@@ -540,7 +539,7 @@ def best_of_tiles(
         health = tl.maximum(health, status)
     best_W, health_W = tl.max(best, 1), tl.max(health, 1)
     if tl.max(is_best_coarse(best_W).to(tl.int32), 0) != 0:
-        # Tiles may tie in the sum. The passes over ordinary rows need not carry the errors.
+        # Tiles may tie in the sum. Only then is a pass over their errors needed.
         last = tl.full([BLOCK_W, BLOCK_C], _NOTHING, tl.int64)
         for start in range(0, tiles, BLOCK_C):
             tile = (start + tl.arange(0, BLOCK_C))[None, :]
@@ -577,7 +576,7 @@ def _tile_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`best_of_tile` of one row, [1, BLOCK]. Only the cut is as new as the launch before."""
+    """`best_of_tile` of one row, [1, BLOCK]. Only the cut may be written by the launch before."""
     row = tl.program_id(0) + tl.arange(0, 1)
     slot = tl.load(slot_ptr + row, cache_modifier=".cg")[:, None]
     live = slot >= 0

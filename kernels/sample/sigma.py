@@ -2,15 +2,15 @@
 
     floor = max - n * sigma,   sigma^2 = mean of (logit - mean)^2
 
-over the row's candidates, those above -inf, as numbers within the finite floats; a mask or a ban
-therefore takes no part in it (C. Tang et al., "Top-n-sigma", arXiv:2411.07641; llama.cpp's
+over the row's candidates, those above -inf, clamped to the finite floats. So masked and banned
+tokens take no part in it (C. Tang et al., "Top-n-sigma", arXiv:2411.07641; llama.cpp's
 `llama_sampler_top_n_sigma` has the same rule).
 
 Nothing depends on the order of summation: sums are in fixed point. The distances max - logit are
-scaled by a power of two, so that the largest is in [2^39, 2^40); of them and of 2^-40 of their
-squared deviations the integer parts are added up. 2^22 ids cannot overflow that, and the error of
-sigma^2 is at most 2^-40 of the squared range of the logits. The floor is rounded up: no logit
-that lies more than n * sigma below the largest reaches it.
+scaled by a power of two, so that the largest is in [2^39, 2^40). The integer parts of distances,
+and of 2^-40 of their squared deviations, are added up. 2^22 ids cannot overflow the sums, and the
+error of sigma^2 is at most 2^-40 of the squared range of the logits. The floor is rounded up: no
+logit that lies more than n * sigma below the largest reaches it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from graphengine.kernels.sample.candidates import LARGEST, row_tile, sortable_ke
 _BITS = tl.constexpr(40)
 _HALF = tl.constexpr(2.0**20)
 _UNIT = tl.constexpr(2.0**-40)
-# The exponents of a float64: their bias, and their place.
+# The bias and the position of a float64's exponent.
 _BIAS = tl.constexpr(1023)
 _PLACE = tl.constexpr(52)
 

@@ -1,4 +1,4 @@
-"""The first kernel of a decode step: commands applied, the rows' tokens gathered and embedded.
+"""The first kernel of a decode step: it applies commands, and gathers and embeds rows' tokens.
 
 Letters: S slots, R rows, K drafts a row, W = K + 1 tokens a row, N lanes (R * W), V vocabulary,
 H hidden, T groups of columns.
@@ -44,8 +44,8 @@ _BLOCK_S = 64
 
 
 class RowTrees(NamedTuple):
-    """What `gather_and_embed` needs of rows that are trees, and where it says how lanes hang
-    together."""
+    """What `gather_and_embed` needs for rows that are trees, and where it stores how lanes are
+    connected."""
 
     tables: TreeTables
     lanes: TreeLanes
@@ -71,20 +71,20 @@ def gather_and_embed(
 ) -> DecodeLanes:
     """Apply every pending command, then fetch and embed each row's tokens; one launch.
 
-    As `apply_commands`, a slot whose epoch differs from the commanded one is started afresh: named
-    by a row or not, it has no query in this step. A row is live where `slot_of_row` names a slot
-    that runs: -1, a number past the last slot, or a slot that stopped or starts make a padded row.
-    No slot may be named twice.
+    As in `apply_commands`, a slot whose epoch differs from the commanded one is started afresh.
+    Whether a row names it or not, it has no query in this step. A row is live if `slot_of_row`
+    names a running slot; it is padded for -1, for a number past the last slot, and for a slot that
+    stopped or starts afresh. No slot may be named twice.
 
     Lane r * W + j of a live row is at position kv_len + j: lane 0 has the slot's next token, lane
-    j draft j - 1 of the table. Lane j > 0 is padded where one of the drafts up to its own is absent
-    or where the sequence up to it, position + 1 tokens, reaches max_len: what it would sample lies
+    j draft j - 1 of the table. Lane j > 0 is padded if one of the drafts up to its own is absent,
+    or if the sequence up to it, position + 1 tokens, reaches max_len: what it would sample lies
     past the request's end.
 
     With `trees` lane j is node j of its slot's tree, at position kv_len + its depth, and has draft
-    j - 1 of the table. It is padded where that is absent, where its position is as above, or where
-    its entry in the cache, kv_len + j, reaches the limit. Whoever writes drafts sees to it that a
-    node's parent has one.
+    j - 1 of the table. It is padded if that draft is absent, if its position is too great as above,
+    or if its entry in the cache, kv_len + j, reaches the limit. The writer of the drafts ensures
+    that a node's parent has one.
 
     Args:
         state: updated in place.
@@ -95,12 +95,12 @@ def gather_and_embed(
             squares the sum of x * x and then zeros. A live lane whose token is outside 0..V-1
             becomes NaN; padded lanes are not written. A lane's bits do not depend on K.
         draft_SK: int32 [S, K or more], dense rows: the drafts of each slot's next step; below 0 for
-            absent. Read as state is, so a kernel may write it.
-        max_len_S: int32, host-owned. Both are wanted with drafts, and not read without.
+            absent. Read after the wait, like state, so a kernel may write it.
+        max_len_S: int32, host-owned. Both are required with drafts, and not read without.
         num_speculative_tokens: K, 0..MAX_DRAFTS.
-        trees: wanted where the drafts are those of trees of W nodes. The tables are read as drafts
-            are; `lanes` is written but for padded lanes.
-        embedding_scale: of the embedding; the product is rounded to its dtype.
+        trees: given where the drafts are those of trees of W nodes. The tables are read as drafts
+            are; `lanes` is written except for padded lanes.
+        embedding_scale: factor on the embedding; the product is rounded to its dtype.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:
@@ -127,7 +127,7 @@ def gather_and_embed(
 
 
 class _Call(NamedTuple):
-    """What `gather_and_embed` is asked for; its reference takes these by the same names."""
+    """The arguments of `gather_and_embed`; its reference takes them by the same names."""
 
     state: SlotState
     command_epoch_S: torch.Tensor
@@ -165,7 +165,7 @@ def _check(call: _Call) -> None:
 
 
 def _begin(call: _Call, pdl: bool) -> DecodeLanes:
-    """`gather_and_embed` of a checked call, on a GPU."""
+    """`gather_and_embed` for a checked call, on a GPU."""
     state, residual, trees, draft = call.state, call.residual, call.trees, call.draft_SK
     rows, slots = call.slot_of_row_R.numel(), state.next_token.numel()
     lanes = DecodeLanes(
@@ -295,7 +295,7 @@ def _grow_reference(
 
 
 def _check_trees(trees: RowTrees, slots: int, width: int, rows: int) -> None:
-    """ValueError unless there are drafts and the trees are those of these slots and rows."""
+    """ValueError unless there are drafts and the trees fit these slots and rows."""
     if width == 1:
         raise ValueError("trees are wanted for 0 drafts a row: a root alone is no tree")
     most = check_tree_tables(trees.tables, slots, width)
@@ -340,8 +340,8 @@ def _begin_decode_kernel(
     SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row: only it may write the row's slot, and it does all W lanes;
-    then one for every BLOCK_S slots, which sees to those that no row names."""
+    """One program a row: only it may write the row's slot, and it handles all W lanes;
+    then one for every BLOCK_S slots, which handles those that no row names."""
     row = tl.program_id(0)
     if row >= rows:
         _command_unnamed_slots(
@@ -367,7 +367,7 @@ def _begin_decode_kernel(
         tl.debug_barrier()
         start_afresh(state, slot, command, pending)
 
-        # All embeddings are on their way before the first of them is looked at.
+        # All embeddings are requested before the first of them is used.
         live = row_lives
         lives = ()
         xs = ()
@@ -431,7 +431,7 @@ def _store_node(
     DEPTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Say where a live lane is in its row's tree: a node of the slot's."""
+    """Store where a live lane is in its row's tree, as the slot's tables have it."""
     d = tl.arange(0, BLOCK_D)
     ancestor_ptr = trees.ancestor + slot.to(tl.int64) * ancestor_stride + node * DEPTH + d
     ancestor = tl.load(ancestor_ptr, mask=live & (d < DEPTH), other=0)
@@ -452,7 +452,7 @@ def _command_unnamed_slots(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Start afresh those of a part's slots that have a pending command and no row."""
+    """Start afresh the slots of a part that have a pending command and no row."""
     slot = part * BLOCK_S + tl.arange(0, BLOCK_S)
     r = tl.arange(0, BLOCK_R)
     slot_of_row = tl.load(slot_of_row_ptr + r, mask=r < rows, other=-1)
@@ -462,6 +462,6 @@ def _command_unnamed_slots(
     wait_for_inputs(PDL)
 
     pending = ours & (command != tl.load(state.epoch + slot, mask=ours, other=0))
-    # A slot may be held by several threads: all of them have read its epoch by now.
+    # Several threads may hold a slot: all of them must have read its epoch before one writes it.
     tl.debug_barrier()
     start_afresh(state, slot, command, pending)

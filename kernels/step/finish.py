@@ -1,8 +1,8 @@
-"""The last kernel of a decode step's target: tokens verified, committed and published.
+"""The last kernel of a decode step's target: it verifies, commits and publishes tokens.
 
 Letters: S slots, R rows, K drafts a row, W = K + 1 tokens a row, N lanes (R * W), C tiles of the
-vocabulary, E stop ids a slot, I items of a mailbox lane. Of a tree: D its depth, P = D + 1 tokens
-of a path.
+vocabulary, E stop ids a slot, I items of a mailbox lane. With trees: D depth, P = D + 1 tokens of a
+path.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _EMITTED = tl.constexpr(EMITTED)
 _INVALID = tl.constexpr(INVALID)
 _STOP = tl.constexpr(STOP)
 
-# Entries of the tiles that a program holds at once: of one lane, and of several, of all together.
+# Entries of the tiles that a program holds at once: for one lane, and for several lanes together.
 _MAX_BLOCK_C = 16384
 _MAX_BLOCK_WC = 8192
 
@@ -82,23 +82,23 @@ def verify_commit_publish(
 ) -> FinishedStep:
     """Take each live row's tokens out of their tiles and into its slot's state; publish them.
 
-    A row has W = K + 1 lanes, of which lanes 1.. were fed drafts. Its first d drafts are accepted,
-    as many as there are before the first that is not what its lane's predecessor sampled. Then
-    tokens 0..d are walked in order. The walk ends at a token that ends the request: a stop id, the
-    last token of a stop sequence, or one with which the sequence reaches max_len. It also ends
-    *before* a lane without valid logits; if that is the row's first, the request ends with the flag
-    INVALID alone and its next_token stays; otherwise it continues, and its next step finds out. Of
-    the tokens walked, `count`, the last is the next query, and the K and V before it are in the
+    A row has W = K + 1 lanes, of which lanes 1.. were fed drafts. Drafts are accepted until the
+    first that is not what the lane before it sampled; d is their number. Then tokens 0..d are
+    walked in order. The walk ends at a token that ends the request: a stop id, the last token of a
+    stop sequence, or one with which the sequence reaches max_len. It also ends *before* a lane
+    without valid logits. If that is the row's first lane, the request ends with only the flag
+    INVALID and its next_token stays; otherwise it continues, and its next step finds out. `count`
+    tokens are walked. The last of them is the next query, and the K and V before it are in the
     cache by now: kv_len grows by `count`, or by one without a valid token.
 
-    Worked, W = 4: tokens t0 t1 t2 t3, drafts d1 = t0, d2 = t1, d3 != t2 (lanes 1..3) emit t0 t1 t2;
-    kv_len + 3, next_token t2.
+    Example with W = 4: tokens t0 t1 t2 t3 and drafts d1 = t0, d2 = t1, d3 != t2 (lanes 1..3) emit
+    t0 t1 t2; kv_len + 3, next_token t2.
 
     Where a row is a tree, its accepted drafts are those of the path that `walk.py` finds, and the
-    tokens that are walked are sampled along it. `move_path` then has to put their entries together.
+    walked tokens are those sampled along it. `move_path` then has to move their entries together.
 
     Then all items of the row's mailbox lane are written as by `publish`, for the lanes of the R
-    rows only; state.sequence counts the replay once all rows have.
+    rows only; state.sequence counts the replay once all rows are written.
 
     Args:
         best_NC, health_NC: from `sample_tiles` or from an lm_head with the sampler folded in.
@@ -107,19 +107,20 @@ def verify_commit_publish(
         limits: host-owned.
         mailbox_items: int64 [entries, lanes, items], lanes >= R, items > W; the device's memory
             or pinned host memory. The entry is overwritten: its reader must be done with it.
-        launch: its counters are wanted: one. With PDL at least one launch must lie between this one
-            and `gather_and_embed`.
+        launch: must have a counter. With PDL at least one launch must lie between this one and
+            `gather_and_embed`.
         num_speculative_tokens: K, 0..MAX_DRAFTS.
-        relaxed_N: int32, not 0 where the draft that the *next* lane was fed is accepted whatever
-            this lane sampled; among the first d, the draft itself is this lane's token then.
+        relaxed_N: int32, not 0 where the draft fed to the *next* lane is accepted whatever this
+            lane sampled; if it is among the first d, this lane's token becomes the draft itself.
         forced: accept this many drafts, or all that were fed if fewer, whatever they are; the
-            emitted tokens are the sampled ones, `relaxed_N` is not asked. For benchmarks.
+            emitted tokens are the sampled ones, and `relaxed_N` is ignored. For benchmarks.
         draft_SK: int32 [S, any], dense rows; the rows of live slots are set to -1, because these
             drafts are used now.
-        sequences: stop sequences by slot, host-owned; wanted together with `history_SP`.
+        sequences: stop sequences by slot, host-owned; given together with `history_SP`.
         history_SP: int32, dense rows: the token at each position up to the row's first lane; only
             read, and older than the launch before.
-        tree: where the rows are trees of W nodes; older than the launch before. Not with relaxed_N.
+        tree: given where the rows are trees of W nodes; older than the launch before. Not with
+            relaxed_N.
 
     Returns:
         New tensors. ValueError for a shape or dtype that does not fit.
@@ -146,7 +147,7 @@ def verify_commit_publish(
 
 
 class _Call(NamedTuple):
-    """What `verify_commit_publish` is asked for; its reference takes these by the same names."""
+    """The arguments of `verify_commit_publish`; its reference takes them by the same names."""
 
     best_NC: torch.Tensor
     health_NC: torch.Tensor
@@ -172,7 +173,7 @@ class _Call(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """D; 0 of chains."""
+        """D; 0 for chains."""
         return 0 if self.tree is None else self.tree.ancestor.shape[-1]
 
 
@@ -214,7 +215,7 @@ def _check_sequences(call: _Call, slots: int) -> None:
 
 
 def _new_step(call: _Call) -> FinishedStep:
-    """Uninitialised."""
+    """Uninitialised results."""
     slot = call.lanes.slot
     flags_R = slot.new_empty(call.rows)
     length = call.rows * (call.width if call.tree is None else call.depth + 1)
@@ -224,7 +225,7 @@ def _new_step(call: _Call) -> FinishedStep:
 
 
 def _finish(call: _Call, launch: Launch) -> FinishedStep:
-    """`verify_commit_publish` of a checked call, on a GPU."""
+    """`verify_commit_publish` for a checked call, on a GPU."""
     limits, width, step = call.limits, call.width, _new_step(call)
     draft, history, sequences = call.draft_SK, call.history_SP, call.sequences
     tiles, stop_ids = call.best_NC.shape[1], limits.stop_ids.shape[1]
@@ -278,7 +279,7 @@ def _finish(call: _Call, launch: Launch) -> FinishedStep:
 
 
 class _Row(NamedTuple):
-    """A row of the step, and its slot as it was before."""
+    """A row of the step, and its slot's state as it was before."""
 
     index: Any
     slot: Any
@@ -294,7 +295,7 @@ class _Emitted(NamedTuple):
     """int32 [BLOCK_W]: the tokens after its lanes, or along its path."""
     live_W: Any
     count: Any
-    """Those that are emitted: the first ones."""
+    """How many tokens are emitted: the first ones."""
     flags: Any
 
 
@@ -342,9 +343,9 @@ def _finish_decode_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row. Of what it reads only tiles and `relaxed` are as new as the launch before.
+    """One program a row. Only tiles and `relaxed` may be written by the launch before.
 
-    BLOCK_W lanes: those past W are as padded ones. After a tree's walk they are those of its path.
+    It has BLOCK_W lanes; those past W count as padded. After a tree's walk they are its path's.
     """
     index = tl.program_id(0)
     j = tl.arange(0, BLOCK_W)
@@ -423,7 +424,7 @@ def _finish_decode_kernel(
 
 @triton.jit
 def _load_chain(lane_slot_ptr, lane_token_ptr, lane, W: tl.constexpr, BLOCK_W: tl.constexpr):
-    """What the next lane was fed, which this lane's token decides on, and whether it is live."""
+    """What the next lane was fed, to compare with this lane's token, and whether it is live."""
     j = tl.arange(0, BLOCK_W)
     next_slot_ptr = lane_slot_ptr + lane + 1
     fed_W = tl.load(next_slot_ptr, mask=j + 1 < W, other=-1, cache_modifier=".cg") >= 0
@@ -433,7 +434,7 @@ def _load_chain(lane_slot_ptr, lane_token_ptr, lane, W: tl.constexpr, BLOCK_W: t
 
 @triton.jit
 def _load_tree(lane_token_ptr, depth_ptr, ancestor_ptr, lane, live_W, DEPTH: tl.constexpr):
-    """What each lane was fed, its depth and its parent; -1 for none."""
+    """The token fed to each lane, its depth and its parent; -1 for none."""
     draft_W = tl.load(lane_token_ptr + lane, mask=live_W, other=-1, cache_modifier=".cg")
     depth_W = tl.load(depth_ptr + lane, mask=live_W, other=-1, cache_modifier=".cg")
     parent_ptr = ancestor_ptr + (lane * DEPTH + depth_W - 1)
@@ -466,7 +467,7 @@ def _end_of_row(flags_W, accepted, BLOCK_W: tl.constexpr):
     end = tl.min(tl.where((flags_W == _EMITTED) & (j < accepted), BLOCK_W, j), 0)
     flags = tl.sum(tl.where(j == end, flags_W, 0), 0)
     count = tl.where((flags & _EMITTED) != 0, end + 1, end)
-    # Without valid logits the row is cut there; only where nothing is left, it ends.
+    # The row is cut before a lane without valid logits; it ends only if nothing is left.
     return count, tl.where(end > 0, (flags & ~_INVALID) | _EMITTED, flags)
 
 
@@ -504,7 +505,7 @@ def _publish_row(
 ):
     """Write the row's mailbox lane: W items of tokens, then zeros, then the state word.
 
-    `fed` is None of a chain: as many lanes as are live.
+    `fed` is None for a chain, which was fed as many lanes as are live.
     """
     j = tl.arange(0, BLOCK_W)
     token_ptrs = item_ptr + j
@@ -532,7 +533,7 @@ def _store_path(
     DEPTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Store the tokens along the path, and the `AcceptedPath` of those that are emitted."""
+    """Store the tokens along the path, and the `AcceptedPath` of the emitted ones."""
     j = tl.arange(0, BLOCK_W)
     emitted_W = j < emitted.count
     source_W = row.index * W + tl.where(emitted_W, path_W, 0)

@@ -31,14 +31,14 @@ class FinishedStep(NamedTuple):
     """What a decode step emitted, in new tensors; undefined in padded lanes."""
 
     token_N: torch.Tensor
-    """int32: the token after each lane, past the row's count too; -1 without valid logits. Of trees
-    the lanes are those of `path`."""
+    """int32: the token after each lane, past the row's count too; -1 without valid logits. With
+    trees the lanes are those of `path`."""
     flags_R: torch.Tensor
     """int32: EMITTED | STOP | LENGTH or INVALID, 0 for a padded row."""
     count_R: torch.Tensor
     """int32: tokens emitted, those of the row's first lanes; 0 for a padded row."""
     path: AcceptedPath | None = None
-    """Of trees: P lanes a row, those of what was emitted."""
+    """With trees: the lanes of the emitted tokens, P a row."""
 
 
 def verify_commit_publish_reference(
@@ -125,7 +125,7 @@ def _verify_reference(
     relaxed_RW: torch.Tensor | None,
     forced: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token of each lane, accepted drafts of each row, int64): what counts without the limits."""
+    """(token of each lane, accepted drafts of each row, int64), before limits are applied."""
     fed = live_RW[:, 1:].long().cumprod(dim=1)
     if forced is not None:
         return token_RW, fed.sum(dim=1).clamp(max=forced)
@@ -146,7 +146,7 @@ def _stops_reference(
     sequences: StopSequences,
     history_SP: torch.Tensor,
 ) -> torch.Tensor:
-    """The flags, with STOP for the tokens that complete a stop sequence."""
+    """Add STOP to the flags of tokens that complete a stop sequence."""
     completed = [
         stop_sequence_of_tokens_reference(tokens, at, position, history_SP, sequences)
         for tokens, at, position in zip(

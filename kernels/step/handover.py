@@ -1,7 +1,7 @@
 """A verified step left in static tensors, for a draft module that runs in a separate graph.
 
-What a step computed lies in its graph's pool, where the next graph may write; what is handed over
-does not. The hidden states are written after their final norm, as plain rows.
+A step's results lie in its graph's pool, where the next graph may write; what is handed over does
+not. The hidden states are written after their final norm, as plain rows.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, H hidden, T groups of columns.
 """
@@ -36,10 +36,10 @@ class HandOver(NamedTuple):
     target: torch.Tensor
     """int32 [N]: the target's token after the lane."""
     emitted: torch.Tensor
-    """int32 [R]: tokens that the row emitted; 0 of a padded row."""
+    """int32 [R]: tokens that the row emitted; 0 for a padded row."""
     hidden: torch.Tensor | None
-    """[N, H] in the model's dtype, dense rows: after the final norm. None: the module reads others,
-    which the step left elsewhere."""
+    """[N, H] in the model's dtype, dense rows: after the final norm. None: the module reads other
+    hidden states, which the step left elsewhere."""
 
     @property
     def lanes(self) -> DecodeLanes:
@@ -70,15 +70,15 @@ def hand_over(
 ) -> None:
     """Write all of `into`, which has N lanes and R rows; one launch.
 
-    The drafts that `begin_module_draft` begins from there have the bits of those that it begins
+    Drafts that `begin_module_draft` begins from `into` have the same bits as those that it begins
     from the step itself.
 
     Args:
         token_N: int32, the target's token after each lane.
         count_R: int32, tokens that each row emitted; N is W * R.
         lanes: what the target was fed.
-        hidden: its stream of N lanes, scaled for the final norm; None where `into` has no hidden
-            states. hidden_eps: of that norm.
+        hidden: the target's stream of N lanes, scaled for the final norm; None where `into` has no
+            hidden states. hidden_eps: of that norm.
         into: overwritten: its reader must be done with it.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only `token_N`
             and `count_R` may be as new as that one.
@@ -182,9 +182,9 @@ def _hand_over_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane; that of a row's first lane leaves its count.
+    """One program a lane; the program of a row's first lane also stores the row's count.
 
-    Only the target's tokens and the counts are as new as the launch before.
+    Only the target's tokens and the counts may be written by the launch before.
     """
     lane = tl.program_id(0)
     slot = tl.load(slot_ptr + lane, cache_modifier=".cg")

@@ -1,8 +1,8 @@
-"""Keys and values of an accepted path, moved to where a chain has them.
+"""Move keys and values of an accepted path to where a chain has them.
 
-Node i of a tree has its entry i after its root's, and the path's nodes have others between them.
-After the step its j-th token's entry is j after the root's, in every layer, as if nothing had been
-drafted.
+Node i of a tree has its cache entry i after the root's, so other nodes' entries lie between those
+of the path. After the move the path's j-th token has its entry j after the root's, in every layer,
+as if nothing had been drafted.
 
 Letters: L layers, S slots, B blocks of a slot's table, R rows, W nodes of a tree, P tokens of a
 path at most, E values of an entry.
@@ -146,7 +146,7 @@ def _move_path_kernel(
             at = cache_offsets(table_row_ptr, root + node, moved, block_stride, BLOCK_SIZE, E)
             held += (tl.load(cache_ptr + at, mask=moved & (e < E)),)  # type: ignore[assignment]
             moves += (moved,)  # type: ignore[assignment]
-        # An entry may be where another one goes: all are read before the first is written.
+        # One entry may lie where another one goes: all are read before the first is written.
         tl.debug_barrier()
         for j in tl.static_range(1, P):
             to = cache_offsets(table_row_ptr, root + j, moves[j - 1], block_stride, BLOCK_SIZE, E)

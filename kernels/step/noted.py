@@ -3,8 +3,8 @@
     prefill   note_prompt -> (model) -> process_logits -> sample -> commit_prefill -> note_tokens
     decode    (model) -> process_logits -> sample_tiles -> verify_commit_publish -> note_tokens
 
-`process_logits` and the stop sequences read it. Both tables belong to a slot's state: they go along
-when its request pauses.
+`process_logits` and the stop sequences read both tables. They belong to a slot's state: they go
+along when its request pauses.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, T lanes of a prompt chunk, V ids,
 P positions.
@@ -42,8 +42,8 @@ def note_tokens(
 ) -> None:
     """Note what each row emitted, in place; one launch.
 
-    After a prompt's last chunk it notes the first token as well: one lane with the slot and the
-    position of the chunk's last one, and a count of flags & EMITTED.
+    It also notes the first token, after a prompt's last chunk: the one lane then has the slot and
+    the position of the chunk's last lane, and the count is flags & EMITTED.
 
     Args:
         token_N: int32, the token after each lane; read where the lane emitted it.
@@ -113,12 +113,12 @@ def note_prompt(
 ) -> None:
     """Note a prompt chunk, in place: its ids are marked, its tokens written; one launch.
 
-    The chunk whose first token is at position 0 begins a request: the slot's counts are cleared
+    A chunk whose first token is at position 0 begins a request: the slot's counts are cleared
     first. What is in history past the chunk stays, and is never read.
 
     Args:
-        chunk: its lanes, the live ones first, of one slot and consecutive positions.
-        counts_SV, history_SP: as of `note_tokens`.
+        chunk: the chunk's lanes, the live ones first, of one slot and consecutive positions.
+        counts_SV, history_SP: as in `note_tokens`.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     ValueError for a shape or dtype that does not fit.
@@ -184,7 +184,7 @@ def _note_tokens_kernel(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row. What it reads of the lanes is older than the launch before."""
+    """One program a row. The fields of `lanes` that it reads are older than the launch before."""
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row * W, cache_modifier=".cg").to(tl.int64)
     live = slot >= 0
@@ -220,8 +220,8 @@ def _note_prompt_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for BLOCK_V ids: only it writes their counts, and it looks at all tokens for
-    them, and for BLOCK_T tokens of the history."""
+    """One program for BLOCK_V ids and BLOCK_T tokens of the history. Only it writes the counts of
+    its ids; it looks through all tokens for them."""
     part = tl.program_id(0)
     wait_for_inputs(PDL)
     slot = tl.load(slot_ptr).to(tl.int64)
@@ -232,7 +232,7 @@ def _note_prompt_kernel(
         if tl.load(position_ptr) == 0:
             ids = first + tl.arange(0, BLOCK_V)
             tl.store(counts_ptr + ids, tl.zeros([BLOCK_V], tl.int32), mask=ids < vocabulary)
-            # Other threads than cleared an entry mark it.
+            # The threads that mark an entry are not those that cleared it.
             tl.debug_barrier()
         for start in range(0, tokens, BLOCK_T):
             lane = start + tl.arange(0, BLOCK_T)

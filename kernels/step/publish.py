@@ -1,4 +1,4 @@
-"""The last kernel of a prefill: what the rows got, written into the mailbox for the host to read.
+"""The last kernel of a prefill: it writes the rows' tokens into the mailbox for the host to read.
 
 `record` has the layout of what is written.
 
@@ -34,9 +34,8 @@ def publish(
 
         items[entry, lane, i] = (seq & 0xffffffff) << 32 | payload i
 
-    The payloads are those of `record`: `count` is one where the flags have EMITTED and else 0, and
-    `fed` as many as `count`. Of padded lanes and those past R every payload is 0, and nothing is
-    read.
+    The payloads are those of `record`: `count` is 1 where the flags have EMITTED and else 0, and
+    `fed` equals `count`. For padded lanes and those past R every payload is 0, and nothing is read.
 
     Args:
         mailbox_items: int64 [entries, lanes, items], lanes >= R, items >= 2; the device's memory
@@ -90,7 +89,7 @@ def publish_tokens_reference(
     fed_R: torch.Tensor,
     slot_R: torch.Tensor,
 ) -> None:
-    """As `publish`, with the first `count` of a row's W tokens; W below the mailbox's items."""
+    """`publish_reference` of the first `count` of a row's W tokens; W below the mailbox's items."""
     entries, lanes, items = mailbox_items.shape
     rows, width = token_RW.shape
     live = slot_R >= 0

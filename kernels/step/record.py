@@ -1,9 +1,9 @@
 """The record of a lane: what the last kernel of a replay writes for the host, and its one codec.
 
 A lane of a mailbox entry is a few items, each one aligned 64-bit word: a tag in the high half and
-32 bits of payload in the low half. The last item's payload is the lane's *state word*; those before
-it are the tokens that the row got, and then zeros. Every lane of an entry carries the same tag, the
-replay's sequence number.
+32 bits of payload in the low half. The last item's payload is the lane's *state word*; the payloads
+before it are the tokens that the row got, and then zeros. Every lane of an entry carries the same
+tag, the replay's sequence number.
 
     bits of a state word    meaning
     0 to 3                  flags, as in `state`: EMITTED, STOP, LENGTH, INVALID
@@ -11,14 +11,14 @@ replay's sequence number.
     10 to 15                fed: the row's live lanes, its own token and its drafts
     16 to 31                the low bits of the epoch, which names the stay in the slot
 
-All code that packs or unpacks a state word uses this module: kernels with `state_payload`, their
-references with `pack_state`, the host with `FLAGS_AND_COUNT` where every nanosecond of a token
-counts and with `unpack_state` elsewhere.
+All code that packs or unpacks a state word uses this module: kernels call `state_payload`, their
+references `pack_state`. The host uses `FLAGS_AND_COUNT` where every nanosecond of a token counts,
+and `unpack_state` elsewhere.
 
 Sixteen bits of an epoch are enough. A scheduler counts the stays of an engine, at most one begins
-in each of 64 slots a step, and the mailbox's ring holds the replays of a few steps: epochs that can
-meet there are some hundreds apart, and two that share 16 bits are 65536 apart or more. On the
-device epochs are compared whole.
+in each of 64 slots a step, and the mailbox's ring holds the replays of a few steps. So epochs in
+the ring at the same time are some hundreds apart, and two that share 16 bits are 65536 apart or
+more. On the device epochs are compared whole.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ state word could count 62 drafts."""
 
 FLAGS_AND_COUNT = [(low & FLAG_MASK, low >> COUNT_SHIFT) for low in range(1 << FED_SHIFT)]
 """(flags, count) of a state word, by its bits in FLAGS_AND_COUNT_MASK: a look-up takes less time
-than two shifts, and half of that of a call."""
+than two shifts, and half the time of a call."""
 
 _COUNT_SHIFT = tl.constexpr(COUNT_SHIFT)
 _FED_SHIFT = tl.constexpr(FED_SHIFT)
@@ -65,7 +65,7 @@ class LaneState(NamedTuple):
 
     flags: int
     emitted: int
-    """Tokens: the count."""
+    """Tokens emitted: the word's count."""
     fed: int
     """Live lanes of the row."""
     epoch: int
@@ -73,7 +73,7 @@ class LaneState(NamedTuple):
 
 
 def pack_state(epoch: Integers, fed: Integers, count: Integers, flags: Integers) -> Integers:
-    """State words, of integers or of int64 tensors or arrays; of an epoch the low bits are taken.
+    """Pack state words from integers, int64 tensors or arrays; only an epoch's low bits are kept.
 
     fed, count  0 to COUNT_MASK
     flags       0 to FLAG_MASK
@@ -88,23 +88,23 @@ def unpack_state(state: int) -> LaneState:
 
 
 def fed_of(state: int) -> int:
-    """The row's live lanes, of a state word."""
+    """The row's live lanes, from a state word."""
     return state >> FED_SHIFT & COUNT_MASK
 
 
 def tag_items(sequence: torch.Tensor) -> torch.Tensor:
-    """What is added to each payload of replay `sequence`, int64: its low 32 bits as the tag."""
+    """The tag for each payload of replay `sequence`, int64: its low 32 bits in the high half."""
     return (sequence & 0xFFFFFFFF) << 32
 
 
 @triton.jit
 def state_payload(epoch, fed, count, flags):
-    """The state word of each lane, int64: `pack_state` in a kernel, of int32."""
+    """The state word of each lane, int64: `pack_state` in a kernel, from int32."""
     numbers = (fed << _FED_SHIFT) | (count << _COUNT_SHIFT) | flags
     return ((epoch.to(tl.int64) & _EPOCH_MASK) << _EPOCH_SHIFT) | numbers.to(tl.int64)
 
 
 @triton.jit
 def tag_of(sequence):
-    """`tag_items` in a kernel, of an int64 sequence number."""
+    """`tag_items` in a kernel, from an int64 sequence number."""
     return (sequence & 0xFFFFFFFF) << 32

@@ -3,22 +3,23 @@
     prefill   apply_commands -> gather_prefill -> (model, sample) -> commit_prefill -> publish
     decode    gather_and_embed -> (model, sample) -> verify_commit_publish
 
-The decode ops are one kernel each and have modules of their own, `begin` and `finish`; `publish` is
-one, too, and `record` says what the host reads. The rules that both phases share are here. These
-ops are the only ones that write the device-owned state. The host never copies into it: it states a
-slot's epoch, and the slot is started afresh once. A row that stopped clears its slot's `running`,
-so the next replay, which may be under way before the host has read this one, finds its lane padded.
+The decode ops are one kernel each and have modules of their own, `begin` and `finish`; so does
+`publish`, and `record` says what the host reads. The rules that both phases share are here. These
+ops are the only ones that write the device-owned state. The host never copies into it: it commands
+a new epoch for a slot, and the slot is started afresh once. A row that stopped clears its slot's
+`running`. So the next replay, which may be under way before the host has read this one, finds its
+lane padded.
 
 Lengths are counted one way: `kv_len` = tokens whose K and V are in the cache. `next_token` is not
 among them: it sits at position `kv_len` and is the next replay's query.
 
 With K drafts a step, a row has W = K + 1 lanes: lane r * W + j feeds row r's token at position
 kv_len + j, the slot's next token at j = 0 and draft j after it. Where drafts are a tree, lane j is
-its node j, and `core/tree.py` says where that is.
+its node j, and `core/tree.py` says at which position that is.
 
 Letters: S slots, R rows of a bucket, N lanes (R * W), T tokens of a prefill bucket, E stop ids a
-slot. Lanes with slot -1 are padded: nothing is read or written for them, their other fields hold
-anything.
+slot. Lanes with slot -1 are padded: nothing is read or written for them, and their other fields
+hold anything.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from graphengine.kernels.step.record import MAX_DRAFTS
 
 # Flags of a row's commit. STOP and LENGTH come with EMITTED, and may come together.
 EMITTED = 1  # the row has a new token
-STOP = 2  # which is one of the slot's stop ids
-LENGTH = 4  # or fills the sequence up to the slot's max_len
+STOP = 2  # the token is one of the slot's stop ids, or completes a stop sequence
+LENGTH = 4  # the token fills the sequence up to the slot's max_len
 INVALID = 8  # no token: the row's logits had a NaN, or no finite value
 
 _EMITTED = tl.constexpr(EMITTED)
@@ -89,19 +90,19 @@ class StopSequences(NamedTuple):
     """Each slot's stop sequences; host-owned."""
 
     tokens: torch.Tensor
-    """int32 [S, Q, L]: the last column has each sequence's last token; a shorter one has -1 in
+    """int32 [S, Q, L]: the last column has each sequence's last token; shorter sequences have -1 in
     front; -1 throughout for none."""
     start: torch.Tensor
-    """int32 [S]: the first position that may be of a match: the prompt's length, or 0."""
+    """int32 [S]: the first position that a match may include: the prompt's length, or 0."""
     min_len: torch.Tensor
-    """int32 [S]: the lowest position at which a match may end, as of `SamplingTensors`."""
+    """int32 [S]: the lowest position at which a match may end, as in `SamplingTensors`."""
 
 
 class DecodeLanes(NamedTuple):
     """What the rows of a decode launch feed to the model. Padded lanes: slot -1, rest undefined.
 
-    Of a row that is not padded as a whole, the padded lanes are its last ones; in a tree, any but
-    its root.
+    In a row that is not padded as a whole, the padded lanes come last; in a tree they may be any
+    but the root.
     """
 
     token: torch.Tensor
@@ -124,13 +125,13 @@ class PrefillLanes(NamedTuple):
     query_start: torch.Tensor
     """int32 [2]: (0, live lanes), the one segment of paged_prefill_attention."""
     last: torch.Tensor
-    """int32 [1]: the chunk's last lane, the one that is sampled; 0 if none is live."""
+    """int32 [1]: the chunk's last live lane, which is sampled; 0 if none is live."""
 
 
 def apply_commands(state: SlotState, command_epoch_S: torch.Tensor) -> None:
     """Start afresh, in place, every slot whose epoch differs from the one the host commands.
 
-    Such a slot gets kv_len = running = next_token = 0 and the commanded epoch; so a command works
+    The slot gets kv_len = running = next_token = 0 and the commanded epoch; so a command works
     once, however many replays see it.
 
     Args:
@@ -166,8 +167,8 @@ def gather_prefill(
 ) -> PrefillLanes:
     """The lanes of one slot's prompt chunk, in new tensors.
 
-    Lanes 0 .. count - 1 are live, at positions start .. start + count - 1. None is where the slot
-    is -1 or the count is 0; a count past T is taken for T.
+    Lanes 0 .. count - 1 are live, at positions start .. start + count - 1. No lane is live if the
+    slot is -1 or the count 0; a count past T counts as T.
 
     Args:
         tokens_T: int32 [T], the chunk, then anything.
@@ -235,8 +236,8 @@ def commit_prefill(
 
     After the prompt's final chunk the sampled token becomes the slot's next query, under the same
     rules as in `verify_commit_publish`, and the slot runs unless that token already stopped it.
-    Before, the token means nothing and the flags are 0. A slot of -1 or a count of 0 changes
-    nothing.
+    Before the final chunk the token means nothing and the flags are 0. A slot of -1 or a count of 0
+    changes nothing.
 
     Args:
         state: next_token, kv_len and running are updated in place.
@@ -244,11 +245,11 @@ def commit_prefill(
         prefill_slot_1, prefill_start_1, prefill_count_1: int32 [1], as for `gather_prefill`.
         prefill_final_1: int32 [1], not 0 for the prompt's last chunk.
         limits: host-owned.
-        sequences: stop sequences by slot, of which the token completes those of one token;
-            host-owned.
+        sequences: stop sequences by slot, host-owned; the token can only complete sequences of one
+            token.
 
     Returns:
-        flags_1: new int32 [1], as of `verify_commit_publish`; 0 if nothing was emitted.
+        flags_1: new int32 [1], as in `verify_commit_publish`; 0 if nothing was emitted.
     """
     slots = check_state(state)
     stop_ids = check_limits(limits, slots)
@@ -315,7 +316,7 @@ def commit_prefill_reference(
 
 
 def _sizes_of_sequences(sequences: StopSequences, slots: int) -> tuple[int, int]:
-    """(Q, L); ValueError unless everything fits the slots."""
+    """(Q, L); ValueError unless all shapes and dtypes fit the slots."""
     check_lanes(slots, start=sequences.start, min_len=sequences.min_len)
     check_table("stop sequences", sequences.tokens, slots, 3)
     return sequences.tokens.shape[1], sequences.tokens.shape[2]
@@ -324,10 +325,10 @@ def _sizes_of_sequences(sequences: StopSequences, slots: int) -> tuple[int, int]
 def commit_flags_reference(
     token: torch.Tensor, kv_len: torch.Tensor, slot: torch.Tensor, limits: StopTensors
 ) -> torch.Tensor:
-    """Flags of each of these tokens, if its slot emits it next; new int32, `token`'s shape.
+    """Flags of each token, if its slot emits it next; new int32, `token`'s shape.
 
     `kv_len` counts the query. A token ends the request if it is a stop id or if the sequence with
-    it, kv_len + 1 tokens, reaches max_len. One below 0 says that the logits were not valid.
+    it, kv_len + 1 tokens, reaches max_len. A token below 0 means that the logits were not valid.
     """
     valid = token >= 0
     stop = valid & (token[..., None] == limits.stop_ids[slot]).any(dim=-1)
@@ -339,7 +340,7 @@ def commit_flags_reference(
 def commit_tokens_reference(
     state: SlotState, token: torch.Tensor, slot: torch.Tensor, limits: StopTensors
 ) -> torch.Tensor:
-    """Flags of live rows only, whose kv_len counts the query; updates next_token and running.
+    """Update next_token and running of live rows, whose kv_len counts the query; return the flags.
 
     A row whose token is below 0 stops with only the flag INVALID, and its next_token stays.
     """
@@ -400,7 +401,7 @@ def check_draft_table(draft_SK: torch.Tensor, slots: int, drafts: int = 1) -> in
 
 
 def stop_ids_block(stop_ids: int) -> int:
-    """The tile that holds a slot's stop ids in a kernel, which may have none."""
+    """The size of a kernel's tile for a slot's stop ids, of which there may be none."""
     return int(triton.next_power_of_2(max(stop_ids, 1)))
 
 
@@ -415,9 +416,9 @@ def _apply_commands_kernel(command_epoch_ptr, state, slots, BLOCK: tl.constexpr)
 
 @triton.jit
 def start_afresh(state, slot, command, pending):
-    """What a command does to the slots where it is pending; `state` is a `CommandedState`.
+    """Carry out commands for the slots where they are pending; `state` is a `CommandedState`.
 
-    Every thread that decides by the state must have read it by now.
+    Every thread that depends on the old state must have read it by now.
     """
     tl.store(state.kv_len + slot, 0, mask=pending)
     tl.store(state.running + slot, 0, mask=pending)
@@ -457,12 +458,12 @@ def _gather_prefill_kernel(
 
 @triton.jit
 def commit_flags(token_W, kv_len_W, live_W, stop_ids_E, max_len):
-    """Flags of each of a row's tokens, if its slot emits it next; 0 where a lane is not live.
+    """Flags of each token of a row, if its slot emits it next; 0 where a lane is not live.
 
-    `kv_len_W` counts the query; `stop_ids_E` and `max_len` are the slot's, as of `load_limits`.
+    `kv_len_W` counts the query; `stop_ids_E` and `max_len` are the slot's, as in `load_limits`.
     """
     valid = live_W & (token_W >= 0)
-    # Where a slot has no stop id there is -1, which no valid token equals.
+    # Unused stop ids are -1, which no valid token equals.
     is_stop_id = tl.max((token_W[:, None] == stop_ids_E[None, :]).to(tl.int32), 1) != 0
     length = kv_len_W + 1 >= max_len
     emitted = tl.where(is_stop_id, _STOP, 0) + tl.where(length, _LENGTH, 0) + _EMITTED
@@ -471,7 +472,7 @@ def commit_flags(token_W, kv_len_W, live_W, stop_ids_E, max_len):
 
 @triton.jit
 def load_limits(stop_ids_ptr, max_len_ptr, slot, live, stop_ids, BLOCK_E: tl.constexpr):
-    """The slot's stop ids, -1 for none, and its max_len; nothing is read if it is not live."""
+    """The slot's stop ids, -1 for none, and its max_len; nothing is read without `live`."""
     e = tl.arange(0, BLOCK_E)
     stop_ids_ptr += slot.to(tl.int64) * stop_ids
     stop_ids_E = tl.load(stop_ids_ptr + e, mask=live & (e < stop_ids), other=-1)
@@ -527,7 +528,7 @@ def _is_sequence(
     L: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """Whether the token, at this position, is one of the slot's stop sequences of one token."""
+    """Whether the token at this position is one of the slot's stop sequences of one token."""
     q = tl.arange(0, BLOCK_Q)
     inside = live & (q < Q)
     last_ptr = sequences.tokens + slot.to(tl.int64) * (Q * L) + q * L + (L - 1)

@@ -1,18 +1,17 @@
 """Stop sequences: a request ends where it has emitted one of several token sequences.
 
-A sequence matches after an emitted token if its last token is that one and those before it, in
-history and among the tokens emitted in the same step, are its others. Of a step's tokens the first
-after which anything matches is the request's last; of several sequences that match there, the
-one of the lowest index counts.
+A sequence matches after an emitted token if that is its last token, and its other tokens are those
+before it, in history and in the same step. The first token of a step after which any sequence
+matches is the request's last; if several sequences match there, the one of the lowest index counts.
 
-Two limits hold for a match: it may not begin before `start`, so that the prompt's end is not taken
-for a part of it, and it may not end below position `min_len`, where the sampler would not draw a
-stop id either (vLLM's `min_tokens`).
+A match has two limits: it may not begin before `start`, so that the prompt's end does not become
+part of it, and it may not end below position `min_len`, where the sampler would not draw a stop id
+either (vLLM's `min_tokens`).
 
     match_stop_sequences        a separate kernel
-    stop_sequence_of_tokens     its device function, for one that has a row's tokens in registers
+    stop_sequence_of_tokens     its device function, for kernels with a row's tokens in registers
 
-The first token, which the prompt's last chunk samples, may complete sequences of one token alone:
+The first token, which the prompt's last chunk samples, can only complete sequences of one token:
 `commit_prefill` looks for those.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, P positions, Q sequences of at most L
@@ -50,7 +49,7 @@ class StopMatch(NamedTuple):
     """A step cut at stop sequences, in new tensors."""
 
     count_R: torch.Tensor
-    """int32: tokens that the row keeps, up to the one that completes a sequence; 0 of a padded
+    """int32: tokens that the row keeps, up to the one that completes a sequence; 0 for a padded
     row."""
     index_R: torch.Tensor
     """int32: the sequence that ends the request; -1 for none."""
@@ -73,7 +72,7 @@ def match_stop_sequences(
         lanes: what the model was fed; slots and positions are read. The row's first token sits at
             the position after its first lane's.
         history_SP: int32, dense rows; only read: the token at each position up to the row's first
-            lane. P is at least the greatest length of a sequence.
+            lane. P is at least the length of the longest sequence.
         sequences: indexed by slot.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `lanes` and
             `history_SP` must be older than that one.
@@ -140,7 +139,7 @@ def stop_sequence_of_tokens_reference(
     history_SP: torch.Tensor,
     sequences: StopSequences,
 ) -> list[int]:
-    """Plain twin of `stop_sequence_of_tokens`, of a live row."""
+    """Plain twin of `stop_sequence_of_tokens`, for a live row."""
     start, min_len = int(sequences.start[slot]), int(sequences.min_len[slot])
     wanted = [
         [token for token in padded if token >= 0] for padded in sequences.tokens[slot].tolist()
@@ -161,7 +160,7 @@ def stop_sequence_of_tokens_reference(
 
 
 def check_stop_sequences(sequences: StopSequences, history_SP: torch.Tensor) -> int:
-    """The number of slots; ValueError unless everything fits it."""
+    """The number of slots; ValueError unless all shapes and dtypes fit it."""
     slots = sequences.start.numel()
     check_lanes(slots, start=sequences.start, min_len=sequences.min_len)
     check_table("stop sequences", sequences.tokens, slots, 3)
@@ -193,13 +192,13 @@ def stop_sequence_of_tokens(
 ):
     """int32 [BLOCK_W]: the stop sequence that each of a row's tokens completes; -1 for none.
 
-    Each is taken to follow those before it, whether or not these are emitted in the end. What
-    is read besides the tokens is host-owned or history, which may be read before the wait.
+    Each token is matched as if those before it were emitted, whether or not they are in the end.
+    Everything else that is read is host-owned or history, and may be read before the wait.
 
     Args:
         token_W: int32 [BLOCK_W], of which the first W count; -1 completes nothing.
-        position: of the row's first lane; its first token sits after it.
-        slot: the row's; nothing is read if it is not live.
+        position: of the row's first lane; the row's first token sits after it.
+        slot: the row's; nothing is read if the row is not live.
         sequences: `StopSequences`.
         history: a `History`.
     """
@@ -219,7 +218,7 @@ def stop_sequence_of_tokens(
     tokens = ()
     for j in tl.static_range(W):
         tokens += (tl.sum(tl.where(w == j, token_W, 0), 0),)  # type: ignore[assignment]
-        # Where the window reaches before the step's own tokens it is history.
+        # Before the step's own tokens the window comes from history.
         source = position + 1 + j - back
         known = live & (back > j) & (back < L) & (source >= 0) & (source < history.positions)
         window_L = tl.load(
@@ -259,7 +258,7 @@ def _match_kernel(
     BLOCK_L: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row. Only tokens and counts are as new as the launch before."""
+    """One program a row. Only tokens and counts may be written by the launch before."""
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row * W, cache_modifier=".cg")
     live = slot >= 0

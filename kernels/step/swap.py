@@ -30,8 +30,8 @@ def copy_blocks(
         count: a host integer; it only sizes the grid, no count compiles anything.
 
     Both may be the same tensor. The order of the pairs is not defined: a block may be the target of
-    one pair at most, and not the source of another. Returns when the copy is launched; blocks are
-    valid for work after it on the current stream.
+    at most one pair, and then not the source of another. Returns when the copy is launched; blocks
+    are valid for later work on the current stream.
     """
     _check_caches(source, destination)
     check_int32(pairs=pairs_P2)
@@ -47,7 +47,7 @@ def copy_blocks(
     for name, cache in (("source", source), ("destination", destination)):
         if pairs_P2.is_cuda and not cache.is_cuda and not cache.is_pinned():
             raise ValueError(f"{name} is pageable host memory: the GPU cannot reach it, pin it")
-    # As integers, because a float may change its bits on the way (NaN payloads).
+    # Copy integers, because a float may change its bits on the way (NaN payloads).
     bits = BITS[source.element_size()]
     elements = math.prod(source.shape[2:])
     chunk = triton.next_power_of_2(min(elements, _CHUNK_BYTES // source.element_size()))
@@ -101,7 +101,7 @@ def copy_blocks_reference(
     pairs = pairs[(pairs >= 0).all(dim=1)]
     from_block = pairs[:, 0].to(source.device)
     to_block = pairs[:, 1].to(destination.device)
-    # As integers: not every operation knows every dtype, and a NaN keeps its bits.
+    # Copy integers: not every operation knows every dtype, and a NaN keeps its bits.
     bits = BITS[source.element_size()]
     copied = source.view(bits)[:, from_block].to(destination.device)
     destination.view(bits)[:, to_block] = copied

@@ -1,9 +1,9 @@
-"""Which nodes of its tree a row accepts: the walk from the root, along what was sampled.
+"""Which nodes of its tree a row accepts: a walk from the root, along the sampled tokens.
 
-Each node's token was sampled with the row's parameters and the noise of its position. The walk goes
-to the child whose token is the one that was sampled at its parent, until there is none. So the
-tokens along it are what plain decoding samples: of siblings' samples, which share their noise, one
-at most is on the path.
+At each node a token was sampled with the row's parameters and the noise of its position. The walk
+goes to the child that was fed the token sampled at its parent, until there is none. So the tokens
+along it are what plain decoding samples: siblings' samples share their noise, but at most one
+sibling is on the path.
 
 Letters: R rows, W nodes of a tree, N = R * W lanes, D the greatest depth, P = D + 1 tokens of a
 path.
@@ -22,15 +22,15 @@ from graphengine.kernels.step.state import DecodeLanes
 
 
 class AcceptedPath(NamedTuple):
-    """The lanes of what each row emitted, as a chain has them: P a row, at consecutive positions.
+    """The lanes of each row's emitted tokens, laid out as a chain: P a row, consecutive positions.
 
-    For kernels after a step that need not know of trees. Padded past the row's count.
+    With it kernels after a step need not know about trees. Padded past the row's count.
     """
 
     lanes: DecodeLanes
     """R * P lanes."""
     source: torch.Tensor
-    """int32 [R * P]: which of the step's N lanes each is; its row's first where it is padded."""
+    """int32 [R * P]: which of the step's N lanes each is; the row's first lane where padded."""
 
     @classmethod
     def new(cls, lanes: int, like: torch.Tensor) -> AcceptedPath:
@@ -67,14 +67,14 @@ def walk_reference(
 
 
 def _parents_reference(tree: TreeLanes, width: int) -> list[list[int]]:
-    """The parent of each node of each row; padded lanes and roots have any."""
+    """The parent of each node of each row; for padded lanes and roots any number."""
     last = (tree.depth.long() - 1).clamp(0, tree.ancestor.shape[1] - 1)
     parents: list[list[int]] = tree.ancestor.gather(1, last[:, None]).view(-1, width).tolist()
     return parents
 
 
 def fed_depths_reference(lanes: DecodeLanes, tree: TreeLanes, width: int) -> torch.Tensor:
-    """int64 [R]: tokens of each row's longest path that was fed; 0 for a padded row."""
+    """int64 [R]: tokens of the longest path that was fed to each row; 0 for a padded row."""
     return (tree.depth.long() + 1).where(lanes.slot >= 0, 0).view(-1, width).amax(dim=1)
 
 
@@ -90,7 +90,7 @@ def walk_tree(
 ):
     """(tokens along the path [BLOCK_W], its nodes [BLOCK_W], accepted drafts) of a row.
 
-    With FORCED the first child is accepted, whatever was sampled, for so many drafts at most.
+    With FORCED the first child is accepted, whatever was sampled, for at most that many drafts.
     """
     j = tl.arange(0, BLOCK_W)
     token = tl.sum(tl.where(j == 0, token_W, 0), 0)
