@@ -74,7 +74,7 @@ def keep_plain_numbers(options: Any) -> None:
 
 
 def check_path(name: str, value: object) -> None:
-    """ValueError for what names no file."""
+    """ValueError unless `value` is a path that is not empty."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ValueError(f"{name}={value!r} must be a path")
 

@@ -65,7 +65,7 @@ class Workload:
             yield engine
 
     def run(self, engine: Engine) -> None:
-        """All requests, to their ends."""
+        """Run all requests to their ends."""
         prompts = self.work.prompts(engine.model.config.vocab_size)
         engine.generate(prompts, self.work.params())
 
