@@ -116,7 +116,7 @@ class MTP(Mode):
 
     @property
     def shape(self) -> Tree | None:
-        """Of trees; None: chains."""
+        """The shape of the drafts' tree; None: chains."""
         return read_tree(self.tree)
 
     def describe(self) -> str:
@@ -256,7 +256,7 @@ class Eagle3(Mode):
 
     @property
     def shape(self) -> Tree | None:
-        """Of trees; None: chains."""
+        """The shape of the drafts' tree; None: chains."""
         return read_tree(self.tree)
 
     def describe(self) -> str:

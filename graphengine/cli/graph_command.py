@@ -43,7 +43,7 @@ class Dump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpDiff:
-    """How a dump differs from another one; `changed` has no graph without changes.
+    """How a dump differs from another one; `changed` has only graphs with changes.
 
     `facts` has the facts that differ, as (before, after); they alone do not count as a change.
     """

@@ -1,8 +1,8 @@
 """A table of options as flags of a command line, and what was given there.
 
-What a command line needs to know of a row is a `FlagFacts`. Those of the tables of engines and
-requests are in `flags.json` too, which `option_files.py` writes: a table imports torch, and neither
-`--help` nor a typing error should take seconds.
+`FlagFacts` are what a command line needs to know of a row. The facts of the tables of engines and
+requests are in `flags.json`, too, which `option_files.py` writes: a table imports torch, and
+neither `--help` nor a typing error should take seconds.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class FlagFacts:
     help      its text there, as a user sees it
     kind      "int", "float", "str" or "bool"
     choices   of its values; empty: not limited
-    negated   it has a `--no-` beside it
+    negated   it has a `--no-` form, too
     value     what a flag without a value stands for
-    parse     a value from its text, as `module:function` or itself; None: the kind says how
-    default   what the command takes where it is not given
+    parse     reads a value from text: a function, or `module:function`; None: the kind says how
+    default   the command's default where the flag is not given
     many      it may be repeated
     common    whether `--help` lists it
     """
@@ -92,7 +92,7 @@ def add_flags(
 
     only    names of options, each of which has a flag; None: all that have one
     but     names of options that get no flag in this command
-    prefix  of the options' names in the parsed result, since two tables may share a name
+    prefix  put before the options' names in the parsed result, as two tables may share a name
     """
     known = {facts.name: facts for facts in _facts_of(table)}
     assert only is None or known.keys() >= {*only}, f"{only=} has options without a flag"
@@ -102,7 +102,7 @@ def add_flags(
 
 
 def common_flags(table: type | Sequence[FlagFacts]) -> list[str]:
-    """Those that `--help` lists, as they are typed."""
+    """The flags that `--help` lists, as they are typed."""
     return [f"--{facts.flag}" for facts in _facts_of(table) if facts.common]
 
 

@@ -76,7 +76,7 @@ def examine(machine: Machine) -> list[Finding]:
 
 
 def problems(findings: list[Finding]) -> list[Finding]:
-    """Those that keep an engine from the best device."""
+    """Findings that keep an engine from the best device."""
     return [finding for finding in findings if finding.problem is not None]
 
 
