@@ -176,7 +176,7 @@ class Engine:
 
     @property
     def gate(self) -> Gate | None:
-        """Chooses how many drafts a step has; None where the number never changes."""
+        """Chooses how many drafts a step has; None in an engine without a gate."""
         return self.core.gate
 
     @property

@@ -84,13 +84,13 @@ def _tokenizer(subject: Subject) -> Tokenizer | None:
 
 
 def kinds_of_kv(calibration: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Options of the engines that are compared, but for the exact one."""
+    """Options of the engines whose KV is compared, except the exact one."""
     fp8: dict[str, Any] = {"kv_dtype": "fp8"}
     return {"dtype": {}, "fp8": fp8, "fp8 calibrated": fp8 | {"kv_calibration": calibration}}
 
 
 def kinds_of_weights(calibration: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """The same; nothing is calibrated."""
+    """Options of the engines whose weights are compared, except the exact one; no calibration."""
     kinds: dict[str, dict[str, Any]] = {"dtype": {}}
     for kind in ROUNDED_KINDS:
         kinds[kind] = {"quantize": kind}

@@ -229,7 +229,7 @@ def _line(columns: Sequence[Column], row: Row) -> str:
 
 
 def _kv_of(measured: Mapping[str, Any]) -> str:
-    """That KV is in e4m3, where it is."""
+    """A remark that KV is in e4m3; empty if it is not."""
     engine = measured.get("engine") or {}
     return ", KV in e4m3" if engine.get("kv_dtype") == "float8_e4m3fn" else ""
 

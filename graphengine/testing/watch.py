@@ -209,7 +209,7 @@ def check_no_alloc(
 
 
 def _pinned_allocations() -> int:
-    """How often torch has given out pinned memory; older ones count only what the driver gave."""
+    """How often torch gave out pinned memory; older versions count only what the driver gave."""
     stats = torch.cuda.memory.host_memory_stats()
     return int(stats.get("active_requests.allocated", stats.get("num_host_alloc", 0)))
 

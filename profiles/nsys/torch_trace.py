@@ -317,7 +317,7 @@ def _replays_alone(
 
 
 def _nanoseconds(values: Iterator[float]) -> Floats:
-    """Of microseconds."""
+    """Microseconds as nanoseconds."""
     return np.array(list(values), dtype=np.float64) * 1e3
 
 

@@ -170,8 +170,8 @@ class Run:
     gap_basis   the events between which `gaps` are measured
     ranges      by name of the NVTX range: begin and end of each, (n, 2)
     dropped     replays that the recorder's ring had no room for
-    ranks       of an engine of several; None of one, and for a source that does not tell
-    thread      None for a source that does not tell, as recordings of earlier versions
+    ranks       for an engine with several; None for one rank, and for a source that does not tell
+    thread      None for a source that does not tell, such as recordings of earlier versions
     """
 
     source: str
@@ -328,7 +328,7 @@ def ranks_of(header: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]
 
 
 def thread_use(rows: Sequence[Mapping[str, Any]]) -> ThreadUse | None:
-    """None where no replay tells."""
+    """Columns of the recorder's processor times; None if no replay has them."""
     found = ThreadUse(
         cpu_ns=floats(rows, "cpu_ns"),
         preempted=floats(rows, "preempted"),
