@@ -430,7 +430,7 @@ def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
 def _direct_launch(
     library: Any, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, *, otherwise: Step
 ) -> Step:
-    """A launch of `graph` on `stream` that neither looks at nor changes what is current.
+    """A launch of `graph` on `stream` that neither reads nor changes the current stream.
 
     Where the runtime refuses (a thread of another device, an earlier error), `otherwise` is called,
     so that torch launches the graph or raises its own error.

@@ -13,7 +13,7 @@ from graphengine.buckets.fields import NUMPY_DTYPES, Field
 
 
 class LaneValues:
-    """Reads values for the lanes of a host-owned field. ValueError if its pad value is none."""
+    """Reads values for a host-owned field's lanes. ValueError if its pad value does not fit."""
 
     __slots__ = ("dtype", "field", "lane_shape", "lanes")
 

@@ -62,7 +62,7 @@ class ExportedMemory:
         return self._address.value
 
     def close(self) -> None:
-        """Free it, once nobody has it mapped. May be called again."""
+        """Free the memory, once no other process has it mapped. May be called again."""
         address, self._address = self._address, ctypes.c_void_p()
         if address.value is not None:
             with torch.cuda.device(self._device):
@@ -90,7 +90,7 @@ class MappedMemory:
         self.address = address.value
 
     def close(self) -> None:
-        """Unmap it, once no kernel uses it any more."""
+        """Unmap the memory, once no kernel uses it any more."""
         with torch.cuda.device(self._device):
             _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self.address))
 

@@ -470,7 +470,7 @@ class EngineConfig(EngineSizes):
             )
         if isinstance(prompt, str):
             return
-        # Bytes are sequences of integers, but nobody's token ids.
+        # Bytes are sequences of integers, but they are not token ids.
         if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
             raise ValueError(f"kv_calibration={shown(prompt)} must be text or a list of token ids")
         # Before the ids are looked at: a range may have any number of them.

@@ -55,7 +55,7 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """An option's flag on a command line. Its name, type, choices and help are those of the row.
+    """An option's flag on a command line. The row gives its name, type, choices and help.
 
     name      another name for it, without the dashes
     default   the command's default where it differs; None: the option's own default

@@ -14,8 +14,8 @@ already, from a session or a shared prefix, is cut at the same places as one tha
 anywhere, but attention reads the KV of all tokens before it, so a chunk takes longer the later it
 begins. When the engine opens, it times each bucket after contexts of a few lengths, and takes times
 between them to lie on a line. At each position it then cuts by the largest bucket within the bound
-(`cut_within`). Smaller chunks feed a prompt more slowly, also where nobody else waits: larger ones
-would have other bits.
+(`cut_within`). Smaller chunks feed a prompt more slowly, even when no other request waits: larger
+ones would have other bits.
 
 Times vary from run to run, and the cut with them. It is a part of `numerics_id`, and the option
 `EngineConfig.prefill_cut` repeats the cut of an earlier engine.
@@ -135,7 +135,7 @@ def _next_multiple(start: int, tokens: int) -> int:
 def _cut_alike(start: int, end: int, one: int, other: int, *, last: bool) -> bool:
     """Whether chunks of both sizes end at the same places from `start` to `end`.
 
-    `end` is the end of a whole chunk, or with `last`, that of the last chunk, whatever its size.
+    `end` ends a whole chunk, or with `last` the prompt's last chunk, whatever its size.
     """
     if one == other:
         return True

@@ -201,7 +201,7 @@ class DraftModel(Mode):
 
     path  its checkpoint: a directory or a hub id
     k     drafts a step
-    min_confidence  as of `MTP`
+    min_confidence  see `MTP`
     """
 
     path: PathName
@@ -228,11 +228,11 @@ class Eagle3(Mode):
     path       its checkpoint: a directory or a hub id; "demo": the demo model's
     k          drafts a step
     own_graph  in a separate graph after the step's, not inside it
-    layers     of the target, after which its stream is read, in the order of fc's columns; None:
-               those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n. Wrong
-               ones cost acceptance, never a token
-    tree       what it drafts in place of a chain, as of `MTP`
-    min_confidence  as of `MTP`
+    layers     layers of the target after which its stream is read, in the order of fc's columns;
+               None: those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n.
+               Wrong ones cost acceptance, never a token
+    tree       what it drafts in place of a chain; see `MTP`
+    min_confidence  see `MTP`
     """
 
     path: PathName
@@ -277,8 +277,8 @@ class DFlash(Mode):
     path    its checkpoint: a directory or a hub id; "demo": the demo model's
     k       drafts a step, at most those of the block it is trained for: block_size - 1 for z-lab's
             DFlash, block_size for DeepSpec's checkpoints
-    layers  of the target, after which its stream is read, in the order of fc's columns; None: those
-            that the checkpoint's config names. Wrong ones cost acceptance, never a token
+    layers  layers of the target after which its stream is read, in the order of fc's columns; None:
+            those that the checkpoint's config names. Wrong ones cost acceptance, never a token
     """
 
     path: PathName
@@ -474,7 +474,7 @@ def check_drafts(k: int) -> None:
 def check_rows(rows: int, k: int, max_live: int | None = None) -> None:
     """Raise ValueError unless the kernels hold `rows` rows of `k` drafts and a token each.
 
-    max_live  the gate's limit, if there is one; `rows` is then the bucket that serves so many
+    max_live  the gate's limit, if there is a gate; `rows` is then the bucket that serves that many
     """
     lanes = rows * (k + 1)
     if lanes > MAX_LANES:

@@ -56,7 +56,7 @@ CPU_PROMPTS = 4
 class Study:
     """One invocation.
 
-    options    of every engine, but for the batch
+    options    options of every engine, without the batch
     batches    continuations at a time, of one engine after the other
     modes      by the text that named them
     filters    what every request samples with, besides its temperature

@@ -118,7 +118,7 @@ def measure(
 
     of       one of `COMPARED`
     context  tokens of a window, from 2 up: a window's first token has no log-probability
-    options  of the engines, without those that are compared
+    options  options of the engines, without those that are compared
     """
     sizes = (("context", context, 2), ("prompts", prompts, 1), ("new_tokens", new_tokens, 1))
     for name, value, least in sizes:

@@ -308,7 +308,7 @@ def _measure_admission(bench: Bench, progress: Progress) -> dict[str, Any]:
 
 
 def _all_kernels(bench: Bench, progress: Progress) -> Iterator[dict[str, Any]]:
-    """The kernels of each batch, or of each batch at each context."""
+    """Yield the kernels of each batch, or of each batch at each context."""
     if bench.contexts is not None:
         opened = partial(_opened, bench, progress)
         yield from measure_context_kernels(bench.contexts, bench.works, opened)

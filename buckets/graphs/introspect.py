@@ -93,7 +93,7 @@ def demangle(name: str) -> str:
 
 
 class _Walker:
-    """Reads graphs through the driver; remembers kernels' names, of which there are few."""
+    """Reads graphs through the driver; remembers kernels' names, as there are few of them."""
 
     def __init__(
         self,

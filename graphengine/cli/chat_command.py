@@ -70,7 +70,7 @@ class Conversation:
         deadline_s: float | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """`deadline_s` is that of each turn, `template_variables` those of each rendering."""
+        """`deadline_s` applies to each turn, `template_variables` to each rendering."""
         self._engine = engine
         self._session = session
         self._params = params

@@ -233,7 +233,7 @@ def _parts_of_index(index: Any) -> tuple[dict[str, str], dict[str, Any]]:
 def diff_dumps(
     old: Dump, new: Dump, *, exact_names: bool = False, launch_sizes: bool = True
 ) -> DumpDiff:
-    """Compare graphs of the same name; `exact_names` and `launch_sizes` as of `normalise`."""
+    """Compare graphs of the same name; see `normalise` for `exact_names` and `launch_sizes`."""
     before, after = (
         {
             name: normalise(graph, names=not exact_names, launch_sizes=launch_sizes)

@@ -75,7 +75,7 @@ def to_json(tables: Iterable[type]) -> str:
 
 @cache
 def kept_facts(table: str) -> tuple[FlagFacts, ...]:
-    """The flags of a table as `FILE` has them, by its name: nothing of it is imported."""
+    """The flags of a table, by its name, from `FILE`: the table itself is not imported."""
     found = json.loads(FILE.read_text(encoding="utf-8"))[table]
     return tuple(FlagFacts(**facts) for facts in found)
 
@@ -107,7 +107,7 @@ def common_flags(table: type | Sequence[FlagFacts]) -> list[str]:
 
 
 def given_options(parsed: argparse.Namespace, table: type, *, prefix: str = "") -> dict[str, Any]:
-    """The options that were given, or for which the command has a default of its own."""
+    """The options that were given, and those with a default of the command's own."""
     given = {}
     for row in rows(table):
         value = getattr(parsed, prefix + row.name, None)
@@ -147,7 +147,7 @@ def _facts(row: Row, flag: Flag) -> FlagFacts:
 
 
 def _changed(facts: FlagFacts) -> dict[str, Any]:
-    """The fields that are not as by default, as JSON has them."""
+    """The fields that differ from their defaults, in JSON types."""
     changed = {}
     for field in dataclasses.fields(facts):
         value = getattr(facts, field.name)

@@ -10,7 +10,7 @@ from typing import TextIO
 
 
 def columns(stream: TextIO | None = None) -> int | None:
-    """The width of the terminal behind `stream`, or standard output; None if it is no terminal."""
+    """The width of the terminal of `stream`, or standard output; None if it is no terminal."""
     return shutil.get_terminal_size().columns if (stream or sys.stdout).isatty() else None
 
 

@@ -255,8 +255,8 @@ class DemoModel(nn.Module):
 
         Step s at anchor p is at position p+s, is fed token p+s+1 of the text (`next_BT` is the text
         moved left by one) with the hidden state at p (s = 0) or the u of step s-1, and its logits
-        predict token p+s+2. Anchors are at most T - 1 - DEPTH. Keys and values are those that the
-        one-module drafter of the engine reads at inference.
+        predict token p+s+2. Anchors are at most T - 1 - DEPTH. Keys and values are the ones that
+        the one-module drafter of the engine reads at inference.
         """
         layer = self.mtp.layers[0]
         embedding = self.embed(next_BT)

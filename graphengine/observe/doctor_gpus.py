@@ -43,7 +43,7 @@ def _version_finding(driver: Driver) -> Finding:
 
 
 def _cuda_finding(machine: Machine) -> Finding | None:
-    """The newest CUDA of the driver beside that of torch; None where either is unknown."""
+    """The driver's newest CUDA compared with torch's; None where either is unknown."""
     driver, built = machine.driver, machine.software.torch_cuda
     if driver.cuda is None or built is None:
         return None

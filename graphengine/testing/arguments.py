@@ -1,4 +1,4 @@
-"""Checks of arguments: refuse those that would leave a check nothing to check."""
+"""Checks of arguments: refuse arguments that would leave a check nothing to check."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class PointerCheck:
 
 
 def assert_pointers_stable(buffers: Buffers | Callable[[], Buffers]) -> PointerCheck:
-    """Remembers address, shape, strides and dtype of the tensors, all of which a graph freezes.
+    """Remember address, shape, strides and dtype of the tensors, as a graph freezes them all.
 
     Call it right after a capture: `check()` of the returned object raises GraphCheckError, with old
     and new address, if a tensor has moved or changed since then. So does the end of a `with` block:

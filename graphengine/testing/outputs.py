@@ -44,8 +44,8 @@ def assert_outputs_written(
     A warm-up has left the right values in the outputs, so a graph that writes nothing still looks
     right. Here they are overwritten with NaN (integers: the largest) before one replay and with -1
     before another. An element that still has both poisons was not written. One that differs between
-    the replays was computed from what had been there, as by `atomic_add` into memory that nobody
-    zeroes.
+    the replays was computed from what had been there, as by `atomic_add` into memory that is not
+    zeroed.
 
     state    other tensors that a replay changes; restored before each replay, as are torch's
              random numbers. Leave out inputs that stay as they are.

@@ -39,9 +39,9 @@ def assert_replayed(
     most_eager  also fail if the block calls more of torch's operations than that, copies of inputs
                 included. Replays do not count; kernels launched without torch are not seen
 
-    A graph that can be read (`keep_graph=True`) and is empty is an error, too: the step ran beside
-    its capture, on a stream that was not captured. Counting the replays of a CUDAGraph
-    changes torch's class for all threads until the block ends.
+    A graph that can be read (`keep_graph=True`) and is empty is an error, too: the step ran outside
+    its capture, on a stream that was not captured. Counting the replays of a CUDAGraph changes
+    torch's class for all threads until the block ends.
     """
     wanted = _require_counts(graphs, expected)
     if most_eager is not None:

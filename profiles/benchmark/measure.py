@@ -1,7 +1,7 @@
 """Latencies of one engine, through its public interface.
 
 A step gives a row one token, or up to K + 1 with K drafts; they reach the caller together. So gaps
-are those between steps, and rates are given by step and by token.
+are measured between steps, and rates are given by step and by token.
 
 Times are host times at which tokens reached the caller. Python's garbage collector is left as it
 is, as a program that embeds an engine will have it on. In a long run it also has work to do.
@@ -267,7 +267,7 @@ def long_run(
 
     An engine's own steps leave Python's collector nothing to free; a host program may. So the
     consumer of the tokens keeps something from each step for a while. With 0 `kept_objects` it
-    keeps the event, for which the collector hardly runs; else a note of this many containers in a
+    keeps the event, and the collector hardly runs; else a note of this many containers in a
     reference cycle, which only the collector frees.
 
     collections  how often the collector ran, by generation, whether the engine or Python called it

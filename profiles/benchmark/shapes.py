@@ -304,7 +304,7 @@ class Subject:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, name: str) -> Subject:
-        """A shape with the values of a `config.json`; ValueError as of a checkpoint's."""
+        """A shape with the values of a `config.json`; ValueError as for a checkpoint's."""
         return cls(name=name, hf_config=config, model=_as_told(read_model_config(config), config))
 
     @classmethod
@@ -507,7 +507,7 @@ def step_bytes(
     within its window where a layer has one.
 
     `context` is the mean number of tokens that a row attends to. `kv_dtype` is that of the KV
-    cache; None: `dtype`, the model's. `experts` is as of `weight_bytes`.
+    cache; None: `dtype`, the model's. See `weight_bytes` for `experts`.
     """
     itemsize = (kv_dtype or dtype).itemsize
     kv = kv_bytes(model, rows=rows, tokens=rows * context, itemsize=itemsize)

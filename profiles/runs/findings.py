@@ -230,7 +230,7 @@ def _late_rank(run: Run, found: Breakdown, place: int) -> str:
 
 
 def synchronised(found: Breakdown) -> NDArray[np.bool_]:
-    """Gaps in which the host was outside the engine until the moment the device was done.
+    """Mark gaps where the host was outside the engine until the moment the device was done.
 
     If the caller stalled, the device is done long before the host is back. If the caller
     synchronised, the host is back as soon as the device is done, and finds the record there.

@@ -58,7 +58,7 @@ def _waited(run: Run) -> dict[str, Any] | None:
 
 
 def _times_last(run: Run) -> list[dict[str, Any]]:
-    """How often each rank was the last to launch a replay, of those that are known."""
+    """How often each rank was the last to launch a replay, among replays with a known skew."""
     assert run.ranks is not None, f"{run.path=}"
     skew, other = run.ranks.skew_us, run.ranks.last
     known = ~np.isnan(skew)

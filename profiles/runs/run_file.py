@@ -125,12 +125,12 @@ class Activities:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """What a recording of several ranks tells of them. All other times of a run are those of rank
-    0, the driver's.
+    """What a recording of several ranks tells of them. All other times of a run are rank 0's, the
+    driver's.
 
     count, option  their number, and the engine's option that asks for them
-    waited_s       for which rank 0 waited for the others' parts; None if unknown
-    seconds        recorded in all; `steps` in them
+    waited_s       seconds that rank 0 waited for the others' parts; None if unknown
+    seconds        recorded seconds in all; `steps` is the number of steps in them
     skew_us        of each replay: from when rank 0 launched it until the last other rank did,
                    negative where that was earlier; NaN if unknown
     last           which other rank that was; `UNKNOWN` if unknown
@@ -150,7 +150,7 @@ class ThreadUse:
     """What the thread that read the tokens had used of the processor by then. Columns with one
     element a replay; NaN if unknown.
 
-    cpu_ns     for how long it had run
+    cpu_ns     nanoseconds that it had run
     preempted  how often it, or on a CPU any thread of the process, had lost its core to others
     yielded    how often it had given its core away, to sleep or to wait
     """
