@@ -1,4 +1,4 @@
-"""What the engine will hold, added up before anything is captured."""
+"""A budget of the memory that the engine will hold, added up before anything is captured."""
 
 from __future__ import annotations
 

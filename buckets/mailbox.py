@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 WaitMode = Literal["spin", "yield", "block"]
 """How the host waits: polling, yielding its core between polls, or sleeping between them."""
 Payloads = list[tuple[int, ...]]
-"""For each lane its items' payloads, each 0..2**32-1."""
+"""The payloads of each lane's items, each 0..2**32-1."""
 
 TAG_MASK = 0xFFFF_FFFF
 _MODES = get_args(WaitMode)

@@ -34,7 +34,7 @@ from graphengine.buckets.runtime import HOST_TO_DEVICE, runtime
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """In a load: `values` for the field's lanes from `first` on; the other lanes stay as they are.
+    """A load's `values` for a field's lanes from `first` on; the other lanes stay as they are.
 
     If a load changes nothing else in a group, only the bytes of these lanes are copied.
     """
@@ -369,7 +369,7 @@ class _Group:
         return Copied(self.number, start, stop)
 
     def _copy_directly(self, index: int, start: int, size: int, stream: torch.cuda.Stream) -> bool:
-        """One call into CUDA that leaves torch's current stream alone; False where that cannot be.
+        """Copy by one call into CUDA that leaves torch's current stream alone; False if it cannot.
 
         torch would also note that the staging block is in use; here the owner's sequence says so.
         """

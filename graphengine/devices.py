@@ -50,4 +50,4 @@ DEVICE_DEFAULTS = {
     # `dot` is a matrix product, which is faster even for a single row.
     "cpu": DeviceDefaults(lookahead=0, row_family="dot"),
 }
-"""By the type of `EngineConfig.device`."""
+"""Defaults by the type of `EngineConfig.device`."""

@@ -48,7 +48,7 @@ class DraftSchedule:
 
     @classmethod
     def read(cls, value: object) -> Self:
-        """From a mapping, or pairs in tuples or lists. ValueError for anything else."""
+        """Read a mapping, or pairs in tuples or lists. ValueError for anything else."""
         given = list(value.items()) if isinstance(value, Mapping) else value
         pairs: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
         for pair in pairs:

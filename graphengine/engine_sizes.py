@@ -1,5 +1,5 @@
-"""What follows from an engine's options: its ranks, its drafts by live requests, the lanes of its
-widest step, its row family, and how many launches may be under way.
+"""Sizes that follow from an engine's options: its ranks, its drafts by live requests, the lanes of
+its widest step, its row family, and how many launches may be under way.
 """
 
 from __future__ import annotations

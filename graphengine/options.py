@@ -79,7 +79,7 @@ class Flag:
 
 
 def read_integers(text: str) -> tuple[int, ...]:
-    """From "16,64": the value of a flag, integers from 0 up. ValueError for anything else."""
+    """Read a flag's integers from 0 up, such as "16,64". ValueError for anything else."""
     parts = [part.strip() for part in text.split(",")]
     # isdecimal alone would accept the digits of all scripts.
     if not all(part.isascii() and part.isdecimal() for part in parts):
@@ -88,7 +88,7 @@ def read_integers(text: str) -> tuple[int, ...]:
 
 
 def read_pairs(text: str) -> tuple[tuple[int, ...], ...]:
-    """From "0:1024,8192:512": pairs as the value of a flag. ValueError for anything else."""
+    """Read a flag's pairs, such as "0:1024,8192:512". ValueError for anything else."""
     parts = [part.split(":") for part in text.split(",")]
     if not all(len(part) == 2 and all(map(str.isdecimal, part)) for part in parts) or not (
         text.isascii()

@@ -76,7 +76,7 @@ class PrefillCut:
 
     @classmethod
     def read(cls, value: object) -> Self:
-        """From pairs of integers in tuples or lists. ValueError for anything else."""
+        """Read pairs of integers in tuples or lists. ValueError for anything else."""
         pairs: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
         for pair in pairs:
             if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(map(is_int, pair))):

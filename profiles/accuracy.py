@@ -174,7 +174,7 @@ def _compared(
     size: int | None,
     per_step: float | None,
 ) -> Accuracy:
-    """`size`: bytes of the text whose tokens are predicted."""
+    """The figures of one kind; `size` is the bytes of the text whose tokens are predicted."""
     pairs = list(zip(results, exact, strict=True))
     ours, theirs = ([value for each in side for value in _said(each)] for side in (results, exact))
     errors = [a - b for (a, _), (b, _) in zip(ours, theirs, strict=True)]
@@ -194,7 +194,7 @@ def _compared(
 
 
 def _said(result: Result) -> list[tuple[float, int]]:
-    """For each token of the prompt but the first: its log-probability, and the best token's id."""
+    """The log-probability of each prompt token but the first, with the best token's id there."""
     assert result.prompt_logprobs is not None, "they were asked for"
     said = []
     for token, entry in zip(result.prompt_token_ids, result.prompt_logprobs, strict=True):

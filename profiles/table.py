@@ -292,7 +292,7 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
 
 
 def _files(paths: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the numbers of files stand for. What all of them share is told once."""
+    """The list of numbered files. Facts that all of them share are told once."""
     machines = dict.fromkeys(_machine(document["environment"]) for document in documents)
     told = (
         f"Device and versions of all of these: {next(iter(machines))}. "

@@ -123,7 +123,7 @@ def _spread(results: Sequence[Result]) -> Spread:
 def document(
     subject: Subject, contexts: Sequence[int], options: dict[str, Any], **sizes: Any
 ) -> dict[str, Any]:
-    """All lengths in one engine, as JSON types."""
+    """The document, in JSON types: all lengths, measured in one engine."""
     longest = max(contexts) + sizes["question"] + 8
     # Room for a fork, the request it is compared with, and the session being restored.
     block_size = options.get("block_size") or 16

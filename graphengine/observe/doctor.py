@@ -149,7 +149,7 @@ def install_triton(software: Software) -> str:
 
 
 def kernels_findings(software: Software) -> list[Finding]:
-    """One finding where torch is there and the kernels cannot be imported: nothing works then."""
+    """A finding if torch is there and the kernels cannot be imported: nothing works then."""
     error = software.kernels_error
     if error is None:
         return []
@@ -199,7 +199,7 @@ def _cpu_finding(threads: int | None, *, runs: bool) -> Finding:
 
 
 def _tool_findings(machine: Machine) -> list[Finding]:
-    """What Triton builds launchers of kernels with. Without a GPU nothing is built."""
+    """The tools that Triton builds launchers of kernels with. Without a GPU nothing is built."""
     python = ".".join(machine.software.python.split(".")[:2])
     return [
         tool_finding(

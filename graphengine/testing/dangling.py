@@ -38,7 +38,7 @@ class _Held:
 
 
 class DanglingCheck:
-    """What `assert_no_dangling_pointers` returns: remembers memory, and checks it again."""
+    """Remembers memory, and checks it again; `assert_no_dangling_pointers` returns one."""
 
     def __init__(self, graph: Launches, buffers: Buffers | None) -> None:
         launches = read_launches(graph, "whether it holds addresses of freed memory")

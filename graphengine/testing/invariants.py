@@ -1,4 +1,4 @@
-"""What must hold for every graph: addresses, random numbers, kinds of nodes."""
+"""Checks of what must hold for every graph: addresses, random numbers, kinds of nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __tracebackhide__ = hide_frame
 
 
 class PointerCheck:
-    """What `assert_pointers_stable` returns: remembers where tensors are, and checks again."""
+    """Remembers where tensors are, and checks again; `assert_pointers_stable` returns one."""
 
     def __init__(self, buffers: Buffers | Callable[[], Buffers]) -> None:
         self._buffers = buffers

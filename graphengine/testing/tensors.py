@@ -26,7 +26,7 @@ class Replayable(Protocol):
 
 
 def is_static(buffers: object) -> TypeGuard[StaticBuffers]:
-    """Whether they are StaticBuffers. Their module needs numpy, so it is not imported to ask."""
+    """Whether `buffers` are StaticBuffers, whose module needs numpy and is not imported to ask."""
     static = sys.modules.get("graphengine.buckets.static")
     return static is not None and isinstance(buffers, static.StaticBuffers)
 

@@ -265,7 +265,7 @@ def summarise(
 
 
 def _parts(names: Sequence[str], linears: Sequence[LinearRead]) -> list[str | None]:
-    """For each kernel of a step its linear; all None if the number of linears is unexpected."""
+    """The linear of each kernel of a step; all None if the number of linears is unexpected."""
     places = [index for index, name in enumerate(names) if name in LINEARS]
     found: list[str | None] = [None] * len(names)
     if len(places) == len(linears):

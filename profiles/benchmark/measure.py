@@ -323,7 +323,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Inside, Python's collector is on, with `COLLECTOR_THRESHOLDS`, and watched; afterwards its
+    """Turn Python's collector on in the block, with `COLLECTOR_THRESHOLDS`, and watch it. Then its
     state is restored, except that a heap frozen by the caller is no longer frozen.
 
     Existing objects are frozen, as a program with short deadlines does: a full collection would

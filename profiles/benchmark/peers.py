@@ -123,7 +123,7 @@ def transformers(library: Any, subject: Subject, options: argparse.Namespace) ->
 
 
 def _generate(library: Any, model: Any, prompts: torch.Tensor, work: Work) -> PeerRun:
-    """All rows step by step; `generate` waits for the device at every one."""
+    """Generate all rows step by step; `generate` waits for the device at every step."""
     moments: list[float] = []
 
     def note(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
@@ -174,7 +174,7 @@ def vllm(library: Any, subject: Subject, options: argparse.Namespace) -> dict[st
 
 
 def _step_vllm(library: Any, model: Any, prompts: list[list[int]], work: Work) -> PeerRun:
-    """All prompts at once. RuntimeError unless each gets as many tokens as were asked for."""
+    """Run all prompts at once. RuntimeError unless each gets as many tokens as were asked for."""
     params = library.SamplingParams(
         temperature=0.0, max_tokens=work.new_tokens, ignore_eos=True, detokenize=False
     )

@@ -112,7 +112,7 @@ class Fact(NamedTuple):
 
 
 def facts_of(launch: Floats, ranges: Sequence[NvtxRange]) -> list[Fact]:
-    """For each launch, the `prefill` or `step/replay` around it; decode if none is known.
+    """The `prefill` or `step/replay` around each launch; decode if none is known.
 
     The second launch of a step, besides its prefill, is that of a drafter's own graph.
     """

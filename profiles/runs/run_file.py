@@ -147,8 +147,8 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThreadUse:
-    """What the thread that read the tokens had used of the processor by then. Columns with one
-    element a replay; NaN if unknown.
+    """Processor use, by each replay, of the thread that read its tokens. Columns with one element a
+    replay; NaN if unknown.
 
     cpu_ns     nanoseconds that it had run
     preempted  how often it, or on a CPU any thread of the process, had lost its core to others
@@ -338,7 +338,7 @@ def thread_use(rows: Sequence[Mapping[str, Any]]) -> ThreadUse | None:
 
 
 def host_stages(rows: Sequence[Mapping[str, Any]]) -> dict[str, Floats]:
-    """By stage: when the host was in it. Replays of one step share all but their launches."""
+    """When the host was in each stage. Replays of one step share all stages but the launch."""
     found = {}
     for stage, (begin, end) in STAGES.items():
         begins, ends = floats(rows, begin), floats(rows, end)
