@@ -16,8 +16,8 @@ On CUDA `load` copies on the current stream, which must be the graphs' stream. A
 graph's stream, whichever stream is current. On a CPU device the same classes call the step instead
 of replaying it. Nothing here knows what a step computes.
 
-The names are imported when they are first used: buffers and the mailbox need numpy, of which the
-pytest plugin, which comes with these modules and without the engine, knows nothing.
+The names are imported when they are first used: buffers and the mailbox need numpy, and the pytest
+plugin, which ships these modules without the engine, does not depend on it.
 """
 
 from __future__ import annotations

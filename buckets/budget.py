@@ -1,4 +1,4 @@
-"""What the engine will hold, added up before anything is captured."""
+"""A budget of the memory that the engine will hold, added up before anything is captured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 Where = Literal["device", "pinned", "host"]
 """Where memory is held: on the GPU, in page-locked host memory, or in ordinary host memory."""
-# Columns that a name has in the narrowest table.
+# Least width of the column of names.
 _LEAST_NAME = 16
 
 
@@ -56,7 +56,7 @@ class MemoryBudget:
     def table(self, width: int | None = None) -> str:
         """The lines and a total for each place, as aligned text without a trailing newline.
 
-        width  of a line at most: names that are too long continue below; None: as long as they are
+        width  most columns of a line: longer names continue below; None: any number
         """
         rows = [(line.name, line.where, format_bytes(line.bytes)) for line in self.lines]
         totals = [

@@ -397,7 +397,7 @@ _unfinished_graphs: list[torch.cuda.CUDAGraph] = []
 
 
 def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device, pool: PoolHandle) -> None:
-    """After `capture_end` has failed: make the allocator of device memory leave the pool.
+    """Make the allocator of device memory leave the pool after `capture_end` has failed.
 
     The allocator of pinned memory cannot be reached from Python. In torch 2.11 it keeps asking this
     graph whether an allocation belongs to its capture, so the graph must never be freed.
@@ -430,7 +430,7 @@ def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
 def _direct_launch(
     library: Any, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, *, otherwise: Step
 ) -> Step:
-    """A launch of `graph` on `stream` that neither looks at nor changes what is current.
+    """A launch of `graph` on `stream` that neither reads nor changes the current stream.
 
     Where the runtime refuses (a thread of another device, an earlier error), `otherwise` is called,
     so that torch launches the graph or raises its own error.

@@ -1,4 +1,4 @@
-"""The field table of static buffers: what each tensor is, and how those of a group lie together."""
+"""The field table of static buffers: what each tensor is, and the layout of a group's tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUMPY_DTYPES = {
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
 }
-"""Of fields that the host owns."""
+"""The dtypes that host-owned fields may have, and NumPy's for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class Field:
     """One row of the table: a tensor of `shape` (lanes first) and `dtype`, filled with `pad`.
 
     `meaning` is for people: what the values are and what the pad value stands for. The host-owned
-    fields of one `group` are copied together. Processes that work on one thing together have the
-    same values in it, unless it is not `replicated`: where padded lanes hold anything, or each has
-    a part of something.
+    fields of one `group` are copied together. Processes that work together have the same values in
+    a `replicated` field. A field is not replicated if its padded lanes may hold anything, or if
+    each process has its own part.
     """
 
     name: str

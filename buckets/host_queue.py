@@ -1,7 +1,7 @@
-"""A stream of a CPU: work that is queued in an order, and done once somebody waits for it.
+"""A stream for a CPU: work is queued in order, and done once somebody waits for it.
 
-On a CPU a copy or a replay is done where it is called. Who has to go on without a wait, as one who
-tells other processes what to do meanwhile, queues it here.
+On a CPU a copy or a replay is done within its call. A caller that must go on without waiting, such
+as one that tells other processes what to do meanwhile, queues it here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ Work = Callable[[], object]
 
 
 class HostQueue:
-    """Work in its order. After an error nothing more is done, as what follows would need it.
+    """Queued calls, made in order. After an error no more are made: later ones may depend on it.
 
-    done    calls so far
-    queued  and those that are still to be made
+    done    calls made so far
+    queued  calls made so far and still to be made
     """
 
     __slots__ = ("_failed", "_work", "done")
@@ -35,9 +35,9 @@ class HostQueue:
         self._work.append(work)
 
     def run(self, until: int | None = None) -> None:
-        """Do the first `until` of all calls that were ever queued; None: all.
+        """Make the first `until` of all calls that were ever queued; None: all.
 
-        RuntimeError where one of them has failed before, with what it was.
+        RuntimeError, with the earlier error, if one of them has failed before.
         """
         until = self.queued if until is None else until
         while self.done < until:

@@ -1,4 +1,4 @@
-"""Values that a load gives a field: checked, and made arrays of the field's dtype."""
+"""Check the values that a load gives a field, and make them arrays of the field's dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphengine.buckets.fields import NUMPY_DTYPES, Field
 
 
 class LaneValues:
-    """What the lanes of a host-owned field take. ValueError for a pad value that they do not."""
+    """Reads values for a host-owned field's lanes. ValueError if its pad value does not fit."""
 
     __slots__ = ("dtype", "field", "lane_shape", "lanes")
 
@@ -25,7 +25,7 @@ class LaneValues:
         self._cast(np.asarray(field.pad))
 
     def read(self, value: Any) -> NDArray[Any]:
-        """`value` as [n, *lane_shape] of the field's dtype, n <= lanes; ValueError if it is not."""
+        """`value` as an array [n, *lane_shape], n <= lanes; ValueError if it does not fit."""
         plain = self._plain_numbers(value) if not self.lane_shape else self._plain_lists(value)
         if plain is not None:
             return plain
@@ -46,7 +46,7 @@ class LaneValues:
         return self._padded(array, self.field.shape)
 
     def _plain_numbers(self, value: Any) -> NDArray[Any] | None:
-        """`value` if it is a list of Python's numbers, or None, for a field of numbers.
+        """`value` as an array if it is a list of Python's numbers and None, for a field of numbers.
 
         Most loads have such values: a check with arrays takes 10 us a field, and a request that
         starts sets 15 fields. None for all else, and for values that may be out of range.
@@ -70,7 +70,7 @@ class LaneValues:
             return None
 
     def _plain_lists(self, value: Any) -> NDArray[Any] | None:
-        """`value` if it is a list of lists of Python's integers, or None, that fit their lanes.
+        """`value` as an array if it is a list of lists of Python's integers, or None, that fit.
 
         Block tables are such lists. None for all else.
         """

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 WaitMode = Literal["spin", "yield", "block"]
 """How the host waits: polling, yielding its core between polls, or sleeping between them."""
 Payloads = list[tuple[int, ...]]
-"""For each lane its items' payloads, each 0..2**32-1."""
+"""The payloads of each lane's items, each 0..2**32-1."""
 
 TAG_MASK = 0xFFFF_FFFF
 _MODES = get_args(WaitMode)
@@ -124,8 +124,8 @@ class Mailbox:
         `stream`, on which the replay was launched, is queried for errors.
 
         Raises TimeoutError after `limit`, saying what was waited for and which tags were found;
-        MailboxBroken when the stream reports an error (its cause) or is idle without the replay
-        having published. A replay that was not launched yet counts as the latter.
+        MailboxBroken when the stream reports an error (its cause), or is idle and the replay has
+        not published, even if it was not launched yet.
         """
         if mode not in _MODES:
             raise ValueError(f"mode={mode!r} is none of {', '.join(_MODES)}")

@@ -1,12 +1,13 @@
-"""Memory that processes of one host share, and kernels write.
+"""Memory that processes of one host share, and that kernels write.
 
-Device memory is shared by handles of CUDA's interprocess communication.
+Device memory is shared by handles of CUDA's interprocess communication. A process exports memory of
+its own, and sends the handle to others, which map it: on another GPU that can reach the exporter's,
+or on the same GPU, which torch's symmetric memory refuses. Physical memory lives until the last
+process has let it go.
 
-A process exports memory of its own, and sends the handle to others, which map it: on another GPU
-that can reach the exporter's, or on the same one. Torch's symmetric memory refuses the latter.
-Physical memory lives until the last process has let it go.
-Host memory, such as that of a file which several processes map, is page-locked where kernels are to
+Host memory, such as that of a file that several processes map, is page-locked if kernels are to
 write it.
+
 Sources: CUDA Runtime API, "Device Management", `cudaIpc*`; "Memory Management", `cudaHostRegister`.
 """
 
@@ -61,7 +62,7 @@ class ExportedMemory:
         return self._address.value
 
     def close(self) -> None:
-        """Free it, once nobody has it mapped. May be called again."""
+        """Free the memory, once no other process has it mapped. May be called again."""
         address, self._address = self._address, ctypes.c_void_p()
         if address.value is not None:
             with torch.cuda.device(self._device):
@@ -69,7 +70,7 @@ class ExportedMemory:
 
 
 class MappedMemory:
-    """What another process exports, as `device` reaches it. RuntimeError where it cannot.
+    """Memory of another process, mapped for `device`. RuntimeError where it cannot be reached.
 
     address  of its first byte, for kernels of this process; until `close()`
     """
@@ -89,7 +90,7 @@ class MappedMemory:
         self.address = address.value
 
     def close(self) -> None:
-        """Unmap it, once no kernel uses it any more."""
+        """Unmap the memory, once no kernel uses it any more."""
         with torch.cuda.device(self._device):
             _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self.address))
 
@@ -111,7 +112,7 @@ class PageLocked:
         return ctypes.c_void_p(self._memory.data_ptr())
 
     def close(self) -> None:
-        """Let them be pages like others, once no kernel writes them any more."""
+        """Unlock the pages, once no kernel writes them any more."""
         with torch.cuda.device(self._device):
             _call("cudaHostUnregister", self._pointer)
 
@@ -124,7 +125,7 @@ def _call(name: str, *arguments: Any) -> None:
     if status:
         library.cudaGetErrorName.restype = ctypes.c_char_p
         error = library.cudaGetErrorName(status).decode()
-        # So that torch does not find it.
+        # Clear the error, so that torch does not find it.
         library.cudaGetLastError()
         raise RuntimeError(f"{name}: {error}")
 

@@ -34,7 +34,7 @@ from graphengine.buckets.runtime import HOST_TO_DEVICE, runtime
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """In a load: `values` for the field's lanes from `first` on; the other lanes stay as they are.
+    """A load's `values` for a field's lanes from `first` on; the other lanes stay as they are.
 
     If a load changes nothing else in a group, only the bytes of these lanes are copied.
     """
@@ -44,7 +44,7 @@ class Part:
 
 
 class Copied(NamedTuple):
-    """What a load copied to the device: of the image of group number `group` these bytes."""
+    """What a load copied to the device: bytes start .. stop - 1 of the image of a group."""
 
     group: int
     start: int
@@ -142,14 +142,14 @@ class StaticBuffers:
         than its lane is filled up with the pad value (ragged block tables). A field of one lane
         takes a plain number too. A `Part` changes some lanes and pads none. Fields that are not
         named keep their contents. Values are copied: nothing of `updates` is kept. The copy is
-        queued on `stream`, or on the current one; on a CPU it is made at once, but for one in a
-        `HostQueue`. torch does not know of a copy on `stream`: wait
-        for it before these buffers are closed or dropped.
+        queued on `stream`, or on the current one; on a CPU it is made at once, unless `stream` is a
+        `HostQueue`. torch does not know of a copy on `stream`: wait for it before these buffers are
+        closed or dropped.
 
         `sequence` is the number of the first replay that will be launched after this copy. The
         staging block is used again only after `acknowledge(n)` with n >= `sequence`.
 
-        Returns what was copied, which `image` has and other buffers may `repeat`.
+        Returns what was copied: `image` has its bytes, and other buffers may `repeat` it.
 
         Raises ValueError, with the field and the numbers, for a field that is unknown or
         device-owned, too many lanes, a lane too long, values that are not numbers of the field's
@@ -176,9 +176,9 @@ class StaticBuffers:
         sequence: int,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Copy what a load of buffers with the same table has copied: `data` is their `image`.
+        """Repeat a load of other buffers with the same table: `data` is their `image` of it.
 
-        `sequence` and `stream`, and what staging blocks need, are as of `load`.
+        `sequence`, `stream` and the rules for staging blocks are those of `load`.
         """
         self._require_open()
         group = self._groups[copied.group]
@@ -369,7 +369,7 @@ class _Group:
         return Copied(self.number, start, stop)
 
     def _copy_directly(self, index: int, start: int, size: int, stream: torch.cuda.Stream) -> bool:
-        """One call into CUDA that leaves torch's current stream alone; False where that cannot be.
+        """Copy by one call into CUDA that leaves torch's current stream alone; False if it cannot.
 
         torch would also note that the staging block is in use; here the owner's sequence says so.
         """

@@ -117,7 +117,7 @@ if not (_HERE / "kernels").exists() and (_HERE.parent / "kernels" / "__init__.py
     # root; `graphengine.kernels`, `buckets` and `profiles` are its neighbours there.
     __path__.append(str(_HERE.parent))
 
-# Type checkers know the names from above; to them, this function would allow any other too.
+# Type checkers know the names from above; with this function they would accept any other, too.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

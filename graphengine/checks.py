@@ -50,7 +50,7 @@ def check_callable(name: str, value: object) -> None:
 
 
 def is_finite(value: float) -> bool:
-    """Whether it is a finite number that a float can hold: an integer may be too large."""
+    """Whether `value` is a finite number that a float can hold: an integer may be too large."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -78,18 +78,18 @@ def keep_plain_numbers(options: Any) -> None:
 
 
 def check_path(name: str, value: object) -> None:
-    """ValueError for what names no file."""
+    """ValueError unless `value` is a path that is not empty."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ValueError(f"{name}={value!r} must be a path")
 
 
 def check_at_least(name: str, value: object, least: int) -> None:
-    """ValueError unless it is an integer from `least` to 2**31 - 1."""
+    """ValueError unless `value` is an integer from `least` to 2**31 - 1."""
     if not is_int(value) or not least <= value <= INT32_MAX:
         raise ValueError(f"{name}={value!r} must be an integer in [{least}, {INT32_MAX}]")
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """For messages: the first `most` names, and how many more there are."""
+    """The first `most` names and how many more there are, as text for messages."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -470,7 +470,7 @@ class EngineConfig(EngineSizes):
             )
         if isinstance(prompt, str):
             return
-        # Bytes are sequences of integers, but nobody's token ids.
+        # Bytes are sequences of integers, but they are not token ids.
         if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
             raise ValueError(f"kv_calibration={shown(prompt)} must be text or a list of token ids")
         # Before the ids are looked at: a range may have any number of them.
@@ -532,7 +532,7 @@ class EngineConfig(EngineSizes):
         object.__setattr__(self, "draft_len_schedule", schedule.steps)
 
     def _check_ranks(self) -> None:
-        """ValueError for what takes several ranks, and for what some cannot do."""
+        """ValueError for options that need several ranks, or that these ranks cannot serve."""
         if self.pipeline_parallel > 1:
             self._check_stages()
         if self.data_parallel > 1:
@@ -541,7 +541,7 @@ class EngineConfig(EngineSizes):
             raise ValueError("expert_parallel=True is for several ranks, not tensor_parallel=1")
 
     def _check_data_ranks(self) -> None:
-        """ValueError for what ranks with requests of their own cannot do."""
+        """ValueError for options that ranks with requests of their own cannot serve."""
         ranks = self.data_parallel
         if self.tensor_parallel > 1:
             raise ValueError(
@@ -560,7 +560,7 @@ class EngineConfig(EngineSizes):
         self._check_alone("ranks that have the same requests", speculative=not simple)
 
     def _check_stages(self) -> None:
-        """ValueError for what the stages of a pipeline cannot do."""
+        """ValueError for options that the stages of a pipeline cannot serve."""
         stages = self.pipeline_parallel
         if self.data_parallel > 1:
             raise ValueError(
@@ -585,11 +585,10 @@ class EngineConfig(EngineSizes):
         )
 
     def _check_alone(self, others: str, **more: bool) -> None:
-        """ValueError for an option that is set, and that neither ranks with requests of their own
-        nor stages have.
+        """ValueError if an option is set that data-parallel ranks and pipeline stages lack.
 
-        others  who has these options
-        more    other options that such parts have not, and whether they are set
+        others  the kind of engine that has these options, for the message
+        more    further options that the caller's ranks lack, and whether each is set
         """
         asked = {
             "kv_dtype": self.kv_dtype != "auto",
@@ -604,7 +603,7 @@ class EngineConfig(EngineSizes):
                 )
 
     def of_rank(self, device: str) -> EngineConfig:
-        """The config of another rank, on its own device: what defaults say here holds there."""
+        """The config of another rank on its own device, with the defaults resolved as here."""
         return replace(self, device=device, lookahead=self.launched_ahead, row_family=self.family)
 
     def check_eos_ids(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

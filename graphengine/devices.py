@@ -1,4 +1,4 @@
-"""Devices and dtypes that an engine may have, and what options are that are left to a device."""
+"""Devices and dtypes that an engine may have, and the defaults of options by kind of device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def usual_device() -> str:
-    """Asked for each config, never at import: a process that queried the driver may not fork."""
+    """The default device: "cuda" where torch finds a GPU.
+
+    It is asked for each config, never at import: a process that queried the driver may not fork.
+    """
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -31,7 +34,7 @@ def check_device(device: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceDefaults:
-    """What options are that the caller leaves to the kind of device.
+    """Defaults of options that depend on the kind of device.
 
     row_family  None: the one that fits an engine's lanes and `max_seq_len`
     """
@@ -42,9 +45,9 @@ class DeviceDefaults:
 
 DEVICE_DEFAULTS = {
     "cuda": DeviceDefaults(lookahead=1, row_family=None),
-    # The call that launches a step computes it there: one launched ahead delays the tokens of the
-    # step before. The reference of `fma` keeps the order of that kernel's sums, the one of `dot`
-    # is a matrix product, which is faster for a single row, too.
+    # On a CPU the call that launches a step computes it, so a step launched ahead delays the tokens
+    # of the step before. The reference of `fma` keeps the order of that kernel's sums; that of
+    # `dot` is a matrix product, which is faster even for a single row.
     "cpu": DeviceDefaults(lookahead=0, row_family="dot"),
 }
-"""By the type of `EngineConfig.device`."""
+"""Defaults by the type of `EngineConfig.device`."""

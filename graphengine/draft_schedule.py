@@ -16,8 +16,10 @@ from graphengine.checks import INT32_MAX, is_int, shown
 
 @dataclass(frozen=True, slots=True)
 class DraftSchedule:
-    """`steps` are pairs (live, drafts), in ascending order: a step has so many drafts a row for up
-    to so many live requests, and none for more than the last pair has.
+    """Drafts a row for each number of live requests.
+
+    `steps` are pairs (live, drafts) in ascending order: a step with up to `live` requests has
+    `drafts` drafts a row. With more requests than the last pair has, there are none.
 
     ValueError unless live requests ascend and drafts fall.
     """
@@ -46,7 +48,7 @@ class DraftSchedule:
 
     @classmethod
     def read(cls, value: object) -> Self:
-        """From a mapping, or pairs in tuples or lists. ValueError for anything else."""
+        """Read a mapping, or pairs in tuples or lists. ValueError for anything else."""
         given = list(value.items()) if isinstance(value, Mapping) else value
         pairs: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
         for pair in pairs:
@@ -56,12 +58,12 @@ class DraftSchedule:
                     f"{{1: 5, 4: 3}}: {shown(pair)} is no pair of integers"
                 )
         if isinstance(value, Mapping):
-            # In which order they were written means nothing.
+            # The order of a mapping means nothing.
             pairs.sort()
         return cls(tuple((int(live), int(drafts)) for live, drafts in pairs))
 
     def check_mode(self, k: int, *, every_length: bool) -> None:
-        """ValueError unless it begins with the mode's `k` drafts.
+        """ValueError unless the first length is the mode's `k` and the mode can draft the others.
 
         every_length  whether the mode can draft fewer than k, and not only none
         """
@@ -79,6 +81,6 @@ class DraftSchedule:
         return tuple(sorted({0, *(drafts for _, drafts in self.steps)}))
 
     def drafts(self, live: int) -> int:
-        """Drafts a row of a step with so many live requests."""
+        """Drafts a row in a step with `live` requests."""
         step = bisect_left(self.steps, live, key=lambda pair: pair[0])
         return self.steps[step][1] if step < len(self.steps) else 0

@@ -1,8 +1,8 @@
-"""The shapes of trees of drafts: which nodes a step verifies, and which token each is to hold.
+"""Shapes of draft trees: which nodes a step verifies, and which token each node holds.
 
 A static tree is written as Medusa and EAGLE write theirs: a list of paths from the root, which is
 the last sampled token, each a list of ranks. `[0, 1]` is the second best token after the best one.
-A dynamic one has a size alone: its nodes are chosen in each step.
+A dynamic tree has only a size: each step chooses its nodes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ Path = tuple[int, ...]
 class Generation(NamedTuple):
     """The nodes of one depth, which are drafted together.
 
-    Each node is a child of one of the `parents` that have children, in their order.
-
-    parent  index of a child's parent among these
-    rank    0 for the best token after it
-    node    its number
-    inner   which of the children have children
+    parent  for each node, the index of its parent among the nodes of the depth before that have
+            children
+    rank    for each node, 0 for the best token after its parent, 1 for the second best, ...
+    node    the number of each node
+    inner   indices of the nodes that have children
     """
 
     parent: tuple[int, ...]
@@ -37,7 +36,7 @@ class Generation(NamedTuple):
 
     @property
     def drawn(self) -> int:
-        """Drafts that are drawn after each parent."""
+        """Drafts that are drawn for each parent."""
         return 1 + max(self.rank)
 
 
@@ -77,12 +76,12 @@ class StaticTree:
 
     @property
     def nodes(self) -> int:
-        """Without the root."""
+        """Number of nodes, without the root."""
         return len(self.paths)
 
     @property
     def depth(self) -> int:
-        """Of the deepest node."""
+        """Depth of the deepest node."""
         return len(self.paths[-1])
 
     @property
@@ -97,14 +96,14 @@ class StaticTree:
         return tuple(number[path[:-1]] for path in self.paths)
 
     def ancestors(self, node: int) -> list[int]:
-        """Their numbers, the root first."""
+        """Numbers of a node's ancestors, the root first."""
         path = self.paths[node - 1] if node else ()
         number = {path: index for index, path in enumerate(((), *self.paths))}
         return [number[path[:length]] for length in range(len(path))]
 
     @cached_property
     def generations(self) -> tuple[Generation, ...]:
-        """Those of depth 1, 2, ..."""
+        """The generations of depth 1, 2, ..."""
         found, parents = [], [0]
         numbered = enumerate(self.paths, start=1)
         for _, members in groupby(numbered, key=lambda numbered: len(numbered[1])):
@@ -122,20 +121,20 @@ class StaticTree:
         return tuple(found)
 
     def describe(self) -> str:
-        """As in reports: "tree of 7 nodes, 3 deep"."""
+        """Text for reports: "tree of 7 nodes, 3 deep"."""
         return f"tree of {self.nodes} nodes, {self.depth} deep"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicTree:
-    """Trees of the nodes that are most probable by the draft's own account, as in EAGLE-2.
+    """A tree of the nodes that the drafter finds most probable, as in EAGLE-2.
 
     A step drafts the best `top_k` tokens after the last sampled one, then after the best `top_k` of
     these by the product of the probabilities along their paths, and so on `depth` times. The best
     `nodes` of them all are verified. Source: Li et al., arXiv:2406.16858.
 
-    nodes  without the root
-    top_k  tokens that are drafted after a node, and nodes of a depth that are drafted after
+    nodes  number of nodes, without the root
+    top_k  tokens that are drafted after a node, and nodes of each depth that get children
     depth  of the deepest node, at most
     """
 
@@ -165,7 +164,7 @@ class DynamicTree:
 
     @property
     def candidates(self) -> int:
-        """From which the nodes are chosen."""
+        """Number of candidates that the nodes are chosen from."""
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     @property
@@ -174,14 +173,14 @@ class DynamicTree:
         return self.top_k
 
     def describe(self) -> str:
-        """As in reports: "tree of the best 16 nodes, up to 5 deep, 4 after a node"."""
+        """Text for reports: "tree of the best 16 nodes, up to 5 deep, 4 after a node"."""
         size = f"tree of the best {self.nodes} nodes"
         return f"{size}, up to {self.depth} deep, {self.top_k} after a node"
 
 
 Tree = StaticTree | DynamicTree
 TreeOption = Sequence[Sequence[int]] | DynamicTree
-"""As options have one."""
+"""A tree as an option gives it."""
 
 
 def read_tree(tree: TreeOption | None) -> Tree | None:

@@ -25,8 +25,8 @@ PathName = str | os.PathLike[str]
 class DraftVocabulary:
     """The part of the vocabulary that a draft module scores: either a text's or a checkpoint's.
 
-    text    a UTF-8 file, of whose tokens the `size` most frequent are taken
-    size    how many; only with `text`
+    text    a UTF-8 file; its `size` most frequent tokens are taken
+    size    number of tokens; only with `text`
     tensor  name of the checkpoint's tensor of offsets, `d2t`; int64, one for each draft id
     """
 
@@ -52,7 +52,7 @@ class DraftVocabulary:
 
 
 def describe_vocabulary(vocabulary: DraftVocabulary) -> str:
-    """For reports: the tensor's name, or the text's and how many tokens."""
+    """Text for reports: the tensor's name, or the number of tokens and the text's name."""
     if vocabulary.text is None:
         return f"draft vocabulary {vocabulary.tensor}"
     return f"draft vocabulary of {vocabulary.size} tokens from {Path(vocabulary.text).name}"
@@ -63,7 +63,8 @@ def frequent_tokens(
 ) -> torch.Tensor:
     """The `size` most frequent ids of a tokenized text, ascending: int64 [size] on the CPU.
 
-    Equally frequent ones go by lower id, and so do those that make up for a text of fewer tokens.
+    Among equally frequent ids the lower one goes first. If the text has too few different tokens,
+    the lowest remaining ids make up for them.
 
     Args:
         token_ids: the text's, in any order.
@@ -97,7 +98,7 @@ def frequent_tokens(
 
 
 def target_ids(d2t: torch.Tensor, vocab_size: int, name: str = "d2t") -> torch.Tensor:
-    """The target's id of each draft id, `draft + d2t[draft]`: new int64 [N], ascending.
+    """The target id of each draft id, `draft + d2t[draft]`: new int64 [N], ascending.
 
     ValueError, which calls the tensor `name`, unless `d2t` is int64 [N] and the targets are
     strictly ascending and within the vocabulary.
@@ -114,7 +115,7 @@ def target_ids(d2t: torch.Tensor, vocab_size: int, name: str = "d2t") -> torch.T
 
 
 def offset_ids(d2t: torch.Tensor, vocab_size: int, name: str = "d2t") -> torch.Tensor:
-    """`target_ids` in any order."""
+    """Like `target_ids`, but the ids need not ascend."""
     shape = tuple(d2t.shape)
     if d2t.dtype != torch.int64 or len(shape) != 1 or shape[0] < 1:
         raise ValueError(f"{name} must be int64 [N], not {d2t.dtype} {shape}")

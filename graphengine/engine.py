@@ -113,7 +113,7 @@ class Engine:
         options   in place of `config`, the fields of `EngineConfig`
 
         With `tensor_parallel`, `data_parallel` or `pipeline_parallel` above 1, processes are
-        spawned, which import the program's main module: it does this under
+        spawned that import the program's main module, so that module must open the engine under
         `if __name__ == "__main__":`. RankFailed, a RuntimeError, if one of them fails, here and in
         later calls. Where torchrun has started the ranks it spawns none, and returns in the process
         of rank 0 alone: the others end with its engine. Stages of a pipeline are always spawned.
@@ -145,7 +145,7 @@ class Engine:
                 loaded=loaded,
             )
         except BaseException:
-            # An interrupt, for one; nobody else could end the other ranks.
+            # Also for an interrupt: nothing else would end the other ranks.
             if runtime is not None:
                 runtime.close()
             raise
@@ -171,12 +171,12 @@ class Engine:
 
     @property
     def counters(self) -> Counter[str]:
-        """What `stats()["counters"]` copies, as it is counted."""
+        """The live counters, of which `stats()["counters"]` is a copy."""
         return self.core.counters
 
     @property
     def gate(self) -> Gate | None:
-        """What chooses how many drafts a step has; None where it is always as many."""
+        """Chooses how many drafts a step has; None in an engine without a gate."""
         return self.core.gate
 
     @property
@@ -200,8 +200,8 @@ class Engine:
                     with `prompt_embeds` also `PromptParts`, or a tensor [n, H] of embeddings
         on_event    called during `step()` with each of the request's events; it may submit and
                     cancel
-        priority    of the waiting requests the lowest number starts first, as in vLLM, and of equal
-                    ones the first to come; no running request is paused for it
+        priority    the waiting request with the lowest number starts first, as in vLLM; equal ones
+                    start in order of arrival; no running request is paused for it
         deadline_s  seconds from now: a step that begins later finishes the request in any phase,
                     with reason "deadline", and it keeps the tokens that were read
 
@@ -212,7 +212,7 @@ class Engine:
         return self.core.submit(prompt, params, on_event, **options)
 
     def draft(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Propose what `request` says after its `token_ids` so far; see `UserProvided`.
+        """Propose the tokens that follow the `token_ids` of `request` so far; see `UserProvided`.
 
         Its next decode step verifies them. ValueError for more than k, for anything but token ids,
         for a request that is finished or of another engine, and in an engine with another drafter.
@@ -282,7 +282,7 @@ class Engine:
         self.core.check_thread()
         self.core.delivery.stop_callback = callback
 
-    # Text is a sequence of texts, too: what fits both is one prompt.
+    # A string is also a sequence of strings: what fits both overloads is one prompt.
     @overload
     def generate(  # type: ignore[overload-overlap]
         self,
@@ -390,8 +390,8 @@ class Engine:
     def cache(self) -> torch.Tensor:
         """KV `[layers, blocks, 2, block_size, kv_heads, head_dim]` of the model, until `close`.
 
-        Of a model with latents `[layers, blocks, 1, block_size, values]`. Layers that keep their
-        newest tokens in rings are not in it. With several ranks it is that of the first.
+        A model with latents has `[layers, blocks, 1, block_size, values]`. Layers that keep their
+        newest tokens in rings are not in it. With several ranks it is rank 0's cache.
         """
         return self.runtime.caches[0][0]
 

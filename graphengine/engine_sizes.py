@@ -1,5 +1,5 @@
-"""What follows from an engine's options: its ranks, its drafts by live requests, the lanes of its
-widest step, its row family, and how many launches may be under way.
+"""Sizes that follow from an engine's options: its ranks, its drafts by live requests, the lanes of
+its widest step, its row family, and how many launches may be under way.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ USUAL_SEQ_LEN = 4096
 
 
 class EngineSizes:
-    """What `EngineConfig` makes of its options; those that it looks at are declared here, and their
-    table is there.
+    """Sizes that follow from the options of `EngineConfig`. The options that they depend on are
+    declared here; `EngineConfig` has their table.
     """
 
     __slots__ = ()
@@ -46,12 +46,12 @@ class EngineSizes:
 
     @property
     def ranks(self) -> int:
-        """Processes of the engine, this one among them."""
+        """Processes of the engine, including this one."""
         return max(self.tensor_parallel, self.data_parallel) * self.pipeline_parallel
 
     @property
     def ranks_option(self) -> str:
-        """The option that asks for them, for messages."""
+        """The options that ask for several ranks, for messages."""
         names = ("tensor_parallel", "data_parallel", "pipeline_parallel")
         counts = {name: getattr(self, name) for name in names}
         return " and ".join(f"{name}={count}" for name, count in counts.items() if count > 1)
@@ -86,19 +86,19 @@ class EngineSizes:
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        """Drafts that decode graphs verify, ascending: (0,) of an engine that has none."""
+        """Draft lengths that decode graphs verify, ascending; (0,) for an engine without drafts."""
         schedule = self.schedule
         return tuple(sorted({0, self.drafts})) if schedule is None else schedule.lengths
 
     def drafts_for(self, live: int) -> int:
-        """Drafts a row of a step with so many live requests, at most."""
+        """Most drafts a row in a step with `live` requests."""
         gate, schedule = self.gate_options, self.schedule
         if gate is not None and gate.max_live is not None and live > gate.max_live:
             return 0
         return self.drafts if schedule is None else schedule.drafts(live)
 
     def drafts_of(self, rows: int) -> int:
-        """Drafts a row of the bucket of so many rows, at most: those for the fewest it serves."""
+        """Most drafts a row in the bucket of `rows`: those for the fewest requests it serves."""
         sizes = BucketLadder(self.max_batch, self.buckets).sizes
         return self.drafts_for(1 + max((size for size in sizes if size < rows), default=0))
 
@@ -110,7 +110,7 @@ class EngineSizes:
 
     @property
     def widest_rows(self) -> int:
-        """The bucket of those with drafts that feeds the most tokens; of equals the largest."""
+        """The bucket with drafts that feeds the most tokens; among equals, the largest."""
         sizes = BucketLadder(self.max_batch, self.buckets).sizes
         drafting = [rows for rows in sizes if rows <= self.draft_rows]
         return max(drafting, key=lambda rows: (rows * (1 + self.drafts_of(rows)), rows))
@@ -141,8 +141,8 @@ class EngineSizes:
 
     @property
     def chain_family(self) -> RowFamily:
-        """That of drafts which follow a draft: a launch has one lane a row, however many lanes
-        verification has. Of several ranks it is the others': `of_rank` tells them one family.
+        """Row family of drafts that follow a draft: their launch has one lane a row, however many
+        lanes verification has. With several ranks it is `family`: `of_rank` passes on only one.
         """
         return self.family if self.ranks > 1 else self._family_of(self.max_batch)
 
@@ -152,15 +152,15 @@ class EngineSizes:
 
     @property
     def launched_ahead(self) -> int:
-        """Replays launched before the oldest is collected: `lookahead`, or the device's; those of a
-        pipeline are under way in other processes, whatever the device.
+        """Replays launched before the oldest is collected: `lookahead`, or the device's default.
+        A pipeline's default is 1 on any device, as its replays run in other processes.
         """
         usual = 1 if self.pipeline_parallel > 1 else self.device_defaults.lookahead
         return usual if self.lookahead is None else self.lookahead
 
     @property
     def device_defaults(self) -> DeviceDefaults:
-        """What options are that were left to the kind of device."""
+        """Defaults of options for this kind of device."""
         return DEVICE_DEFAULTS[torch.device(self.device).type]
 
     @property
@@ -175,7 +175,9 @@ class EngineSizes:
 
     @property
     def _launches_of_step(self) -> int:
-        """A decode, and the chunk of a prompt: ranks may have chunks that take different graphs."""
+        """Most launches a step: a decode, and a chunk for each data-parallel rank, as the chunks of
+        ranks may take different graphs.
+        """
         return 1 + self.data_parallel
 
     @property
@@ -184,7 +186,7 @@ class EngineSizes:
         return 1 if self.data_parallel == 1 else 3
 
     def sequence_limit(self, max_positions: int) -> int:
-        """Tokens of the longest request with a model of so many positions; ValueError if
+        """Tokens of the longest request with a model of `max_positions`; ValueError if
         `max_seq_len` asks for more.
         """
         if self.max_seq_len is None:
@@ -198,5 +200,5 @@ class EngineSizes:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """`dtype`, whose name may be given instead; None where the checkpoint decides."""
+        """`dtype` as torch has it, also if it was given by name; None: the checkpoint decides."""
         return DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype

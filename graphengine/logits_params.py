@@ -1,6 +1,6 @@
 """Options on a request's logits: limits, with vLLM's names and ranges, and copies of lists.
 
-`processing.py` makes what the device reads of it, once the engine's limits are known.
+`processing.py` turns them into what the device reads, once the engine's limits are known.
 """
 
 from __future__ import annotations

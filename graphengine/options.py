@@ -1,10 +1,10 @@
 """Tables of options: each field of a frozen dataclass is a row with everything about the option.
 
 A row has a name, a type, a default, bounds and one text; `option` adds to a field what a dataclass
-has no place for. From the rows come the checks (`check_options`), the class's documentation
-(`documented`), the flags of a command line (`option_flags.py`), the keyword arguments of
-`Engine.from_pretrained` and the tables of docs/options.md (`option_files.py`), and a request
-option's field on the device. What several options say together is checked by the class itself.
+has no place for. These are all made from the rows: the checks (`check_options`), the class's
+documentation (`documented`), the flags of a command line (`option_flags.py`), the keyword arguments
+of `Engine.from_pretrained` and the tables of docs/options.md (`option_files.py`), and a request
+option's field on the device. The class itself checks options against one another.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Bound:
 
     must   what follows "must" in the error: "be at least 1"
     holds  whether it does
-    whole  `must` tells the type as well, and is what a value of another type is told
+    whole  `must` names the type as well, and is also the error for a value of another type
     """
 
     must: str
@@ -55,13 +55,13 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """An option's flag on a command line. Its name, type, choices and help are those of the row.
+    """An option's flag on a command line. The row gives its name, type, choices and help.
 
     name      another name for it, without the dashes
-    default   what the command takes where it is not given; None: the option's own default
-    metavar   of the value
-    parse     a value from its text, where the type does not say how; ValueError for a wrong text
-    many      it may be repeated, and the option is all values; `collect` makes it of their list
+    default   the command's default where it differs; None: the option's own default
+    metavar   name of the value in `--help`
+    parse     reads a value from text, where the type does not say how; ValueError for a wrong text
+    many      the flag may be repeated; `collect` makes the option from the list of values
     inverse   giving it sets a flag to False
     help      in place of the row's text
     common    `--help` lists it; the others are listed by `--help-all`
@@ -79,16 +79,16 @@ class Flag:
 
 
 def read_integers(text: str) -> tuple[int, ...]:
-    """From "16,64": the value of a flag, integers from 0 up. ValueError for anything else."""
+    """Read a flag's integers from 0 up, such as "16,64". ValueError for anything else."""
     parts = [part.strip() for part in text.split(",")]
-    # isdecimal alone knows the digits of all scripts.
+    # isdecimal alone would accept the digits of all scripts.
     if not all(part.isascii() and part.isdecimal() for part in parts):
         raise ValueError(f"{text!r} must be integers with commas between them")
     return tuple(map(int, parts))
 
 
 def read_pairs(text: str) -> tuple[tuple[int, ...], ...]:
-    """From "0:1024,8192:512": pairs as the value of a flag. ValueError for anything else."""
+    """Read a flag's pairs, such as "0:1024,8192:512". ValueError for anything else."""
     parts = [part.split(":") for part in text.split(",")]
     if not all(len(part) == 2 and all(map(str.isdecimal, part)) for part in parts) or not (
         text.isascii()
@@ -105,7 +105,7 @@ class SlotField:
     pad      what a padded slot holds: it asks for nothing
     meaning  of the values, for people
     off      values of the option that are `pad` on the device
-    filters  any number but `pad` leaves tokens out of a draw, which takes the `full` sampler
+    filters  any number but `pad` excludes tokens from sampling, which takes the `full` sampler
     flag     bit of `logits_flags` that any number but `pad` sets: it changes logits; 0: it does not
     """
 
@@ -226,7 +226,7 @@ class Row:
 
     def _type(self) -> str:
         if self.kind is int or self.kind is float:
-            # That it may be None is for the bound to say.
+            # The bound's text says whether it may be None.
             return "be an integer" if self.kind is int else "be a number"
         names = [repr(choice) for choice in self.kind] if isinstance(self.kind, tuple) else []
         names = ["True", "False"] if self.kind is bool else names or [self.kind.__name__]
@@ -262,8 +262,8 @@ def rows(table: type) -> tuple[Row, ...]:
 def check_options(options: Any) -> None:
     """ValueError for the first invalid option; numbers are then stored as Python's own types.
 
-    That is what a table's `__post_init__` begins with: NumPy's numbers would wrap around, and of
-    fractions a field can make nothing.
+    A table's `__post_init__` begins with this: NumPy's numbers would wrap around, and a field
+    cannot hold fractions.
     """
     for row in rows(options.__class__):
         value = getattr(options, row.name)
@@ -273,7 +273,7 @@ def check_options(options: Any) -> None:
 
 
 def documented(table: type[T]) -> type[T]:
-    """The same class, its docstring followed by a line for each option."""
+    """Class decorator that adds a line for each option to the docstring."""
     lines = [(table.__doc__ or "").rstrip(), ""]
     for field in dataclasses.fields(table):  # type: ignore[arg-type]
         text = field.metadata[_KEY].doc
@@ -312,7 +312,7 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A number, also one of NumPy's, as people write it; the size of one too long for Python."""
+    """A number, NumPy's included, as people write it; the size of an integer too long to print."""
     try:
         return str(value) if is_number(value) else repr(value)
     except ValueError:

@@ -14,8 +14,8 @@ already, from a session or a shared prefix, is cut at the same places as one tha
 anywhere, but attention reads the KV of all tokens before it, so a chunk takes longer the later it
 begins. When the engine opens, it times each bucket after contexts of a few lengths, and takes times
 between them to lie on a line. At each position it then cuts by the largest bucket within the bound
-(`cut_within`). Smaller chunks feed a prompt more slowly, also where nobody else waits: larger ones
-would have other bits.
+(`cut_within`). Smaller chunks feed a prompt more slowly, even when no other request waits: larger
+ones would have other bits.
 
 Times vary from run to run, and the cut with them. It is a part of `numerics_id`, and the option
 `EngineConfig.prefill_cut` repeats the cut of an earlier engine.
@@ -32,12 +32,12 @@ from typing import Any, Self
 from graphengine.checks import INT32_MAX, is_int, shown
 
 ChunkTimes = Mapping[int, Sequence[tuple[int, float]]]
-"""For each bucket pairs (start, milliseconds): what a chunk takes that begins at `start`. Starts
+"""For each bucket, pairs (start, milliseconds): the time of a chunk that begins at `start`. Starts
 ascend from 0."""
 
 HEADROOM = 1.05
-"""A measured time counts this many times. A gap of other requests grows by more than a chunk alone
-takes: the decode step after it finds other data in the GPU's caches, and clocks vary."""
+"""Measured times are multiplied by this. A chunk lengthens the gap of other requests by more than
+its own time: the decode step after it finds other data in the GPU's caches, and clocks vary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class PrefillCut:
 
     @classmethod
     def read(cls, value: object) -> Self:
-        """From pairs of integers in tuples or lists. ValueError for anything else."""
+        """Read pairs of integers in tuples or lists. ValueError for anything else."""
         pairs: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
         for pair in pairs:
             if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(map(is_int, pair))):
@@ -92,11 +92,10 @@ class PrefillCut:
         return min(_next_multiple(start, self.steps[last][1]), prompt_len)
 
     def within(self, longest: int, largest: int = INT32_MAX) -> Self:
-        """The same cut of all prompts of at most `longest` tokens, without steps that change
+        """An equivalent cut for prompts of at most `longest` tokens, without steps that change
         nothing there.
 
-        largest  the largest bucket, which is to hold any chunk: in place of tokens past the longest
-                 prompt
+        largest  the largest bucket; chunks are cut to it, as sizes may exceed the longest prompt
         """
         (start, first) = self.steps[0]
         kept = [(start, min(first, largest))]
@@ -114,7 +113,7 @@ class PrefillCut:
     ) -> None:
         """ValueError for a chunk size that is none of the buckets.
 
-        beyond  buckets that are larger than any prompt, in whose place there is a smaller one
+        beyond  configured buckets larger than any prompt, which a smaller one replaces
         limit   the option that made buckets smaller than they were given; None: none did
         """
         for position, tokens in self.steps:
@@ -134,15 +133,16 @@ def _next_multiple(start: int, tokens: int) -> int:
 
 
 def _cut_alike(start: int, end: int, one: int, other: int, *, last: bool) -> bool:
-    """Whether chunks of both sizes end at the same places from `start` to `end`, which is the end
-    of the `last` chunk of all, whatever its size, or else of a whole one.
+    """Whether chunks of both sizes end at the same places from `start` to `end`.
+
+    `end` ends a whole chunk, or with `last` the prompt's last chunk, whatever its size.
     """
     if one == other:
         return True
     if not last and (end % one or end % other):
         return False
-    # Two chunks tell: where the first ones end at a multiple of both sizes, the second ones end
-    # apart, unless both reach the end.
+    # Two chunks suffice: if the first ones end together, at a multiple of both sizes, the second
+    # ones end apart unless both reach the end.
     for _ in range(2):
         ends = {min(_next_multiple(start, tokens), end) for tokens in (one, other)}
         start = ends.pop()
@@ -152,8 +152,9 @@ def _cut_alike(start: int, end: int, one: int, other: int, *, last: bool) -> boo
 
 
 def chunk_starts(tokens: int, longest: int) -> list[int]:
-    """Where a chunk begins when its bucket of `tokens` is timed: at 0, where it just ends with the
-    `longest` prompt, and halfway. A chunk that begins later has fewer tokens, and reads no more KV.
+    """Starts at which a bucket of `tokens` is timed: 0, the one that makes a whole chunk end with
+    the `longest` prompt, and halfway. A chunk that begins later has fewer tokens, and reads no
+    more KV.
     """
     last = max(0, longest - tokens)
     return sorted({0, last // 2, last})
@@ -162,7 +163,7 @@ def chunk_starts(tokens: int, longest: int) -> list[int]:
 def measure_chunks(
     chunk_ms: Callable[[int, int], float], sizes: Sequence[int], *, longest: int, bound: float
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """The times that `cut_within` chooses by, of the ascending `sizes`.
+    """Measure the chunk times of the ascending `sizes` for `cut_within`.
 
     chunk_ms(tokens, start)  measures the milliseconds of a chunk of this bucket at `start`
     longest                  tokens of the longest prompt
@@ -185,8 +186,8 @@ def measure_chunks(
 
 
 def cut_within(times: ChunkTimes, *, longest: int, bound: float) -> PrefillCut:
-    """The cut of prompts of at most `longest` tokens in which each chunk is as large as the largest
-    bucket that takes at most `bound` milliseconds where the chunk begins.
+    """Cut prompts of at most `longest` tokens: at each position by the largest bucket that takes at
+    most `bound` milliseconds there.
 
     A chunk can take no less time than a smaller one, or than the same one after fewer tokens. Where
     measured times say that it does, the longer time counts. ValueError, with the numbers, where the
@@ -223,7 +224,7 @@ def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _at(points: Sequence[tuple[int, float]], position: int) -> float:
-    """On the line through the points; after the last one as high as that."""
+    """The height of the line through the points at `position`; constant after the last point."""
     after = bisect_right(points, position, key=lambda point: point[0])
     (start, low), (end, high) = points[after - 1], points[min(after, len(points) - 1)]
     share = (position - start) / (end - start) if end > start else 0.0

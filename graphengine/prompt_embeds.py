@@ -1,7 +1,7 @@
-"""Embeddings in prompts: rows that stand where a sequence has no tokens.
+"""Embeddings in prompts: rows at positions where a sequence has no token.
 
-Among token ids `EMBEDDED` stands for each of them. Rows are on the host, in the model's dtype: a
-prompt is cut into chunks, kept by a session and fed again after a rewind or an eviction.
+`EMBEDDED` stands for each of them among the token ids. Rows are on the host, in the model's dtype:
+a prompt is cut into chunks, kept by a session and fed again after a rewind or an eviction.
 
 Letters: n rows, H hidden.
 """
@@ -24,7 +24,7 @@ EMBEDDED = -1
 
 
 class EmbedsSpec(NamedTuple):
-    """What an engine takes."""
+    """The form of embeddings that an engine takes."""
 
     hidden_size: int
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 class Embeds:
     """The embeddings of a sequence: runs in the order of their positions, which are all different.
 
-    It is false where there are none. Nothing of it changes: sessions and requests share it.
+    It is falsy if there are none. It never changes: sessions and requests share it.
     """
 
     runs: tuple[Run, ...] = ()
@@ -54,11 +54,11 @@ class Embeds:
         return bool(self.runs)
 
     def then(self, later: Embeds) -> Embeds:
-        """With those of later positions."""
+        """These embeddings, followed by those of later positions."""
         return Embeds(self.runs + later.runs)
 
     def within(self, first: int, stop: int) -> Embeds:
-        """Those of the positions first .. stop - 1; the rows are views."""
+        """The embeddings of positions first .. stop - 1; the rows are views."""
         cut = []
         for run in self.runs:
             start, end = max(run.start, first), min(run.stop, stop)
@@ -67,22 +67,22 @@ class Embeds:
         return Embeds(tuple(cut))
 
     def rows(self) -> Tensor:
-        """[n, H]: all of them, one after the other, for an `Embeds` that has some."""
+        """All rows in order, [n, H]; only for an `Embeds` that has some."""
         parts = [run.rows for run in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def tokens(self, ids: Sequence[int], first: int) -> list[int]:
-        """`ids`, of the positions from `first` on, as the device gets them (`kernels.GIVEN`)."""
+        """The `ids` of positions from `first` on, as the device gets them (`kernels.GIVEN`)."""
         return [
             GIVEN - position if token == EMBEDDED else token
             for position, token in enumerate(ids, first)
         ]
 
     def identity(self, ids: Sequence[int]) -> array[int]:
-        """`ids`, of the positions from 0 on, with a digest below 0 for each embedding.
+        """The `ids` of positions from 0 on, with a digest below 0 for each embedding.
 
         Two sequences with the same identities up to a position have the same KV there. A digest has
-        62 bits: of a million rows two are alike by chance once in nine million times.
+        62 bits: among a million rows, two collide by chance once in nine million times.
         """
         made = array("q", ids)
         for run in self.within(0, len(made)).runs:
@@ -107,7 +107,7 @@ def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:
 
     It is copied to the host and rounded to the model's dtype; a GPU's is waited for, on the current
     stream. ValueError, with the value and what is wanted, for a tensor that does not fit, and where
-    `spec` is None: no engine takes any then.
+    `spec` is None, as the engine then takes no embeddings.
     """
     if not tensor.is_floating_point():
         raise ValueError(
@@ -145,7 +145,10 @@ def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:
 
 
 def embeds_of(ids: Sequence[int], rows: Tensor) -> Embeds:
-    """What `Embeds.rows` returned, put back where `ids` have no token; ValueError if it is not."""
+    """Put the rows that `Embeds.rows` returned back where `ids` have no token.
+
+    ValueError if their numbers differ.
+    """
     places = [position for position, token in enumerate(ids) if token == EMBEDDED]
     if len(places) != len(rows):
         raise ValueError(f"{len(rows)} embeddings for {len(places)} positions without a token")

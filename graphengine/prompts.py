@@ -33,7 +33,7 @@ class Chat:
     add_generation_prompt   end with the beginning of the assistant's answer; None: unless the last
                             message is continued
     continue_final_message  end with the text of the last message, for the model to go on with
-    template_variables      what the template sees besides, such as `enable_thinking`, by name
+    template_variables      further variables of the template by name, such as `enable_thinking`
 
     It is checked only when the prompt is used; then every error is a ValueError.
     """
@@ -63,12 +63,12 @@ class PromptParts:
 
         PromptParts("Describe the picture: ", image, [13, 198])
 
-    A part is text, token ids, a `Chat`, or a tensor [n, H] of floating point, on the CPU or a GPU,
-    whose rows take the place of what `embed_tokens` would give: what transformers calls
-    `inputs_embeds`. A text is tokenised by itself; it gets special tokens, or what `add_bos`
-    says, only as the first part, and after other text no space that a tokenizer puts before a
-    text. A `Chat` can only be first. Parts may be empty, but not all of them. A tensor alone is a
-    prompt, too.
+    A part is text, token ids, a `Chat`, or a tensor [n, H] of floating point, on the CPU or a GPU.
+    A tensor's rows replace the output of `embed_tokens`, like `inputs_embeds` of transformers. Each
+    text is tokenised by itself. Only as the first part does it get special tokens, or what
+    `add_bos` says; after other text it does not get the space that a tokenizer puts before a text.
+    A `Chat` can only be first. Parts may be empty, but not all of them. A tensor alone is a prompt,
+    too.
 
     Parts are checked only when the prompt is used; then every error is a ValueError.
     """
@@ -100,7 +100,7 @@ def read_prompt(
     before: Sequence[int] = (),
     room: int = 1,
 ) -> PromptTokens:
-    """A prompt's tokens and embeddings; `embeds` is what they must be, None where none are taken.
+    """A prompt's tokens and embeddings; `embeds` is the form they must have, None: none are taken.
 
     The other arguments, and the errors, are those of `prompt_ids`.
     """
@@ -159,8 +159,8 @@ def prompt_ids(
     """Token ids of text, of a conversation, or of ids given as they are.
 
     add_bos  as for `Tokenizer.encode`; only for text
-    before   what the prompt follows: a session's tokens, or other parts; if there is anything, a
-             text is encoded as `Tokenizer.encode_after` says, and chat messages are refused
+    before   what the prompt follows: a session's tokens, or other parts; unless it is empty, text
+             is encoded as `Tokenizer.encode_after` says, and chat messages are refused
     room     tokens that must be left in `max_seq_len`: 0 where nothing is generated
 
     ValueError, with the value and the limit, for a prompt that cannot be served.
@@ -251,7 +251,7 @@ def _is_messages(prompt: object) -> bool:
 def is_batch(prompts: object) -> bool:
     """Whether `prompts` is a list of prompts, rather than one: text, token ids or chat messages.
 
-    An empty list is one of no prompts.
+    An empty list is a batch of no prompts.
     """
     if not isinstance(prompts, Sequence) or isinstance(prompts, str):
         return False

@@ -1,6 +1,6 @@
 """The record of experts that a request replays, as its caller gives it.
 
-Letters: T tokens, L layers with experts, E experts of a layer, k chosen of a token.
+Letters: T tokens, L layers with experts, E experts of a layer, k experts chosen for a token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graphengine.checks import shown
 Ids = NDArray[np.int16]
 _SHAPE = "[tokens, layers with experts, experts of a token]"
 UNKNOWN = -1
-"""In place of the ids of a token whose experts were not recorded."""
+"""Replaces each id of a token whose experts were not recorded."""
 
 
 class RoutingRecord:
@@ -56,7 +56,7 @@ class RoutingRecord:
         return f"RoutingRecord(shape={self.ids.shape})"
 
     def check(self, layers: int, experts: int, top_k: int) -> None:
-        """ValueError unless the ids are those of a model with so many."""
+        """ValueError unless the ids fit a model with these numbers of layers and experts."""
         ids = self.ids
         for name, count, wanted in (("layers", ids.shape[1], layers), ("ids", ids.shape[2], top_k)):
             if count != wanted:
@@ -88,6 +88,6 @@ def _wrong(given: object, must_be: str) -> ValueError:
 
 
 def _first(found: NDArray[np.bool_]) -> str:
-    """`[token][layer]` of the first place that was found."""
+    """The first place that was found, as text: `[token][layer]`."""
     token, layer = np.argwhere(found)[0][:2]
     return f"[{token}][{layer}]"

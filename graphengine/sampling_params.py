@@ -1,7 +1,7 @@
 """What a request asks of the sampler. Field names and defaults follow vLLM's `SamplingParams`.
 
-A number that the device needs has its static field in its row: `fields.py` and `processing.py` lay
-them out and fill them, so that a new one is a row here and what its kernel does with it.
+A number that the device needs has its static field in its row. `fields.py` and `processing.py` lay
+out and fill these fields, so a new option is a row here and its use in a kernel.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from graphengine.routing_record import RoutingRecord
 from graphengine.structured_outputs import StructuredOutputsParams
 
 FLOAT32_MAX = 3.4028234e38
-# The least normal float32: a smaller number may be 0 on the device, which asks for nothing.
+# The least normal float32: a smaller number may be 0 on the device, which turns the option off.
 FLOAT32_TINY = 1.1754944e-38
-# Below it the quotients leave float32's range, and tokens tie that do not.
+# Below it the quotients leave float32's range, and different tokens tie.
 MIN_TEMPERATURE = 1e-6
 
 _LOGPROBS = Bound(
@@ -63,7 +63,8 @@ class SamplingParams:
     """Sampling and stopping of one request; checked when it is made.
 
     Logits are changed in the order of `kernels/logits/logits.py` and sampled in that of
-    `kernels/sample/sampling.py`. What ended a request is in its token ids, whatever its text shows.
+    `kernels/sample/sampling.py`. A request's token ids include what ended it, whatever its text
+    shows.
     """
 
     temperature: float = option(
@@ -305,7 +306,7 @@ class SamplingParams:
 
     @property
     def routing_record(self) -> RoutingRecord | None:
-        """`routing`, as it was kept."""
+        """`routing` as the checked record."""
         assert self.routing is None or isinstance(self.routing, RoutingRecord), f"{self.routing=}"
         return self.routing
 

@@ -12,15 +12,16 @@ to the session. So a turn's output is that of a request with the whole conversat
 except for last bits: the KV of earlier replies was written by the decode kernels, and on a GPU a
 prompt's last bits depend on where its chunks begin and how long they are.
 
-Layers with windows may keep their newest tokens alone (`host/rings.py`). Then a session keeps the
-ring of its last turn, and has no blocks without it: its next turn prefills everything where another
-request has taken the ring, or where a rewind goes back further than it reaches.
+Layers with windows may keep only their newest tokens (`host/rings.py`). A session then keeps the
+ring of its last turn, and has no blocks without it. Its next turn prefills everything if another
+request has taken the ring, or if a rewind goes back further than the ring reaches.
 
 The states of recurrent layers depend on every token, and a session goes on only where they have
-been kept (`host/kept_states.py`): at the ends of its turns, and at some points on the way, as many
-as `session_states` allows of all sessions. Of a turn that the host alone ends, as at a stop string,
-the end has passed when it is noticed, unless `lookahead` is 0: then its reply is prefilled again.
-No states are kept with window rings, nor with a draft model that has recurrent layers itself.
+been kept (`host/kept_states.py`): at the ends of its turns, and at some points on the way;
+`session_states` limits how many all sessions have together. When the host alone ends a turn, as at
+a stop string, the device has passed the end before the host notices it, and the reply is prefilled
+again; with `lookahead` 0 it has not. No states are kept with window rings, or with a draft model
+that has recurrent layers itself.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Session:
 
     One turn runs at a time. Until it ends, every call that would change the session or read its KV
     is a ValueError, and `token_ids` and `len` are as they were when the turn began. Once the
-    session or its engine is closed, every call that would change it or read its KV is one, too.
+    session or its engine is closed, every such call is a ValueError, too.
     """
 
     def __init__(
@@ -110,12 +111,12 @@ class Session:
 
     @property
     def _reuse(self) -> Reuse:
-        """What knows the blocks of its rank."""
+        """Manages the kept blocks of the session's rank."""
         return self._core.scheduler.home(self._context).reuse
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of which the session's blocks spare the next turn the prefill; 0 once closed.
+        """Tokens that the next turn need not prefill, as the session has their KV; 0 once closed.
 
         With `prefix_caching` the turn may find more, if others have prefilled the same tokens.
         """
@@ -134,9 +135,9 @@ class Session:
     def append(self, prompt: Prompt, *, add_bos: bool | None = None) -> None:
         """Add to the end: text, token ids, embeddings, or, to an empty session, chat messages.
 
-        The first text gets the special tokens of a prompt (or those that `add_bos` says), later
-        texts get none, and no space in front that a tokenizer puts before the first text only. A
-        text is tokenised by itself: a token never spans two pieces. ValueError for an invalid
+        The first text gets the special tokens of a prompt (or those that `add_bos` says). Later
+        texts get none, and no leading space from a tokenizer that puts one before a first text.
+        Each text is tokenised by itself: a token never spans two pieces. ValueError for an invalid
         prompt, and if the conversation would leave no room in `max_seq_len`.
         """
         self._check_idle()
@@ -165,8 +166,7 @@ class Session:
         Where KV is in rings, it is all dropped if they do not reach back that far. With recurrent
         layers the next turn goes on from the last kept state before that point; the counter
         `states/rewound_past` has the tokens between. To return to a point, remember `len(session)`
-        there and rewind by the difference. ValueError
-        unless 0 <= n_tokens <= len(session).
+        there and rewind by the difference. ValueError unless 0 <= n_tokens <= len(session).
         """
         self._check_idle()
         if not is_int(n_tokens) or not 0 <= n_tokens <= len(self._tokens):
@@ -179,8 +179,8 @@ class Session:
     def fork(self) -> Session:
         """Another session with the same tokens, which shares the blocks: nothing is copied.
 
-        Where KV is in rings (`EngineConfig.window_rings`), each of which has one user, it has no
-        blocks: its first turn prefills everything.
+        Where KV is in rings (`EngineConfig.window_rings`), the new session has no blocks, as a ring
+        has one user: its first turn prefills everything.
         """
         self._check_idle()
         reuse = self._reuse
@@ -244,19 +244,19 @@ class Session:
     def astream(
         self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
     ) -> AsyncIterator[Event]:
-        """The same for `async for`, like `Engine.astream`."""
+        """Submit a turn now; `async for` brings its events, as with `Engine.astream`."""
         check_queue_options("astream", options)
         return runs.astream(self._core, partial(self.submit, params, **options))
 
     # Life.
 
     def snapshot(self, path: str | os.PathLike[str] | None = None) -> SessionSnapshot:
-        """A copy of all that it keeps, on the host, and in a safetensors file if `path` is given.
+        """Copy the whole session to the host, and to a safetensors file if `path` is given.
 
-        Waits for the device. `Engine.restore_session` makes a session of either, in this process or
-        another. No KV is copied where layers keep theirs in rings (`EngineConfig.window_rings`):
-        the first turn of the session that is restored prefills everything. OSError where the file
-        cannot be written; it appears whole or not at all. ValueError with `data_parallel`.
+        Waits for the device. `Engine.restore_session` makes a session from either, in this process
+        or another. No KV is copied where layers keep theirs in rings (`EngineConfig.window_rings`):
+        the first turn of the restored session prefills everything. OSError where the file cannot be
+        written; it appears whole or not at all. ValueError with `data_parallel`.
         """
         self._check_idle()
         _check_snapshots(self._core)
@@ -314,13 +314,13 @@ class Session:
 
 
 def open_session(core: EngineCore) -> Session:
-    """What `Engine.session` says."""
+    """Implement `Engine.session`."""
     _check_sessions(core)
     return Session(core, [], Context())
 
 
 def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLike[str]) -> Session:
-    """What `Engine.restore_session` says."""
+    """Implement `Engine.restore_session`."""
     _check_sessions(core)
     _check_snapshots(core)
     if isinstance(source, str | os.PathLike):
@@ -331,7 +331,7 @@ def restore_session(core: EngineCore, source: SessionSnapshot | str | os.PathLik
     vocab_size, limit = core.runtime.model.config.vocab_size, core.memory.max_seq_len
     embeds = NO_EMBEDS if source.embeds is None else embeds_of(source.token_ids, source.embeds)
     tokens = token_ids_of(
-        # No position that has an embedding is checked as a token.
+        # A position with an embedding is not checked as a token.
         [0 if embeds and token == EMBEDDED else token for token in source.token_ids],
         vocab_size,
         "a session is token ids",
@@ -359,11 +359,11 @@ def session_of(
     states: Sequence[Tensor] = (),
     embeds: Embeds = NO_EMBEDS,
 ) -> Session:
-    """A session of these tokens, which keeps `count` blocks with what `write` puts into them.
+    """A session of these tokens; `write` fills the `count` blocks that hold its first tokens' KV.
 
-    They are the blocks of its first tokens. For a model with recurrent layers they have the KV of
-    the first `position`, and `states` are those after them. ValueError, with both numbers, for more
-    blocks than the pool has free or `session_blocks` allows, and for blocks without states.
+    For a model with recurrent layers the blocks have the KV of the first `position` tokens, and
+    `states` are the states after them. ValueError, with both numbers, for more blocks than the pool
+    has free or `session_blocks` allows, and for blocks without states.
     """
     context = Context()
     scheduler = core.scheduler.home(context)
@@ -384,7 +384,7 @@ def session_of(
     if count:
         blocks = pool.take(count)
         try:
-            # What is pending may read these blocks, or places, as they were.
+            # Pending copies may read the old contents of these blocks or places.
             core.runtime.copy_kept(reuse.states.before)
             write(blocks)
             if position:

@@ -58,7 +58,7 @@ class Mode(ABC):
     @property
     @abstractmethod
     def k(self) -> int:
-        """Drafts a step, at most: of trees, their nodes."""
+        """Most drafts a step; for a tree, its number of nodes."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -69,22 +69,22 @@ class Mode(ABC):
 class MTP(Mode):
     """The checkpoint's multi-token-prediction (MTP) modules draft.
 
-    k            drafts a step; with a tree as many as it has nodes, which need not be said
+    k            drafts a step; with a tree its number of nodes, which may be left out
     style        "eagle": the first module, k times; "vanilla": k modules, each with its own KV
     own_graph    an eagle module in a separate graph after the step's, not inside it
     draft_vocab  the part of the vocabulary that is scored; None: all of it
-    feed         which hidden state a vanilla module after the first reads beside a verified token:
-                 "chained", that of the module before, as DeepSeek-V3 trains modules and
-                 transformers runs them; "target", the target's, as TensorRT-LLM's vanilla MTP. The
-                 wrong one for a checkpoint costs acceptance, never a token
+    feed         the hidden state that a vanilla module after the first reads with a verified token:
+                 "chained": the previous module's, as DeepSeek-V3 trains modules and transformers
+                 runs them; "target": the target's, as in TensorRT-LLM's vanilla MTP. The wrong one
+                 for a checkpoint costs acceptance, never a token
     tree         what an eagle module drafts in place of a chain: a list of paths, each a list of
-                 ranks, as `draft_trees.py` has them. [[0], [1], [0, 0], [0, 1]] are the two best
-                 tokens, and after the best one the two best again. A step then emits up to 1 + the
-                 depth of them, and still what plain decoding would. Or a `DynamicTree`, whose nodes
-                 are chosen in each step
-    min_confidence  drafts of which the drafter is less sure are not verified, nor those after them,
-                 as `kernels/draft/confidence.py` has it; None: all are. For style="eagle" without a
-                 tree
+                 ranks (`draft_trees.py`). [[0], [1], [0, 0], [0, 1]] are the two best tokens, and
+                 after the best one the two best again. A step then emits up to 1 + depth tokens,
+                 which are still those of plain decoding. Or a `DynamicTree`, whose nodes are chosen
+                 in each step
+    min_confidence  a draft with less confidence is not verified, nor are the drafts after it
+                 (`kernels/draft/confidence.py`); None: all are verified. For style="eagle" without
+                 a tree
     """
 
     k: int = _USUAL_DRAFTS
@@ -116,7 +116,7 @@ class MTP(Mode):
 
     @property
     def shape(self) -> Tree | None:
-        """Of trees; None: chains."""
+        """The shape of the drafts' tree; None: chains."""
         return read_tree(self.tree)
 
     def describe(self) -> str:
@@ -136,7 +136,7 @@ class NGram(Mode):
     """Drafts are the tokens that followed an earlier occurrence of the request's last tokens.
 
     k      drafts a step
-    max_n  tokens that are looked for at most; then one less, down to one
+    max_n  most tokens that are looked for; then one less, down to one
     """
 
     k: int = 3
@@ -155,16 +155,16 @@ class NGram(Mode):
 
 @dataclass(frozen=True, slots=True)
 class Suffix(Mode):
-    """Drafts are what followed the longest match of the request's last tokens, as many as it
-    supports: in the request's own text, which begins with the session's earlier turns, or a corpus.
+    """Drafts are the tokens that followed the longest match of the request's last tokens.
 
-    Without a match nothing is drafted.
+    Matches are found in the request's own text, which begins with the session's earlier turns, or
+    in a corpus. The length of the match limits the drafts; without a match nothing is drafted.
 
-    k          drafts a step, at most
+    k          most drafts a step
     factor     a match of n tokens supports factor * n drafts, rounded down, as in SuffixDecoding
-    max_match  tokens that are compared at most
-    corpus     a file that is searched, too, for all requests: a text in UTF-8, or the token ids
-               themselves, integers [C] as `numpy.save` writes them, where its name ends in `.npy`
+    max_match  most tokens that are compared
+    corpus     a file that is searched, too, for all requests: a text in UTF-8, or, if its name ends
+               in `.npy`, token ids: integers [C] as `numpy.save` writes them
     """
 
     k: int = 7
@@ -201,7 +201,7 @@ class DraftModel(Mode):
 
     path  its checkpoint: a directory or a hub id
     k     drafts a step
-    min_confidence  as of `MTP`
+    min_confidence  see `MTP`
     """
 
     path: PathName
@@ -228,11 +228,11 @@ class Eagle3(Mode):
     path       its checkpoint: a directory or a hub id; "demo": the demo model's
     k          drafts a step
     own_graph  in a separate graph after the step's, not inside it
-    layers     of the target, after which its stream is read, in the order of fc's columns; None:
-               those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n. Wrong
-               ones cost acceptance, never a token
-    tree       what it drafts in place of a chain, as of `MTP`
-    min_confidence  as of `MTP`
+    layers     layers of the target after which its stream is read, in the order of fc's columns;
+               None: those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n.
+               Wrong ones cost acceptance, never a token
+    tree       what it drafts in place of a chain; see `MTP`
+    min_confidence  see `MTP`
     """
 
     path: PathName
@@ -256,7 +256,7 @@ class Eagle3(Mode):
 
     @property
     def shape(self) -> Tree | None:
-        """Of trees; None: chains."""
+        """The shape of the drafts' tree; None: chains."""
         return read_tree(self.tree)
 
     def describe(self) -> str:
@@ -275,10 +275,10 @@ class DFlash(Mode):
     after some of its layers, and make a block of drafts in one run.
 
     path    its checkpoint: a directory or a hub id; "demo": the demo model's
-    k       drafts a step, at most those of the block that it is trained for: block_size - 1 of a
-            DFlash of z-lab, block_size of DeepSpec's checkpoints
-    layers  of the target, after which its stream is read, in the order of fc's columns; None: those
-            that the checkpoint's config names. Wrong ones cost acceptance, never a token
+    k       drafts a step, at most those of the block it is trained for: block_size - 1 for z-lab's
+            DFlash, block_size for DeepSpec's checkpoints
+    layers  layers of the target after which its stream is read, in the order of fc's columns; None:
+            those that the checkpoint's config names. Wrong ones cost acceptance, never a token
     """
 
     path: PathName
@@ -304,22 +304,22 @@ class DFlash(Mode):
 class UserProvided(Mode):
     """The caller writes up to k drafts a request; nothing is launched ahead (`lookahead` is 0).
 
-    k  drafts a step at most
+    k  most drafts a step
 
     `engine.draft(request, token_ids)` proposes the tokens after `request.token_ids` as they are at
     the call, and replaces what was proposed before. The first step that decodes the request
-    verifies them. Until then they wait: while the request waits, is prefilled or is paused, and
+    verifies them. Until then they are kept: while the request waits, is prefilled or is paused, and
     over steps for which a gate has switched drafts off. Tokens that come meanwhile (the first one,
     which the prompt's last chunk samples, or those of a step that was launched before the call and
-    not read yet) take the place of the drafts for them; where one differs from its draft, the
-    others go, too. The counter `drafts/stale` in `engine.stats()` has all drafts that were lost so,
-    or because their request ended first. Of those that were fed, `Acceptance` leaves out what is
-    past the request's end.
+    not read yet) replace the drafts at their positions; if one differs from its draft, the drafts
+    after it are dropped, too. The counter `drafts/stale` in `engine.stats()` has all drafts lost in
+    this way, or because their request ended first. `Acceptance` leaves out drafts that were fed for
+    positions past the request's end.
     """
 
     k: int = 3
 
-    # Drafts follow from the tokens of the step before.
+    # Drafts depend on the tokens of the step before.
     lockstep: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -338,7 +338,7 @@ class SaveHiddenStates(Mode):
     begin at 1 in each engine, and a file that is there is replaced.
 
     directory       where the files go
-    layers          auxiliary layers to save beside the last one's output; None: 1, n // 2 - 1 and
+    layers          auxiliary layers to save besides the last one's output; None: 1, n // 2 - 1 and
                     n - 4 of a model of n layers
     write_interval  prompts between two writes
     """
@@ -348,7 +348,7 @@ class SaveHiddenStates(Mode):
     layers: Sequence[int] | None = None
     write_interval: int = 20
 
-    # They are copied out before the next prompt's overwrite them.
+    # Hidden states are copied out before those of the next prompt overwrite them.
     lockstep: ClassVar[bool] = True
     whole_prompts: ClassVar[bool] = True
 
@@ -379,7 +379,7 @@ class SaveHiddenStates(Mode):
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """N-grams, of a length that follows from max_batch; `resolve_auto` says which."""
+    """N-gram drafts of a length that follows from max_batch; see `resolve_auto`."""
 
 
 Speculative = Mode | Auto
@@ -394,15 +394,15 @@ MODES: tuple[type[Mode], ...] = (
     UserProvided,
     SaveHiddenStates,
 )
-"""All there are; `graphengine.drafters` makes a drafter of each."""
+"""All modes; `graphengine.drafters` makes a drafter for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelaxedAcceptance:
     """While a greedy request thinks, also accept drafts that are not the most probable token.
 
-    topk             a draft must be among so many most probable tokens
-    delta            and at most so much less probable than the first, as probabilities
+    topk             a draft must be among this many most probable tokens
+    delta            and its probability at most this much below that of the most probable one
     begin_token_ids  each of these tokens begins a thinking phase
     end_token_ids    each of these ends it
     """
@@ -474,7 +474,7 @@ def check_drafts(k: int) -> None:
 def check_rows(rows: int, k: int, max_live: int | None = None) -> None:
     """Raise ValueError unless the kernels hold `rows` rows of `k` drafts and a token each.
 
-    max_live  the gate's, where there is one: `rows` are those of the bucket that serves so many
+    max_live  the gate's limit, if there is a gate; `rows` is then the bucket that serves that many
     """
     lanes = rows * (k + 1)
     if lanes > MAX_LANES:
@@ -509,16 +509,16 @@ def forced_acceptance(
 ) -> int | None:
     """Drafts that every row accepts, whatever the target samples; None: what the target accepts.
 
-    A row takes as many as it has, where that is fewer.
+    A row with fewer drafts accepts all of them.
 
-    `GRAPHENGINE_FORCE_ACCEPTED`, where it is set, goes before what is configured. It measures what
-    a step costs: the text is nonsense, and a warning says so. 0 forces too, unlike None. ValueError
-    for anything but integers from 0 up.
+    `GRAPHENGINE_FORCE_ACCEPTED`, if set, overrides what is configured. Forcing serves to measure
+    what a step costs: the text is nonsense, and a warning says so. 0 forces too, unlike None.
+    ValueError for anything but integers from 0 up.
     """
     forced, origin = configured, "forced_acceptance"
     text = environ.get(FORCE_ACCEPTED)
     if text is not None:
-        # isdecimal alone knows the digits of all scripts.
+        # isdecimal alone would accept the digits of all scripts.
         if not (text.isascii() and text.isdecimal()):
             raise ValueError(f"{FORCE_ACCEPTED}={text!r} must be an integer from 0 up, or unset")
         forced, origin = int(text), FORCE_ACCEPTED
@@ -532,7 +532,7 @@ def forced_acceptance(
         origin,
         forced,
     )
-    # No row has more.
+    # No row has more drafts.
     return min(int(forced), MAX_DRAFTS)
 
 
@@ -559,7 +559,7 @@ def _keep_tree(mode: MTP | Eagle3, style: Style = "eagle") -> None:
 
 
 def describe_drafts(mode: MTP | Eagle3) -> str:
-    """How many, or the shape of their trees: "k=3"."""
+    """Text for reports: the number of drafts, such as "k=3", or the shape of their tree."""
     tree = mode.shape
     return f"k={mode.k}" if tree is None else tree.describe()
 

@@ -1,4 +1,4 @@
-"""Modes of speculation as text, for command lines and for whoever has one in a file."""
+"""Modes of speculation as text, for command lines and files."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def parse_draft_vocabulary(text: str) -> DraftVocabulary:
 def with_draft_vocabulary(
     speculative: Speculative | None, vocabulary: DraftVocabulary
 ) -> Speculative:
-    """The same mode over this part of the vocabulary. ValueError if the mode has no vocabulary."""
+    """The mode, scoring only this part of the vocabulary. ValueError if it has no vocabulary."""
     if not isinstance(speculative, MTP):
         raise ValueError(f"a draft vocabulary is for mtp, not for speculative={speculative!r}")
     return replace(speculative, draft_vocab=vocabulary)

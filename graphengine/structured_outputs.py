@@ -24,7 +24,7 @@ class AdapterWithSchema(Protocol):
 
 
 HasSchema = ModelWithSchema | AdapterWithSchema
-"""What tells its own JSON schema. Nothing here imports pydantic."""
+"""An object that gives its own JSON schema. Nothing here imports pydantic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class StructuredOutputsParams:
     disable_any_whitespace         no whitespace between its tokens, which also keeps a model from
                                    an endless run of blanks
     disable_additional_properties  objects of a schema have only the properties that it names,
-                                   unless it speaks of others
+                                   unless it mentions others
     whitespace_pattern             regular expression of the whitespace allowed between its tokens
     """
 
@@ -94,7 +94,7 @@ class StructuredOutputsParams:
         return self.read_schema(float)
 
     def read_schema(self, real: Callable[[str], Any]) -> Any:
-        """`schema`, whose numbers with a point or an exponent are what `real` makes of them."""
+        """`schema`, where `real` reads the numbers that have a point or an exponent."""
         if self.json is None:
             return {"type": "object"}
         schema = json_text.loads(str(self.json), parse_float=real)

@@ -1,4 +1,4 @@
-"""Leaves the engine out: of the package `graphengine` itself only `__init__.py` is here."""
+"""Build without the engine: the package `graphengine` itself has only its `__init__.py` here."""
 
 from typing import Any
 

@@ -2,9 +2,8 @@
 
 Prompts are cut from the text and continued, by each drafter at each temperature and batch size. A
 drafter's tokens must be those of plain decoding in its row family before its figures are reported,
-but for trees in half precision, which attend in other splits.
-With them comes the share of 4-grams that a continuation repeats: a model that loops is easy to
-draft for.
+except for trees in half precision, which attend in other splits. The figures include the share of
+4-grams that a continuation repeats: a model that loops is easy to draft for.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ CPU_PROMPTS = 4
 class Study:
     """One invocation.
 
-    options    of every engine, but for the batch
+    options    options of every engine, without the batch
     batches    continuations at a time, of one engine after the other
     modes      by the text that named them
-    filters    what every request samples with, beside its temperature
+    filters    what every request samples with, besides its temperature
     prompts    token ids, one list for each continuation
     following  the tokens that follow each prompt in the text, as many as in a continuation
     """
@@ -266,7 +265,10 @@ class _Run:
 
     @property
     def ms_per_token(self) -> float | None:
-        """Of one request, from its first token to its last; None where all have one token."""
+        """Milliseconds a token of a request, from its first token to its last.
+
+        None where all have one token.
+        """
         times = [result.timings.tokens for result in self.results if result.timings.tokens]
         later = sum(len(each) - 1 for each in times)
         took = sum(each[-1] - each[0] for each in times)
@@ -291,9 +293,9 @@ def _row(
 ) -> dict[str, Any]:
     """One drafter at one temperature; RuntimeError unless its tokens are those of plain decoding.
 
-    `equal_tokens` is None where an engine with a tree has numerics of its own: then nobody looked.
-    `tokens_per_s` of all continuations, their prompts' prefill included; `ms_per_token` of one
-    request, without its own.
+    `equal_tokens` is None where an engine with a tree has numerics of its own: its tokens were not
+    compared. `tokens_per_s` is of all continuations, their prompts' prefill included;
+    `ms_per_token` is of one request, without its prefill.
     """
     run = _run(engine, study, temperature, progress)
     mode = describe(engine.config.mode)

@@ -84,13 +84,13 @@ def _tokenizer(subject: Subject) -> Tokenizer | None:
 
 
 def kinds_of_kv(calibration: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Options of the engines that are compared, but for the exact one."""
+    """Options of the engines whose KV is compared, except the exact one."""
     fp8: dict[str, Any] = {"kv_dtype": "fp8"}
     return {"dtype": {}, "fp8": fp8, "fp8 calibrated": fp8 | {"kv_calibration": calibration}}
 
 
 def kinds_of_weights(calibration: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """The same; nothing is calibrated."""
+    """Options of the engines whose weights are compared, except the exact one; no calibration."""
     kinds: dict[str, dict[str, Any]] = {"dtype": {}}
     for kind in ROUNDED_KINDS:
         kinds[kind] = {"quantize": kind}
@@ -118,7 +118,7 @@ def measure(
 
     of       one of `COMPARED`
     context  tokens of a window, from 2 up: a window's first token has no log-probability
-    options  of the engines, without those that are compared
+    options  options of the engines, without those that are compared
     """
     sizes = (("context", context, 2), ("prompts", prompts, 1), ("new_tokens", new_tokens, 1))
     for name, value, least in sizes:
@@ -174,7 +174,7 @@ def _compared(
     size: int | None,
     per_step: float | None,
 ) -> Accuracy:
-    """`size`: bytes of the text whose tokens are predicted."""
+    """The figures of one kind; `size` is the bytes of the text whose tokens are predicted."""
     pairs = list(zip(results, exact, strict=True))
     ours, theirs = ([value for each in side for value in _said(each)] for side in (results, exact))
     errors = [a - b for (a, _), (b, _) in zip(ours, theirs, strict=True)]
@@ -194,7 +194,7 @@ def _compared(
 
 
 def _said(result: Result) -> list[tuple[float, int]]:
-    """For each token of the prompt but the first: its log-probability, and the best token's id."""
+    """The log-probability of each prompt token but the first, with the best token's id there."""
     assert result.prompt_logprobs is not None, "they were asked for"
     said = []
     for token, entry in zip(result.prompt_token_ids, result.prompt_logprobs, strict=True):

@@ -61,7 +61,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def tell_written(*paths: Path | None) -> None:
-    """Say on standard error which files were written; None are those that nobody asked for."""
+    """Say on standard error which files were written; None: nobody asked for that file."""
     for path in paths:
         if path is not None:
             print(f"wrote {path}", file=sys.stderr)

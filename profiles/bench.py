@@ -82,7 +82,7 @@ def bench(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _of_ranks(bench: Bench) -> Iterator[Bench]:
-    """The same, of a shape that ranks can draw."""
+    """The benchmark, with its shape stored as a checkpoint where ranks must draw its weights."""
     if max(bench.ranks) == 1 or bench.lone_rank or bench.subject.checkpoint is not None:
         yield bench
         return
@@ -170,7 +170,7 @@ def _measure_ceiling_again(bench: Bench, document: dict[str, Any], first: ReadCe
 
 
 def _floor(ceiling: ReadCeiling | None, row: dict[str, Any]) -> dict[str, float | None]:
-    """`floor_and_share` of a step; None for one that reads nobody knows how much."""
+    """`floor_and_share` of a step; None if it is unknown how many bytes the step reads."""
     known = ceiling if row["step_bytes"] is not None else None
     return floor_and_share(known, row["step_bytes"] or 0, row["ms_per_step"])
 
@@ -308,7 +308,7 @@ def _measure_admission(bench: Bench, progress: Progress) -> dict[str, Any]:
 
 
 def _all_kernels(bench: Bench, progress: Progress) -> Iterator[dict[str, Any]]:
-    """The kernels of each batch, or of each at each context."""
+    """Yield the kernels of each batch, or of each batch at each context."""
     if bench.contexts is not None:
         opened = partial(_opened, bench, progress)
         yield from measure_context_kernels(bench.contexts, bench.works, opened)
@@ -388,7 +388,7 @@ def _engine(
 
 @contextmanager
 def _opened(bench: Bench, progress: Progress, options: dict[str, Any]) -> Iterator[Engine]:
-    """The engine alone."""
+    """`_engine` without the cost of its start."""
     with _engine(bench, options, progress) as (engine, _):
         yield engine
 

@@ -162,7 +162,7 @@ def pieces(engine: Engine, rows: int, steps: int) -> dict[str, float]:
 
 
 def _written(engine: Engine, rows: int) -> list[float]:
-    """Seconds of each replay of the decode stand-in: the list to which it appends."""
+    """Seconds of each replay of the decode stand-in: the list that it appends to."""
     graph = engine.runtime.graphs[decode_key(rows)]
     assert isinstance(graph, PublishingGraph), f"{graph=}"
     return graph.seconds

@@ -1,4 +1,4 @@
-"""What a measurement is doing, told on standard error while its figures are not there yet."""
+"""Tell on standard error what a measurement is doing, until its figures are there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLEAR = "\r\x1b[K"
 class Progress:
     """Tells what is being done, on a line that a terminal shows in place of the last one.
 
-    stream  to tell it to; a file of it has a line each. None: nobody is told
+    stream  where it is told; a stream that is no terminal gets a line each time. None: nowhere
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -52,7 +52,7 @@ SILENT = Progress(None)
 
 @contextmanager
 def told(*, quiet: bool) -> Iterator[Progress]:
-    """What is done in the block is told on standard error, unless `quiet`."""
+    """Tell on standard error what is done in the block, unless `quiet`."""
     progress = SILENT if quiet else Progress(sys.stderr)
     try:
         yield progress

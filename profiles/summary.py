@@ -27,7 +27,7 @@ class Figure(NamedTuple):
 
 
 def _row(document: Document, live: int) -> Mapping[str, Any]:
-    """The first row in which `live` requests decode in an engine for so many."""
+    """The first row where `live` requests decode in an engine of `live` slots."""
     rows: list[Mapping[str, Any]] = document["rows"]
     return next(row for row in rows if row["live"] == row["max_batch"] == live)
 

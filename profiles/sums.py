@@ -1,11 +1,11 @@
-"""`python -m graphengine.profiles.sums`: what it costs to sum up over ranks, on several GPUs.
+"""`python -m graphengine.profiles.sums`: the cost of sums over ranks, on several GPUs.
 
     python -m graphengine.profiles.sums --ranks 2 --shape llama-8b --out sums.json
 
-First the products of a decode step whose parts are summed up, as `graphengine bench --lone-rank`
-has them on one GPU. Then sums by themselves: those of decode steps, and those of chunks by pushes
-and by NCCL, which carries them where GPUs cannot map each other's memory. Last a chunk's sums with
-the residual and the norm behind them: in one kernel, each rank for some lanes, and in two.
+It first measures the products of a decode step whose parts are summed, as `graphengine bench
+--lone-rank` does on one GPU. Then sums by themselves: those of decode steps, and those of chunks by
+pushes and by NCCL, which carries them where GPUs cannot map each other's memory. Last a chunk's
+sums with the residual and the norm after them: in one kernel, each rank for some lanes, and in two.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _run(rank: int, ranks: int, shape: str, lanes: Sequence[int], folder: str) -
     }
     if rank == 0:
         Path(folder, _FOUND).write_text(json.dumps(found))
-    # All are done before anybody lets memory go.
+    # All ranks are done before any of them frees memory.
     pushed.reduce(torch.zeros(1, 2, device=device))
     torch.cuda.synchronize(device)
     for meeting in (pushed, nccl):
@@ -124,7 +124,7 @@ def _sums(
 
 
 def _norms(meeting: Meeting, hidden: int, stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
-    """Of chunks that are split, and of smaller ones, which two ranks do not split."""
+    """Time chunks with residual and norm; also small ones, which two ranks do not split in use."""
     for count in CHUNKS:
         split = meeting.pushed_stream(count, hidden, DTYPE)
         if split is None:

@@ -229,7 +229,7 @@ def _line(columns: Sequence[Column], row: Row) -> str:
 
 
 def _kv_of(measured: Mapping[str, Any]) -> str:
-    """That KV is in e4m3, where it is."""
+    """A remark that KV is in e4m3; empty if it is not."""
     engine = measured.get("engine") or {}
     return ", KV in e4m3" if engine.get("kv_dtype") == "float8_e4m3fn" else ""
 
@@ -292,7 +292,7 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
 
 
 def _files(paths: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the numbers of files stand for. What all of them share is told once."""
+    """The list of numbered files. Facts that all of them share are told once."""
     machines = dict.fromkeys(_machine(document["environment"]) for document in documents)
     told = (
         f"Device and versions of all of these: {next(iter(machines))}. "

@@ -56,7 +56,7 @@ def _host(name: str) -> Callable[[Row], str]:
 
 
 def _start(name: str, digits: int) -> Callable[[Row], str]:
-    """Empty for documents that are older than this figure."""
+    """A cell of a start-up figure; empty for documents that are older than the figure."""
     return lambda row: number(row["start"].get(name), digits)
 
 
@@ -166,23 +166,23 @@ KERNEL_COLUMNS = (
 
 
 def _megabytes(row: Row) -> float | None:
-    """That one launch reads; None for documents that are older than this figure."""
+    """Megabytes that one launch reads; None for documents that are older than this figure."""
     size = row.get("read_bytes")
     return None if size is None else size / 1e6
 
 
 def text_table(columns: Sequence[Column], rows: Sequence[Row], *, width: int | None = None) -> str:
-    """Right-aligned columns, two spaces apart at least.
+    """Right-aligned columns, at least two spaces apart.
 
-    width  of a line at most: columns that do not fit follow below, after the first one once more;
-           None: all are beside each other
+    width  most characters of a line: columns that do not fit follow below, after the first column
+           again; None: all columns side by side
     """
     parts = [columns] if width is None else _parts_of(columns, width)
     return "\n\n".join(_table(part, rows) for part in parts)
 
 
 def _parts_of(columns: Sequence[Column], width: int) -> list[list[Column]]:
-    """The columns of each table that is no wider; the first one in all of them."""
+    """Split the columns into tables no wider than `width`; each begins with the first column."""
     first, *others = columns
     parts, taken = [[first]], _width(first)
     for column in others:
@@ -235,7 +235,7 @@ def describe_document(document: Mapping[str, Any], width: int | None = None) -> 
 
 
 def context_cells(document: Mapping[str, Any]) -> Sequence[Row]:
-    """The batches at contexts; none of a document with rows."""
+    """The batches at contexts; none for a document with rows."""
     cells: Sequence[Row] = (document.get("contexts") or {"cells": ()})["cells"]
     return cells
 
@@ -313,7 +313,7 @@ def heuristic_plans(row: Row) -> str:
 
 
 def all_heuristic_plans(rows: Sequence[Row]) -> list[str]:
-    """Such linears of all rows, each once."""
+    """The `heuristic_plans` of all rows, each once."""
     return sorted({plans for row in rows if (plans := heuristic_plans(row))})
 
 

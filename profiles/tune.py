@@ -6,9 +6,9 @@ What a linear costs depends on its neighbours: launched with PDL they overlap an
 on an SM, and a plan that wins by itself may lose a fifth in the step. So plans are measured in
 place. A captured chain runs [qkv, output, gate_up, down] of a few layers as `Chain.decode`
 does, on more weights than L2 can hold; lm_head is measured after such a chain. Only attention is
-left out: `output` reads the first q_size columns of qkv's result, a strided view. Of a hybrid the
+left out: `output` reads the first q_size columns of qkv's result, a strided view. For a hybrid, the
 chain has a block of each kind in place of a layer, without what recurs. With `--tensor-parallel` it
-is what one of the ranks has, without the sums of all.
+is one rank's part, without the sums over ranks.
 
 One linear at a time gets other plans while the others keep theirs: down, gate_up, qkv, output,
 lm_head, and once more if that gained anything. Compared plans are replayed alternately, and a
@@ -95,7 +95,7 @@ def tune(options: argparse.Namespace) -> None:
     path = options.out or tuning_tables.user_table_path(name)
     gpu = device_of(device)
     assert gpu is not None, f"{device} is no GPU"
-    # A table that cannot be written is found before the work, not after it.
+    # If the table cannot be written, fail before the work, not after it.
     tuning_tables.write_table(path, name, {})
     layers = chain_layers(config, dtype)
     print(f"{config.architecture} on {name}, chains of {layers} layers -> {path}", flush=True)

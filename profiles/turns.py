@@ -3,11 +3,11 @@
     python -m graphengine.profiles.turns --shape llama-1b --context 512,2048 --out turns.json
 
 For each length of context a session has a first turn of this many tokens, prompt and reply. Then,
-`runs` times, a fork of it is given a question, and the time to its first token is taken; and so is
-that of a request whose prompt is the same conversation, which prefills all of it. Each runs alone
-in the engine, and their tokens must be the same, unless `--skip-check`: the KV of a reply comes
-from the decode kernels, and if random weights make two tokens nearly equally probable its last bits
-may decide.
+`runs` times, a fork of it is given a question, and the time to its first token is taken. The same
+time is taken of a request whose prompt is the same conversation, which prefills all of it. Each
+runs alone in the engine, and their tokens must be the same, unless `--skip-check`: the KV of a
+reply comes from the decode kernels, and if random weights make two tokens nearly equally probable
+its last bits may decide.
 
     cached_tokens   tokens of the second turn's prompt whose KV was there already
     turn_ms         submission to first token: median, least and greatest of the runs
@@ -123,7 +123,7 @@ def _spread(results: Sequence[Result]) -> Spread:
 def document(
     subject: Subject, contexts: Sequence[int], options: dict[str, Any], **sizes: Any
 ) -> dict[str, Any]:
-    """All lengths in one engine, as JSON types."""
+    """The document, in JSON types: all lengths, measured in one engine."""
     longest = max(contexts) + sizes["question"] + 8
     # Room for a fork, the request it is compared with, and the session being restored.
     block_size = options.get("block_size") or 16

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Drawable(Protocol):
-    """A `GraphStructure`, of which its nodes and edges are drawn."""
+    """A `GraphStructure`, whose nodes and edges are drawn."""
 
     @property
     def nodes(self) -> Sequence[Any]: ...
@@ -55,7 +55,7 @@ def dot_text(graph: Drawable, title: str, name_width: int | None) -> str:
 
 
 def draw_svg(dot: str) -> str:
-    """What Graphviz's `dot` makes of text for it; RuntimeError where that is missing or fails."""
+    """Text for Graphviz drawn as SVG by its `dot`; RuntimeError where that is missing or fails."""
     program = shutil.which("dot")
     if program is None:
         raise RuntimeError(

@@ -66,8 +66,8 @@ def inspect_graph(
     that made the node has their handles and may pass them: `bodies` is {handle of the node: its
     bodies}.
 
-    `on_kernel` is called with the handle of each kernel node as it is read: node by node, those of
-    a nested graph where its node stands.
+    `on_kernel` is called with the handle of each kernel node as it is read: node by node, with the
+    kernels of a nested graph in the place of its node.
     """
     if low_level.driver is None:
         raise RuntimeError("looking inside a graph needs cuda-bindings (cuda.bindings.driver)")
@@ -78,7 +78,7 @@ def inspect_graph(
 def programmatic_edges(graph: torch.cuda.CUDAGraph | SupportsInt) -> tuple[int, int]:
     """Numbers of programmatic edges and of all edges of `graph`, which is as for `inspect_graph`.
 
-    Equal in a graph all of whose kernels were launched with programmatic dependent launch.
+    They are equal if all kernels of the graph were launched with programmatic dependent launch.
     """
     return inspect_graph(graph).programmatic_edges()
 
@@ -93,7 +93,7 @@ def demangle(name: str) -> str:
 
 
 class _Walker:
-    """Reads graphs through the driver; remembers kernels' names, of which there are few."""
+    """Reads graphs through the driver; remembers kernels' names, as there are few of them."""
 
     def __init__(
         self,

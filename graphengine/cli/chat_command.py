@@ -70,7 +70,7 @@ class Conversation:
         deadline_s: float | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """`deadline_s` is that of each turn, `template_variables` those of each rendering."""
+        """`deadline_s` applies to each turn, `template_variables` to each rendering."""
         self._engine = engine
         self._session = session
         self._params = params
@@ -128,12 +128,12 @@ class ChatOutput:
         self._json = json
 
     def begin(self, model: str, device: str) -> None:
-        """Who answers, and how to leave; a program is not told."""
+        """Print who answers, and how to leave; a program is not told."""
         if not self._json:
             self.notice(f"{model} on {device}. /help lists commands, /quit or Ctrl-D ends.")
 
     def say(self, text: str) -> None:
-        """A piece of a reply."""
+        """Print a piece of a reply."""
         if not self._json:
             print(text, end="", flush=True)
 
@@ -147,7 +147,7 @@ class ChatOutput:
             print(f"({result.finish_reason})")
 
     def notice(self, text: str) -> None:
-        """What a command has done."""
+        """Print what a command has done."""
         shown = json.dumps({"notice": text}) if self._json else fit(text, columns())
         print(shown, flush=True)
 
@@ -177,7 +177,7 @@ def converse(conversation: Conversation, lines: Iterable[str], output: ChatOutpu
 
 
 def _command(conversation: Conversation, line: str) -> str:
-    """Run a command; what it has done. ValueError if it is none, or could not be run."""
+    """Run a command and return what it has done. ValueError if it is unknown, or fails."""
     name, _, argument = line.strip().partition(" ")
     argument = argument.strip()
     if name == "/help":
@@ -197,7 +197,7 @@ def _command(conversation: Conversation, line: str) -> str:
 
 @contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """Set by the first Ctrl-C in the block; the second one is a KeyboardInterrupt.
+    """An event that the first Ctrl-C in the block sets; the second one is a KeyboardInterrupt.
 
     So a reply ends as a cancelled request, and what it has said is kept. For the main thread.
     """

@@ -35,6 +35,6 @@ def generate(options: argparse.Namespace) -> None:
         return
     print(flush=True)
     print_logprobs(result)
-    # They come after the text where both are a terminal.
+    # The figures come after the text where both go to a terminal.
     sys.stdout.flush()
     print_summary(summary, result)

@@ -22,7 +22,7 @@ from graphengine.structured_outputs import StructuredOutputsParams
 
 
 def open_engine(options: argparse.Namespace) -> Engine:
-    """The engine that was asked for; a terminal sees how far it is loaded."""
+    """Open the engine that was asked for; a terminal shows how far it is loaded."""
     progress = None if options.json or not sys.stderr.isatty() else _progress_bar
     return Engine.from_pretrained(
         options.checkpoint, progress=progress, **read_engine_options(options)

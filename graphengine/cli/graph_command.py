@@ -43,7 +43,7 @@ class Dump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpDiff:
-    """How a dump differs from another one; `changed` has no graph without changes.
+    """How a dump differs from another one; `changed` has only graphs with changes.
 
     `facts` has the facts that differ, as (before, after); they alone do not count as a change.
     """
@@ -233,7 +233,7 @@ def _parts_of_index(index: Any) -> tuple[dict[str, str], dict[str, Any]]:
 def diff_dumps(
     old: Dump, new: Dump, *, exact_names: bool = False, launch_sizes: bool = True
 ) -> DumpDiff:
-    """Compare graphs of the same name; `exact_names` and `launch_sizes` as of `normalise`."""
+    """Compare graphs of the same name; see `normalise` for `exact_names` and `launch_sizes`."""
     before, after = (
         {
             name: normalise(graph, names=not exact_names, launch_sizes=launch_sizes)

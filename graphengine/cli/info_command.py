@@ -75,7 +75,7 @@ def info(options: argparse.Namespace) -> None:
 
 
 def _parameters(weights: ModelWeights) -> dict[str, int]:
-    """All of them, and where there are experts those that a token meets."""
+    """The number of parameters, and with experts the number that a token uses."""
     routed, parameters = weights.routed, weights.parameters
     if routed is None:
         return {"parameters": parameters}

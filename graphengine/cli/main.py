@@ -27,7 +27,7 @@ class Command(NamedTuple):
 
     about  what `--help` says of it
     add    adds its options to a parser
-    usage  of its arguments, which an error shows: all options would hide the error
+    usage  the arguments as an error shows them: all options would hide the error
     """
 
     about: str

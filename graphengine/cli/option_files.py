@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _imports(source: ast.Module, module: str, names: set[str]) -> Iterator[str]:
-    """The lines that import those of `names` that are not builtins, as the module itself does."""
+    """The lines that import all `names` but builtins, as the module itself does."""
     for node in source.body:
         if isinstance(node, ast.Import):
             yield from (f"import {each.name}" for each in node.names if each.name in names)

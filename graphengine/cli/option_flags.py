@@ -1,8 +1,8 @@
 """A table of options as flags of a command line, and what was given there.
 
-What a command line needs to know of a row is a `FlagFacts`. Those of the tables of engines and
-requests are in `flags.json` too, which `option_files.py` writes: a table imports torch, and neither
-`--help` nor a typing error should take seconds.
+`FlagFacts` are what a command line needs to know of a row. The facts of the tables of engines and
+requests are in `flags.json`, too, which `option_files.py` writes: a table imports torch, and
+neither `--help` nor a typing error should take seconds.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class FlagFacts:
     help      its text there, as a user sees it
     kind      "int", "float", "str" or "bool"
     choices   of its values; empty: not limited
-    negated   it has a `--no-` beside it
+    negated   it has a `--no-` form, too
     value     what a flag without a value stands for
-    parse     a value from its text, as `module:function` or itself; None: the kind says how
-    default   what the command takes where it is not given
+    parse     reads a value from text: a function, or `module:function`; None: the kind says how
+    default   the command's default where the flag is not given
     many      it may be repeated
     common    whether `--help` lists it
     """
@@ -75,7 +75,7 @@ def to_json(tables: Iterable[type]) -> str:
 
 @cache
 def kept_facts(table: str) -> tuple[FlagFacts, ...]:
-    """The flags of a table as `FILE` has them, by its name: nothing of it is imported."""
+    """The flags of a table, by its name, from `FILE`: the table itself is not imported."""
     found = json.loads(FILE.read_text(encoding="utf-8"))[table]
     return tuple(FlagFacts(**facts) for facts in found)
 
@@ -92,7 +92,7 @@ def add_flags(
 
     only    names of options, each of which has a flag; None: all that have one
     but     names of options that get no flag in this command
-    prefix  of the options' names in the parsed result, since two tables may share a name
+    prefix  put before the options' names in the parsed result, as two tables may share a name
     """
     known = {facts.name: facts for facts in _facts_of(table)}
     assert only is None or known.keys() >= {*only}, f"{only=} has options without a flag"
@@ -102,12 +102,12 @@ def add_flags(
 
 
 def common_flags(table: type | Sequence[FlagFacts]) -> list[str]:
-    """Those that `--help` lists, as they are typed."""
+    """The flags that `--help` lists, as they are typed."""
     return [f"--{facts.flag}" for facts in _facts_of(table) if facts.common]
 
 
 def given_options(parsed: argparse.Namespace, table: type, *, prefix: str = "") -> dict[str, Any]:
-    """The options that were given, or for which the command has a default of its own."""
+    """The options that were given, and those with a default of the command's own."""
     given = {}
     for row in rows(table):
         value = getattr(parsed, prefix + row.name, None)
@@ -147,7 +147,7 @@ def _facts(row: Row, flag: Flag) -> FlagFacts:
 
 
 def _changed(facts: FlagFacts) -> dict[str, Any]:
-    """The fields that are not as by default, as JSON has them."""
+    """The fields that differ from their defaults, in JSON types."""
     changed = {}
     for field in dataclasses.fields(facts):
         value = getattr(facts, field.name)

@@ -48,7 +48,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def print_summary(summary: dict[str, Any], result: Result) -> None:
-    """Figures of a text, on standard error: the text alone may go into a file."""
+    """Print figures of a text to standard error: the text alone may go into a file."""
     buckets = ", ".join(f"{name} x{count}" for name, count in summary["replays"].items())
     stopped = "" if summary["stop_reason"] is None else f" ({summary['stop_reason']!r})"
     latencies = []
@@ -71,9 +71,9 @@ def print_summary(summary: dict[str, Any], result: Result) -> None:
 
 
 def print_logprobs(result: Result) -> None:
-    """A line for each token of the prompt, and for each new one, of which they were asked for.
+    """Print a line for each prompt token and each new token whose logprobs were asked for.
 
-    On standard error, as the other figures.
+    They go to standard error, as the other figures do.
     """
     width = columns(sys.stderr)
     for token, logprobs in zip(result.prompt_token_ids, result.prompt_logprobs or (), strict=False):

@@ -13,10 +13,10 @@ from typing import Any
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of which `--help` lists common options alone, once `show_first` has named them.
+    """A parser whose `--help` lists only common options, once `show_first` has named them.
 
-    It has the first part of their texts, up to a semicolon. `--help-all` then lists every option
-    with its whole text. Without `show_first`, `--help` does.
+    `--help` has the first part of their texts, up to a semicolon; `--help-all` lists every option
+    with its whole text. Without `show_first`, `--help` lists every option.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -31,7 +31,7 @@ class CommandParser(argparse.ArgumentParser):
         assert known >= self._common, f"{self._common - known=}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Names an option that does not exist before one that is missing: it may be that one."""
+        """Report an unknown option before a missing one, which it may be a misspelling of."""
         if self._subparsers is None:
             known = self._option_string_actions
             for given in itertools.takewhile(lambda each: each != "--", args or ()):
@@ -91,7 +91,7 @@ class _HelpAll(argparse.Action):
 
 
 def _short(action: argparse.Action, rare: Sequence[argparse.Action]) -> str | None:
-    """The text that `--help` has of an option."""
+    """The text that `--help` shows for an option."""
     text = action.help
     if action in rare:
         return argparse.SUPPRESS
@@ -106,7 +106,7 @@ def _short(action: argparse.Action, rare: Sequence[argparse.Action]) -> str | No
 def _replaced_help(
     actions: Sequence[argparse.Action], help_of: Callable[[argparse.Action], str | None]
 ) -> Iterator[None]:
-    """Inside, each option has another text."""
+    """Give each option another text inside the block."""
     texts = [action.help for action in actions]
     for action in actions:
         action.help = help_of(action)

@@ -10,14 +10,15 @@ from typing import TextIO
 
 
 def columns(stream: TextIO | None = None) -> int | None:
-    """The width of the terminal that `stream`, or standard output, is; None where it is none."""
+    """The width of the terminal of `stream`, or standard output; None if it is no terminal."""
     return shutil.get_terminal_size().columns if (stream or sys.stdout).isatty() else None
 
 
 def fit(text: str, width: int | None) -> str:
-    """The same lines, but those longer than `width` broken between words.
+    """Break lines longer than `width` between words.
 
-    What follows begins where the line's text does: after a name and spaces, where it has such.
+    The rest of a line is indented to where its text begins: after a name and spaces, if it has
+    them.
     """
     if width is None:
         return text

@@ -1,7 +1,7 @@
 """A small real model in the package: the checkpoint, held-out text, and the training script.
 
-Nothing here imports torch. The training scripts are `python -m graphengine.demo.train` and, for
-what drafts beside the model, `python -m graphengine.demo.train_eagle3` and `.train_block`.
+Nothing here imports torch. The training scripts are `python -m graphengine.demo.train` and, for the
+model's drafters, `python -m graphengine.demo.train_eagle3` and `.train_block`.
 """
 
 from pathlib import Path

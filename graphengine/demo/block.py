@@ -37,10 +37,10 @@ class BlockConfig(DrafterConfig):
     """Sizes of a block drafter.
 
     kind      one of KINDS
-    layers    of the target, ascending, after which its stream is read
+    layers    layers of the target after which its stream is read, ascending
     depth     drafts of a block
     count     layers of the drafter
-    ffn_size  of each
+    ffn_size  feed-forward size of each layer
     rank      of DSpark's sequential head; DFlash has none
     """
 
@@ -58,7 +58,7 @@ class BlockConfig(DrafterConfig):
 
     @property
     def lanes(self) -> int:
-        """L"""
+        """L, the lanes of a block."""
         return self.depth if self.from_newest else self.depth + 1
 
     @property
@@ -77,7 +77,7 @@ class BlockConfig(DrafterConfig):
         }
 
     def check(self, target: DemoConfig) -> None:
-        # What the last layer leaves is handed out normed by some.
+        # Some implementations give the last layer's output only after the norm.
         self.check_numbers(0, target.layers - 2)
         if self.kind not in KINDS:
             raise ValueError(f"--kind {self.kind!r} is none of {', '.join(KINDS)}")
@@ -85,13 +85,13 @@ class BlockConfig(DrafterConfig):
             raise ValueError(f"{self.count} layers and rank {self.rank}: at least one is needed")
 
     def build(self, target: DemoConfig, tokens: torch.Tensor) -> "BlockDrafter":
-        """A text's rarest token is the mask."""
+        """A new drafter, whose mask is the text's rarest token."""
         counts = torch.bincount(tokens.long(), minlength=target.vocab_size)
         return BlockDrafter(self, target, mask=int(counts.argmin()))
 
 
 class MarkovHead(nn.Module):
-    """What is added to a draft's logits for the token before it: nothing at first."""
+    """Adds to a draft's logits by the token before it; it adds nothing at first."""
 
     def __init__(self, tokens: int, rank: int) -> None:
         super().__init__()
@@ -101,17 +101,17 @@ class MarkovHead(nn.Module):
         nn.init.zeros_(self.markov_w2.weight)
 
     def forward(self, before: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # An embedding's gradient sorts; that of a selection adds, which a graph can hold.
+        # The gradient of an embedding sorts; that of `index_select` adds, which a graph can hold.
         rows = self.markov_w1.weight.index_select(0, before.flatten()).to(dtype)
         added: torch.Tensor = self.markov_w2(rows)
         return added.float().view(*before.shape, -1)
 
 
 class BlockDrafter(DemoDrafter):
-    """The drafter beside a target of this shape, which its layers have but for the feed-forward
-    size. It shares the target's embedding and lm_head.
+    """The drafter for a target of this shape; its layers differ only in the feed-forward size. It
+    shares the target's embedding and lm_head.
 
-    mask  the token whose embedding stands for those that are not known
+    mask  the token whose embedding stands for unknown tokens
     """
 
     def __init__(self, config: BlockConfig, target: DemoConfig, *, mask: int) -> None:
@@ -126,11 +126,11 @@ class BlockDrafter(DemoDrafter):
 
     @torch.no_grad()
     def begin_as(self, target: DemoModel) -> None:
-        """Its last norm is at first that of the target, but less sure."""
+        """Copy the target's last norm, scaled to be less sure."""
         self.norm.weight.copy_(UNSURE * target.model.norm.weight)
 
     def outputs(self, reading: Reading, anchors_M: torch.Tensor, target: DemoModel) -> torch.Tensor:
-        """[B,M,L,H] of the blocks after these anchors, after the last norm."""
+        """Hidden states [B,M,L,H] of the blocks after these anchors, after the last norm."""
         lanes = self.config.lanes
         rows = torch.arange(reading.streams.shape[1], device=anchors_M.device)
         positions = anchors_M[:, None] + 1 + torch.arange(lanes, device=anchors_M.device)

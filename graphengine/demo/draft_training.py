@@ -46,8 +46,8 @@ class Settings:
     """`minutes` for the whole command after imports; `own_seconds` of them for the target to write.
 
     With `steps`, training takes that many steps, however long they take, and the target writes one
-    round of windows. `own_share` of a batch's windows are those that the target wrote parts of, of
-    `own_windows` that it writes at once.
+    round of windows. `own_share` is the share of a batch's windows that the target wrote parts of;
+    it writes `own_windows` at once.
     """
 
     minutes: float = 4.0
@@ -66,7 +66,7 @@ class Settings:
     device: str = "cuda"
 
     def check(self, depth: int) -> None:
-        """ValueError for what cannot be trained."""
+        """ValueError for settings that cannot be trained with."""
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"--steps {self.steps}: at least one is needed")
         if not 0 <= self.own_share <= 1:
@@ -80,14 +80,14 @@ class Text:
     """What a drafter is trained on, int32 on the device.
 
     corpus  [tokens]
-    own     [windows, length + 1], which the target wrote parts of; none: all text is the corpus's
+    own     [windows, length + 1] that the target wrote parts of; empty: all text is the corpus's
     """
 
     corpus: torch.Tensor
     own: torch.Tensor
 
     def batch(self, count: int, length: int, own_share: float) -> torch.Tensor:
-        """int64 [count, length + 1]"""
+        """Random windows, int64 [count, length + 1]."""
         from_own = round(own_share * count)
         plain = random_windows(self.corpus, batch=count - from_own, length=length)
         if not from_own:
@@ -96,12 +96,15 @@ class Text:
         return torch.cat((plain, self.own[chosen].long()))
 
     def save(self, path: Path, target: str) -> None:
-        """For another training beside the same target."""
+        """Save the text for another training with the same target."""
         save_file({"corpus": self.corpus, "own": self.own}, path, metadata={"target": target})
 
     @classmethod
     def load(cls, path: Path, target: str, settings: Settings) -> "Text":
-        """ValueError for text of another target, or without windows of the wanted length."""
+        """Load saved text.
+
+        ValueError for text of another target, or without windows of the wanted length.
+        """
         length = settings.sequence
         with safe_open(path, framework="pt", device=settings.device) as file:
             written_by = file.metadata()["target"]
@@ -117,7 +120,7 @@ class Text:
 
 
 def target_id(checkpoint: Path) -> str:
-    """By which text knows its target."""
+    """The SHA-256 of a target's weights, by which saved text names its target."""
     return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
 
 
@@ -129,7 +132,7 @@ def make_text(
     *,
     stdlib_only: bool,
 ) -> Text:
-    """The corpus, and what the target writes of it."""
+    """The corpus, and windows of it that the target writes parts of."""
     length = settings.sequence
     _, parts = prepare(paths, stdlib_only)
     encoded = encode_parts(load_tokenizer(checkpoint), parts, length=length, device=settings.device)
@@ -149,7 +152,7 @@ def make_text(
 
 
 def heldout_tokens(folder: Path, device: str) -> torch.Tensor:
-    """int32: the shipped held-out text."""
+    """Tokens of the shipped held-out text, int32."""
     documents = [
         Document(path=str(index), text=part)
         for index, part in enumerate(heldout_text().split(END_OF_TEXT))
@@ -158,7 +161,7 @@ def heldout_tokens(folder: Path, device: str) -> torch.Tensor:
 
 
 def parts_of_run(steps: int | None, deadline: float) -> Iterator[float]:
-    """Before each step, the part of the run that is over: of `steps`, or of the time."""
+    """Yield, before each step, the part of the run that is over: of `steps`, or of the time."""
     if steps is not None:
         yield from (step / steps for step in range(steps))
         return
@@ -174,7 +177,8 @@ def fit(
 ) -> list[list[float]]:
     """Trains until `deadline` (time.monotonic), or for `settings.steps`.
 
-    Returns the number of steps and the losses then, in nats by draft, at some moments and the end.
+    Returns a row at some moments and at the end: the number of steps, and the losses in nats by
+    draft.
     """
     device, parameters = text.corpus.device, list(drafter.parameters())
     optimiser = Optimiser(drafter, weight_decay=settings.weight_decay)
@@ -306,7 +310,7 @@ def save_card(folder: Path, metrics: Mapping[str, Any], config: DrafterConfig) -
 
 
 def training_options(name: str, about: str | None) -> argparse.ArgumentParser:
-    """What the scripts are told alike: where things are, and `Settings`."""
+    """The options that the training scripts share: where things are, and `Settings`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m graphengine.demo.{name}",
         description=about,
@@ -343,12 +347,12 @@ def training_options(name: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def layer_numbers(text: str) -> tuple[int, ...]:
-    """Of an option."""
+    """Layer numbers from the text of an option."""
     return tuple(int(layer) for layer in text.split(","))
 
 
 def run(options: argparse.Namespace, config: DrafterConfig) -> None:
-    """Train as told."""
+    """Train with the options of a command line."""
     # cuDNN's attention is planned anew for each shape, and without it one kind of kernels is used.
     torch.backends.cuda.enable_cudnn_sdp(False)
     metrics = train(

@@ -1,9 +1,9 @@
-"""What drafters for the demo model share: the loss they are trained by, what they are measured by,
-and what a training script must know of them.
+"""What drafters for the demo model share: their loss, their metric, and what a training script must
+know of them.
 
-After an anchor, a position of a window up to which the target has been, a drafter makes as many
-drafts as its depth. Draft d after anchor p, counted from 1, is a token for position p+1+d, towards
-what the target says at position p+d.
+An anchor is a position of a window up to which the target has run. After it a drafter makes as many
+drafts as its depth. Draft d after anchor p, counted from 1, is a token for position p+1+d. It is
+trained towards what the target says at position p+d.
 
 Shapes: B windows, T tokens of a window, H hidden, A layers of the target that are read, M anchors,
 V vocabulary, D draft vocabulary.
@@ -22,22 +22,22 @@ from graphengine.demo.model import DemoConfig, DemoModel
 
 # A later draft counts only where all before it were right.
 DECAY = 0.8
-# Scale of the first logits: before it has learned anything a drafter should not be sure of it.
+# Scale of the first logits: a drafter that has learned nothing yet should not be sure.
 UNSURE = 0.25
-# Part of the loss that is the distance of the distributions, as DSpark is trained: what is accepted
+# Share of the loss that is the distance of the distributions, as DSpark is trained: acceptance
 # depends on it. The rest is cross entropy, from which a drafter that knows nothing learns.
 DISTANCE = 0.9
-# Of a held-out window every so many positions are looked at.
+# Every STRIDE-th position of a held-out window is evaluated.
 STRIDE = 4
 
 
 class Reading(NamedTuple):
-    """What drafters are fed of windows.
+    """What drafters read of windows.
 
-    hidden     [B,T,H], of which the target makes its logits
-    streams    [B,T,A*H], what the target's chosen layers leave, side by side
+    hidden     [B,T,H], from which the target makes its logits
+    streams    [B,T,A*H], outputs of the target's chosen layers, side by side
     following  int64 [B,T], the token after each
-    embedding  [B,T,H], of those
+    embedding  [B,T,H], the embedding of `following`
     """
 
     hidden: torch.Tensor
@@ -48,16 +48,16 @@ class Reading(NamedTuple):
 
 @torch.no_grad()
 def read_target(target: DemoModel, windows_BT1: torch.Tensor, layers: Collection[int]) -> Reading:
-    """Of these layers' streams."""
+    """Run the target over windows and read the streams of these layers."""
     following = windows_BT1[:, 1:]
     hidden, streams = target.hidden_and_streams(windows_BT1[:, :-1], layers)
     return Reading(hidden, torch.cat(streams, dim=-1), following, target.embed(following))
 
 
 class DemoDrafter(nn.Module, ABC):
-    """A drafter beside a target.
+    """A drafter for a target.
 
-    read_layers  of the target, ascending, after which its stream is read
+    read_layers  layers of the target after which its stream is read, ascending
     depth        drafts after an anchor
     ids          int64 [D], ascending: the draft vocabulary; None: all
     """
@@ -75,30 +75,30 @@ class DemoDrafter(nn.Module, ABC):
     def draft_logits(
         self, reading: Reading, anchors_M: torch.Tensor, target: DemoModel
     ) -> Sequence[torch.Tensor]:
-        """Float32 [B,M,D] of each draft, where those before it are the text's tokens.
+        """Logits of each draft, float32 [B,M,D], with the text's tokens as the drafts before it.
 
         Anchors are at most T - 1 - depth.
         """
 
     @abstractmethod
     def begin_as(self, target: DemoModel) -> None:
-        """Take what is at first as the target has it."""
+        """Copy the initial values that come from the target."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """config.json and model.safetensors, as published; the weights are rounded to bfloat16."""
+        """Write config.json and model.safetensors, as published, with weights in bfloat16."""
 
     def drafted(self, values: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Of the whole vocabulary's values along `dim` those of the draft vocabulary."""
+        """The draft vocabulary's part of `values`, which has the whole vocabulary along `dim`."""
         return values if self.ids is None else values.index_select(dim, self.ids)
 
     def tokens(self, drafts: torch.Tensor) -> torch.Tensor:
-        """The target's ids of the draft vocabulary's."""
+        """The target's ids of `drafts`, which are ids of the draft vocabulary."""
         return drafts if self.ids is None else self.ids[drafts]
 
 
 class DrafterConfig(ABC):
-    """What a drafter is, but for the target's sizes.
+    """A drafter's options, without the target's sizes.
 
     layers, depth  as a drafter's `read_layers` and `depth`
     card           the template of its card
@@ -116,15 +116,15 @@ class DrafterConfig(ABC):
     @property
     @abstractmethod
     def card_values(self) -> Mapping[str, Any]:
-        """Of the template, beside what a card of every drafter has."""
+        """Values of the template besides those that every drafter's card has."""
 
     @abstractmethod
     def build(self, target: DemoConfig, tokens: torch.Tensor) -> DemoDrafter:
-        """The drafter, new; `tokens` is text to count."""
+        """A new drafter; `tokens` is text to count token frequencies in."""
 
     @abstractmethod
     def check(self, target: DemoConfig) -> None:
-        """ValueError for what a checkpoint cannot say, or the target does not have."""
+        """ValueError for options that a checkpoint cannot express, or the target does not have."""
 
     def check_numbers(self, first: int, last: int) -> None:
         """ValueError unless the layers ascend within these, and the depth is 1 or more."""
@@ -141,8 +141,8 @@ def draft_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss to minimise, and the mean cross entropies in nats of each draft, [depth].
 
-    Both parts of the loss are of the target's own distribution over the draft vocabulary, at those
-    positions where that has the target's best token.
+    Both parts of the loss are against the target's own distribution over the draft vocabulary, at
+    the positions where that vocabulary has the target's best token.
     """
     reading = read_target(target, windows_BT1, drafter.read_layers)
     losses, entropies = [], []
@@ -170,7 +170,7 @@ def agreement(
 
     greedy   both take their best token
     sampled  both draw at temperature 1 with the same Gumbel noise, as the engine does
-    tokens_per_step  1 and the drafts before the first that differs, where the text is what follows
+    tokens_per_step  1 plus the drafts before the first that differs, along the given text
     """
     parts: dict[str, list[torch.Tensor]] = {"greedy": [], "sampled": []}
     for piece in windows(tokens, length=length, batch=batch):

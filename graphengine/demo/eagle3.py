@@ -2,7 +2,7 @@
 
 The formulae are those of `graphengine.models.eagle3`, and parameters have the names of published
 checkpoints. Trained by training-time test (Y. Li et al., "EAGLE-3", arXiv:2503.01840): several runs
-are unrolled, in each of which the head reads what it left in the run before.
+are unrolled, and in each the head reads its own output of the run before.
 
 Shapes are those of `graphengine.demo.drafting`; a run makes a draft.
 """
@@ -36,8 +36,8 @@ from graphengine.demo.model import (
 class HeadConfig(DrafterConfig):
     """Sizes of a head, and how it is trained.
 
-    layers    of the target, ascending, after which its stream is read
-    ffn_size  of the head's layer
+    layers    layers of the target after which its stream is read, ascending
+    ffn_size  feed-forward size of the head's layer
     depth     runs that are unrolled
     drafted   tokens of the draft vocabulary, for which the head has an lm_head of its own; 0: it
               shares the target's
@@ -91,7 +91,7 @@ class HeadLayer(nn.Module):
 
 
 class Eagle3Head(DemoDrafter):
-    """The head beside a target of this shape, which its layer has but for the feed-forward size.
+    """The head for a target of this shape; its layer differs only in the feed-forward size.
 
     ids  int64 [D], ascending: the draft vocabulary; None: all, by the target's lm_head
     """
@@ -105,12 +105,12 @@ class Eagle3Head(DemoDrafter):
         self.fc = Linear(len(config.layers) * shape.hidden_size, shape.hidden_size)
         self.midlayer = HeadLayer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.eps)
-        # An embedding to the optimiser, which takes matrices of layers otherwise.
+        # An nn.Embedding, which the optimiser does not treat as a matrix of a layer.
         self.lm_head = None if ids is None else nn.Embedding(len(ids), shape.hidden_size)
 
     @torch.no_grad()
     def begin_as(self, target: DemoModel) -> None:
-        """Its last norm and lm_head are at first those of the target, but less sure."""
+        """Copy the target's last norm and lm_head, scaled to be less sure."""
         self.norm.weight.copy_(UNSURE * target.model.norm.weight)
         if self.lm_head is not None:
             self.lm_head.weight.copy_(self.drafted(target.model.embed_tokens.weight, dim=0))
@@ -131,7 +131,7 @@ class Eagle3Head(DemoDrafter):
         save_weights(folder, stored, head_json(self))
 
     def logits(self, output: torch.Tensor, target: DemoModel) -> torch.Tensor:
-        """Float32 [..., D] of what `outputs` gives."""
+        """Logits of an output of `outputs`, float32 [..., D]."""
         if self.lm_head is None:
             return target.logits(output).float()
         return F.linear(output, self.lm_head.weight.to(output.dtype)).float()
@@ -139,7 +139,7 @@ class Eagle3Head(DemoDrafter):
     def outputs(
         self, following_BTH: torch.Tensor, streams_BTS: torch.Tensor, anchors_M: torch.Tensor
     ) -> list[torch.Tensor]:
-        """[B,M,H] after the last norm, for each of `depth` runs.
+        """Hidden states [B,M,H] after the last norm, for each of `depth` runs.
 
         Run s at anchor p is at position p+s, is fed the embedding of token p+s+1, which is row p+s
         of `following_BTH`, with fc of the target's streams at p (s = 0) or the y of run s-1, and

@@ -38,7 +38,7 @@ def windows(tokens: torch.Tensor, *, length: int, batch: int) -> Iterator[torch.
 
 @torch.no_grad()
 def mean_loss(model: DemoModel, tokens: torch.Tensor, *, batch: int) -> float:
-    """Nats a token of the main model alone, by which training chooses the best weights."""
+    """Nats a token of the main model alone; training chooses the best weights by it."""
     total, count = torch.zeros((), device=tokens.device), 0
     for piece in windows(tokens, length=model.config.max_positions, batch=batch):
         logits = model.logits(model.hidden(piece[:, :-1].long())).float()

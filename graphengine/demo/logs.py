@@ -6,5 +6,5 @@ START = time.monotonic()
 
 
 def log(text: str) -> None:
-    """A line, after the seconds that have passed."""
+    """Print a line, after the seconds that have passed."""
     print(f"{time.monotonic() - START:7.1f} s  {text}", flush=True)

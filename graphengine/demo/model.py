@@ -92,7 +92,7 @@ def grouped_attention(
 ) -> torch.Tensor:
     """q [B,Q,T,D], k and v [B,G,S,D] -> [B,Q,T,D].
 
-    seen_TS  which keys each query sees; None: those of its row and before
+    seen_TS  which keys each query sees; None: those of its own row and earlier ones
     """
     # Repeated explicitly: every attention backend of every torch version supports that.
     groups = q.shape[1] // k.shape[1]
@@ -101,13 +101,14 @@ def grouped_attention(
 
 
 class DraftAttention:
-    """Attention of drafts' rows, with the cache of inference.
+    """Attention for the rows of drafts, with the same cache as at inference.
 
-    They see rows of the window up to their anchors, which are made of the target's hidden states,
-    and those of their own draft. Calling it appends the rows that it is fed.
+    A row sees the window's rows up to its anchor, which are made from the target's hidden states,
+    and the rows of its own draft. A call appends the rows that it is fed.
 
     k, v       [B,G,T,D] of the window
-    anchors_R  int64, ascending: of each row that is fed. Those of one anchor are of one draft.
+    anchors_R  int64, ascending: the anchor of each row that is fed. Rows of one anchor are one
+               draft.
     """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, anchors_R: torch.Tensor) -> None:
@@ -123,7 +124,7 @@ class DraftAttention:
 
 
 class Attention(nn.Module):
-    """Qwen3's; a Llama's without `head_norms`. It is fed `inputs` columns, H where that is 0."""
+    """Qwen3's attention; Llama's without `head_norms`. It is fed `inputs` columns; 0: H."""
 
     def __init__(self, config: DemoConfig, *, inputs: int = 0, head_norms: bool = True) -> None:
         super().__init__()
@@ -146,7 +147,7 @@ class Attention(nn.Module):
         return self.o_proj(out), k, v
 
     def keys_and_values(self, x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B,G,T,D] each."""
+        """The rows' keys and values, [B,G,T,D] each."""
         k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         return rope.rotate(self.k_norm(k)), v
 
@@ -237,7 +238,7 @@ class DemoModel(nn.Module):
     def hidden_and_streams(
         self, tokens_BT: torch.Tensor, layers: Collection[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """`hidden`, and the [B,T,H] that each of these layers leaves, before any norm."""
+        """`hidden`, and the output [B,T,H] of each of these layers, before any norm."""
         x = self.embed(tokens_BT)
         rope = Rope.of(self.config, torch.arange(x.shape[1], device=x.device))
         streams = []
@@ -254,8 +255,8 @@ class DemoModel(nn.Module):
 
         Step s at anchor p is at position p+s, is fed token p+s+1 of the text (`next_BT` is the text
         moved left by one) with the hidden state at p (s = 0) or the u of step s-1, and its logits
-        predict token p+s+2. Anchors are at most T - 1 - DEPTH. Keys and values are those that the
-        one-module drafter of the engine reads at inference.
+        predict token p+s+2. Anchors are at most T - 1 - DEPTH. Keys and values are the ones that
+        the one-module drafter of the engine reads at inference.
         """
         layer = self.mtp.layers[0]
         embedding = self.embed(next_BT)

@@ -1,7 +1,7 @@
-"""Text of which the demo model wrote a part itself: what its drafter will meet.
+"""Text that the demo model wrote in part itself, like the text that its drafter will meet.
 
-A drafter drafts what its target writes, which is not what the target was trained on; greedily it
-repeats itself. EAGLE-3 and DFlash are trained on their target's own answers for that reason.
+A drafter drafts what its target writes, which is not what the target was trained on: a greedy
+target repeats itself. For that reason EAGLE-3 and DFlash are trained on their target's own answers.
 
 Shapes: B windows, T tokens of a window, C tokens fed at once, S rows of a cache, Q query heads, G
 key/value heads, D head_dim, V vocabulary.
@@ -16,12 +16,12 @@ from graphengine.demo.model import DemoConfig, DemoModel, Rope
 from graphengine.demo.replayed import replayed
 
 STRETCH = 128
-# Attention with masks wants rows of masks that are so aligned.
+# Attention with masks wants mask rows aligned to this many columns.
 ALIGNED = 8
 
 
 class CachedAttention:
-    """Attention of rows that are fed piece by piece. Calling it stores theirs.
+    """Attention with a cache, for rows that are fed piece by piece. A call stores its rows' KV.
 
     It reads the whole cache under a mask, since one graph, and one plan of attention, is for one
     shape.
@@ -36,7 +36,7 @@ class CachedAttention:
         self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
 
     def rows(self, row_C: torch.Tensor) -> "CachedAttention":
-        """For those rows, int64."""
+        """This attention, for calls that feed these rows, int64."""
         self.row_C = row_C
         return self
 
@@ -47,14 +47,14 @@ class CachedAttention:
         groups = q.shape[1] // k.shape[1]
         place_S = torch.arange(self.k.shape[2], device=q.device)
         seen = (place_S <= self.row_C[:, None]).repeat(groups, 1)
-        # Query heads of one key head go as its further rows.
+        # The query heads of a key head become further rows of it.
         folded = q.reshape(*k.shape[:2], groups * k.shape[2], q.shape[3])
         out = F.scaled_dot_product_attention(folded, self.k, self.v, attn_mask=seen)
         return out.reshape(q.shape)
 
 
 class Writer:
-    """A model that writes windows of so many tokens; a token of all of them is one CUDA graph."""
+    """Writes windows of tokens with a model; one CUDA graph writes one token of every window."""
 
     @torch.no_grad()
     def __init__(self, model: DemoModel, windows: int, length: int) -> None:
@@ -103,8 +103,10 @@ class Writer:
 def own_text(
     model: DemoModel, tokens: torch.Tensor, *, windows: int, length: int, seconds: float
 ) -> torch.Tensor:
-    """int32 [rounds * windows, length]: `continued` pieces of a text, half of them greedily and
-    half at temperature 1. Rounds are begun for this time, one at least.
+    """Pieces of a text that the model has `continued`: int32 [rounds * windows, length].
+
+    Half of them are greedy and half at temperature 1. Rounds begin for `seconds`; there is at least
+    one.
     """
     began, found = time.monotonic(), list[torch.Tensor]()
     writer = Writer(model, windows, length)
@@ -113,6 +115,6 @@ def own_text(
     while not found or time.monotonic() - began < seconds:
         starts = torch.randint(len(tokens) - length + 1, (windows, 1), device=tokens.device)
         found.append(writer.continued(tokens[starts + place].long(), heat).int())
-        # So that the time that passes is that of the device.
+        # Wait for the device, so that its time counts.
         found[-1][0, 0].item()
     return torch.cat(found)

@@ -18,8 +18,8 @@ WARM_UP = 3
 class Replayed:
     """What `function` returns, computed by a CUDA graph that reads tensors like `fed`.
 
-    Results are overwritten by the next call. The function must not wait for the device. To warm up
-    it is called a few times at once.
+    Results are overwritten by the next call. The function must not wait for the device. The
+    constructor calls it a few times to warm up.
     """
 
     def __init__(self, function: Callable[..., Any], *fed: torch.Tensor) -> None:

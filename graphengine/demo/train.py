@@ -29,7 +29,7 @@ VALIDATION_TOKENS = 1 << 18
 # Seconds of --limit kept for the last validation, the held-out metrics and the export.
 RESERVE = 45.0
 
-# The loss to minimise and its parts, of a model that is trained and what that is fed.
+# Takes a model and what it is fed; returns the loss to minimise and its parts.
 Losses = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -77,7 +77,7 @@ def examine(machine: Machine) -> list[Finding]:
 
 
 def problems(findings: list[Finding]) -> list[Finding]:
-    """Those that keep an engine from the best device."""
+    """Findings that keep an engine from the best device."""
     return [finding for finding in findings if finding.problem is not None]
 
 
@@ -150,7 +150,7 @@ def install_triton(software: Software) -> str:
 
 
 def kernels_findings(software: Software) -> list[Finding]:
-    """One finding where torch is there and the kernels cannot be imported: nothing works then."""
+    """A finding if torch is there and the kernels cannot be imported: nothing works then."""
     error = software.kernels_error
     if error is None:
         return []
@@ -218,7 +218,7 @@ def _interpreter_findings(machine: Machine) -> list[Finding]:
 
 
 def _tool_findings(machine: Machine) -> list[Finding]:
-    """What Triton builds launchers of kernels with. Without a GPU nothing is built."""
+    """The tools that Triton builds launchers of kernels with. Without a GPU nothing is built."""
     python = ".".join(machine.software.python.split(".")[:2])
     named = "" if machine.cc is None else f": CC={machine.cc}"
     return [

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from graphengine.kernels import Device
 
 PDL_CUDA = (12, 3)
-"""Of a driver, for programmatic dependent launch in a captured graph."""
+"""The oldest CUDA of a driver for programmatic dependent launch in a captured graph."""
 _LOOK_AT_DRIVER = "run nvidia-smi; in a container, give it the GPU (--gpus all)"
 
 
@@ -43,7 +43,7 @@ def _version_finding(driver: Driver) -> Finding:
 
 
 def _cuda_finding(machine: Machine) -> Finding | None:
-    """The newest CUDA of the driver beside that of torch; None where either is unknown."""
+    """The driver's newest CUDA compared with torch's; None where either is unknown."""
     driver, built = machine.driver, machine.software.torch_cuda
     if driver.cuda is None or built is None:
         return None
@@ -197,7 +197,7 @@ def plans_finding(group: str, plans: Plans, index: int) -> Finding:
     if not counts:
         return Finding(group, "tuned plans", "none: heuristics", remedy=tune)
     value = f"{', '.join(counts)}; heuristics for other weights"
-    # One who has tuned knows the command.
+    # A user who has tuned knows the command.
     return Finding(group, "tuned plans", value, remedy=None if plans.own else tune)
 
 

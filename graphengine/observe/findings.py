@@ -115,9 +115,9 @@ class Machine:
 
     cuda_error       what torch said where it found no GPU
     visible_devices  CUDA_VISIBLE_DEVICES; None where it is not set
-    peers            pairs (a, b) of GPUs of which a reaches the memory of b
-    compiler         of C, for Triton; None: there is none
-    cc               the variable CC, which names it; None where it is not set
+    peers            pairs (a, b) of GPUs where a reaches the memory of b
+    compiler         the C compiler for Triton; None: there is none
+    cc               the variable CC, which names the compiler; None: it is not set
     interpreted      whether TRITON_INTERPRET is set
     python_header    the path of Python.h, for Triton; None: it is not there
     tables           folder of the user's plans; None where the kernels cannot be imported

@@ -144,7 +144,7 @@ def read_driver() -> Driver:
 
 
 def _cuda_of_driver() -> tuple[int, int] | None:
-    """The newest CUDA that the driver supports. It is not initialised for that."""
+    """The newest CUDA that the driver supports. This does not initialise the driver."""
     version = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
@@ -202,7 +202,7 @@ def read_plans(tuning_tables: Any, name: str) -> Plans:
 
 
 def _peers(torch: Any, count: int) -> frozenset[tuple[int, int]]:
-    """Pairs (a, b) of GPUs of which a reaches b; a pair that the driver fails for is none."""
+    """Pairs (a, b) of GPUs where a reaches b; pairs for which the driver fails are left out."""
 
     def reaches(pair: tuple[int, int]) -> bool:
         with contextlib.suppress(RuntimeError):
@@ -221,7 +221,7 @@ def find_compiler() -> str | None:
 
 
 def _python_header() -> str | None:
-    """Python.h in the folder in which Triton lets the compiler look for it."""
+    """Python.h in the folder where Triton lets the compiler look for it."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
     return str(header) if header.is_file() else None

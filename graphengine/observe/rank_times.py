@@ -14,7 +14,7 @@ UNKNOWN_LAUNCH = (math.nan, NEVER)
 class RankTimes(Protocol):
     """What the runtime of an engine tells of its ranks.
 
-    count   of them, the driver among them
+    count   number of ranks, including the driver's
     option  the engine's option that asks for them, as `tensor_parallel=2`
     """
 
@@ -31,7 +31,7 @@ class RankTimes(Protocol):
         ...
 
     def waited_s(self) -> float | None:
-        """For which the driver's rank has waited for the others' parts since the engine opened.
+        """Seconds that the driver's rank has waited for the others' parts since the engine opened.
 
         On a GPU it reads the device. None where nothing counts it.
         """
@@ -51,11 +51,11 @@ class OneRank:
 
 
 class WaitMeter:
-    """Adds up what `ranks` waited between starts and stops; reads it at these alone."""
+    """Adds up what `ranks` waited between starts and stops; it reads the time only at these."""
 
     def __init__(self, ranks: RankTimes) -> None:
         self._ranks = ranks
-        # When it began, what had been waited then, and the step before.
+        # When the recorder began, the seconds waited until then, and the step before.
         self._began: tuple[float, float | None, int] | None = None
         self._waited: float | None = 0.0
         self._seconds, self._steps = 0.0, 0
@@ -65,7 +65,7 @@ class WaitMeter:
         self._began = time.perf_counter(), self._ranks.waited_s(), step
 
     def stop(self, step: int) -> None:
-        """It ends, after this step; does nothing where it had not begun."""
+        """The recorder ends, after this step; does nothing if it had not begun."""
         if self._began is None:
             return
         began, waited, first = self._began
@@ -77,14 +77,14 @@ class WaitMeter:
         self._began = None
 
     def clear(self) -> None:
-        """Forget what was added up; what has begun begins again, before the first step."""
+        """Forget what was added up; a recorder that has begun begins again, before step 0."""
         self._waited, self._seconds, self._steps = 0.0, 0.0, 0
         if self._began is not None:
             self.start(NEVER)
 
     def described(self) -> dict[str, Any]:
-        """`waited_s`, None where it is not known, as between a start and its stop; of how many
-        `seconds` and `steps`.
+        """`waited_s`, and the `seconds` and `steps` that it covers. `waited_s` is None where it is
+        unknown, as between a start and its stop.
         """
         known = self._began is None
         return {

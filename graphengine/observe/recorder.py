@@ -20,8 +20,8 @@ replays share all times but `replay` and `launched`:
     read       its tokens had arrived: the time of its events
     delivered  its callbacks had run: that `Engine.step` call returned
 
-Where an engine has several ranks, all of these are the driver's. When the others launched a replay
-is read when its tokens have arrived, so without a wait for anybody.
+Where an engine has several ranks, all of these are the driver's. The others' launch times are read
+once a replay's tokens have arrived, so without a wait.
 
 With a lookahead the next step is planned and launched between `launched` and `collect`. A drafter's
 own graph publishes nothing, so its last three never come.
@@ -111,7 +111,7 @@ class Recorder:
         self._stream = stream
         self._ranks = ranks
         self._waits = WaitMeter(ranks)
-        # From which on the device could begin: a CPU computes in the launch.
+        # The time from which the device could begin: a CPU computes in the launch.
         self._could_begin = _AT["replay" if stream is None else "launched"]
         self._closed = False
         # Records whose replay is in flight, by sequence number; and a pair of events for each.
@@ -153,8 +153,8 @@ class Recorder:
         requests      finished requests to keep
         device_times  time each replay with a pair of CUDA events; no effect on a CPU
 
-        With several ranks on GPUs it reads from the device for how long the driver's has waited for
-        others, and so does `stop()`, and a `clear()` in between.
+        With several ranks on GPUs it reads from the device how long the driver's rank has waited
+        for others, and so does `stop()`, and a `clear()` in between.
 
         Replays already in flight are not recorded. ValueError while it records, for `capacity`
         below 64 or `requests` below 1, for sizes that memory has no room for, and once the engine
@@ -262,9 +262,9 @@ class Recorder:
     def header(self) -> dict[str, Any]:
         """The first line of a file: what was recorded, on what, and how much of it was kept.
 
-        With several ranks: `ranks` has their `count`, the `option` that asks for them, and for how
-        long the driver's waited for the others' parts between starts and stops, `waited_s` of so
-        many `seconds` and `steps`; None while it records, and where nothing counts it.
+        With several ranks, `ranks` has their `count`, the `option` that asks for them, the
+        `seconds` and `steps` between starts and stops, and `waited_s`, for how long the driver's
+        rank waited for the others' parts in these; None while it records, or if nothing counts it.
         """
         ranks = self._ranks
         described = {"count": ranks.count, "option": ranks.option, **self._waits.described()}

@@ -99,7 +99,7 @@ FINISHED = np.dtype(
 
 
 def first_launches(load: NDArray[Any], replay: NDArray[Any]) -> NDArray[Any]:
-    """For each replay, in launch order, the `replay` time of the first replay of its step.
+    """The `replay` time of the first replay of each replay's step, in launch order.
 
     Replays of one step share their `load`; the `replay` of a later one comes after earlier
     launches, which are not part of loading.
@@ -137,7 +137,7 @@ class Ring:
         return self.made - len(self)
 
     def oldest_first(self, made: int | None = None) -> NDArray[Any]:
-        """Its records: a view that further ones change, or a copy once the ring has wrapped round.
+        """The records: a view that further ones change, or a copy once the ring has wrapped round.
 
         made  number of records written; given when another ring is written in step with this one
         """

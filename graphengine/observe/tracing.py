@@ -143,7 +143,7 @@ def open_domain() -> Domain | None:
 
 
 tracer = Tracer(open_domain())
-"""Of this process."""
+"""The tracer of this process."""
 span = tracer.span
 
 

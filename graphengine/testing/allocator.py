@@ -50,7 +50,7 @@ Memory = TypeVar("Memory", bound=_Range)
 
 
 def find(ranges: Sequence[Memory], address: int) -> Memory | None:
-    """The one that `address` lies in; `ranges` are sorted by address and do not overlap."""
+    """The range that `address` lies in; `ranges` are sorted by address and do not overlap."""
     place = bisect_right(ranges, address, key=lambda each: each.address) - 1
     if place < 0 or address >= ranges[place].address + ranges[place].size:
         return None
@@ -91,7 +91,7 @@ class Frees:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what is freed in the block. A recording of the program's own ends here.
+        """Record what is freed in the block. This ends a recording of the program's own.
 
         Nothing is recorded in a process that does not use CUDA.
         """

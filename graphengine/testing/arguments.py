@@ -1,4 +1,4 @@
-"""Checks of arguments: those with which a check would check nothing are refused."""
+"""Checks of arguments: refuse arguments that would leave a check nothing to check."""
 
 from __future__ import annotations
 

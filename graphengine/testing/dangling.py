@@ -1,4 +1,4 @@
-"""A check that the memory whose addresses a graph holds is still that of the same tensors."""
+"""A check that memory whose addresses a graph holds still belongs to the same tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Held:
 
 
 class DanglingCheck:
-    """What `assert_no_dangling_pointers` returns: remembers memory, and checks it again."""
+    """Remembers memory, and checks it again; `assert_no_dangling_pointers` returns one."""
 
     def __init__(self, graph: Launches, buffers: Buffers | None) -> None:
         launches = read_launches(graph, "whether it holds addresses of freed memory")
@@ -135,11 +135,11 @@ def assert_no_dangling_pointers(
     `check()` of the returned object compares blocks only: memory that was freed and given to a
     tensor of the same size passes. `buffers` gives names to addresses in messages.
 
-    GraphCheckError at once for a parameter that is an address of memory freed already. Watched is
-    what torch's allocator has given out of its default pool: memory of graphs' own pools is theirs
-    until they are reset. Parameters larger than an address are searched for addresses word by word;
-    nodes that copy or set memory are not read. ValueError if there is nothing to watch.
-    RuntimeError without cuda-bindings, and for a torch graph that was not kept.
+    GraphCheckError at once for a parameter that is an address of memory freed already. Only memory
+    that torch's allocator has given out of its default pool is watched: memory of a graph's own
+    pool is the graph's until it is reset. Parameters larger than an address are searched for
+    addresses word by word; nodes that copy or set memory are not read. ValueError if there is
+    nothing to watch. RuntimeError without cuda-bindings, and for a torch graph that was not kept.
     """
     return DanglingCheck(graph, buffers)
 
@@ -147,7 +147,7 @@ def assert_no_dangling_pointers(
 def _addresses(
     launches: Sequence[KernelLaunch], segments: Sequence[Segment]
 ) -> list[tuple[_Held, bool]]:
-    """Addresses of the default pool in parameters, and whether the parameter is no more than it."""
+    """Addresses of the default pool in parameters, and whether the parameter is only that."""
     watched = [segment for segment in segments if segment.pool == DEFAULT_POOL]
     found = []
     for launch in launches:

@@ -17,7 +17,7 @@ MOST_LISTED = 10
 
 
 def listed(items: Sequence[str]) -> str:
-    """The first of them for a message, and how many more there are."""
+    """The first items for a message, and how many more there are."""
     more = len(items) - MOST_LISTED
     return "; ".join(items[:MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")
 

@@ -11,7 +11,7 @@ from graphengine.testing.tensors import Buffers, describe, is_static
 Fill = Callable[[int, int | None], object]
 """Called with a seed and a live size (None without live sizes): writes a step's inputs."""
 
-# Largest number of values that are drawn from: sums of two of them are an int64.
+# Largest number of values that are drawn from: sums of two of them fit in an int64.
 _MOST_VALUES = 2**62
 
 
@@ -23,8 +23,7 @@ def drawing(
 ) -> Fill:
     """A function that draws all of `tensors`, which `buffers` hold, once torch is seeded.
 
-    ValueError for integers of which `ranges` do not say what is valid, and for a range that does
-    not fit.
+    ValueError for integers without an entry in `ranges`, and for a range that does not fit.
     """
     _check_ranges(tensors, ranges)
     pads = {}
@@ -95,7 +94,7 @@ def _draw_normal(tensor: torch.Tensor) -> None:
 
 
 def _draw_integers(tensor: torch.Tensor, values: range, place: int) -> None:
-    """Values of the range; those of one element differ from each place to the next."""
+    """Draw values of the range; each element's value differs from one place to the next."""
     count = min((values[-1] - values[0]) // values.step + 1, _MOST_VALUES)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(count, tensor.shape, generator=generator, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Names of golden files, and those that no test asks for any more.
+"""Names of golden files, and the files that no test asks for any more.
 
 Nothing here imports torch: the plugin loads it at every start of pytest.
 """
@@ -42,7 +42,7 @@ def _readable(text: str) -> str:
 
 
 class GoldenFiles:
-    """What a run of pytest knows of golden files; that of a worker of xdist is added by `merge`.
+    """What a run of pytest knows of golden files; `merge` adds what a worker of xdist knows.
 
     owners  the golden files that tests asked for: {path: id of the test}
     tests   the collected tests, deselected ones too: {id: path of the module}
@@ -57,7 +57,7 @@ class GoldenFiles:
         self.partial = False
 
     def to_dict(self) -> dict[str, Any]:
-        """For another process: text alone."""
+        """The contents as plain text, for another process."""
         return {
             "owners": {str(path): owner for path, owner in self.owners.items()},
             "tests": self.tests,
@@ -75,8 +75,8 @@ class GoldenFiles:
     def orphans(self) -> list[Path]:
         """Golden files that no test asks for, sorted; none after a run of single tests.
 
-        A file that could be that of a test which did not pass is none: the test may have ended
-        before it asked. Keys do not matter, since those of other devices are asked for elsewhere.
+        A file that may belong to a test that did not pass is no orphan: the test may have ended
+        before it asked. Keys do not matter, since files of other devices are asked for elsewhere.
         """
         if self.partial:
             return []

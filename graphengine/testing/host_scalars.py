@@ -19,7 +19,7 @@ __tracebackhide__ = hide_frame
 
 _UNKNOWN = "whether kernels hold numbers of the host"
 
-# Before the change: what these leave in unused bytes tells which are unused.
+# Captures before the change: where these differ, bytes are unused.
 _CAPTURES = 3
 _WORD = 8
 # Size of an empty function object of C++, which is passed with the byte that happens to be there.
@@ -43,9 +43,9 @@ def assert_no_host_scalars(
     a number to the kernel in a tensor.
 
     What differs between the first captures (addresses of temporaries, unused bytes) is ignored, so
-    a number in the same 8 bytes as one of these is not seen. So are parameters of one byte, which
-    are empty function objects in C++. Addresses that only the change
-    exchanges are reported too: the graph would keep the old one.
+    a number in the same 8 bytes as one of these is not seen. Parameters of one byte are ignored,
+    too: they are empty function objects in C++. Addresses that only the change exchanges are
+    reported: the graph would keep the old one.
 
     `capture(step)` captures the step your own way and returns a graph that was kept
     (`keep_graph=True`). By default the step is warmed up and captured here, on the current device.

@@ -1,4 +1,4 @@
-"""What must hold for every graph: addresses, random numbers, kinds of nodes."""
+"""Checks of what must hold for every graph: addresses, random numbers, kinds of nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __tracebackhide__ = hide_frame
 
 
 class PointerCheck:
-    """What `assert_pointers_stable` returns: remembers where tensors are, and checks again."""
+    """Remembers where tensors are, and checks again; `assert_pointers_stable` returns one."""
 
     def __init__(self, buffers: Buffers | Callable[[], Buffers]) -> None:
         self._buffers = buffers
@@ -68,7 +68,7 @@ class PointerCheck:
 
 
 def assert_pointers_stable(buffers: Buffers | Callable[[], Buffers]) -> PointerCheck:
-    """Remembers address, shape, strides and dtype of the tensors, all of which a graph freezes.
+    """Remember address, shape, strides and dtype of the tensors, as a graph freezes them all.
 
     Call it right after a capture: `check()` of the returned object raises GraphCheckError, with old
     and new address, if a tensor has moved or changed since then. So does the end of a `with` block:

@@ -82,7 +82,7 @@ def run_isolated(
 
 
 def _run(command: list[str], name: str, timeout: float) -> IsolatedRun:
-    """As `subprocess.run`, but what the child started does not outlive it when it is late."""
+    """Like `subprocess.run`, but a timeout or an error also kills what the child started."""
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -19,7 +19,7 @@ _NAME_WIDTH = 80
 
 
 def read_launches(graph: Launches, what: str | None) -> list[KernelLaunch]:
-    """The launches of any of these.
+    """The launches of a graph.
 
     ValueError for other objects, and for a `CapturedGraph` on a CPU, which has none.
     GraphCheckError if the driver does not tell a kernel's parameters, so that `what` is unknown;
@@ -51,6 +51,6 @@ def _read(graph: object) -> list[KernelLaunch]:
 
 
 def describe_launch(launch: KernelLaunch) -> str:
-    """As in "node 3 (attention)"."""
+    """A launch in messages: "node 3 (attention)"."""
     name = launch.name or "kernel"
     return f"node {launch.path} ({name if len(name) <= _NAME_WIDTH else name[:_NAME_WIDTH] + '…'})"

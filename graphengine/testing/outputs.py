@@ -1,4 +1,4 @@
-"""A check that a replay writes every element of its outputs, and from nothing that was in them."""
+"""A check that a replay writes every element of its outputs, and reads none of them first."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from graphengine.testing.tensors import (
 
 __tracebackhide__ = hide_frame
 
-# They differ in every dtype, bool included: what survives both was not written. The second is
-# finite, because a sum with NaN or an infinity leaves these as they were.
+# The two differ in every dtype, bool included: an element that keeps both was not written. The
+# second is finite, because a sum with NaN or an infinity leaves these as they were.
 _TWO = (POISONS[0], Poison(name="-1", floating=-1.0, integer=-1))
 
 _SEED = 0
@@ -44,11 +44,11 @@ def assert_outputs_written(
     A warm-up has left the right values in the outputs, so a graph that writes nothing still looks
     right. Here they are overwritten with NaN (integers: the largest) before one replay and with -1
     before another. An element that still has both poisons was not written. One that differs between
-    the replays was computed from what had been there, as by `atomic_add` into memory that nobody
-    zeroes.
+    the replays was computed from what had been there, as by `atomic_add` into memory that is not
+    zeroed.
 
     state    other tensors that a replay changes; restored before each replay, as are torch's
-             random numbers. Leave inputs that stay as they are out.
+             random numbers. Leave out inputs that stay as they are.
     padding  the parts of outputs that need not be written, as for `poison_padding`
 
     At the end all tensors hold what they held before. ValueError if there is nothing to write.
@@ -78,7 +78,7 @@ def assert_outputs_written(
 
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""Of each of the two replays: a tensor's contents before and after it."""
+"""A tensor's contents before and after each of the two replays."""
 
 
 def _left_by(

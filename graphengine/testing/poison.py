@@ -185,7 +185,7 @@ def _require_writes(
 
 
 def _spoil(tensor: torch.Tensor) -> None:
-    """Flip the last bit of each number, which an input may well bear."""
+    """Flip the last bit of each number, a change that an input may well tolerate."""
     numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
     bits(numbers).bitwise_xor_(1)
 

@@ -24,7 +24,7 @@ def padding_masks(
     padding: Mapping[str, Region] | None,
     live: int | Mapping[str, int] | None,
 ) -> dict[str, torch.Tensor]:
-    """bool by name, of the tensor's shape: True where it is padding. `buffers` hold `tensors`.
+    """Masks by name, bool of the tensor's shape: True in padding. `buffers` hold `tensors`.
 
     ValueError if no element is padding or all are, and if memory is padding in one buffer but not
     in another.
@@ -73,7 +73,7 @@ def lanes_of(buffers: StaticBuffers, name: str) -> int:
 
 
 def _mask(name: str, tensor: torch.Tensor, region: object) -> torch.Tensor:
-    """bool, of the tensor's shape: True in the region."""
+    """A mask, bool of the tensor's shape: True in the region."""
     where = f"padding of {name!r} ({describe(tensor)})"
     if not _is_region(region):
         raise ValueError(

@@ -37,11 +37,11 @@ def assert_replayed(
     the counts so far.
 
     most_eager  also fail if the block calls more of torch's operations than that, copies of inputs
-                included. Replays are none; kernels that are launched without torch are not seen
+                included. Replays do not count; kernels launched without torch are not seen
 
-    A graph that can be read (`keep_graph=True`) and is empty is an error, too: the step ran beside
-    its capture, on a stream that was not captured. Counting the replays of a CUDAGraph
-    changes torch's class for all threads until the block ends.
+    A graph that can be read (`keep_graph=True`) and is empty is an error, too: the step ran outside
+    its capture, on a stream that was not captured. Counting the replays of a CUDAGraph changes
+    torch's class for all threads until the block ends.
     """
     wanted = _require_counts(graphs, expected)
     if most_eager is not None:
@@ -137,8 +137,8 @@ def _require_replays(wanted: Mapping[str, int], found: Mapping[str, int]) -> Non
 @contextlib.contextmanager
 def _counting_replays() -> Iterator[Counter[int]]:
     """Replays of torch's graphs in the block, by the `id` of the graph."""
-    # The class below torch.cuda.CUDAGraph: its `replay` is looked up by each call, so that methods
-    # that were bound before the block are counted as well.
+    # The base class of torch.cuda.CUDAGraph: each call looks up its `replay`, so that methods that
+    # were bound before the block are counted as well.
     kind: Any = torch.cuda.CUDAGraph.__mro__[1]
     calls: Counter[int] = Counter()
     original = getattr(kind, "replay", None)

@@ -15,7 +15,7 @@ Graph = torch.cuda.CUDAGraph | CapturedGraph | GraphStructure
 
 
 def read_structure(graph: Graph) -> GraphStructure:
-    """The structure of any of these; ValueError for a `CapturedGraph` on a CPU, which has none."""
+    """The structure of a graph; ValueError for a `CapturedGraph` on a CPU, which has none."""
     if isinstance(graph, GraphStructure):
         return graph
     if isinstance(graph, CapturedGraph):

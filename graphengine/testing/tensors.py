@@ -26,7 +26,7 @@ class Replayable(Protocol):
 
 
 def is_static(buffers: object) -> TypeGuard[StaticBuffers]:
-    """Whether they are StaticBuffers. Their module needs numpy, so it is not imported to ask."""
+    """Whether `buffers` are StaticBuffers, whose module needs numpy and is not imported to ask."""
     static = sys.modules.get("graphengine.buckets.static")
     return static is not None and isinstance(buffers, static.StaticBuffers)
 
@@ -158,7 +158,7 @@ def restore(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tenso
 def run_and_wait(step: Callable[[], object]) -> object:
     """Call `step` after all earlier and before all later work of the device; returns its result.
 
-    ValueError for a generator function or an `async def`, of which a call runs nothing.
+    ValueError for a generator function or an `async def`, as a call of it runs nothing.
     """
     wait_for_device()
     result = step()
@@ -178,7 +178,7 @@ def random_state_kept() -> Iterator[None]:
 def differing(
     expected: torch.Tensor, actual: torch.Tensor, *, rtol: float = 0.0, atol: float = 0.0
 ) -> torch.Tensor:
-    """bool, of the tensors' shape: where they differ.
+    """Where two tensors differ: bool, of their shape.
 
     Without a tolerance bits are compared: a NaN equals itself and 0.0 is not -0.0. With one,
     |expected - actual| may be up to atol + rtol * |expected|, and every NaN equals every other.
@@ -206,7 +206,7 @@ def require_repeatable(
 ) -> None:
     """ValueError if two calls of `what` from the same buffers left other values in a tensor.
 
-    `masks` say where tensors may differ. Of names that only one call left nothing is said.
+    `masks` say where tensors may differ. Names that only one call left are ignored.
     """
     for name in first.keys() & second.keys():
         if describe(first[name]) != describe(second[name]):
@@ -255,7 +255,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same width; elements of up to 8 bytes."""
+    """A view of a tensor as integers of the same width; for elements of up to 8 bytes."""
     return tensor.detach().view(_BITS[tensor.element_size()])
 
 

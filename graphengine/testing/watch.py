@@ -141,8 +141,8 @@ def no_alloc(
 ) -> Iterator[None]:
     """GraphCheckError if torch's allocator allocates memory of `device` in the block.
 
-    Memory that the block frees again counts, too. `tolerance_bytes` is the total that may be
-    allocated, and by which the allocator may grow. Memory taken directly from the driver (NCCL, a
+    Memory that the block frees again counts, too. `tolerance_bytes` limits both the total that may
+    be allocated and the allocator's growth. Memory taken directly from the driver (NCCL, a
     library's workspace, a kernel's own) is not seen: see `check_no_alloc`.
 
     Around replays: a replay allocates nothing, so an allocation comes from the code around it.
@@ -176,13 +176,13 @@ def check_no_alloc(
 ) -> None:
     """GraphCheckError if `replays` calls of `replay` allocate, by `no_alloc` or the driver.
 
-    Counted are allocations, not what is left of them: a tensor made and freed in each replay shows.
+    Allocations are counted, not what is left of them: a tensor made and freed in each replay shows.
     So does pinned memory that torch gives out, which a copy to the host in each step takes.
 
     The driver's free memory is compared before and after, following one call that is not counted.
     So memory taken without torch's allocator is seen; so is memory that other processes take
-    meanwhile, for which `tolerance_bytes` must allow on a shared GPU. ValueError if `replays` is
-    less than 1, RuntimeError without a CUDA device.
+    meanwhile: on a shared GPU `tolerance_bytes` must allow for it. ValueError if `replays` is less
+    than 1, RuntimeError without a CUDA device.
     """
     require_callable("replay", replay)
     integer("replays", replays, least=1)
@@ -209,7 +209,7 @@ def check_no_alloc(
 
 
 def _pinned_allocations() -> int:
-    """How often torch has given out pinned memory; older ones count only what the driver gave."""
+    """How often torch gave out pinned memory; older versions count only what the driver gave."""
     stats = torch.cuda.memory.host_memory_stats()
     return int(stats.get("active_requests.allocated", stats.get("num_host_alloc", 0)))
 

@@ -1,4 +1,4 @@
-"""Encodes text that follows other text: without what a tokenizer does at the beginning of one."""
+"""Encode text that follows other text, without what a tokenizer does at a text's beginning."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ def continuing(library: tokenizers.Tokenizer, *, after_added: bool) -> tokenizer
     """The tokenizer for a text in the middle of another; `library` itself where nothing differs.
 
     after_added  whether an added token, such as end-of-sequence, comes right before it. `library`
-                 splits a text at those, and some members treat each part as a beginning: Llama 2's
-                 `Prepend`, Metaspace's "always". They still do then, and "first" does not
+                 splits a text at added tokens, and some members treat each part as a beginning:
+                 Llama 2's `Prepend`, Metaspace's "always". These still do so then; Metaspace's
+                 "first" does not
     """
     changed: dict[str, Any] = {}
     for name in ("normalizer", "pre_tokenizer"):

@@ -53,8 +53,8 @@ class Stage(Protocol):
 class Pipeline:
     """The stages of a library's decoder. ValueError and panics of the library pass through.
 
-    continues  whether the text follows other text: no stage does what it does at the beginning of
-               one. Members that are not known here and regular expressions see only the new text
+    continues  whether the text follows other text: no stage then treats it as a beginning. Members
+               that are not known here and regular expressions see only the new text
     """
 
     def __init__(self, library: tokenizers.Tokenizer, *, continues: bool = False) -> None:
@@ -66,7 +66,7 @@ class Pipeline:
             self._stages.append(_Held(members[index:]) if stage is None else stage)
             if stage is None:
                 break
-            # The one text of these begins with what came before.
+            # A joined text begins with what came before.
             first |= isinstance(stage, _Joined)
         self._stages = self._stages or [_Spaced(first=not continues)]
         self._began = False
@@ -238,7 +238,7 @@ class _Joined(_Whole):
         self._begun = not begins
 
     def grow(self, text: str) -> list[Piece]:
-        """More of the one text."""
+        """Add to the one text."""
         if not text:
             return []
         piece = Piece(text, not self._begun, False)
@@ -436,7 +436,10 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Added tokens may contain any characters, which stand for themselves."""
+    """The bytes of a byte-level token.
+
+    Added tokens may contain any characters, which stand for themselves.
+    """
     try:
         return bytes([_BYTE_ALPHABET[character] for character in token])
     except KeyError:

@@ -70,7 +70,7 @@ class StopStrings:
 
 
 def _fallback_lengths(stop: str) -> list[int]:
-    """For each n: the longest proper prefix of `stop` that is also a suffix of `stop[:n]`."""
+    """Length of the longest proper prefix of `stop` that is also a suffix of `stop[:n]`, by n."""
     lengths = [0, 0]
     for end in range(1, len(stop)):
         length = lengths[end]

@@ -42,25 +42,25 @@ class Meter(Protocol):
         """
 
     def weigh(self, value: Any) -> int:
-        """The first of these three numbers."""
+        """The first of the three numbers of `measure`."""
 
     def check_size(self, size: float) -> None:
         """Refuse a text or list of this many characters or items if they are too many."""
 
     def counted(self, items: Iterable[Any], each: int = 1, weighed: bool = False) -> Iterator[Any]:
-        """The items, each of which is charged for as it is taken."""
+        """Yield the items, and charge for each as it is taken."""
 
 
 Prepare = Callable[..., Any]
 
 
 def cheap(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
-    """The operation takes the same time for any value."""
+    """Cost of an operation that takes the same time for any value."""
     return value
 
 
 def by_weight(per_step: int) -> Prepare:
-    """It traverses everything that the value holds once."""
+    """Cost of an operation that traverses everything in the value once."""
 
     def prepare(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
         meter.charge(meter.weigh(value) // per_step)
@@ -70,7 +70,7 @@ def by_weight(per_step: int) -> Prepare:
 
 
 def by_length(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
-    """It copies a text or a list."""
+    """Cost of an operation that copies a text or a list."""
     if isinstance(value, (str, bytes)):
         meter.charge(len(value) // COPY)
     elif isinstance(value, (list, tuple)):
@@ -79,7 +79,7 @@ def by_length(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
 
 
 def iterated(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
-    """It iterates over the items, but does not look inside them."""
+    """Cost of an operation that iterates over the items, but does not look inside them."""
     if hasattr(value, "__len__"):
         meter.charge(len(value) // 16)
         return value
@@ -87,7 +87,7 @@ def iterated(meter: Meter, value: Any, *_: Any, **__: Any) -> Any:
 
 
 def lazily(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """It iterates lazily over the items, and does something for each."""
+    """Cost of an operation that iterates lazily over the items, and does something for each."""
     return meter.counted(value, 1 + _named(args, kwargs) // 4) if value else value
 
 
@@ -106,7 +106,7 @@ def listed(meter: Meter, value: Any) -> Any:
 
 
 def ordered(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """It compares the items with each other, about as often as sorting does."""
+    """Cost of an operation that compares the items with each other about as often as sorting."""
     items = listed(meter, value)
     count = len(items)
     rounds = max(1, count.bit_length())

@@ -49,7 +49,7 @@ class Tokenizer:
         library.no_truncation()
         library.no_padding()
         self._library = library
-        # What encodes text that follows text, and text that follows an added token; made when used.
+        # Tokenizers for text after text, and for text after an added token; made when used.
         self._continuing: dict[bool, tokenizers.Tokenizer] = {}
         self.special_tokens = dict(special_tokens or {})
         self._templates = {
@@ -143,8 +143,8 @@ class Tokenizer:
     def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
         """Token ids of `text` where it follows the tokens `before`, without special tokens.
 
-        After text no space is put before it that belongs to the beginning of a text alone. An id
-        below 0 stands for an embedding.
+        After text it gets no space that belongs only to the beginning of a text. An id below 0
+        stands for an embedding.
         """
         if not self.has_text(before, self.special_ids):
             return self.encode(text, add_special_tokens=False)
@@ -169,7 +169,7 @@ class Tokenizer:
         return self.encode_inside("a", after_added=True) != self.encode_inside("a")
 
     def encode_inside(self, text: str, *, after_added: bool = False) -> list[int]:
-        """Token ids of `text` in the middle of another; `continuing` has `after_added`."""
+        """Token ids of `text` in the middle of another; see `continuing` for `after_added`."""
         _check_text(text)
         if after_added not in self._continuing:
             made = continuing(self._library, after_added=after_added)
@@ -249,7 +249,7 @@ class Tokenizer:
         continue_final_message  end with the text of the last message, which the model then goes on
                                 with. ValueError together with `add_generation_prompt`, for a last
                                 message without text, and where the template does not write it out
-        template_variables      what the template sees besides, such as `enable_thinking`: JSON
+        template_variables      further variables of the template, such as `enable_thinking`: JSON
                                 values by name. ValueError for a name that every template gets
         """
         text = self.render_chat(
@@ -320,7 +320,7 @@ class Tokenizer:
         """Tokens that the post-processor puts before and after a text.
 
         They are found by encoding a text of at least one token, from the first tokens of the
-        vocabulary. If no token gives such a text, all of them count as both.
+        vocabulary. If there is no such text, all tokens of an empty text count as both.
         """
         vocabulary = self._library.get_vocab(with_added_tokens=False)
         for text in ("a", " ", *islice(vocabulary, 16)):

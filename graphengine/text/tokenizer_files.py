@@ -75,7 +75,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Whatever `tokenizers` raises here becomes a ValueError that begins with `what`.
+    """Turn whatever `tokenizers` raises in the block into a ValueError that begins with `what`.
 
     It raises plain Exception, and where its Rust code panics a BaseException, which `except
     Exception` does not catch. Exceptions of the user or the interpreter pass through, and so does a
@@ -123,7 +123,7 @@ def _content(token: Any) -> str | None:
 
 
 def _role_content(role: str, token: Any) -> str | None:
-    """None where there is no such token. Keys like `add_bos_token` are not roles."""
+    """The text of a role's token; None if it has none. Keys like `add_bos_token` are not roles."""
     content = _content(token)
     if content is None and token is not None and role in _ROLES:
         raise _wrong(_CONFIG, role, token, "a string, an object with `content`, or null")

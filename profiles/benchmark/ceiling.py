@@ -33,14 +33,14 @@ class ReadCeiling:
     warps: int
 
     def milliseconds(self, size: int) -> float:
-        """The least time in which `size` bytes are read."""
+        """The least time to read `size` bytes."""
         return size / self.tb_s / 1e9
 
 
 def floor_and_share(
     ceiling: ReadCeiling | None, size: int, ms_per_step: float
 ) -> dict[str, float | None]:
-    """`floor_ms`, the least time in which `size` bytes are read, and its `share` of the step's."""
+    """`floor_ms`, the least time to read `size` bytes, and its `share` of the step's time."""
     floor = None if ceiling is None else ceiling.milliseconds(size)
     return {"floor_ms": floor, "share": None if floor is None else floor / ms_per_step}
 

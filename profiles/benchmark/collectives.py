@@ -1,7 +1,8 @@
-"""What it costs to sum up a product over ranks: chains of the very launches of a decode step.
+"""The cost of summing a product over ranks: chains of the launches that a decode step makes.
 
-A lone rank measures them on one GPU, without the way to others. Each product whose parts ranks sum
-up is timed as one rank has it alone, with its sum in the same kernel, and with the sum apart.
+A lone rank measures them on one GPU, without transfers to others. Each product whose parts ranks
+sum is timed in three ways: one rank's part alone, with the sum in the same kernel, and with the sum
+in a kernel of its own.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from graphengine.kernels import (
 from graphengine.models.linears import LinearPlans, Linears
 
 CALLS, REPLAYS = 64, 20
-# Of all weights of a chain: several times an L2 cache.
+# Bytes of all weights of a chain: several times an L2 cache.
 _BYTES = 512 << 20
 
 
 class CollectiveTime(NamedTuple):
     """Microseconds a call, in a chain of `CALLS`; medians of `REPLAYS`.
 
-    linear     the product's name; lanes, M, K: of the part that a rank has; ranks: how many
-    alone_us   the part to the residual stream, with nobody's else
+    linear     the product's name; `lanes`, `M`, `K` are the sizes of one rank's part
+    alone_us   one rank's part, added to the residual stream without the others' parts
     summed_us  the sum of all parts, pushed from the product's kernel
-    apart_us   the same by two kernels
+    apart_us   the sum of all parts, by two kernels
     """
 
     linear: str
@@ -54,10 +55,10 @@ class CollectiveTime(NamedTuple):
 
 
 def collective_times(engine: Engine) -> Iterator[CollectiveTime]:
-    """Of each product that is summed up, with as many lanes as the engine has slots; none on a CPU,
-    and none of weights in 8 or 4 bits.
+    """Time each product that ranks sum, with as many lanes as the engine has slots.
 
-    The engine's peers are used: nothing of it may be in flight.
+    Yields nothing on a CPU, and nothing for weights in 8 or 4 bits. The engine's peers are used:
+    nothing of it may be in flight.
     """
     group, runtime = engine.runtime.group, engine.runtime
     if group is None or group.peers is None:
@@ -83,7 +84,7 @@ def product_times(
     stream: torch.cuda.Stream,
     launch: Launch,
 ) -> Iterator[CollectiveTime]:
-    """Of each of the linears that is summed up, with so many lanes; see `Chain`."""
+    """Time each of the `linears` that ranks sum, with `lanes` lanes; see `Chain`."""
     for name, each in linears.items():
         if each.shard == "columns" and each.weight is None and not each.experts:
             size = (lanes, each.rows, each.columns)
@@ -96,7 +97,7 @@ class Chain:
     """Products one after the other, each with a weight that is in no cache.
 
     size    (N, M, K)
-    stream  of the graphs, which is not the default one
+    stream  the graphs' stream, not the default one
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Chain:
         return push_to_residual(self._peers, part, self._slot, self._stream, self._norm, pdl=pdl)
 
     def microseconds(self, *calls: Callable[[Tensor], Residual]) -> list[float]:
-        """Of each a call of a chain, by `microseconds_of`."""
+        """Microseconds of a call in a chain of each of `calls`; see `microseconds_of`."""
         return microseconds_of(self._on, *(partial(self._run, call) for call in calls))
 
     def _run(self, call: Callable[[Tensor], Residual]) -> None:
@@ -161,8 +162,10 @@ class Chain:
 
 
 def microseconds_of(stream: torch.cuda.Stream, *chains: Callable[[], None]) -> list[float]:
-    """Microseconds of a call, for each chain of `CALLS` calls. Chains are captured as graphs, which
-    are replayed in turn: all ranks that meet in them call this with the same ones.
+    """Microseconds of a call, for each chain of `CALLS` calls.
+
+    Chains are captured as graphs and replayed in turn, so ranks that meet in them must all call
+    this with the same chains.
     """
     graphs = list[CapturedGraph]()
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
 """Rows that begin at a context: turns of sessions that keep its KV.
 
-The KV is either prefilled, by a prompt of random tokens for each row, or random: drawn on the
-device, normal values with the standard deviation that the keys, and the values, of the same layer
-have after a real prompt. Recurrent states, whose size is that of any context, are those after this
-prompt.
+The KV is either prefilled, by a prompt of random tokens for each row, or random: normal values,
+drawn on the device with the standard deviation that the keys, and the values, of the same layer
+have after a real prompt. Recurrent states, which have the same size at any context, are those after
+this prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphengine.profiles.benchmark.measure import Work, random_prompt, sampling
 from graphengine.sessions import Session, session_of
 
 SCALE_TOKENS = 256
-"""Tokens of the prompt whose KV says how large random values are."""
+"""Tokens of the prompt whose KV sets the scale of random values."""
 DRAWN_BLOCKS = 1024
 """Blocks of a layer that are drawn at a time, as their values take memory outside the budget."""
 
@@ -34,8 +34,8 @@ class ContextRows:
     def __init__(self, engine: Engine, work: Work, *, prefilled: bool) -> None:
         self._engine = engine
         size = engine.memory.block_size
-        # A drafter's entries may depend on the tokens after theirs. A plain engine keeps as many,
-        # so that their turns prefill the same tokens.
+        # A drafter's entries may depend on later tokens. A plain engine keeps as many blocks, so
+        # that turns of both prefill the same tokens.
         blocks = (work.prompt_tokens - max(1, engine.core.needs.tokens_after)) // size
         self.kept_tokens = blocks * size
         self._turns: list[Session] = []
@@ -54,14 +54,17 @@ class ContextRows:
             raise
 
     def submit(self, params: Sequence[SamplingParams]) -> list[Request]:
-        """Begin the turns of the first `len(params)` rows; those submitted before must be over."""
+        """Begin the turns of the first `len(params)` rows; earlier turns must be over."""
         self._end_turns()
         for session, _ in zip(self._sessions, params, strict=False):
             self._turns.append(session.fork())
         return [turn.submit(each) for turn, each in zip(self._turns, params, strict=True)]
 
     def run(self, params: Sequence[SamplingParams]) -> list[Result]:
-        """A `measure.Run`. RuntimeError if a turn did not find the KV that its session keeps."""
+        """Run turns to their end, as a `measure.Run`.
+
+        RuntimeError if a turn did not find the KV that its session keeps.
+        """
         requests = self.submit(params)
         while not all(request.finished for request in requests):
             self._engine.step()
@@ -113,7 +116,7 @@ def _random_session(
 
 
 def _example(engine: Engine, work: Work) -> SessionSnapshot:
-    """What a session keeps of a real prompt."""
+    """A snapshot of a session after a real prompt."""
     tokens = min(SCALE_TOKENS, work.prompt_tokens)
     with engine.session() as session:
         session.append(random_prompt(engine.model.config.vocab_size, tokens, seed=0))
@@ -146,7 +149,7 @@ def fill_blocks(
             zip(engine.runtime.caches, scales, strict=True)
         ):
             generator = torch.Generator(cache.device)
-            # Of the target's cache the same, whether there is a drafter's or not.
+            # The target's cache gets the same values, whether there is a drafter's or not.
             generator.manual_seed((number << 32) + seed)
             for layer, deviation_P in zip(cache, scale.to(cache.device), strict=True):
                 deviation = deviation_P.view(1, -1, *[1] * (layer.dim() - 2))
@@ -155,6 +158,6 @@ def fill_blocks(
                     part = blocks[start : start + DRAWN_BLOCKS]
                     drawn = torch.empty((len(part), *layer.shape[1:]), device=cache.device)
                     drawn.normal_(generator=generator).mul_(deviation)
-                    # A cast makes larger values infinite, and in e4m3 NaN: not in each torch.
+                    # In some versions of torch a cast makes larger values infinite, or NaN in e4m3.
                     drawn.clamp_(-largest, largest)
                     layer[torch.tensor(part, device=cache.device)] = drawn.to(layer.dtype)

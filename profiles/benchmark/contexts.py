@@ -1,12 +1,13 @@
 """`graphengine bench --context`: decode steps of each batch at contexts of these lengths.
 
-A row is a turn of a session (`Engine.session`) that keeps the KV of all but the last tokens of its
-prompt, a block of them at most; these the turn prefills. So positions, block tables, and all that
-attention reads are those of a prompt of this length. `context_rows.py` says how the KV comes there.
+A row is a turn of a session (`Engine.session`) that keeps the KV of its prompt, except for the last
+tokens, at most a block of them, which the turn prefills. So positions, block tables, and all that
+attention reads are those of a prompt of this length. `context_rows.py` says where the KV comes
+from.
 
 An engine serves all contexts of one batch. Its `max_seq_len`, which grids and workspaces may depend
-on, is what the longest of them needs, and its pool holds every row at that length. Where memory is
-short of that the context is skipped, with the numbers, and the next shorter one is tried.
+on, is what the longest of them needs, and its pool holds every row at that length. If memory is too
+short for that, the context is skipped, with the numbers, and the next shorter one is tried.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Contexts:
             "swap_blocks": 0,
             # Where a row begins, and where its turn ends.
             "session_states": 2 * work.live,
-            # Every row begins at the KV that a session keeps, which no ring does for several.
+            # Every row begins with the KV that a session keeps; a ring cannot be shared by rows.
             "window_rings": False,
             "buckets": tuple(sorted({work.live, slots})),
         }
@@ -99,9 +100,9 @@ class Contexts:
         open_engine: Open,
         left_out: list[dict[str, Any]],
     ) -> Iterator[tuple[Engine | None, list[int]]]:
-        """An engine for those of the lengths that the memory holds, and these; None for none.
+        """An engine for the lengths that fit in memory, and these lengths; None if none fits.
 
-        The others are added to `left_out`. `wanted` are options beside the sizes.
+        The other lengths are added to `left_out`. `wanted` are options besides the sizes.
         """
         left = list(lengths)
         with ExitStack() as stack:
@@ -151,7 +152,7 @@ def read_contexts(options: argparse.Namespace, subject: Subject) -> Contexts | N
 def skipped(
     live: int, context: int, what: str, error: OutOfBudget, speculative: str | None = None
 ) -> dict[str, Any]:
-    """An entry of what the memory does not hold: `what`, and the first line of the error."""
+    """An entry for what does not fit in memory: `what`, and the first line of the error."""
     short, _, _ = str(error).partition("\n")
     return {
         "live": live,
@@ -175,12 +176,12 @@ def measure_contexts(
 
     kv       how the contexts came about: "random" or "prefilled"
     cells    each batch at each context (`_cell`), with the entries of its speculating engines
-    skipped  batches and contexts that the memory does not hold, with the numbers
+    skipped  batches and contexts that do not fit in memory, with the numbers
     first_tokens
              times to first token after prompts of these lengths, if there are any
 
-    `options` are those of every engine but for its sizes. Of drafts accepted by force only the
-    numbers that the sweep names are measured.
+    `options` are those of every engine, without sizes. Acceptance is forced only for the numbers of
+    drafts that the sweep names.
     """
     section: dict[str, Any] = {
         "kv": "prefilled" if contexts.prefilled else "random",
@@ -191,7 +192,7 @@ def measure_contexts(
         cells: dict[int, dict[str, Any]] = {}
         plains: dict[int, Plains] = {}
         for wanted, needed in _variants(contexts, work, options, sweep):
-            # Where a plain engine to compare with was skipped, so are those after it.
+            # If the plain engine to compare with was skipped, so are the engines compared with it.
             has = [each for each, plain in plains.items() if needed in (None, *plain.found)]
             lengths = has if wanted else contexts.lengths
             opened = contexts.engine(work, lengths, wanted, open_engine, section["skipped"])
@@ -223,7 +224,7 @@ def measure_contexts(
 def _first_tokens(
     contexts: Contexts, lengths: Sequence[int], work: Work, open_engine: Open
 ) -> dict[str, Any]:
-    """Of a request on an idle engine of one slot, which holds the longest of the prompts."""
+    """Measure TTFT on an idle engine of one slot that holds the longest of the prompts."""
     need = min(max(lengths) + CHECKED_FIRST_TOKENS, contexts.limit)
     sizes = {"max_batch": 1, "max_seq_len": contexts.max_seq_len or need}
     with open_engine(sizes) as engine:
@@ -239,8 +240,8 @@ def _variants(
 ) -> list[tuple[dict[str, Any], RowFamily | None]]:
     """Options of a batch's engines, and the row family of the plain engine each is compared with.
 
-    The first engine is the plain one, which needs none. Speculating engines of another row family
-    come after a plain engine of theirs.
+    The first engine is the plain one, which is compared with none. Speculating engines of another
+    row family come after a plain engine of that family.
     """
     sizes = {**options, **contexts.options(work, contexts.lengths[-1])}
     found: list[tuple[dict[str, Any], RowFamily | None]] = [({}, None)]
@@ -285,7 +286,7 @@ def _cell(
     weight_bytes, kv_bytes    read in a step, at the mean length of a row; `step_bytes` has them and
                               recurrent states
     floor_ms, share           the least time to read them, and its share of the step's time
-    tb_s                      of these bytes, in 10**12 bytes a second
+    tb_s                      the rate of reading these bytes, in 10**12 bytes a second
     """
     model, itl, ms_per_step = engine.model.config, figures["itl_ms"], figures["ms_per_step"]
     experts = experts_read(engine, work)
@@ -316,7 +317,7 @@ def _cell(
 
 
 def kernel_work(work: Work) -> Work:
-    """As much of a batch's work as the replays of its kernels need, in a single run."""
+    """A batch's work in a single run, with new tokens enough for the replays of its kernels."""
     return replace(work, new_tokens=max(work.new_tokens, least_room(work)), runs=1)
 
 
@@ -325,7 +326,7 @@ def measure_context_kernels(
 ) -> Iterator[dict[str, Any]]:
     """Yields the kernels of each batch at each context, in engines without PDL.
 
-    What the memory does not hold is left out.
+    What does not fit in memory is left out.
     """
     for work in map(kernel_work, works):
         with contexts.engine(work, contexts.lengths, {"pdl": False}, open_engine, []) as opened:

@@ -3,8 +3,8 @@
 An eager step, of prefill or of decoding, is the captured function called from Python: the same
 kernels with the same plans, on the same buffers, under the same scheduler. The comparison shows
 that capture and replay lose nothing: no frozen scalar, no stale buffer, no missing edge. It does
-not show that the kernels or the scheduler are right; the tests show the former against references
-and transformers.
+not show that the kernels or the scheduler are right; tests compare the kernels with references and
+transformers.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def check_against_eager(
 
 
 def check_run(engine: Engine, run: Callable[[], list[Result]]) -> list[Result]:
-    """The same for requests that `run` makes: the results of its prompts, in their order."""
+    """`check_against_eager` for the requests that `run` makes; results in the order of prompts."""
     replayed, eager = both_ways(engine, run)
     for index, pair in enumerate(zip(eager, replayed, strict=True)):
         require_equal(pair, f"the eager step and the graphs, prompt {index}:")
@@ -100,7 +100,7 @@ def require_begins(result: Result, beginning: Result, what: str) -> None:
 
 
 def comparable(engine: Engine, plain_numerics: str) -> bool:
-    """Whether its tokens must be those of plain decoding with these numerics.
+    """Whether the engine's tokens must be those of plain decoding with these numerics.
 
     An engine with a tree of drafts attends in other splits in half precision, so its tokens may
     differ where two are nearly equal. RuntimeError for any other drafter whose numerics differ.

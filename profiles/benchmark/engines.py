@@ -41,7 +41,7 @@ from graphengine.profiles.benchmark.shapes import (
 from graphengine.speculative import MTP, DFlash, Eagle3, NGram, describe
 
 DSPARK_RANK = 256
-"""Of the sequential head of DeepSpec's drafters."""
+"""Rank of the sequential head of DeepSpec's drafters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def build_engine(
     """An engine of `subject` with `EngineConfig(**options)`, and the cost of building it.
 
     A shape's drafter has random weights, too, and drafts from `random_vocab` random tokens; from
-    all tokens if that is None. With `lone_rank` it is one rank of a shape's by itself.
+    all tokens if that is None. With `lone_rank` the engine is one rank of a shape by itself.
     """
     started = time.perf_counter()
     loaded = started
@@ -120,7 +120,7 @@ def _random_engine(
 ) -> Engine:
     """`Engine.from_pretrained` for a shape: weights are drawn at random, not read.
 
-    Those that are to be rounded are drawn as codes: nothing of 16 bits is ever there.
+    Weights that are to be rounded are drawn as codes: they never exist in 16 bits.
     """
     model_config = rounded_model(subject.model, config)
     if lone_rank:
@@ -137,7 +137,7 @@ def _random_engine(
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         fill_random(weights.named(), weights.linears())
-        # Apart, as a drafter may have names of the target's for tensors of its own.
+        # In a call of their own, as a drafter's tensors may have names of the target's.
         drafts = drafter.allocate(memory.device, memory.dtype, config.family, config.chain_family)
         fill_random(drafts, drafter.linears(), seed=SEED + 1)
         if memory.device.type == "cuda":
@@ -153,7 +153,7 @@ def _random_engine(
 
 @contextmanager
 def freed(engine: Engine) -> Iterator[Engine]:
-    """At the end the engine is closed, and the device's memory is free for the next one."""
+    """Close the engine at the end, and free the device's memory for the next one."""
     on_gpu = engine.memory.device.type == "cuda"
     try:
         yield engine

@@ -1,4 +1,4 @@
-"""How many experts a decode step reads: what the floor of a model with experts counts."""
+"""How many experts a decode step reads, for the floor of a model with experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepExperts(NamedTuple):
 
 
 class _NotedStep(EagerStep):
-    """An eager step of decoding; what is noted meanwhile, of its drafts too, is the step's own."""
+    """An eager decode step that begins a note: reads from then on, also by drafts, are in it."""
 
     def __init__(self, graph: CapturedGraph, begin: Callable[[], None]) -> None:
         super().__init__(graph)
@@ -47,22 +47,22 @@ class _NotedStep(EagerStep):
 def experts_read(engine: Engine, work: Work) -> float | None:
     """Different experts that a layer reads on average, with all rows of `work` decoding.
 
-    None for a model without experts. As of `step_experts`.
+    None for a model without experts. Measured by `step_experts`.
     """
     found = step_experts(engine, work)
     return None if found is None else found.layer
 
 
 def step_experts(engine: Engine, work: Work) -> StepExperts | None:
-    """What steps read with all rows of `work` decoding; None for a model without experts.
+    """Experts that steps read with all rows of `work` decoding; None for a model without experts.
 
-    The rows decode a few tokens after short prompts, in eager steps. RuntimeError if they never do
-    so all at the same time.
+    The rows decode a few tokens after short prompts, in eager steps. RuntimeError if no step has
+    all rows.
     """
     routed = engine.model.weights.routed
     if routed is None:
         return None
-    # Of each step, of each layer that is run: rows, and experts.
+    # For each step, for each layer that is run: rows and experts.
     steps: list[list[tuple[int, int]]] = []
 
     def note(routes: Routes, slot_N: Tensor) -> None:
@@ -71,10 +71,10 @@ def step_experts(engine: Engine, work: Work) -> StepExperts | None:
         steps[-1].append((rows, len({*routes.expert[live].flatten().tolist()})))
 
     def stand_in(key: GraphKey, graph: CapturedGraph) -> EagerStep:
-        # A graph of drafts goes on with the step before it.
+        # A graph of drafts adds to the note of the step before it.
         return EagerStep(graph) if key.kind == "draft" else _NotedStep(graph, begin[key.kind])
 
-    # The drafts after a prompt are of no step.
+    # The drafts after a prompt belong to no step.
     begin: dict[str, Callable[[], None]] = {
         "decode": lambda: steps.append([]),
         "prefill": lambda: steps.append([(0, 0)]),

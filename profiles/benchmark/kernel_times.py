@@ -50,7 +50,7 @@ class KernelTime:
     grid        programs, by axis
     count       launches a step; `mean_us` is the time of one, `step_us` of all launches of a step
     read_bytes  of the weight, or of a layer's KV, in one launch; None without a part
-    tb_s        these over the time, in 10**12 bytes a second
+    tb_s        `read_bytes` over the time, in 10**12 bytes a second
     """
 
     name: str
@@ -68,7 +68,7 @@ class Decoding:
     """Rows that decode, with nothing in flight.
 
     graph   the graph that serves them
-    tokens  of all rows, whose KV a replay of it reads
+    tokens  tokens of all rows, whose KV a replay reads
     """
 
     graph: GraphKey
@@ -81,8 +81,7 @@ def kernel_times(
 ) -> list[KernelTime] | None:
     """Profile `REPLAYS` replays of the decode graph that serves `work`; None on a CPU device.
 
-    `submit` submits the rows in another way than with the prompts of `work`. They are cancelled at
-    the end.
+    `submit` submits the rows, if not with the prompts of `work`. They are cancelled at the end.
     """
     if engine.runtime.stream is None:
         return None
@@ -94,7 +93,7 @@ def kernel_times(
     tokens = decoding.tokens + work.live * (1 + (REPLAYS - 1) / 2)
     itemsize = engine.cache.element_size()
     kv = kv_bytes(model, rows=work.live, tokens=tokens, itemsize=itemsize)
-    # Where layers differ in their windows, an average tells nothing of any of them.
+    # If layers differ in their windows, an average describes none of them.
     alike = len({*layer_windows(model)}) == 1
     return summarise(
         events,
@@ -164,14 +163,14 @@ def _trace(engine: Engine, graph: GraphKey) -> list[dict[str, Any]]:
 
 
 def least_room(work: Work) -> int:
-    """New tokens of each row that last for the replays: rows begin one after another."""
+    """New tokens that each row needs for the replays, as rows begin one after another."""
     return work.live + REPLAYS + 8
 
 
 def start_decoding(engine: Engine, work: Work, submit: Submit | None = None) -> Decoding:
     """Bring all rows of `work` to decoding, until the host has read all that was launched.
 
-    Replays of their graph that follow are unknown to the scheduler; `stop_decoding` ends them.
+    The scheduler does not know of later replays of their graph; `stop_decoding` ends the rows.
     """
     room = engine.memory.max_seq_len - work.prompt_tokens
     if room < least_room(work):
@@ -191,13 +190,13 @@ def start_decoding(engine: Engine, work: Work, submit: Submit | None = None) -> 
     (graph,) = (key for key in launched if key.kind == "decode")
     while engine.core.in_flight:
         engine.core.collect(None)
-    # The last token of each has no KV yet.
+    # The last token of each row has no KV yet.
     tokens = sum(work.prompt_tokens + len(request.token_ids) - 1 for request in requests)
     return Decoding(graph=graph, tokens=tokens, requests=requests)
 
 
 def stop_decoding(engine: Engine, decoding: Decoding) -> None:
-    """Cancel the rows: what the scheduler did not know of them no longer matters."""
+    """Cancel the rows, so that replays unknown to the scheduler no longer matter."""
     for request in decoding.requests:
         request.cancel()
     drain(engine)
@@ -224,10 +223,10 @@ def summarise(
     """Group the launches of `replays` equal steps, in order of first appearance.
 
     `events` are a Chrome trace's: `name`, `dur` in microseconds, `args.grid`. A linear is
-    identified by its place: `linears` are those of a step in their order; there are none for
-    prefill, where they are not told apart. Each of the `attention_layers` launches of
-    attention reads `layer_kv_bytes`; with another number of them it is not known who reads what.
-    RuntimeError if the replays' events differ.
+    identified by its place: `linears` lists those of a step in order, and is empty for prefill,
+    where they are not told apart. Each of the `attention_layers` launches of attention reads
+    `layer_kv_bytes`; with another number of launches, their reads are unknown. RuntimeError if the
+    replays' events differ.
     """
     if not events or len(events) % replays:
         raise RuntimeError(f"{len(events)} kernels were traced in {replays} replays")
@@ -266,7 +265,7 @@ def summarise(
 
 
 def _parts(names: Sequence[str], linears: Sequence[LinearRead]) -> list[str | None]:
-    """For each kernel of a step its linear; all None if the number of linears is unexpected."""
+    """The linear of each kernel of a step; all None if the number of linears is unexpected."""
     places = [index for index, name in enumerate(names) if name in LINEARS]
     found: list[str | None] = [None] * len(names)
     if len(places) == len(linears):

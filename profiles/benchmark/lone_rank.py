@@ -1,7 +1,7 @@
 """One rank of several by itself: what the others would push to it, it pushes to itself.
 
-It launches the kernels of a rank on the shapes of a rank, and waits for items as a rank does. What
-it lacks are the others: the way between GPUs, and whoever comes late. Its tokens are nobody's.
+It launches the kernels of a rank on the shapes of a rank, and waits for items as a rank does. Its
+times lack the others: transfers between GPUs, and ranks that come late. Its tokens mean nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ WAIT_LIMIT_S = 10.0
 
 
 class LoneRank:
-    """The group of rank 0 of `ranks`. Sums that are not pushed, as those of long chunks, are what
-    it has itself.
+    """The group of rank 0 of `ranks` without the others. A sum that is not pushed, such as that of
+    a long chunk, is this rank's part alone.
 
-    peers  of `units` units of memory, on a GPU; None on a CPU
+    peers  with `units` units of memory, on a GPU; None on a CPU
     """
 
-    # Of ranks that have requests of their own, which no lone rank has.
+    # For ranks that have requests of their own, which no lone rank has.
     add_own: AddOwn | None = None
 
     def __init__(self, ranks: int, device: torch.device, units: int, *, pdl: bool) -> None:
@@ -45,7 +45,7 @@ class LoneRank:
 
     @property
     def waited_s(self) -> float:
-        """As of a `Meeting`."""
+        """Seconds spent waiting, as `Meeting.waited_s`."""
         return 0.0 if self.peers is None else self.peers.tensors.waited.item() / 1e9
 
     def reduce(self, part_NH: Tensor) -> Tensor:
@@ -86,13 +86,13 @@ def _to_itself(ranks: int, device: torch.device, units: int) -> Peers:
 
 
 def share_of(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """What rank 0 has of a model. ValueError where it cannot be split so."""
+    """Rank 0's share of a model. ValueError if the model cannot be split this way."""
     share = Share(0, config.tensor_parallel)
     return of_rank(model, share, expert_parallel=config.expert_parallel)
 
 
 def lone_engine(weights: ModelWeights, memory: MemoryPlan, config: EngineConfig) -> Engine:
-    """The engine of a rank alone, of these weights of `share_of`."""
+    """The engine of a lone rank; `weights` are of a `share_of` a model."""
     model = weights.open(max_seq_len=memory.max_seq_len)
     group = LoneRank(config.tensor_parallel, memory.device, memory.push_units, pdl=config.pdl)
     drafter = NoDrafter()

@@ -1,7 +1,7 @@
 """Latencies of one engine, through its public interface.
 
 A step gives a row one token, or up to K + 1 with K drafts; they reach the caller together. So gaps
-are those between steps, and rates are given by step and by token.
+are measured between steps, and rates are given by step and by token.
 
 Times are host times at which tokens reached the caller. Python's garbage collector is left as it
 is, as a program that embeds an engine will have it on. In a long run it also has work to do.
@@ -42,15 +42,16 @@ CHECKED_TOKENS = 64
 """New tokens of each request that eager steps must also give: at 5 to 30 ms a step they take a
 second or two."""
 CHECKED_FIRST_TOKENS = 4
-"""The same after each prompt whose first token is timed, as decoding reads its KV."""
+"""New tokens checked by eager steps after each prompt whose first token is timed: decoding reads
+the prompt's KV."""
 ADMITTED_NEW_TOKENS = 2
 DECODING_TOKENS = 8
 """New tokens that decoding requests have before another prompt is admitted."""
 KEPT_TOKENS = 256
 KEPT_OBJECTS = 16
-"""For a long run's consumer: steps of which it keeps a note, and containers in each note. So the
-youngest generation is collected some 23 times in 1,000 tokens and the next one twice, and both show
-in a p99.9; a quarter more often where the engine collects early."""
+"""The consumer of a long run keeps notes of `KEPT_TOKENS` steps, each of `KEPT_OBJECTS` containers.
+So the youngest generation is collected some 23 times in 1,000 tokens and the next one twice, and
+both show in a p99.9; a quarter more often where the engine collects early."""
 COLLECTOR_THRESHOLDS = (700, 10, 10)
 """CPython's defaults, at least up to 3.12."""
 TTFT_REPEATS = 4
@@ -120,7 +121,7 @@ class Steady:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens a second of all requests together."""
+        """Tokens a step of all requests together."""
         return self.tokens / (self.steps - 1)
 
     @property
@@ -134,7 +135,7 @@ def moments(timings: Timings) -> list[float]:
 
 
 def steady(results: Sequence[Result]) -> Steady:
-    """From the second step of the last request to get a token, to the first request's last step.
+    """The steps from the second one of the last request to begin, to the first request's end.
 
     ValueError if fewer than two steps are in between: `new_tokens` is too small for the batch.
     """
@@ -183,7 +184,7 @@ def decode(
 ) -> dict[str, Any]:
     """Check the tokens, then run `work` once to warm up and `work.runs` times; milliseconds.
 
-    `run` runs its requests in another way than by `run_of`.
+    `run` runs the requests; None: `run_of` does.
 
     `tokens_per_step` is for one row, `tokens_per_s` for all rows. RuntimeError if tokens differ: of
     graphs and eager steps, of two runs, of a prompt alone and in its batch, or from `expected`.
@@ -266,7 +267,7 @@ def long_run(
 
     An engine's own steps leave Python's collector nothing to free; a host program may. So the
     consumer of the tokens keeps something from each step for a while. With 0 `kept_objects` it
-    keeps the event, for which the collector hardly runs; else a note of this many containers in a
+    keeps the event, and the collector hardly runs; else a note of this many containers in a
     reference cycle, which only the collector frees.
 
     collections  how often the collector ran, by generation, whether the engine or Python called it
@@ -322,7 +323,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Inside, Python's collector is on, with `COLLECTOR_THRESHOLDS`, and watched; afterwards its
+    """Turn Python's collector on in the block, with `COLLECTOR_THRESHOLDS`, and watch it. Then its
     state is restored, except that a heap frozen by the caller is no longer frozen.
 
     Existing objects are frozen, as a program with short deadlines does: a full collection would
@@ -364,7 +365,7 @@ class Waits:
 
 @contextmanager
 def timed_waits(engine: Engine) -> Iterator[Waits]:
-    """Inside, the engine's waits for its mailbox are timed."""
+    """Time the engine's waits for its mailbox inside the block."""
     mailbox, waits, clock = engine.runtime.mailbox, Waits(), time.perf_counter
     wait = mailbox.wait
 
@@ -437,7 +438,7 @@ def host_figures(steps: Sequence[StepTime], read: float) -> dict[str, float]:
 
 
 def _is_steady(requests: Sequence[Request], events: int) -> bool:
-    """Whether it is a step of every request, and not one of its first two or its last one."""
+    """Whether the step was one of every request, and not among its first two or its last."""
     if events != len(requests) or any(request.finished for request in requests):
         return False
     # Written down at once: work between two steps shortens the wait of the next one.
@@ -458,8 +459,8 @@ def _read_seconds(engine: Engine, waits: Waits, repeats: int = 200) -> float:
 
 
 def waited_us(engine: Engine, work: Work) -> float | None:
-    """Microseconds of a decode step, on average over one run of `work`, for which the driver's rank
-    waits for the parts of others; None where there is one rank, or nothing counts it.
+    """Microseconds a decode step that the driver's rank waits for the parts of others, on average
+    over one run of `work`; None with a single rank, or where nothing counts the wait.
     """
     group = engine.runtime.group
     before = None if group is None else group.waited_s

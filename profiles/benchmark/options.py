@@ -59,8 +59,8 @@ class Bench:
     long_tokens     gaps to measure in the sized engines with one live request; 0: none
     record          file for a recording; then there is one row
     admission       length of a prompt that is admitted while seven requests decode; 0: none
-    ranks           those of tensor_parallel, of which each number has its rows
-    lone_rank       whether one of them is measured by itself, as it would be among the others
+    ranks           numbers of ranks for tensor_parallel; each number has its own rows
+    lone_rank       whether one rank is measured by itself, as it would be among the others
     sweep           the speculative engines to compare with each row's plain one
     contexts        the tokens before the steps of each batch; None: there are rows instead
     """
@@ -118,11 +118,11 @@ class Bench:
 
     @property
     def admission_sizes(self) -> dict[str, Any]:
-        """Of the engine in which a prompt is admitted."""
+        """Sizes of the engine in which a prompt is admitted."""
         return {"max_batch": DEFAULT_SLOTS, "max_seq_len": self.max_seq_len}
 
     def prefill_sizes(self, tokens: int) -> dict[str, Any]:
-        """Of the engine whose prefill kernels are timed with a prompt of so many tokens."""
+        """Sizes of the engine whose prefill kernels are timed with a prompt of `tokens` tokens."""
         return {
             "max_batch": 1,
             "max_seq_len": _given(self.max_seq_len, tokens + 1),
@@ -130,7 +130,7 @@ class Bench:
         }
 
     def kernel_sizes(self, work: Work) -> dict[str, Any]:
-        """Of the engine whose kernels are timed at this work."""
+        """Sizes of the engine whose kernels are timed at this work."""
         return {
             "max_batch": _given(self.max_batch, work.live),
             "max_seq_len": _given(
@@ -253,7 +253,7 @@ def _subject(options: argparse.Namespace) -> Subject:
 
 
 def _batches(options: argparse.Namespace, *, swept: bool) -> list[int]:
-    """Live requests of each row. ValueError for more than a record, or an engine, takes."""
+    """Live requests of each row. ValueError for more than a recording or an engine takes."""
     usual = "1" if options.record is not None else "1,8" if swept else "1,8,32"
     batches = integers(options.batch or usual, "batch")
     if options.record is not None and len(batches) > 1:
@@ -283,7 +283,7 @@ def _fits_default(options: argparse.Namespace) -> bool:
 
 
 def _ranks(options: argparse.Namespace, subject: Subject) -> tuple[int, ...]:
-    """Numbers of ranks to measure. ValueError for what takes one number, or none."""
+    """Numbers of ranks to measure. ValueError for options that take one number only, or none."""
     found = tuple(integers(options.tensor_parallel or "1", "tensor-parallel"))
     if options.lone_rank and (subject.checkpoint is not None or min(found) == 1):
         raise ValueError(

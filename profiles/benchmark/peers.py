@@ -1,4 +1,4 @@
-"""The same work on another library: how long its user would wait.
+"""Time another library on the same work: how long its user would wait.
 
     python -m graphengine.profiles.benchmark.peers transformers --shape llama-1b --batch 1,8
 
@@ -65,7 +65,9 @@ def run_peer(
     new_tokens: int,
     runs: int,
 ) -> dict[str, Any]:
-    """What this module prints for these arguments. RuntimeError, with its last output, if it fails.
+    """Run this module in a process of its own and return what it prints.
+
+    RuntimeError, with its last output, if it fails.
 
     Nothing of this process should hold device memory that the peer needs.
     """
@@ -92,7 +94,7 @@ def run_peer(
 
 
 def _answer(name: str, printed: str) -> dict[str, Any]:
-    """The object in the output: peers print as well, also when their process ends."""
+    """The object in the output: the peers print, too, even when their process ends."""
     for line in reversed(printed.splitlines()):
         if line.startswith(ANSWER):
             answer: dict[str, Any] = json.loads(line)
@@ -121,7 +123,7 @@ def transformers(library: Any, subject: Subject, options: argparse.Namespace) ->
 
 
 def _generate(library: Any, model: Any, prompts: torch.Tensor, work: Work) -> PeerRun:
-    """All rows step by step; `generate` waits for the device at every one."""
+    """Generate all rows step by step; `generate` waits for the device at every step."""
     moments: list[float] = []
 
     def note(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
@@ -146,9 +148,9 @@ def _generate(library: Any, model: Any, prompts: torch.Tensor, work: Work) -> Pe
 
 
 def vllm(library: Any, subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
-    """`LLMEngine.step` in this process, as vLLM configures itself; its random weights are its own.
+    """`LLMEngine.step` in this process, as vLLM configures itself, with its own random weights.
 
-    Prefix caching is off: every run would find the prompt of the last one.
+    Prefix caching is off, as every run would find the prompt of the last one.
     """
     works = _works(options)
     with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +174,7 @@ def vllm(library: Any, subject: Subject, options: argparse.Namespace) -> dict[st
 
 
 def _step_vllm(library: Any, model: Any, prompts: list[list[int]], work: Work) -> PeerRun:
-    """All prompts at once. RuntimeError unless each gets as many tokens as were asked for."""
+    """Run all prompts at once. RuntimeError unless each gets as many tokens as were asked for."""
     params = library.SamplingParams(
         temperature=0.0, max_tokens=work.new_tokens, ignore_eos=True, detokenize=False
     )

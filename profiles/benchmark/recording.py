@@ -62,7 +62,7 @@ def record(engine: Engine, work: Work, path: Path, tokens: int) -> dict[str, Any
     cost              with events, as `Turns.cost`; the records of these rounds are in the file
     cost_without_events, host_us
                       the same without; microseconds of a step's host work, off and on: on a GPU
-    range_ns          of one NVTX range, and whether a tool listens to it (`ranges`)
+    range_ns          nanoseconds of one NVTX range; `ranges`: whether a tool listens to it
     """
     recorder = engine.recorder
     on_gpu = engine.memory.device.type == "cuda"
@@ -123,7 +123,7 @@ def _take_turns(
 
 
 def _host_cost(engine: Engine, work: Work, sizes: dict[str, Any]) -> dict[str, float]:
-    """Medians of `host_us`, with the recorder off and on alternately."""
+    """Median `host_us` with the recorder off and on, measured alternately."""
     off, on = [], []
     for _ in range(HOST_PAIRS):
         off.append(host_time(engine, work)["host_us"])

@@ -34,7 +34,7 @@ from graphengine.models.weights import StoredLinear
 
 DEMO = "demo"
 HEAD_TOKENS = 32000
-"""Of the draft vocabulary that most EAGLE3 heads are published with."""
+"""Size of the draft vocabulary that most EAGLE3 heads are published with."""
 
 
 def _llama3_rope(factor: float) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _gemma3(**sizes: Any) -> dict[str, Any]:
 
 
 def _granite4(layers: int, attention: tuple[int, ...], **sizes: Any) -> dict[str, Any]:
-    """Layers of Mamba2, but for those that attend."""
+    """A model of Mamba2 layers, except for the `attention` layers."""
     fixed = {
         "model_type": "granitemoehybrid",
         "rms_norm_eps": 1e-5,
@@ -284,7 +284,7 @@ NAMES = (*SHAPES, DEMO)
 class Subject:
     """What is measured: a shape with random weights, or a checkpoint where `checkpoint` is set.
 
-    drawn  whether its weights are a shape's random ones all the same
+    drawn  whether its weights are random like a shape's, in spite of `checkpoint`
     """
 
     name: str
@@ -304,7 +304,7 @@ class Subject:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, name: str) -> Subject:
-        """A shape with the values of a `config.json`; ValueError as of a checkpoint's."""
+        """A shape with the values of a `config.json`; ValueError as for a checkpoint's."""
         return cls(name=name, hf_config=config, model=_as_told(read_model_config(config), config))
 
     @classmethod
@@ -326,8 +326,8 @@ def random_module(model: ModelConfig) -> MtpConfig:
 
 
 def random_head(model: ModelConfig, vocab_size: int | None = None) -> Eagle3Checkpoint:
-    """An EAGLE3 head for a model of random weights, which drafts from so many random tokens; None:
-    from `HEAD_TOKENS`, or from all where there are fewer.
+    """An EAGLE3 head for a model of random weights, which drafts from `vocab_size` random tokens;
+    None: from `HEAD_TOKENS`, or from all if there are fewer.
     """
     drafted = min(HEAD_TOKENS, model.vocab_size) if vocab_size is None else vocab_size
     ids = None if drafted == model.vocab_size else random_tokens(model.vocab_size, drafted)
@@ -343,7 +343,7 @@ def random_tokens(vocab_size: int, size: int, seed: int = SEED) -> Tensor:
 
 
 def _as_told(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
-    """The model with its weights as its config tells: MXFP4, whose scales are powers of two."""
+    """The model with weights in its config's format: MXFP4, whose scales are powers of two."""
     quantisation = read_quantisation(config)
     if quantisation is None:
         return model
@@ -369,8 +369,8 @@ def fill_random(
 ) -> None:
     """Draw every tensor in place, on its device: matrices and biases around 0, norms around 1.
 
-    Each has a generator of its own, seeded by its name; the tensors may be strided views. Those of
-    the `linears` that are packed get random codes of numbers as large as a matrix'.
+    Each has a generator of its own, seeded by its name; the tensors may be strided views. Packed
+    weights among the `linears` get random codes of numbers as large as a matrix's.
     """
     for linear in linears:
         if isinstance(linear.weight, PackedWeight):
@@ -384,13 +384,13 @@ def fill_random(
         tensor.copy_(random_values(name, tensor.shape, tensor.dtype, tensor.device, seed))
 
 
-# Root mean squares of random codes, of e4m3 as they are drawn here.
+# Root mean squares of random codes; for e4m3, of the codes that are drawn here.
 _CODE_SIZES = {"e4m3": 0.43, "int8": 74.0, "int4": 4.6, "e2m1": 2.9}
 _CODE_ZEROS = {"int4": (6, 11), "int8": (0, 11)}
 
 
 def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
-    """Random codes, all of whose groups have one scale."""
+    """Draw random codes; all groups have one scale."""
     codes, kind = weight.codes.view(torch.uint8), weight.format
     codes.random_(0, 256, generator=generator)
     if kind.code == "e4m3":
@@ -415,11 +415,11 @@ def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
 
 
 def weight_bytes(model: ModelConfig, dtype: torch.dtype, *, experts: float | None = None) -> int:
-    """Bytes of the weights that a decode step cannot avoid to read; `dtype` is the model's.
+    """Bytes of the weights that a decode step must read; `dtype` is the model's.
 
-    An embedding counts if it is lm_head, too; a step reads only a few rows of another one.
+    An embedding counts only if it is lm_head, too; else a step reads just a few of its rows.
 
-    experts  that a layer reads of those that it has, on average; None: all of them
+    experts  experts that a layer reads on average; None: all of them
     """
     weights = model.allocate(device="meta", dtype=dtype)
     embedding = 0 if weights.lm_head is weights.embedding else weights.embedding.nbytes
@@ -440,11 +440,11 @@ def drafts_bytes(
     kv_dtype: torch.dtype,
     experts: float,
 ) -> int:
-    """Bytes that the drafts of a step cannot avoid to read: `length` runs of a module, each with
-    lm_head, and each row's KV in each of them.
+    """Bytes that the drafts of a step must read: `length` runs of a module, each with lm_head, and
+    each row's KV in each run.
 
-    lm_head  bytes of lm_head, or of the rows of it from which is drafted
-    experts  that all runs read together
+    lm_head  bytes of lm_head, or of its rows in the draft vocabulary
+    experts  experts that all runs read together
     """
     held = allocate_mtp_weights(config, device="meta", dtype=dtype)
     routed = held.routed
@@ -458,10 +458,9 @@ def drafts_bytes(
 
 
 def kv_bytes(model: ModelConfig, *, rows: int, tokens: float, itemsize: int) -> int:
-    """Bytes of the KV that a step reads in all layers, of rows that have so many tokens together.
+    """Bytes of the KV that a step reads in all layers, for rows of `tokens` tokens together.
 
-    A layer with a window reads no more than its window of a row; the rows are as long as each
-    other.
+    A layer with a window reads no more than its window of each row; all rows have the same length.
     """
     return round(
         sum(
@@ -504,11 +503,11 @@ def step_bytes(
     kv_dtype: torch.dtype | None = None,
     experts: float | None = None,
 ) -> int:
-    """Bytes that a decode step cannot avoid to read: all weights once, each row's recurrent states
-    and its KV, within its window where a layer has one.
+    """Bytes that a decode step must read: all weights once, each row's recurrent states and its KV,
+    within its window where a layer has one.
 
     `context` is the mean number of tokens that a row attends to. `kv_dtype` is that of the KV
-    cache; None: `dtype`, the model's. `experts` is as of `weight_bytes`.
+    cache; None: `dtype`, the model's. See `weight_bytes` for `experts`.
     """
     itemsize = (kv_dtype or dtype).itemsize
     kv = kv_bytes(model, rows=rows, tokens=rows * context, itemsize=itemsize)

@@ -50,7 +50,7 @@ from graphengine.speculative_text import (
 )
 
 Open = Callable[[dict[str, Any]], AbstractContextManager[Engine]]
-"""An engine with these options and those of every engine; closed at the end."""
+"""Opens an engine with these options and those of every engine; it is closed at the end."""
 
 RESULT = ("ms_per_step", "tokens_per_step", "tokens_per_s", "itl_ms", "checked")
 
@@ -71,7 +71,7 @@ class Sweep:
     random_vocab: int | None
 
     def modes(self, max_batch: int) -> list[MTP | NGram | DraftModel | Eagle3 | DFlash | None]:
-        """The mode for a draft length; None for 0."""
+        """The mode at each draft length; None for length 0."""
         mode = resolve_auto(max_batch) if isinstance(self.mode, Auto) else self.mode
         modes = MTP | NGram | DraftModel | Eagle3 | DFlash
         assert isinstance(mode, modes), f"{mode=} has no length to choose"
@@ -177,7 +177,7 @@ class Plain:
 
     @classmethod
     def of(cls, engine: Engine, work: Work, figures: Mapping[str, Any], run: Run) -> Plain:
-        """From what `measure.decode` found, and one more run."""
+        """Made from the figures of `measure.decode` and one more run."""
         results, launches = _one_run(engine, work, run)
         return cls(
             family=engine.row_family,
@@ -189,7 +189,7 @@ class Plain:
         )
 
     def entry(self, plains: Plains) -> dict[str, Any]:
-        """Its row in the table, with K = 0."""
+        """This engine's row in the table, with K = 0."""
         described = {
             "k": 0,
             "forced": None,
@@ -223,7 +223,7 @@ class Plains:
         return self.found[family]
 
     def compare(self, family: RowFamily, ms_per_step: float) -> dict[str, Any]:
-        """Step times of both plain engines, and how many of their steps go into this one."""
+        """Step times of both plain engines, and this step's time over each of them."""
         held = {"same_family": self.need(family), "fastest": self.fastest}
         times = {name: plain.figures["ms_per_step"] for name, plain in held.items()}
         ratios = {name: ms_per_step / time for name, time in times.items()}
@@ -231,7 +231,7 @@ class Plains:
 
 
 class _PlainEngines(Plains):
-    """Each is measured when it is first needed."""
+    """Plain engines that are measured when they are first needed."""
 
     def __init__(self, work: Work, options: Mapping[str, Any], open_engine: Open) -> None:
         usual = {**options, "row_family": None}
@@ -257,8 +257,9 @@ def measure_drafts(
     itl_ms             gaps between steps, as the tokens of a step come together
     acceptance         of one run of the work
     launches           decode replays of that run, including the one or two after the last token
-    step_bytes         that a step cannot avoid to read, drafts included; None for draft models
-    experts_read       of a layer of the target, and by all runs of a draft module together
+    step_bytes         bytes that a step must read, drafts included; None for draft models
+    experts_read       by a layer of the target; `drafter_experts_read`: by all runs of a draft
+                       module together
     drafts_off_ms      a step of the same engine that drafts nothing but keeps its drafter's state
                        up to date, as with a gate; None if acceptance is forced, or not asked for
     plain_ms, ratio    step times of the plain engines, and this step's over them
@@ -292,7 +293,7 @@ def measure_drafts(
 
 
 def _bytes_read(engine: Engine, work: Work) -> dict[str, Any]:
-    """`step_bytes` and the experts among them; None for what is not there, or not known."""
+    """`step_bytes` and the experts read; None for what does not exist or is not known."""
     memory, drafter = engine.memory, engine.core.drafter
     weights, experts = engine.model.weights, step_experts(engine, work)
     context = work.prompt_tokens + work.new_tokens / 2
@@ -328,7 +329,7 @@ def _bytes_read(engine: Engine, work: Work) -> dict[str, Any]:
 
 
 def _one_run(engine: Engine, work: Work, run: Run) -> tuple[list[Result], dict[str, int]]:
-    """Its results, and how often each decode graph was launched for it."""
+    """The results of one run, and how often each decode graph was launched for it."""
     results, launches = with_launches(engine, lambda: run(work.params()))
     return results, {key.name: count for key, count in launches.items() if key.kind == "decode"}
 

@@ -1,7 +1,7 @@
 """A shape as a checkpoint, for engines whose ranks draw their parts of its weights.
 
-The file says which tensors there are. Its values are a hole, which takes no room on a disk:
-`load_format="dummy"` draws them.
+The file says which tensors there are. Their values are a hole in the file, which takes no room on a
+disk: `load_format="dummy"` draws them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphengine.profiles.benchmark.shapes import Subject
 
 @contextmanager
 def stored_shape(subject: Subject) -> Iterator[Subject]:
-    """Inside, the shape in a checkpoint of bfloat16 weights in a temporary directory.
+    """Store the shape as a checkpoint of bfloat16 weights, in a directory that lasts for the block.
 
     ValueError for a shape whose weights are packed.
     """

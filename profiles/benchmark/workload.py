@@ -32,7 +32,7 @@ class Workload:
 
     @classmethod
     def read(cls, options: argparse.Namespace) -> Workload:
-        """From the options of `add_workload_arguments`. ValueError for bad ones."""
+        """Read the options of `add_workload_arguments`. ValueError for bad ones."""
         if options.shape is not None and options.checkpoint is not None:
             raise ValueError(
                 f"--shape {options.shape} and --checkpoint {options.checkpoint}: give one"
@@ -65,7 +65,7 @@ class Workload:
             yield engine
 
     def run(self, engine: Engine) -> None:
-        """All requests, to their ends."""
+        """Run all requests to their ends."""
         prompts = self.work.prompts(engine.model.config.vocab_size)
         engine.generate(prompts, self.work.params())
 

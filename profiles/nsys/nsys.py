@@ -35,8 +35,9 @@ def nsys_command(
     trace  one of `TRACES`
     whole  from beginning to end, not only between the calls of the CUDA profiler's interface
 
-    Such an ending of `out` is removed; existing files of that name are replaced. ValueError for an
-    unknown trace, for no command, and for a `%` in `out`, which nsys would expand.
+    An ending .nsys-rep or .sqlite of `out` is removed; existing files of that name are replaced.
+    ValueError for an unknown trace, for no command, and for a `%` in `out`, which nsys would
+    expand.
     """
     if trace not in TRACES:
         raise ValueError(f"--trace {trace!r}: known are {', '.join(TRACES)}")

@@ -1,7 +1,7 @@
-"""Reads what `nsys export --type sqlite` writes, of either mode of `--cuda-graph-trace`.
+"""Reads what `nsys export --type sqlite` writes, in either mode of `--cuda-graph-trace`.
 
-nsys creates tables as it needs them, and versions differ in their columns, so that each is looked
-up before it is used. Names follow the "SQLite Export Schema Reference" of Nsight Systems: with
+nsys creates tables as it needs them, and versions differ in their columns, so each is looked up
+before it is used. Names follow the "SQLite Export Schema Reference" of Nsight Systems: with
 `graph`, CUPTI_ACTIVITY_KIND_GRAPH_TRACE has one row a replay; with `node`, the kernels of replays
 are in CUPTI_ACTIVITY_KIND_KERNEL with a graphNodeId. Both carry the correlationId of the call that
 launched the graph.

@@ -39,14 +39,14 @@ def process_of(identity: int | None) -> int:
 
 
 def within(process: int, identity: int | None) -> bool:
-    """Whether a globalTid or globalPid is of `process`; those that an export lacks count as it."""
+    """Whether a globalTid or globalPid is of `process`; one that is missing counts as such."""
     return identity is None or process_of(identity) == process
 
 
 def engine_ranges(
     tables: Tables, strings: dict[int, str], process: int, notes: list[str]
 ) -> list[NvtxRange]:
-    """Ranges of the engine's domain in `process`, in order of time; without those that never ended.
+    """Ranges of the engine's domain in `process` that have ended, in order of time.
 
     A domain's id is valid within one process. If no domain has the engine's name, ranges are taken
     by their own names, and a note says so.
@@ -112,7 +112,7 @@ class Fact(NamedTuple):
 
 
 def facts_of(launch: Floats, ranges: Sequence[NvtxRange]) -> list[Fact]:
-    """For each launch, the `prefill` or `step/replay` around it; decode if none is known.
+    """The `prefill` or `step/replay` around each launch; decode if none is known.
 
     The second launch of a step, besides its prefill, is that of a drafter's own graph.
     """

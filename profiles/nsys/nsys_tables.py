@@ -12,13 +12,13 @@ NEEDED = {
     "NVTX_EVENTS": ("start", "end", "eventType"),
     "TARGET_INFO_GPU": (),
 }
-"""Columns that a table must have; for tables not listed here, its times."""
+"""Columns that a table must have; tables not listed here must have `start` and `end`."""
 TEXTS = ("text", "value", "name")
 MAGIC = b"SQLite format 3\x00"
 
 
 class Tables:
-    """What an open export holds."""
+    """The tables of an open export."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database
@@ -32,10 +32,10 @@ class Tables:
         return table in self.columns
 
     def rows(self, table: str, *columns: str, where: str = "1") -> Iterator[tuple[Any, ...]]:
-        """Rows of `table`; None for columns that this export does not have. None without it.
+        """Rows of `table`, with None for columns that it lacks; no rows if there is no such table.
 
-        ValueError if it lacks one of `NEEDED`, and for what is neither integer nor null in any
-        column but `TEXTS`.
+        ValueError if it lacks one of `NEEDED`, and for a value that is neither integer nor null in
+        a column other than `TEXTS`.
         """
         if table not in self:
             return

@@ -38,7 +38,7 @@ from graphengine.profiles.runs.run_file import (
 
 GZIP = b"\x1f\x8b"
 KEY = "graphengine"
-"""Where the recorder's lines and `clock_us` are in the trace."""
+"""The key of the recorder's lines and of `clock_ns` in the trace."""
 CLOCK = "graphengine/clock"
 """A mark whose time is known on both clocks."""
 LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
@@ -317,7 +317,7 @@ def _replays_alone(
 
 
 def _nanoseconds(values: Iterator[float]) -> Floats:
-    """Of microseconds."""
+    """Microseconds as nanoseconds."""
     return np.array(list(values), dtype=np.float64) * 1e3
 
 

@@ -133,8 +133,8 @@ def block_length(values: Floats) -> int:
 def block_draws(
     count: int, length: int, draws: int, random: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Indices (draws, count) into a series of `count` values: blocks of `length` from anywhere,
-    round the end to the beginning.
+    """Indices (draws, count) into a series of `count` values: blocks of `length` that begin
+    anywhere and wrap around the end.
     """
     blocks = -(-count // length)
     starts = random.integers(0, count, size=(draws, blocks, 1))

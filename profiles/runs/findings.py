@@ -24,7 +24,7 @@ SYNC_SLACK_US = 50.0
 on an H200 `torch.cuda.synchronize` takes 30 us to return once the device is done."""
 
 LONGEST_TURN_US = 20_000.0
-"""Longest time for which others run on a core that a thread loses to them once: a few turns of the
+"""Longest time that a thread is without its core after losing it once: a few turns of the
 scheduler. A launch that is longer by more than that was not slow for this reason."""
 
 READ_US = 10.0
@@ -195,7 +195,7 @@ def _slower_without_cores(found: Breakdown, place: int, bucket: str, device: flo
 
 
 def _slept(found: Breakdown, place: int, excess: float) -> str:
-    """That the thread slept in the caller's code, where it did for most of the excess."""
+    """A remark that the thread slept in the caller's code for most of the excess; else empty."""
     away = found.away_us[place]
     if not (found.yielded[place] >= 1 and away >= 0.5 * excess):
         return ""
@@ -203,7 +203,7 @@ def _slept(found: Breakdown, place: int, excess: float) -> str:
 
 
 def _why_late(run: Run, found: Breakdown, place: int, excess: float) -> str:
-    """What is left of the reasons why the host saw a replay late."""
+    """The reasons that remain why the host saw a replay late."""
     away = found.away_us[place]
     if np.isnan(away) or not run.spins:
         return (
@@ -219,7 +219,7 @@ def _why_late(run: Run, found: Breakdown, place: int, excess: float) -> str:
 
 
 def _late_rank(run: Run, found: Breakdown, place: int) -> str:
-    """Which rank launched its part of the gap's replays late. Its skew is known, so ranks are."""
+    """Which rank launched its part of the gap's replays late. The gap's skew must be known."""
     assert run.ranks is not None, f"{place=}"
     late = found.late[place]
     skew = duration(found.skew_us[place])
@@ -230,7 +230,7 @@ def _late_rank(run: Run, found: Breakdown, place: int) -> str:
 
 
 def synchronised(found: Breakdown) -> NDArray[np.bool_]:
-    """Gaps in which the host was outside the engine until the moment the device was done.
+    """Mark gaps where the host was outside the engine until the moment the device was done.
 
     If the caller stalled, the device is done long before the host is back. If the caller
     synchronised, the host is back as soon as the device is done, and finds the record there.
@@ -245,7 +245,7 @@ def synchronised(found: Breakdown) -> NDArray[np.bool_]:
 
 
 def _larger_bucket(run: Run, found: Breakdown, place: int) -> str | None:
-    """Whether the gap ended in a bucket with more rows than most gaps do."""
+    """A text if the gap ended in a bucket with more rows than most gaps do; else None."""
     rows, live = int(found.rows[place]), int(found.live[place])
     known = found.rows[(found.rows > 0) & ~found.outlier]
     if rows < 1 or not len(known):

@@ -19,7 +19,7 @@ POINTS = 20_000
 BARS = 12
 BINS = 80
 PERCENTILES = {"p50": 2, "p90": 10, "p99": 100, "p99.9": 1000, "p99.99": 10_000}
-"""By name, the number of gaps of which one is longer."""
+"""For each percentile by name, the number of gaps of which one is longer."""
 
 Chart = dict[str, Any]
 """What page.js draws: `name`, the axes `x` and `y`, and lists of `lines`, `bars`, `points` and
@@ -30,7 +30,7 @@ Chart = dict[str, Any]
 class Bar:
     """A name and a text, with horizontal bars below them that share the plot's scale.
 
-    tracks  of each bar its parts from left to right: (colour, value)
+    tracks  the parts of each bar from left to right: (colour, value)
     """
 
     name: str
@@ -76,7 +76,7 @@ def _chart(name: str, x: Chart, y: Chart, **series: Sequence[Chart]) -> Chart:
 
 
 def _plain(values: ArrayLike) -> list[float | None]:
-    """Hundredths are kept; what is unknown becomes None."""
+    """Values rounded to hundredths, with None for unknown ones."""
     rounded = np.round(np.asarray(values, dtype=np.float64), 2).tolist()
     return [None if value != value else value for value in rounded]
 
@@ -194,7 +194,7 @@ def _top(run: Run) -> float:
 
 
 def _percentile_line(values: Floats, colour: str, label: str, style: str) -> Chart:
-    """Sorted `values` over the logarithm of one in how many is at least as large: 2 is p99."""
+    """Sorted `values` over log10(n), where one value in n is at least as large: 2 is p99."""
     beyond = len(values) / (len(values) - np.arange(len(values)))
     chosen = np.unique(np.geomspace(1, len(values), 400).astype(np.int64))
     places = (len(values) - chosen)[::-1]

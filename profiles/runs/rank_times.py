@@ -12,10 +12,10 @@ from graphengine.profiles.runs.run_file import UNKNOWN, Floats, Integers, Run
 
 
 def latest_launches(run: Run, after: Integers, until: Integers) -> tuple[Floats, Integers]:
-    """For each gap, of the replays between two indices, the first one excluded: the largest skew
-    in microseconds, and the replay that has it.
+    """For each gap, the largest launch skew in microseconds, and the replay that has it.
 
-    NaN and `UNKNOWN` where none is known.
+    A gap's replays are those after index `after`, up to `until`. NaN and `UNKNOWN` where none is
+    known.
     """
     skew, replay = np.full(len(after), np.nan), np.full(len(after), UNKNOWN, dtype=np.int64)
     if run.ranks is None:
@@ -58,11 +58,11 @@ def _waited(run: Run) -> dict[str, Any] | None:
 
 
 def _times_last(run: Run) -> list[dict[str, Any]]:
-    """How often each rank was the last to launch a replay, of those that are known."""
+    """How often each rank was the last to launch a replay, among replays with a known skew."""
     assert run.ranks is not None, f"{run.path=}"
     skew, other = run.ranks.skew_us, run.ranks.last
     known = ~np.isnan(skew)
-    # All others were earlier than the driver's, rank 0.
+    # A negative skew: all others were earlier than rank 0, the driver's.
     counts = Counter(np.where(skew < 0, 0, other)[known].tolist())
     return [
         {"rank": rank, "replays": counts[rank], "share": counts[rank] / max(1, int(known.sum()))}

@@ -40,7 +40,7 @@ MARKS = tuple(cause.name for cause in CAUSES if cause.name not in ("idle", "padd
 
 
 def html_report(run: Run, document: Mapping[str, Any], baseline: Run | None) -> str:
-    """The page."""
+    """The page of a report."""
     found, judged, _ = judge_run(run)
     plots = all_plots(run, document, found, judged, baseline)
     parts = [_head(document), _tiles(document), _findings(document), _NO_SCRIPT]
@@ -85,7 +85,7 @@ def _head(document: Mapping[str, Any]) -> str:
 
 
 def _with_meaning(text: str, named: Fact | Column) -> str:
-    """`text`, in which the name that needs one has its meaning: pointed at, or read aloud."""
+    """`text`, whose name shows its meaning, if it has one, when pointed at or read aloud."""
     if not named.meaning:
         return escape(text)
     name = escape(named.title)

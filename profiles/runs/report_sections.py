@@ -329,7 +329,7 @@ def _changes(rows: Sequence[Row], title: str, name: Callable[[Row], str], own: U
 
 
 def comparison(document: Document) -> list[Section]:
-    """The run beside the one it is compared with, if there is one."""
+    """The run compared with another one, if there is one."""
     found = document["against"]
     if found is None:
         return []

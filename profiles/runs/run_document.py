@@ -54,7 +54,7 @@ def describe_run(run: Run, *, deadline_ms: float | None = None) -> dict[str, Any
 
 
 def _captures(run: Run) -> list[dict[str, Any]] | None:
-    """None for a CPU, which captures nothing."""
+    """The captures of a run; None for a CPU, which captures nothing."""
     found = [dict(one) for one in run.captures or ()]
     return found if any(one.get("nodes") is not None for one in found) else None
 
@@ -172,8 +172,8 @@ def kernel_rows(run: Run) -> list[dict[str, Any]] | None:
 
 
 def _thread(run: Run, found: Breakdown) -> dict[str, Any] | None:
-    """For how long the host's thread did not run in a usual step, and how often it was preempted
-    in all; None for a source that does not tell.
+    """Time in a usual step that the host's thread did not run, and how often it was preempted in
+    all; None for a source that does not tell.
     """
     away = found.usual(found.away_us)
     if run.thread is None or np.isnan(away):

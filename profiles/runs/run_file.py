@@ -125,12 +125,12 @@ class Activities:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """What a recording of several ranks tells of them. All other times of a run are those of rank
-    0, the driver's.
+    """What a recording of several ranks tells of them. All other times of a run are rank 0's, the
+    driver's.
 
     count, option  their number, and the engine's option that asks for them
-    waited_s       for which rank 0 waited for the others' parts; None if unknown
-    seconds        recorded in all; `steps` in them
+    waited_s       seconds that rank 0 waited for the others' parts; None if unknown
+    seconds        recorded seconds in all; `steps` is the number of steps in them
     skew_us        of each replay: from when rank 0 launched it until the last other rank did,
                    negative where that was earlier; NaN if unknown
     last           which other rank that was; `UNKNOWN` if unknown
@@ -147,10 +147,10 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThreadUse:
-    """What the thread that read the tokens had used of the processor by then. Columns with one
-    element a replay; NaN if unknown.
+    """Processor use, by each replay, of the thread that read its tokens. Columns with one element a
+    replay; NaN if unknown.
 
-    cpu_ns     for how long it had run
+    cpu_ns     nanoseconds that it had run
     preempted  how often it, or on a CPU any thread of the process, had lost its core to others
     yielded    how often it had given its core away, to sleep or to wait
     """
@@ -170,8 +170,8 @@ class Run:
     gap_basis   the events between which `gaps` are measured
     ranges      by name of the NVTX range: begin and end of each, (n, 2)
     dropped     replays that the recorder's ring had no room for
-    ranks       of an engine of several; None of one, and for a source that does not tell
-    thread      None for a source that does not tell, as recordings of earlier versions
+    ranks       for an engine with several; None for one rank, and for a source that does not tell
+    thread      None for a source that does not tell, such as recordings of earlier versions
     """
 
     source: str
@@ -328,7 +328,7 @@ def ranks_of(header: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]
 
 
 def thread_use(rows: Sequence[Mapping[str, Any]]) -> ThreadUse | None:
-    """None where no replay tells."""
+    """Columns of the recorder's processor times; None if no replay has them."""
     found = ThreadUse(
         cpu_ns=floats(rows, "cpu_ns"),
         preempted=floats(rows, "preempted"),
@@ -338,7 +338,7 @@ def thread_use(rows: Sequence[Mapping[str, Any]]) -> ThreadUse | None:
 
 
 def host_stages(rows: Sequence[Mapping[str, Any]]) -> dict[str, Floats]:
-    """By stage: when the host was in it. Replays of one step share all but their launches."""
+    """When the host was in each stage. Replays of one step share all stages but the launch."""
     found = {}
     for stage, (begin, end) in STAGES.items():
         begins, ends = floats(rows, begin), floats(rows, end)

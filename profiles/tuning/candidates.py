@@ -86,7 +86,7 @@ def base_name(name: str) -> str:
 def candidate_plans(key: TuningKey, device: Device = H200) -> list[LinearPlan]:
     """The grid that found the best plans on an H200, and the heuristic. Every plan is valid.
 
-    Other GPUs have programs for fewer multiprocessors, and what fits their shared memory.
+    For other GPUs the grid is adapted to their multiprocessors and their shared memory.
     """
     heuristic = heuristic_linear_plan(key.linear, key.dtype, key.family, device.processors)
     if key.weight is not None:
@@ -113,7 +113,7 @@ def _is_valid(plan: LinearPlan, key: TuningKey, device: Device) -> bool:
 
 
 def _least_programs(least: int, device: Device) -> int:
-    """Of those on an H200 as many as there are multiprocessors for."""
+    """`least` programs on an H200, reduced for a device with fewer multiprocessors."""
     return min(least, max(1, least * device.processors // H200.processors))
 
 
@@ -122,10 +122,10 @@ def _dot_shared(device: Device) -> int:
 
 
 def _packed_grid(key: TuningKey, weight: WeightFormat, device: Device) -> Iterator[LinearPlan]:
-    """For the kernels of `packed_gluon.py`: programs are cut by rows, or of a few rows by splits.
+    """Plans for the kernels of `packed_gluon.py`: programs by rows, and by splits if rows are few.
 
-    A tile has at least 4 KB of codes, and what is in flight at least 16. Each pair of an expert has
-    programs of its own.
+    A tile has at least 4 KB of codes, and at least 16 KB are in flight. Each pair of lane and
+    expert has programs of its own.
     """
     fma = key.family == "fma"
     few = fma or key.expert
@@ -162,7 +162,7 @@ def _packed_grid(key: TuningKey, weight: WeightFormat, device: Device) -> Iterat
 
 
 def _expert_grid(key: TuningKey, heuristic: LinearPlan, device: Device) -> Iterator[LinearPlan]:
-    """For dense `experts/`: an engine of `fma` may have plans of both families."""
+    """Plans for dense `experts/`: an engine of `fma` may have plans of both families."""
     if key.family == "fma":
         yield from _fma_grid(key)
     sizes: tuple[int, ...] = (heuristic.block_k,)
@@ -191,7 +191,7 @@ def _fma_grid(key: TuningKey) -> Iterator[LinearPlan]:
 
 
 def _dot_grid(key: TuningKey, device: Device) -> Iterator[LinearPlan]:
-    """For the kernel of `linear_gluon.py`."""
+    """Plans for the kernel of `linear_gluon.py`."""
     rows = 2 if key.kind == "swiglu" else 1
     for outputs, block_k, splits, stages, warps in product(
         (32, 64, 128), (64, 128, 256), (1, 2, 4), (3, 4, 5, 6), (4, 8)
@@ -216,7 +216,7 @@ def _dot_grid(key: TuningKey, device: Device) -> Iterator[LinearPlan]:
 def _pipelined_dot_grid(
     key: TuningKey, heuristic: LinearPlan, device: Device
 ) -> Iterator[LinearPlan]:
-    """For the kernel of `linear_triton.py`, whose loop Triton pipelines."""
+    """Plans for the kernel of `linear_triton.py`, whose loop Triton pipelines."""
     M, K = key.M, key.K
     # float32 multiplies from registers, and large tiles need too many.
     sizes = (16, 32) if key.dtype == torch.float32 else (128, 256)

@@ -73,7 +73,7 @@ class ChainBench:
         self._slot = torch.arange(lanes, dtype=torch.int32, device=self.device)
         # Greedy, so that the winners are known; without stop ids.
         self._sampling = SamplingTensors.neutral(lanes, stop_ids=16, device=self.device)
-        # Two for each tile, of which none has fewer than 16 rows.
+        # Two for each tile; no tile has fewer than 16 rows.
         most = max(linear.rows for linear in model.config.linears.values())
         counters = max(2 * triton.cdiv(most, 16), residual_arrivals(lanes, hidden))
         self._arrivals = self._slot.new_zeros(counters)
@@ -165,8 +165,8 @@ class ChainBench:
     def _launch_experts(
         self, plans: LinearPlans | None, layer: int, residual: Residual
     ) -> Residual:
-        """Router, gates and ups, and down of a layer. The chosen experts are given: between scores
-        that are nearly equal kernels and references need not choose the same.
+        """Router, gates and ups, and down of a layer. The chosen experts are given, as kernels and
+        references may choose differently between nearly equal scores.
         """
         lanes = len(residual.x)
         slot, chosen = self._slot[:lanes], self._chosen[:lanes]
@@ -195,7 +195,7 @@ class ChainBench:
         return [plans for plans, future in futures.items() if not future.cancelled()]
 
     def _failure(self, plans: LinearPlans) -> str | None:
-        """Why a layer and lm_head do not run, or their distance from the reference."""
+        """Why a layer and lm_head do not run, or how far they are off the reference; None: fine."""
         allowed = _TOLERANCE[self.model.dtype]
         try:
             with _on(self.device):
@@ -262,7 +262,7 @@ def _parts(result: Any) -> Sequence[Tensor]:
 
 
 def _error(result: Any, expected: Sequence[Tensor]) -> float:
-    """The largest error over the size of the outputs; for tokens, what their logits lack."""
+    """The largest error over the size of the outputs; for tokens, the shortfall of their logits."""
     if isinstance(result, tuple) and not isinstance(result, Residual):
         (logits_NV,), token = expected, token_of_tiles_reference(*result).long()[:, None]
         # -1 stands for no token.
@@ -312,7 +312,9 @@ def chain_model(
 
 
 def compile_processes(model: Chain) -> int:
-    """As many as cores, and as there is GPU memory for a layer and lm_head in each of them."""
+    """Number of processes to compile in: one a core, as far as each has GPU memory for a layer and
+    lm_head.
+    """
     free, _ = torch.cuda.mem_get_info(model.weights.embedding.device)
     at_once = free // (model.weights.nbytes + (1 << 30))
     return max(1, min(_MAX_PROCESSES, os.cpu_count() or 1, at_once))

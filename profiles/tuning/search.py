@@ -85,8 +85,8 @@ def search(
     deadline = clock() + seconds
     for reason in bench.prepare([plans], seconds=math.inf).values():
         raise RuntimeError(f"{plans} cannot be measured: {reason}")
-    # All at once, which keeps every core busy. Later only those plans are new that read another
-    # number of sums of squares, after a linear whose block_m has changed.
+    # All at once, which keeps every core busy. Later, a plan is new only if it reads another number
+    # of sums of squares, after a linear whose block_m has changed.
     everything = [variant for target in targets for variant in target.variants(plans).values()]
     bench.prepare(everything, seconds=_COMPILE_SHARE * (deadline - clock()))
     searched: dict[TuningKey, LinearPlans] = {}
