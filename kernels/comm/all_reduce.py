@@ -77,8 +77,7 @@ def blocks_of(words: int, ranks: int, programs: int, block: int = BLOCK) -> int:
 
 
 def block_of(words: int, ranks: int, programs: int) -> int:
-    """The smallest block that holds a share of a part of `words` words, or else the largest block.
-    """
+    """The smallest block that holds a share of a part of `words` words, or else the largest."""
     block = LEAST_BLOCK
     while block < BLOCK and blocks_of(words, ranks, programs, block) > 1:
         block *= 2

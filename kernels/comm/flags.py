@@ -19,8 +19,7 @@ from graphengine.kernels.comm.items import clock, from_next_on, look_at_host
 
 
 class FlaggedMemory(NamedTuple):
-    """Memory in which a rank receives data for one kind of launch, and the addresses of all ranks'.
-    """
+    """Memory in which a rank receives data for one kind of launch, and where the others have it."""
 
     own: torch.Tensor
     """int32, on this device: two halves of words, then two flags for each program of each rank."""

@@ -229,7 +229,7 @@ def turn_of(first, each, RANKS: tl.constexpr):
 
 @triton.jit
 def same_for_all(words, RANKS: tl.constexpr):
-    """The same words for every rank, as `push_words` takes them."""
+    """Give every rank the same words, in the form that `push_words` takes."""
     found = ()
     for _ in tl.static_range(RANKS):
         found += (words,)  # type: ignore[assignment]
@@ -238,8 +238,8 @@ def same_for_all(words, RANKS: tl.constexpr):
 
 @triton.jit
 def own_for_each(word_ptrs, mask, stride, rank, RANKS: tl.constexpr):
-    """Different words for each rank, as `push_words` takes them. Those for consecutive ranks are
-    `stride` words apart.
+    """Load each rank's own words, in the form that `push_words` takes. Words for consecutive ranks
+    are `stride` words apart.
 
     All loads are issued before the first result is used.
     """

@@ -203,8 +203,7 @@ def _push_lanes_kernel(
 
 @triton.jit
 def _load(part_ptr, unit, words, UNIT: tl.constexpr):
-    """Load a unit's words of a tensor of `words` words; 0 past its end and in other tensors' units.
-    """
+    """Load a unit's words of a tensor of `words` words; 0 past its end and in others' units."""
     at = unit * UNIT + tl.arange(0, UNIT)
     return tl.load(part_ptr + at, mask=(at >= 0) & (at < words), other=0)
 

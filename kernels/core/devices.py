@@ -51,8 +51,7 @@ class Device:
 
     @property
     def holds_attention_ring(self) -> bool:
-        """Whether shared memory fits the tiles and sums of Gluon decode attention, 100 KB in all.
-        """
+        """Whether a program can hold the tiles and sums of Gluon decode attention, 100 KB."""
         return self.copies_async and self.shared_bytes >= 104 * KIB
 
     @property
