@@ -86,7 +86,7 @@ def withhold_drafts(
     first: bool,
     pdl: bool = False,
 ) -> DraftTiles:
-    """Select the drafts that are worth verifying, for `commit_draft` and its like; one launch.
+    """Select the drafts that are worth verifying, for the kernels that commit them; one launch.
 
     Args:
         drafts: one draft for each of M lanes.
