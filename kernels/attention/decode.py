@@ -64,7 +64,7 @@ TREE_SPLIT = 128
 """Most tokens of a split for lanes of a tree: only the Triton kernel supports trees."""
 MAX_HEAD_DIM = 256
 
-# `tl.dot` wants 16 rows: the query heads of one kv head, padded. 16 rows compile to mma.sync.
+# `tl.dot` needs 16 rows: the query heads of one kv head, padded. 16 rows compile to mma.sync.
 _GROUP_ROWS = 16
 # Keys that the programs of a launch attend at once: a tile for each SM of an H200, or two short
 # ones. The programs of a lane with more splits loop; no bit depends on it.
@@ -341,8 +341,8 @@ def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
 def _compiler_options(dtype: torch.dtype, shape: Shape) -> dict[str, int]:
     """Warps, which fix the order of summation with the shape, and registers, which change no bit.
 
-    Unlimited, the code for siblings would take so many registers that an SM holds one program less;
-    it fits into fewer.
+    Without a limit the code for siblings would take so many registers that an SM holds one program
+    fewer; it fits into less.
     """
     options = {"num_warps": min(16, max(4, shape.padded * dtype.itemsize // 32))}
     if shape.row_lanes == 1 or dtype.itemsize > 2:

@@ -247,7 +247,7 @@ def _new_parts(like: torch.Tensor, parts: int, head_dim: int) -> Parts:
 
 @gluon.constexpr_function
 def _copy_layout(columns):
-    """16 bytes a thread, threads along the columns first: whole rows at a time."""
+    """Layout with 16 bytes per thread, threads along the columns first: whole rows at a time."""
     across = min(columns // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 

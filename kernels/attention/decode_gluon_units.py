@@ -171,7 +171,7 @@ def first_split(unit, shape):
 
 @gluon.jit
 def is_seen(unit, token, shape):
-    """Whether each token is not before the window of the row's first lane."""
+    """Whether each token is at or after the first one that the unit's row sees."""
     return token >= _first_seen(unit.base, shape)
 
 

@@ -116,7 +116,7 @@ def paged_prefill_attention(
     out: torch.Tensor | None = None,
     launch: Launch = ALONE,
 ) -> torch.Tensor:
-    """Attend each segment token's slot: keys 0..the token's own position, or all that are seen.
+    """Attention of each segment's tokens over their slot's keys 0..own position, or all seen keys.
 
     Segment p is lanes query_start[p] .. query_start[p + 1] - 1, consecutive tokens of slot_P[p],
     the first of them at position_P[p]. The segment's own keys and values were appended before.
@@ -191,7 +191,7 @@ class _Cut(NamedTuple):
     warps: int
     row_tiles: int
     shares: int
-    """Most parts into which a tile of rows may split its keys, by the number of tiles."""
+    """Most parts into which a tile of rows may split its keys; follows from the number of tiles."""
     splits: int
     """Parts for which there can be keys."""
 

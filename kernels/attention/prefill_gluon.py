@@ -1,4 +1,4 @@
-"""Gluon kernel for prefill attention of many rows on Hopper.
+"""Gluon kernel for prefill attention of many rows on Hopper, launched by `prefill.py`.
 
 It goes through the tiles of keys in the same order as the Triton kernel, and gives the same bits as
 long as values are finite. (A weight of 0 times a value that is not finite is NaN: here in the rows
@@ -12,7 +12,7 @@ FlashAttention-3 (Shah et al. 2024). Gluon has no interpreter: a CPU interprets 
 `wgmma` multiplies e4m3 only by e4m3. So for an e4m3 cache four warps replace the one: they copy
 tiles to shared memory and write them next to it converted to the queries' dtype.
 
-Letters as in `prefill_attention`.
+Letters as in `prefill.py`.
 """
 
 from __future__ import annotations

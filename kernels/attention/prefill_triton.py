@@ -82,7 +82,7 @@ class Keys(NamedTuple):
     end: Any
     """No row sees a key from here on."""
     common_end: Any
-    """Keys below this are not after any row's last key."""
+    """All rows see the keys below this."""
     row_last: Any
     """int32 [M]: the last key that each row sees."""
 

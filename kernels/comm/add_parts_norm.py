@@ -49,7 +49,7 @@ LANE_PROGRAMS = 256
 _SHIFTS = tl.constexpr(4)
 """Groups of consecutive programs; the groups store their parts one after the other."""
 
-# Memory is counted in multiples of so many words, so that it is aligned for 16 bytes a thread.
+# Memory is counted in multiples of so many words, so that it is aligned for 16 bytes per thread.
 _ALIGNED = 4
 
 
@@ -117,7 +117,7 @@ def add_parts_rms_norm(
             Not in `memory`.
         x_NH: float32, the residual stream, with dense rows, any stride between them; rows of other
             ranks' lanes are neither read nor written.
-        weight_H, slot_N, eps: as of `add_rms_norm`.
+        weight_H, slot_N, eps: as in `add_rms_norm`.
         bias_H: added to the rounded sum, which is then rounded again; any float dtype.
         pdl: the launch before, whatever it is, may still run; it does not write weight and bias.
 
@@ -201,7 +201,7 @@ def _add_parts_rms_norm_kernel(
     x_ptr += (RANK * most).to(tl.int64) * x_stride
     end = min(most, lanes - RANK * most)
     wait_for_inputs(PDL)
-    # Asked for before the first wait.
+    # Loaded before the first wait.
     boxes = map_addresses(memory.boxes, tl.int32, RANKS)
     targets = map_addresses(memory.boxes, DTYPE, RANKS, program)
     tag = tl.load(memory.tags + program) + 1

@@ -122,7 +122,7 @@ def all_reduce(
             SHOTS=_shots(peers.ranks),
             BLOCK=block,
             EVEN=words % block == 0,
-            # Eight words a thread.
+            # Eight words per thread.
             num_warps=block // 256,
             **launch_options(pdl),
         )

@@ -34,14 +34,14 @@ def push_candidates(
     peers: Peers, best_NC: torch.Tensor, health_NC: torch.Tensor, *, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather best and health `[N, R]`, in rank order: one tile in place of all of a rank's tiles.
-    `token_of_tiles` of them is that of all tiles of all ranks.
+    `token_of_tiles` finds the same token in them as in all tiles of all ranks.
 
     All ranks call it with the same number of lanes, after the same calls; the number of tiles may
     differ between ranks.
 
     Args:
         best_NC, health_NC: from `sample_tiles` or from an lm_head with the sampler folded in, on
-            the device of `peers`. What padded lanes hold stays in their lanes.
+            the device of `peers`. Contents of padded lanes do not affect other lanes.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:

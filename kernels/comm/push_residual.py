@@ -60,8 +60,8 @@ def push_to_residual(
     All ranks call it with parts of one shape and dtype, after the same calls.
 
     Args:
-        part_NH: dense, any float dtype, in which it is sent; H even where that has 16 bits. What
-            padded lanes hold stays in their lanes.
+        part_NH: dense, any float dtype, in which it is sent; H even where that has 16 bits.
+            Contents of padded lanes do not affect other lanes.
         slot_N, residual, next_norm_H, bias_H, pdl: as in `add_to_residual`.
 
     Returns:

@@ -24,7 +24,7 @@ def sum_parts(parts_RNH: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
     """Sum the parts over R, from rank 0 on: `[N, H]`.
 
     Args:
-        parts_RNH: dense, any float dtype. What padded lanes hold stays in their lanes.
+        parts_RNH: dense, any float dtype. Contents of padded lanes do not affect other lanes.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:

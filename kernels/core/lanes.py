@@ -1,4 +1,4 @@
-"""Lanes: what a padded one means, and the checks and outputs that every kernel's wrapper shares.
+"""Lanes, live and padded, and the checks and outputs that all kernel wrappers share.
 
 A launch has N lanes: a request's row in decode, one token of a chunk in prefill. `slot_N` (int32,
 on the device) holds the slot that a lane works for, or -1 for a padded lane. Kernels read only the

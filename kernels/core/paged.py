@@ -59,7 +59,7 @@ def quantised_bits(x, scale):
     magnitude = bits & 0x7FFFFFFF
     # Ties to even, and the exponent's bias of 127 becomes 7.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 there are only multiples of 2**-9, which are the last bits of a float of 2**14.
+    # Below 2**-6 there are only multiples of 2**-9, which is the last bit of a float32 at 2**14.
     shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
     subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
     e4m3 = tl.where(magnitude < 0x3C800000, subnormal, normal)

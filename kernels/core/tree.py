@@ -4,9 +4,9 @@ Node 0 is a row's root, the known token; every other node is a draft token that 
 a node with a lower number. A node's depth is the number of its ancestors, so the root has depth 0.
 With the root at position p,
 
-    position of node i     p + its depth: that of RoPE, of noise, of the request's limits
+    position of node i     p + its depth: for RoPE, noise and the request's limits
     entry of node i        p + i: where its keys and values are in the cache
-    what it attends        the entries below p, and those of its ancestors and of itself
+    attended by node i     the entries below p, its ancestors' entries, and its own
 
 Siblings share a position, but never an entry.
 

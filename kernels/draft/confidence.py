@@ -161,7 +161,7 @@ def withhold_drafts_reference(
 def _follow_kernel(
     recent_ptr, count_ptr, slot_ptr, W: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0)
     w = tl.arange(0, BLOCK_W)
     fed_slot = tl.load(slot_ptr + row * W + w, mask=w < W, other=-1, cache_modifier=".cg")

@@ -29,7 +29,7 @@ from graphengine.kernels.step.state import DecodeLanes
 
 MAX_RANK = 1024
 
-# Elements of w2 that a program holds, and the most logits that it makes.
+# Elements of w2 that a program holds, and the most logits that it computes.
 _ELEMENTS = 16384
 _MOST = 128
 

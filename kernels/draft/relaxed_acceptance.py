@@ -19,8 +19,8 @@ Lane j, whose logits predict what follows its token, judges the draft in lane j 
 `verify_commit_publish` checks whether the drafts before it passed: it emits the leading run that
 did, and then the target's own token. The rule is TensorRT-LLM's (`_torch/speculative/mtp`).
 
-Letters: S slots, R rows, K drafts a row, N = R * (K + 1) lanes, V vocabulary, T tokens of a prefill
-bucket. Lane r * (K + 1) + j is row r's j-th token.
+Letters: S slots, R rows, K drafts of a row, N = R * (K + 1) lanes, V vocabulary, T tokens of a
+prefill bucket. Lane r * (K + 1) + j is row r's j-th token.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def relaxed_delta_prompt(
     end_ids: torch.Tensor,
     relaxed_delta: float,
 ) -> None:
-    """Scan one slot's prompt chunk as `update_relaxed_delta` does; after the final chunk also the
-    first token.
+    """Scan one slot's prompt chunk as `update_relaxed_delta` scans a step; after the final chunk
+    also scan the first sampled token.
 
     The prompt's first chunk, at start 0, begins with a delta of 0; later chunks begin with the
     delta that the chunks before them left. A slot of -1 or a count of 0 changes nothing.

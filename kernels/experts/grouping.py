@@ -1,4 +1,4 @@
-"""Pairs of lane and expert, grouped by expert on the device, in blocks for single programs.
+"""Pairs of lane and expert, grouped by expert on the device, into blocks that programs take.
 
 Only the device knows how many pairs an expert has: there are as many blocks as any routes may need,
 and left-over blocks belong to no expert. On a rank that has only some experts, the pairs of all
@@ -34,7 +34,7 @@ _LEAST_CHUNK, _CHUNK = 128, 1024
 
 
 class Grouping(NamedTuple):
-    """The live pairs of all lanes by expert, in ascending order for each; valid like its tensors.
+    """The live pairs of all lanes by expert, in ascending order for each; valid as its tensors are.
 
     order   int32 [P]: pairs; arbitrary values follow the live ones
     blocks  int32 [3, B]: expert (the place of its weight), first place in `order`, and number of

@@ -1,7 +1,7 @@
 """Expert parallel: where a rank has the weights of a router's ids.
 
 All ranks choose among all experts. A rank has the weights of consecutive ids; pairs of other ranks'
-experts add nothing here. In blocks such experts get the number after the rank's last one.
+experts add nothing here. In blocks other ranks' experts get the number after this rank's last one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def held_options(held: range | None) -> dict[str, int]:
 
 
 def places_of(expert: torch.Tensor, held: range | None) -> torch.Tensor:
-    """Indices of these ids' weights; the number of held weights for ids of other ranks."""
+    """Index of each id's weight; for ids of other ranks the number after the last index."""
     if held is None:
         return expert
     place = expert - held.start

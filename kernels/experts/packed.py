@@ -149,8 +149,7 @@ def step_columns(kind: WeightFormat) -> int:
 
 
 def packed_block_rows(rows: int) -> int:
-    """Blocks in `rows` of a plan or tile. ValueError unless `rows` is a power of two, 16 or more.
-    """
+    """Blocks in `rows` of a plan or tile. ValueError unless `rows` is a power of two >= 16."""
     if rows < BLOCK_ROWS or rows & (rows - 1):
         raise ValueError(
             f"packed experts take a power of two of at least {BLOCK_ROWS} rows a program, "

@@ -440,7 +440,7 @@ def _sum_of_ranks(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:
-    """exp; on a CPU numpy's, whose bits do not depend on an element's place, as torch's do."""
+    """e**x; on a CPU by numpy, because torch's bits depend on an element's place there."""
     if x.is_cuda:
         return torch.exp(x)
     with np.errstate(over="ignore", invalid="ignore"):
