@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache, of decode steps and of prefill."""
+"""Attention over the paged KV cache, for decode and prefill."""

@@ -1,23 +1,24 @@
-"""Decode attention over the paged cache: one token a lane, from its QKV product to its heads' sums.
+"""Decode attention over the paged cache: one token per lane, from its QKV product to its heads'
+sums.
 
-A row of speculative decoding is W lanes of one slot at consecutive positions, each of which attends
-those before it: results are bit-equal to decoding the row's tokens one by one. So they are where
-the lanes are the nodes of a tree, each of which attends its ancestors (`core/tree.py`).
+A row of speculative decoding is W lanes of one slot at consecutive positions. Each lane attends
+those before it, and results are bit-equal to decoding the row's tokens one by one. The same holds
+where the lanes are the nodes of a tree, each of which attends its ancestors (`core/tree.py`).
 
 One kernel rotates the token's query and key, appends key and value to the cache, and attends.
 FlashDecoding (Dao, Haziza, Massa, Sizov 2023): a lane's keys are cut into splits,
 programs attend splits for the query heads of one kv head (GQA) and leave partial results, and the
-last program to arrive combines them. Splits have a fixed length counted from position 0 and tiles a
-size fixed by dtype and head_dim, so that the order of summation of a lane depends only on its own
+last program to arrive combines them. Splits have a fixed length counted from position 0, and the
+tile size is fixed by dtype and head_dim. So a lane's order of summation depends only on its own
 position.
 
-What a launch appends is not read back: it is taken from the QKV product, rounded as the cache holds
-it. So keys and values of older tokens can be loaded before that product is known, which is what
-hides their latency (`pdl.py`).
+Tokens that a launch appends are not read back from the cache: they are taken from the QKV product,
+rounded as the cache holds them. So keys and values of older tokens can be loaded before that
+product is known, which hides their latency (`pdl.py`).
 
-With splits of 256 and more, in half precision on a GPU, it is `decode_gluon.py`'s kernel: its
-programs share the live splits of all lanes evenly, and the lanes of a row share what is read.
-Elsewhere, and in Triton's interpreter, it is `decode_triton.py`'s: a grid for each lane.
+Splits of 256 tokens and more, in half precision on a GPU, use the kernel of `decode_gluon.py`: its
+programs share the live splits of all lanes evenly, and the lanes of a row share what is read. All
+others, and Triton's interpreter, use that of `decode_triton.py`, with a grid for each lane.
 
 Letters: N lanes of a launch, W lanes of a row, S slots, B blocks of a slot's table, Q query heads,
 G kv heads, D head_dim, C splits, P positions of the tables, X = (Q + 2G) * D. `paged.py` has the
@@ -58,25 +59,25 @@ from graphengine.kernels.norm_rope.rope import (
 
 SPLIT_TOKENS = 64
 SPLITS = (64, 128, 256, 512)
-"""Values of `split_tokens`."""
+"""Allowed values of `split_tokens`."""
 TREE_SPLIT = 128
-"""Tokens of a split, at most, for lanes of a tree: that of the Triton kernel, which knows trees."""
+"""Most tokens of a split for lanes of a tree: only the Triton kernel supports trees."""
 MAX_HEAD_DIM = 256
 
-# `tl.dot` wants 16 rows: the query heads of one kv head, padded. 16 rows compile to mma.sync.
+# `tl.dot` needs 16 rows: the query heads of one kv head, padded. 16 rows compile to mma.sync.
 _GROUP_ROWS = 16
 # Keys that the programs of a launch attend at once: a tile for each SM of an H200, or two short
-# ones. A lane of more splits has its programs loop; no bit depends on it.
+# ones. The programs of a lane with more splits loop; no bit depends on it.
 _MAX_KEYS = 132 * 128
-# Short heads leave an SM room for more programs than that.
+# With short heads an SM has room for more programs than that.
 _LEAST_PROGRAMS = 4
-# Float32 elements of partials that the combining program loads at a time, and splits at most.
+# Most float32 elements of partials, and most splits, that the combining program loads at a time.
 _COMBINE_ELEMENTS = 8192
 _COMBINE_SPLITS = 8
 _LOOP_STAGES = 3
-# More lanes than these hide each other's latency without that.
+# More lanes than these hide each other's latency without the stages.
 _LOOP_LANES = 16
-# Their siblings are then in two splits at most.
+# Keeps the siblings of a lane within two splits.
 _MAX_ROW_TOKENS = 64
 _ROW_REGISTERS = 128
 
@@ -107,43 +108,42 @@ def decode_attention(
     tree: TreeLanes | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Append one token a lane to the cache and attend keys 0..position of the lane's slot.
+    """Append one token per lane to the cache and attend keys 0..position of the lane's slot.
 
     Args:
         qkv_NX: [N, (Q + 2G) * D], a lane is [queries | keys | values]; rows dense, any row stride.
         cos, sin: float32 [P, D/2] from `rope_tables`.
-        kv: one layer's cache, in qkv's dtype or in FP8_KV. Written in place: one key and value a
+        kv: one layer's cache, in qkv's dtype or in FP8_KV. Written in place: one key and value per
             live lane.
         block_table_SB: int32. slot_N: int32, -1 = padded lane; live rows name different slots.
         position_N: int32, where the lane's token belongs.
-        launch: its counters are wanted, dense, at least `decode_attention_arrivals`. With PDL slots
-            and positions must have been written two launches earlier or before, the cache's older
-            entries too.
-        scale: factor on the scores, 1/sqrt(D) as a rule.
+        launch: must have counters, dense, at least `decode_attention_arrivals`. With PDL, slots,
+            positions and the cache's older entries must have been written at least two launches
+            earlier.
+        scale: factor on the scores, usually 1/sqrt(D).
         max_seq_len: positions stay below it. It sets the grid and the workspace
             (`decode_attention_workspace_bytes`), never the result, unless it is above 2,048 splits.
         q_norm_weight, k_norm_weight: [D] each in qkv's dtype, or neither: RMSNorm of each head
-            before the rotation, rounded where Qwen3's reference rounds. In float32 they are those
+            before the rotation, rounded where Qwen3's reference rounds. Float32 weights are those
             of Gemma 3, whose reference rounds once.
         kv_scales: float32 [2, G], all positive, of a cache of FP8_KV.
-        window, sinks, softcap: as `scores.py` has them. Nothing is read of the cache before a
-            lane's window, or before that of its row's first lane.
+        window, sinks, softcap: as described in `scores.py`. The cache is not read before a lane's
+            window, or before the window of its row's first lane.
         split_tokens: keys of a split, one of SPLITS: part of the numerics. Short ones suit few
-            lanes. A kernel whose splits are shorter takes its longest.
-        tokens_per_row: W, never part of the numerics. Lane r*W + j is of row r's slot and at the
-            position of lane r*W plus j, or padded. A row's live lanes are contiguous; padded ones
-            in front of them would stand below position 0.
-        tree: where the lanes are in trees (`core/tree.py`), which asks for splits of at most
-            TREE_SPLIT tokens. With rows of several tokens lane r*W + j is node j of row r's tree,
-            and the ancestors of a live lane are live; with W = 1 they are in the cache already,
-            and lanes may share a slot. Written as the positions are.
+            lanes. A kernel that has only shorter splits uses its longest.
+        tokens_per_row: W, never part of the numerics. Lane r*W + j is padded, or has row r's slot
+            and the position of lane r*W plus j. A row's live lanes are contiguous; padded ones
+            before them would have positions below 0.
+        tree: the lanes' places in trees (`core/tree.py`); splits must then have at most TREE_SPLIT
+            tokens. With rows of several tokens lane r*W + j is node j of row r's tree, and the
+            ancestors of a live lane are live; with W = 1 the ancestors are in the cache already,
+            and lanes may share a slot. Must be written as early as the positions.
         out: [N, Q * D] in qkv's dtype; may not share memory with qkv or kv.
 
     Returns:
         [N, Q * D] in qkv's dtype. Rotation in float32, rounded once; softmax and sums in float32.
-        Of a padded lane nothing counts, for it nothing is written. A live lane whose position, or
-        entry, is negative, max_seq_len or more, past the tables or past its block table is NaN and
-        appends nothing.
+        Padded lanes are ignored and not written. A live lane is NaN and appends nothing if its
+        position or entry is negative, max_seq_len or more, past the tables or past its block table.
     """
     call = DecodeCall(
         qkv_NX=qkv_NX,
@@ -185,7 +185,7 @@ def decode_attention(
 
 
 def decode_attention_arrivals(lanes: int, *, num_heads: int, num_kv_heads: int) -> int:
-    """Int32 counters that `decode_attention` of `lanes` needs."""
+    """Number of int32 counters that `decode_attention` of `lanes` needs."""
     return lanes * num_kv_heads * _head_tiles(num_heads, num_kv_heads) * decode_gluon.COUNTERS
 
 
@@ -198,12 +198,12 @@ def decode_attention_workspace_bytes(
 
 
 class _Cut(NamedTuple):
-    """How the lanes' keys are shared among programs."""
+    """How the lanes' keys are divided among programs."""
 
     split_tokens: int
-    """One tile."""
+    """Tokens of a split, which is one tile."""
     splits: int
-    """Of a lane, at most."""
+    """Most splits of a lane."""
     grid: tuple[int, int, int]
     """Lanes, tiles of query heads, and programs that share a lane's splits."""
 
@@ -214,16 +214,16 @@ def _cut(call: DecodeCall, split_tokens: int, tokens_per_row: int) -> _Cut:
     tiles = call.num_kv_heads * _head_tiles(call.num_heads, call.num_kv_heads)
     least = _LEAST_PROGRAMS if call.head_dim <= 64 else 1
     programs = max(least, _MAX_KEYS // (split_tokens * call.lanes * tiles))
-    # The kernel wants a lane's last two splits in two programs where they may hold siblings.
+    # The kernel needs a lane's last two splits in two programs if they may hold siblings.
     programs = min(splits, max(programs, 2 if tokens_per_row > 1 else 1))
     return _Cut(split_tokens, splits, (call.lanes, tiles, programs))
 
 
 def longest_split(like: torch.Tensor, head_dim: int) -> int:
-    """Keys of a split, which is one tile of `decode_triton.py`, on a tensor's GPU or else an H200.
+    """Longest split (one tile of `decode_triton.py`) in keys, for the tensor's GPU or else an H200.
 
-    The shared memory of a program holds them, their values and the queries, in the tensor's dtype.
-    ValueError where even the shortest split is too long for it.
+    A program's shared memory must hold the keys, their values and the queries, in the tensor's
+    dtype. ValueError if even the shortest split is too long for it.
     """
     shared_bytes = (device_of(like) or H200).shared_bytes
     row_bytes = dot_columns(head_dim) * like.dtype.itemsize
@@ -247,7 +247,7 @@ def _attend(
     tokens_per_row: int,
     pdl: bool,
 ) -> None:
-    """`decode_attention` of a checked call, by `decode_triton.py`'s kernel."""
+    """Run `decode_attention` for a checked call with the kernel of `decode_triton.py`."""
     qkv, kv, table = call.qkv_NX, call.kv, call.block_table_SB
     cut = _cut(call, split_tokens, tokens_per_row)
     shape = _shape(call, cut.split_tokens, tokens_per_row)
@@ -282,7 +282,7 @@ def _attend(
 
 
 def _most_splits(max_seq_len: int, window: int, split_tokens: int) -> int:
-    """Splits that a lane's older keys may lie in: a window may begin at a split's last token."""
+    """Most splits that hold a lane's older keys: a window may begin at a split's last token."""
     splits = -(-max_seq_len // split_tokens)
     return min(splits, max(window - 2, 0) // split_tokens + 2) if window else splits
 
@@ -292,17 +292,18 @@ def _head_tiles(num_heads: int, num_kv_heads: int) -> int:
 
 
 def _new_partials(like: torch.Tensor, partials: tuple[int, ...], head_dim: int) -> Partials:
-    """Uninitialised: the combining program reads only what the programs of its own lane wrote."""
+    """Uninitialised partials: the combining program reads only those of its own lane's programs."""
     acc = like.new_empty((*partials, head_dim), dtype=torch.float32)
     largest = like.new_empty(partials, dtype=torch.float32)
     return Partials(acc, largest, torch.empty_like(largest))
 
 
 def _shape(call: DecodeCall, split: int, row_lanes: int) -> Shape:
-    """What fixes the order of summation depends only on dtype, head shape and split length.
+    """Compile-time shape; its parts that fix the order of summation depend only on dtype, head
+    shape and split length.
 
-    A split is one tile. Its threads hold the first one in registers before the wait; float32 runs
-    on plain FMA units.
+    A split is one tile. A program's threads hold its first one in registers before the wait;
+    float32 runs on plain FMA units.
     """
     block_size, kv_heads, head_dim = call.kv.shape[2:]
     group = call.num_heads // kv_heads
@@ -333,14 +334,15 @@ def _shape(call: DecodeCall, split: int, row_lanes: int) -> Shape:
 
 
 def _loop_stages(lanes: int, head_dim: int, split: int) -> int:
-    """Splits that a program has on their way at once; no bit depends on it."""
+    """Splits that a program loads at once; no bit depends on it."""
     return _LOOP_STAGES if lanes <= _LOOP_LANES and head_dim <= 64 and split > 64 else 1
 
 
 def _compiler_options(dtype: torch.dtype, shape: Shape) -> dict[str, int]:
-    """Warps, which fix the order of summation with the shape; and registers, which change no bit.
+    """Warps, which fix the order of summation with the shape, and registers, which change no bit.
 
-    The code for siblings would take registers at the cost of a program an SM; it fits without.
+    Without a limit the code for siblings would take so many registers that an SM holds one program
+    fewer; it fits into less.
     """
     options = {"num_warps": min(16, max(4, shape.padded * dtype.itemsize // 32))}
     if shape.row_lanes == 1 or dtype.itemsize > 2:
@@ -349,7 +351,7 @@ def _compiler_options(dtype: torch.dtype, shape: Shape) -> dict[str, int]:
 
 
 def _check_call(call: DecodeCall) -> None:
-    """Raise ValueError unless tables, cache and what changes heads or scores fit the product."""
+    """Raise ValueError unless tables, cache, norms and score options fit the QKV product."""
     qkv, kv, heads, kv_heads = call.qkv_NX, call.kv, call.num_heads, call.num_kv_heads
     head_dim = check_rope(qkv, call.cos, call.sin, kv, heads, kv_heads, call.kv_scales)
     if not 1 <= head_dim <= MAX_HEAD_DIM:
@@ -368,7 +370,7 @@ def _check_call(call: DecodeCall) -> None:
 
 
 def _check_rows(call: DecodeCall, split_tokens: int, tokens_per_row: int) -> None:
-    """Raise ValueError unless the kernels take such splits, rows and trees."""
+    """Raise ValueError unless the kernels support these splits, rows and trees."""
     if split_tokens not in SPLITS:
         raise ValueError(f"split_tokens={split_tokens} is not one of {SPLITS}")
     lanes = call.lanes

@@ -1,15 +1,16 @@
-"""Decode attention of half precision on a GPU, in Gluon: what `decode.py` launches there.
+"""Gluon kernel of decode attention, which `decode.py` launches for half precision on a GPU.
 
-It is `decode_triton.py` with its copies in hand: a ring of tiles of keys and values in shared
-memory, which `cp.async` fills across the borders of splits, heads and rows. Its first tiles are on
-the way before the launch waits for its inputs, so memory is busy while the launch before drains.
+It differs from `decode_triton.py` in controlling its own copies: `cp.async` fills a ring of tiles
+of keys and values in shared memory, across the borders of splits, heads and rows. Its first tiles
+are being copied before the launch waits for its inputs, so memory is busy while the launch before
+drains.
 
-Scores and sums of a tile are products on `mma.sync`, whose 16 rows know nothing of each other: the
-query heads of one kv head, of all lanes of a row.
+Scores and sums of a tile are products on `mma.sync`, whose 16 rows are independent: the query heads
+of one kv head, of all lanes of a row.
 
 It serves splits of 256 and 512 tokens: those of `dot` engines, and of `fma` engines for long
-requests. For short ones it is slower there than the Triton kernel: what `fma` holds in registers
-leaves its programs no room to start early in.
+requests. For short requests of `fma` engines it is slower than the Triton kernel: the registers
+that `fma` holds leave its programs no room to start early.
 
 Letters as in `decode.py`, and: M rows of a product, T tokens of a tile, D' head_dim padded.
 """
@@ -61,7 +62,7 @@ from graphengine.kernels.linear.plans import dot_columns
 
 _WARPS = 4
 COPIED_BYTES = 16
-"""What one copy of a thread takes, at a multiple of as many bytes."""
+"""Bytes that a thread copies at once; the address is a multiple of it."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _LEAST_HEAD_DIM = 32
@@ -69,19 +70,19 @@ _LEAST_SPLIT = 256
 # Bytes of keys and values in shared memory: two programs fit an SM of an H200.
 _RING_BYTES = 64 * 1024
 _PROGRAMS = 2
-# Of the keys of a tile.
+# Bytes of the keys of a tile.
 _TILE_BYTES = 16 * 1024
 _MOST_TOKENS = 128
-# Of a product.
+# Rows of a product.
 _LEAST_ROWS = 16
 _MOST_ROWS = 32
 _COMBINE_SPLITS = 8
-# Splits that are put together before they join others, and how often that is done at most.
+# Splits that are first combined as a group, and the most groups.
 _SUPER = 64
 _MOST_SUPERS = 32
 COUNTERS = _MOST_SUPERS + 1
 """Counters that a tile of rows needs."""
-# Values that a program stores at a time in a lane that failed.
+# Values that a program stores at a time for a lane that failed.
 _CHUNK = gl.constexpr(1024)
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
@@ -109,7 +110,7 @@ def takes(qkv_NX: torch.Tensor, kv: torch.Tensor, split_tokens: int) -> bool:
 
 
 def _runs_on(tensor: torch.Tensor) -> bool:
-    """Gluon has no interpreter."""
+    """Whether the tensor's GPU can run the kernel; Gluon has no interpreter."""
     device = device_of(tensor)
     return not INTERPRETED and device is not None and device.holds_attention_ring
 
@@ -123,7 +124,7 @@ def attend(
     tokens_per_row: int,
     pdl: bool,
 ) -> None:
-    """`decode_attention` of a checked call that `takes`."""
+    """Run `decode_attention` for a checked call that `takes` accepts."""
     qkv, kv, table = call.qkv_NX, call.kv, call.block_table_SB
     rows = call.lanes // tokens_per_row
     splits = -(-call.max_seq_len // split_tokens)
@@ -178,14 +179,14 @@ def attend(
 
 
 def _tile_rows(of_kv_head: int, units: int, at_once: int) -> int:
-    """M for so many lanes and query heads of a kv head; no bit depends on it.
+    """Choose M for so many rows (lanes x query heads) of a kv head; no bit depends on it.
 
     With 32 rows a tile is read once for twice as many heads, but a thread's registers do not hold
-    their sums. On an H200 a layer of Llama 8B takes 14 us with 6 lanes of one row then, 9.2 with 8
-    lanes in tiles of 16, 7.4 with one lane. So tiles have 16 where programs of those are not too
-    many to run at once.
+    their sums. On an H200 a layer of Llama 8B then takes 14 us with 6 lanes of one row; it takes
+    9.2 with 8 lanes in tiles of 16, and 7.4 with one lane. So tiles have 16 rows unless that makes
+    too many programs to run at once.
 
-    units  that there are at most of one tile of rows
+    units  most units of one tile of rows
     """
     tiles = -(-of_kv_head // _LEAST_ROWS)
     if tiles * units <= at_once:
@@ -212,7 +213,7 @@ def _shape(
     splits = -(-max_seq_len // split)
     together = max(_SUPER, triton.next_power_of_2(-(-splits // _MOST_SUPERS)))
     if window:
-        # What a window sees is few splits: one group, whatever else the table has.
+        # A window sees few splits: they form one group, however long the table is.
         together = triton.next_power_of_2(splits)
     return Shape(
         Q=heads,
@@ -238,7 +239,7 @@ def _shape(
 
 
 def _new_parts(like: torch.Tensor, parts: int, head_dim: int) -> Parts:
-    """Uninitialised: what is read was written by programs of the same launch."""
+    """Uninitialised parts: programs read only what programs of the same launch wrote."""
     acc = like.new_empty((parts, head_dim), dtype=torch.float32)
     largest = like.new_empty((2, parts), dtype=torch.float32)
     return Parts(acc, largest[0], largest[1])
@@ -246,7 +247,7 @@ def _new_parts(like: torch.Tensor, parts: int, head_dim: int) -> Parts:
 
 @gluon.constexpr_function
 def _copy_layout(columns):
-    """16 bytes a thread, threads along the columns first: whole rows at a time."""
+    """Layout with 16 bytes per thread, threads along the columns first: whole rows at a time."""
     across = min(columns // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
@@ -281,9 +282,9 @@ def decode_attention_kernel(
     ROWS_PADDED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Programs share the live splits of all rows and heads evenly, each some consecutive ones.
+    """Programs share the live splits of all rows and heads evenly; each has consecutive ones.
 
-    The pitch is a stride in units of 16 bytes, which the compiler must know to copy 16 bytes.
+    `kv_pitch` is a stride in units of 16 bytes: the compiler must know the unit to copy 16 bytes.
     """
     TILES: gl.constexpr = shape.split // shape.tile
     copied: gl.constexpr = _copy_layout(shape.padded)
@@ -358,7 +359,7 @@ def decode_attention_kernel(
 
 @gluon.jit
 def _fail_lanes(slot_ptr, position_ptr, out_ptr, lanes, position_limit, shape):
-    """NaN for live lanes at a position that no cache has."""
+    """Store NaN for live lanes at positions outside the cache."""
     WIDTH: gl.constexpr = shape.Q * shape.D
     at = gl.arange(0, _CHUNK, gl.BlockedLayout([4], [32], [4], [0]))
     nothing = gl.full([_CHUNK], float("nan"), out_ptr.dtype.element_ty, at.type.layout)

@@ -1,4 +1,4 @@
-"""How `decode_gluon.py` keeps the results of splits, and puts them together.
+"""How `decode_gluon.py` stores the results of splits and combines them.
 
 Letters as in `decode_gluon.py`.
 """
@@ -15,7 +15,7 @@ from graphengine.kernels.core.triton_versions import sync_threads
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-3e38)
-"""Below each score, and finite: the largest score of no tokens."""
+"""Finite and below every score: the largest score of no tokens."""
 
 
 class Parts(NamedTuple):
@@ -28,14 +28,14 @@ class Parts(NamedTuple):
 
 @gluon.constexpr_function
 def sums_layout(columns):
-    """Of float32 [rows, D']: 16 bytes a thread."""
+    """Layout of float32 [rows, D'] with 16 bytes per thread."""
     across = min(columns // 4, 32)
     return gl.BlockedLayout([1, 4], [32 // across, across], [4, 1], [1, 0])
 
 
 @gluon.jit
 def _store_rows(out_ptr, result, unit, row, shape):
-    """Rows of a unit's result [rows, D'], for the lanes that are live."""
+    """Store rows of a unit's result [rows, D'] for the live lanes."""
     dim = gl.arange(0, shape.padded, gl.SliceLayout(0, result.type.layout))
     head, _, live = heads_of(unit, row, shape)
     ptrs = (out_ptr + head.to(gl.int64) * shape.D)[:, None] + dim[None, :]
@@ -45,7 +45,7 @@ def _store_rows(out_ptr, result, unit, row, shape):
 
 @gluon.jit
 def _store_result(out_ptr, state, sinks_ptr, unit, row, shape):
-    """`_store_rows` of sums [rows, D'] with their largest scores and sums of weights [rows]."""
+    """Divide sums [rows, D'] by their sums of weights [rows], and store them by `_store_rows`."""
     acc, largest, total = state
     if sinks_ptr is not None:
         head, _, live = heads_of(unit, row, shape)
@@ -56,7 +56,7 @@ def _store_result(out_ptr, state, sinks_ptr, unit, row, shape):
 
 @gluon.jit
 def _store_part(parts, state, part, live, shape):
-    """Keep sums [rows, D'], largest scores and sums of weights [rows] as parts number `part`."""
+    """Store sums [rows, D'], largest scores and sums of weights [rows] as parts number `part`."""
     acc, largest, total = state
     dim = gl.arange(0, shape.padded, gl.SliceLayout(0, acc.type.layout))
     ptrs = (parts.acc + part * shape.D)[:, None] + dim[None, :]
@@ -67,8 +67,8 @@ def _store_part(parts, state, part, live, shape):
 
 @gluon.jit
 def _is_last(counter_ptr, arriving, expected):
-    """Whether these arrivals complete the expected ones, of which the counter then forgets."""
-    # Stores of all threads come before the one thread's release.
+    """Whether these arrivals complete the expected ones; if so, reset the counter."""
+    # Orders the stores of all threads before the one thread's release.
     sync_threads()
     last = gl.atomic_add(counter_ptr, arriving, sem="acq_rel") + arriving == expected
     if last:
@@ -78,10 +78,10 @@ def _is_last(counter_ptr, arriving, expected):
 
 @gluon.jit
 def keep_split(results, state, unit, rows, waiting, u, end, shape):
-    """Store the result of unit number `u`, or keep it as a part; how many parts are waiting then.
+    """Store the result of unit number `u`, or keep it as a part; return how many parts now wait.
 
-    Parts of a program arrive together: with the last one before `end`, of a head, or of those that
-    are put together. `rows` are those of the product, their heads, and which of them are live.
+    Parts of a program arrive together: with the last unit before `end`, of a head, or of a group of
+    `super` splits. `rows` are the product's rows, their heads, and which of them are live.
     """
     row, head, live = rows
     parts, _, _, out_ptr, sinks_ptr, splits, _ = results
@@ -100,9 +100,9 @@ def keep_split(results, state, unit, rows, waiting, u, end, shape):
 
 @gluon.jit
 def _arrive(results, arriving, unit, shape):
-    """Say that `arriving` splits up to the unit's are done; the last one puts them together.
+    """Report that `arriving` splits, up to the unit's, are done; the last program combines them.
 
-    Of more than `super` splits, each `super` of them are put together first.
+    More than `super` splits are first combined in groups of `super`.
     """
     _, _, arrivals_ptr, _, _, _, supers = results
     head = unit.row * (shape.G * shape.row_tiles) + unit.head
@@ -110,14 +110,14 @@ def _arrive(results, arriving, unit, shape):
     at = unit.split // shape.super
     expected = gl.minimum(unit.row_splits - at * shape.super, shape.super)
     if shape.window > 0:
-        # There is one group of splits then.
+        # With a window there is one group of splits.
         expected -= first_split(unit, shape)
     CHUNKS: gl.constexpr = shape.rows // shape.combine_rows
     if _is_last(counters_ptr + at, arriving, expected):
         for chunk in gl.static_range(CHUNKS):
             _combine_splits(results, unit, chunk, shape)
         row_supers = (unit.row_splits + shape.super - 1) // shape.super
-        # The counter changes: `and` would ask for it in any case.
+        # Not `and`, which would evaluate both sides: `_is_last` changes the counter.
         whole = False
         if row_supers > 1:
             whole = _is_last(counters_ptr + supers, 1, row_supers)
@@ -128,7 +128,7 @@ def _arrive(results, arriving, unit, shape):
 
 @gluon.jit
 def _combine_splits(results, unit, chunk, shape):
-    """Some rows of the `super` splits that the unit's is one of: the result, or a part of it."""
+    """Combine some rows of the unit's group of `super` splits into the result or a part of it."""
     parts, super_parts, _, out_ptr, sinks_ptr, splits, supers = results
     layout: gl.constexpr = sums_layout(shape.padded)
     first_row = chunk * shape.combine_rows
@@ -150,7 +150,7 @@ def _combine_splits(results, unit, chunk, shape):
 
 @gluon.jit
 def _combine_supers(results, unit, chunk, shape):
-    """Some rows of all that `_combine_splits` left for the unit's head."""
+    """Combine some rows of all parts that `_combine_splits` left for the unit's head."""
     _, super_parts, _, out_ptr, sinks_ptr, _, supers = results
     layout: gl.constexpr = sums_layout(shape.padded)
     first_row = chunk * shape.combine_rows
@@ -166,8 +166,8 @@ def _combine_supers(results, unit, chunk, shape):
 def _combine(parts, part, used, begin, count, shape):
     """Weigh the `used` parts of each row, from `part` on, by their largest scores, in order.
 
-    Those before `begin` are not there, and no row has more than `count`. Some at once share a
-    maximum: no load of theirs waits for another.
+    Parts before `begin` do not exist, and no row has more than `count`. `combine_splits` parts at a
+    time share a maximum, so their loads do not wait for each other.
     """
     layout: gl.constexpr = sums_layout(shape.padded)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -176,7 +176,7 @@ def _combine(parts, part, used, begin, count, shape):
     running_sum = gl.zeros([shape.combine_rows], gl.float32, of_row)
     acc = gl.zeros([shape.combine_rows, shape.padded], gl.float32, layout)
     if shape.window > 0:
-        # A row's bits do not depend on where others begin.
+        # So that a row's bits do not depend on where others begin.
         start_at = begin // shape.combine_splits * shape.combine_splits
     else:
         start_at = 0

@@ -1,4 +1,4 @@
-"""What `decode_gluon.py` takes from the QKV product: queries, and the tokens that it appends.
+"""Queries and new tokens that `decode_gluon.py` takes from the QKV product.
 
 Letters as in `decode_gluon.py`.
 """
@@ -14,7 +14,7 @@ from graphengine.kernels.core.triton_versions import reinterpret, sync_threads
 from graphengine.kernels.norm_rope.rope import scale_head
 
 BLOCK = gl.constexpr(16)
-"""Tokens of a tile that are rewritten at a time where they are new."""
+"""New tokens are written into a tile so many at a time."""
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _scale_head = gluon.jit(scale_head.fn)
@@ -23,7 +23,7 @@ _quantised_bits = gluon.jit(quantised_bits.fn)
 
 @gluon.constexpr_function
 def shared_layout(columns, rank, fp8):
-    """Rows whose 16-byte pieces are swapped about, so that 8 rows of one column share no bank."""
+    """Rows with swizzled 16-byte pieces, so that 8 rows of one column share no bank."""
     piece = 16 if fp8 else 8
     rows_of_128_bytes = max(1, 8 * piece // columns)
     phases = max(1, 8 // rows_of_128_bytes)
@@ -40,7 +40,7 @@ def new_queries(dtype: gl.constexpr, shape):
 
 @gluon.jit
 def load_heads(qkv, source, unit, start, shape, copied: gl.constexpr):
-    """Queries [M, D'] of a unit, and keys and values of the first block of new tokens in it."""
+    """Load queries [M, D'] of a unit, and keys and values of its first block of new tokens."""
     row = gl.arange(0, shape.rows, gl.SliceLayout(1, copied))
     head, position, live = heads_of(unit, row, shape)
     queries = _raw_heads(qkv, head // shape.Q, head % shape.Q, live, shape, copied)
@@ -56,9 +56,10 @@ def load_heads(qkv, source, unit, start, shape, copied: gl.constexpr):
 
 @gluon.jit
 def _append_block(qkv, source, unit, first, end, angles, shape, copied: gl.constexpr):
-    """Keys and values [16, D'] of the new tokens before `end` in a block, which are appended.
+    """Append the new tokens before `end` in a block to the cache; return their keys and values
+    [16, D'].
 
-    `angles` are those of a row with one lane.
+    `angles` are used for a row with one lane.
     """
     kv_ptr, block_table_ptr, kv_pitch, table_stride, _ = source
     token = first + gl.arange(0, BLOCK, gl.SliceLayout(1, copied))
@@ -79,7 +80,7 @@ def _append_block(qkv, source, unit, first, end, angles, shape, copied: gl.const
         key_scale, value_scale = kv_scales_of(source, unit, shape)
         keys = _stored(keys, key_scale)
         values = _stored(values, value_scale)
-    # Other tiles of rows have the same keys.
+    # Only one of the tiles of rows stores: the others have the same keys.
     mask = mask & (unit.head % shape.row_tiles == 0)
     ptrs = (kv_ptr + cache_offsets(unit, entries, token, kv_pitch, shape))[:, None] + dim[None, :]
     gl.store(ptrs, keys, mask=mask)
@@ -96,20 +97,20 @@ def kv_scales_of(source, unit, shape):
 
 @gluon.jit
 def _stored(x, scale):
-    """What a cache of e4m3 has of keys or values."""
+    """Keys or values as an e4m3 cache stores them."""
     return _quantised_bits(x.to(gl.float32), scale).to(gl.float8e4nv, bitcast=True)
 
 
 @gluon.jit
 def half_precision(queries):
-    """Queries [M, D'] in float16, and the power of two [M] that each row of them was divided by.
+    """Queries [M, D'] in float16, and the power of two [M] by which each row was divided.
 
-    Only numbers below 2**-14 of a row's largest lose bits: e4m3 is exact in float16, and the
-    conversion takes a quarter of what one to bfloat16 takes.
+    Only numbers below 2**-14 of a row's largest lose bits. Float16 represents e4m3 exactly, and the
+    conversion takes a quarter of the time of one to bfloat16.
     """
     x = queries.to(gl.float32)
     largest = gl.max(gl.abs(x), axis=1)
-    # The exponent alone, from 2**-126 to 2**126: of these the inverse is a normal number too.
+    # Only the exponent, from 2**-126 to 2**126, whose inverses are normal numbers too.
     bits = largest.to(gl.int32, bitcast=True) & 0x7F800000
     bits = gl.minimum(gl.maximum(bits, 0x00800000), 0x7E800000)
     inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)
@@ -118,19 +119,19 @@ def half_precision(queries):
 
 @gluon.constexpr_function
 def _alignment(half):
-    """Elements of a thread that lie in one half of a head, whichever thread it is."""
+    """Consecutive elements that lie in one half of a head, for any thread."""
     return min(8, half & -half)
 
 
 @gluon.jit
 def _halves(shape, copied: gl.constexpr):
-    """For every dimension [D']: whether it is in the first half, its pair, and its partner."""
+    """Dimensions [D'], and for each: whether it is in the first half, its pair, and its partner."""
     HALF: gl.constexpr = shape.D // 2
     dim = gl.arange(0, shape.padded, gl.SliceLayout(0, copied))
     is_lower = dim < HALF
     pair = gl.where(is_lower, dim, dim - HALF)
     partner = gl.where(is_lower, dim + HALF, dim - HALF)
-    # The compiler does not see it through the condition, and would load them one by one.
+    # The compiler does not see the alignment through `where`, and would load them one by one.
     ALIGNMENT: gl.constexpr = _alignment(HALF)
     pair = gl.max_contiguous(gl.multiple_of(pair, ALIGNMENT), ALIGNMENT)
     partner = gl.max_contiguous(gl.multiple_of(partner, ALIGNMENT), ALIGNMENT)
@@ -139,9 +140,9 @@ def _halves(shape, copied: gl.constexpr):
 
 @gluon.jit
 def _raw_heads(qkv, lane, head, live, shape, copied: gl.constexpr):
-    """Heads of lanes [rows, D'], and the other half of each pair.
+    """Load heads of lanes [rows, D'], and the other half of each pair.
 
-    The other half is loaded a second time, which spares shuffling registers.
+    The other half is loaded a second time, which avoids shuffling registers.
     """
     dim, _, _, partner = _halves(shape, copied)
     ptrs = (qkv[0] + lane.to(gl.int64) * qkv[5] + head * shape.D)[:, None]
@@ -169,7 +170,7 @@ def _angles(qkv, unit, position, live, shape, copied: gl.constexpr):
 
 @gluon.jit
 def _rotate(raw, angles, weight_ptr, eps, shape):
-    """Heads [rows, D'], normed where that is asked for, and rotated; rounded as `rope_append`."""
+    """Norm heads [rows, D'] if asked for, and rotate them; rounded where `rope_append` rounds."""
     x, other = raw
     cos, signed_sin = angles
     dtype: gl.constexpr = x.dtype
@@ -188,9 +189,9 @@ def _rotate(raw, angles, weight_ptr, eps, shape):
 
 @gluon.jit
 def insert_new_tokens(qkv, source, ring, stage, unit, start, first_block, shape):
-    """Put the new tokens of the tile that begins at `start` into it.
+    """Put the new tokens of the tile that begins at `start` into its stage.
 
-    `first_block` is what `load_heads` found; later ones of a long row are appended here.
+    `first_block` comes from `load_heads`; later blocks of a long row are appended here.
     """
     keys, values = first_block
     copied: gl.constexpr = keys.type.layout

@@ -1,7 +1,6 @@
-"""How tiles of keys and values come to `decode_gluon.py`: copies into a ring in shared memory.
+"""Copies of key and value tiles into a ring in shared memory, for `decode_gluon.py`.
 
-A tile's entries of the block table are loaded one tile ahead of its copy. Letters as in
-`decode_gluon.py`.
+A tile's block table entries are loaded one tile ahead of its copy. Letters as in `decode_gluon.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from graphengine.kernels.core.triton_versions import load_async, sync_threads
 
 @gluon.constexpr_function
 def _ring_layout(columns, streams, fp8):
-    """16 bytes a thread of [streams, tokens, columns]: whole rows at a time."""
+    """Layout of [streams, tokens, columns] with 16 bytes per thread, whole rows at a time."""
     piece = 16 if fp8 else 8
     across = min(columns // piece, 32)
     return gl.BlockedLayout(
@@ -43,10 +42,10 @@ def new_ring(dtype: gl.constexpr, shape):
 
 @gluon.jit
 def fill_ring(schedule, source, ring, first, tiles, unit, shape):
-    """Ask for the first tiles; the unit and the block table's entries of the next one."""
+    """Begin to copy the first tiles; return the unit and block table entries of the next one."""
     TILES: gl.constexpr = shape.split // shape.tile
     ahead = unit
-    # All entries first: a copy of the second tile would wait for the first tile's otherwise.
+    # All entries first: otherwise a copy of the second tile would wait for the first tile's.
     entries = ()
     units = ()
     for i in gl.static_range(shape.stages):
@@ -64,14 +63,13 @@ def fill_ring(schedule, source, ring, first, tiles, unit, shape):
 
 @gluon.jit
 def refill_ring(schedule, source, ring, stage, ahead, entries, step, first, tiles, shape):
-    """Ask for tile number `step` of the program, if there is one, in place of the one in a stage.
+    """Begin to copy tile number `step` of the program, if it exists, over the one in a stage.
 
-    `ahead` and `entries` are its unit and its entries of the block table; those of the next tile
-    are returned.
+    `ahead` and `entries` are its unit and its block table entries; returns those of the next tile.
     """
     TILES: gl.constexpr = shape.split // shape.tile
     if step < tiles:
-        # The tile is no longer read.
+        # After this no thread reads the old tile.
         sync_threads()
         _copy_tile(source, ring, stage, entries, ahead, step % TILES, True, shape)
         if (step + 1) % TILES == 0:
@@ -83,7 +81,7 @@ def refill_ring(schedule, source, ring, stage, ahead, entries, step, first, tile
 
 @gluon.jit
 def _load_entries(source, unit, t, live, shape):
-    """Entries of the block table [T] for the cached tokens of a unit's tile `t`."""
+    """Load the block table entries [T] of the cached tokens of a unit's tile `t`."""
     ringed: gl.constexpr = _ring_layout(shape.padded, shape.streams, shape.fp8)
     _, block_table_ptr, _, table_stride, _ = source
     token = _tile_tokens(unit, t, shape, ringed)
@@ -96,7 +94,7 @@ def _load_entries(source, unit, t, live, shape):
 
 @gluon.jit
 def _copy_tile(source, ring, stage, entries, unit, t, live, shape):
-    """Ask for the keys and values of a unit's tile `t`; those that are not cached become 0."""
+    """Begin to copy the keys and values of a unit's tile `t`; uncached ones become 0."""
     kv_ptr, _, kv_pitch, _, _ = source
     keys, values = ring
     ringed: gl.constexpr = entries.type.layout.parent

@@ -1,7 +1,7 @@
-"""How `decode_gluon.py` attends to a tile of keys and values, on `mma.sync`.
+"""Attention of `decode_gluon.py` to a tile of keys and values, on `mma.sync`.
 
-A tile's tokens are cut into streams, one or two for each warp, with sums of their own that are
-joined at the end of a split. Letters as in `decode_gluon.py`.
+A tile's tokens are cut into streams, one or two for each warp. Each stream has its own sums, which
+are joined at the end of a split. Letters as in `decode_gluon.py`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _tanh = gluon.jit(tanh.fn)
 
 @gluon.constexpr_function
 def product_layout(streams):
-    """Of scores and sums [streams, rows, ...]."""
+    """Layout of scores and sums [streams, rows, ...]."""
     return gl.NVMMADistributedLayout([2, 0], [streams, 1, 4 // streams], [1, 16, 8])
 
 
 @gluon.constexpr_function
 def _join_layout(columns, streams):
-    """`sums_layout` of [streams, rows, D']."""
+    """Layout of [streams, rows, D'] like `sums_layout`."""
     across = min(columns // 4, 32)
     return gl.BlockedLayout([streams, 1, 4], [1, 32 // across, across], [1, 4, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def joined_rows_layout(columns, streams):
-    """Of rows [M], as `join_streams` leaves them."""
+    """Layout of rows [M] after `join_streams`."""
     return gl.SliceLayout(1, gl.SliceLayout(0, _join_layout(columns, streams)))
 
 
 @gluon.jit
 def no_tiles(layout: gl.constexpr, shape):
-    """The state before any tile, of each stream.
+    """The state of each stream before any tile.
 
-    That is the largest score [M] in log2 units, weights [M, T], of which each column is a sum over
-    tiles, and sums of values [M, D'] (of e4m3: even dimensions first).
+    It consists of the largest score [M] in log2 units, weights [M, T] summed over tiles column by
+    column, and sums of values [M, D'] (with e4m3: even dimensions first).
     """
     per_row: gl.constexpr = gl.SliceLayout(2, layout)
     largest = gl.full([shape.streams, shape.rows], LOWEST, gl.float32, per_row)
@@ -56,16 +56,16 @@ def no_tiles(layout: gl.constexpr, shape):
 
 @gluon.jit
 def attend_tile(queries, ring, stage, start, position, state, factor, shape):
-    """`state` after the tile in a stage of the ring, which begins at token `start`.
+    """Update `state` with the tile in a stage of the ring, which begins at token `start`.
 
-    `factor` [M] makes scores of products.
+    `factor` [M] turns products into scores.
     """
     largest, total, acc = state
     queries = queries.reshape([1, shape.rows, shape.padded])
     keys = ring[0].index(stage)
     values = ring[1].index(stage)
     layout: gl.constexpr = acc.type.layout
-    # Of e4m3 a thread loads 4 keys' dimensions at a time.
+    # With e4m3 a thread loads 4 dimensions of a key at a time.
     wide: gl.constexpr = 4 if shape.fp8 else 2
     q_layout: gl.constexpr = gl.DotOperandLayout(0, layout, wide)
     all_streams: gl.constexpr = [shape.streams, shape.rows, shape.padded]
@@ -97,17 +97,18 @@ def attend_tile(queries, ring, stage, start, position, state, factor, shape):
 
 @gluon.jit
 def _capped(scores, softcap: gl.constexpr):
-    """Scores in log2 units after the soft cap, which is in the scores' own."""
+    """Apply the soft cap, given in the scores' own units, to scores in log2 units."""
     cap_log2: gl.constexpr = softcap * LOG2E
     return _tanh(scores * (1.0 / cap_log2)) * cap_log2
 
 
 @gluon.jit
 def _even_and_odd(values, operand: gl.constexpr):
-    """Values of e4m3 [streams, tokens, D'] in float16: even dimensions, then odd ones.
+    """Convert e4m3 values [streams, tokens, D'] to float16: even dimensions, then odd ones.
 
-    `ldmatrix` transposes 16 bits at a time, so two dimensions of a token come as one. The assembly
-    takes those of two tokens, and gives what `mma.sync` wants: two tokens of each dimension.
+    `ldmatrix` transposes 16 bits at a time, so two dimensions of a token arrive as one element. The
+    assembly takes two tokens' elements and returns what `mma.sync` needs: two tokens of each
+    dimension.
     """
     STREAMS: gl.constexpr = values.shape[0]
     TOKENS: gl.constexpr = values.shape[1]
@@ -134,9 +135,9 @@ def _even_and_odd(values, operand: gl.constexpr):
 
 @gluon.jit
 def join_streams(state, value_scale, shape):
-    """Sums of values [M, D'], largest scores [M] and sums of weights [M] of all streams.
+    """Join all streams to sums of values [M, D'], largest scores [M] and sums of weights [M].
 
-    `value_scale` is that of values in e4m3.
+    `value_scale` is the scale of e4m3 values.
     """
     largest, total, acc = state
     whole = gl.max(largest, axis=0)
@@ -147,7 +148,7 @@ def join_streams(state, value_scale, shape):
     if shape.fp8:
         halves = acc.reshape([shape.streams, shape.rows, 2, shape.padded // 2])
         acc = halves.permute((0, 1, 3, 2)).reshape(all_streams)
-    # A thread has a sum's parts of all streams, so that they are added without a shuffle.
+    # A thread has all streams' parts of a sum, so that it adds them without a shuffle.
     joined: gl.constexpr = _join_layout(shape.padded, shape.streams)
     acc = gl.sum(gl.convert_layout(acc, joined), axis=0)
     per_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)

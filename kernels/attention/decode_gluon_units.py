@@ -1,7 +1,7 @@
-"""What `decode_gluon.py`'s programs share: the live splits of all rows and heads, numbered.
+"""Units of work that `decode_gluon.py`'s programs share: the live splits of all rows and heads.
 
-A unit is one split of one head of a row. Programs have consecutive units, so that one of them
-changes its head, or its row, but a few times. Letters as in `decode_gluon.py`.
+A unit is one split of one head of a row. Units are numbered and programs have consecutive ones, so
+a program changes its head or row only a few times. Letters as in `decode_gluon.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 
 class Shape(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+    """Compile-time constants of the kernel."""
 
     Q: Any
     G: Any
@@ -28,11 +28,11 @@ class Shape(NamedTuple):
     block_size: Any
     split: Any
     super: Any
-    """Splits that are put together before the others are."""
+    """Splits that are first combined as a group."""
     tile: Any
     """T"""
     streams: Any
-    """Parts of a tile, each with sums of its own."""
+    """Parts of a tile that have their own sums."""
     stages: Any
     normed: Any
     fp8: Any
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One split of one head of a row. With several lanes, query heads are of all of them."""
+    """One split of one kv head of a row; its query heads are those of all the row's lanes."""
 
     row: Any
     slot: Any
@@ -54,11 +54,11 @@ class Unit(NamedTuple):
     cached: Any
     """Tokens that earlier launches appended."""
     length: Any
-    """Tokens of the slot, with those of this launch."""
+    """Tokens of the slot, including those of this launch."""
     row_first: Any
-    """Units of the rows before."""
+    """Number of units of the rows before."""
     row_splits: Any
-    """Splits of each head of the row: the number of the last one, and 1."""
+    """The number of the last split of each head of the row, plus 1."""
     head: Any
     """kv head x tile of rows."""
     split: Any
@@ -66,7 +66,7 @@ class Unit(NamedTuple):
 
 @gluon.constexpr_function
 def _schedule_layout(rows):
-    """Of one number a row: every warp has them all."""
+    """Layout of one number per row; every warp has them all."""
     return gl.BlockedLayout([max(1, rows // 32)], [32], [4], [0])
 
 
@@ -77,8 +77,8 @@ def _add(a, b):
 
 @gluon.jit
 def schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED: gl.constexpr, shape):
-    """For every row its index, slot, first lane's position, tokens, last unit + 1, splits; and
-    whether any live lane is at a position that no cache has."""
+    """For every row its index, slot, first lane's position, tokens, last unit + 1 and splits; and
+    whether any live lane is at a position outside the cache."""
     row = gl.arange(0, ROWS_PADDED, _schedule_layout(ROWS_PADDED))
     slot = gl.zeros_like(row)
     base = gl.zeros_like(row)
@@ -95,7 +95,7 @@ def schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED: gl.co
         length = gl.where(inside, position + 1, length)
     splits = (length + shape.split - 1) // shape.split
     if shape.window > 0:
-        # `unit_at` finds the number of the last split by the row's tokens.
+        # `splits` counts from the first split that the row sees; `unit_at` adds that one's number.
         splits -= _first_seen(base, shape) // shape.split
     ends = gl.associative_scan(splits * (shape.G * shape.row_tiles), 0, _add)
     return (row, slot, base, length, ends, splits), gl.max(failed, axis=0)
@@ -103,7 +103,7 @@ def schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED: gl.co
 
 @gluon.jit
 def units_of_program(schedule):
-    """The numbers of the program's first unit, and of the one after its last."""
+    """The number of the program's first unit, and of the one after its last."""
     units = gl.max(schedule[4], axis=0).to(gl.int64)
     first = (gl.program_id(0) * units // gl.num_programs(0)).to(gl.int32)
     end = ((gl.program_id(0) + 1) * units // gl.num_programs(0)).to(gl.int32)
@@ -138,14 +138,14 @@ def unit_at(schedule, u, shape):
 
 @gluon.jit
 def named(unit):
-    """A tuple forgets the names of the tuples in it."""
+    """Restore the field names, which a unit loses inside another tuple."""
     row, slot, base, cached, length, row_first, row_splits, head, split = unit
     return Unit(row, slot, base, cached, length, row_first, row_splits, head, split)
 
 
 @gluon.jit
 def unit_after(schedule, unit, u, shape):
-    """`unit_at(schedule, u)`, where `unit` is the one before."""
+    """`unit_at(schedule, u)`, given `unit` number `u` - 1."""
     row, slot, base, cached, length, row_first, row_splits, head, split = unit
     split += 1
     if split == row_splits:
@@ -156,7 +156,7 @@ def unit_after(schedule, unit, u, shape):
 
 @gluon.jit
 def _first_seen(base, shape):
-    """The first token that a row sees whose first lane is at position `base`."""
+    """The first token that a row sees, given the position `base` of its first lane."""
     return gl.maximum(base - (shape.window - 1), 0)
 
 
@@ -171,13 +171,13 @@ def first_split(unit, shape):
 
 @gluon.jit
 def is_seen(unit, token, shape):
-    """Whether each token is none before the window of the row's first lane."""
+    """Whether each token is at or after the first one that the unit's row sees."""
     return token >= _first_seen(unit.base, shape)
 
 
 @gluon.jit
 def heads_of(unit, row, shape):
-    """For rows of a unit's product: query head among all of the launch, position, whether live."""
+    """For rows of a unit's product: query head within the launch, position, and whether live."""
     GROUP: gl.constexpr = shape.Q // shape.G
     of_all = unit.head % shape.row_tiles * shape.rows + row
     j = of_all // GROUP
@@ -190,7 +190,7 @@ def heads_of(unit, row, shape):
 
 @gluon.jit
 def cache_offsets(unit, entries, token, kv_pitch, shape):
-    """Of the keys of a unit's kv head; values lie a block of keys further."""
+    """Offsets of the keys of a unit's kv head; values lie one block of keys further."""
     at = entries.to(gl.int64) * (kv_pitch.to(gl.int64) * (16 if shape.fp8 else 8))
     head = unit.head // shape.row_tiles
     return at + token % shape.block_size * (shape.G * shape.D) + head * shape.D

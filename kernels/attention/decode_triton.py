@@ -1,9 +1,9 @@
-"""The Triton kernel of `decode.py`: its programs, and the parts they are made of.
+"""The Triton kernel of `decode.py`, and the functions it is made of.
 
 Letters: N lanes of a launch, W lanes of a row, Q query heads, G kv heads, D head_dim, D' padded to
-what `tl.dot` wants, M query heads of a program. A head has a partial for the token itself and one
-for each split. `decode_triton_lanes.py` says what a lane sees, `decode_triton_heads.py` what its
-siblings are.
+what `tl.dot` needs, M query heads of a program. A head has a partial for the token itself and one
+for each split. `decode_triton_lanes.py` defines what a lane sees, `decode_triton_heads.py` its
+siblings.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Heads(NamedTuple):
     number: Any
     """int64 [M]: their numbers in the launch, lane by lane."""
     mask: Any
-    """bool [M, D']: what exists of them."""
+    """bool [M, D']: the values that exist."""
 
 
 @triton.jit(do_not_specialize=["splits", "position_limit"])
@@ -90,12 +90,12 @@ def decode_attention_kernel(
 ):
     """Programs (lane, kv head x tile of its query heads, p): splits p, p + programs, ...
 
-    They are counted from the first one that the lane sees; where they begin does not depend on it.
-    Program 0 has the lane's own token as well. Keys and values of a cache of e4m3 are multiplied as
-    they are stored: their scales go into those of the scores and into the result.
+    Splits are counted from the first one that the lane sees; where they begin does not depend on
+    it. Program 0 also handles the lane's own token. Keys and values of an e4m3 cache are multiplied
+    as stored: their scales are applied to the scores and to the result.
 
-    A tree's siblings are the lane's ancestors, or none in a launch of one token a row: then the
-    entries of those are loaded as older ones, from where they are.
+    In a tree a lane's siblings are its ancestors. A launch of one token per row has no siblings:
+    it loads the ancestors' entries as older ones, from where they are.
     """
     index = tl.program_id(0).to(tl.int64)
     first_split = tl.program_id(2)
@@ -132,7 +132,7 @@ def decode_attention_kernel(
 
     qkv_row_ptr = qkv_ptr + index * qkv_stride
     if shape.row_lanes > 1:
-        # All at once, before the first use of any: a trip to L2 each would be a long way.
+        # All are loaded at once, before the first use of any: a trip to L2 for each would be slow.
         first_lane_ptr = qkv_row_ptr - lane_of_row(lane, shape) * qkv_stride
         first_key_ptr = first_lane_ptr + (shape.Q + kv_head) * shape.D
         raw_keys = load_sibling_keys(
@@ -180,7 +180,7 @@ def decode_attention_kernel(
 
 @triton.jit
 def _load_scales(kv_scales_ptr, kv_head, shape):
-    """(of a kv head's keys, of its values), both 1 where the cache has the queries' dtype."""
+    """Scales (of a kv head's keys, of its values); both 1 if the cache has the queries' dtype."""
     key_scale = 1.0
     value_scale = 1.0
     if shape.fp8:
@@ -191,7 +191,7 @@ def _load_scales(kv_scales_ptr, kv_head, shape):
 
 @triton.jit
 def _heads_of(index, kv_head, first_row, dim, shape):
-    """The query heads of lane `index` from row `first_row` of the kv head's group on."""
+    """The query heads of lane `index`, from row `first_row` of the kv head's group on."""
     row = first_row + tl.arange(0, shape.group_rows)
     return Heads(
         row=row,
@@ -202,7 +202,7 @@ def _heads_of(index, kv_head, first_row, dim, shape):
 
 @triton.jit
 def _store_nan(out_ptr, heads, failed, dim, shape):
-    """The result of a lane that is not inside, if it `failed`."""
+    """Store NaN as the result of a lane that is not inside, if it `failed`."""
     tl.store(
         out_ptr + heads.number[:, None] * shape.D + dim.number[None, :],
         float("nan"),
@@ -212,7 +212,7 @@ def _store_nan(out_ptr, heads, failed, dim, shape):
 
 @triton.jit
 def _append(key, value, mask, kv_ptr, kv_bytes_ptr, offset, scales, dim, shape):
-    """Store a key and value [1, D'] in the cache; as it holds them they are the result."""
+    """Store a key and value [1, D'] in the cache, and return them as the cache holds them."""
     key_at = offset + tl.zeros([1], tl.int32)[:, None] + dim.number[None, :]
     value_at = key_at + shape.block_size * shape.G * shape.D
     if shape.fp8:
@@ -241,14 +241,14 @@ def _attend_own(q, key, value, scale_log2, partials, partial, heads, dim, shape)
 
 @triton.jit
 def _capped(scores, SOFTCAP: tl.constexpr):
-    """Scores in log2 units after the soft cap, which is in the scores' own."""
+    """Apply the soft cap, given in the scores' own units, to scores in log2 units."""
     cap_log2: tl.constexpr = SOFTCAP * LOG2E
     return tanh(scores * (1.0 / cap_log2)) * cap_log2
 
 
 @triton.jit
 def _attend_split(q, keys, values, seen, scale_log2, partials, partial, heads, dim, shape):
-    """Store the partial of one split, at least one of whose tokens is `seen`."""
+    """Store the partial of one split; at least one of its tokens must be `seen`."""
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
     if shape.softcap > 0:
         scores = _capped(scores, shape.softcap)
@@ -264,8 +264,10 @@ def _attend_split(q, keys, values, seen, scale_log2, partials, partial, heads, d
 
 @triton.jit
 def _is_last(arrivals_ptr, lane, programs, shape):
-    """Whether it is the last program of the lane and its heads to arrive; the counter is 0 then."""
-    # The barrier puts the stores of the whole program before the one thread's release.
+    """Whether this is the last program of the lane and its heads to arrive, which resets the
+    counter to 0.
+    """
+    # The barrier orders the stores of the whole program before the one thread's release.
     tl.debug_barrier()
     last = True
     shares = tl.minimum(lane.used, programs)
@@ -281,7 +283,7 @@ def _is_last(arrivals_ptr, lane, programs, shape):
 def _combine_splits(partials, out_ptr, sinks_ptr, lane, kv_head, first_row, splits, scales, shape):
     """Weigh the partials of the lane's splits by their largest scores, in order of split.
 
-    AT_ONCE splits share a maximum: no load of theirs waits for another. A sink comes before them.
+    AT_ONCE splits share a maximum, so their loads do not wait for each other. A sink comes first.
     """
     ROWS: tl.constexpr = shape.combine_rows
     AT_ONCE: tl.constexpr = shape.combine_splits
@@ -292,7 +294,7 @@ def _combine_splits(partials, out_ptr, sinks_ptr, lane, kv_head, first_row, spli
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, shape.padded)
     mask = (row < rows)[:, None] & (dim < shape.D)[None, :]
-    # Rows of padding compute what the last row computes, and are not stored.
+    # Padding rows repeat the last row, and are not stored.
     partial = (first_head + tl.minimum(row, rows - 1)) * (splits + 1)
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)

@@ -1,9 +1,9 @@
-"""What `decode_triton.py` takes from the QKV product: heads of a lane, and those of its siblings.
+"""Heads that `decode_triton.py` takes from the QKV product: a lane's own and its siblings'.
 
 A lane's siblings are the lanes of its row that come before it; in a tree, its ancestors. Their
-tokens are keys of its splits, but appended by this very launch: what other programs write cannot be
-read here. So each program computes the few that its splits want, from the QKV product and by the
-code that appends them.
+tokens are keys of its splits, but this same launch appends them, and a program cannot read what
+other programs write. So each program computes the few that its splits need from the QKV product,
+with the code that appends them.
 
 Letters as in `decode_triton.py`.
 """
@@ -25,19 +25,19 @@ class Rotation(NamedTuple):
     partner: Any
     cos: Any
     sin: Any
-    """Signed."""
+    """The sine with its sign: negative in the lower half."""
 
 
 @triton.jit
 def _partner_of(dim, shape):
-    """int32 [D']: the other dimension of each one's pair."""
+    """int32 [D']: the other dimension of each dimension's pair."""
     HALF: tl.constexpr = shape.D // 2
     return tl.where(dim.number < HALF, dim.number + HALF, dim.number - HALF)
 
 
 @triton.jit
 def load_rotation(cos_ptr, sin_ptr, position, mask, dim, shape):
-    """That to `position`; its cosines and sines are 0 unless `mask`."""
+    """Load the rotation to `position`; its cosines and sines are 0 unless `mask`."""
     HALF: tl.constexpr = shape.D // 2
     partner = _partner_of(dim, shape)
     is_lower = dim.number < HALF
@@ -50,9 +50,9 @@ def load_rotation(cos_ptr, sin_ptr, position, mask, dim, shape):
 
 @triton.jit
 def rotated(head_ptrs, mask, rotation, norm_ptr, eps, dim, shape):
-    """Heads [rows, D'] at `head_ptrs` [rows, 1], normed if the shape is, and rotated.
+    """Load heads [rows, D'] at `head_ptrs` [rows, 1], norm them if the shape says so, and rotate.
 
-    The other half of each pair is loaded a second time, which spares shuffling registers.
+    The other half of each pair is loaded a second time, which avoids shuffling registers.
     """
     x = tl.load(head_ptrs + dim.number[None, :], mask=mask, other=0.0)
     other = tl.load(head_ptrs + rotation.partner[None, :], mask=mask, other=0.0)
@@ -61,7 +61,8 @@ def rotated(head_ptrs, mask, rotation, norm_ptr, eps, dim, shape):
 
 @triton.jit
 def _rotate(x, other, rotation, norm_ptr, eps, dim, shape):
-    """Heads `x` [rows, D'], `other` the other half of each pair, as `rotated` gives them.
+    """Norm and rotate heads `x` [rows, D'] as `rotated` does; `other` is the other half of each
+    pair.
 
     Rounded where `rope_append` rounds.
     """
@@ -80,7 +81,7 @@ def _rotate(x, other, rotation, norm_ptr, eps, dim, shape):
 
 @triton.jit
 def of_bytes(x, dtype: tl.constexpr):
-    """What the bytes of e4m3 stand for."""
+    """Convert e4m3 bytes to `dtype`."""
     return x.to(tl.float8e4nv, bitcast=True).to(dtype)
 
 
@@ -93,10 +94,10 @@ def _is_sibling_of_split(i, lane, first_token, shape):
 
 @triton.jit
 def load_sibling_keys(first_ptr, qkv_stride, cos_ptr, sin_ptr, lane, split, dim, shape):
-    """For each sibling that a lane may have (x, other, rotation) for `_rotate`: x is [1, D'].
+    """Load (x, other, rotation) for `_rotate`, x [1, D'], of each sibling that a lane may have.
 
-    `first_ptr` is the key of the row's first lane. Nothing is read of a lane that is no sibling of
-    the split.
+    `first_ptr` points to the key of the row's first lane. Lanes that are no sibling in the split
+    are not read.
     """
     first_token = (lane.skipped + split) * shape.split
     partner = _partner_of(dim, shape)
@@ -117,9 +118,9 @@ def load_sibling_keys(first_ptr, qkv_stride, cos_ptr, sin_ptr, lane, split, dim,
 
 @triton.jit
 def insert_sibling_keys(keys, raw_keys, lane, split, k_norm_ptr, eps, scales, dim, shape):
-    """`keys` [tokens, D'] of a split with those of the siblings in it, as they are appended.
+    """Put the siblings' keys, as they are appended, into `keys` [tokens, D'] of a split.
 
-    One by one: a norm of several rows at once would sum in another order than the own key's.
+    One by one: a norm of several rows at once would sum in a different order from the own key's.
     """
     first_token = (lane.skipped + split) * shape.split
     for i in tl.static_range(shape.siblings):
@@ -128,8 +129,8 @@ def insert_sibling_keys(keys, raw_keys, lane, split, k_norm_ptr, eps, scales, di
             key = _rotate(x, other, rotation, k_norm_ptr, eps, dim, shape)
             if shape.fp8:
                 key = of_bytes(quantised_bits(key.to(tl.float32), scales[0]), key.dtype)
-            # The gather leaves `key` as it is. The compiler does not carry layouts of registers
-            # through it: in the tile's layout a norm would sum in another order than the own key's.
+            # The gather does not change `key`, but the compiler carries no register layout through
+            # it. In the tile's layout a norm would sum in a different order from the own key's.
             key = tl.gather(tl.reshape(key, [key.shape[1]]), dim.number, axis=0)
             is_its_token = first_token + tl.arange(0, shape.split) == lane.cached + i
             keys = tl.where(is_its_token[:, None], key[None, :], keys)
@@ -138,7 +139,7 @@ def insert_sibling_keys(keys, raw_keys, lane, split, k_norm_ptr, eps, scales, di
 
 @triton.jit
 def insert_sibling_values(values, first_ptr, qkv_stride, lane, token, scales, dim, shape):
-    """`values` [tokens, D'] with those of the siblings; `first_ptr` is the row's first value."""
+    """Put the siblings' values into `values` [tokens, D']; `first_ptr` is the row's first value."""
     rows = (token - lane.cached).to(tl.int64) * qkv_stride
     mask = ((token >= lane.cached) & (token < lane.position))[:, None] & dim.mask[None, :]
     if shape.window:

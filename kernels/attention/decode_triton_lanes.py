@@ -1,4 +1,4 @@
-"""What a program of `decode_triton.py` knows of its lane: where its token is, and what it sees.
+"""A lane as a program of `decode_triton.py` sees it: its token's place, and the tokens it attends.
 
 Letters as in `decode_triton.py`.
 """
@@ -14,7 +14,7 @@ from graphengine.kernels.core.paged import cache_offsets
 
 
 class Shape(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+    """Compile-time constants of the kernel."""
 
     Q: Any
     G: Any
@@ -27,7 +27,7 @@ class Shape(NamedTuple):
     group_rows: Any
     """M"""
     head_tiles: Any
-    """Programs that have a kv head's query heads together."""
+    """Programs that share a kv head's query heads."""
     normed: Any
     """Whether queries and keys are normed before they are rotated."""
     fp8: Any
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     depth: Any
     """The greatest depth of the rows' trees; 0: they are chains."""
     siblings: Any
-    """The most that a lane may have."""
+    """Most siblings of a lane."""
     loop_stages: Any
     combine_rows: Any
     combine_splits: Any
@@ -56,27 +56,27 @@ class Lane(NamedTuple):
     """int64: its number in the launch."""
     slot: Any
     live: Any
-    """Whether it is not a padded lane."""
+    """Whether the lane is not padded."""
     inside: Any
-    """Whether it is live, and its position and entry are such as the cache has."""
+    """Whether the lane is live, and the cache has its position and entry."""
     position: Any
-    """0 unless it is inside."""
+    """The lane's position; 0 unless it is inside."""
     entry: Any
-    """Where its own key and value belong, as the position that they would have in a chain."""
+    """Where the lane's own key and value belong, as the position of that entry in a chain."""
     used: Any
-    """Splits that hold older tokens it sees."""
+    """Number of splits with older tokens that the lane sees."""
     skipped: Any
-    """Splits before them, which it does not see."""
+    """Number of splits before them, which the lane does not see."""
     first_seen: Any
-    """The first token that it sees."""
+    """The first token that the lane sees."""
     siblings: Any
-    """Tokens from `cached` on, which this launch appends."""
+    """Number of tokens from `cached` on, which this launch appends."""
     cached: Any
     """Tokens below this were appended by earlier launches."""
     root: Any
-    """Older tokens from here on are where its ancestors are, if the launch has one lane a row."""
+    """If the launch has one lane per row: older tokens from here on are the lane's ancestors."""
     ancestors: Any
-    """int32 pointer to the numbers of its ancestors in their row; 0 where there is no tree."""
+    """int32 pointer to the ancestors' numbers in their row; 0 if there is no tree."""
 
 
 class HeadCache(NamedTuple):
@@ -90,24 +90,24 @@ class HeadCache(NamedTuple):
 
 
 class Dimensions(NamedTuple):
-    """The D' dimensions of a head, padded ones too."""
+    """The D' dimensions of a head, including padding."""
 
     number: Any
     """int32 [D']"""
     mask: Any
-    """bool [D']: not those of padding."""
+    """bool [D']: False for padding."""
 
 
 @triton.jit
 def dimensions_of(shape):
-    """Those of each head."""
+    """The dimensions of every head."""
     number = tl.arange(0, shape.padded)
     return Dimensions(number, number < shape.D)
 
 
 @triton.jit
 def load_lane(index, slot_ptr, position_ptr, tree, limit, shape):
-    """Lane number `index` of the launch; its positions and entries stay below `limit`."""
+    """Load lane number `index` of the launch; positions and entries must stay below `limit`."""
     # Loaded together: one after the other would cost another trip to L2.
     slot = tl.load(slot_ptr + index, cache_modifier=".cg")
     position = tl.load(position_ptr + index, cache_modifier=".cg")
@@ -176,25 +176,25 @@ def _tokens_elsewhere(index, position, depth, shape):
 
 @triton.jit
 def early_split(lane, first_split, programs, shape):
-    """The split, of those that the lane sees, whose loads do not wait in the program of
-    `first_split`."""
+    """The split that the program of `first_split` loads before its wait, counted from the first
+    split that the lane sees."""
     if shape.row_lanes == 1:
         return first_split
     else:
-        # Siblings are in the last two splits at most, which are the last of two programs.
+        # Siblings lie in the last two splits at most, each of which is the last of its program.
         return first_split + tl.maximum(lane.used - 1 - first_split, 0) // programs * programs
 
 
 @triton.jit
 def lane_of_row(lane, shape):
     """The lane's number in its row."""
-    # The siblings of a chain's lane are all lanes before it.
+    # In a chain all lanes before a lane are its siblings.
     return lane.siblings if shape.depth == 0 else (lane.index % shape.row_lanes).to(tl.int32)
 
 
 @triton.jit
 def tokens_of(lane, split, shape):
-    """The tokens of a split, which is counted from the first that the lane sees."""
+    """The tokens of a split; splits are counted from the first that the lane sees."""
     return (lane.skipped + split) * shape.split + tl.arange(0, shape.split)
 
 
@@ -209,7 +209,7 @@ def is_seen(lane, token, shape):
 
 @triton.jit
 def load_older(cache, lane, token, dim, dtype: tl.constexpr, shape):
-    """Keys and values [tokens, D'] of the tokens below `cached` that are seen; 0 for the others."""
+    """Load keys and values [tokens, D'] of seen tokens below `cached`; those of others are 0."""
     older = token < lane.cached
     if shape.window:
         older &= token >= lane.first_seen
@@ -223,7 +223,7 @@ def load_older(cache, lane, token, dim, dtype: tl.constexpr, shape):
     )
     key_ptrs = cache.keys + entry[:, None] + dim.number[None, :]
     mask = older[:, None] & dim.mask[None, :]
-    # Values first: the keys' way into the product begins at once, and would hold these loads up.
+    # Values first: keys go into the product at once, which would delay these loads.
     value_ptrs = key_ptrs + shape.block_size * TOKEN_STRIDE
     values = tl.load(value_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     keys = tl.load(key_ptrs, mask=mask, other=0.0, cache_modifier=".cg")

@@ -1,5 +1,5 @@
-"""The gate of attention's heads: each value times the sigmoid of one that the token was projected
-to, as Qwen3.5 has it.
+"""Gated attention heads: each value is multiplied by the sigmoid of a gate that is projected from
+the token, as in Qwen3.5.
 
 Letters: N lanes, A = Q * D values of all heads, D head_dim.
 """
@@ -27,19 +27,19 @@ def gate_heads(
     parts: int = 1,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """x *= sigmoid(gate), in place, computed in float32.
+    """Compute x *= sigmoid(gate) in place, in float32.
 
     Args:
         x_NA, gate_NA: one dtype; rows dense, any stride between them.
-        slot_N: int32, -1 = padded lane: neither read nor written.
+        slot_N: int32, -1 = padded lane, which is neither read nor written.
         head_dim: values of a head; A is a multiple.
-        parts: how a head's gates lie where RoPE turns one of so many parts of a head, and rows of
-            queries were exchanged for it: value (i * 2 + j) * w + k of a head has gate
-            (j * parts + i) * w + k, with w = head_dim / (2 * parts). 1: they are in order.
+        parts: order of a head's gates, for models whose RoPE rotates one of `parts` parts of a head
+            and whose query rows were permuted for it: value (i * 2 + j) * w + k of a head has gate
+            (j * parts + i) * w + k, with w = head_dim / (2 * parts). 1: the order is unchanged.
         pdl: the launch before may still run.
 
     Returns:
-        `x_NA`. ValueError for what does not fit.
+        `x_NA`. ValueError for a shape, dtype or size that does not fit.
     """
     check_rows(x_NA=x_NA, gate_NA=gate_NA)
     if x_NA.shape != gate_NA.shape or x_NA.dtype != gate_NA.dtype:
@@ -101,7 +101,7 @@ def gate_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane and BLOCK values."""
+    """One program per lane and BLOCK values."""
     WIDTH: tl.constexpr = HEAD_DIM // (2 * PARTS)
     lane = tl.program_id(0).to(tl.int64)
     a = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

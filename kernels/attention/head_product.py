@@ -1,4 +1,4 @@
-"""A product for each head of a lane, with a weight that the head has to itself.
+"""Per-head products: each head of a lane is multiplied by a weight of its own.
 
 Letters: N lanes, Q heads, K input features of a head, M outputs of a head.
 """
@@ -16,7 +16,7 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.linear.plans import dot_columns
 
 _LANES = 16
-# Of a weight that a program has before it waits: all that a query of DeepSeek has.
+# Columns of a weight that a program loads before it waits: all columns of a DeepSeek query.
 _COLUMNS = 128
 
 
@@ -28,11 +28,11 @@ def head_product(
     out: torch.Tensor,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """out[n, q] = x[n, q] @ weight[q], of each live lane.
+    """Compute out[n, q] = x[n, q] @ weight[q] for each live lane.
 
     Args:
         x_NQK: the last dimension dense, any stride on lanes and heads.
-        weight_QKM: in x's dtype, of any strides.
+        weight_QKM: in x's dtype, any strides.
         slot_N: int32, -1 = padded lane.
         out: [N, Q, M] in x's dtype, the last dimension dense, any stride on lanes and heads; may
             share no memory with x.
@@ -115,7 +115,7 @@ def _head_product_kernel(
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs (head, tile of outputs, LANES lanes): a row of a product touches no other row."""
+    """Programs (head, tile of outputs, LANES lanes); rows of a product are independent."""
     head = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     lane = tl.program_id(2) * LANES + tl.arange(0, LANES)

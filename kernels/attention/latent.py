@@ -1,18 +1,19 @@
 """Attention over a paged cache of latents: DeepSeek's multi-head latent attention (MLA), absorbed.
 
-    kv[blocks, 1, block_size, R + P]    of every token its normed latent, then its rotated key
+    kv[blocks, 1, block_size, R + P]    every token's normed latent, then its rotated key
 
-All heads share both. A head's keys and values are products of the latent with weights of its own,
-so these weights go to the other side (DeepSeek-AI 2024, section 2.1): queries are multiplied into
-the space of latents before attention, and its sums out of it afterwards (`head_product`). Between
-the two there is one kv head whose key is the whole entry and whose value is the latent in it.
+All heads share both. A head's keys and values are products of the latent with the head's own
+weights, so these weights move to the other side (DeepSeek-AI 2024, section 2.1): queries are
+multiplied into the latent space before attention, and the sums out of it afterwards
+(`head_product`). In between there is one kv head: its key is the whole entry, and its value is the
+latent in it.
 
     latent_append       rotates queries and keys, norms latents, appends to the cache
-    latent_attention    of a chunk of a prompt, a token a lane
-    latent_values       of decode, with the product out of the space of latents: `latent_decode.py`
+    latent_attention    attention of a prompt chunk, one token per lane
+    latent_values       decode, with the product out of the latent space: `latent_decode.py`
 
-What a launch attends to was appended by an earlier launch. So the lanes of a row of speculative
-decoding, and those of a chunk, find their siblings in the cache, and none has to know of another.
+A launch attends only to entries that an earlier launch appended. So the lanes of a row of
+speculative decoding, and those of a chunk, find their siblings in the cache and are independent.
 Tiles of keys are counted from position 0 and have a size fixed by the dtype.
 
 Letters: N lanes of a launch, S slots, B blocks of a slot's table, Q heads, R values of a latent,
@@ -46,14 +47,14 @@ from graphengine.kernels.linear.plans import dot_columns
 MAX_LATENT = 512
 MAX_ROTATED = 128
 LATENT_TILE = 32
-"""Keys of a tile in 16 bits."""
+"""Keys of a tile, for 16-bit dtypes."""
 
 _MAX_ROWS = 64
 _BLOCK_PAIRS = 1024
 
 
 class LatentTiles(NamedTuple):
-    """Heads and keys of a program's products."""
+    """Tile sizes of a program's products (heads and keys), warps and stages."""
 
     rows: int
     keys: int
@@ -82,17 +83,18 @@ def latent_append(
     Args:
         q_NX: [N, Q * (C + P)], a head is [not rotated | rotated]; rows dense, any row stride.
         latent_NE: [N, R + P] in q's dtype, [latent | key]; rows dense, any row stride.
-        norm_weight_R: in q's dtype, of the RMSNorm with `eps`, rounded where `rms_norm` rounds.
+        norm_weight_R: in q's dtype, weight of the RMSNorm with `eps`, rounded where `rms_norm`
+            rounds.
         cos, sin: float32 [T, P/2] from `rope_tables`.
         kv: one layer's cache, in q's dtype. Written in place.
         block_table_SB: int32. slot_N: int32, -1 = padded lane. position_N: int32, absolute.
-        out: [N, Q, R + P] in q's dtype, dense. Its last P values are written, the first R are not:
-            `head_product` of the queries' other values goes there.
+        out: [N, Q, R + P] in q's dtype, dense. Only the last P values are written: the first R are
+            for the `head_product` of the queries' other values.
         pdl: the launch before, whatever it is, may still run.
 
-    Rotation turns neighbours (2i, 2i + 1), as DeepSeek's weights want it, in float32, rounded once.
+    Rotation turns neighbours (2i, 2i + 1), as DeepSeek's weights expect, in float32, rounded once.
     A padded lane reads and writes nothing. A live lane past the tables or past its block table
-    appends nothing, and what is written of its queries is NaN.
+    appends nothing, and the values written for its queries are NaN.
     """
     lanes, rank, rotated = _check_append(q_NX, latent_NE, norm_weight_R, cos, sin, kv, num_heads)
     check_latent_cache(kv, block_table_SB, rank + rotated)
@@ -160,7 +162,7 @@ def latent_attention(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Each lane's heads attend entries 0..position of its slot, and sum their latents.
+    """Attend entries 0..position of each lane's slot with all its heads, and sum the latents.
 
     Args:
         q_NQE: [N, Q, R + P], dense.
@@ -171,9 +173,9 @@ def latent_attention(
         pdl: the launch before, whatever it is, may still run.
 
     Returns:
-        [N, Q, R] in q's dtype; softmax and sums in float32. Of a padded lane nothing is read but
-        its slot, for it nothing is written. A live lane whose position is negative or past its
-        block table is NaN. A lane's bits depend neither on other lanes nor on N.
+        [N, Q, R] in q's dtype; softmax and sums in float32. Only the slot of a padded lane is read,
+        and nothing is written for it. A live lane whose position is negative or past its block
+        table is NaN. A lane's bits depend neither on other lanes nor on N.
     """
     lanes, heads = check_latent_query(
         q_NQE, kv, block_table_SB, slot_N, position_N, rank=rank, scale=scale
@@ -203,7 +205,7 @@ def latent_attention(
 
 
 def latent_shape(q_NQE: torch.Tensor, kv: torch.Tensor, rank: int) -> dict[str, int]:
-    """What every kernel that attends to latents is compiled for."""
+    """Constexprs and warps shared by all kernels that attend to latents."""
     heads, rotated = q_NQE.shape[1], q_NQE.shape[2] - rank
     tiles = latent_tiles(q_NQE.dtype, heads)
     return {
@@ -220,7 +222,7 @@ def latent_shape(q_NQE: torch.Tensor, kv: torch.Tensor, rank: int) -> dict[str, 
 
 
 def latent_tiles(dtype: torch.dtype, heads: int) -> LatentTiles:
-    """What fixes the order of summation; depends only on dtype and heads."""
+    """The tiles, which fix the order of summation; they depend only on dtype and heads."""
     if dtype.itemsize > 2:
         return LatentTiles(rows=16, keys=LATENT_TILE // 2, warps=8, stages=1)
     rows = min(dot_columns(heads), _MAX_ROWS)

@@ -1,12 +1,12 @@
-"""Decode attention over latents, and the product that takes its sums to values.
+"""Decode attention over latents, and the product that turns its sums into values.
 
-Two launches. In the first one programs attend splits of a lane's keys and leave partial results
-(FlashDecoding; Dao, Haziza, Massa, Sizov 2023). In the second one a program puts a head's partial
-results together and multiplies by rows of its weight: no program waits for another, and all of
-them do a share of that.
+It takes two launches. In the first one programs attend splits of a lane's keys and leave partial
+results (FlashDecoding; Dao, Haziza, Massa, Sizov 2023). In the second one a program combines a
+head's partial results and multiplies by rows of its weight. No program waits for another, and all
+programs share the product.
 
-Slots, positions and entries of the cache are asked for before the launch waits, and weights are.
-How long a split is follows from the lane's own position; tiles of keys are counted from position 0.
+Slots, positions, cache entries and weights are loaded before the launch waits. A split's length
+follows from the lane's own position; tiles of keys are counted from position 0.
 
 Letters as in `latent.py`, and: C splits, V values of a head.
 """
@@ -34,9 +34,9 @@ from graphengine.kernels.core.paged import checked_output, token_capacity
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.linear.plans import dot_columns
 
-# Of a lane's keys; as many partial results are kept of each head.
+# Splits of a lane's keys; each head has as many partial results.
 _SPLITS = 32
-# Partial results of a head that are on their way at once.
+# Partial results of a head that are loaded at once.
 _PARTS = 8
 _BLOCK_V = 32
 
@@ -53,7 +53,7 @@ def latent_values(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`latent_attention`, then for each head the product of its sums [R] with its weight [V, R].
+    """Run `latent_attention`, then multiply each head's sums [R] by its weight [V, R].
 
     Args:
         q_NQE: [N, Q, R + P], dense.
@@ -63,13 +63,12 @@ def latent_values(
         scale: factor on the scores, above 0.
         out: [N, Q, V] in q's dtype; may share no memory with any other argument.
         pdl: the launch before, whatever it is, may still run. Slots, positions and the cache must
-            have been written two launches earlier or before.
+            have been written at least two launches earlier.
 
     Returns:
-        [N, Q, V] in q's dtype, rounded once: sums of attention stay in float32. Of a padded lane
-        nothing is read but its slot, for it nothing is written. A live lane whose position is
-        negative or past its block table is NaN. A lane's bits depend neither on other lanes nor
-        on N.
+        [N, Q, V] in q's dtype, rounded once: sums of attention stay in float32. Only the slot of a
+        padded lane is read, and nothing is written for it. A live lane whose position is negative
+        or past its block table is NaN. A lane's bits depend neither on other lanes nor on N.
     """
     values, rank = _check_weight(q_NQE, weight_QVR)
     lanes, heads = check_latent_query(
@@ -84,7 +83,7 @@ def latent_values(
         return head_product_reference(attended, weight_QVR.transpose(1, 2), slot_N, out=out)
     tiles = latent_tiles(q_NQE.dtype, heads)
     limit = token_capacity(kv, block_table_SB)
-    # Uninitialised: what is read was written by the same lane's programs.
+    # Uninitialised: programs read only what programs of the same lane wrote.
     acc_NQCR = q_NQE.new_empty((lanes, heads, _SPLITS, rank), dtype=torch.float32)
     largest_NQC = q_NQE.new_empty((lanes, heads, _SPLITS), dtype=torch.float32)
     total_NQC = torch.empty_like(largest_NQC)
@@ -132,7 +131,7 @@ def latent_values(
 
 
 def latent_values_workspace_bytes(lanes: int, *, num_heads: int, rank: int) -> int:
-    """What a launch of so many lanes works in."""
+    """Bytes of workspace of a launch of `lanes` lanes."""
     return lanes * num_heads * _SPLITS * (rank + 2) * 4
 
 
@@ -150,7 +149,7 @@ def _check_weight(q_NQE: torch.Tensor, weight_QVR: torch.Tensor) -> tuple[int, i
 
 @triton.jit
 def _share_of(position, TILE: tl.constexpr, SPLITS: tl.constexpr):
-    """Keys of each split of a lane, whole tiles, and how many splits have any."""
+    """Keys of each split of a lane, in whole tiles, and how many splits have any."""
     keys = position + 1
     share = tl.cdiv(tl.cdiv(keys, SPLITS), TILE) * TILE
     return share, tl.cdiv(keys, share)
@@ -182,7 +181,7 @@ def latent_split_kernel(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs (lane, tile of ROWS heads, split)."""
+    """Programs (lane, tile of ROWS heads, split) attend one split each."""
     lane = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     # Loaded together: one after the other would cost another trip to L2.
@@ -243,7 +242,7 @@ def latent_merge_kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs (head, tile of values, lane): partial results in order, PARTS at a time."""
+    """Programs (head, tile of values, lane) combine partial results in order, PARTS at a time."""
     head = tl.program_id(0).to(tl.int64)
     value = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     lane = tl.program_id(2).to(tl.int64)

@@ -1,4 +1,4 @@
-"""`latent.py` in plain PyTorch."""
+"""Plain PyTorch twins of the kernels in `latent.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def latent_append_reference(
     limit: int,
     out: torch.Tensor,
 ) -> None:
-    """`latent_append`, in place on `out` and on the cache; `limit` positions exist."""
+    """`latent_append`, in place on `out` and on the cache; positions must be below `limit`."""
     rank = len(norm_weight_R)
     rotated = latent_NE.shape[1] - rank
     live = live_lanes(slot_N)

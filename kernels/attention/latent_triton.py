@@ -1,4 +1,4 @@
-"""The Triton kernels of `latent.py`, and what those of `latent_decode.py` share with them.
+"""The Triton kernels of `latent.py`, and functions that those of `latent_decode.py` share.
 
 Letters: Q heads, R values of a latent, P values of a rotated key, X values of a query.
 """
@@ -52,7 +52,7 @@ def latent_append_kernel(
     inside = (position >= 0) & (position < position_limit)
     pair = tl.arange(0, PAIRS_PADDED)
     is_pair = pair < P // 2
-    # A position without an angle gives NaN queries: an error that shows, not a read beyond.
+    # A position without an angle gives NaN queries: a visible error, not an out-of-bounds read.
     angle = position.to(tl.int64) * (P // 2) + pair
     cos = tl.load(cos_ptr + angle, mask=is_pair & inside, other=float("nan"))[None, :]
     sin = tl.load(sin_ptr + angle, mask=is_pair & inside, other=float("nan"))[None, :]
@@ -155,7 +155,7 @@ def latent_attention_kernel(
 def load_queries(
     q_ptr, lane, row, column, turned, Q: tl.constexpr, R: tl.constexpr, P: tl.constexpr
 ):
-    """Of heads `row`, what meets latents [rows, R'] and what meets rotated keys [rows, P']."""
+    """Load the queries of heads `row`: [rows, R'] for latents and [rows, P'] for rotated keys."""
     q_ptrs = q_ptr + lane * (Q * (R + P)) + row[:, None] * (R + P)
     is_row = (row < Q)[:, None]
     q = tl.load(q_ptrs + column[None, :], mask=is_row & (column < R)[None, :], other=0.0)
@@ -176,7 +176,7 @@ def load_entries(
     P: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Latents [tokens, R'] and rotated keys [tokens, P'] of the tokens before `end`; else 0."""
+    """Load latents [tokens, R'] and rotated keys [tokens, P']; 0 for tokens from `end` on."""
     seen = token < end
     entry = cache_offsets(table_row_ptr, token, seen, kv_block_stride, BLOCK_SIZE, R + P)
     ptrs = kv_ptr + entry[:, None]
@@ -207,7 +207,7 @@ def no_keys(ROWS: tl.constexpr, RANK_PADDED: tl.constexpr):
 
 @triton.jit
 def attend_tile(q, entries, seen, state, scale_log2):
-    """The state with one tile of keys more, of which the first is seen. An entry is key and value.
+    """Add one tile of keys to the state; its first key must be seen. Entries are keys and values.
 
     Scores are in log2 units.
     """

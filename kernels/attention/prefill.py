@@ -1,20 +1,20 @@
-"""Attention over the paged cache of query tokens in a row: prompt chunks, and blocks of drafts.
+"""Attention over the paged cache for runs of query tokens: prompt chunks, and blocks of drafts.
 
-FlashAttention-2 (Dao 2023) on a paged cache, as vLLM's and FlashInfer's prefill kernels do. The
+FlashAttention-2 (Dao 2023) on a paged cache, as in vLLM's and FlashInfer's prefill kernels. The
 rows of a tile are tokens x the query heads of one kv head (GQA), so that short chunks fill a tile
 and keys are read once for the whole group. Key tiles start at position 0 and have a size fixed by
-dtype and head_dim: a token's bits are a function of its position and its keys, not of how its
-prompt was cut into chunks, nor of the other segments.
+dtype and head_dim: a token's bits depend on its position and its keys, but not on how its prompt
+was cut into chunks, nor on the other segments.
 
-The mask of a segment is causal, or there is none: the tokens of a drafter's block see each other.
+A segment's mask is causal, or there is none: the tokens of a drafter's block see each other.
 
-On Hopper chunks with many tiles of rows take another kernel, `prefill_gluon.py`, with the
-same bits.
+On Hopper, chunks with many tiles of rows use another kernel with the same bits,
+`prefill_gluon.py`.
 
 A short chunk after many keys has too few tiles of rows to keep a GPU busy. With `arrivals` its
-keys are split among programs as well, and the last of them to arrive puts their results together
-(Flash-Decoding; Dao et al. 2023). Then a token's bits are also a function of where its chunk
-begins, of N and of P.
+keys are split among programs as well, and the last program to arrive combines their results
+(Flash-Decoding; Dao et al. 2023). Then a token's bits also depend on where its chunk begins, on N
+and on P.
 
 Letters: N lanes (tokens) of a launch, P segments, S slots, B blocks of a slot's table,
 Q query heads, G kv heads, D head_dim. `paged.py` has the cache's layout.
@@ -52,30 +52,30 @@ from graphengine.kernels.linear.plans import dot_columns
 
 
 class PrefillTiles(NamedTuple):
-    """How the work of a dtype and padded head_dim is cut. Only `keys` is seen in the bits.
+    """Tile sizes for a dtype and padded head_dim. Only `keys` affects the bits.
 
-    16-bit rows of 64 and more compile to wgmma on sm_90, whose rows know nothing of each other, so
-    that `rows` (with `warps`) and `few_rows` (with 4 warps) agree bit for bit.
+    Tiles of 64 and more 16-bit rows compile to wgmma on sm_90, whose rows are independent, so
+    `rows` (with `warps`) and `few_rows` (with 4 warps) agree bit for bit.
     """
 
     rows: int
-    """Rows (tokens x heads) of a tile, as long as that makes MANY_PROGRAMS programs."""
+    """Rows (tokens x heads) of a tile, if that makes at least MANY_PROGRAMS programs."""
     few_rows: int
     """Rows of a tile of a shorter chunk."""
     keys: int
     warps: int
     stages: int
-    """Keys wait for the block table, so that 2n + 1 stages hold n + 1 tiles."""
+    """Pipeline stages. Keys wait for the block table, so that 2n + 1 stages hold n + 1 tiles."""
 
 
-# 16-bit types by padded head_dim; a smaller one is as 64. Found on an H200 at 128 and 1,024 tokens,
-# after none and thousands: 64 keys took 5 to 30 % longer there, more stages as long.
+# For 16-bit types, by padded head_dim; smaller ones use 64. Tuned on an H200 with 128 and 1,024
+# tokens, after none and after thousands: 64 keys took 5 to 30 % longer, more stages just as long.
 TILES_16_BIT = {
     64: PrefillTiles(64, 64, keys=128, warps=4, stages=3),
     128: PrefillTiles(128, 64, keys=128, warps=8, stages=2),
     256: PrefillTiles(128, 64, keys=32, warps=8, stages=5),
 }
-# For GPUs with less shared memory, where none was timed: what of these fits the 99 KB of most.
+# For GPUs with less shared memory; not timed on any. They fit the 99 KB that most of those have.
 SMALL_TILES_16_BIT = {
     64: PrefillTiles(64, 64, keys=64, warps=4, stages=3),
     128: PrefillTiles(64, 64, keys=64, warps=4, stages=2),
@@ -88,7 +88,7 @@ TILES_32_BIT = {
     128: PrefillTiles(32, 32, keys=64, warps=4, stages=3),
     256: PrefillTiles(32, 32, keys=32, warps=4, stages=3),
 }
-# About the multiprocessors of a large GPU.
+# About the number of multiprocessors of a large GPU.
 MANY_PROGRAMS = 128
 # The most programs that share a tile's keys, and the fewest keys of each.
 MOST_SPLITS = 16
@@ -96,7 +96,7 @@ LEAST_SPLIT = 512
 
 
 PREFILL_ARRIVALS = MANY_PROGRAMS // 2
-"""Counters that a launch that splits keys uses at most."""
+"""Most counters that a launch uses to split keys."""
 
 
 def paged_prefill_attention(
@@ -116,27 +116,27 @@ def paged_prefill_attention(
     out: torch.Tensor | None = None,
     launch: Launch = ALONE,
 ) -> torch.Tensor:
-    """Each token of each segment attends its slot's keys 0..its own position, or all that are seen.
+    """Attention of each segment's tokens over their slot's keys 0..own position, or all seen keys.
 
     Segment p is lanes query_start[p] .. query_start[p + 1] - 1, consecutive tokens of slot_P[p],
-    the first of them at position_P[p]. Keys and values of the segment itself were appended before.
+    the first of them at position_P[p]. The segment's own keys and values were appended before.
 
     Args:
         q_NQD: [N, Q, D], heads dense, any stride on lanes. Q is a multiple of the cache's G.
         kv: one layer's cache, in q's dtype or in FP8_KV. block_table_SB: int32.
         query_start_P1: int32 [P + 1], each at most N. slot_P: int32 [P], -1 = padded segment, whose
-            other numbers do not count. position_P: int32 [P]. All on the device.
-        scale: factor on the scores, above 0, 1/sqrt(D) as a rule.
-        seen_P: int32 [P], on the device: the tokens of a segment all see the keys below this
-            number, before and after their own, but none from before their window. None: those up
-            to their own. A launch with it is `prefill_triton.py`'s.
+            other numbers are ignored. position_P: int32 [P]. All on the device.
+        scale: factor on the scores, above 0, usually 1/sqrt(D).
+        seen_P: int32 [P], on the device: all tokens of a segment see the keys below this number,
+            before and after their own, except those before their window. None: a token sees keys
+            up to its own. Launches with it use `prefill_triton.py`.
         kv_scales: float32 [2, G], all positive, of a cache of FP8_KV. Products are in q's dtype,
-            which has e4m3 exactly; the scales come after them, in float32.
-        window, sinks, softcap: as `scores.py` has them. Tiles of keys before a window are not read.
-            A launch with any of them is `prefill_triton.py`'s.
+            which represents e4m3 exactly; the scales are applied to them in float32.
+        window, sinks, softcap: as described in `scores.py`. Tiles of keys before a window are not
+            read. Launches with any of them use `prefill_triton.py`.
         out: [N, Q * D] in q's dtype; may not share memory with q or kv.
-        launch: with counters, PREFILL_ARRIVALS of them, keys may be split, in memory of its own.
-            With PDL the launch before, whatever it is, may still run.
+        launch: with PREFILL_ARRIVALS counters, keys may be split, in memory of its own. With PDL
+            the launch before, whatever it is, may still run.
 
     Returns:
         [N, Q * D] in q's dtype; softmax and sums in float32. Lanes in no segment are not written.
@@ -183,21 +183,21 @@ def paged_prefill_attention(
 
 
 class _Cut(NamedTuple):
-    """How a launch's work is shared among programs."""
+    """How a launch's work is divided among programs."""
 
     tiles: PrefillTiles
     rows: int
-    """Of a tile."""
+    """Rows of a tile."""
     warps: int
     row_tiles: int
     shares: int
-    """Parts into which a tile of rows may split its keys, by the number of tiles."""
+    """Most parts into which a tile of rows may split its keys; follows from the number of tiles."""
     splits: int
-    """Those that there are keys for."""
+    """Parts for which there can be keys."""
 
 
 def _cut(call: PrefillCall, *, shared: bool) -> _Cut:
-    """`shared`: whether keys may be split among programs."""
+    """Divide the work of a launch; `shared`: keys may be split among programs."""
     lanes, heads, _ = call.q_NQD.shape
     group = heads // call.kv_heads
     tiles, rows, warps = _pick_tiles(call.q_NQD, lanes * group, call.segments * call.kv_heads)
@@ -207,19 +207,19 @@ def _cut(call: PrefillCall, *, shared: bool) -> _Cut:
     shares = _pick_shares(call.kv_heads * row_tiles * call.segments)
     reach = token_capacity(call.kv, call.block_table_SB)
     if call.window and call.seen_P is None:
-        # As the kernel counts the keys of a tile of rows.
+        # The kernel counts the keys of a tile of rows in the same way.
         reach = min(reach, call.window + rows // group + 1 + tiles.keys)
     return _Cut(tiles, rows, warps, row_tiles, shares, min(shares, -(-reach // LEAST_SPLIT)))
 
 
 def _takes_wgmma(call: PrefillCall, cut: _Cut) -> bool:
-    """Whether the launch is `prefill_gluon.py`'s."""
+    """Whether `prefill_gluon.py` serves the launch."""
     plain = call.plain and cut.splits == 1 and call.block_table_SB.numel() > 0
     return plain and takes_wgmma(call.q_NQD, call.kv, call.segments)
 
 
 def _attend(call: PrefillCall, cut: _Cut, out: torch.Tensor, launch: Launch) -> None:
-    """`paged_prefill_attention` of a checked call, by `prefill_triton.py`'s kernel."""
+    """Run `paged_prefill_attention` for a checked call with the kernel of `prefill_triton.py`."""
     q, kv, splits = call.q_NQD, call.kv, cut.splits
     grid = (call.kv_heads, cut.row_tiles, splits * call.segments)
     shape = _shape(call, cut)
@@ -252,7 +252,7 @@ def _attend(call: PrefillCall, cut: _Cut, out: torch.Tensor, launch: Launch) -> 
 
 
 def _shape(call: PrefillCall, cut: _Cut) -> Shape:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     heads, head_dim = call.q_NQD.shape[1:]
     return Shape(
         Q=heads,
@@ -289,15 +289,16 @@ def _pick_tiles(q_NQD: torch.Tensor, group_rows: int, groups: int) -> tuple[Pref
 
 
 def prefill_attention_workspace_bytes(head_dim: int) -> int:
-    """The most memory that a launch with `arrivals` works in."""
+    """Most bytes of workspace that a launch with `arrivals` uses."""
     rows = max(tiles.few_rows for tiles in TILES_16_BIT.values())
     return MANY_PROGRAMS * rows * (dot_columns(head_dim) + 2) * 4
 
 
 def _pick_shares(programs: int) -> int:
-    """Parts into which each of this many tiles splits its keys: one program a multiprocessor.
+    """Parts into which each of this many tiles splits its keys: one program per multiprocessor.
 
-    With two of them parts cost more than the better balance brings (64 to 256 tokens on an H200).
+    With two per multiprocessor, parts cost more than the better balance gains (64 to 256 tokens on
+    an H200).
     """
     return max(1, min(MOST_SPLITS, MANY_PROGRAMS // programs))
 

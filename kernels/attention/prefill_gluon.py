@@ -1,18 +1,18 @@
-"""Prefill attention of many rows on Hopper, in Gluon: what `prefill_attention` launches there.
+"""Gluon kernel for prefill attention of many rows on Hopper, launched by `prefill.py`.
 
-Bit for bit its Triton kernel, whose tiles of keys it goes through in the same order, as long as
-values are finite. (A weight of 0 makes NaN of one that is not: here in the rows of all tokens whose
-last tile of keys has it, there from its own tile of rows on.) What differs is when things happen. A
-warp of its own has the tensor memory accelerator (TMA) bring tiles of keys and of values, a block
-of the cache at a time; two warp groups have half of the rows each, and while one turns scores into
-weights, `wgmma` is at its sums of the tile before and at the other's scores. Where there are few
-tiles one warp group has half as many rows, so that more multiprocessors have some. Source:
+It goes through the tiles of keys in the same order as the Triton kernel, and gives the same bits as
+long as values are finite. (A weight of 0 times a value that is not finite is NaN: here in the rows
+of all tokens whose last tile of keys has it, there from its own tile of rows on.) Only the schedule
+differs. A dedicated warp has the tensor memory accelerator (TMA) bring tiles of keys and of values,
+one cache block at a time. Two warp groups have half of the rows each, and while one turns scores
+into weights, `wgmma` computes its sums of the tile before and the other's scores. With few tiles
+there is one warp group with half as many rows, so that more multiprocessors have work. Source:
 FlashAttention-3 (Shah et al. 2024). Gluon has no interpreter: a CPU interprets the Triton kernel.
 
-`wgmma` multiplies e4m3 by e4m3 alone. So of such a cache four warps, in place of the one, copy
-tiles to shared memory and write what they stand for beside them, in the queries' dtype.
+`wgmma` multiplies e4m3 only by e4m3. So for an e4m3 cache four warps replace the one: they copy
+tiles to shared memory and write them next to it converted to the queries' dtype.
 
-Letters as in `prefill_attention`.
+Letters as in `prefill.py`.
 """
 
 from __future__ import annotations
@@ -45,19 +45,21 @@ FEW_ROWS = 64
 KEYS = 128
 """Keys of a tile, as many as in the Triton kernel."""
 LEAST_PROGRAMS = {64: 128, 128: 64}
-"""Programs of ROWS by head_dim. With fewer, the Triton kernel's shorter tiles are faster."""
+"""Least number of programs with ROWS rows, by head_dim. With fewer, the Triton kernel's shorter
+tiles are faster."""
 FEW_PROGRAMS = range(64, 133)
-"""Programs of FEW_ROWS: at most one for each multiprocessor, where a second one has no room. They
-take seven to nine tenths of the time of the faster of the other two kernels.
+"""Numbers of programs with FEW_ROWS rows: at most one per multiprocessor, which has no room for a
+second. They take seven to nine tenths of the time of the faster of the other two kernels.
 """
 
 _WARPS = 4
 _PART_ROWS = gl.constexpr(64)
-"""Of a warp group."""
-# Tiles of keys in shared memory, and of values: of e4m3 two as they are and two as numbers.
+"""Rows of a warp group."""
+# Tiles of keys, and of values, in shared memory; with e4m3 two raw and two converted ones.
 _STAGES = gl.constexpr(3)
 _STAGES_FP8 = gl.constexpr(2)
-# Of a thread, in the warp groups and in the warp that brings tiles, or the four that convert them.
+# Registers per thread of the warp groups, and of the warp that brings tiles or the four that
+# convert them.
 _REGISTERS = gl.constexpr((240, 24))
 _REGISTERS_ALONE = gl.constexpr((64,))
 _REGISTERS_FP8 = gl.constexpr((208, 96))
@@ -70,7 +72,7 @@ _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 def takes_wgmma(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> bool:
     """Whether to use `attend` for these queries in so many segments: it can run, and is faster.
 
-    It needs a Hopper GPU, 16-bit heads of 64 or 128 in a cache of their dtype, or of FP8_KV, whose
+    It needs a Hopper GPU, 16-bit heads of 64 or 128, and a cache of their dtype or FP8_KV whose
     rows are aligned to 16 bytes.
     """
     least = LEAST_PROGRAMS.get(q_NQD.shape[2])
@@ -81,7 +83,7 @@ def takes_wgmma(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> bool:
 
 
 def has_token_rows(kv: torch.Tensor) -> bool:
-    """Whether the TMA can see a cache as rows of a token's keys, or values, of all kv heads."""
+    """Whether the TMA can read the cache as rows of a token's keys, or values, of all kv heads."""
     token = kv.shape[3] * kv.shape[4]
     return (
         not kv.data_ptr() % 16
@@ -97,7 +99,7 @@ def _grid(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int, rows: int) -> tu
 
 
 def _has_few_rows(q_NQD: torch.Tensor, kv: torch.Tensor, segments: int) -> bool:
-    """Whether tiles have FEW_ROWS. Rows know nothing of each other: bits are the same."""
+    """Whether tiles have FEW_ROWS rows. Rows are independent, so the bits are the same."""
     programs = math.prod(_grid(q_NQD, kv, segments, FEW_ROWS))
     return kv.dtype == q_NQD.dtype and programs in FEW_PROGRAMS
 
@@ -115,7 +117,7 @@ def attend(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """`paged_prefill_attention` of checked arguments that `takes_wgmma`."""
+    """Run `paged_prefill_attention` for checked arguments that `takes_wgmma` accepts."""
     blocks, _, block_size, kv_heads, head_dim = kv.shape
     token = kv_heads * head_dim
     block_rows = kv.stride(0) // token
@@ -178,11 +180,12 @@ def _attend_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One program a kv head, tile of (token, head of the group) rows, and segment.
+    """One program per kv head, tile of (token, head of the group) rows, and segment.
 
-    The last tiles of a segment have most keys and start first. `cache` has a row for a token's keys
-    and one for its values, of all kv heads: those of a block follow each other, keys first. Of e4m3
-    it is a pointer to them, and the numbers are converted on their way to shared memory.
+    The last tiles of a segment have the most keys and start first. `cache` has one row for a
+    token's keys of all kv heads and one for its values; a block's rows follow each other, keys
+    first. With e4m3 `cache` is a pointer to the rows, and numbers are converted on their way to
+    shared memory.
     """
     GROUP: gl.constexpr = Q // G
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -219,7 +222,7 @@ def _attend_kernel(
     rows = (tensors, barriers, place, reach, (scale_log2, value_scale), q_stride)
     source = (cache, table_row_ptr, last_block, block_rows, kv_head * D)
     brought = (source, keys, values, barriers, tiles)
-    # This is one warp group. The others begin after a barrier, which follows the wait.
+    # This code runs in one warp group. The others begin after a barrier, which follows the wait.
     if PARTS == 1:
         gl.warp_specialize(
             [
@@ -253,13 +256,13 @@ def _attend_kernel(
 
 @gluon.jit
 def _reach_of(place, position_limit, ROWS: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """How many tiles of keys a tile of rows attends to; to how many of these all of its rows do;
-    and how many tokens were appended: keys from there on may be anything.
+    """Number of key tiles that a tile of rows attends to; number of those that all its rows fully
+    attend to; and number of appended tokens, after which keys are arbitrary.
     """
     _, first_row, _, tokens, first_position = place
     last_token = gl.minimum(tokens - 1, (first_row + ROWS - 1) // GROUP)
     end = gl.minimum(first_position + last_token + 1, position_limit)
-    # One of nothing where no token is inside of the block table.
+    # At least one tile, even if no token is inside the block table.
     tiles = gl.maximum((end + TILE - 1) // TILE, 1)
     common = gl.minimum(first_position + first_row // GROUP + 1, end) // TILE
     written = gl.minimum(first_position + tokens, position_limit)
@@ -268,8 +271,9 @@ def _reach_of(place, position_limit, ROWS: gl.constexpr, GROUP: gl.constexpr, TI
 
 @gluon.jit
 def _all_barriers(stages: gl.constexpr, parts: gl.constexpr):
-    """Of each stage: its keys, and its values, are there; all warp groups have used either. And
-    of the last tile's values: all have cleared theirs.
+    """Create all barriers. Per stage: keys have arrived, values have arrived, all warp groups have
+    used the keys, or the values. For the last tile's values: all warp groups have cleared their
+    part.
     """
     keys_there = _new_barriers(stages, 1)
     values_there = _new_barriers(stages, 1)
@@ -282,7 +286,7 @@ def _all_barriers(stages: gl.constexpr, parts: gl.constexpr):
 
 @gluon.jit
 def _new_barriers(barriers: gl.constexpr, arrivals: gl.constexpr):
-    """In shared memory; a phase of one is over when so many have arrived."""
+    """Create barriers in shared memory; a phase ends after `arrivals` arrivals."""
     new = gl.allocate_shared_memory(gl.int64, [barriers, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(barriers):
         mbarrier.init(new.index(index), count=arrivals)
@@ -298,10 +302,10 @@ def _free(barrier):
 
 @gluon.jit
 def _attend_rows(rows, PART: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8: gl.constexpr):
-    """A warp group: its part of the program's rows over all of its tiles.
+    """Code of a warp group: attend its part of the program's rows over all tiles.
 
-    During an iteration `wgmma` computes the scores of a tile and the sums of the previous one;
-    sums are still under way while scores become weights.
+    During an iteration `wgmma` computes the scores of a tile and the sums of the previous one; the
+    sums are still being computed while scores become weights.
     """
     tensors, barriers, place, reach, scales, q_stride = rows
     scale_log2, value_scale = scales
@@ -350,7 +354,8 @@ def _attend_rows(rows, PART: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
             scores, tile, position, largest, total, scale_log2, tile >= common
         )
         weights = weights.to(dtype)
-        # The next iteration's wait. Here it keeps the compiler from moving weights past the sums.
+        # This is the next iteration's wait. Waiting here keeps the compiler from moving weights
+        # past the sums.
         after = (tile + 1) % STAGES
         mbarrier.wait(keys_there.index(after), (tile + 1) // STAGES & 1, pred=tile + 1 < tiles)
         acc, weights = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights))
@@ -375,7 +380,7 @@ def _attend_rows(rows, PART: gl.constexpr, Q: gl.constexpr, G: gl.constexpr, FP8
 
 @gluon.constexpr_function
 def _dense_layout(D):
-    """Of heads [rows, D] in global memory: 16 bytes a thread."""
+    """Layout of heads [rows, D] in global memory, with 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
 
 
@@ -383,7 +388,7 @@ def _dense_layout(D):
 def _place_heads(
     place, PART: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr
 ):
-    """Lanes and query heads of the rows of a part [R], which of them are there, and dimensions."""
+    """Lanes and query heads of a part's rows [R], which of the rows exist, and dimensions."""
     kv_head, first_row, first_lane, tokens, _ = place
     dense: gl.constexpr = _dense_layout(D)
     row = first_row + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, dense))
@@ -417,7 +422,7 @@ def _load_queries(queries, q_ptr, heads, q_stride):
 
 @gluon.jit
 def _store_result(out_ptr, room, result, heads, Q: gl.constexpr):
-    """Store the result of a part, in whole rows by way of `room` in shared memory."""
+    """Store the result of a part through shared memory (`room`), so that whole rows are stored."""
     lane, head, live, dim = heads
     D: gl.constexpr = room.shape[1]
     room.store(result.to(room.dtype))
@@ -427,7 +432,7 @@ def _store_result(out_ptr, room, result, heads, Q: gl.constexpr):
 
 @gluon.jit
 def _clear_unwritten(values, first_key, written, cleared, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Make 0 of the values of a tile that were not appended. No row weighs them, but 0 times NaN is
+    """Zero the values of a tile that were not appended. Their weights are 0, but 0 times NaN is
     NaN. Each warp group clears its part of them, and waits for the other.
     """
     COUNT: gl.constexpr = values.shape[0] // PARTS
@@ -443,7 +448,7 @@ def _clear_unwritten(values, first_key, written, cleared, PART: gl.constexpr, PA
 
 @gluon.jit
 def _begin_scores(queries, keys, layout: gl.constexpr):
-    """Scores of all rows and a tile of keys, once they are waited for."""
+    """Begin to compute the scores of all rows and a tile of keys; valid after a wait."""
     ROWS: gl.constexpr = queries.shape[0]
     TILE: gl.constexpr = keys.shape[0]
     nothing = gl.zeros([ROWS, TILE], gl.float32, layout)
@@ -452,16 +457,16 @@ def _begin_scores(queries, keys, layout: gl.constexpr):
 
 @gluon.jit
 def _begin_sums(weights, values, acc, layout: gl.constexpr):
-    """`acc` and a tile's weighted values, once they are waited for."""
+    """Begin to add a tile's weighted values to `acc`; valid after a wait."""
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, layout, k_width=2))
     return warpgroup_mma(weights, values, acc, is_async=True)
 
 
 @gluon.jit
 def _weigh(scores, tile, position, largest, total, scale_log2, masked):
-    """A tile's weights, the factor of what was summed before, each row's new maximum and total.
+    """A tile's weights, the factor for earlier sums, and each row's new maximum and total.
 
-    The maximum stays in the scores' own units: scaled and subtracted in one operation.
+    The maximum stays in the scores' own units, so that one operation scales and subtracts.
     """
     TILE: gl.constexpr = scores.shape[1]
     if masked:

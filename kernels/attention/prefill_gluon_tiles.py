@@ -1,7 +1,7 @@
-"""How `prefill_gluon.py` has tiles of keys and of values in shared memory.
+"""Copies of key and value tiles to shared memory, for `prefill_gluon.py`.
 
-One warp asks for them, a block of the cache at a time. Of a cache of e4m3 four warps copy and
-convert them.
+One warp requests them, one cache block at a time. With an e4m3 cache four warps copy and convert
+them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from graphengine.kernels.core.triton_versions import (
     sync_threads,
 )
 
-# Of 16 bits: what the TMA and wgmma take as a row of shared memory.
+# 16-bit columns in a row of shared memory, as the TMA and wgmma take it.
 COLUMNS = gl.constexpr(64)
-# Four numbers of e4m3 in one integer become two pairs. The compiler would take bytes apart.
+# Four e4m3 numbers in one integer become two pairs. The compiler would handle bytes one by one.
 _FROM_E4M3 = {
     "fp16": """{
         .reg .b16 low, high;
@@ -28,7 +28,7 @@ _FROM_E4M3 = {
         cvt.rn.f16x2.e4m3x2 $0, low;
         cvt.rn.f16x2.e4m3x2 $1, high;
         }""",
-    # A number's bits in their places of a bfloat16 are that number times 2**-120.
+    # An e4m3 number's bits, put in their places in a bfloat16, mean the number times 2**-120.
     "bf16": """{
         .reg .b32 x<2>, signs<2>, power;
         mov.b32 power, 0x7B807B80;
@@ -53,7 +53,7 @@ def _from_e4m3(dtype):
 
 @gluon.jit
 def bring_tiles(brought, D: gl.constexpr):
-    """One warp: each tile of keys, then of values, as soon as there is room for it."""
+    """Code of one warp: bring each tile of keys, then of values, as soon as it has room."""
     source, keys, values, barriers, tiles = brought
     keys_there, values_there, keys_free, values_free, _ = barriers
     for tile in range(tiles):
@@ -63,18 +63,18 @@ def bring_tiles(brought, D: gl.constexpr):
 
 @gluon.jit
 def _bring_tile(source, buffer, there, free, tile, WHICH: gl.constexpr, D: gl.constexpr):
-    """Have a tile of keys (WHICH 0) or values (1) copied to its stage."""
+    """Begin to copy a tile of keys (WHICH 0) or values (1) to its stage."""
     cache, table_row_ptr, last_block, block_rows, column = source
     BLOCK_SIZE: gl.constexpr = cache.block_shape[0]
     TILE: gl.constexpr = buffer.shape[1]
     HALVES: gl.constexpr = D // COLUMNS
     STAGES: gl.constexpr = buffer.shape[0] // HALVES
     stage = tile % STAGES
-    # The first use of a stage does not wait: the phase before a barrier's first is over.
+    # The first use of a stage does not wait: the phase before a barrier's first counts as over.
     mbarrier.wait(free.index(stage), (tile // STAGES & 1) ^ 1)
     mbarrier.expect(there.index(stage), TILE * D * 2)
     for piece in gl.static_range(TILE // BLOCK_SIZE):
-        # After the segment's last block, the last block is named again.
+        # After the segment's last block, the last block is copied again.
         index = gl.minimum(tile * (TILE // BLOCK_SIZE) + piece, last_block)
         row = gl.load(table_row_ptr + index) * block_rows + WHICH * BLOCK_SIZE
         for half in gl.static_range(HALVES):
@@ -85,8 +85,9 @@ def _bring_tile(source, buffer, there, free, tile, WHICH: gl.constexpr, D: gl.co
 
 @gluon.jit
 def convert_tiles(brought, written, BLOCK_SIZE: gl.constexpr, D: gl.constexpr, G: gl.constexpr):
-    """Four warps: each tile of keys, then of values, of e4m3. Two of both are on their way to
-    `raw`, where each thread reads what it asked for. Keys and values that were not appended are 0.
+    """Code of four warps: bring and convert each e4m3 tile of keys, then of values. Two of each are
+    being copied to `raw`, where each thread reads only what it copied. Keys and values that were
+    not appended are 0.
     """
     source, keys, values, barriers, tiles = brought
     keys_there, values_there, keys_free, values_free, _ = barriers
@@ -108,7 +109,7 @@ def convert_tiles(brought, written, BLOCK_SIZE: gl.constexpr, D: gl.constexpr, G
 
 @gluon.constexpr_function
 def _raw_layout(D):
-    """Of a tile of e4m3, four in each integer: [T, D / 4]."""
+    """Layout of an e4m3 tile as integers of four numbers each: [T, D / 4]."""
     return gl.BlockedLayout([1, 4], [512 // D, D // 16], [4, 1], [1, 0])
 
 
@@ -116,7 +117,7 @@ def _raw_layout(D):
 def _find_blocks(
     source, tile, written, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, D: gl.constexpr
 ):
-    """The block of each key of a tile; -1 of those that were not appended."""
+    """The block of each key of a tile; -1 for keys that were not appended."""
     key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, _raw_layout(D)))
     return gl.load(source[1] + key // BLOCK_SIZE, mask=key < written, other=-1)
 
@@ -132,7 +133,7 @@ def _ask_tile(
     D: gl.constexpr,
     G: gl.constexpr,
 ):
-    """Ask for a tile of keys (WHICH 0) or values (1). A tile begins where a block does."""
+    """Begin to copy a tile of keys (WHICH 0) or values (1). Tiles begin where blocks do."""
     cache_ptr, _, _, block_rows, column = source
     layout: gl.constexpr = _raw_layout(D)
     key = gl.arange(0, raw.shape[1], gl.SliceLayout(1, layout))
@@ -146,10 +147,10 @@ def _ask_tile(
 
 @gluon.jit
 def _put_tile(buffer, raw, there, free, tile, WHICH: gl.constexpr, D: gl.constexpr):
-    """Have a tile of e4m3 in its stage, in the buffer's dtype, as soon as there is room for it."""
+    """Convert an e4m3 tile to the buffer's dtype and store it in its stage once it has room."""
     TILE: gl.constexpr = buffer.shape[1]
     STAGES: gl.constexpr = buffer.shape[0] // (D // COLUMNS)
-    # The oldest of four.
+    # Waits for the oldest of four copies.
     async_copy.wait_group(3)
     low, high = gl.inline_asm_elementwise(
         _from_e4m3(buffer.dtype),

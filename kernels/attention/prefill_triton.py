@@ -1,7 +1,7 @@
-"""The Triton kernel of `prefill.py`: its programs, and what they leave each other.
+"""The Triton kernel of `prefill.py`, including the partial results its programs leave each other.
 
 Letters: M rows (tokens x query heads of one kv head) of a program, Q query heads, G kv heads,
-D head_dim, D' padded to what `tl.dot` wants.
+D head_dim, D' padded to what `tl.dot` needs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from graphengine.kernels.core.paged import cache_offsets
 from graphengine.kernels.core.pdl import wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Below any score, and finite: -inf less itself is NaN.
+# Below any score, and finite because -inf minus itself is NaN.
 LOWEST = tl.constexpr(-1.0e30)
 
 
 class Shape(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+    """Compile-time constants of the kernel."""
 
     Q: Any
     G: Any
@@ -37,9 +37,9 @@ class Shape(NamedTuple):
     """Keys of a tile."""
     stages: Any
     shares: Any
-    """Parts into which the keys of a tile of rows are split at most."""
+    """Most parts into which the keys of a tile of rows are split."""
     splits: Any
-    """Those of them that are launched: as many as there can be keys for."""
+    """Parts that are launched: as many as there can be keys for."""
     least_split: Any
     """The fewest keys of a part."""
     fp8: Any
@@ -53,14 +53,14 @@ class Segment(NamedTuple):
     """Consecutive tokens of one slot."""
 
     slot: Any
-    """-1 of a padded segment."""
+    """-1 for a padded segment."""
     first_position: Any
     first_lane: Any
     tokens: Any
 
 
 class Rows(NamedTuple):
-    """The M rows of a program. Those past the segment's last token are not in the mask."""
+    """The M rows of a program. The mask excludes rows past the segment's last token."""
 
     position: Any
     """int32 [M]"""
@@ -75,20 +75,20 @@ class Rows(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What the rows of a program see, but for their windows."""
+    """The keys that the rows of a program see, apart from their windows."""
 
     last_token: Any
-    """The last of the segment's tokens that a row is of."""
+    """The last of the segment's tokens that has a row here."""
     end: Any
     """No row sees a key from here on."""
     common_end: Any
-    """Keys below this are no later than any row's last one."""
+    """All rows see the keys below this."""
     row_last: Any
     """int32 [M]: the last key that each row sees."""
 
 
 class Window(NamedTuple):
-    """Where the windows of a program's rows begin; all 0 where there is none."""
+    """Where the windows of a program's rows begin; all 0 without a window."""
 
     first_tile: Any
     """Tiles before this one are not read."""
@@ -120,11 +120,11 @@ def prefill_attention_kernel(
     shape,
     PDL: tl.constexpr,
 ):
-    """One program a kv head, tile of (token, head of the group) rows, segment, and split of keys.
+    """One program per kv head, tile of (token, head of the group) rows, segment, and split of keys.
 
-    The last tiles of a segment have most keys and start first, as do the first keys of all. Some of
-    the shares are launched: as many as a block table, or a window, has keys for, which no token's
-    bits know of.
+    The last tiles of a segment have the most keys and start first; so do the first splits of all
+    tiles. Only as many shares are launched as a block table, or a window, has keys for; no token's
+    bits depend on it.
     """
     kv_head = tl.program_id(0)
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * shape.rows
@@ -179,14 +179,14 @@ def prefill_attention_kernel(
         running_sum = running_sum * rescale + tl.sum(weights, axis=1)
         running_max = new_max
 
-    # Not one `if`: where nothing is split there are no parts.
+    # Not one `if`: without splits there are no parts to compile for.
     if shape.splits > 1:  # noqa: SIM102
         if used > 1:
             unit = (index * tl.num_programs(1) + tl.program_id(1)) * shape.G + kv_head
             part = (unit * shape.splits).to(tl.int64) * ((shape.padded + 2) * shape.rows)
             parts_ptr = part_ptr + part
             _store_part(parts_ptr, split, acc, running_max, running_sum, shape)
-            # The barrier puts the stores of the whole program before the one thread's release.
+            # The barrier orders the stores of the whole program before the one thread's release.
             tl.debug_barrier()
             if tl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel") < used - 1:
                 return
@@ -215,7 +215,7 @@ def _load_segment(index, slot_ptr, position_ptr, query_start_ptr):
 
 @triton.jit
 def _rows_of(segment, kv_head, first_row, shape):
-    """The segment's rows from `first_row` on: of each token the heads of the group."""
+    """The segment's rows from `first_row` on: each token has a row per head of the group."""
     row = first_row + tl.arange(0, shape.rows)
     token = row // shape.group
     position = segment.first_position + token
@@ -228,7 +228,7 @@ def _rows_of(segment, kv_head, first_row, shape):
 
 @triton.jit
 def _score_scales(scale_log2, kv_scales_ptr, kv_head, shape):
-    """Scale to log2 units of products, or of their tangents and of products before those."""
+    """Scale of products to log2 units; with a soft cap, scales of tangents and their arguments."""
     if shape.fp8:
         scale_log2 *= tl.load(kv_scales_ptr + kv_head)
     inner_scale = scale_log2
@@ -240,7 +240,7 @@ def _score_scales(scale_log2, kv_scales_ptr, kv_head, shape):
 
 @triton.jit
 def _before_keys(sinks_ptr, rows, split, scale_log2, shape):
-    """Largest scores and sums of weights [M] of no key; one split has the sinks."""
+    """Largest scores and sums of weights [M] before any key; only split 0 has the sinks."""
     running_max = tl.full([shape.rows], float("-inf"), tl.float32)
     running_sum = tl.zeros([shape.rows], tl.float32)
     # Not one `if`: a kernel without sinks has no such comparison.
@@ -282,7 +282,7 @@ def _window_of(segment, seen, first_row, shape):
 
 @triton.jit
 def _keys_of_split(segment, seen, seen_ptr, shape):
-    """How many a split has, in all tiles of the segment, however many of its lanes are live."""
+    """Keys of a split; equal in all tiles of the segment, however many of its lanes are live."""
     reach = segment.first_position + tl.num_programs(1) * shape.rows // shape.group
     if seen_ptr is not None:
         reach = seen.end
@@ -304,7 +304,7 @@ def _load_cached(ptrs, mask, dtype: tl.constexpr, shape):
 
 @triton.jit
 def _seen_scores(scores, start, token, token_mask, rows, seen, window, shape):
-    """Scores [M, tokens] of a tile that begins at `start`; -inf of what a row does not see."""
+    """Scores [M, tokens] of a tile that begins at `start`; -inf for keys a row does not see."""
     if shape.window:
         if (start + shape.tile > seen.common_end) | (start < window.last):
             visible = token_mask[None, :] & (token[None, :] <= seen.row_last[:, None])
@@ -319,11 +319,11 @@ def _seen_scores(scores, start, token, token_mask, rows, seen, window, shape):
 @triton.jit
 def _weigh(scores, running_max, scale_log2, shape):
     """Largest scores [M] so far, weights [M, tokens], and the factor [M] of earlier weights."""
-    # The maximum stays in the scores' own units: scaled and subtracted in one operation.
+    # The maximum stays in the scores' own units, so that one operation scales and subtracts.
     new_max = tl.maximum(running_max, tl.max(scores, axis=1))
     if shape.splits > 1 or shape.window > 0:
-        # A row may see no key of its split, or of a tile before its window: its weights are 0
-        # then, and never NaN.
+        # A row may see no key of its split, or of a tile before its window: its weights must be 0
+        # then, not NaN.
         new_max = tl.maximum(new_max, LOWEST)
     weights = tl.exp2(tl.fma(scores, scale_log2, -(new_max * scale_log2)[:, None]))
     return new_max, weights, tl.exp2((running_max - new_max) * scale_log2)
@@ -331,7 +331,7 @@ def _weigh(scores, running_max, scale_log2, shape):
 
 @triton.jit
 def _store_part(parts_ptr, split, acc, largest, total, shape):
-    """What a split found: weighted values, and for each row its largest score and its sum."""
+    """Store a split's weighted values, and for each row its largest score and its sum."""
     row = tl.arange(0, shape.rows)
     dim = tl.arange(0, shape.padded)
     own_ptr = parts_ptr + split * ((shape.padded + 2) * shape.rows)
@@ -342,10 +342,11 @@ def _store_part(parts_ptr, split, acc, largest, total, shape):
 
 @triton.jit
 def _merge_parts(parts_ptr, used, scale_log2, shape):
-    """Weighted values and sums of `used` splits, weighed by their largest scores, in order.
+    """Merge the weighted values and sums of `used` splits, weighed by their largest scores, in
+    order.
 
-    Loads of 4 bytes go through L1 when they are pipelined, whatever is asked. It holds no part: the
-    launch reads none before, and the counter's acquire comes in front.
+    Pipelined loads of 4 bytes go through L1 despite `.cg`. L1 holds no stale part: the launch reads
+    none earlier, and the counter's acquire comes first.
     """
     row = tl.arange(0, shape.rows)
     dim = tl.arange(0, shape.padded)

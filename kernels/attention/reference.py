@@ -1,4 +1,4 @@
-"""Decode and prefill attention in plain PyTorch: what `decode.py` and `prefill.py` compute."""
+"""Decode and prefill attention in plain PyTorch: the twins of `decode.py` and `prefill.py`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from graphengine.kernels.norm_rope.rope import rope_append_reference
 
 
 class DecodeCall(NamedTuple):
-    """What `decode_attention` is asked for, apart from how it is cut and launched; its reference
-    takes these arguments by the same names.
+    """Arguments of `decode_attention`, except how it is cut and launched; the reference takes them
+    by the same names.
     """
 
     qkv_NX: torch.Tensor
@@ -58,7 +58,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The greatest of the tree's; 0 without one."""
+        """The greatest depth of the trees; 0 without trees."""
         return 0 if self.tree is None else self.tree.ancestor.shape[-1]
 
 
@@ -87,8 +87,8 @@ def decode_attention_reference(
 ) -> torch.Tensor:
     """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others.
 
-    Of rows of any length: all lanes append before the first attends, and rotations are of each lane
-    by itself anyway.
+    Rows may have any length: all lanes append before the first attends, and each lane is rotated by
+    itself anyway.
     """
     head_dim = kv.shape[4]
     out = checked_output(out, (qkv_NX.shape[0], num_heads * head_dim), like=qkv_NX)
@@ -127,7 +127,7 @@ def decode_attention_reference(
         kv_scales=kv_scales,
         entry_N=torch.tensor(last, device=kv.device),
     )
-    # Lanes of one slot that begin at one key read the same copy, as far as each goes.
+    # Lanes of one slot with the same first key read parts of the same copy.
     gathered = {
         (slot, first): gather_cache(kv, block_table_SB, slot, length, kv_scales, first=first)
         for (slot, first), length in length_of.items()
@@ -153,16 +153,16 @@ def decode_attention_reference(
 
 
 def _path_entries(tree: TreeLanes, lane: int, position: int) -> list[int]:
-    """Where the keys of a lane's ancestors and its own are, which are those of its last positions.
+    """Entries of the keys of a lane's ancestors and its own, which are its last positions.
 
-    They are gathered in the order of a chain's: `core/tree.py` says why.
+    They are in the order of a chain: `core/tree.py` says why.
     """
     root = position - int(tree.depth[lane])
     return [root + node for node in (*ancestors_of(tree, lane), int(tree.node[lane]))]
 
 
 class PrefillCall(NamedTuple):
-    """The same of `paged_prefill_attention`."""
+    """Arguments of `paged_prefill_attention`, except how it is launched."""
 
     q_NQD: torch.Tensor
     kv: torch.Tensor
@@ -187,7 +187,7 @@ class PrefillCall(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether nothing happens to scores but their scale, and a token sees all up to its own."""
+        """Whether scores are only scaled, and a token sees all keys up to its own."""
         scored = self.window or self.sinks is not None or self.softcap
         return not scored and self.seen_P is None
 
@@ -208,7 +208,7 @@ def paged_prefill_attention_reference(
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`paged_prefill_attention` in plain PyTorch, a segment at a time."""
+    """`paged_prefill_attention` in plain PyTorch, segment by segment."""
     lanes, heads, head_dim = q_NQD.shape
     out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
     starts = query_start_P1.tolist()

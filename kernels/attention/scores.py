@@ -1,9 +1,9 @@
-"""What may happen to a query's scores beside their scale: soft cap, window and sinks.
+"""Options that change a query's scores besides the scale: soft cap, window and sinks.
 
 softcap  0, or c > 0: a score s becomes c * tanh(s / c), before anything is hidden (Gemma 2)
 window   0, or w > 0: a query at position p sees keys p - w + 1 .. p (Mistral; Beltagy et al. 2020)
-sinks    None, or float32 [Q]: for each query head one more score in the softmax's denominator, as
-         it is, that has no value (gpt-oss)
+sinks    None, or float32 [Q]: for each query head one more score in the softmax's denominator,
+         neither scaled nor capped, without a value (gpt-oss)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_SOFTCAP = 1e6
 def check_scores(
     *, window: int, sinks: torch.Tensor | None, softcap: float, heads: int, device: torch.device
 ) -> None:
-    """Raise ValueError unless the three can be had for this many query heads."""
+    """Raise ValueError unless the three options are valid for this many query heads."""
     if not 0 <= window <= MAX_WINDOW:
         raise ValueError(f"window={window} must be in 0..{MAX_WINDOW}; 0 is no window")
     if not 0 <= softcap <= MAX_SOFTCAP:
@@ -58,5 +58,5 @@ def softmax_reference(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch
 
 @triton.jit
 def tanh(x):
-    """Within 2e-7 of the hyperbolic tangent, of any float32."""
+    """Hyperbolic tangent of any float32, within 2e-7."""
     return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))

@@ -1,1 +1,1 @@
-"""What ranks do together."""
+"""Kernels that exchange data between ranks."""

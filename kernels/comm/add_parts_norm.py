@@ -1,22 +1,23 @@
-"""The sum of a chunk's parts, the residual and the norm behind it in one kernel, each rank for some
-of the lanes.
+"""The sum of a chunk's parts, the residual and the norm after it in one kernel, with the lanes
+divided among the ranks.
 
-A rank keeps the residual stream of its own lanes alone, one run of them, and all ranks have what
-the norm makes of all lanes: the sequence parallelism of Megatron-LM (Korthikanti et al. 2022),
-whose reduce-scatter and all-gather are here the two ends of one launch. A program first stores
-what its rank has of other ranks' lanes at those ranks. Then it adds up all ranks' parts of its own
-lanes, and stores what the norm makes of them at all ranks. Flags tell when either is there.
+A rank keeps the residual stream of its own lanes only, a contiguous run, and all ranks get the
+normed values of all lanes: the sequence parallelism of Megatron-LM (Korthikanti et al. 2022), whose
+reduce-scatter and all-gather are here the two ends of one launch. A program first stores its rank's
+parts of other ranks' lanes at those ranks. Then it adds up all ranks' parts of its own lanes, and
+stores the normed lanes at all ranks. Flags tell when either has arrived.
 
-Programs work in shifts: each stores its parts when the one that is a shift before it has. So links
-are busy while others wait for flags, and with few stores at a time they carry more. In one process
-on four H200s 1,024 lanes of 4,096 values took 43 us, and 49 without shifts.
+Programs work in shifts: each stores its parts once the program one shift earlier has stored its
+own. So links are busy while other programs wait for flags, and they carry more with few stores at a
+time. In one process on four H200s 1,024 lanes of 4,096 values took 43 us, and 49 without shifts.
 
 A rank ends a launch once it has the normed lanes of all others, which by then have read the parts
-that it had stored. And no lane is stored at a rank before that rank has begun the same launch, when
-its last product has read what was there. So neither parts nor normed lanes need two halves.
+that it had stored. No lane is stored at a rank before that rank has begun the same launch, and by
+then its last product has read the previous contents. So neither parts nor normed lanes need two
+halves.
 
-Sums are those of `push_sum`, and the norm is that of `add_rms_norm`, to the bit. Waits end as those
-of `take_words` do.
+Sums are bit-equal to those of `push_sum`, and the norm to that of `add_rms_norm`. Waits end as
+those of `take_words` do.
 
 Letters: R ranks, P programs, N lanes, H hidden.
 """
@@ -43,25 +44,25 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.norm_rope.norm import check_weight, row_options, store_normed
 
 LANE_PROGRAMS = 256
-"""Of a launch, at most. Of more than one program a multiprocessor some store while others wait."""
+"""Most programs of a launch. With more than one per multiprocessor some store while others wait."""
 
 _SHIFTS = tl.constexpr(4)
-"""Runs of programs that store their parts one after the other."""
+"""Groups of consecutive programs; the groups store their parts one after the other."""
 
-# Words in which memory is counted: what begins there is aligned for 16 bytes a thread.
+# Memory is counted in multiples of so many words, so that it is aligned for 16 bytes per thread.
 _ALIGNED = 4
 
 
 def split_has_room(memory: FlaggedMemory, lanes: int, hidden: int, dtype: torch.dtype) -> bool:
-    """Whether chunks of so many lanes are split in this memory."""
+    """Whether this memory has room to split chunks of so many lanes."""
     return _words_needed(memory, lanes, hidden, dtype) <= memory.size
 
 
 def split_normed(
     memory: FlaggedMemory, lanes: int, hidden: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`[lanes, hidden]`, dense, in `memory`: where the normed lanes come. ValueError where there is
-    no room.
+    """View of `memory` that receives the normed lanes: dense `[lanes, hidden]`. ValueError if there
+    is no room.
     """
     if not split_has_room(memory, lanes, hidden, dtype):
         raise ValueError(
@@ -73,14 +74,14 @@ def split_normed(
 
 
 def _words_needed(memory: FlaggedMemory, lanes: int, hidden: int, dtype: torch.dtype) -> int:
-    """Of normed lanes, or of parts from all others, of which each has a whole share."""
+    """Words for the normed lanes, or for a whole share of parts from every other rank."""
     ranks = len(memory.boxes)
     most = max(lanes, (ranks - 1) * -(-lanes // ranks))
     return math.ceil(most * hidden * dtype.itemsize / 4)
 
 
 def split_words(words: int, ranks: int, programs: int = LANE_PROGRAMS) -> int:
-    """int32 values of `FlaggedMemory.own`, for chunks of so many words whose lanes ranks divide."""
+    """int32 values of `FlaggedMemory.own` for chunks of `words` words whose lanes ranks divide."""
     if not words:
         return 0
     half = math.ceil(words / _ALIGNED) * _ALIGNED
@@ -88,7 +89,7 @@ def split_words(words: int, ranks: int, programs: int = LANE_PROGRAMS) -> int:
 
 
 def split_lanes(lanes: int, rank: int, ranks: int) -> slice:
-    """Which lanes of a chunk a rank has; the last ranks have fewer, or none."""
+    """The lanes of a chunk that a rank owns; the last ranks have fewer, or none."""
     each = -(-lanes // ranks)
     return slice(min(rank * each, lanes), min((rank + 1) * each, lanes))
 
@@ -105,19 +106,19 @@ def add_parts_rms_norm(
     bias_H: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """x += the sum of all ranks' parts, then `rms_norm` of x: of this rank's lanes, by
-    `split_lanes`.
+    """Compute x += the sum of all ranks' parts, then `rms_norm` of x, for this rank's lanes
+    (`split_lanes`).
 
-    All ranks call it with a part of this shape and dtype, after the same calls. The halves of
-    `memory` are the other ranks' parts of this one's lanes, and the normed lanes.
+    All ranks call it with parts of one shape and dtype, after the same calls. The halves of
+    `memory` hold the other ranks' parts of this one's lanes, and the normed lanes.
 
     Args:
-        part_NH: dense, of any float dtype, to which the sum is rounded, and which the normed lanes
-            have; not in `memory`.
-        x_NH: float32, the residual stream, with dense rows, any stride between them; those of other
+        part_NH: dense, of any float dtype; the sum is rounded to it, and the normed lanes have it.
+            Not in `memory`.
+        x_NH: float32, the residual stream, with dense rows, any stride between them; rows of other
             ranks' lanes are neither read nor written.
-        weight_H, slot_N, eps: as of `add_rms_norm`.
-        bias_H: added to the sum, and rounded with it once more; any float dtype.
+        weight_H, slot_N, eps: as in `add_rms_norm`.
+        bias_H: added to the rounded sum, which is then rounded again; any float dtype.
         pdl: the launch before, whatever it is, may still run; it does not write weight and bias.
 
     Returns:
@@ -141,9 +142,9 @@ def add_parts_rms_norm(
     check_lanes(lanes, slot_N=slot_N)
     normed = split_normed(memory, lanes, H, part_NH.dtype)
     most, options = -(-lanes // peers.ranks), row_options(H)
-    # With up to four ranks all are resident on an H200, of 16 warps one a multiprocessor. Elsewhere
-    # they start in the order of their numbers, as `items` says of products: the first that wait are
-    # under way.
+    # With up to four ranks all programs are resident on an H200: of those with 16 warps, one per
+    # multiprocessor. Elsewhere they start in the order of their numbers, as `items` says of
+    # products, so the first of the waiting ones are running.
     programs = min(most, len(memory.tags), LANE_PROGRAMS * 8 // max(options["num_warps"], 8))
     launcher(_add_parts_rms_norm_kernel, (programs,))(
         x_NH,
@@ -188,9 +189,9 @@ def _add_parts_rms_norm_kernel(
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A lane after the other of this rank's, of which there are `most` at most; SIZE words are a
-    half of the memory. A rank's own flags, the last ones of either kind, are no other rank's: in
-    the first ones the programs of a shift find that it is their turn.
+    """Handle this rank's lanes, `most` at most, one after the other; SIZE words are a half of the
+    memory. No other rank uses a rank's own flags, the last ones of either kind: those of the first
+    kind tell the programs of a shift that it is their turn.
     """
     DTYPE: tl.constexpr = part_ptr.dtype.element_ty
     PACKED: tl.constexpr = 32 // DTYPE.primitive_bitwidth
@@ -200,11 +201,11 @@ def _add_parts_rms_norm_kernel(
     x_ptr += (RANK * most).to(tl.int64) * x_stride
     end = min(most, lanes - RANK * most)
     wait_for_inputs(PDL)
-    # Asked for before the first wait.
+    # Loaded before the first wait.
     boxes = map_addresses(memory.boxes, tl.int32, RANKS)
     targets = map_addresses(memory.boxes, DTYPE, RANKS, program)
     tag = tl.load(memory.tags + program) + 1
-    # One thread's value, so that all agree.
+    # Atomic, so that all threads get one thread's value and agree.
     over = tl.atomic_add(peers.over, 0, sem="relaxed")
     given, ended = 2 * SIZE + program, 2 * SIZE + RANKS * PROGRAMS + program
 
@@ -246,7 +247,7 @@ def _add_parts_rms_norm_kernel(
             at += SIZE * PACKED
             _store_at_all(x, scale, first_weight, targets, at, h, over, H, RANKS)
             if H > BLOCK_H:
-                # The sums above are read again, maybe by other threads than stored them.
+                # The sums above are read again, maybe by other threads than those that stored them.
                 tl.debug_barrier()
             for start in tl.range(BLOCK_H, H, BLOCK_H):
                 more = tl.load(x_row_ptr + start + h, mask=start + h < H, other=0.0)
@@ -263,8 +264,8 @@ def _add_parts_rms_norm_kernel(
 
 @triton.jit
 def _wait_for_turn(turn_ptr, tag, TIMED: tl.constexpr):
-    """Until the program that is a shift before this one has given its parts, which began earlier
-    and waits for no other rank until then: so there is no limit.
+    """Wait until the program one shift earlier has given its parts. It began earlier and waits for
+    no other rank until then, so this wait has no limit.
     """
     found = tl.load(turn_ptr, volatile=True)
     while found != tag:
@@ -285,10 +286,10 @@ def _give_parts(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Store this rank's part at each other rank, of the lane that is `own` there.
+    """Store this rank's part of lane number `own` of each other rank at that rank.
 
-    At a rank the parts of all others are behind each other, from the next rank's on. `targets` are
-    in this program's order, of `turn_of`.
+    A rank holds the parts of all others one after the other, from the next rank's on. `targets` are
+    in this program's order, by `turn_of`.
     """
     program = tl.program_id(0)
     for start in tl.static_range(0, H, BLOCK_H):
@@ -308,8 +309,8 @@ def _give_parts(
 
 @triton.jit
 def _parts_of(own_ptr, given_ptr, stride, over, RANKS: tl.constexpr):
-    """Pointers to all ranks' parts of a lane, from the next rank's on; where waits are over to this
-    rank's own in place of all.
+    """Pointers to all ranks' parts of a lane, from the next rank's on. Once waits are over, all
+    point to this rank's own part.
     """
     found = ()
     for ahead in tl.static_range(RANKS - 1):
@@ -325,7 +326,7 @@ def _add_parts(
     """Add the sum of columns `h` of all ranks' parts to x in place and return the new x; 0 past the
     end.
     """
-    # All are asked for before the first is used.
+    # All loads are issued before the first result is used.
     parts = ()
     for ahead in tl.static_range(RANKS):
         parts += (tl.load(part_ptrs[ahead] + h, mask=h < H, other=0.0),)  # type: ignore[assignment]
@@ -341,8 +342,8 @@ def _add_parts(
 
 @triton.jit
 def _rounded_sum(parts, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Float32, of values of the parts' dtype, in the order of the ranks; the parts are those of
-    the ranks from the next one on.
+    """Sum the parts in rank order, in float32, rounded to the parts' dtype. `parts` begins with the
+    next rank's.
     """
     total = parts[RANKS - 1 - RANK].to(tl.float32)
     for rank in tl.static_range(1, RANKS):
@@ -352,7 +353,7 @@ def _rounded_sum(parts, RANK: tl.constexpr, RANKS: tl.constexpr):
 
 @triton.jit
 def _store_at_all(x, scale, weight, targets, at, h, over, H: tl.constexpr, RANKS: tl.constexpr):
-    """Store normed columns at all ranks; where waits are over at this rank alone."""
+    """Store normed columns at all ranks; once waits are over, at this rank alone."""
     if over == 0:
         for each in tl.static_range(RANKS - 1):
             store_normed(x, scale, weight, targets[each] + at, h, H)

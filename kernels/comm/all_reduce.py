@@ -1,21 +1,21 @@
 """All-reduce of a part that is too large to be pushed as items, in one kernel.
 
-A part is cut into segments, one a program. Between two ranks it takes one shot: a program stores
-its segment at the other rank, and adds up both ranks' segments. Among more it takes two, a
-reduce-scatter and an all-gather: a segment is cut into shares, one a rank; a program stores each
-share at the rank that owns it, adds up its own one, and stores the sum at all ranks. So a rank
-sends 2 (R - 1) / R of a part, in place of R - 1 parts.
+A part is cut into segments, one per program. Two ranks use one shot: a program stores its segment
+at the other rank, and adds up both ranks' segments. More ranks use two shots, a reduce-scatter and
+an all-gather: a segment is cut into shares, one per rank; a program stores each share at the rank
+that owns it, adds up its own share, and stores the sum at all ranks. So a rank sends 2 (R - 1) / R
+of a part instead of R - 1 parts.
 
-Words are stored as they are, and then a flag says that they are there: a fence before it and an
-acquire on the other side order them. Items have a tag each instead, which takes twice the bytes.
-Programs of one number, on all ranks, wait for each other and for no other program.
+Words are stored as they are, and then a flag says that they have arrived: a fence before it and an
+acquire on the other side order them. Items carry a tag each instead, which takes twice the bytes.
+Programs of the same number, on all ranks, wait for each other and for no other program.
 
-In two shots a rank begins a launch once its last one is complete. By then all others have read the
-shares that it had stored; and no sum is stored at a rank before that rank has begun the same
-launch. So neither words nor flags need two halves. In one shot another rank may be a launch late:
-there are two halves, used in turn.
+With two shots a rank begins a launch once its last one is complete. By then all others have read
+the shares that it had stored, and no sum is stored at a rank before that rank has begun the same
+launch. So neither words nor flags need two halves. With one shot another rank may be a launch late,
+so there are two halves, used alternately.
 
-Sums are those of `push_sum`, to the bit, and waits end as its waits do. The scheme is that of the
+Sums are bit-equal to those of `push_sum`, and waits end as its waits do. The scheme is that of the
 one-shot and two-shot all-reduces of TensorRT-LLM and of PyTorch's symmetric memory.
 
 Letters: R ranks, P programs.
@@ -49,13 +49,13 @@ from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
 BLOCK, LEAST_BLOCK = 4096, 512
-"""Words that a program has at a time, and of parts that are small: as many programs as there are
-get some.
+"""Words that a program handles at a time, at most and at least. Small parts use small blocks, so
+that all programs get some.
 """
 
 
 def all_reduce_words(words: int, ranks: int, programs: int = PROGRAMS) -> int:
-    """int32 values of `FlaggedMemory.own` for parts of so many words; none for none."""
+    """int32 values of `FlaggedMemory.own` for parts of `words` words; 0 for 0 words."""
     if not words:
         return 0
     half = _owned(ranks) * programs * BLOCK * blocks_of(words, ranks, programs)
@@ -67,17 +67,17 @@ def _shots(ranks: int) -> int:
 
 
 def _owned(ranks: int) -> int:
-    """Shares of a segment."""
+    """Number of shares in a segment."""
     return 1 if _shots(ranks) == 1 else ranks
 
 
 def blocks_of(words: int, ranks: int, programs: int, block: int = BLOCK) -> int:
-    """Of a share."""
+    """Number of blocks in a share."""
     return math.ceil(words / (_owned(ranks) * programs * block))
 
 
 def block_of(words: int, ranks: int, programs: int) -> int:
-    """The smallest that a share of so many words fits, or the largest."""
+    """The smallest block that holds a share of a part of `words` words, or else the largest."""
     block = LEAST_BLOCK
     while block < BLOCK and blocks_of(words, ranks, programs, block) > 1:
         block *= 2
@@ -87,11 +87,11 @@ def block_of(words: int, ranks: int, programs: int) -> int:
 def all_reduce(
     peers: Peers, memory: FlaggedMemory, part_NC: torch.Tensor, *, pdl: bool = False
 ) -> torch.Tensor:
-    """`[N, C]`: the sum of all ranks' parts, from rank 0 on.
+    """Add up all ranks' parts, from rank 0 on: `[N, C]`.
 
-    All ranks call it with a part of this shape and dtype, after the same calls. A part of more than
-    `memory.size` words takes several launches. The halves of `memory` are shares and sums in two
-    shots, and used in turn in one shot.
+    All ranks call it with parts of one shape and dtype, after the same calls. A part of more than
+    `memory.size` words takes several launches. With two shots the halves of `memory` hold shares
+    and sums; with one shot they are used alternately.
 
     Args:
         part_NC: dense, of any float dtype, on the device of `peers`; its bytes a multiple of 4.
@@ -111,7 +111,7 @@ def all_reduce(
         launcher(_all_reduce_kernel, (programs,))(
             part,
             out,
-            # For the dtype that is added in.
+            # Its pointer tells the kernel the dtype of the values.
             out.view(total.dtype),
             words,
             blocks_of(words, peers.ranks, programs, block),
@@ -122,7 +122,7 @@ def all_reduce(
             SHOTS=_shots(peers.ranks),
             BLOCK=block,
             EVEN=words % block == 0,
-            # Eight words a thread.
+            # Eight words per thread.
             num_warps=block // 256,
             **launch_options(pdl),
         )
@@ -147,10 +147,11 @@ def _all_reduce_kernel(
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Words `out`, of values of the dtype that `value_ptr` points to; EVEN are whole blocks.
+    """Store sums as words of `out`, whose values have `value_ptr`'s dtype; EVEN: all blocks are
+    whole.
 
-    Where a rank stores at another one, or finds what that has stored, depends on how many ranks
-    ahead of the taker the giver is.
+    The place of a giver's words at the taker depends on how many ranks the giver is ahead of the
+    taker.
     """
     DTYPE: tl.constexpr = value_ptr.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -160,7 +161,7 @@ def _all_reduce_kernel(
     boxes = map_addresses(memory.boxes, tl.int32, RANKS)
     targets = map_addresses(memory.boxes, tl.int32, RANKS, program)
     tag = tl.load(memory.tags + program) + 1
-    # One thread's value, so that all agree.
+    # Atomic, so that all threads get one thread's value and agree.
     over = tl.atomic_add(peers.over, 0, sem="relaxed")
     half = (tag & 1) if SHOTS == 1 else 0
     shares, shared = half * SIZE, 2 * SIZE + half * RANKS * programs + program
@@ -169,7 +170,7 @@ def _all_reduce_kernel(
     if over == 0:
         for each in tl.static_range(RANKS - 1):
             ahead = turn_of(program, each, RANKS)
-            # Of whom it is ahead by the rest of the ranks.
+            # This rank is ahead of the taker by the remaining ranks.
             place = shares + ((RANKS - 2 - ahead) * programs + program) * share
             first = segment
             if SHOTS == 2:
@@ -216,7 +217,7 @@ def _all_reduce_kernel(
 
 @triton.jit
 def _store_share(part_ptr, first, words, box_ptr, blocks, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    """Words of the part from the first one on, whole blocks of them."""
+    """Store the part's words from `first` on at another rank, in whole blocks."""
     for block in range(blocks):
         at = block * BLOCK + tl.arange(0, BLOCK)
         inside = _inside(first + block * BLOCK, words, BLOCK, EVEN)
@@ -227,8 +228,8 @@ def _store_share(part_ptr, first, words, box_ptr, blocks, BLOCK: tl.constexpr, E
 def _take_share(
     sum_ptr, part_ptr, out_ptr, first, words, over, blocks, BLOCK: tl.constexpr, EVEN: tl.constexpr
 ):
-    """The same words of the sum, which another rank has stored here; where waits are over of this
-    rank's part.
+    """Copy a share of the sum, which another rank has stored here, to `out`. Once waits are over,
+    copy this rank's part instead.
     """
     for block in range(blocks):
         at = first + block * BLOCK + tl.arange(0, BLOCK)
@@ -242,7 +243,7 @@ def _take_share(
 
 @triton.jit
 def _inside(first, words, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    """Which words of a block there are; of whole blocks all or none, so that accesses are wide."""
+    """Which words of a block exist: all or none in whole blocks, so that accesses are wide."""
     if EVEN:
         return first < words
     else:

@@ -1,7 +1,7 @@
-"""Flags: how the programs of one number, on all ranks, tell each other that they have come so far.
+"""Flags that programs of the same number, on all ranks, set to tell each other how far they are.
 
-A flag is a word in the memory of the rank that waits for it, and is there once it has the tag that
-is due. A fence before it and an acquire on the other side order what was stored before it.
+A flag is a word in the memory of the rank that waits for it; it is set once it holds the tag that
+is due. A fence before it and an acquire by the waiting rank order what was stored before it.
 
 Letters: R ranks, P programs.
 """
@@ -19,20 +19,20 @@ from graphengine.kernels.comm.items import clock, from_next_on, look_at_host
 
 
 class FlaggedMemory(NamedTuple):
-    """Where a rank gets what others store for one kind of launch, and where it stores at them."""
+    """Memory in which a rank receives data for one kind of launch, and where the others have it."""
 
     own: torch.Tensor
     """int32, on this device: two halves of words, then two flags for each program of each rank."""
     boxes: torch.Tensor
-    """int64 [R], on this device: addresses of `own` at all ranks from the next one on, this one's
+    """int64 [R], on this device: addresses of all ranks' `own`, from the next rank on, this one's
     last."""
     tags: torch.Tensor
-    """int32 [P], on this device: the last one of each program; equal on all ranks."""
+    """int32 [P], on this device: the last tag of each program; equal on all ranks."""
 
     @classmethod
     def over(cls, rank: int, own: torch.Tensor, addresses: Sequence[int], programs: int) -> Self:
-        """Of ranks that have launched nothing yet: `own` holds zeros on each of them, and is mapped
-        for this one at `addresses`.
+        """Memory for ranks that have launched nothing yet. `own` holds zeros on each of them, and
+        is mapped for this rank at `addresses`.
         """
         boxes = from_next_on(rank, addresses)
         return cls(
@@ -43,21 +43,22 @@ class FlaggedMemory(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Words of each half."""
+        """Words in each half."""
         return (self.own.numel() - flag_words(len(self.boxes), len(self.tags))) // 2
 
 
 def flag_words(ranks: int, programs: int) -> int:
-    """Of two flags for each program of each rank."""
+    """Words that the flags take: two for each program of each rank."""
     return 2 * ranks * programs
 
 
 @triton.jit
 def set_flags(boxes, flag, programs, tag, RANKS: tl.constexpr, TIMED: tl.constexpr):
-    """Tell all others that all is there which this program has stored at them."""
+    """Tell all other ranks that everything this program stored at them has arrived."""
     tl.debug_barrier()
     if TIMED:
-        # By the thread that stores the flags; for the others the barrier has ordered it.
+        # Only the thread that stores the flags fences; the barrier has ordered the other threads'
+        # stores.
         tl.inline_asm_elementwise(
             """{
             .reg .pred first;
@@ -79,13 +80,13 @@ def set_flags(boxes, flag, programs, tag, RANKS: tl.constexpr, TIMED: tl.constex
 
 @triton.jit
 def wait_for_flags(peers, flag_ptr, programs, tag, over, RANKS: tl.constexpr, TIMED: tl.constexpr):
-    """Wait until the flags of all others have this tag. Whether waits are over, as in `take_words`,
-    and for how long this one has lasted.
+    """Wait until the flags of all other ranks have this tag. Returns whether waits are over, as in
+    `take_words`, and how long this one has lasted.
     """
     began = clock(0, TIMED)
     looked = began
     polls = 0
-    # Each thread of the program waits by itself, and looks at the clock at another time.
+    # Each thread of the program waits by itself, and looks at the clock at a different time.
     ended = over
     missing = _missing(flag_ptr, programs, tag, RANKS)
     while (missing != 0) & (ended == 0):
@@ -94,8 +95,8 @@ def wait_for_flags(peers, flag_ptr, programs, tag, over, RANKS: tl.constexpr, TI
         ended, looked = look_at_host(peers, polls, began, looked, ended, TIMED)
         missing = _missing(flag_ptr, programs, tag, RANKS)
     for ahead in tl.static_range(RANKS - 1):
-        # One thread's look, for which the others wait: so all agree whether waits are over, and
-        # find what was stored before the flag.
+        # One thread looks and the others wait for it. So all agree whether waits are over, and see
+        # what was stored before the flag.
         found = tl.atomic_add(flag_ptr + ahead * programs, 0, sem="acquire", scope="sys")
         over |= (found != tag).to(tl.int32)
     if over != 0:
@@ -106,9 +107,9 @@ def wait_for_flags(peers, flag_ptr, programs, tag, over, RANKS: tl.constexpr, TI
 
 @triton.jit
 def doze(TIMED: tl.constexpr):
-    """Between two looks, some 200 ns: looks of all threads slow down what is stored meanwhile. In
-    one process on four H200s a chunk's sums took 51 us without, and 49 with 100 ns; in shifts of
-    four 44 with 32 ns and 43 with 200.
+    """Sleep some 200 ns between two polls: polls by all threads slow down stores that arrive
+    meanwhile. In one process on four H200s a chunk's sums took 51 us without, and 49 with 100 ns;
+    in shifts of four, 44 with 32 ns and 43 with 200.
     """
     if TIMED:
         tl.inline_asm_elementwise(
@@ -123,7 +124,7 @@ def doze(TIMED: tl.constexpr):
 
 @triton.jit
 def _missing(flag_ptr, programs, tag, RANKS: tl.constexpr):
-    """How many flags have another tag; no load waits for another one."""
+    """Count the flags that have another tag; no load waits for another one."""
     missing = 0
     for ahead in tl.static_range(RANKS - 1):
         found = tl.load(flag_ptr + ahead * programs, volatile=True)

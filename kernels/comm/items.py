@@ -1,29 +1,29 @@
-"""Items: how ranks give each other words without a barrier, inside a kernel.
+"""Items: words that ranks exchange inside a kernel without a barrier.
 
 An item is one aligned 64-bit word: 32 bits of a rank's part in the low half, a tag in the high one.
-A rank stores the items of its part, or of what it has for each rank, straight into the memory of
-every rank, its own among them, and polls its own memory until the items of all ranks have the tag
-that is due. A 64-bit access is never torn, and no item is believed because of another one: so
-neither fences nor flags are needed, and it does not matter in what order stores arrive.
+A rank stores the items of its part, or of its part for each rank, directly into the memory of every
+rank, itself included, and polls its own memory until the items of all ranks have the tag that is
+due. A 64-bit access is never torn, and each item is checked by its own tag. So neither fences nor
+flags are needed, and stores may arrive in any order.
 
-The tag of a word counts the launches that have used it, on all ranks alike; it is the device's own,
-so replays advance it, and wraps at 2**32. So an item is never older than its word's last tag but
-one, whichever words a launch uses. It uses both words of an aligned pair or none: they have one
-tag, and a thread that has both stores and loads their items by one access of 16 bytes.
+The tag of a word counts the launches that have used it, equally on all ranks; it lives on the
+device, so replays advance it, and wraps at 2**32. So an item is never older than the last but one
+tag of its word, whichever words a launch uses. A launch uses both words of an aligned pair or
+neither: the two share a tag, and a thread that has both accesses their items as 16 bytes.
 
-There are two halves, which a word's items use in turn. A rank stores with tag t + 2 only after it
-has seen the items of tag t + 1, which every rank stores only after its launch with tag t is
-complete: so nobody still reads what is overwritten.
+There are two halves, which a word's items use alternately. A rank stores with tag t + 2 only after
+it has seen the items of tag t + 1, which every rank stores only after its launch with tag t is
+complete. So nobody still reads what is overwritten.
 
-A launch of pushes alone stores all its items before it waits for the first one, and all its
-programs are resident at the same time. So ranks may run them in any order. A product stores and
-waits tile by tile, and may have more programs than are resident. They start in the order of their
-numbers, as on every GPU so far, which scans of one pass rely on as well. So of all tiles that wait
-somewhere the first is under way on all ranks, and ends.
+A launch that only pushes stores all its items before it waits for the first one, and all its
+programs are resident at the same time. So ranks may run its programs in any order. A product stores
+and waits tile by tile, and may have more programs than are resident. They start in the order of
+their numbers, as on every GPU so far; single-pass scans rely on this as well. So the first of all
+waiting tiles is running on all ranks, and ends.
 
 A wait ends without the items once the host says so, or after a limit. From then on waits of this
-rank are `over`: it takes its own part for that of the others, so that indices remain valid, and
-gives the others nothing, so that nobody believes what it makes of that.
+rank are `over`: it uses its own part in place of the other ranks' parts, so that indices remain
+valid, and sends the others nothing, so that nobody trusts its results.
 
 The scheme is that of NCCL's LL protocol and of one-shot all-reduces in TensorRT-LLM.
 """
@@ -44,38 +44,39 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.pdl import wait_for_inputs
 
 UNIT = 256
-"""Words in which memory is counted, and of which a program of a push has one at a time."""
+"""Words in a unit. Memory is counted in units, and a program of a push handles one at a time."""
 PROGRAMS = 128
-"""Of a launch, at most: a GPU of 32 multiprocessors or more runs so many at the same time."""
+"""Most programs of a launch: a GPU with 32 or more multiprocessors runs so many at the same time.
+"""
 
-# Polls of a wait, each of about a microsecond, between two looks at the clock.
+# Polls of a wait between two looks at the clock; a poll takes about a microsecond.
 _PATIENCE = tl.constexpr(256)
-# Between two looks at the host's words: on two H200s 128 programs that look take 0.8 ms, for which
-# the other ranks wait, and so must not look in turn.
+# Time between two looks at the host's words. On two H200s a look by 128 programs takes 0.8 ms.
+# Meanwhile the other ranks wait, and they must not start looking because of that.
 _PAUSE_NS = tl.constexpr(4_000_000)
 
 
 class PeerItems(NamedTuple):
-    """The memory in which a rank gets items, and where it stores those that it gives.
+    """The memory in which a rank receives items, and the addresses at which it stores its own.
 
     Letters: R ranks, U units.
     """
 
     items: torch.Tensor
-    """int64 [2, R, U, UNIT], on this device: of each half what each rank has stored."""
+    """int64 [2, R, U, UNIT], on this device: in each half, the items that each rank has stored."""
     outboxes: torch.Tensor
-    """int64 [R], on this device: addresses of what this rank stores of the first half, at all ranks
+    """int64 [R], on this device: addresses of this rank's place in the first half, at all ranks
     from the next one on, its own last."""
     tags: torch.Tensor
-    """int32 [U, UNIT], on this device: the last one of each word; equal on all ranks."""
+    """int32 [U, UNIT], on this device: the last tag of each word; equal on all ranks."""
     over: torch.Tensor
     """int32 [1], on this device: not 0 once the waits of this rank are over."""
     waited: torch.Tensor
-    """int64 [1], on this device: nanoseconds that the first program of each launch has waited; one
-    that may begin before the launch that pushes has ended waits for that, too."""
+    """int64 [1], on this device: total nanoseconds that the first program of each launch has
+    waited, including the wait for the pushing launch to end if it may begin before that."""
     watch: torch.Tensor
-    """int64 [2], pinned: not 0 once waits are over, which host and device may say; and the
-    nanoseconds for which one lasts at most."""
+    """int64 [2], pinned: not 0 once host or device says that waits are over; and the limit of a
+    wait in nanoseconds."""
 
     @classmethod
     def over_items(
@@ -85,11 +86,11 @@ class PeerItems(NamedTuple):
         addresses: Sequence[int],
         watch: torch.Tensor | None = None,
     ) -> PeerItems:
-        """Of ranks that have exchanged nothing yet: `items` hold zeros on each of them, and are
-        mapped for this one at `addresses`.
+        """Items of ranks that have exchanged nothing yet. `items` hold zeros on each of them, and
+        are mapped for this rank at `addresses`.
 
-        The limit of waits is 0 until the host sets it. `watch` holds zeros, in memory that another
-        process reads, too; None: in memory of its own.
+        The limit of waits is 0 until the host sets it. `watch` holds zeros and may be in memory
+        that another process also reads; None: it gets memory of its own.
         """
         _, ranks, units, unit = items.shape
         assert len(addresses) == ranks, f"{ranks=}, {addresses=}"
@@ -111,13 +112,13 @@ class PeerItems(NamedTuple):
 
 
 def from_next_on(rank: int, addresses: Sequence[int]) -> list[int]:
-    """What each rank has, in an order that begins with the next one and ends with this one."""
+    """Rotate the ranks' addresses: the next rank's first, this rank's last."""
     return [*addresses[rank + 1 :], *addresses[: rank + 1]]
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What one of several ranks pushes with."""
+    """A rank's number and its memory for pushes."""
 
     rank: int
     tensors: PeerItems
@@ -128,16 +129,16 @@ class Peers:
 
     @property
     def units(self) -> int:
-        """Of the largest launch."""
+        """Units of the largest launch."""
         return self.tensors.items.shape[2]
 
     @property
     def words(self) -> int:
-        """The same in words."""
+        """Words of the largest launch."""
         return self.units * UNIT
 
     def hold(self, part: torch.Tensor) -> bool:
-        """Whether one launch pushes it."""
+        """Whether one launch can push `part`."""
         return part.nbytes <= 4 * self.words
 
 
@@ -147,7 +148,7 @@ def item_bytes(ranks: int, units: int) -> int:
 
 
 def push_options(peers: Peers | None) -> dict[str, Any]:
-    """Constexprs of a launch that pushes; of a product that does not, with None."""
+    """Constexprs of a launch that pushes; with None, of a product that does not push."""
     return {
         "RANKS": 0 if peers is None else peers.ranks,
         "SIZE": 0 if peers is None else peers.words,
@@ -164,8 +165,8 @@ def check_words(peers: Peers, words: int, what: str) -> None:
 
 
 def check_part(peers: Peers | None, shape: Sequence[int], *, launched: bool) -> None:
-    """Raise ValueError where no kernel is launched that would push a part of this shape, or where
-    these ranks have no memory for it; nothing is pushed with None.
+    """Raise ValueError if no kernel is launched to push a part of this shape, or if these ranks
+    have no memory for it. With None nothing is pushed.
     """
     if peers is None:
         return
@@ -183,11 +184,10 @@ def push_words_reference(
     at: torch.Tensor,
     tags: torch.Tensor,
 ) -> None:
-    """What `rank` stores in the items of all ranks, or of those for which it has these words, in
-    plain PyTorch.
+    """Store `rank`'s words in the items of all given ranks, in plain PyTorch.
 
     words  int32, any shape; at: int64, of that shape: which words of the memory they are
-    tags   of `PeerItems`: the last ones, which are left as they are
+    tags   the last tags, of `PeerItems`; they are not changed
     """
     # Torch adds int32 as the device does: past the largest comes the smallest.
     due = tags.view(-1)[at] + 1
@@ -198,14 +198,14 @@ def push_words_reference(
 
 @triton.jit
 def map_peers(peers, RANKS: tl.constexpr):
-    """Where to store: pointers of `PeerItems.outboxes`."""
+    """Pointers to store at: those of `PeerItems.outboxes`."""
     return map_addresses(peers.outboxes, tl.int64, RANKS)
 
 
 @triton.jit
 def map_addresses(address_ptr, DTYPE: tl.constexpr, RANKS: tl.constexpr, first=0):
-    """Pointers to DTYPE, whose addresses are multiples of 16 bytes: those of the other ranks, in
-    the order of `turn_of`, and this one's.
+    """Pointers to DTYPE, aligned to 16 bytes: those of the other ranks in the order of `turn_of`,
+    then this rank's.
     """
     mapped = ()
     for each in tl.static_range(RANKS):
@@ -217,11 +217,11 @@ def map_addresses(address_ptr, DTYPE: tl.constexpr, RANKS: tl.constexpr, first=0
 
 @triton.jit
 def turn_of(first, each, RANKS: tl.constexpr):
-    """Which of the others comes as number `each`, where `first` is the first one: any number, of
-    which the rest counts.
+    """The peer visited at turn `each`, counted from `first` (any number, taken modulo the peers).
 
-    Programs that store much at all others do not begin with the same one: 6.3 MB to three took
-    23 us where all stored to one after the other, and 19 where each stored to one (four H200s).
+    Programs that store much at all others should not all begin with the same one: 6.3 MB to three
+    took 23 us where all programs stored to one peer after the other, and 19 where each program
+    stored to one (four H200s).
     """
     OTHERS: tl.constexpr = RANKS - 1 if RANKS > 1 else 1
     return (first + each) % OTHERS
@@ -229,7 +229,7 @@ def turn_of(first, each, RANKS: tl.constexpr):
 
 @triton.jit
 def same_for_all(words, RANKS: tl.constexpr):
-    """Words for `push_words`, which all ranks get."""
+    """Give every rank the same words, in the form that `push_words` takes."""
     found = ()
     for _ in tl.static_range(RANKS):
         found += (words,)  # type: ignore[assignment]
@@ -238,10 +238,10 @@ def same_for_all(words, RANKS: tl.constexpr):
 
 @triton.jit
 def own_for_each(word_ptrs, mask, stride, rank, RANKS: tl.constexpr):
-    """Words for `push_words`, of which each rank gets its own: those for a rank are `stride` words
-    past those for the rank before it.
+    """Load each rank's own words, in the form that `push_words` takes. Words for consecutive ranks
+    are `stride` words apart.
 
-    All are asked for before the first is used.
+    All loads are issued before the first result is used.
     """
     found = ()
     for ahead in tl.static_range(1, RANKS + 1):
@@ -252,9 +252,9 @@ def own_for_each(word_ptrs, mask, stride, rank, RANKS: tl.constexpr):
 
 @triton.jit
 def next_tags(peers, word, mask):
-    """The tags that are due of these words of the memory; int32, in the shape of `word`.
+    """The tags that are due for these words of the memory; int32, in the shape of `word`.
 
-    mask  where there are any; None: everywhere
+    mask  which words exist; None: all
     """
     if mask is None:
         tag = tl.load(peers.tags + word, cache_modifier=".cg")
@@ -265,8 +265,8 @@ def next_tags(peers, word, mask):
 
 @triton.jit
 def push_words(mapped, words, word, tag, mask, over, RANKS: tl.constexpr, SIZE: tl.constexpr):
-    """Store int32 words at all ranks, for each those that are in its place in `mapped`; where waits
-    are over at this rank alone.
+    """Store int32 words at all ranks; once waits are over, at this rank alone. `words` has one
+    entry per rank, in the order of `mapped`.
 
     word, tag, mask  which words of the memory they are, and their tags, by `next_tags`
     """
@@ -279,9 +279,9 @@ def push_words(mapped, words, word, tag, mask, over, RANKS: tl.constexpr, SIZE: 
 
 @triton.jit
 def _place(word, tag, RANKS: tl.constexpr, SIZE: tl.constexpr):
-    """Where the items of a rank with these tags are, from its first word of the first half on."""
+    """Offsets of a rank's items with these tags from its first word of the first half."""
     at = (tag & 1) * (RANKS * SIZE) + word
-    # The compiler cannot know that two words have one tag.
+    # The compiler cannot know that the two words of a pair share a tag.
     if len(at.shape) == 2:
         if at.shape[1] > 1:
             at = tl.max_contiguous(tl.multiple_of(at, [1, 2]), [1, 2])
@@ -308,11 +308,11 @@ def take_words(
     TIMED: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):
-    """The int32 words of all ranks, in their order; and whether waits are over.
+    """Wait for the int32 words of all ranks; return them in rank order, and whether waits are over.
 
-    It waits for them. Where waits are over the words are those that this rank has stored at itself;
-    EARLY: in the launch before, which may not have ended.
-    These words of the memory have their new tags afterwards.
+    Once waits are over, the words are those that this rank has stored at itself. EARLY: it stored
+    them in the launch before, which may still run.
+    The tags of these words of the memory are updated.
     """
     at = _place(word, tag, RANKS, SIZE)
     item_ptrs = peers.items + at
@@ -337,8 +337,10 @@ def take_words(
 
 @triton.jit
 def look_at_host(peers, polls, began, looked, over, TIMED: tl.constexpr):
-    """Whether the host's words say that waits are over, after so many polls of one, and when they
-    were looked at last; as before where no look is due.
+    """Check the host's words if a look is due after so many polls of a wait.
+
+    Returns whether waits are over and when the words were looked at last; both unchanged if no look
+    is due.
     """
     PAUSE: tl.constexpr = _PAUSE_NS if TIMED else 0
     if polls % _PATIENCE == 0:
@@ -353,7 +355,7 @@ def look_at_host(peers, polls, began, looked, over, TIMED: tl.constexpr):
 
 @triton.jit
 def _look(item_ptrs, stride, tag, mask, RANKS: tl.constexpr):
-    """What is there of each rank's words, and whether any is missing.
+    """Load each rank's words; return them, and whether any is still missing.
 
     No load waits for another one.
     """
@@ -375,7 +377,7 @@ def _look(item_ptrs, stride, tag, mask, RANKS: tl.constexpr):
 
 @triton.jit
 def clock(polls, TIMED: tl.constexpr):
-    """Nanoseconds; in the interpreter, which has no clock, polls."""
+    """The time in nanoseconds; in the interpreter, which has no clock, the number of polls."""
     if TIMED:
         return globaltimer()
     else:
@@ -384,7 +386,7 @@ def clock(polls, TIMED: tl.constexpr):
 
 @triton.jit
 def sum_words(words, DTYPE: tl.constexpr, RANKS: tl.constexpr):
-    """Float32 sums of the values in the ranks' words: two a word where DTYPE has 16 bits."""
+    """Float32 sums of the values in the ranks' words; a word holds two values of 16-bit dtypes."""
     total = _values(words[0], DTYPE)
     for rank in tl.static_range(1, RANKS):
         total += _values(words[rank], DTYPE)
@@ -393,7 +395,7 @@ def sum_words(words, DTYPE: tl.constexpr, RANKS: tl.constexpr):
 
 @triton.jit
 def sum_to_words(words, DTYPE: tl.constexpr, RANKS: tl.constexpr):
-    """The same sums, rounded to DTYPE, in words like those of the ranks."""
+    """`sum_words` rounded to DTYPE, packed in words like the inputs."""
     if DTYPE.primitive_bitwidth == 32:
         return sum_words(words, DTYPE, RANKS).to(tl.int32, bitcast=True)
     else:
@@ -409,7 +411,7 @@ def sum_to_words(words, DTYPE: tl.constexpr, RANKS: tl.constexpr):
 
 @triton.jit
 def _halves(words, DTYPE: tl.constexpr):
-    """The two values of 16 bits in each of these words, as float32."""
+    """The two 16-bit values in each of these words, as float32."""
     low = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     return low, (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
@@ -426,16 +428,16 @@ def _values(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def begin_sum(peers, word, mask, RANKS: tl.constexpr):
-    """What `sum_of_ranks` needs of these words of the memory, asked for before there is a part."""
+    """Load what `sum_of_ranks` needs for these words of the memory, before the part is known."""
     over = tl.load(peers.over, cache_modifier=".cg")
     return map_peers(peers, RANKS), next_tags(peers, word, mask), over
 
 
 @triton.jit
 def push_part(begun, part, word, mask, RANKS: tl.constexpr, SIZE: tl.constexpr):
-    """Push this rank's float32 part alone: a later launch takes the words of all ranks.
+    """Only push this rank's float32 part: a later launch takes the words of all ranks.
 
-    begun, word, mask  as of `sum_of_ranks`
+    begun, word, mask  as in `sum_of_ranks`
     """
     mapped, tag, over = begun
     words = same_for_all(part.to(tl.int32, bitcast=True), RANKS)
@@ -453,8 +455,8 @@ def sum_of_ranks(
     SIZE: tl.constexpr,
     TIMED: tl.constexpr,
 ):
-    """The sum of all ranks' parts, float32 as this rank's `part`, in their order: pushed, and
-    waited for. `word` says which words of the memory the values have, `mask` where there are any.
+    """Push this rank's float32 `part`, wait for all ranks' parts, and sum them in rank order.
+    `word` says which words of the memory the values use, `mask` which of them exist.
     """
     push_part(begun, part, word, mask, RANKS, SIZE)
     mapped, tag, over = begun

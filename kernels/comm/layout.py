@@ -1,4 +1,4 @@
-"""What a rank gives all others in one piece of memory, and in what order."""
+"""Layout of the one piece of memory that a rank shares with all others."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from graphengine.kernels.comm.items import item_bytes
 
 
 class PeerLayout(NamedTuple):
-    """In int32 words, each a multiple of 16 bytes."""
+    """Sizes of the parts, in order, in int32 words; each is a multiple of 16 bytes."""
 
     items: int
-    """Of `PeerItems.items`."""
+    """Size of `PeerItems.items`."""
     summing: int
-    """What `all_reduce` has."""
+    """Size of the memory of `all_reduce`."""
     split: int
-    """What `add_parts_rms_norm` has."""
+    """Size of the memory of `add_parts_rms_norm`."""
 
     @classmethod
     def of(cls, ranks: int, units: int, words: int) -> PeerLayout:
-        """For items of so many units, and sums of parts of so many words that are too large for
-        them; none with 0 words.
+        """Layout for items of `units` units, and for sums of parts of `words` words, which are too
+        large to be pushed as items; with 0 words there is no memory for sums.
         """
         return cls(
             items=item_bytes(ranks, units) // 4,

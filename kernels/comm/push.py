@@ -1,9 +1,8 @@
-"""All-gather, all-reduce and reduce-scatter by pushes: one kernel that stores this rank's part, or
-what it has for each rank, into the memory of all ranks, and takes theirs as it comes. `items` says
+"""All-gather, all-reduce and reduce-scatter by pushes: one kernel stores this rank's part, or its
+part for each rank, into the memory of all ranks, and takes theirs as they arrive. `items` explains
 how.
 
-Sums are float32, in the order of the ranks, rounded once: all ranks get the same bits, those of
-`sum_parts`.
+Sums are float32, in rank order, rounded once: all ranks get the same bits, those of `sum_parts`.
 
 Letters: R ranks, N lanes, C columns.
 """
@@ -33,9 +32,9 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 
 
 def push_gather(peers: Peers, part_NC: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """`[R, N, C]`: the parts of all ranks, in their order.
+    """Gather the parts of all ranks, in rank order: `[R, N, C]`.
 
-    All ranks call it with a part of this shape and dtype, after the same calls. A part of more than
+    All ranks call it with parts of one shape and dtype, after the same calls. A part of more than
     `peers.units` units takes several launches.
 
     Args:
@@ -55,10 +54,10 @@ def push_gather(peers: Peers, part_NC: torch.Tensor, *, pdl: bool = False) -> to
 
 
 def push_sum(peers: Peers, part_NC: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """`[N, C]`: the sum of all ranks' parts, from rank 0 on; else as `push_gather`.
+    """Add up all ranks' parts, from rank 0 on: `[N, C]`. Otherwise like `push_gather`.
 
     Args:
-        part_NC: any float dtype, which is the sum's too.
+        part_NC: any float dtype; the sum has the same dtype.
 
     Returns:
         A new tensor. ValueError for another shape, size or dtype.
@@ -71,10 +70,11 @@ def push_sum(peers: Peers, part_NC: torch.Tensor, *, pdl: bool = False) -> torch
 
 
 def push_own_sum(peers: Peers, parts_RNC: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """`[N, C]`: the sum of what all ranks have for this one, from rank 0 on; else as `push_sum`.
+    """Add up the parts that all ranks have for this one, from rank 0 on: `[N, C]`. Otherwise like
+    `push_sum`.
 
     Args:
-        parts_RNC: what this rank has for each rank, in their order; dense.
+        parts_RNC: this rank's part for each rank, in rank order; dense.
 
     Returns:
         A new tensor. ValueError for another shape, size or dtype, or another number of parts.
@@ -93,11 +93,11 @@ def push_own_sum(peers: Peers, parts_RNC: torch.Tensor, *, pdl: bool = False) ->
 
 
 def _sum(peers: Peers, part_DW: torch.Tensor, total: torch.Tensor, *, pdl: bool) -> None:
-    """Push words for all ranks, D = 1, or for each its own, and add up what comes."""
+    """Push the same words to all ranks (D = 1) or each rank its own, and add up what arrives."""
     size = peers.words
     out_W = total.view(-1).view(torch.int32)
     for part, out in zip(part_DW.split(size, dim=1), out_W.split(size), strict=True):
-        # The pointer's type is the dtype that is added in.
+        # The pointer's type tells the kernel the dtype of the values.
         _launch(peers, part, out.view(total.dtype), pdl=pdl)
 
 
@@ -149,10 +149,10 @@ def _push_kernel(
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program so many units of words, all of which it stores before it waits for the first.
+    """Each program stores several units of words, all of them before it waits for the first.
 
-    With OWN there is a part for each rank, else one for all. With SUM `out` are values of the dtype
-    that is summed, else words of each rank.
+    With OWN there is a part for each rank, else one for all. With SUM `out` holds the summed
+    values, else the words of each rank.
     """
     first, step, end = tl.program_id(0), tl.num_programs(0), tl.cdiv(words, UNIT)
     mapped = map_peers(peers, RANKS)

@@ -1,5 +1,5 @@
-"""The candidates of all ranks by pushes: of the tiles of a rank's part of the vocabulary only the
-best one is pushed, one for each lane.
+"""All-gather of sampling candidates by pushes: for each lane a rank pushes only the best tile of
+its part of the vocabulary.
 
 Letters: R ranks, N lanes, C tiles of a rank.
 """
@@ -25,7 +25,7 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.sample.sampling import best_of_tiles, check_tiles
 
 WORDS = tl.constexpr(4)
-"""Of a lane: both of the best, the health, and one that makes them pairs."""
+"""Words of a lane: two of the best candidate, its health, and one of padding for even pairs."""
 # A lane's tiles are read at once.
 _MAX_BLOCK = 4096
 
@@ -33,15 +33,15 @@ _MAX_BLOCK = 4096
 def push_candidates(
     peers: Peers, best_NC: torch.Tensor, health_NC: torch.Tensor, *, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best and health `[N, R]`, in the order of the ranks: of each a tile in place of all its own.
-    `token_of_tiles` of them is that of all tiles of all ranks.
+    """Gather best and health `[N, R]`, in rank order: one tile in place of all of a rank's tiles.
+    `token_of_tiles` finds the same token in them as in all tiles of all ranks.
 
-    All ranks call it with so many lanes, after the same calls; each may have another number of
-    tiles.
+    All ranks call it with the same number of lanes, after the same calls; the number of tiles may
+    differ between ranks.
 
     Args:
         best_NC, health_NC: from `sample_tiles` or from an lm_head with the sampler folded in, on
-            the device of `peers`. What padded lanes hold stays in their lanes.
+            the device of `peers`. Contents of padded lanes do not affect other lanes.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:
@@ -83,7 +83,7 @@ def _push_candidates_kernel(
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane; `out_best` are words."""
+    """One program per lane; `out_best` holds int32 words."""
     lane = tl.program_id(0)
     lane_W = lane + tl.arange(0, 1)
     mapped = map_peers(peers, RANKS)

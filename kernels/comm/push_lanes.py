@@ -1,7 +1,7 @@
-"""The lanes of all ranks by pushes: one kernel gathers all that experts read of them.
+"""All-gather of lanes by pushes: one kernel gathers everything that experts read of them.
 
-Each rank has as many lanes, and its tensors are words, which `items` has. Every tensor begins a
-unit of its own, so that a unit has words of one alone.
+All ranks have the same number of lanes, and their tensors travel as the words of `items`. Every
+tensor begins a new unit, so a unit holds words of one tensor only.
 
 Letters: R ranks, N lanes of a rank, M = R * N lanes, H hidden, k experts of a lane, T partial sums.
 """
@@ -32,7 +32,7 @@ from graphengine.kernels.linear.residual import check_squares
 
 
 class ExpertLanes(NamedTuple):
-    """What experts read of N lanes, all dense."""
+    """The tensors that experts read of N lanes, all dense."""
 
     x: torch.Tensor
     """[N, H], any float dtype"""
@@ -43,7 +43,7 @@ class ExpertLanes(NamedTuple):
     weight: torch.Tensor
     """float32 [N, k]"""
     squares: torch.Tensor | None = None
-    """float32 [T, N] of a norm that x still needs; None: it has it."""
+    """float32 [T, N] sums of squares for a norm that x still needs; None: x is normed."""
 
     @property
     def units(self) -> int:
@@ -54,18 +54,18 @@ class ExpertLanes(NamedTuple):
 
 
 def lane_units(lanes: int, hidden: int, dtype: torch.dtype, top_k: int, groups: int) -> int:
-    """Units that `push_lanes` takes of such lanes, with so many groups of squares."""
+    """Units that `push_lanes` takes for lanes of these sizes, with `groups` groups of squares."""
     widths = (-(-hidden * dtype.itemsize // 4), 1, top_k, top_k, groups)
     return sum(-(-lanes * width // UNIT) for width in widths)
 
 
 def push_lanes(peers: Peers, lanes: ExpertLanes, *, pdl: bool = False) -> ExpertLanes:
-    """The lanes of all ranks, M, in the order of the ranks: new tensors.
+    """Gather the M lanes of all ranks, in rank order, as new tensors.
 
-    All ranks call it with tensors of these shapes and dtypes, after the same calls.
+    All ranks call it with tensors of the same shapes and dtypes, after the same calls.
 
     Args:
-        lanes: of this rank, on the device of `peers`; H even where x has 16 bits.
+        lanes: this rank's, on the device of `peers`; H even where x has 16 bits.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     ValueError for a shape or dtype that does not fit, or for more than `peers` have units.
@@ -127,7 +127,7 @@ def _check(lanes: ExpertLanes) -> None:
 
 
 def push_lanes_reference(lanes_of_ranks: list[ExpertLanes]) -> ExpertLanes:
-    """What `push_lanes` returns on each rank, in plain PyTorch."""
+    """Plain PyTorch twin of `push_lanes`: what it returns on each rank."""
     squares = [each.squares for each in lanes_of_ranks if each.squares is not None]
     return ExpertLanes(
         torch.cat([each.x for each in lanes_of_ranks]),
@@ -161,9 +161,9 @@ def _push_lanes_kernel(
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program so many units, all of which it stores before it waits for the first.
+    """Each program stores several units, all of them before it waits for the first.
 
-    Pointers are to words. Of one unit all loads and stores but those of its tensor are masked.
+    Pointers are to words. A unit belongs to one tensor: all other loads and stores are masked.
     """
     slots = tl.cdiv(lanes * X_WORDS, UNIT)
     experts = slots + tl.cdiv(lanes, UNIT)
@@ -195,7 +195,7 @@ def _push_lanes_kernel(
         if GROUPS > 0:
             at = (unit - squares) * UNIT + tl.arange(0, UNIT)
             mask = (at >= 0) & (at < lanes * GROUPS)
-            # Groups first, and of each the lanes of all ranks.
+            # Groups are the outer dimension; each has the lanes of all ranks.
             out_ptrs = out_squares_ptr + at // lanes * (RANKS * lanes) + at % lanes
             for each in tl.static_range(RANKS):
                 tl.store(out_ptrs + each * lanes, found[each], mask=mask)
@@ -203,14 +203,14 @@ def _push_lanes_kernel(
 
 @triton.jit
 def _load(part_ptr, unit, words, UNIT: tl.constexpr):
-    """Of a tensor of so many words those of its unit, 0 past them and in units of other tensors."""
+    """Load a unit's words of a tensor of `words` words; 0 past its end and in others' units."""
     at = unit * UNIT + tl.arange(0, UNIT)
     return tl.load(part_ptr + at, mask=(at >= 0) & (at < words), other=0)
 
 
 @triton.jit
 def _store(out_ptr, found, unit, words, RANKS: tl.constexpr, UNIT: tl.constexpr):
-    """The words of all ranks, one rank's after the other's, where the unit is the tensor's."""
+    """Store the words of all ranks, rank after rank, if the unit is the tensor's."""
     at = unit * UNIT + tl.arange(0, UNIT)
     mask = (at >= 0) & (at < words)
     for each in tl.static_range(RANKS):

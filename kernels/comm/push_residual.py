@@ -1,8 +1,8 @@
-"""The residual stream and the sum of all ranks' parts of a product, in one kernel: x += sum, then
+"""The residual stream plus the sum of all ranks' parts of a product, in one kernel: x += sum, then
 what the next norm needs.
 
-It pushes as `push` does, and then does what `add_to_residual` does with a whole product. Ranks have
-a part for all, or, where each has lanes of its own, one for each of them.
+It pushes as `push` does, and then does what `add_to_residual` does with a whole product. A rank has
+one part for all ranks, or a part for each rank where every rank has lanes of its own.
 
 Letters: R ranks, N lanes, H hidden.
 """
@@ -41,7 +41,7 @@ from graphengine.kernels.linear.residual_sum import leave_for_norm
 
 
 def push_units(lanes: int, hidden: int, dtype: torch.dtype) -> int:
-    """Units that `push_to_residual` takes, and `push_own_to_residual`: a lane has its own."""
+    """Units that `push_to_residual` and `push_own_to_residual` take; lanes share no unit."""
     return lanes * _tiles(hidden, dtype)
 
 
@@ -55,18 +55,19 @@ def push_to_residual(
     bias_H: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Residual:
-    """residual.x += sum of all ranks' parts + bias, and what the norm after it needs.
+    """Compute residual.x += sum of all ranks' parts + bias, and what the norm after it needs.
 
-    All ranks call it with a part of this shape and dtype, after the same calls.
+    All ranks call it with parts of one shape and dtype, after the same calls.
 
     Args:
-        part_NH: dense, any float dtype, in which it travels; H even where that has 16 bits. What
-            padded lanes hold stays in their lanes.
-        slot_N, residual, next_norm_H, bias_H, pdl: as of `add_to_residual`.
+        part_NH: dense, any float dtype, in which it is sent; H even where that has 16 bits.
+            Contents of padded lanes do not affect other lanes.
+        slot_N, residual, next_norm_H, bias_H, pdl: as in `add_to_residual`.
 
     Returns:
-        What `add_to_residual` returns of `push_sum` in float32, but for the groups of `squares`.
-        ValueError for a shape or dtype that does not fit, or for more than `peers` have units.
+        The result of `add_to_residual` for `push_sum` in float32, except for the groups of
+        `squares`. ValueError for a shape or dtype that does not fit, or for more than `peers` have
+        units.
     """
     return _push(peers, part_NH[None], slot_N, residual, next_norm_H, bias_H=bias_H, pdl=pdl)
 
@@ -81,17 +82,17 @@ def push_own_to_residual(
     own_NH: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Residual:
-    """residual.x += sum of what all ranks have for this one + own, and what the norm needs.
+    """Compute residual.x += sum of all ranks' parts for this one + own, and what the norm needs.
 
     Args:
-        parts_RNH: what this rank has for each rank, in their order; else as `part_NH` of
-            `push_to_residual`. The lanes of each part are those of its rank.
-        own_NH: dense float32: what is added after the sum; None: nothing.
-        slot_N, residual, next_norm_H, pdl: as of `push_to_residual`, of this rank's own lanes.
+        parts_RNH: this rank's part for each rank, in rank order; otherwise like `part_NH` of
+            `push_to_residual`. The lanes of each part are those of the rank that it is for.
+        own_NH: dense float32, added after the sum; None: nothing is added.
+        slot_N, residual, next_norm_H, pdl: as in `push_to_residual`, for this rank's own lanes.
 
     Returns:
-        What `add_to_residual` returns of `push_own_sum` in float32, plus own, but for the groups of
-        `squares`. ValueError as of `push_to_residual`, and for another number of parts.
+        The result of `add_to_residual` for `push_own_sum` in float32, plus own, except for the
+        groups of `squares`. ValueError as in `push_to_residual`, and for another number of parts.
     """
     if parts_RNH.dim() != 3 or len(parts_RNH) != peers.ranks:
         raise ValueError(
@@ -114,7 +115,7 @@ def _push(
     own_NH: torch.Tensor | None = None,
     pdl: bool,
 ) -> Residual:
-    """With a part for all ranks, D = 1, or one for each of them."""
+    """Push one part for all ranks (D = 1), or one for each of them."""
     lanes, H = residual.x.shape
     dtype, shape = parts_DNH.dtype, list(parts_DNH.shape[1:])
     if dtype not in FLOAT_DTYPES or shape != [lanes, H] or not parts_DNH.is_contiguous():
@@ -161,7 +162,7 @@ def _push(
 
 
 def _tiles(hidden: int, dtype: torch.dtype) -> int:
-    """Units of a lane, which are its groups of squares."""
+    """Units of a lane, which are also its groups of squares."""
     return -(-hidden * dtype.itemsize // (4 * UNIT))
 
 
@@ -192,7 +193,7 @@ def _push_to_residual_kernel(
     TIMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program so many units, all of which it stores before it waits for the first.
+    """Each program stores several units, all of them before it waits for the first.
 
     A unit is a tile of a lane's columns. With OWN there is a part for each rank, else one for all.
     """
@@ -216,7 +217,7 @@ def _push_to_residual_kernel(
         lane, tile = unit // TILES, unit % TILES
         h = tile * UNIT * PACKED + tl.arange(0, UNIT * PACKED)
         mask = h < H
-        # Before the wait, in whose shadow these loads are.
+        # Before the wait, which hides the latency of these loads.
         live = tl.load(slot_ptr + lane) >= 0
         following = tl.load(next_ptr + h, mask=mask, other=0.0).to(tl.float32)
         bias = tl.zeros([UNIT * PACKED], dtype=tl.float32)

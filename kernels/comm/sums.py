@@ -1,7 +1,7 @@
-"""The sum of the parts that ranks have of a product, in the order of the ranks.
+"""The sum of all ranks' parts of a product, in rank order.
 
-All ranks add the same parts in the same order, so all of them get the same bits, whatever brought
-the parts together. Sums are float32, rounded once.
+All ranks add the same parts in the same order, so all of them get the same bits, however the parts
+were gathered. Sums are float32, rounded once.
 
 Letters: R ranks, N lanes, H columns.
 """
@@ -21,10 +21,10 @@ _BLOCK = 1024
 
 
 def sum_parts(parts_RNH: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """`[N, H]`: the sum over R, from rank 0 on.
+    """Sum the parts over R, from rank 0 on: `[N, H]`.
 
     Args:
-        parts_RNH: dense, any float dtype. What padded lanes hold stays in their lanes.
+        parts_RNH: dense, any float dtype. Contents of padded lanes do not affect other lanes.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:
@@ -53,7 +53,7 @@ def sum_parts(parts_RNH: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
 def _sum_parts_kernel(
     parts_ptr, out_ptr, values, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program BLOCK values of the sum."""
+    """Each program computes BLOCK values of the sum."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
     mask = at < values

@@ -1,1 +1,1 @@
-"""What all kernels share: launching, PDL, lanes, paged addresses, Philox."""
+"""Code shared by all kernels: launching, PDL, lanes, paged addresses, Philox."""

@@ -1,7 +1,7 @@
-"""What kernels ask of a GPU, and how to be asked for one that is not there.
+"""GPU features that kernels depend on, and a way to compile for a GPU that is not present.
 
-Which kernel serves which GPU follows from a `Device`: where one that a GPU lacks something for is
-the fastest, another takes its place.
+A `Device` decides which kernel serves a GPU: where the GPU lacks a feature that the fastest kernel
+needs, another kernel takes its place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARED_BYTES = {
     (12, 0): 99 * KIB,
     (12, 1): 99 * KIB,
 }
-"""Shared memory that one program has at most, by compute capability: CUDA C++ Programming Guide,
+"""Most shared memory of one program, by compute capability. Source: CUDA C++ Programming Guide,
 "Compute Capabilities"."""
 
 
@@ -46,36 +46,36 @@ class Device:
 
     @property
     def copies_async(self) -> bool:
-        """`cp.async`, and `mma.sync` of bfloat16."""
+        """Whether the GPU has `cp.async`, and `mma.sync` of bfloat16."""
         return self.capability >= (8, 0)
 
     @property
     def holds_attention_ring(self) -> bool:
-        """The tiles of decode attention in Gluon and its sums, of 100 KB in all."""
+        """Whether a program can hold the tiles and sums of Gluon decode attention, 100 KB."""
         return self.copies_async and self.shared_bytes >= 104 * KIB
 
     @property
     def converts_fp8(self) -> bool:
-        """From e4m3 and to it."""
+        """Whether the GPU converts from and to e4m3."""
         return self.capability >= (8, 9)
 
     @property
     def overlaps_launches(self) -> bool:
-        """Programmatic dependent launch."""
+        """Whether the GPU has programmatic dependent launch."""
         return self.capability >= (9, 0)
 
     @property
     def has_wgmma(self) -> bool:
-        """`wgmma`, which later GPUs have no more, and the TMA beside it."""
+        """Whether the GPU has both TMA and `wgmma`, which later GPUs dropped."""
         return self.capability == (9, 0)
 
 
 H200 = Device((9, 0), processors=132, shared_bytes=SHARED_BYTES[9, 0])
-"""What heuristics were found on; an H100 is the same in all of this."""
+"""The GPU on which heuristics were tuned; an H100 has the same values."""
 
 
 def device_of(of: torch.Tensor | torch.device) -> Device | None:
-    """The GPU of a tensor, or this device: the one that is `assumed`, if any; None for a CPU."""
+    """The GPU of a tensor or torch device, or the `assumed` GPU if there is one; None for a CPU."""
     device = of.device if isinstance(of, torch.Tensor) else of
     if is_assumed() or device.type != "cuda":
         return _assumed.get()
@@ -83,7 +83,7 @@ def device_of(of: torch.Tensor | torch.device) -> Device | None:
 
 
 def overlaps_launches(device: torch.device) -> bool:
-    """Whether it is a GPU with programmatic dependent launch."""
+    """Whether the device is a GPU with programmatic dependent launch."""
     gpu = device_of(device)
     return gpu is not None and gpu.overlaps_launches
 
@@ -91,10 +91,11 @@ def overlaps_launches(device: torch.device) -> bool:
 def stages_that_fit(
     wanted: int, stage_bytes: int, other_bytes: int, of: torch.Tensor, what: object
 ) -> int:
-    """Of the stages that are wanted as many as the shared memory of a tensor's GPU holds beside
-    `other_bytes`, but two at least where two are wanted; all of them where it is on no GPU.
+    """Limit `wanted` pipeline stages to what fits in the shared memory of the tensor's GPU.
 
-    ValueError, which names `what` has them, where so few do not fit.
+    `other_bytes` of that memory are taken. Returns `wanted` for a tensor that is on no GPU.
+
+    ValueError, naming `what` needs the stages, if not even min(2, wanted) of them fit.
     """
     device = device_of(of)
     if device is None:
@@ -110,7 +111,7 @@ def stages_that_fit(
 
 
 def processors_of(tensor: torch.Tensor) -> int:
-    """Multiprocessors of a tensor's GPU. ValueError where it is on none."""
+    """Multiprocessors of a tensor's GPU. ValueError if the tensor is on no GPU."""
     device = device_of(tensor)
     if device is None:
         raise ValueError(f"a tensor is on {tensor.device}, which is no GPU")
@@ -119,9 +120,9 @@ def processors_of(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def assumed(device: Device) -> Iterator[None]:
-    """Inside, tensors of any device go to the kernels of this GPU.
+    """Select this GPU's kernels for tensors of any device inside the context.
 
-    For what only compiles them: nothing is to be launched.
+    Only for compiling kernels: nothing may be launched.
     """
     token = _assumed.set(device)
     try:
@@ -131,7 +132,7 @@ def assumed(device: Device) -> Iterator[None]:
 
 
 def new_context() -> Context:
-    """One that holds nothing but the GPU that is assumed here."""
+    """A new context that holds only the GPU that is assumed here."""
     context = Context()
     context.run(_assumed.set, _assumed.get())
     return context
@@ -148,7 +149,7 @@ _assumed: ContextVar[Device | None] = ContextVar("assumed", default=None)
 def _read(index: int) -> Device:
     found = torch.cuda.get_device_properties(index)
     capability = (found.major, found.minor)
-    # Not every version of torch tells it; of an unknown GPU the least that one has is taken.
+    # Not every version of torch reports it; an unknown GPU gets the smallest value in the table.
     least = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     shared = getattr(found, "shared_memory_per_block_optin", least)
     return Device(capability, found.multi_processor_count, shared)

@@ -13,8 +13,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """True where Triton kernels can run on `tensor`: on CUDA, and on the CPU if interpreted, or if
-    they are only compiled for a GPU that is assumed.
+    """Whether Triton kernels serve `tensor`: on CUDA, on the CPU in Triton's interpreter, or where
+    they are only compiled for an assumed GPU.
 
     Everywhere else an op runs its `*_reference` twin, which obeys the same contract.
     """
@@ -22,7 +22,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 
 def use_wgmma(tensor: torch.Tensor) -> bool:
-    """True where Gluon kernels of Hopper GPUs can: on those, and where one is assumed.
+    """Whether Gluon kernels for Hopper serve `tensor`: on a Hopper GPU, or where one is assumed.
 
     Gluon has no interpreter.
     """

@@ -1,9 +1,9 @@
-"""Lanes: what a padded one means, and the checks and outputs that every kernel's wrapper shares.
+"""Lanes, live and padded, and the checks and outputs that all kernel wrappers share.
 
 A launch has N lanes: a request's row in decode, one token of a chunk in prefill. `slot_N` (int32,
-on the device) holds the slot that a lane works for, or -1 for a padded lane. Nothing of a padded
-lane is read but its slot, nothing is written for it, and it cannot alter the bits of a live lane.
-Only the device knows how many lanes are live.
+on the device) holds the slot that a lane works for, or -1 for a padded lane. Kernels read only the
+slot of a padded lane and write nothing for it, and it cannot alter the bits of a live lane. Only
+the device knows how many lanes are live.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes: as such, values of any dtype are copied to the bit."""
+"""Integer dtypes by item size in bytes. Viewed as one, values of any dtype are copied bit for bit.
+"""
 
 
 def check_int32(**tensors: torch.Tensor) -> None:
@@ -72,9 +73,9 @@ def check_weight(name: str, weight: torch.Tensor, length: int) -> None:
 def output_rows(
     out: torch.Tensor | None, shape: Sequence[int], *, dtype: torch.dtype, like: torch.Tensor
 ) -> torch.Tensor:
-    """`out`, which must be a `dtype` matrix of `shape` with dense rows, or a new one.
+    """Return `out`, which must be a `dtype` matrix of `shape` with dense rows, or a new one.
 
-    A new one is uninitialised and on `like`'s device; its padded lanes stay so.
+    A new one is uninitialised and on `like`'s device; its padded lanes stay uninitialised.
     """
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"out_dtype is {dtype}, not one of {FLOAT_DTYPES}")
@@ -94,9 +95,10 @@ def live_lanes(slot_N: torch.Tensor) -> torch.Tensor:
 
 
 def live_rows(slot_N: torch.Tensor) -> slice | torch.Tensor:
-    """What picks the rows of the live lanes, for references: a slice if those lanes are the first.
+    """Index of the live lanes' rows, for references: a slice if the live lanes come first.
 
-    They are in most steps, and a slice is a view: what it picks must not be written by accident.
+    In most steps they do. A slice yields a view, so the picked rows must not be written by
+    accident.
     """
     slots = slot_N.tolist()
     count = sum(slot >= 0 for slot in slots)

@@ -1,9 +1,9 @@
 """Launches of Triton kernels, and a pass over step programs that only compiles what they launch.
 
-Triton compiles a kernel when it is first launched, and so one after the other. `compile_kernels`
-runs the programs once with every launch turned into a look-up: what is not in memory is read from
-Triton's cache on disk or compiled, in threads, while the pass goes on. A launch afterwards finds
-its kernel in memory.
+Triton compiles a kernel at its first launch, hence one after the other. `compile_kernels` runs the
+programs once with every launch turned into a look-up: kernels that are not in memory are read from
+Triton's cache on disk or compiled, in threads, while the pass goes on. A later launch finds its
+kernel in memory.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.triton_versions import OPTIONS, future_of
 
 MAX_WORKERS = 8
-"""Threads that compile, at most. About a quarter of the work holds the interpreter's lock: more
-would wait for it."""
+"""Most threads that compile. About a quarter of the work holds the GIL: more threads would wait
+for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the launches of a step's kernels share.
+    """Options that the kernel launches of a step share.
 
-    arrivals  int32, on the device: counters by which the programs of a launch find out who is last.
-              Zero before and after each launch, so kernels that do not run at the same time may
-              share them; each wrapper says how many it needs. None: there are none
+    arrivals  int32, on the device: counters with which the programs of a launch find out which one
+              is last. Zero before and after each launch, so kernels that do not run at the same
+              time may share them; each wrapper says how many it needs. None: there are none
     pdl       the launch may overlap the one before, by the rules of `kernels.pdl`
 
     The wrapper of a kernel without such counters has only the argument `pdl`.
@@ -51,12 +51,12 @@ class Launch:
 
 
 ALONE = Launch()
-"""Consecutive kernels that need no counters."""
+"""Launches that overlap no other and need no counters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCompilation:
-    """What `compile_kernels` did; a kernel that was in memory counts nowhere.
+    """Counts of `compile_kernels`; a kernel that was already in memory is not counted.
 
     compiled  kernels that were neither in memory nor on disk: 0 where the cache was warm
     loaded    kernels that were read from Triton's cache on disk
@@ -69,7 +69,7 @@ class KernelCompilation:
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-    """`kernel[grid]`: a call with the kernel's arguments launches it.
+    """Return `kernel[grid]`: calling it with the kernel's arguments launches the kernel.
 
     Inside `launched_by` something else is done with the launch: `compile_kernels` looks the kernel
     up, and `op.py` records it.
@@ -95,7 +95,7 @@ def launched_by(instead: Callable[..., None]) -> Iterator[None]:
         _instead.reset(token)
 
 
-# Triton has one listener in a process. A second pass that waits finds what the first has compiled.
+# Triton has one listener per process. A second pass waits, and then finds what the first compiled.
 _one_at_a_time = threading.RLock()
 
 
@@ -104,18 +104,18 @@ def compile_kernels(
 ) -> KernelCompilation:
     """Compile every kernel that the named steps launch, in parallel; nothing is launched.
 
-    What torch computes in a step is computed, with zeros where kernels would have written first,
-    on the current device and stream; what that does to the steps' tensors is for the caller to
-    reset. No thread remains, and no memory but what torch's allocator keeps for the next.
+    Torch operations of a step do run, on the current device and stream, and read zeros where a
+    kernel would have written. The caller must reset the steps' tensors afterwards. No thread
+    remains, and no memory except what torch's allocator caches.
     In Triton's interpreter there is nothing to compile, and no step runs.
 
     workers  threads; by default one for each core that the process may use, at most `MAX_WORKERS`
 
-    Filters of warnings that another thread sets meanwhile are gone after it: Triton's own way to
-    set them is not made for threads.
+    Warning filters that another thread sets meanwhile are lost: Triton's way of setting them is not
+    thread-safe.
 
-    ValueError for no worker. RuntimeError, with the step's name and its cause chained, where a step
-    raises, and with the kernel's as well where that does not compile.
+    ValueError for fewer than one worker. RuntimeError, with the step's name and the cause chained,
+    if a step raises; it also names the kernel if a kernel does not compile.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers} must be 1 or more, or None")
@@ -136,7 +136,7 @@ def _cores() -> int:
 def _compile(steps: Mapping[str, Callable[[], object]], workers: int) -> tuple[int, int]:
     """How many kernels were compiled, and how many were read from disk."""
     found, compilers = _Found(), _Compilers(workers)
-    # Triton changes the filters of warnings and sets them back; threads that do so at the same time
+    # Triton changes the warning filters and restores them; threads that do so at the same time
     # would leave them changed.
     with (
         _one_at_a_time,
@@ -158,7 +158,7 @@ def _compile(steps: Mapping[str, Callable[[], object]], workers: int) -> tuple[i
 
 
 class _Found:
-    """The kernels that steps launch and that are not in memory, with names for errors."""
+    """Kernels that the steps launch and that are not in memory yet, with names for errors."""
 
     def __init__(self) -> None:
         self.names: dict[triton.FutureKernel, str] = {}
@@ -174,14 +174,14 @@ class _Found:
             raise RuntimeError(f"compilation for step {name!r} failed: {cause}") from cause
 
     def look_up(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """A launch that is none; every layer of a model asks for the same few kernels again."""
+        """Stand in for a launch; every layer of a model asks for the same few kernels again."""
         found = kernel.warmup(*args, grid=grid, **options)
         if not isinstance(found, triton.FutureKernel):
             return
         if found not in self.names:
             self.names[found] = f"kernel {kernel.__name__} of step {self._step!r}"
         elif _is_there(future_of(found)):
-            # Triton keeps it in memory from now on, and finds it there much faster.
+            # From now on Triton keeps it in memory, where it finds it much faster.
             found.result()
 
     def finish(self) -> None:
@@ -193,7 +193,7 @@ class _Found:
                 raise RuntimeError(f"compilation of {name} failed: {cause}") from cause
 
     def cancel(self) -> None:
-        """Begin no other compilation."""
+        """Cancel the compilations that have not begun."""
         for kernel in self.names:
             future = future_of(kernel)
             if future is not None:
@@ -207,7 +207,7 @@ def _is_there(future: Future[Any] | None) -> bool:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile, and the number of kernels that were not on disk."""
+    """Threads that compile; they count the kernels that were not on disk."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads, thread_name_prefix="graphengine-compile")
@@ -229,8 +229,7 @@ class _Compilers(ThreadPoolExecutor):
     def _build_launcher(self, kernel: Any) -> None:
         """Have Triton build the C program that launches kernels of this signature.
 
-        It does so at the first launch, for as long as it takes to run a C compiler, and then keeps
-        the result on disk.
+        Otherwise Triton runs the C compiler at the first launch. It keeps the result on disk.
         """
         signature = str(kernel.src.signature.values())
         with self._lock:
@@ -242,12 +241,12 @@ class _Compilers(ThreadPoolExecutor):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Have Triton say in these threads which kernels it finds on disk."""
+        """Have Triton report, in these threads, which kernels it finds on disk."""
         knobs = triton.knobs.compilation
         before = knobs.listener
 
         def listener(*, cache_hit: bool, **found: Any) -> None:
-            # Per thread: it holds for the thread that compiles, and other threads do not read it.
+            # Thread-local: only the thread that compiles the kernel reads it.
             self._thread.on_disk = cache_hit
             if before is not None:
                 before(cache_hit=cache_hit, **found)
@@ -256,7 +255,7 @@ class _Compilers(ThreadPoolExecutor):
         try:
             yield
         finally:
-            # Unless somebody has set another one meanwhile.
+            # Keep a listener that somebody else has set meanwhile.
             if knobs.listener is listener:
                 knobs.listener = before
 
@@ -270,9 +269,9 @@ _UNINITIALISED = frozenset(
 
 
 class _ZeroedMemory(TorchFunctionMode):
-    """New tensors hold zeros: garbage among a kernel's indices would stop the device for good.
+    """Zero new tensors: garbage among a kernel's indices would stop the device for good.
 
-    A mode of functions, since one of dispatch would import torch's compiler, for seconds.
+    A function mode, because a dispatch mode would import torch's compiler, which takes seconds.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

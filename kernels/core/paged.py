@@ -1,4 +1,4 @@
-"""The paged KV cache of one layer: its layout, its addresses, and what a valid one looks like.
+"""The paged KV cache of one layer: its layout, its addresses, and checks of its shape.
 
     kv[blocks, 2, block_size, G, D]     key (0) and value (1) of every token; any stride on blocks
     block_table_SB[slot, i]             the block that holds tokens i*block_size .. of a slot
@@ -7,12 +7,12 @@
 
 Token t of a slot lives in block `block_table_SB[slot, t // block_size]` at offset `t % block_size`
 (PagedAttention, Kwon et al. 2023). A cache may hold more than 2**31 elements: kernels address it
-with int64. Entries of the table past a slot's length are never followed; cache entries past it, in
-its last block, do not show in any result.
+with int64. Table entries past a slot's length are never followed, and cache entries past it, in the
+slot's last block, affect no result.
 
-A cache has the dtype of the queries, or FP8_KV (e4m3: 3 bits of mantissa, at most 448). In the
-latter a key or value, rounded to the queries' dtype first, is stored as `quantise` has it, and
-means what is stored times its scale. A launch that appends a token attends to it as it is stored.
+A cache has the dtype of the queries, or FP8_KV (e4m3: 3 bits of mantissa, at most 448). For FP8_KV
+a key or value is first rounded to the queries' dtype and then stored by `quantise`; its value is
+the stored number times its scale. A launch that appends a token attends to it as it is stored.
 
 Letters: S slots, B blocks of a slot's table, N lanes of a launch, Q query heads, G kv heads,
 D head_dim.
@@ -50,16 +50,16 @@ def cache_offsets(
 
 @triton.jit
 def quantised_bits(x, scale):
-    """`quantise` in a kernel: the bytes (uint8) of e4m3 of float32 `x / scale`, which broadcast.
+    """`quantise` in a kernel: e4m3 bytes (uint8) of float32 `x / scale`; the two broadcast.
 
-    In integers, as Triton's interpreter rounds a cast to e4m3 in its own way. It is what
-    `cvt.rn.satfinite` gives, but for a NaN's sign.
+    It computes in integers because Triton's interpreter rounds a cast to e4m3 differently. The
+    result is that of `cvt.rn.satfinite`, except for a NaN's sign.
     """
     bits = tl.div_rn(x, scale).to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # Ties to even, and the exponent's bias of 127 becomes 7.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 there are only multiples of 2**-9, which are the last bits of a float of 2**14.
+    # Below 2**-6 there are only multiples of 2**-9, which is the last bit of a float32 at 2**14.
     shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
     subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
     e4m3 = tl.where(magnitude < 0x3C800000, subnormal, normal)
@@ -69,7 +69,7 @@ def quantised_bits(x, scale):
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Float32 `x / scale` in FP8_KV: rounded to nearest even, at most 448; NaN stays NaN."""
+    """Quantise `x / scale` to FP8_KV: rounded to nearest even, at most 448; NaN stays NaN."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8_KV)
 
 
@@ -89,7 +89,7 @@ def gather_cache(
     tokens = slice(first - start * block_size, length - start * block_size)
     keys, values = (kv[:, part][blocks].flatten(0, 1)[tokens] for part in (0, 1))
     if tokens.start:
-        # A BLAS may sum in another order where its inputs are aligned in another way.
+        # A BLAS may sum in another order if its inputs are aligned differently.
         keys, values = keys.clone(), values.clone()
     return _as_floats(keys, values, kv_scales)
 
@@ -135,9 +135,9 @@ def append_to_cache(
 def check_cache_dtype(
     kv: torch.Tensor, kv_scales: torch.Tensor | None, name: str, dtype: torch.dtype, kv_heads: int
 ) -> None:
-    """Raise ValueError unless `kv` can hold what is in `dtype`, as `name` is, with these scales.
+    """Raise ValueError unless `kv` with these scales can hold the `dtype` values of `name`.
 
-    That scales are positive and finite is for those to check who make them.
+    Whoever makes the scales must check that they are positive and finite.
     """
     if kv.dtype not in (dtype, FP8_KV):
         raise ValueError(f"kv is {kv.dtype}, {name} {dtype}: it must be that, or {FP8_KV}")
@@ -188,7 +188,7 @@ def check_cache(
 def checked_output(
     out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor
 ) -> torch.Tensor:
-    """`out`, which must be a dense `shape` in `like`'s dtype, or a new uninitialised one."""
+    """Return `out`, which must be a dense `shape` in `like`'s dtype, or a new uninitialised one."""
     if out is None:
         return like.new_empty(shape)
     if out.shape != shape or out.dtype != like.dtype or not out.is_contiguous():
@@ -206,5 +206,5 @@ def token_capacity(kv: torch.Tensor, block_table_SB: torch.Tensor) -> int:
 def position_limit(
     cos: torch.Tensor, kv: torch.Tensor, block_table_SB: torch.Tensor, max_seq_len: int
 ) -> int:
-    """Positions that RoPE's table, the block table and the caller's bound all have."""
+    """Number of positions within RoPE's table, the block table and the caller's bound."""
     return min(max_seq_len, cos.shape[0], token_capacity(kv, block_table_SB))

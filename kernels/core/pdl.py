@@ -1,21 +1,21 @@
 """Programmatic dependent launch (PDL): a kernel starts while the one before it still runs.
 
-The kernels of a decode graph keep one discipline, so that each may rely on it:
+The kernels of a decode graph all follow these rules, so that each may rely on them:
 
-- Every program, a padded one too, calls `wait_for_inputs` before it exits or stores. The wait
-  returns when the launch before has completed and its stores can be seen; as that launch waited for
-  its own predecessor, everything earlier is complete as well.
+- Every program, even a padded one, calls `wait_for_inputs` before it exits or stores. The wait
+  returns when the launch before has completed and its stores are visible. That launch waited for
+  its own predecessor, so everything earlier is complete as well.
 - The next launch is triggered after the wait, never before it. So when launch k starts, launch
-  k - 2 is complete. One kernel is excepted, `_take_sums_kernel`, which takes what launch k - 1 has
-  pushed: it triggers and stores before its wait, and says why it may. The launch after it may load
-  nothing before its own wait that the pushing launch has written.
+  k - 2 is complete. The only exception is `_take_sums_kernel`, which takes what launch k - 1 has
+  pushed: it triggers and stores before its wait, and says why it may. Before its own wait, the
+  launch after it may load nothing that the pushing launch has written.
 - Before its wait a program loads only what no kernel of the graph writes (weights, host-owned
-  fields), or, past the L1 cache (`cache_modifier=".cg"`), what launch k - 2 or an earlier one
-  wrote.
+  fields), or what launch k - 2 or an earlier one wrote, bypassing the L1 cache
+  (`cache_modifier=".cg"`).
 
 A prefill graph also has ordinary launches of the BLAS and of torch. They begin when everything
-before them is complete, and the wait that follows returns when they are complete. There a kernel
-loads nothing but weights before its wait.
+before them is complete, and the next wait returns when they are complete. Kernels of a prefill
+graph load only weights before their wait.
 
 No wait is inside a loop that Triton pipelines: loads could be hoisted above it.
 Source: CUDA C++ Programming Guide, chapter "Programmatic Dependent Launch".
@@ -33,7 +33,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 def launch_options(pdl: bool) -> dict[str, bool]:
     """Keyword arguments of a kernel launch: its constexpr `PDL` and Triton's launch attribute.
 
-    In Triton's interpreter kernels run one after the other: PDL is off.
+    PDL is off in Triton's interpreter, where kernels run one after the other.
     """
     if INTERPRETED:
         return {"PDL": False}
@@ -44,8 +44,8 @@ def launch_options(pdl: bool) -> dict[str, bool]:
 def wait_for_inputs(PDL: tl.constexpr, OVERLAP: tl.constexpr = True):
     """Wait for the launch before, then let the next one start; nothing without PDL.
 
-    Without OVERLAP the next one starts as this one's programs exit. It then spreads evenly over the
-    SMs, where an early start fills those that happen to have room.
+    Without OVERLAP the next launch starts as this one's programs exit. It then spreads evenly over
+    the SMs, whereas an early start fills the SMs that happen to have room.
     """
     if PDL:
         gdc_wait()

@@ -1,8 +1,9 @@
 """Philox4x32-10 and Gumbel noise: the same integers in numpy and in Triton.
 
-A token's noise is a pure function of (seed, position, token id): no state, nothing that depends on
-the row, the bucket or the neighbours. The generator is counter-based: key = the request's seed (low
-word, high word), counter = (token id, position, 0, 0), and the noise is the first output word.
+A token's noise is a pure function of (seed, position, token id): it has no state, and does not
+depend on the row, the bucket or the neighbours. The generator is counter-based: key = the request's
+seed (low word, high word), counter = (token id, position, 0, 0), and the noise is the first output
+word.
 
 Source: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel Random Numbers: As Easy as
 1, 2, 3", SC 2011; the constants are those of Random123's philox.h. Gumbel-max: argmax(l + g) with
@@ -30,10 +31,11 @@ _WEYL_1 = tl.constexpr(0xBB67AE85)
 
 _WORD = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
-# 64 KB of uint64 an operand: a round's operands stay in the L2 cache, twice as fast at V = 128k.
+# 64 KB of uint64 per operand, so a round's operands stay in the L2 cache: twice as fast at
+# V = 128k.
 _CHUNK = 8192
 
-# Below it, 1 - u rounds too coarsely for log(1 - u); u + u^2 / 2 is then exact to float32.
+# Below this, 1 - u rounds too coarsely for log(1 - u), and u + u^2 / 2 is exact to float32.
 _SMALL_UNIFORM = tl.constexpr(2.0**-12)
 _LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
 _WORD_TO_UNIFORM = tl.constexpr(2.0**-32)
@@ -44,7 +46,7 @@ def philox4x32(
 ) -> tuple[NDArray[np.uint32], ...]:
     """The four output words of Philox4x32-10, for counters and keys that broadcast.
 
-    Integers of any dtype and sign; each stands for its low 32 bits.
+    Integers may have any dtype and sign; only their low 32 bits count.
     """
     c0, c1, c2, c3 = (_low_word(word) for word in counter)
     k0, k1 = (_low_word(word) for word in key)
@@ -107,8 +109,8 @@ def gumbel(word: NDArray[np.uint32]) -> NDArray[np.float32]:
 def philox_uint32_tile(seed, position, token_id):
     """Triton twin of `philox_uint32`: int64, int32, int32 -> uint32, of shapes that broadcast.
 
-    A word is computed in no wider a shape than its operands have: with seeds and positions [L, 1]
-    and ids [1, B], the first rounds are mostly done for L + B elements rather than L * B.
+    No word is broadcast wider than its operands: with seeds and positions [L, 1] and ids [1, B],
+    the first rounds mostly compute L + B elements rather than L * B.
     """
     bits = seed.to(tl.uint64, bitcast=True)
     k0 = bits.to(tl.uint32)

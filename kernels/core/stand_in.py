@@ -1,9 +1,9 @@
-"""What stands in for Triton while kernels are imported where it is not installed.
+"""A stand-in for Triton that lets kernel modules be imported where Triton is not installed.
 
-Triton has wheels for Linux alone. A kernel is a decorated function that only a GPU or Triton's
+Triton has wheels for Linux only. A kernel is a decorated function that only a GPU or Triton's
 interpreter runs, but decorators, `tl.constexpr` and a few sizes are evaluated when its module is
-imported. So `graphengine.kernels` imports its modules with this in Triton's place. It is gone when
-that import ends: to other packages Triton is as absent as it was.
+imported. So `graphengine.kernels` imports its modules with the stand-in in Triton's place, and
+removes it when that import ends: other packages still find Triton absent.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MODULES = (
     "triton.experimental.gluon.nvidia",
     "triton.experimental.gluon.nvidia.hopper",
 )
-"""What the kernels import of Triton."""
+"""Triton modules that the kernels import."""
 
 
 def put_in_place() -> list[str]:
-    """Let `import triton` find stand-ins where it would find nothing; the names for `remove`."""
+    """Make `import triton` find stand-ins if Triton is missing; return the names for `remove`."""
     if importlib.util.find_spec("triton") is not None:
         return []
     for name in MODULES:
@@ -45,25 +45,25 @@ def put_in_place() -> list[str]:
 
 
 def remove(names: list[str]) -> None:
-    """Take back what `put_in_place` put there."""
+    """Remove the stand-ins that `put_in_place` installed."""
     for name in names:
         del sys.modules[name]
 
 
 def module(name: str) -> ModuleType:
-    """What stands in for Triton's module of this name."""
+    """The stand-in for Triton's module of this name."""
     return _Module(name)
 
 
 class _Constant:
-    """`tl.constexpr`: a value."""
+    """Stand-in for `tl.constexpr`: holds a value."""
 
     def __init__(self, value: Any) -> None:
         self.value: Any = value.value if isinstance(value, _Constant) else value
 
 
 class _Kernel:
-    """A decorated function. RuntimeError where it would be launched."""
+    """A decorated function. RuntimeError if it is launched."""
 
     def __init__(self, function: Any) -> None:
         self.fn, self.__name__ = function, function.__name__
@@ -78,7 +78,7 @@ class _Kernel:
 
 
 class _Name:
-    """Anything else of Triton's, which only a kernel's body, an annotation or a GPU uses."""
+    """Any other name of Triton's, used only by a kernel's body, an annotation or a GPU."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -104,7 +104,7 @@ class _Name:
 class _Module(ModuleType):
     constexpr = _Constant
 
-    # A package, whose modules are here already.
+    # Marks a package; its submodules are in `sys.modules` already.
     __path__: list[str] = []  # noqa: RUF012
 
     @staticmethod

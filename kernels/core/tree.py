@@ -1,22 +1,22 @@
 """Rows of a decode launch whose lanes are the nodes of a tree of tokens, not a chain of them.
 
-Node 0 is a row's root, the token that is known; every other node is a draft that follows another
-node, its parent, which has a lower number. A node's depth is the number of its ancestors, so the
-root has depth 0. With the root at position p,
+Node 0 is a row's root, the known token; every other node is a draft token that follows its parent,
+a node with a lower number. A node's depth is the number of its ancestors, so the root has depth 0.
+With the root at position p,
 
-    position of node i     p + its depth: that of RoPE, of noise, of the request's limits
+    position of node i     p + its depth: for RoPE, noise and the request's limits
     entry of node i        p + i: where its keys and values are in the cache
-    what it attends        the entries below p, and those of its ancestors and of itself
+    attended by node i     the entries below p, its ancestors' entries, and its own
 
-Siblings share a position, and never an entry.
+Siblings share a position, but never an entry.
 
-A path must have the bits of decoding its tokens one by one, whose order of summation follows from
-positions (`attention/decode.py`). A mask over the entries would leave a key where its entry is:
-siblings in between would shift it, in its tile and perhaps to the next split. So nothing is masked:
-a node *gathers* its ancestors in the order of their depths, and the key at each position lies where
-a chain has it. Trees cost no other split, and no bit.
+A path must give the same bits as decoding its tokens one by one, where the order of summation
+follows from positions (`attention/decode.py`). A mask over the entries would leave each key at its
+entry: siblings in between would shift it within its tile, perhaps even into the next split. So
+nothing is masked. A node *gathers* its ancestors in order of depth, and the key at each position
+lies where a chain has it. Trees therefore need no extra split and change no bit.
 
-Verification walks from the root to the child whose token is what its parent sampled
+Verification walks from the root, each time to the child whose token its parent sampled
 (`step/walk.py`), and the entries of that path are moved together before anything reads them
 (`step/move.py`). Sources: SpecInfer (Miao et al., arXiv:2305.09781), Medusa (Cai et al.,
 arXiv:2401.10774), EAGLE-2 (Li et al., arXiv:2406.16858).
@@ -32,28 +32,29 @@ import torch
 
 
 class TreeTables(NamedTuple):
-    """The tree of each slot's next step. Slots may share one: any stride between them, also 0."""
+    """The tree of each slot's next step. The stride between slots is arbitrary; with 0 they share
+    one tree."""
 
     depth: torch.Tensor
     """int32 [S, W], dense rows."""
     ancestor: torch.Tensor
-    """int32 [S, W, D], dense for a slot: the ancestor of a node at each depth below its own; then
-    anything."""
+    """int32 [S, W, D], dense within a slot: a node's ancestors at depths 0, 1, ... below its own;
+    the rest is arbitrary."""
 
 
 class TreeLanes(NamedTuple):
-    """Where each lane of a launch is in its row's tree. Padded lanes hold anything."""
+    """Where each lane of a launch is in its row's tree. Padded lanes hold arbitrary values."""
 
     node: torch.Tensor
-    """int32 [N]: its number."""
+    """int32 [N]: the node's number."""
     depth: torch.Tensor
-    """int32 [N]: its ancestors, 0 .. D."""
+    """int32 [N]: the node's number of ancestors, 0 .. D."""
     ancestor: torch.Tensor
-    """int32 [N, D], dense: the numbers of its ancestors, the root first; then anything."""
+    """int32 [N, D], dense: numbers of the node's ancestors, root first; the rest is arbitrary."""
 
     @classmethod
     def new(cls, lanes: int, most: int, device: torch.device) -> TreeLanes:
-        """Uninitialised, with a greatest depth of `most`."""
+        """Uninitialised tensors for trees with a greatest depth of `most`."""
 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
@@ -62,7 +63,7 @@ class TreeLanes(NamedTuple):
 
 
 def check_tree_tables(tables: TreeTables, slots: int, width: int) -> int:
-    """D; ValueError unless the tables are those of `slots` trees of `width` nodes."""
+    """Return D; ValueError unless the tables hold `slots` trees of `width` nodes."""
     depth, ancestor = tables
     most = ancestor.shape[-1] if ancestor.dim() == 3 else 0
     for name, table, shape in (
@@ -80,7 +81,7 @@ def check_tree_tables(tables: TreeTables, slots: int, width: int) -> int:
 
 
 def check_tree_lanes(tree: TreeLanes, lanes: int, width: int | None = None) -> int:
-    """D; ValueError unless the tree is that of `lanes` lanes, in rows of `width` if it is given."""
+    """Return D; ValueError unless `tree` holds `lanes` lanes, in rows of `width` if given."""
     most = tree.ancestor.shape[-1] if tree.ancestor.dim() == 2 else 0
     shapes = (("node", (lanes,)), ("depth", (lanes,)), ("ancestor", (lanes, most)))
     for name, shape in shapes:
@@ -101,6 +102,6 @@ def _check_depth(most: int, width: int | None) -> None:
 
 
 def ancestors_of(tree: TreeLanes, lane: int) -> list[int]:
-    """The numbers of a lane's ancestors, the root first; for plain twins."""
+    """The numbers of a lane's ancestors, root first; for the plain PyTorch twins."""
     found: list[int] = tree.ancestor[lane, : int(tree.depth[lane])].tolist()
     return found

@@ -1,15 +1,15 @@
-"""What differs between the versions of Triton that the kernels are compiled with, 3.6 to 3.9.
+"""Differences between the supported versions of Triton, 3.6 to 3.9.
 
-Kernels are written once, with the names of this module for what has changed its name or its place:
+Kernels are written once and use this module's names for whatever was renamed or moved:
 
     3.7  `thread_barrier` became `barrier`
     3.8  `async_copy_global_to_shared` became `async_load`, and `async_copy_shared_to_global`
-         `async_store`; from 3.9 on the former names raise
+         `async_store`; from 3.9 on the old names raise
     3.9  `_reinterpret` became `reinterpret`
-    3.9  a `FutureKernel` has no `future` any more once it has a result, or failed
+    3.9  a `FutureKernel` loses its `future` once it has a result or has failed
     3.10 products and sums are no longer contracted unless a launch asks for it
 
-Nothing else here uses what Triton or Gluon keep private.
+Nothing else in this package uses private parts of Triton or Gluon.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 NEWEST = "3.9"
-"""The newest version that was tried."""
+"""The newest version that the kernels were tried with."""
 
 OPTIONS = {"enable_fp_fusion": True}
-"""Of every launch. Bits depend on whether a product and a sum are rounded once or twice."""
+"""Options of every launch. Fusing a product and a sum rounds once, not twice, and changes bits."""
 
 sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier
 """Wait for all threads of the program."""
 
 load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-"""(memory, pointers, mask): begin a copy from global to shared memory."""
+"""Begin a copy from global to shared memory: (memory, pointers, mask)."""
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""(descriptor, place, mbarrier, memory, pred): begin to copy a tile to shared memory by the TMA."""
+"""Begin a TMA copy of a tile to shared memory: (descriptor, place, mbarrier, memory, pred)."""
 
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-"""(descriptor, place, memory): begin to copy a tile from shared memory by the TMA."""
+"""Begin a TMA copy of a tile from shared memory: (descriptor, place, memory)."""
 
 
 @builtin
 def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
-    """The same shared memory as another type, shape and layout."""
+    """View shared memory with another type, shape and layout."""
     method = getattr(memory, "reinterpret", None) or memory._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
 
 
 def future_of(kernel: triton.FutureKernel) -> Future[Any] | None:
-    """The compilation that is awaited; None where its result was asked for, from 3.9 on."""
+    """The pending compilation of a kernel; None, from 3.9 on, once its result was asked for."""
     return cast("Future[Any] | None", kernel.future)
 
 
 def bits_of_triton(device: str) -> dict[str, str]:
-    """What of Triton the bits of kernels on this type of device depend on: {"triton": "3.6"}."""
+    """The Triton version that kernel bits on this device type depend on: {"triton": "3.6"}."""
     return {} if device == "cpu" else {"triton": _minor(triton.__version__)}
 
 
 def warn_if_untried(version: str | None = None) -> None:
-    """Warn of a version of Triton, by default the one at hand, that is newer than `NEWEST`."""
+    """Warn if a version of Triton, by default the installed one, is newer than `NEWEST`."""
     version = version or str(triton.__version__)
     if tuple(map(int, _minor(version).split("."))) > tuple(map(int, NEWEST.split("."))):
         warnings.warn(

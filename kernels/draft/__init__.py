@@ -1,1 +1,1 @@
-"""Drafts: the modules around a draft layer, n-grams, draft models, relaxed acceptance."""
+"""Kernels for drafting: draft modules, n-grams, draft models, trees, relaxed acceptance."""

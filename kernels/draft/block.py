@@ -1,14 +1,14 @@
-"""What surrounds the one run of a block drafter: a block of masks begins, its drafts are committed.
+"""Kernels around the one run of a block drafter: begin a block of masks, and commit its drafts.
 
 A block is B lanes at consecutive positions: the row's newest token, and masks after it. They attend
-what was verified, and each other. Drafts are read off the last K of them, all at once: where B is
-K + 1 a mask is a draft of its own position (DFlash, arXiv:2602.06036), and where B is K each lane
+verified tokens and each other. Drafts are read off the last K lanes, all at once: where B is K + 1,
+a mask lane drafts the token at its own position (DFlash, arXiv:2602.06036); where B is K, each lane
 drafts the token after it (DSpark, deepseek-ai/DeepSpec).
 
     begin_block_draft -> (layers, lm_head) -> commit_block_draft
 
-Letters: S slots, R rows, W lanes of a row that the target was fed, N = R * W, B lanes of a block,
-K drafts, V vocabulary, H hidden, T groups of columns.
+Letters: S slots, R rows, W target lanes of a row, N = R * W, B lanes of a block, K drafts,
+V vocabulary, H hidden, T groups of columns.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class BlockDraft(NamedTuple):
     """The lanes of a block drafter's run, in new tensors."""
 
     context_slot: torch.Tensor
-    """int32 [N]: of each lane that the target was fed its slot, if its token stays; else -1."""
+    """int32 [N]: the slot of each lane that the target was fed, if its token stays; else -1."""
     lanes: DecodeLanes
-    """R * B: lane r * B is row r's newest token, at the position after what was verified."""
+    """R * B: lane r * B is row r's newest token, at the position after the verified tokens."""
     rows: DecodeLanes
     """R: the first lane of each row."""
     start: torch.Tensor
-    """int32 [R + 1]: where each row's lanes begin, as of `paged_prefill_attention`."""
+    """int32 [R + 1]: where each row's lanes begin, as in `paged_prefill_attention`."""
     seen: torch.Tensor
-    """int32 [R]: the position past the last one of the block."""
+    """int32 [R]: the position after the block's last one."""
 
 
 def begin_block_draft(
@@ -73,20 +73,20 @@ def begin_block_draft(
     limit: int,
     pdl: bool = False,
 ) -> BlockDraft:
-    """The lanes of a run after a verified step, and their residual stream; one launch.
+    """Make the lanes of a run after a verified step, and their residual stream; one launch.
 
     Args:
-        token_N: int32, the target's token after each lane; of a row that emitted `count` tokens the
-            last of them, lane count - 1, is its newest.
+        token_N: int32, the target's token after each lane. The newest token of a row that emitted
+            `count` tokens is that of its lane count - 1.
         count_R: int32, tokens that each row emitted, at most its live lanes. A row without any has
             no block.
-        lanes: what the target was fed.
-        embedding_VH: any float dtype, dense rows. norm_weight_H: of the first RMSNorm.
+        lanes: the lanes that the target was fed.
+        embedding_VH: any float dtype, dense rows. norm_weight_H: weight of the first RMSNorm.
         residual: R * B lanes, written in place as by `gather_and_embed`.
-        width: B. mask_token: what all lanes but a row's first embed.
-        limit: positions that the cache has; lanes at it and past it are padded.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `token_N` and
-            `count_R` may be as new as that one, the lanes older.
+        width: B. mask_token: the token that all lanes but a row's first embed.
+        limit: positions that the cache has; lanes at or past it are padded.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. That one may
+            write `token_N` and `count_R`; the lanes must be older.
 
     ValueError for a shape, dtype or number that does not fit.
     """
@@ -191,17 +191,17 @@ def commit_block_draft(
     rows: int,
     pdl: bool = False,
 ) -> None:
-    """Write each live row's drafts into the table, those of its last K lanes; one launch.
+    """Write the drafts of each live row's last K lanes into the table; one launch.
 
-    A draft is -1, none, where its lane is padded or had no valid logits.
+    A draft is -1 (none) where its lane is padded or had no valid logits.
 
     Args:
-        tiles: of the R * B lanes of a block.
-        lanes: these lanes; a row is live where its first one is. Their tokens are not read.
+        tiles: those of the R * B lanes of the blocks.
+        lanes: these lanes; a row is live if its first lane is. Their tokens are not read.
         draft_SK: int32 [S, K], updated in place; K is at most B.
         rows: R.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only the tiles
-            may be as new as that one.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Of the inputs,
+            that one may write only the tiles.
 
     ValueError for a shape or dtype that does not fit.
     """
@@ -266,9 +266,9 @@ def _begin_block_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane that was fed, and one a lane of a block.
+    """One program per lane that the target was fed, and one per lane of a block.
 
-    Only the target's tokens and the counts are as new as the launch before.
+    Only the target's tokens and the counts may come from the launch before.
     """
     row = tl.program_id(0) // (W + B)
     number = tl.program_id(0) % (W + B)
@@ -326,7 +326,7 @@ def _commit_block_kernel(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row and draft."""
+    """One program per row and draft."""
     row = tl.program_id(0)
     number = tl.program_id(1)
     lane = row * B + (B - K) + number

@@ -1,10 +1,10 @@
-"""Withholds drafts that are likely to be refused: their lanes stay padded, which costs less.
+"""Withhold drafts that are likely to be rejected: their lanes stay padded, which costs less.
 
 A draft's chance is the square root of its own probability times the share of drafts that its slot's
-latest steps accepted; a draft is verified while the product of the chances up to it is not below a
-threshold. A drafter's probability follows how often it is right (EAGLE-2, arXiv:2406.16858, section
-3.2); the share corrects it where a request is harder than it looks. A step that verified nothing
-counts as one that was right, so that a slot tries again.
+latest steps accepted. A draft is verified if the product of all chances up to its own reaches a
+threshold. A drafter's probability tracks how often it is right (EAGLE-2, arXiv:2406.16858, section
+3.2); the share corrects it where a request is harder than it looks. A step that verified no draft
+counts as fully accepted, so that a slot tries again.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, M lanes of the run before.
 """
@@ -23,7 +23,7 @@ from graphengine.kernels.draft.draft import DraftTiles
 from graphengine.kernels.draft.top_drafts import TopDrafts
 from graphengine.kernels.sample.sampling import tile_of_token, tile_of_token_reference
 
-# How much of the share a step replaces.
+# Weight of the newest step in the share.
 _RATE = tl.constexpr(1 / 16)
 
 
@@ -34,8 +34,8 @@ def follow_acceptance(
 
     Args:
         recent_S: float32, updated in place: in [0, 1], and 1 before a slot's first step.
-        count_R: int32, tokens that each row emitted; a row that emitted none is passed over.
-        slot_N: int32, of the lanes that were verified, W for each row.
+        count_R: int32, tokens that each row emitted; a row that emitted none is skipped.
+        slot_N: int32, slots of the verified lanes, W for each row.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `slot_N` must be
             older than that one.
 
@@ -86,22 +86,23 @@ def withhold_drafts(
     first: bool,
     pdl: bool = False,
 ) -> DraftTiles:
-    """The drafts that are worth verifying, for `commit_draft` and its kind; one launch.
+    """Select the drafts that are worth verifying, for the kernels that commit them; one launch.
 
     Args:
-        drafts: of M lanes, one for each.
-        slot_R: int32, of the lanes that the drafts follow, one a row.
-        source_R: int32, the lane of the drafts for each row; None for its own, and M is R.
+        drafts: one draft for each of M lanes.
+        slot_R: int32, slots of the lanes that the drafts follow, one per row.
+        source_R: int32, the lane of the drafts for each row; None: row r uses lane r, and M is R.
         recent_S: float32, as `follow_acceptance` leaves it.
         sure_R: float32, updated in place: the product of the row's chances so far.
         least: the product below which a draft is withheld, in (0, 1].
         first: whether these are the chain's first drafts; `sure_R` is then not read.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only the drafts
-            may be as new as that one.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Of the inputs,
+            that one may write only the drafts.
 
     Returns:
-        New tiles [M, 1] of the lanes that a live row takes; those of withheld drafts are not valid,
-        so nothing is drafted there. ValueError for a shape, dtype or number that does not fit.
+        New tiles [M, 1], written for the lanes that live rows use. Tiles of withheld drafts are not
+        valid, so nothing is drafted there. ValueError for a shape, dtype or number that does not
+        fit.
     """
     lanes, rows = drafts.token.shape[0], slot_R.numel()
     check_lanes(rows, slot=slot_R, **({} if source_R is None else {"source": source_R}))
@@ -160,7 +161,7 @@ def withhold_drafts_reference(
 def _follow_kernel(
     recent_ptr, count_ptr, slot_ptr, W: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0)
     w = tl.arange(0, BLOCK_W)
     fed_slot = tl.load(slot_ptr + row * W + w, mask=w < W, other=-1, cache_modifier=".cg")
@@ -190,7 +191,7 @@ def _withhold_kernel(
     FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row. Of what it reads only the drafts are as new as the launch before."""
+    """One program per row. Only the drafts may come from the launch before."""
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row, cache_modifier=".cg")
     live = slot >= 0

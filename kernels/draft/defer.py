@@ -1,10 +1,11 @@
-"""Puts what a request's filters leave out after what they keep, where several drafts are wanted.
+"""Rank tokens that a request's filters leave out after those they keep, for several drafts per
+lane.
 
-The best draft is then the one that the filters give. What they leave out of the draft's logits may
-be in the set that they keep of the target's, so it is not lost: it comes after all that is kept.
+The best draft is then the one that the filters give. Tokens that the filters drop from the draft's
+logits may still be kept in the target's, so they stay: they rank after all kept ones.
 
-    cutoff   one program a lane   the set that the filters keep, as a threshold (`cutoff.py`)
-    defer    (lane, vocab tile)   lower what is not in it
+    cutoff   one program per lane   the set that the filters keep, as a threshold (`cutoff.py`)
+    defer    (lane, vocab tile)     lower the logits outside the set
 
 Letters: N lanes, V vocabulary.
 """
@@ -33,8 +34,8 @@ from graphengine.kernels.sample.cutoff import find_cutoffs
 from graphengine.kernels.sample.sampling import kept_reference
 
 FAR = tl.constexpr(10000.0)
-"""How much lower, over the temperature: far more than noise makes up for. It is finite, so that
-among what is left out the order stays."""
+"""How far filtered logits are lowered, over the temperature: far more than noise makes up for. It
+is finite, so that filtered tokens keep their order."""
 
 _BLOCK = 1024
 
@@ -48,16 +49,16 @@ def defer_filtered(
     ahead: int,
     pdl: bool = False,
 ) -> None:
-    """Lower in place what each live lane's filters leave out. Two launches.
+    """Lower in place the logits that each live lane's filters leave out. Two launches.
 
     Args:
         logits_NV: float32, dense rows, any stride between them.
         slot_N, position_N: int32; older than the launch before.
         params: indexed by slot; host-owned.
-        ahead: positions from a lane to the token that its logits are of.
+        ahead: positions from a lane to the token that its logits predict.
         pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`.
 
-    Stop ids that wait for their min_len may be lowered or not. ValueError for a shape, dtype or
+    Stop ids that min_len still forbids may or may not be lowered. ValueError for a shape, dtype or
     number that does not fit.
     """
     lanes, vocabulary = check_logits(logits_NV)
@@ -118,7 +119,7 @@ def _defer_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane and tile. Without filters all keys lie above the cut."""
+    """One program per lane and tile. Without filters all keys lie above the cut."""
     lane = tl.program_id(0)
     slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
     temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)

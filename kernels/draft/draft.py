@@ -1,14 +1,14 @@
-"""What surrounds the runs of a draft module: its input is made, its drafts are committed.
+"""Kernels around the runs of a draft module: make its input, and commit its drafts.
 
     decode    begin_module_draft -> (module, lm_head) -> advance_module_draft -> (module, lm_head)
               -> ... -> commit_draft
     prefill   combine_hidden -> (module, lm_head of the last lane) -> advance_module_draft -> ...
 
 A module's run at position p takes the hidden state at p and the token at p + 1, as
-`[norm_e(E(token)); norm_h(hidden)]` (DeepSeek-V3, arXiv:2412.19437, section 2.2), and what it says
-is the draft of position p + 2. The kernels in between fold all the small work of a chain into one
-launch (`draft_triton.py`): reduce the tiles of the run before to a draft, write that down, embed
-it, normalise.
+`[norm_e(E(token)); norm_h(hidden)]` (DeepSeek-V3, arXiv:2412.19437, section 2.2), and drafts the
+token at position p + 2. The kernels between runs fold all the small work of a chain into one launch
+(`draft_triton.py`): reduce the tiles of the run before to a draft, store the draft, embed it,
+normalise.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, M lanes of the run before, C tiles of
 the draft vocabulary, D its size, V vocabulary, H hidden, T groups of columns, K drafts.
@@ -47,20 +47,20 @@ from graphengine.kernels.sample.sampling import check_tiles, token_of_tiles_refe
 from graphengine.kernels.step.state import DecodeLanes
 
 Hidden = Residual | torch.Tensor
-"""Hidden states: a stream that is scaled for their final norm and not yet divided by its root mean
-square, or plain rows [M, H]. Padded lanes hold anything."""
+"""Hidden states: a stream that is scaled for its final norm but not yet divided by its root mean
+square, or plain rows [M, H]. Padded lanes hold arbitrary values."""
 
 Start = Literal["zeros", "hidden", "normed"]
-"""What a module's residual stream starts with: zeros, to which its projection is added; the hidden
-state; or the hidden state's half of its input, before that is rounded."""
+"""Start of a module's residual stream: zeros, to which its projection is added; the hidden state;
+or the hidden state's half of the input, before it is rounded."""
 START_CODES = {start: code for code, start in enumerate(get_args(Start))}
 
 
 class Fusion(NamedTuple):
-    """How the input of a draft module is made of a token and a hidden state."""
+    """How the input of a draft module is made from a token and a hidden state."""
 
     embedding: torch.Tensor
-    """float [V, H], dense rows; may exceed 2**31 elements. The target's."""
+    """The target's: float [V, H], dense rows; may exceed 2**31 elements."""
     embedding_norm: torch.Tensor
     """float [H]"""
     hidden_norm: torch.Tensor
@@ -76,17 +76,17 @@ class FirstDraft(NamedTuple):
     """The first run of a module after a verified step; valid until the next replay."""
 
     lanes: DecodeLanes
-    """N lanes: those that emitted a token, which each takes in; the rest are padded."""
+    """N lanes: those that emitted a token, each with its token; the rest are padded."""
     rows: DecodeLanes
-    """R lanes: the last live one of each row; padded where the row emitted nothing."""
+    """R lanes: the last live one of each row; padded if the row emitted nothing."""
     source: torch.Tensor
-    """int32 [R]: the number of that lane among the N; a row's first where it emitted nothing."""
+    """int32 [R]: the number of that lane among the N; a row's first if it emitted nothing."""
     combined: torch.Tensor
     """[N, 2H]: the module's input."""
 
 
 class NextDraft(NamedTuple):
-    """A later run of a module: one lane a row; valid until the next replay."""
+    """A later run of a module: one lane per row; valid until the next replay."""
 
     lanes: DecodeLanes
     combined: torch.Tensor
@@ -97,7 +97,7 @@ class DraftTiles(NamedTuple):
     """The drafts of a run, before they are reduced over the vocabulary."""
 
     best: torch.Tensor
-    """int64 [M, C], from an lm_head with the sampler folded in, as `health` is."""
+    """int64 [M, C]; like `health`, from an lm_head with the sampler folded in."""
     health: torch.Tensor
     """int32 [M, C]"""
 
@@ -113,19 +113,20 @@ def combine_hidden(
     residual: Residual | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The input of a draft module for each live lane: both halves normed, side by side.
+    """Make the input of a draft module for each live lane: both halves normed, side by side.
 
     norm(v) = v / sqrt(mean(v**2) + eps) * weight in float32, rounded once. The hidden state of a
-    stream is rounded before, once, as a model does after its final norm.
+    stream is rounded once before that, as a model does after its final norm.
 
     Args:
-        token_N, slot_N: int32; a prefill chunk's lanes as well as those of decode.
+        token_N, slot_N: int32; lanes of a prefill chunk or of decode.
         hidden: M >= N lanes, or any number with `source_N`.
-        source_N: int32, the lane of `hidden` that each lane takes; None for its own.
-        hidden_eps: of the norm whose scaled stream `hidden` is; unused with a plain one.
+        source_N: int32, the lane of `hidden` that each lane takes; None: its own.
+        hidden_eps: epsilon of the final norm that a `hidden` stream is scaled for; unused with
+            plain rows.
         residual: the module's stream: `x` of the live lanes is set to `fusion.start`.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only `token_N`
-            may be as new as that one.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Of the inputs,
+            that one may write only `token_N`.
 
     Returns:
         New [N, 2H] of the embedding's dtype. A live lane whose token is outside 0..V-1 becomes NaN;
@@ -188,21 +189,21 @@ def begin_module_draft(
     residual: Residual,
     pdl: bool = False,
 ) -> FirstDraft:
-    """The lanes and the input of a module's first run after a verified step; one launch.
+    """Make the lanes and the input of a module's first run after a verified step; one launch.
 
     Lane j of a row pairs the target's hidden state at its position with the target's token after
-    that, so that the module's cache gets what was verified. Of a row that emitted `count` tokens
-    its lanes 0 .. count - 1 are live; it drafts on after the last of them.
+    it, so that the module's cache gets the verified tokens. In a row that emitted `count` tokens
+    lanes 0 .. count - 1 are live, and drafting continues after the last of them.
 
     Args:
         token_N: int32, the target's token after each lane; read where the lane is live.
         count_R: int32, tokens that each row emitted, at most its live lanes; N is W * R.
-        lanes: what the target was fed; after a tree those of the accepted path.
+        lanes: the lanes that the target was fed; after a tree those of the accepted path.
         hidden: the target's, N lanes, or any number with `source_N`.
-        source_N: int32, the lane of `hidden` that each lane takes, as of `combine_hidden`; read
+        source_N: int32, the lane of `hidden` that each lane takes, as in `combine_hidden`; read
             where the lane is live. It is as old as the lanes.
-        hidden_eps, residual: as of `combine_hidden`.
-        pdl: as of `combine_hidden`; `count_R` too may be as new as the launch before.
+        hidden_eps, residual: as in `combine_hidden`.
+        pdl: as in `combine_hidden`; the launch before may also write `count_R`.
 
     Returns:
         New tensors. ValueError for a shape or dtype that does not fit.
@@ -297,10 +298,11 @@ def advance_module_draft(
     and the hidden state of the lane that made it.
 
     Args:
-        tiles, rows, draft_SK, index, limit, source_R: as of `commit_draft`.
-        hidden: of the run before, M lanes as its tiles. hidden_eps: of the norm after that run.
-        residual: R lanes, as of `combine_hidden`.
-        pdl: as of `combine_hidden`; only the tiles may be as new as the launch before.
+        tiles, rows, draft_SK, index, limit, source_R: as in `commit_draft`.
+        hidden: output of the run before, M lanes like its tiles. hidden_eps: epsilon of the norm
+            after that run.
+        residual: R lanes, as in `combine_hidden`.
+        pdl: as in `combine_hidden`, but the launch before may write only the tiles.
 
     Returns:
         New tensors. ValueError for a shape or dtype that does not fit.
@@ -346,24 +348,24 @@ def commit_draft(
     source_R: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> DecodeLanes:
-    """Write each live row's draft into `draft_SK[slot, index]`; all later drafts become -1, none.
+    """Write each live row's draft into `draft_SK[slot, index]`; later drafts become -1 (none).
 
-    The draft is -1, too, where the run had no valid logits.
+    The draft is also -1 if the run had no valid logits.
 
     Args:
-        tiles: of M lanes.
-        rows: the lanes that the drafts follow, one a row; their tokens are not read.
+        tiles: those of M lanes.
+        rows: the lanes that the drafts follow, one per row; their tokens are not read.
         draft_SK: int32 [S, K], updated in place.
         index: 0 <= index < K.
-        limit: positions that the cache has; no lane is put at it or past it.
-        source_R: int32, the lane of the tiles for each row; None for its own, and M is R.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only the tiles
-            may be as new as that one.
+        limit: positions that the cache has; no lane is put at or past it.
+        source_R: int32, the lane of the tiles for each row; None: row r uses lane r, and M is R.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Of the inputs,
+            that one may write only the tiles.
 
     Returns:
-        New lanes for the next run: the draft, at the position after. Padded where the row is,
-        where there is no draft, and where the position would reach the limit. ValueError for a
-        shape or dtype that does not fit.
+        New lanes for the next run: the draft, at the next position. Padded where the row is, where
+        there is no draft, and where the position would reach the limit. ValueError for a shape or
+        dtype that does not fit.
     """
     count = check_commit(tiles, rows, draft_SK, index, source_R)
     if not use_triton(rows.slot):
@@ -414,7 +416,7 @@ def new_lanes(count: int, like: torch.Tensor) -> DecodeLanes:
 
 
 def check_steps(token_N: torch.Tensor, count_R: torch.Tensor, lanes: DecodeLanes) -> int:
-    """N; ValueError unless what a verified step left fits its lanes and rows."""
+    """Return N; ValueError unless the results of a verified step fit its lanes and rows."""
     N, rows = token_N.numel(), count_R.numel()
     check_lanes(N, token=token_N, **{f"lanes.{name}": x for name, x in lanes._asdict().items()})
     check_lanes(rows, count=count_R)
@@ -424,7 +426,7 @@ def check_steps(token_N: torch.Tensor, count_R: torch.Tensor, lanes: DecodeLanes
 
 
 def check_draft_table(draft_SK: torch.Tensor) -> int:
-    """K; ValueError unless the table is dense int32 [S, K] with K >= 1."""
+    """Return K; ValueError unless the table is dense int32 [S, K] with K >= 1."""
     shape, dtype = tuple(draft_SK.shape), draft_SK.dtype
     if len(shape) != 2 or 0 in shape or dtype != torch.int32 or not draft_SK.is_contiguous():
         raise ValueError(f"draft_tokens must be a dense int32 [S, K], not {dtype} {shape}")
@@ -438,7 +440,7 @@ def check_commit(
     index: int,
     source_R: torch.Tensor | None,
 ) -> int:
-    """R; ValueError unless the operands of a commit fit each other."""
+    """Return R; ValueError unless the operands of a commit fit each other."""
     count = rows.slot.numel()
     check_lanes(count, **{f"rows.{name}": field for name, field in rows._asdict().items()})
     if source_R is not None:
@@ -451,7 +453,7 @@ def check_commit(
 
 
 def check_hidden(hidden: Hidden, fusion: Fusion, lanes: int | None) -> None:
-    """ValueError unless `hidden` has the fusion's width and at least `lanes` lanes."""
+    """Raise ValueError unless `hidden` has the fusion's width and at least `lanes` lanes."""
     check_rows(embedding=fusion.embedding)
     H = fusion.embedding.shape[1]
     for name in ("embedding_norm", "hidden_norm"):
@@ -466,7 +468,7 @@ def check_hidden(hidden: Hidden, fusion: Fusion, lanes: int | None) -> None:
 
 
 def check_stream(residual: Residual | None, lanes: int, fusion: Fusion) -> None:
-    """ValueError unless the module's stream has these lanes."""
+    """Raise ValueError unless the module's stream has this many lanes."""
     if residual is not None:
         x = residual.x
         output_rows(x, (lanes, fusion.embedding.shape[1]), dtype=torch.float32, like=x)
@@ -483,7 +485,7 @@ def hidden_rows(hidden: Hidden, source: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def _normed_rows(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """float32 x / sqrt(mean(x**2) + eps) * weight."""
+    """Norm each row: float32 x / sqrt(mean(x**2) + eps) * weight."""
     scale = 1 / torch.sqrt(sum_rows(x.square()) / x.shape[1] + eps)
     return x * scale[:, None] * weight_H.float()
 
@@ -491,7 +493,7 @@ def _normed_rows(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.T
 def fusion_args(
     hidden: Hidden, fusion: Fusion, hidden_eps: float, lanes: int, residual: Residual | None
 ) -> tuple[FusionArgs, dict[str, Any]]:
-    """Operands, with a new `combined`, and the sizes and warps of a launch; these follow from H."""
+    """Operands with a new `combined`, and sizes and warps of a launch, which follow from H."""
     squares = hidden.squares if isinstance(hidden, Residual) else None
     value = hidden.scaled if isinstance(hidden, Residual) else hidden
     V, H = fusion.embedding.shape
@@ -520,7 +522,7 @@ def fusion_args(
         "START": START_CODES[fusion.start],
         "BLOCK_H": block_h,
         "BLOCK_T": triton.next_power_of_2(max(groups, 1)),
-        # Latency counts: few numbers a thread.
+        # Few numbers per thread: latency matters.
         "num_warps": min(max(block_h // 256, 4), 16),
     }
     return args, options
@@ -550,7 +552,7 @@ def commit_args(
 
 
 def commit_blocks(tiles: DraftTiles, draft_SK: torch.Tensor, warps: int) -> dict[str, int]:
-    """Tile sizes for `commit_lane` in a kernel of this many warps: at most 16 tiles a thread."""
+    """Tile sizes for `commit_lane` in a kernel of so many warps: at most 16 tiles per thread."""
     return {
         "BLOCK_C": min(triton.next_power_of_2(tiles.best.shape[1]), 512 * warps),
         "BLOCK_K": triton.next_power_of_2(draft_SK.shape[1]),

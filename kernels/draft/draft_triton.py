@@ -1,7 +1,7 @@
-"""The Triton kernels of `draft.py`, and their parts, of which the other drafters' are made too.
+"""The Triton kernels of `draft.py`, and functions that the other drafters' kernels share.
 
-A kernel has one program a lane, or one a row. The hidden state's half of a module's input is made
-before the wait; the half of the token after it, by the program that learns the token.
+A kernel has one program per lane or per row. The hidden state's half of a module's input is made
+before the wait; the token's half is made after it, by the program that learns the token.
 
 Letters: W lanes of a row, C tiles of the draft vocabulary, V vocabulary, H hidden, T groups of
 columns, K drafts.
@@ -20,7 +20,7 @@ from graphengine.kernels.sample.sampling import token_of_tiles
 
 
 class FusionArgs(NamedTuple):
-    """Operands of `combine_hidden` for a kernel; without squares the hidden state is plain."""
+    """Kernel operands of `combine_hidden`; without squares the hidden states are plain rows."""
 
     hidden: torch.Tensor
     squares: torch.Tensor | None
@@ -39,7 +39,7 @@ class FusionArgs(NamedTuple):
 
 
 class StreamArgs(NamedTuple):
-    """Operands of `load_hidden` alone, as `FusionArgs` has them."""
+    """Kernel operands of `load_hidden` alone, named as in `FusionArgs`."""
 
     hidden: torch.Tensor
     squares: torch.Tensor | None
@@ -49,7 +49,7 @@ class StreamArgs(NamedTuple):
 
 
 class CommitArgs(NamedTuple):
-    """Operands of `commit_draft` for a kernel."""
+    """Kernel operands of `commit_draft`."""
 
     best: torch.Tensor
     health: torch.Tensor
@@ -78,7 +78,7 @@ def combine_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane. Of all that it reads only the tokens are as new as the launch before."""
+    """One program per lane. Only the tokens may come from the launch before."""
     lane = tl.program_id(0)
     live = tl.load(slot_ptr + lane, cache_modifier=".cg") >= 0
     source = lane
@@ -116,9 +116,9 @@ def begin_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane; that of a row's first lane says where the row goes on.
+    """One program per lane; that of a row's first lane also writes where the row continues.
 
-    Only the target's tokens and the counts are as new as the launch before.
+    Only the target's tokens and the counts may come from the launch before.
     """
     lane = tl.program_id(0)
     row = lane // W
@@ -169,7 +169,7 @@ def advance_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row. Of all that it reads only the tiles are as new as the launch before."""
+    """One program per row. Only the tiles may come from the launch before."""
     row = tl.program_id(0)
     slot, position, source = load_row(commit, row)
     hidden, start = normed_hidden(fusion, source, slot >= 0, H, GROUPS, START, BLOCK_H, BLOCK_T)
@@ -184,7 +184,7 @@ def advance_kernel(
 def commit_kernel(
     commit, index, limit, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0)
     slot, position, source = load_row(commit, row)
     wait_for_inputs(PDL)
@@ -194,7 +194,7 @@ def commit_kernel(
 
 @triton.jit
 def load_row(commit, row):
-    """Slot, position and source of a row, for loads before the wait."""
+    """Load slot, position and source of a row, before the wait."""
     slot = tl.load(commit.row_slot + row, cache_modifier=".cg")
     live = slot >= 0
     position = tl.load(commit.row_position + row, mask=live, other=0, cache_modifier=".cg")
@@ -216,7 +216,7 @@ def commit_lane(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write a row's draft into the table and its next lane; returns the draft and whether that
+    """Write a row's draft into the table, and its next lane; return the draft, and whether that
     lane is live."""
     live = slot >= 0
     draft = token_of_tiles(commit.best, commit.health, source, commit.tiles, live, BLOCK_C)
@@ -239,7 +239,7 @@ def store_lane(token_ptr, slot_ptr, position_ptr, lane, token, slot, position, l
 
 @triton.jit
 def load_weight(weight_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """float32 [BLOCK_H], 0 past the end."""
+    """Load a weight as float32 [BLOCK_H], 0 past the end."""
     h = tl.arange(0, BLOCK_H)
     return tl.load(weight_ptr + h, mask=h < H, other=0.0).to(tl.float32)
 
@@ -255,8 +255,8 @@ def normed_hidden(
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The hidden state's half of a combined row, and what its stream starts with; both float32
-    [BLOCK_H], before the wait.
+    """Compute, before the wait, the hidden state's half of a combined row and the start of its
+    stream; both float32 [BLOCK_H].
     """
     weight = load_weight(fusion.hidden_norm, H, BLOCK_H)
     value = load_hidden(fusion, lane, live, H, GROUPS, BLOCK_H, BLOCK_T)
@@ -266,7 +266,9 @@ def normed_hidden(
 
 @triton.jit
 def stream_start(value, half, START: tl.constexpr):
-    """Of a hidden state and its normed half, what START (`draft.START_CODES`) says."""
+    """Start of the residual stream that START (`draft.START_CODES`) selects, given the hidden state
+    and its normed half.
+    """
     if START == 0:
         start = tl.zeros_like(value)
     elif START == 1:
@@ -286,7 +288,9 @@ def load_hidden(
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """A lane's hidden state as the model's dtype has it, float32 [BLOCK_H]; before the wait."""
+    """Load, before the wait, a lane's hidden state, rounded to the model's dtype: float32
+    [BLOCK_H].
+    """
     h = tl.arange(0, BLOCK_H)
     source = stream.hidden + lane.to(tl.int64) * stream.hidden_stride + h
     value = tl.load(source, mask=live & (h < H), other=0.0, cache_modifier=".cg").to(tl.float32)

@@ -1,20 +1,20 @@
-"""A tree whose shape follows from the draft's probabilities, as EAGLE-2 makes it, on the device.
+"""Trees whose shape follows from the drafts' probabilities, as in EAGLE-2, built on the device.
 
     top_drafts -> expand_tree -> (module, lm_head) -> top_drafts -> expand_tree -> ... -> keep_best
 
-Each depth's candidates are the T best drafts after each lane of the run before; of these the T with
-the best scores are expanded: they are the lanes of the next run. At the end the K best candidates
-of all depths are kept. Source: EAGLE-2 (Li et al., arXiv:2406.16858), section 4.
+Each depth's candidates are the T best drafts after each lane of the run before. The T candidates
+with the best scores are expanded: they are the lanes of the next run. At the end the K best
+candidates of all depths are kept. Source: EAGLE-2 (Li et al., arXiv:2406.16858), section 4.
 
-Scores, numbers and order of candidates are those of `tree_candidates.py`. A score is at most the
-parent's, whose number is lower, so a candidate's ancestors are kept before it is: in the order of
-their scores the kept ones are the nodes 1, 2, ... of a tree (`core/tree.py`).
+`tree_candidates.py` defines the scores, numbers and order of candidates. A candidate's score is at
+most its parent's, and its number is higher, so its ancestors are kept before it. In the order of
+their scores the kept candidates are the nodes 1, 2, ... of a tree (`core/tree.py`).
 
 In the module's cache lane b of the run at depth g has entry 1 + (g - 1) * T + b after its root's.
 
 Letters: S slots, R rows, W = K + 1 nodes, T drafts of a lane, D depth of the tree, C candidates of
-a row above the greatest depth, M lanes of the run before, P of them a row (1 after the roots, then
-T), H hidden.
+a row above the greatest depth, M lanes of the run before, P of them per row (1 after the roots,
+then T), H hidden.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class DraftedTrees(NamedTuple):
     """The tree that each slot's next step verifies."""
 
     draft: torch.Tensor
-    """int32 [S, K]: tokens of the nodes but the root; -1 where there are fewer."""
+    """int32 [S, K]: tokens of all nodes except the root; -1 where there are fewer."""
     parent: torch.Tensor
-    """int32 [S, K]: the number of each one's parent."""
+    """int32 [S, K]: the number of each node's parent."""
     tables: TreeTables
 
 
@@ -102,22 +102,22 @@ def expand_tree(
     hidden_eps: float = 0.0,
     pdl: bool = False,
 ) -> Expanded:
-    """Note a depth's candidates, and make the input of a run over the best of them; one launch.
+    """Record a depth's candidates, and make the input of a run over the best of them; one launch.
 
     A lane is padded where there are fewer candidates, and where its position or its entry would
     reach the limit.
 
     Args:
-        children: after the roots at depth 1, after the lanes of the run above later.
-        hidden: the run's M lanes' output; hidden_eps: of the norm after it.
+        children: drafts after the roots at depth 1, later after the lanes of the run above.
+        hidden: output of the run's M lanes; hidden_eps: epsilon of the norm after it.
         rows: R lanes, the roots.
         found: updated in place.
-        tree: R * T new lanes in their trees, of which this writes the ancestors.
+        tree: places of the R * T new lanes in their trees; only the ancestors are written here.
         fusion: how the module's input is made.
-        depth: of the candidates, 1 .. D - 1.
+        depth: depth of the candidates, 1 .. D - 1.
         limit: positions that the cache has.
-        residual: R * T lanes, as of `combine_hidden`.
-        above: the parents in their trees; None at depth 1.
+        residual: R * T lanes, as in `combine_hidden`.
+        above: places of the parents in their trees; None at depth 1.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:
@@ -237,13 +237,13 @@ def keep_best(
     *,
     pdl: bool = False,
 ) -> None:
-    """Write the trees of the best candidates, those at the greatest depth among them; one launch.
+    """Write the trees of the best candidates, including those at the greatest depth; one launch.
 
     Args:
-        children: after the lanes of the last run.
+        children: drafts after the lanes of the last run.
         rows: R lanes, the roots.
-        found: of the depths above.
-        trees: updated in place in the rows of live slots; past a node's ancestors are zeros.
+        found: candidates of the depths above.
+        trees: updated in place in the rows of live slots; zeros follow a node's ancestors.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     ValueError for a shape or dtype that does not fit.
@@ -290,7 +290,7 @@ def keep_best(
 def keep_best_reference(
     children: Children, rows: DecodeLanes, found: Candidates, trees: DraftedTrees
 ) -> None:
-    """Plain twin of `keep_best`: one row, and one node after the other."""
+    """Plain twin of `keep_best`: row by row and node by node."""
     score_RC, token_RC = children_reference(children, rows.slot.numel())
     score_RC = torch.cat([found.score, score_RC], dim=1)
     token_RC = torch.cat([found.token, token_RC], dim=1)
@@ -357,8 +357,8 @@ def _expand_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane of the next run; each ranks its row's candidates. The first of a row's
-    writes them down. Only the drafts are as new as the launch before."""
+    """One program per lane of the next run; each ranks its row's candidates, and the first of a row
+    also stores them. Only the drafts may come from the launch before."""
     lane = tl.program_id(0)
     row = lane // T
     place = lane % T
@@ -438,7 +438,7 @@ def _keep_kernel(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row. Only the drafts are as new as the launch before."""
+    """One program per row. Only the drafts may come from the launch before."""
     row = tl.program_id(0)
     slot = tl.load(row_slot_ptr + row, cache_modifier=".cg")
     live = slot >= 0
@@ -456,7 +456,7 @@ def _keep_kernel(
     packed = ranked(tl.where(is_older, older, score), c)
     w = tl.arange(0, BLOCK_W)
     best = tl.full([], _EVERYTHING, tl.int64)
-    # Of each node its candidate and that one's token.
+    # Each node's candidate, and the candidate's token.
     of_W = tl.full([BLOCK_W], -1, tl.int32)
     token_W = tl.full([BLOCK_W], -1, tl.int32)
     for node in range(1, NODES + 1):
@@ -470,7 +470,7 @@ def _keep_kernel(
     noted_token = tl.load(found.token + row * OLDER + of_W, mask=noted, other=-1)
     token_W = tl.where(noted, noted_token, token_W)
 
-    # Those of depth 1 have the root for a parent, which no candidate is.
+    # The parent of a candidate at depth 1 is the root, which is no candidate.
     below = tl.maximum(of_W - T, 0)
     run = below // (T * T)
     has_candidate = there & (of_W >= T)
@@ -490,7 +490,8 @@ def _keep_kernel(
     for step in tl.static_range(DEPTH):
         is_next = ancestor_W[:, None] == w[None, :]
         ancestor_W = tl.sum(tl.where(is_next, parent_W[None, :], 0), 1)
-        # That many below its own depth; past its ancestors, from the end of its row on, zeros.
+        # The ancestor's depth, `step` + 1 above the node; past the ancestors, zeros go in from the
+        # end of the row.
         above = depth_W - 1 - step
         column = tl.where(above >= 0, above, DEPTH + above)
         value = tl.where(above >= 0, ancestor_W, 0)

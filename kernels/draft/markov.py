@@ -1,10 +1,10 @@
-"""DSpark's sequential head: a bias on a block's logits that follows from the token before.
+"""DSpark's sequential head: a bias on a block's logits that depends on the token before.
 
-A block's lanes know nothing of what the others draft. So its drafts are drawn from left to right,
-each from the logits of its lane plus a product of low rank, w2 w1[token before], which says what
-follows that token. Source: deepseek-ai/DeepSpec, whose checkpoints call it a vanilla Markov head.
+A block's lanes do not know what the other lanes draft. So drafts are drawn from left to right, each
+from the logits of its lane plus a low-rank product, w2 w1[token before], which models what follows
+that token. Source: deepseek-ai/DeepSpec, whose checkpoints call it a vanilla Markov head.
 
-A draft that goes through filters is drawn from those logits as a whole row: `markov_logits`.
+Filters need the whole row of these logits: `markov_logits`.
 
 Letters: R rows, B lanes of a block, V vocabulary, r the rank, C tiles of the vocabulary.
 """
@@ -29,18 +29,18 @@ from graphengine.kernels.step.state import DecodeLanes
 
 MAX_RANK = 1024
 
-# Elements of w2 that a program holds, and the most logits that it makes.
+# Elements of w2 that a program holds, and the most logits that it computes.
 _ELEMENTS = 16384
 _MOST = 128
 
 
 class MarkovHead(NamedTuple):
-    """The factors of the bias, of one dtype."""
+    """The factors of the bias, in one dtype."""
 
     w1: torch.Tensor
-    """[V, r], dense rows: of the token before."""
+    """[V, r], dense rows: indexed by the token before."""
     w2: torch.Tensor
-    """[V, r], dense rows: of the token that is drafted."""
+    """[V, r], dense rows: indexed by the drafted token."""
 
 
 def markov_draft(
@@ -52,19 +52,19 @@ def markov_draft(
     index: int,
     pdl: bool = False,
 ) -> DraftTiles:
-    """The draft after each live lane, by tile; one launch.
+    """Draw the draft after each live lane, tile by tile; one launch.
 
-    Drawn as `linear_sample` draws: greedily or by temperature, with the noise of its position.
+    It is drawn as by `linear_sample`: greedily or by temperature, with the noise of its position.
 
     Args:
-        logits_MV: float32 [R * B, V], of the lanes of R blocks: those of lane r * B + index are
-            added to for row r.
-        lanes: R, the token before each draft and its position. A token of which w1 has no row makes
-            all logits NaN.
-        params: by slot; the filters among them are checked, but not looked at.
+        logits_MV: float32 [R * B, V], of the lanes of R blocks; row r uses those of lane
+            r * B + index, plus the bias.
+        lanes: R lanes: the token before each draft, and its position. A token without a row in w1
+            makes all logits NaN.
+        params: indexed by slot; the filters among them are checked, but not used.
         index: which of a block's lanes, 0 <= index < B.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Logits and lanes
-            may be as new as that one.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. That one may
+            write logits and lanes.
 
     Returns:
         New tiles of R lanes; those of padded lanes are not written. ValueError for a shape, dtype
@@ -106,9 +106,9 @@ def markov_logits(
     index: int,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """What `markov_draft` draws from, new float32 [R, V]; one launch. Arguments as there.
+    """Return the logits that `markov_draft` draws from, new float32 [R, V]; one launch.
 
-    Rows of padded lanes are not written.
+    Arguments as in `markov_draft`. Rows of padded lanes are not written.
     """
     _check(logits_MV, head, lanes, index)
     if not use_triton(logits_MV):
@@ -125,7 +125,7 @@ def markov_logits(
 def _shape(
     logits_MV: torch.Tensor, head: MarkovHead, lanes: DecodeLanes, index: int
 ) -> tuple[tuple[int, ...], dict[str, int]]:
-    """What both kernels are told of their operands: the last arguments, and the constants."""
+    """Last arguments and constants of both kernels."""
     rank = head.w1.shape[1]
     strides = (logits_MV.stride(0), head.w1.stride(0), head.w2.stride(0))
     options = {
@@ -139,7 +139,7 @@ def _shape(
 
 
 def _block_of(head: MarkovHead) -> int:
-    """Logits that a program makes."""
+    """Number of logits that a program computes."""
     padded: int = triton.next_power_of_2(head.w1.shape[1])
     return min(_MOST, _ELEMENTS // padded)
 
@@ -186,7 +186,7 @@ def _check(logits_MV: torch.Tensor, head: MarkovHead, lanes: DecodeLanes, index:
 
 
 def _check_head(head: MarkovHead, vocabulary: int) -> None:
-    """ValueError unless the factors fit each other and the vocabulary."""
+    """Raise ValueError unless the factors fit each other and the vocabulary."""
     w1, w2 = head
     check_rows(w1=w1, w2=w2)
     if w1.shape[1] != w2.shape[1] or w2.shape[0] != vocabulary or w1.dtype != w2.dtype:
@@ -200,7 +200,7 @@ def _check_head(head: MarkovHead, vocabulary: int) -> None:
 
 @triton.jit
 def _w2_tile(head, v, inside, w2_stride, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
-    """[BLOCK_V, BLOCK_R]: weights, which need not be waited for."""
+    """Load w2's rows `v`, [BLOCK_V, BLOCK_R]; weights may be loaded before the wait."""
     r = tl.arange(0, BLOCK_R)
     source = head.w2 + v[:, None].to(tl.int64) * w2_stride + r[None, :]
     return tl.load(source, mask=inside[:, None] & (r < RANK)[None, :], other=0.0)
@@ -221,7 +221,7 @@ def _following_logits(
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """A lane's logits of the ids v, and what follows from the token before."""
+    """A lane's logits of the ids v, plus the bias of the token before."""
     r = tl.arange(0, BLOCK_R)
     known = (token >= 0) & (token < known_tokens)
     source = head.w1 + token.to(tl.int64) * w1_stride + r
@@ -256,7 +256,7 @@ def _markov_kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row and tile. Rows count fastest: they share what is read of w2."""
+    """One program per row and tile. Rows vary fastest, so they share reads of w2."""
     row = tl.program_id(0)
     tile = tl.program_id(1)
     v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -320,7 +320,7 @@ def _markov_logits_kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row and tile, as above."""
+    """One program per row and tile, as in `_markov_kernel`."""
     row = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = v < vocabulary

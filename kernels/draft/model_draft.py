@@ -1,4 +1,4 @@
-"""What surrounds the runs of a draft model: a smaller model with its own KV cache.
+"""Kernels around the runs of a draft model: a smaller model with its own KV cache.
 
     decode    begin_model_draft -> (model, lm_head) -> advance_model_draft -> (model, lm_head)
               -> ... -> commit_draft
@@ -42,9 +42,9 @@ class ModelDraft(NamedTuple):
     """The first run of a draft model after a verified step; valid until the next replay."""
 
     lanes: DecodeLanes
-    """2 * R lanes: of row r lane 2r takes the last token but one, lane 2r + 1 the last."""
+    """2 * R lanes: for row r, lane 2r takes the last token but one, lane 2r + 1 the last."""
     rows: DecodeLanes
-    """R lanes: each row's second; padded where the row is, or emitted nothing."""
+    """R lanes: the second lane of each row; padded where the row is, or emitted nothing."""
     source: torch.Tensor
     """int32 [R]: 2r + 1."""
 
@@ -61,23 +61,23 @@ def begin_model_draft(
     embedding_scale: float = 1.0,
     pdl: bool = False,
 ) -> ModelDraft:
-    """The last two tokens of each row after a verified step, fetched and embedded; one launch.
+    """Fetch and embed the last two tokens of each row after a verified step; one launch.
 
-    A draft model has not been fed the last draft. So where all drafts were accepted two tokens are
-    new to its cache, and one where fewer were; the other is then fed again at its own position, and
-    the launch has one shape. With L the row's kv_len before the step, the two are at
-    L + count - 1, the token that the target was fed there, and at L + count, the target's answer.
+    A draft model has not been fed the last draft. So if all drafts were accepted, two tokens are
+    new to its cache, otherwise one; the other is then fed again at its own position, so that the
+    launch has one shape. With L the row's kv_len before the step, the two are at L + count - 1, the
+    token that the target was fed there, and at L + count, the target's answer.
 
     Args:
         token_N: int32, the target's token after each lane; read where the lane emitted it.
         count_R: int32, tokens that each row emitted, at most its live lanes; N is W * R.
-        lanes: what the target was fed.
-        embedding_VH, norm_weight_H, residual: the draft model's, as for `gather_and_embed`, of
+        lanes: the lanes that the target was fed.
+        embedding_VH, norm_weight_H, residual: the draft model's, as for `gather_and_embed`, for
             2 * R lanes.
-        limit: positions that its cache has: no lane is put at it or past it.
+        limit: positions that its cache has: no lane is put at or past it.
         embedding_scale: as for `gather_and_embed`.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only `token_N`
-            and `count_R` may be as new as that one.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Of the inputs,
+            that one may write only `token_N` and `count_R`.
 
     Returns:
         New tensors. ValueError for a shape or dtype that does not fit.
@@ -161,15 +161,15 @@ def advance_model_draft(
     embedding_scale: float = 1.0,
     pdl: bool = False,
 ) -> DecodeLanes:
-    """`commit_draft`, then each new lane's token embedded, in one launch.
+    """Run `commit_draft`, then embed each new lane's token, in one launch.
 
     Args:
-        tiles, rows, draft_SK, index, limit, source_R, pdl: as of `commit_draft`.
-        embedding_VH, norm_weight_H, residual: the draft model's, as for `gather_and_embed`, of R
-            lanes; and so its embedding_scale.
+        tiles, rows, draft_SK, index, limit, source_R, pdl: as in `commit_draft`.
+        embedding_VH, norm_weight_H, residual, embedding_scale: the draft model's, as for
+            `gather_and_embed`, for R lanes.
 
     Returns:
-        New lanes, as of `commit_draft`. ValueError for a shape or dtype that does not fit.
+        New lanes, as in `commit_draft`. ValueError for a shape or dtype that does not fit.
     """
     count = check_commit(tiles, rows, draft_SK, index, source_R)
     check_embedding(embedding_VH, norm_weight_H, residual, count)
@@ -196,7 +196,7 @@ def advance_model_draft(
 
 
 class EmbedArgs(NamedTuple):
-    """Operands of the embedding of a lane for a kernel."""
+    """Kernel operands for the embedding of a lane."""
 
     embedding: torch.Tensor
     norm: torch.Tensor
@@ -213,7 +213,7 @@ class EmbedArgs(NamedTuple):
 def _embed_args(
     embedding_VH: torch.Tensor, norm_weight_H: torch.Tensor, residual: Residual, scale: float
 ) -> tuple[EmbedArgs, dict[str, Any]]:
-    """Operands, and the sizes and warps of a launch; these follow from H and T."""
+    """Operands, and sizes and warps of a launch, which follow from H and T."""
     V, H = embedding_VH.shape
     groups, lanes = residual.squares.shape
     args = EmbedArgs(
@@ -264,7 +264,7 @@ def _begin_kernel(
     SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane. Only the target's tokens and the counts are as new as the last launch."""
+    """One program per lane. Only target tokens and counts may come from the launch before."""
     lane = tl.program_id(0)
     row = lane // 2
     second = lane % 2
@@ -304,7 +304,7 @@ def _advance_kernel(
     SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row. Of all that it reads only the tiles are as new as the launch before."""
+    """One program per row. Only the tiles may come from the launch before."""
     row = tl.program_id(0)
     slot, position, source = load_row(commit, row)
     weight = load_weight(stream.norm, H, BLOCK_H)
@@ -327,7 +327,7 @@ def _embed_lane(
     BLOCK_T: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Write the stream of a live lane's token, as `gather_and_embed`; NaN for an unknown one."""
+    """Write the stream of a live lane's token, as `gather_and_embed`; NaN for unknown tokens."""
     x = load_embedding(stream.embedding, token, live, stream.embedding_stride, stream.V, H, BLOCK_H)
     store_embedding(
         x,

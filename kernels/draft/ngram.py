@@ -2,10 +2,10 @@
 
 With n from max_n down to 1, the *latest* earlier occurrence of the sequence's last n tokens is
 looked up, and its continuation proposed (prompt lookup decoding, A. Saxena 2023). An occurrence
-ends before the last token; its continuation may run on into the tokens that were looked up, and
-ends where the known tokens end. Where not even the last token occurred before, that is repeated.
+ends before the last token. Its continuation may run into the tokens that were looked up, and ends
+where the known tokens end. If not even the last token occurred before, that token is repeated.
 
-The table of tokens lives on the device, one row a slot, and each launch appends what is new first.
+The table of tokens lives on the device, one row per slot, and each launch first appends new tokens.
 
 Letters: S slots, P positions, R rows, W lanes of a row, N = R * W lanes, T lanes of a prompt chunk,
 K drafts.
@@ -26,7 +26,7 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.draft.draft import check_draft_table, check_steps
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 
-# Positions that are compared at a time, and the warps that do.
+# Positions that are compared at a time, and the warps that compare them.
 _BLOCK = 8192
 _WARPS = 16
 
@@ -47,14 +47,14 @@ def ngram_propose(
 
     Args:
         history_SP: int32, dense rows, updated in place: `[slot, p]` is the token at position p.
-            Those up to the position of the row's first lane are there. P is at least the greatest
+            Tokens up to the position of the row's first lane are known. P is at least the greatest
             length of a sequence; tokens past it are dropped.
         token_N: int32, the target's token after each lane; read where the lane emitted it.
         count_R: int32, tokens that each row emitted, at most its live lanes; N is W * R. A row that
-            emitted none is passed over.
-        lanes: what the target was fed.
+            emitted none is skipped.
+        lanes: the lanes that the target was fed.
         draft_SK: int32, updated in place: the slot's drafts, -1 past the known tokens and past
-            `num_speculative_tokens`. With 0 of these it stays as it is: tokens are appended.
+            `num_speculative_tokens`. If that is 0, tokens are appended but drafts do not change.
         unmatched_S: int32, counts the proposals for which nothing was found.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `lanes` must be
             older than that one.
@@ -128,15 +128,15 @@ def ngram_prompt(
     unmatched_S: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Write a prompt chunk into its slot's tokens; after the last one propose what may come next.
+    """Write a prompt chunk into its slot's tokens; after the last chunk propose what comes next.
 
     Args:
-        history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S: as of `ngram_propose`.
+        history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S: as in `ngram_propose`.
         chunk: the chunk's lanes, the live ones first.
-        token_1: int32, the sampled token; read only after the last chunk. One below 0, of logits
-            that were not valid, is not appended, and nothing is proposed.
+        token_1: int32, the sampled token; read only after the last chunk. If it is below 0, because
+            logits were not valid, nothing is appended or proposed.
         final_1: int32, not 0 for the prompt's last chunk.
-        pdl: as of `ngram_propose`, with `chunk` for `lanes`.
+        pdl: as in `ngram_propose`, with `chunk` for `lanes`.
 
     Raises:
         ValueError: a shape, dtype or number that does not fit.
@@ -205,7 +205,7 @@ def _write_drafts(
     drafts: int,
     unmatched_S: torch.Tensor | None,
 ) -> None:
-    """Propose for one slot; nothing with 0 drafts."""
+    """Propose drafts for one slot; with 0 drafts do nothing."""
     if drafts == 0:
         return
     draft_SK[slot] = -1
@@ -247,7 +247,7 @@ def _check(
 
 
 def check_history(history_SP: torch.Tensor, slots: int) -> None:
-    """ValueError unless it is a table of the tokens of so many slots."""
+    """Raise ValueError unless `history_SP` is a table of tokens for `slots` slots."""
     shape, dtype = tuple(history_SP.shape), history_SP.dtype
     dense = dtype == torch.int32 and history_SP.dim() == 2 and history_SP.stride(1) == 1
     if not dense or shape[0] != slots or shape[1] < 1:
@@ -290,7 +290,7 @@ def _propose_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row. What it reads of the lanes is older than the launch before."""
+    """One program per row. The lanes must be older than the launch before."""
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row * W, cache_modifier=".cg")
     position = tl.load(position_ptr + row * W, mask=slot >= 0, other=0, cache_modifier=".cg")
@@ -341,7 +341,7 @@ def _prompt_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for the whole chunk: a launch less, and the chunk is short."""
+    """One program for the whole chunk: it saves a launch, and the chunk is short."""
     last = tl.load(last_ptr, cache_modifier=".cg")
     slot = tl.load(chunk_slot_ptr + last, cache_modifier=".cg")
     live = slot >= 0
@@ -390,14 +390,13 @@ def _propose(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Look up the end of a slot's tokens and write the slot's drafts; nothing with K = 0.
+    """Look up the end of a slot's tokens and write the slot's drafts; with K = 0 do nothing.
 
-    The tokens after `position`, of which there are `count`, were stored just now; from `positions`
-    on there are none.
+    The `count` tokens after `position` have just been stored; there are none from `positions` on.
     """
     if K == 0:
         return
-    # Other threads than stored the new tokens read them.
+    # The threads that read the new tokens are not those that stored them.
     tl.debug_barrier()
     length = tl.minimum(position + 1 + count, positions)
     found = _longest_match(tokens_ptr, length, MAX_N, BLOCK)
@@ -420,8 +419,8 @@ def _propose(
 def _longest_match(tokens_ptr, length, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
     """int64 n << 32 | p: the n tokens before position p are the sequence's last n; 0 if none.
 
-    Of all p in 1 .. length - 1 the one with the greatest n <= MAX_N, and the last of these. It goes
-    from the end to the front, and not on once n is MAX_N: what comes then is no later.
+    It picks, of all p in 1 .. length - 1, the last one with the greatest n <= MAX_N. It searches
+    backwards and stops once n is MAX_N: all other matches are earlier.
     """
     suffix = ()
     for n in tl.static_range(1, MAX_N + 1):
@@ -442,7 +441,7 @@ def _best_of_block(tokens_ptr, suffix, end, MAX_N: tl.constexpr, BLOCK: tl.const
     same = p > 0
     matched = tl.zeros((BLOCK,), tl.int64)
     for n in tl.static_range(1, MAX_N + 1):
-        # Few positions are still the same after the first token: this asks for little.
+        # Few positions still match after the first token, so this loads little.
         same = same & (p >= n)
         token = tl.load(tokens_ptr + p - n, mask=same, other=0)
         same = same & (token == suffix[n - 1])

@@ -3,24 +3,24 @@
     decode    (lm_head) -> relaxed_acceptance -> verify_commit_publish -> update_relaxed_delta
     prefill   commit_prefill -> relaxed_delta_prompt
 
-Each slot has a device-owned `delta`, float32, that is part of its state: copied along when its
-request pauses, 0 outside a thinking phase. Where it is 0, only the target's own choice and exact
-ties with it pass.
+Each slot has a device-owned `delta`, float32, that is part of its state: it is copied along when
+its request pauses, and is 0 outside a thinking phase. With a delta of 0, only the target's own
+choice and exact ties with it pass.
 
-What passes at lane j, whose logits say what may follow its token:
+Lane j, whose logits predict what follows its token, judges the draft in lane j + 1:
 
-1. p = softmax of the logits, temperature and filters aside, in float32: exp(logit - largest) /
+1. p = softmax of the logits, without temperature and filters, in float32: exp(logit - largest) /
    total. The total is summed in fixed point, floor(exp(..) * 2^40) as int64, so the order of
-   summation cannot be seen.
-2. Candidates are the `topk` ids of the largest p, ties to the lower id; but no id whose logit is
-   -inf, which is how what is forbidden arrives here (`process_logits`).
+   summation does not matter.
+2. Candidates are the `topk` ids with the largest p, ties to the lower id. Ids whose logit is -inf
+   are excluded: forbidden tokens arrive here like that (`process_logits`).
 3. The draft in lane j + 1 passes if it is a candidate and p[draft] >= p[first] - delta, in float32.
 
-Whether the drafts before it passed is left to `verify_commit_publish`, which emits the leading run
-and after it the target's own token. The rule is TensorRT-LLM's (`_torch/speculative/mtp`).
+`verify_commit_publish` checks whether the drafts before it passed: it emits the leading run that
+did, and then the target's own token. The rule is TensorRT-LLM's (`_torch/speculative/mtp`).
 
-Letters: S slots, R rows, K drafts a row, N = R * (K + 1) lanes, V vocabulary, T tokens of a prefill
-bucket. Lane r * (K + 1) + j is row r's j-th token.
+Letters: S slots, R rows, K drafts of a row, N = R * (K + 1) lanes, V vocabulary, T tokens of a
+prefill bucket. Lane r * (K + 1) + j is row r's j-th token.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def relaxed_acceptance(
     num_speculative_tokens: int,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Which drafts pass by the relaxed rule; the module's docstring has it.
+    """Find the drafts that pass by the relaxed rule of the module's docstring.
 
-    A draft of the row's stop ids never passes at a position below its min_len, where the sampler
-    would not draw it either. Nothing passes after logits with a NaN or without a finite maximum.
+    A stop id of the row never passes at a position below the row's min_len, where the sampler would
+    not draw it either. Nothing passes after logits with a NaN or without a finite maximum.
 
     Args:
         logits_NV: float32 [N, V] with dense rows, any stride between them; only read.
         lanes: from `gather_and_embed`; lane j + 1 holds the draft that lane j judges.
         delta_S: float32 [S], device-owned; only read.
-        params: indexed by slot; host-owned. Of it temperature, stop_ids and min_len are read.
-        topk: candidates a lane, at least 1.
+        params: indexed by slot; host-owned. Only temperature, stop_ids and min_len are read.
+        topk: candidates per lane, at least 1.
         num_speculative_tokens: K, 0 included.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. At least one
             launch must lie between this one and the writers of `lanes` and `delta_S`.
@@ -137,7 +137,7 @@ def relaxed_acceptance_reference(
 
 
 def _probabilities(logits_V: NDArray[np.float32]) -> NDArray[np.float32] | None:
-    """The float32 softmax by the module's arithmetic; None where there is none."""
+    """The float32 softmax by the module's arithmetic; None unless the maximum is finite."""
     largest = logits_V.max()  # NaN if one is among them
     if not np.isfinite(largest):
         return None
@@ -167,16 +167,16 @@ def update_relaxed_delta(
 ) -> None:
     """Scan the tokens that a step emitted: BEGIN sets the slot's delta, END makes it 0.
 
-    Of a row's emitted tokens the last such one wins; without one the delta stays. An id in both
-    lists counts as END.
+    The last BEGIN or END among a row's emitted tokens wins; without one the delta stays. An id in
+    both lists counts as END.
 
     Args:
         token_N, count_R: from `verify_commit_publish`: row r emitted the tokens of its first count
-            lanes. R gives the width of a row, N / R lanes.
+            lanes. A row has N / R lanes.
         lanes: from `gather_and_embed`; only the slots are read. A row is live if its first lane is.
         delta_S: float32 [S], updated in place.
-        begin_ids, end_ids: dense int32 [any], on the device, which no kernel writes.
-        relaxed_delta: what BEGIN sets; frozen into a captured graph.
+        begin_ids, end_ids: dense int32 [any], on the device; no kernel writes them.
+        relaxed_delta: the delta that BEGIN sets; frozen into a captured graph.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. At least one
             launch must lie between this one and `gather_and_embed`.
 
@@ -233,18 +233,19 @@ def relaxed_delta_prompt(
     end_ids: torch.Tensor,
     relaxed_delta: float,
 ) -> None:
-    """The same scan over one slot's prompt chunk, and after the final one over the first token.
+    """Scan one slot's prompt chunk as `update_relaxed_delta` scans a step; after the final chunk
+    also scan the first sampled token.
 
-    The prompt's first chunk, at start 0, begins with a delta of 0; a later one with what the chunks
-    before it left. A slot of -1 or a count of 0 changes nothing.
+    The prompt's first chunk, at start 0, begins with a delta of 0; later chunks begin with the
+    delta that the chunks before them left. A slot of -1 or a count of 0 changes nothing.
 
     Args:
-        tokens_T: int32 [T], the chunk, then anything.
-        token_1: int32 [1], from `sample`; read only after the final chunk. -1, of logits that were
+        tokens_T: int32 [T], the chunk, then arbitrary values.
+        token_1: int32 [1], from `sample`; read only after the final chunk. -1, for logits that were
             not valid, is no mark.
         prefill_slot_1, prefill_start_1, prefill_count_1, prefill_final_1: int32 [1], as for
-            `commit_prefill`; a count past T is taken for T.
-        delta_S, begin_ids, end_ids, relaxed_delta: as of `update_relaxed_delta`.
+            `commit_prefill`; a count past T counts as T.
+        delta_S, begin_ids, end_ids, relaxed_delta: as in `update_relaxed_delta`.
 
     ValueError for a shape or dtype that does not fit.
     """
@@ -307,7 +308,7 @@ def _scan(
     end_ids: torch.Tensor,
     relaxed_delta: float,
 ) -> None:
-    """Let each of the tokens, in order, change the slot's delta."""
+    """Update the slot's delta by each of the tokens, in order."""
     begin, end = set(begin_ids.tolist()), set(end_ids.tolist())
     for token in tokens:
         if token in end:
@@ -324,7 +325,7 @@ def _check_acceptance(
     topk: int,
     num_speculative_tokens: int,
 ) -> int:
-    """The number of stop ids a slot; ValueError unless everything fits."""
+    """Return the number of stop ids per slot; ValueError unless everything fits."""
     shape, strides = tuple(logits_NV.shape), logits_NV.stride()
     if len(shape) != 2 or logits_NV.dtype != torch.float32 or strides[1] != 1:
         raise ValueError(
@@ -348,7 +349,7 @@ def _check_acceptance(
 def _check_step(
     token_N: torch.Tensor, count_R: torch.Tensor, lanes: DecodeLanes
 ) -> tuple[int, int]:
-    """(rows, lanes a row) of a step; ValueError unless everything fits."""
+    """Return (rows, lanes per row) of a step; ValueError unless everything fits."""
     count, rows = token_N.numel(), count_R.numel()
     check_lanes(count, token=token_N, slot=lanes.slot)
     check_lanes(rows, count=count_R)
@@ -362,7 +363,7 @@ def _check_step(
 def _scan_args(
     delta_S: torch.Tensor, begin_ids: torch.Tensor, end_ids: torch.Tensor, relaxed_delta: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, int, int]:
-    """The arguments of a scan for marks, counts of ids last; ValueError unless they fit."""
+    """The arguments of a scan for BEGIN and END, counts of ids last; ValueError unless they fit."""
     check_vector("delta", delta_S, delta_S.numel(), torch.float32)
     for name, ids in (("begin_ids", begin_ids), ("end_ids", end_ids)):
         check_int32(**{name: ids})
@@ -381,7 +382,7 @@ def _mass_tile(logits_ptr, start, vocabulary, largest, BLOCK: tl.constexpr):
 
 @triton.jit
 def _largest_logit(logits_ptr, vocabulary, BLOCK: tl.constexpr):
-    """The row's largest logit; NaN if one is among them."""
+    """The row's largest logit; NaN if any logit is NaN."""
     column = tl.full([BLOCK], float("-inf"), tl.float32)
     nans = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocabulary, BLOCK):
@@ -394,7 +395,7 @@ def _largest_logit(logits_ptr, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _total_mass(logits_ptr, vocabulary, largest, BLOCK: tl.constexpr):
-    """The sum of exp(logit - largest), float32, by way of the fixed point."""
+    """The float32 sum of exp(logit - largest), summed in fixed point."""
     column = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocabulary, BLOCK):
         _, mass = _mass_tile(logits_ptr, start, vocabulary, largest, BLOCK)
@@ -405,7 +406,7 @@ def _total_mass(logits_ptr, vocabulary, largest, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rank(logits_ptr, vocabulary, largest, total, draft, p_draft, BLOCK: tl.constexpr):
-    """How many ids come before the draft, by probability and then by id."""
+    """Number of ids that rank before the draft, by probability and then by id."""
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocabulary, BLOCK):
         ids, mass = _mass_tile(logits_ptr, start, vocabulary, largest, BLOCK)
@@ -435,7 +436,7 @@ def _relaxed_kernel(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane. Only the logits are as new as the launch before."""
+    """One program per lane. Only the logits may come from the launch before."""
     lane = tl.program_id(0)
     slot = tl.load(slot_ptr + lane, cache_modifier=".cg").to(tl.int64)
     last = lane % W == W - 1
@@ -458,7 +459,8 @@ def _relaxed_kernel(
         logits_ptr += lane.to(tl.int64) * logits_stride
         logit = tl.load(logits_ptr + draft)
         largest = _largest_logit(logits_ptr, vocabulary, BLOCK)
-        # Where few are allowed, a forbidden one may be a candidate, and delta p[first] or more.
+        # With few allowed ids a forbidden one may be among the `topk`, and delta may be p[first] or
+        # more. So forbidden drafts are excluded here.
         if (tl.abs(largest) < float("inf")) & (logit > float("-inf")):
             total = _total_mass(logits_ptr, vocabulary, largest, BLOCK)
             p_draft = tl.div_rn(tl.exp(logit - largest), total)
@@ -470,7 +472,7 @@ def _relaxed_kernel(
 
 @triton.jit
 def _is_one_of(token, ids_ptr, ids):
-    """int32, 1 where a token is among the `ids` ids."""
+    """int32: 1 where a token is one of the `ids` ids at `ids_ptr`."""
     found = token * 0
     for i in range(ids):
         found = found | (token == tl.load(ids_ptr + i)).to(tl.int32)
@@ -479,8 +481,8 @@ def _is_one_of(token, ids_ptr, ids):
 
 @triton.jit
 def _last_mark(token, taken, begin_ptr, end_ptr, begin_ids, end_ids, BLOCK: tl.constexpr):
-    """What the last mark among the `taken` tokens [BLOCK] is: 2 for BEGIN, 1 for END, 3 for both,
-    which counts as END; 0 if there is none."""
+    """The last mark among the `taken` tokens [BLOCK]: 2 for BEGIN, 1 for END, 3 for an id in both
+    lists, which counts as END; 0 if there is none."""
     ends = _is_one_of(token, end_ptr, end_ids)
     mark = ends + 2 * _is_one_of(token, begin_ptr, begin_ids)
     order = tl.arange(0, BLOCK) * 4 + mark
@@ -503,7 +505,7 @@ def _update_kernel(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row * W, cache_modifier=".cg")
     wait_for_inputs(PDL)
@@ -533,7 +535,7 @@ def _prompt_kernel(
     tokens,
     BLOCK_T: tl.constexpr,
 ):
-    """One program, as there is one chunk. The first sampled token is the last mark."""
+    """One program, as there is one chunk. The first sampled token comes after the chunk."""
     slot = tl.load(prefill_slot_ptr)
     count = tl.load(prefill_count_ptr)
     live = (slot >= 0) & (count > 0)

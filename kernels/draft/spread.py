@@ -1,4 +1,4 @@
-"""Logits of a draft vocabulary, laid out as the target's: what reads those then reads drafts' too.
+"""Spread logits of a draft vocabulary into the target's layout, so that kernels read both alike.
 
 Letters: N lanes, D draft vocabulary, V vocabulary of the target.
 """
@@ -27,14 +27,14 @@ def spread_logits(
     vocabulary: int,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The logits of each live lane by token, float32 [N, V], new; -inf for tokens without one.
+    """Return each live lane's logits by token, new float32 [N, V]; -inf for tokens without one.
 
     Args:
         logits_ND: float32, dense rows, any stride between them.
-        token_ids: int32 [D]: the token of each column, none twice; None for its number. Columns of
-            tokens that are not in 0 .. V - 1 are left out.
-        slot_N: int32, -1 = padded lane, whose logits are neither read nor written; older than the
-            launch before, and so is `token_ids`.
+        token_ids: int32 [D]: the token of each column, without repeats; None: the column's number.
+            Columns of tokens outside 0 .. V - 1 are left out.
+        slot_N: int32, -1 = padded lane, whose logits are neither read nor written. Like
+            `token_ids`, older than the launch before.
         vocabulary: V
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
@@ -95,7 +95,7 @@ def _spread_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane: all tokens get -inf, and then those with a column what that holds."""
+    """One program per lane: all tokens get -inf, then those with a column get its logit."""
     lane = tl.program_id(0).to(tl.int64)
     live = tl.load(slot_ptr + lane, cache_modifier=".cg") >= 0
     wait_for_inputs(PDL)
@@ -106,7 +106,7 @@ def _spread_kernel(
         for start in range(0, vocabulary, BLOCK):
             token = start + tl.arange(0, BLOCK)
             tl.store(spread_ptr + token, nothing, mask=token < vocabulary)
-        # Other threads store the logits over it.
+        # Other threads overwrite it with logits.
         tl.debug_barrier()
         for start in range(0, drafted, BLOCK):
             column = start + tl.arange(0, BLOCK)

@@ -1,13 +1,13 @@
 """Drafts from the longest earlier occurrence of a sequence's last tokens, in a text or a corpus.
 
-Of all places in the sequence itself and in a corpus that is the same for all, the one before which
-the most of the sequence's last tokens stand is looked up, and what followed there is proposed: the
-longer the match, the more of it. Of equally long matches the sequence's own goes before the
-corpus's, and the latest before earlier ones. SuffixDecoding drafts this way from trees of suffixes
-on the host (G. Oliaro et al., arXiv:2411.04975); here the tokens themselves are compared.
+It looks in the sequence itself and in a corpus that all requests share for the place that follows
+the longest match with the sequence's last tokens, and proposes what comes there: the longer the
+match, the more tokens. Of equally long matches the sequence's own ones win over the corpus's, and
+the latest over earlier ones. SuffixDecoding drafts this way from suffix trees on the host
+(G. Oliaro et al., arXiv:2411.04975); here the tokens themselves are compared.
 
-    scan     (row, part of a text)   append what is new, the best place of the part
-    propose  one program a row       the best of all parts, and its drafts
+    scan     (row, part of a text)   append new tokens, find the best place of the part
+    propose  one program per row     the best place of all parts, and its drafts
 
 Letters: S slots, P positions, C tokens of the corpus, R rows, W lanes of a row, N = R * W lanes,
 M tokens of the longest match, K drafts, B parts.
@@ -28,13 +28,13 @@ from graphengine.kernels.draft.ngram import check_history
 from graphengine.kernels.step.state import DecodeLanes
 
 MAX_CORPUS = 2**22
-"""Tokens of a corpus: each step reads the parts of it for each row."""
+"""Most tokens of a corpus: each step reads all of it for each row."""
 
 # Places that a program compares.
 _BLOCK = 1024
 
-# A match is one int64, the best the greatest: its length, whether it is the sequence's own, and
-# where its continuation starts.
+# A match is packed into one int64, the best being the greatest: its length, whether it is the
+# sequence's own, and where its continuation starts.
 _OWN = tl.constexpr(32)
 _LENGTH = tl.constexpr(33)
 _START = tl.constexpr(2**32 - 1)
@@ -57,15 +57,15 @@ def suffix_propose(
     Two launches. A match must be followed by a token: it ends before the last one of its text.
 
     Args:
-        history_SP: as of `ngram_propose`.
+        history_SP: as in `ngram_propose`.
         corpus_C: int32, up to MAX_CORPUS tokens; None: there is none.
-        supported_M1: int32 [M + 1]: `[n]` is how many drafts a match of n tokens proposes at most,
-            0..K. Of longer matches only M tokens are compared.
-        token_N, count_R, lanes: as of `ngram_propose`.
-        draft_SK: int32, updated in place: the slot's drafts, -1 past the text's known tokens, past
-            as many as its match supports, and where there is no match.
+        supported_M1: int32 [M + 1]: `[n]` is the most drafts that a match of n tokens proposes,
+            0..K. At most M tokens are compared.
+        token_N, count_R, lanes: as in `ngram_propose`.
+        draft_SK: int32, updated in place: the slot's drafts; -1 past the text's known tokens, past
+            the number that its match supports, and if there is no match.
         unmatched_S: int32, counts the proposals for which nothing was found.
-        pdl: as of `ngram_propose`.
+        pdl: as in `ngram_propose`.
 
     Raises:
         ValueError: a shape, dtype or number that does not fit.
@@ -156,7 +156,7 @@ def suffix_propose_reference(
 
 
 def _longest_match(text: torch.Tensor, known: torch.Tensor, most: int) -> tuple[int, int]:
-    """Tokens of the longest match of the end of `known`, and the last place in `text` after one."""
+    """Length of the longest match of the end of `known`, and the last place in `text` after one."""
     matched, start = 0, 0
     place = torch.arange(1, text.numel(), device=text.device)
     for n in range(1, min(most, known.numel()) + 1):
@@ -208,9 +208,9 @@ def _scan_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row and part. What it reads of the lanes is older than the launch before.
+    """One program per row and part. The lanes must be older than the launch before.
 
-    The first program of a row appends the new tokens; all read them where they come from.
+    The first program of a row appends the new tokens; all programs read them from `token_ptr`.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_ptr + row * W, cache_modifier=".cg")
@@ -257,7 +257,7 @@ def _scan_kernel(
 
 @triton.jit
 def _known_token(text_ptr, new_ptr, at, position, wanted):
-    """The tokens of a sequence at these positions, of which the ones after `position` are new."""
+    """The tokens of a sequence at these positions; those after `position` are new."""
     is_new = at > position
     known = tl.load(text_ptr + at, mask=wanted & (at <= position), other=0)
     return tl.where(is_new, tl.load(new_ptr + at, mask=wanted & is_new, other=0), known)
@@ -284,7 +284,7 @@ def _propose_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row. The launch before it is the scan."""
+    """One program per row. The launch before is the scan."""
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row * W, cache_modifier=".cg")
     position = tl.load(position_ptr + row * W, mask=slot >= 0, other=0, cache_modifier=".cg")

@@ -1,13 +1,13 @@
-"""The best drafts after each lane, several of them: what the children of a tree's node are made of.
+"""The several best drafts after each lane, from which a tree takes a node's children.
 
 A draft is drawn as the target will draw the token at its position, with the request's temperature
-and with the noise of that position (`sampling.py`), so the best is the draft of a chain. The next
-ones are what the same noise leaves next: those that the target takes most often where it disagrees.
-How often follows from the distance to the best with the noise, not from the odds without: a token
-that the noise put ahead is the target's choice as well, however improbable it was before.
+and the noise of that position (`sampling.py`), so the best one is the draft of a chain. The others
+are the next best with the same noise: the target picks them most often where it disagrees. How
+often depends on their distance to the best with noise, not on the probabilities without it: a token
+that the noise put first is the target's choice as well, however improbable it was before.
 
-    tile    (lane, vocab tile)   the best of the tile, and its sum of exponentials
-    merge   one program a lane   the best of all tiles, and their log-probabilities
+    tile    (lane, vocab tile)     the best of the tile, and its sum of exponentials
+    merge   one program per lane   the best of all tiles, and their log-probabilities
 
 Letters: N lanes, D draft vocabulary, T drafts of a lane, C tiles of the vocabulary, S slots.
 """
@@ -39,21 +39,21 @@ from graphengine.kernels.sample.candidates import (
 )
 
 MAX_CHILDREN = 16
-"""Drafts of a lane, at most."""
+"""Most drafts of a lane."""
 
 _BLOCK = 1024
 _NOTHING = tl.constexpr(-(2**63))
 
 
 class TopDrafts(NamedTuple):
-    """In new tensors; undefined in padded lanes."""
+    """The best drafts after each lane, in new tensors; undefined in padded lanes."""
 
     token: torch.Tensor
     """int32 [N, T]: the best first; -1 where there are fewer, or the logits hold a NaN."""
     log_probability: torch.Tensor
-    """float32 [N, T]: of the softmax of what the drafts are the best by, logits over temperature
-    plus noise; of the logits alone if the request is greedy. It falls with the rank; -inf where
-    there is no draft."""
+    """float32 [N, T]: log-softmax of the scores that rank the drafts: logits over temperature plus
+    noise, or the logits alone if the request is greedy. It falls with the rank; -inf where there is
+    no draft."""
 
 
 def top_drafts(
@@ -67,18 +67,18 @@ def top_drafts(
     token_ids: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> TopDrafts:
-    """The `count` best drafts after each live lane; two launches.
+    """Find the `count` best drafts after each live lane; two launches.
 
-    Of the request's parameters its temperature, seed and min_len count. Among drafts that are
-    equally good the lowest id goes first.
+    Of the request's parameters only temperature, seed, stop ids and min_len count. Among equally
+    good drafts the lowest id goes first.
 
     Args:
         logits_ND: float32, dense rows, any stride between them.
         slot_N, position_N: int32; older than the launch before.
         params: indexed by slot; host-owned.
         count: T, 1..MAX_CHILDREN.
-        ahead: positions from a lane to its draft, which the noise follows from.
-        token_ids: int32 [D], ascending: the token of each column; None for its number.
+        ahead: positions from a lane to its draft, whose position determines the noise.
+        token_ids: int32 [D], ascending: the token of each column; None: the column's number.
         pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`.
 
     ValueError for a shape, dtype or number that does not fit.
@@ -207,7 +207,7 @@ def _tile_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane and tile; of what it reads only the logits are new."""
+    """One program per lane and tile. Only the logits may come from the launch before."""
     lane = tl.program_id(0)
     slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
     live = slot >= 0
@@ -235,7 +235,7 @@ def _tile_kernel(
         largest = tl.max(tl.where(is_candidate, score, float("-inf")), 0)
         base = tl.where(largest > float("-inf"), largest, 0.0)
         at = lane * tl.num_programs(1) + tl.program_id(1)
-        # A NaN among the logits makes the total one, which is what the next kernel looks at.
+        # A NaN among the logits makes the total NaN, which the next kernel checks.
         broken = tl.max((logits != logits).to(tl.int32), 0) != 0
         weights = tl.where(is_candidate, tl.exp(score - base), 0.0)
         tl.store(largest_ptr + at, largest)
@@ -265,7 +265,7 @@ def _merge_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane: what its tiles found, put together."""
+    """One program per lane merges what its tiles found."""
     lane = tl.program_id(0)
     slot = tl.load(slot_ptr + lane, cache_modifier=".cg")
     live = slot >= 0

@@ -1,14 +1,14 @@
-"""A tree of a fixed shape grows by a level a launch: drafts are placed, and the next run is fed.
+"""Trees of a fixed shape, grown one level per launch: place drafts, and feed the next run.
 
     top_drafts -> grow_tree -> (module, lm_head) -> top_drafts -> grow_tree -> ...
 
 Each level's nodes are children of the level before, by rank: the second best token after a node is
-its child of rank 1. Those that have children themselves are the lanes of the module's next run.
-In the module's cache node i has its entry i after the root's, as in the target's (`core/tree.py`),
-where the root's is the module's last that is true.
+its child of rank 1. Inner nodes, which have children themselves, are the lanes of the module's next
+run. In the module's cache, as in the target's (`core/tree.py`), node i has its entry i after the
+root's; the root's entry is the module's last one of a true token.
 
-Letters: S slots, R rows, K drafts, T drafts of a lane, M lanes of the run before, n of them a row,
-C children of a level in a row, I those of them that are inner nodes, H hidden.
+Letters: S slots, R rows, K drafts, T drafts of a lane, M lanes of the run before, n of them per
+row, C children of a level in a row, I inner nodes among them, H hidden.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ from graphengine.kernels.step.state import DecodeLanes
 
 
 class TreeLevel(NamedTuple):
-    """The children of one depth's nodes, in every row the same; on the device."""
+    """The children of one depth's nodes, equal in all rows; on the device."""
 
     parent: torch.Tensor
-    """int32 [C]: which of a row's lanes of the run before."""
+    """int32 [C]: each child's parent, as a number among a row's lanes of the run before."""
     rank: torch.Tensor
-    """int32 [C]: 0 for the best token after it."""
+    """int32 [C]: each child's rank among its parent's tokens, 0 for the best."""
     node: torch.Tensor
-    """int32 [C]: their numbers."""
+    """int32 [C]: each child's node number."""
     inner: torch.Tensor
     """int32 [I]: which of the C have children; I may be 0."""
 
 
 class ParentRun(NamedTuple):
-    """The run after whose lanes the children come."""
+    """The run over the children's parents."""
 
     token: torch.Tensor
     """int32 [M, T], the drafts after each lane, from `top_drafts`."""
     hidden: Hidden
-    """Its M lanes' output."""
+    """Output of the M lanes."""
     hidden_eps: float
-    """Of the norm after it."""
+    """Epsilon of the norm after the run."""
     source: torch.Tensor | None = None
     """int32 [R * n]: the lane of the run that each parent is; None: M is R * n."""
 
@@ -84,19 +84,19 @@ def grow_tree(
 ) -> NextDraft | None:
     """Write the drafts of a level, and make the input of the module's run over its inner nodes.
 
-    A child has no draft, -1, where its parent's lane is padded. Its lane is padded where it has
-    none, and where its position or its entry, the root's position + its number, would reach the
-    limit. One launch.
+    A child has no draft (-1) if its parent's lane is padded. A child's lane is padded if it has no
+    draft, or if its position or its entry, the root's position + its number, would reach the limit.
+    One launch.
 
     Args:
-        run: only its tokens may be as new as the launch before.
+        run: the launch before may write only its tokens.
         parents: R * n lanes; their tokens are not read.
         rows: R lanes, the roots.
-        draft_SK: int32 [S, K], updated in place: of the level's nodes, numbered from 1, in the rows
-            of live slots.
+        draft_SK: int32 [S, K], updated in place for the level's nodes, which are numbered from 1,
+            in the rows of live slots.
         fusion: how the module's input is made.
         limit: positions that the cache has.
-        residual: R * I lanes, as of `combine_hidden`; None with I = 0.
+        residual: R * I lanes, as in `combine_hidden`; None with I = 0.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     Returns:
@@ -193,7 +193,7 @@ def _check_growth(
     draft_SK: torch.Tensor,
     fusion: Fusion,
 ) -> None:
-    """ValueError unless the operands fit each other; that numbers fit is for who makes a level."""
+    """Raise ValueError unless the operands fit each other; a level's numbers are not checked."""
     count, lanes = rows.slot.numel(), parents.slot.numel()
     check_lanes(count, **{f"rows.{name}": field for name, field in rows._asdict().items()})
     check_lanes(lanes, **{f"parents.{name}": field for name, field in parents._asdict().items()})
@@ -250,7 +250,7 @@ def _grow_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program an inner node of a row; the first of a row's writes all drafts of its level."""
+    """One program per inner node of a row; a row's first one writes all drafts of its level."""
     PROGRAMS: tl.constexpr = I if I > 0 else 1
     row = tl.program_id(0) // PROGRAMS
     i = tl.program_id(0) % PROGRAMS

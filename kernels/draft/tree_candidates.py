@@ -1,6 +1,6 @@
-"""The candidates of a tree that grows by its drafts' probabilities: scores, numbers and order.
+"""Candidates of a tree that grows by its drafts' probabilities: scores, numbers and order.
 
-The score of a draft is the logarithm of its probability and of those of its ancestors, multiplied.
+A draft's score is the logarithm of the product of its own and its ancestors' probabilities.
 Candidates of a row are numbered from 0: T of depth 1, then T * T of each depth; draft r after lane
 b of a run is candidate b * T + r of its depth. Of equal scores the lower number is better.
 
@@ -25,18 +25,19 @@ NOTHING = tl.constexpr(-(2**63))
 
 
 class Candidates(NamedTuple):
-    """What was found for each row; what is read of a row, was written in the same growth."""
+    """The candidates found for each row; a tree reads only what was written while it grew."""
 
     score: torch.Tensor
-    """float32 [R, C]: -inf where there is none."""
+    """float32 [R, C]: -inf for no candidate."""
     token: torch.Tensor
     """int32 [R, C]"""
     expanded: torch.Tensor
-    """int32 [R, D - 1, T]: the number of each lane of the runs at depth 1, 2, ...; -1 for none."""
+    """int32 [R, D - 1, T]: candidate number of each lane of the runs at depth 1, 2, ...; -1 for
+    none."""
 
     @classmethod
     def new(cls, rows: int, top_k: int, depth: int, device: torch.device) -> Candidates:
-        """Uninitialised, for trees at least 2 deep."""
+        """Uninitialised candidates, for trees at least 2 deep."""
         count = first_candidate(depth, top_k)
         score = torch.empty(rows, count, dtype=torch.float32, device=device)
         token = torch.empty_like(score, dtype=torch.int32)
@@ -47,11 +48,11 @@ class Children(NamedTuple):
     """The drafts after the lanes of a run."""
 
     drafts: TopDrafts
-    """T of each of its M lanes; alone as new as the launch before."""
+    """T drafts of each of the M lanes; only these may come from the launch before."""
     parents: DecodeLanes
-    """R * P lanes; their tokens are not read. A padded one has no children."""
+    """R * P lanes; their tokens are not read. Padded ones have no children."""
     score: torch.Tensor | None = None
-    """float32 [R * P], of the parents; None for the roots, whose score is 0."""
+    """float32 [R * P]: the parents' scores; None for the roots, whose score is 0."""
     source: torch.Tensor | None = None
     """int32 [R * P]: the lane of the run that each parent is; None: M is R * P."""
 
@@ -62,12 +63,12 @@ class Children(NamedTuple):
 
 
 def first_candidate(depth: int, top_k: int) -> int:
-    """The number of the first candidate at a depth, 1 and up; how many there are above it."""
+    """The number of the first candidate at a depth (1 and up), and so how many are above it."""
     return 0 if depth == 1 else top_k + (depth - 2) * top_k * top_k
 
 
 def check_children(children: Children, rows: DecodeLanes) -> tuple[int, int]:
-    """(R, P); ValueError unless the lanes and drafts fit each other."""
+    """Return (R, P); ValueError unless the lanes and drafts fit each other."""
     (token, value), parents, score, source = children
     count, lanes = rows.slot.numel(), parents.slot.numel()
     check_lanes(count, **{f"rows.{name}": field for name, field in rows._asdict().items()})
@@ -92,7 +93,7 @@ def check_children(children: Children, rows: DecodeLanes) -> tuple[int, int]:
 
 
 def check_found(found: Candidates, rows: int, top_k: int) -> int:
-    """D - 1; ValueError unless the tensors are those of trees of one depth."""
+    """Return D - 1; ValueError unless the tensors fit trees of one depth."""
     runs = found.expanded.shape[1] if found.expanded.dim() == 3 else 0
     shape = (rows, first_candidate(1 + runs, top_k))
     sizes = ((rows, runs, top_k), shape, shape)
@@ -109,7 +110,7 @@ def check_found(found: Candidates, rows: int, top_k: int) -> int:
 
 
 def children_reference(children: Children, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score and token of each row's candidates, [R, P * T]; -inf where there is none."""
+    """Score and token of each row's candidates, [R, P * T]; -inf for no candidate."""
     (token, value), parents, score, source = children
     lanes = torch.arange(parents.slot.numel()) if source is None else source.long()
     has_parent = parents.slot >= 0
@@ -136,7 +137,9 @@ def child_args(children: Children) -> _ChildArgs:
 
 @triton.jit
 def load_parents(children, row, child, wanted, P: tl.constexpr, T: tl.constexpr):
-    """(whether each child's parent is live, its score, its lane of the run); before the wait."""
+    """Load, before the wait, whether each child's parent is live, its score, and its lane of the
+    run.
+    """
     parent = row * P + child // T
     has_parent = tl.load(children.slot + parent, mask=wanted, other=-1, cache_modifier=".cg") >= 0
     score = tl.zeros_like(child).to(tl.float32)
@@ -150,7 +153,7 @@ def load_parents(children, row, child, wanted, P: tl.constexpr, T: tl.constexpr)
 
 @triton.jit
 def load_children(children, child, has_parent, score, source, T: tl.constexpr):
-    """(score, token) of each child; -inf and -1 for none."""
+    """Load (score, token) of each child; (-inf, -1) for no child."""
     at = source * T + child % T
     token = tl.load(children.token + at, mask=has_parent, other=-1)
     value = tl.load(children.value + at, mask=has_parent, other=0.0)
@@ -160,18 +163,20 @@ def load_children(children, child, has_parent, score, source, T: tl.constexpr):
 
 @triton.jit
 def ranked(score, number):
-    """int64 in the order of scores; of equal ones the lower number is above."""
+    """Pack score and number in an int64 that sorts by score; of equal scores the lower number is
+    greater.
+    """
     packed = (sortable_key(score).to(tl.int64) << 32) | (number ^ LAST_ID).to(tl.int64)
     return tl.where(score > float("-inf"), packed, NOTHING)
 
 
 @triton.jit
 def next_best(packed, last):
-    """The greatest below `last`; nothing if there is none."""
+    """The greatest packed value below `last`; NOTHING if there is none."""
     return tl.max(tl.where(packed < last, packed, NOTHING), 0)
 
 
 @triton.jit
 def number_of(packed):
-    """The number of a candidate that is there."""
+    """The number of a packed candidate, which must not be NOTHING."""
     return (packed & LAST_ID).to(tl.int32) ^ LAST_ID

@@ -1,24 +1,26 @@
-"""What surrounds the runs of several draft modules, each with its own KV cache.
+"""Kernels around the runs of several draft modules, each with its own KV cache.
 
     decode    begin_module_draft -> (module 1, lm_head) -> advance_vanilla_draft -> (module 2,
               lm_head) -> ... -> commit_draft
     K = 0     begin_module_draft -> (module 1) -> begin_vanilla_draft -> (module 2) -> ...
 
-Module m's run at position p takes the token at p + m, so that its last run after a step stands
-where those of all modules do. Of a step that fed W lanes from position L on and emitted `count`
-tokens, it runs
+Module m's run at position p takes the token at p + m, so that after a step the last run of every
+module is at the same position. After a step that fed W lanes from position L on and emitted `count`
+tokens, module m runs
 
-- the emitted lanes, j < count, at L + j - (m - 1): tokens that are true;
-- m - 1 lanes after them: what the modules before drafted. The next step's lanes overwrite these
-  positions with what is true by then.
+- the emitted lanes, j < count, at L + j - (m - 1), with true tokens;
+- m - 1 lanes after them, with the drafts of the modules before. The next step's lanes overwrite
+  these positions with tokens that are true by then.
 
-All have consecutive positions. A prompt shorter than m - 1 has some below 0: these are padded.
+All have consecutive positions. After a prompt shorter than m - 1 some are below 0: these are
+padded.
 
-Beside its token a run takes a hidden state. Chained (DeepSeek-V3, arXiv:2412.19437, equation 21)
-it is always what module m - 1 made of its run at p. That ran one lane less, from one position later
-on: lane j takes its lane j - 1, and the first lane takes what is kept of the step before, of the
-last run there whose token was true. With the target's hidden states (as in TensorRT-LLM's vanilla
-MTP) an emitted lane takes the target's at p + m - 1 instead, and nothing is kept.
+Besides its token a run takes a hidden state. If modules are chained (DeepSeek-V3, arXiv:2412.19437,
+equation 21), this is always module m - 1's output at p. That module ran one lane less, from one
+position later on. So lane j takes that module's lane j - 1, and the first lane takes an output kept
+from the step before: that of the last run whose token was true. With the target's hidden states (as
+in TensorRT-LLM's vanilla MTP) an emitted lane takes the target's at p + m - 1 instead, and nothing
+is kept.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, M lanes of the run before, H hidden,
 K drafts.
@@ -71,59 +73,61 @@ _NO_LIMIT = 2**31 - 1
 
 
 class Emitted(NamedTuple):
-    """A verified step, as the modules take it in."""
+    """Results of a verified step that the modules take in."""
 
     token_N: torch.Tensor
     """int32: the target's token after each lane; read where it was emitted."""
     count_R: torch.Tensor
     """int32: tokens that each row emitted, at most its live lanes; N is W * R."""
     lanes: DecodeLanes
-    """What the target was fed; lane r * W + j of a live row has the position of r * W, plus j."""
+    """The lanes that the target was fed; in a live row lane r * W + j has lane r * W's position
+    plus j."""
     hidden: Hidden
-    """The target's, N lanes."""
+    """The target's hidden states, N lanes."""
     eps: float = 0.0
-    """Of the norm whose scaled stream `hidden` is; unused with a plain one."""
+    """Epsilon of the final norm that a `hidden` stream is scaled for; unused with plain rows."""
 
 
 class ModuleRun(NamedTuple):
     """The previous module's output for its lanes."""
 
     tiles: DraftTiles
-    """Of its M lanes."""
+    """Tiles of the M lanes."""
     rows: DecodeLanes
     """R lanes, the last of each row; padded where the row is, or where nothing was drafted."""
     source: torch.Tensor | None
-    """int32 [R]: which of the M each row's is; None for its own, and M is R."""
+    """int32 [R]: the number of each row's lane among the M; None: lane r for row r, and M is R."""
     hidden: Hidden
-    """Its output, M lanes."""
+    """The module's output, M lanes."""
     eps: float = 0.0
-    """As in `Emitted`."""
+    """Epsilon of the norm for `hidden`, as in `Emitted`."""
 
 
 class DraftChain(NamedTuple):
-    """The drafts of this step so far, and the hidden states they were drafted from; in place."""
+    """The drafts of this step so far, and the hidden states they were drafted from; updated in
+    place."""
 
     token: torch.Tensor
     """int32 [R, K - 1]"""
     hidden: torch.Tensor
-    """model dtype [R, K - 1, H], after the norm of the module; neither read nor written where
-    modules are chained."""
+    """model dtype [R, K - 1, H], after the module's norm; neither read nor written if modules are
+    chained."""
 
 
 class Recycled(NamedTuple):
     """What a chained module reads from the previous one."""
 
     hidden: Hidden
-    """Its output of this step, N lanes."""
+    """The previous module's output in this step, N lanes."""
     kept: torch.Tensor
-    """model dtype [S, K - 1, H], updated in place: the output of each module's last run whose token
-    was true, after its final norm."""
+    """model dtype [S, K - 1, H], updated in place: the output, after the final norm, of each
+    module's last run whose token was true."""
     eps: float = 0.0
-    """As in `Emitted`."""
+    """Epsilon of the norm for `hidden`, as in `Emitted`."""
 
 
 class ModuleInput(NamedTuple):
-    """A module's run that no draft follows; valid until the next replay."""
+    """Lanes and input of a module's run without drafts after it; valid until the next replay."""
 
     lanes: DecodeLanes
     """N lanes."""
@@ -134,7 +138,7 @@ class ModuleInput(NamedTuple):
 def new_draft_chain(
     rows: int, drafts: int, hidden: int, *, dtype: torch.dtype, device: torch.device | str
 ) -> DraftChain:
-    """An uninitialised chain of K = `drafts` of `rows` rows."""
+    """An uninitialised chain for K = `drafts` drafts of `rows` rows."""
     shape = (rows, max(drafts - 1, 0))
     return DraftChain(
         token=torch.empty(shape, dtype=torch.int32, device=device),
@@ -151,18 +155,20 @@ def begin_vanilla_draft(
     recycled: Recycled | None = None,
     pdl: bool = False,
 ) -> ModuleInput:
-    """The emitted lanes of a module and its input, with nothing drafted after them; one launch.
+    """Make a module's emitted lanes and its input, without drafts after them; one launch.
 
     Args:
         module: m, 2 or more; `begin_module_draft` is for the first.
-        recycled: of module m - 1, for a chained one; None: it reads the target's hidden states.
-        residual: where the module's projection adds to, N lanes: `x` of the live ones is set to 0.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. All that it reads
-            must then have been written two launches earlier or before.
+        recycled: output of module m - 1, if modules are chained; None: this one reads the target's
+            hidden states.
+        residual: the stream that the module's projection is added to, N lanes: `x` of the live ones
+            is set to 0.
+        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. All its inputs
+            must then have been written at least two launches earlier.
 
     Returns:
-        New tensors. A lane that emitted nothing, or whose position m - 1 earlier is below 0, is
-        padded. ValueError for a shape or dtype that does not fit.
+        New tensors. A lane is padded if it emitted nothing, or if its position - (m - 1) is below
+        0. ValueError for a shape or dtype that does not fit.
     """
     N, rows = _check_emitted(emitted, fusion, module)
     check_stream(residual, N, fusion)
@@ -207,9 +213,9 @@ def begin_vanilla_draft_reference(
 def _recycled_rows(
     emitted: Emitted, recycled: Recycled, ran: int, lanes: int, module: int
 ) -> torch.Tensor:
-    """[R * lanes, H]: what each lane of a chained module reads; `kept` is brought up to date.
+    """The hidden states that the lanes of a chained module read, [R * lanes, H]; updates `kept`.
 
-    ran  lanes of a row that module m - 1 had, `lanes` or one less
+    ran  lanes per row of module m - 1: `lanes`, or one less
     """
     kept, live_RW = recycled.kept[:, module - 2], _emitted_RW(emitted)
     rows = len(live_RW)
@@ -237,27 +243,27 @@ def advance_vanilla_draft(
     """Commit draft m - 1 of each row, then make the lanes and the input of module m; one launch.
 
     The draft is written to `draft_SK[slot, m - 2]` as by `commit_draft`, which commits the last
-    module's. A row of module m has W + m - 1 lanes: lane j < count is an emitted one, at position
-    L + j - (m - 1), and lane count + i, i < m - 1, takes draft i + 1 with the hidden state that it
-    was drafted from. Where there is no draft, the row's lanes after its emitted ones are padded,
-    and no later module drafts.
+    module's draft. A row of module m has W + m - 1 lanes: lane j < count is an emitted one, at
+    position L + j - (m - 1), and lane count + i, i < m - 1, takes draft i + 1 with the hidden state
+    that it was drafted from. Where there is no draft, the row's lanes after its emitted ones are
+    padded, and no later module drafts.
 
     Args:
-        run: of module m - 1.
-        emitted: of the same rows.
+        run: the run of module m - 1.
+        emitted: the step of the same rows.
         chain: holds drafts 1 .. m - 2, and gets draft m - 1. Updated in place.
-        fusion: of module m.
+        fusion: that of module m.
         draft_SK: int32 [S, K], updated in place.
         module: m, 2 .. K.
-        residual: where the module's projection adds to, R * (W + m - 1) lanes: `x` of the live ones
-            is set to 0.
-        kept: as of `Recycled`, for a chained module, which reads the output of `run`; None: it
-            reads the target's hidden states.
-        pdl: as of `begin_vanilla_draft`, but the tiles may be as new as the launch before.
+        residual: the stream that the module's projection is added to, R * (W + m - 1) lanes: `x` of
+            the live ones is set to 0.
+        kept: as in `Recycled`, for a chained module, which reads the output of `run`; None: the
+            module reads the target's hidden states.
+        pdl: as in `begin_vanilla_draft`, but the launch before may write the tiles.
 
     Returns:
-        New tensors, of R * (W + m - 1) lanes; `rows` and `source` name the last live one of each
-        row, at the same position in every module. ValueError for a shape or dtype that does not
+        New tensors for R * (W + m - 1) lanes; `rows` and `source` name each row's last live lane,
+        which has the same position in every module. ValueError for a shape or dtype that does not
         fit.
     """
     N, rows = _check_emitted(emitted, fusion, module)
@@ -321,13 +327,13 @@ def advance_vanilla_draft_reference(
     step_RX = (j - count_R1).clamp(max=shift - 1)
     is_emitted = step_RX < 0
     row_R1 = torch.arange(rows, device=j.device)[:, None]
-    # Where a lane's token and hidden state are: among the N, or in the chain after them.
+    # Index of a lane's token and hidden state: among the N, or in the chain after them.
     depth = chain.token.shape[1]
     at_RX = torch.where(is_emitted, row_R1 * W + j, rows * W + row_R1 * depth + step_RX)
     fed = DecodeLanes(*(field.view(rows, W)[:, :1] for field in emitted.lanes))
     position_RX = fed.position + j.int() - shift
     drafted = (run.rows.slot >= 0)[:, None] & (j < count_R1 + shift)
-    # The newest may be no draft.
+    # The newest draft may be missing.
     drafted &= live_R[:, None] | (step_RX < shift - 1)
     live = (fed.slot >= 0) & (position_RX >= 0) & (is_emitted | drafted)
     tokens = torch.cat([emitted.token_N, chain.token.flatten()])
@@ -359,7 +365,7 @@ def _emitted_RW(emitted: Emitted) -> torch.Tensor:
 
 
 def _check_emitted(emitted: Emitted, fusion: Fusion, module: int) -> tuple[int, int]:
-    """(N, R); ValueError unless the step's parts fit each other."""
+    """Return (N, R); ValueError unless the step's parts fit each other."""
     N = check_steps(emitted.token_N, emitted.count_R, emitted.lanes)
     check_hidden(emitted.hidden, fusion, N)
     if module < 2:
@@ -370,7 +376,7 @@ def _check_emitted(emitted: Emitted, fusion: Fusion, module: int) -> tuple[int, 
 def _check_run(
     run: ModuleRun, fusion: Fusion, draft_SK: torch.Tensor, rows: int, module: int
 ) -> None:
-    """ValueError unless what the module before made fits the rows and the table."""
+    """Raise ValueError unless the previous module's run fits the rows and the table."""
     count = check_commit(run.tiles, run.rows, draft_SK, module - 2, run.source)
     if count != rows:
         raise ValueError(f"{count} rows were drafted for, and {rows} emitted")
@@ -378,7 +384,7 @@ def _check_run(
 
 
 def _check_chain(chain: DraftChain, hidden: Hidden, fusion: Fusion, rows: int, module: int) -> None:
-    """ValueError unless the chain is dense and has room for draft m - 1."""
+    """Raise ValueError unless the chain is dense and has room for draft m - 1."""
     shape = tuple(chain.token.shape)
     if len(shape) != 2 or shape[0] != rows or shape[1] < module - 1:
         raise ValueError(f"chain.token must be [{rows}, {module - 1} or more], not {shape}")
@@ -394,7 +400,7 @@ def _check_chain(chain: DraftChain, hidden: Hidden, fusion: Fusion, rows: int, m
 
 
 def _check_kept(kept: torch.Tensor, hidden: Hidden, fusion: Fusion, module: int) -> None:
-    """ValueError unless it is dense and has room for the output of module m - 1."""
+    """Raise ValueError unless `kept` is dense and has room for the output of module m - 1."""
     shape, H = tuple(kept.shape), fusion.embedding.shape[1]
     if len(shape) != 3 or shape[1] < module - 1 or shape[2] != H:
         raise ValueError(f"kept must be [slots, {module - 1} or more, {H}], not {list(shape)}")
@@ -405,7 +411,7 @@ def _check_kept(kept: torch.Tensor, hidden: Hidden, fusion: Fusion, module: int)
         raise ValueError("kept must be dense")
 
 
-# What a launch without drafts and without a previous module leaves out.
+# Arguments that a launch without drafts and without a previous module leaves out.
 _CHAIN_ARGUMENTS = (
     "commit",
     "run",
@@ -426,7 +432,7 @@ _CHAIN_ARGUMENTS = (
 def _run_options(
     hidden: Hidden, eps: float, kept: torch.Tensor | None, lanes: int
 ) -> dict[str, Any]:
-    """The arguments that name the output of the module before, of `lanes` lanes a row."""
+    """Kernel arguments for the output of the module before, which has `lanes` lanes per row."""
     stream = hidden if isinstance(hidden, Residual) else None
     value = hidden.scaled if isinstance(hidden, Residual) else hidden
     groups = 0 if stream is None else stream.squares.shape[0]
@@ -505,11 +511,12 @@ def _vanilla_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane; that of a row's newest draft commits it and says where the row goes on.
+    """One program per lane; that of a row's newest draft commits it and writes where the row
+    continues.
 
-    DRAFTS lanes of a row come after those that may emit: 0, or `shift`. Of all that it reads only
-    the tiles are as new as the launch before. With `kept_ptr` modules are chained: the program of a
-    row's first lane reads what is kept of the module before, and then keeps what comes next.
+    DRAFTS lanes of a row follow those that may emit: 0, or `shift`. Only the tiles may come from
+    the launch before. With `kept_ptr` modules are chained: the program of a row's first lane reads
+    the kept output of the module before, and then replaces it for the next step.
     """
     lane = tl.program_id(0)
     row = lane // (W + DRAFTS)

@@ -1,1 +1,1 @@
-"""Mixtures of experts: the router, pairs of lane and expert, and the experts' two products."""
+"""Kernels for mixtures of experts: the router, (lane, expert) pairs, and the two products."""

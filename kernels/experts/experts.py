@@ -1,4 +1,4 @@
-"""The products of a mixture of experts with what `router.route` has chosen.
+"""Products of a mixture of experts with the experts that `router.route` has chosen.
 
     expert_swiglu      a = silu(gate x) * up x of each pair of lane and expert
     expert_residual    residual += sum over a lane's experts of weight * down a; for decode
@@ -6,17 +6,18 @@
     expert_sum         that sum alone; for prefill
 
 A pair's products are summed over K in one order, and a lane's experts by rank, so that no bit of a
-lane follows from its neighbours. Where pairs are not grouped, each program takes one pair straight
-from the router's ids. Where they are (`grouping.group_pairs`), one program takes the pairs of a
-block, for which weights are read once. In blocks of `decode_block` pairs both forms have the same
-bits; which is faster depends on how many pairs there are. Dense gates and ups of the row family
-`fma` take pairs one by one, with weights in registers; all else is multiplied by the tensor cores
-in both families. Experts that no live lane has chosen are not read.
+lane depends on its neighbours. Without grouping, each program takes one pair straight from the
+router's ids. With grouping (`grouping.group_pairs`), one program takes the pairs of a block, whose
+weights are read once. In blocks of `decode_block` pairs both forms have the same bits; which is
+faster depends on the number of pairs. Dense gates and ups of the row family `fma` take pairs one by
+one, with weights in registers; all other products use the tensor cores in both families. Experts
+that no live lane has chosen are not read.
 
-The weights of all experts are one dense tensor [E, M, K], or in 8 or 4 bits `PackedExperts`; of a
-SwiGLU M is F gates, then F ups. Their biases, if there are any, are [E, M]: they are added before a
-SwiGLU and before an expert's weight. One of several ranks may have those of some experts alone: the
-ids that are `held`. Products of other ones are not computed, and add nothing to a sum.
+The weights of all experts are one dense tensor [E, M, K], or `PackedExperts` in 8 or 4 bits; for a
+SwiGLU M is F gates, then F ups. Biases, if there are any, are [E, M]: they are added before a
+SwiGLU and before the expert's routing weight is applied. With several ranks, a rank may have the
+weights of only some experts: those whose ids are `held`. Products of other experts are not
+computed, and add nothing to a sum.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, E experts, H hidden, F ffn width of an
 expert, K input features and M rows of an expert's weight, T groups of columns.
@@ -66,25 +67,25 @@ def expert_swiglu(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """silu(gate) * up of each live pair, where [gate F | up F] = x @ weight^T / rms.
+    """Compute silu(gate) * up for each live pair, where [gate F | up F] = x @ weight^T / rms.
 
     Args:
         x_NH, weight_E2FH: one dtype of float32, float16, bfloat16; dense rows of x, any stride
             between them; a dense weight.
         slot_N: int32, -1 = padded lane.
-        tile: how the weights are cut, of decode the plan of a linear.
-        squares_TN, eps: as of `linear`; without them x is normalised.
+        tile: how the weights are cut; in decode the plan of a linear.
+        squares_TN, eps: as in `linear`; without them x is already normed.
         bias_E2F: dense, in the weight's dtype, added after the division by rms.
-        clamped: in place of silu(gate) * up.
-        grouping: of `routes`, in blocks as the tile has them; None: pair by pair, in decode.
-        held: the ids that the weights and biases are of, in their order; None: all.
+        clamped: replaces silu(gate) * up.
+        grouping: that of `routes`, in blocks that fit the tile; None: pair by pair, in decode.
+        held: the ids of the experts whose weights and biases these are, in order; None: all.
         out: dense [P, F] in x's dtype.
         pdl: the launch before may still run; it does not write the weight.
 
     Returns:
-        [P, F] in x's dtype: pair p is that of lane p // k and of rank p % k. Accumulated and
-        finished in float32, rounded once. Pairs of padded lanes and of experts that are not held
-        are not written. ValueError for what does not fit.
+        [P, F] in x's dtype: pair p is that of lane p // k and rank p % k. Computed in float32,
+        rounded once. Pairs of padded lanes and of experts that are not held are not written.
+        ValueError for a shape, dtype or number that does not fit.
     """
     check_rows(x_NH=x_NH)
     lanes, hidden = x_NH.shape
@@ -130,27 +131,27 @@ def expert_residual(
     grouping: Grouping | None = None,
     pdl: bool = False,
 ) -> Residual:
-    """residual.x += the weighted sum of each lane's experts, and what the norm after it needs.
+    """Compute residual.x += the weighted sum of each lane's experts, and what the next norm needs.
 
-    One kernel: the last of a lane's experts to be done adds them up.
+    One kernel: the last of a lane's experts to finish adds them up.
 
     Args:
         a_PF: as `expert_swiglu` leaves it.
-        residual: `x` is updated and `scaled` written, both in place; `squares` is not looked at.
-            The new `x` goes to where it is kept, too.
+        residual: `x` is updated and `scaled` written, both in place; `squares` is ignored. If
+            `residual.kept` is set, the new `x` is stored there, too.
         next_norm_H: weight of the RMSNorm that reads the stream next, in the weight's dtype.
-        plan: in `fma` pairs are taken one by one, of a dense weight. There and with a packed weight
-            slots, routes and the grouping must, with PDL, have been written two launches earlier or
-            before.
+        plan: an `fma` plan takes pairs one by one, with a dense weight. With `fma` or a packed
+            weight, and PDL, slots, routes and the grouping must have been written at least two
+            launches earlier.
         arrivals: int32, at least `residual_arrivals(N, H)` zeros, which are zeros again afterwards.
-            None: on a CPU alone.
+            None: only on a CPU.
         bias_EH: dense, in the weight's dtype.
         grouping: in blocks of `decode_block`; None: pair by pair.
-        The others as of `expert_swiglu`.
+        The others as in `expert_swiglu`.
 
     Returns:
-        The same `x` and `scaled`, with new `squares` of `residual_groups(plan, H)`. Of padded lanes
-        none of them is written. ValueError for what does not fit.
+        The same `x` and `scaled`, with new `squares` of `residual_groups(plan, H)`. None of them is
+        written for padded lanes. ValueError for a shape, dtype or plan that does not fit.
     """
     lanes, hidden = residual.x.shape
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
@@ -191,10 +192,10 @@ def expert_part(
     held: range | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """What `expert_residual` adds to the stream, alone: new float32 [N, H], for whoever has a part
-    of every sum: that of the experts that are `held`. Padded lanes hold anything.
+    """Compute only the sum that `expert_residual` adds to the stream: new float32 [N, H].
 
-    Arguments and errors as there, and as of `expert_swiglu`.
+    It is for ranks that have a part of every sum: that of the `held` experts. Padded lanes hold
+    arbitrary values. Arguments and errors as in `expert_residual` and `expert_swiglu`.
     """
     lanes, hidden = len(slot_N), weight_EHF.shape[1]
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
@@ -211,7 +212,7 @@ def expert_part(
 
 
 def residual_arrivals(lanes: int, hidden: int) -> int:
-    """Counters that `expert_residual` uses at most, whatever its plan."""
+    """Most counters that `expert_residual` uses with any plan."""
     return lanes * -(-hidden // LEAST_FMA_ROWS)
 
 
@@ -229,16 +230,17 @@ def expert_sum(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The weighted sum of each lane's experts: two kernels.
+    """Compute the weighted sum of each lane's experts, in two kernels.
 
     Args:
-        products: dense [P, H] in a's dtype, which the products of pairs are rounded to; they are
+        products: dense [P, H] in a's dtype, to which the products of pairs are rounded; they are
             summed in float32.
         out: [N, H] in a's dtype, dense.
-        The others as of `expert_swiglu`.
+        The others as in `expert_swiglu`.
 
     Returns:
-        [N, H] in a's dtype; padded lanes are not written. ValueError for what does not fit.
+        [N, H] in a's dtype; padded lanes are not written. ValueError for a shape, dtype or tile
+        that does not fit.
     """
     lanes, hidden = len(slot_N), weight_EHF.shape[1]
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
@@ -265,7 +267,7 @@ def expert_sum(
 def _check_weight(
     weight_EMK: ExpertWeight, x: torch.Tensor, columns: int, *, swiglu: bool = False
 ) -> int:
-    """The rows of an expert. ValueError unless the weight is dense and fits its inputs."""
+    """Return the rows of an expert. ValueError unless the weight is dense and fits its inputs."""
     shape = tuple(weight_EMK.shape)
     if isinstance(weight_EMK, PackedExperts):
         if shape[2] != columns:

@@ -1,10 +1,10 @@
 """The Triton kernels of `experts.py`, in two row families.
 
-In the `dot` family a product has a lane's bits from its own operands alone: a tile of lanes goes
-through K in one order of `tl.dot`, whatever the other lanes of the tile are, so it does not matter
-whether a tile holds all pairs of an expert or a single one. The `fma` family takes single pairs,
-and has all weights of a program in registers at once. Those of down are asked for before the launch
-waits for its inputs: which experts they are of was known two launches before.
+In the `dot` family a lane's bits depend only on its own operands: a tile of lanes goes through K in
+one order of `tl.dot`, whatever the other lanes of the tile are, so it does not matter whether a
+tile holds all pairs of an expert or a single one. The `fma` family takes single pairs, and has all
+weights of a program in registers at once. Weights of down are loaded before the launch waits for
+its inputs: their experts were known two launches before.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, L lanes of a tile, K input features, M rows
 of an expert's weight, B outputs of a program.
@@ -57,9 +57,9 @@ def product_kernel(
 ):
     """One program for a block of pairs of one expert and BLOCK_M rows of its weight.
 
-    Without BLOCKS a block is a single pair, straight from the router. A SwiGLU reads the rows of
-    lanes, any other product those of pairs. The weight is dense without CODE, and otherwise the
-    tensors of `packed.CodeArgs`.
+    Without BLOCKS a block is a single pair, straight from the router. A SwiGLU reads rows by lane,
+    any other product rows by pair. Without CODE the weight is dense, otherwise it is the tensors of
+    `packed.CodeArgs`.
     """
     OUTPUTS: tl.constexpr = M // 2 if SWIGLU else M
     B: tl.constexpr = BLOCK_M // 2 if SWIGLU else BLOCK_M
@@ -109,9 +109,7 @@ def _pairs_of_block(
     HELD: tl.constexpr,
     L: tl.constexpr,
 ):
-    """The place of the program's expert, -1 where it has none, its pairs [L], and which of them
-    are there.
-    """
+    """The place of the program's expert (-1 for none), its pairs [L], and which of them exist."""
     block = tl.program_id(0)
     row = tl.arange(0, L)
     if BLOCKS > 0:
@@ -181,11 +179,12 @@ def down_kernel(
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """As `product_kernel`; the last of a lane's pairs to arrive adds all of them to the stream, or
-    stores their sum in place of one. Pairs of other ranks' experts arrive with nothing.
+    """Multiply as `product_kernel`; then the last of a lane's pairs to arrive adds all of them to
+    the stream, or stores their sum if there is no stream. Pairs of other ranks' experts arrive
+    without a product.
 
-    A block has a lane once at most, as a lane's experts are different ones; but a block of other
-    ranks' may have it more often.
+    A block has a lane at most once, as a lane's experts differ; but a block of other ranks' pairs
+    may have it several times.
     """
     sums = (y_ptr, share_ptr, expert_ptr, arrivals_ptr, lanes)
     tile = tl.program_id(1)
@@ -294,8 +293,8 @@ def fma_down_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program for a pair and BLOCK_M rows of its expert's down; the last of a lane's pairs to
-    arrive adds all of them to the stream, or stores their sum in place of one. A pair of another
-    rank's expert arrives with nothing.
+    arrive adds all of them to the stream, or stores their sum if there is no stream. A pair of
+    another rank's expert arrives without a product.
 
     The launch before must not write slots or experts.
     """
@@ -329,7 +328,7 @@ def fma_down_kernel(
 
 @triton.jit
 def load_rows(row_ptrs, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, here=None):
-    """All columns of weight rows, as tiles [BLOCK_M, BLOCK_K]; nothing unless they are `here`."""
+    """Load all columns of weight rows as tiles [BLOCK_M, BLOCK_K]; zeros unless `here`."""
     k = tl.arange(0, BLOCK_K)
     tiles = ()
     for step in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
@@ -358,7 +357,7 @@ def multiply_rows(tiles, x_row_ptr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOC
 
 @triton.constexpr_function
 def _chunk(groups):
-    """Groups whose partial sums a tile holds."""
+    """Number of groups whose partial sums a tile holds."""
     return max(1, min(triton.next_power_of_2(groups), 128))
 
 
@@ -387,9 +386,9 @@ def _row_ptrs(
     BLOCK_M: tl.constexpr,
     SWIGLU: tl.constexpr,
 ):
-    """Where the BLOCK_M weight rows of a tile of an expert start.
+    """Pointers to the BLOCK_M weight rows of a tile of an expert.
 
-    As in `linear_triton.py` rows past the end repeat the last, and of a SwiGLU gate and up rows
+    As in `linear_triton.py` rows past the end repeat the last, and gate and up rows of a SwiGLU
     alternate.
     """
     row = _rows(tile, M, BLOCK_M, SWIGLU)
@@ -398,7 +397,7 @@ def _row_ptrs(
 
 @triton.jit
 def _biases(bias_ptr, expert, tile, M: tl.constexpr, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr):
-    """Of the same rows, in float32."""
+    """Load the biases of the rows of `_row_ptrs`, in float32."""
     row = _rows(tile, M, BLOCK_M, SWIGLU)
     return tl.load(bias_ptr + expert.to(tl.int64) * M + row).to(tl.float32)
 
@@ -415,7 +414,7 @@ def _rows(tile, M: tl.constexpr, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr):
 
 @triton.jit
 def _lane_tile(row_ptrs, there, k, K: tl.constexpr, EVEN_K: tl.constexpr):
-    """Columns `k` of lanes, as [L, BLOCK_K]; 0 past K and for rows that are not there."""
+    """Columns `k` of lanes, as [L, BLOCK_K]; 0 past K and for rows that do not exist."""
     mask = there[:, None]
     if not EVEN_K:
         mask = mask & (k < K)[None, :]

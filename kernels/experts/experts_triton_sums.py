@@ -1,7 +1,7 @@
-"""The sums of `experts_triton.py`: of the products of a lane's pairs, and what becomes of them.
+"""Sums of the products of a lane's pairs, for `experts_triton.py`, and what is done with them.
 
 In decode the last of a lane's pairs to arrive adds up all of them, in the launch that multiplies;
-of a chunk's lanes `combine_kernel` does. Both sum by rank, whatever the order of arrival.
+for a chunk `combine_kernel` does it. Both sum by rank, whatever the order of arrival.
 
 Letters as in `experts_triton.py`.
 """
@@ -33,7 +33,7 @@ def combine_kernel(
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for L lanes and BLOCK_M outputs: the products of their pairs, summed by rank."""
+    """One program for L lanes and BLOCK_M outputs sums the products of their pairs by rank."""
     lane = tl.program_id(0) * L + tl.arange(0, L)
     output = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     wait_for_inputs(PDL)
@@ -61,9 +61,10 @@ def arrive(
     L: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Pairs [L] have what they add, if anything; the last of a lane's adds all of it up.
+    """Record that pairs [L] have stored their products, if any; the last of a lane's pairs adds up
+    all of them.
 
-    `sums` are where products, shares, experts and arrivals are, and how many lanes there are.
+    `sums` holds pointers to products, shares, experts and arrivals, and the number of lanes.
     """
     y_ptr, share_ptr, expert_ptr, arrivals_ptr, lanes = sums
     lane = pair // TOP_K
@@ -91,7 +92,7 @@ def arrive_alone(
     HELD: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`arrive` of a single pair."""
+    """`arrive` for a single pair."""
     y_ptr, share_ptr, expert_ptr, arrivals_ptr, lanes = sums
     lane = pair // TOP_K
     arrival_ptr = arrivals_ptr + lane * tl.num_programs(1) + tile
@@ -120,8 +121,8 @@ def _sum_of_pairs(
     L: tl.constexpr,
     B: tl.constexpr,
 ):
-    """The products [L, B] of lanes' pairs, each by its share, summed by rank; 0 of those whose
-    experts other ranks have.
+    """Sum the products [L, B] of lanes' pairs by rank, each times its share; pairs of other ranks'
+    experts count as 0.
     """
     mask = live[:, None] & (output < M)[None, :]
     total = tl.zeros((L, B), dtype=tl.float32)
@@ -143,10 +144,10 @@ def _sum_of_pairs(
 def _add_to_stream(
     y, lane, live, tile, lanes, stream, M: tl.constexpr, L: tl.constexpr, B: tl.constexpr
 ):
-    """Add float32 sums [L, B] to the residual stream, and leave what the next norm needs; or store
-    them, in place of a stream.
+    """Add float32 sums [L, B] to the residual stream, and leave what the next norm needs; or only
+    store them if there is no stream.
 
-    Every operation is the same in whatever layout the sums come, as different kernels call this.
+    Different kernels call this, so no operation depends on the layout of the sums.
     """
     output = tile * B + tl.arange(0, B)
     stored = live[:, None] & (output < M)[None, :]
@@ -170,17 +171,19 @@ def _add_to_stream(
 
 @triton.jit
 def _sum_of_squares(x, L: tl.constexpr, B: tl.constexpr):
-    """Of each row of [L, B]; the compiler is left no product to fuse with a sum."""
+    """Sum of squares of each row of [L, B], without a product that the compiler could fuse with a
+    sum.
+    """
     even, odd = tl.split(tl.reshape(x, (L, B // 2, 2)))
     return sum_of_rows(tl.fma(even, even, odd * odd), L, B // 2)
 
 
 @triton.jit
 def sum_of_rows(x, L: tl.constexpr, B: tl.constexpr):
-    """Of each row of [L, B]: pairs of neighbours, and pairs of these again.
+    """Sum each row of [L, B]: neighbours in pairs, then the sums of pairs, and so on.
 
-    This order is written down; that of `tl.sum` follows from the layout, which may be another one
-    where lanes are looked up.
+    This order is explicit. That of `tl.sum` follows from the layout, which may differ where lanes
+    are looked up.
     """
     sums = x
     for step in tl.static_range(_log2(B)):

@@ -1,9 +1,9 @@
-"""Pairs of lane and expert, put together by expert on the device, in blocks that a program takes.
+"""Pairs of lane and expert, grouped by expert on the device, into blocks that programs take.
 
-How many pairs an expert has is known to the device alone: there are as many blocks as any routes
-may need, and those that are left over belong to no expert. Of one of several ranks that has some
-experts, the pairs of all others are grouped, too, as of one more expert after its own: down adds up
-a lane once all of its pairs have been there.
+Only the device knows how many pairs an expert has: there are as many blocks as any routes may need,
+and left-over blocks belong to no expert. On a rank that has only some experts, the pairs of all
+other experts are grouped, too, as if of one more expert after its own: down adds up a lane once all
+of its pairs have arrived.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs (pair p is that of lane p // k and of rank
 p % k), E experts, B blocks.
@@ -28,17 +28,17 @@ from graphengine.kernels.experts.held import (
     places_of,
 )
 
-# Pairs that a program of the kernel looks at together: at least one for each of its threads, as a
-# histogram wants.
+# Pairs that a program of the kernel reads together: at least one for each of its threads, which
+# `tl.histogram` needs.
 _LEAST_CHUNK, _CHUNK = 128, 1024
 
 
 class Grouping(NamedTuple):
-    """The live pairs of all lanes by expert, of each in ascending order; valid like its tensors.
+    """The live pairs of all lanes by expert, in ascending order for each; valid as its tensors are.
 
-    order   int32 [P]: pairs; what is past the live ones holds anything
+    order   int32 [P]: pairs; arbitrary values follow the live ones
     blocks  int32 [3, B]: expert (the place of its weight), first place in `order`, and number of
-            pairs of each block; those of one expert follow each other, and all but its last are
+            pairs of each block; blocks of one expert follow each other, and all but its last are
             full. Past the last block the expert is -1
     size    pairs of a full block
     """
@@ -49,7 +49,7 @@ class Grouping(NamedTuple):
 
 
 def most_blocks(pairs: int, experts: int, size: int) -> int:
-    """Blocks that so many pairs need at most, however they are spread."""
+    """Most blocks that so many pairs need, however they are distributed."""
     return min(pairs, experts + pairs // size)
 
 
@@ -65,14 +65,13 @@ def group_pairs(
     """Group pairs in blocks of at most `size`: one kernel, without a host sync.
 
     Args:
-        expert_Nk: int32, dense: ids as `route` leaves them. Those of padded lanes are not looked
-            at.
+        expert_Nk: int32, dense: ids as `route` leaves them. Those of padded lanes are ignored.
         slot_N: int32, -1 = padded lane.
-        experts: those that weights are of.
+        experts: number of experts whose weights are here.
         held: their ids; None: all ids, which are in [0, experts).
         pdl: the launch before may still run.
 
-    ValueError for a shape or dtype that does not fit, and where there is nothing to group.
+    ValueError for a shape or dtype that does not fit, and if there is nothing to group.
     """
     if expert_Nk.dim() != 2 or 0 in expert_Nk.shape or not expert_Nk.is_contiguous():
         raise ValueError(f"expert_Nk must be a dense matrix, not {tuple(expert_Nk.shape)}")
@@ -125,7 +124,7 @@ def _group_kernel(
     HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program an expert. Each counts the pairs of all experts, to know where its own begin."""
+    """One program per expert. Each counts all experts' pairs, to know where its own begin."""
     wait_for_inputs(PDL)
     own = tl.program_id(0)
     counts = tl.zeros((BINS,), tl.int32)
@@ -173,7 +172,9 @@ def _experts(
     FIRST: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """Of the CHUNK pairs from `first` on the expert's place; E of those that are not there."""
+    """The expert's place of each of the CHUNK pairs from `first` on; E for pairs that do not exist
+    or are padded.
+    """
     pair = first + tl.arange(0, CHUNK)
     there = pair < PAIRS
     slot = tl.load(slot_ptr + pair // TOP_K, mask=there, other=-1)

@@ -1,7 +1,7 @@
-"""Experts of which one of several ranks has some: where the weights of a router's ids are.
+"""Expert parallel: where a rank has the weights of a router's ids.
 
-All ranks choose among all experts. The weights of one rank are of consecutive ids; a pair of
-another one's adds nothing here. In blocks its expert has the number that is one past the last.
+All ranks choose among all experts. A rank has the weights of consecutive ids; pairs of other ranks'
+experts add nothing here. In blocks other ranks' experts get the number after this rank's last one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 def check_held(held: range | None, experts: int) -> None:
-    """ValueError unless so many experts' weights are of these ids; None: of all ids."""
+    """Raise ValueError unless `held` names consecutive ids of `experts` experts; None: all ids."""
     if held is None:
         return
     if held.step != 1 or held.start < 0 or len(held) != experts:
@@ -20,12 +20,12 @@ def check_held(held: range | None, experts: int) -> None:
 
 
 def held_options(held: range | None) -> dict[str, int]:
-    """The constexprs of a kernel: FIRST of HELD ids; HELD is 0 where the weights are of all."""
+    """Constexprs of a kernel: FIRST of HELD ids; HELD is 0 if the rank has all weights."""
     return {"FIRST": 0, "HELD": 0} if held is None else {"FIRST": held.start, "HELD": len(held)}
 
 
 def places_of(expert: torch.Tensor, held: range | None) -> torch.Tensor:
-    """Where the weights of these ids are; past the last one for those of other ranks."""
+    """Index of each id's weight; for ids of other ranks the number after the last index."""
     if held is None:
         return expert
     place = expert - held.start

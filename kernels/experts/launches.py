@@ -1,7 +1,7 @@
-"""Launches of the experts' kernels: which one multiplies, and how its work is cut.
+"""Launches of the experts' kernels: choose the kernel, and cut its work.
 
-What is given here `experts.py` has let pass, whose letters these are. Weights of 8 and 4 bits go to
-`packed_decode.py` where that takes them.
+`experts.py` has checked all arguments. Letters as there. Weights of 8 and 4 bits go to
+`packed_decode.py` where it takes them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SUM_COLUMNS = 256
 def launch_swiglu(
     product: PairProduct, swiglu: SwigluArgs, tile: LinearPlan | ProductTile, out: torch.Tensor
 ) -> None:
-    """The product of gates and ups, and what becomes of them, in one launch."""
+    """Multiply by gates and ups and apply the SwiGLU, in one launch."""
     weight, grouping = product.weight_EMK, product.grouping
     if not isinstance(tile, LinearPlan):
         _launch_product(product, tile, out, swiglu)
@@ -59,9 +59,9 @@ def launch_down(
     plan: LinearPlan,
     arrivals: torch.Tensor | None,
 ) -> None:
-    """The product of down, and what becomes of the sum of each lane's experts, in one launch.
+    """Multiply by down, and add or store the sum of each lane's experts, in one launch.
 
-    ValueError for too few arrivals, and for what a plan is not for.
+    ValueError for too few arrivals, and for a product that the plan does not serve.
     """
     weight, lanes = product.weight_EMK, product.lanes
     hidden = weight.shape[1]
@@ -82,7 +82,7 @@ def launch_down(
 def launch_sum(
     product: PairProduct, tile: ProductTile, *, products: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """The product of down, and the sum of each lane's experts: two launches."""
+    """Multiply by down, and sum each lane's experts, in two launches."""
     _launch_product(product, tile, products)
     lanes, hidden = out.shape
     grid = (triton.cdiv(lanes, _SUM_LANES), triton.cdiv(hidden, _SUM_COLUMNS))
@@ -232,7 +232,7 @@ def _fma_options(plan: LinearPlan) -> dict[str, Any]:
 
 
 class _Cut(NamedTuple):
-    """How the tensor cores' kernels multiply a weight."""
+    """How the tensor-core kernels multiply a weight."""
 
     tile: ProductTile
     weight: torch.Tensor | CodeArgs
@@ -240,7 +240,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(product: PairProduct, tile: LinearPlan | ProductTile) -> _Cut:
-    """ValueError unless a block of pairs fits the tile, and the tile the weight."""
+    """Cut a product; ValueError unless a block of pairs fits the tile, and the tile the weight."""
     tile = _tile(tile, product.grouping, product.weight_EMK)
     given, code, group = _weight_arguments(product.weight_EMK, tile)
     options = {
@@ -271,7 +271,7 @@ def _tile(
 def _weight_arguments(
     weight: ExpertWeight, tile: ProductTile
 ) -> tuple[torch.Tensor | CodeArgs, str, int]:
-    """What a kernel gets of a weight: its tensors, its code, and the columns that share a scale."""
+    """Kernel arguments of a weight: its tensors, its code, and the columns that share a scale."""
     if isinstance(weight, torch.Tensor):
         return weight, "", 0
     packed_block_rows(tile.block_m)

@@ -1,7 +1,7 @@
 """Weights of all experts of a layer in 8 and 4 bits, each laid out by `linear/packed.py`.
 
-An expert starts at a block of rows, so its codes and scales are a `PackedWeight` that shares the
-memory of all: it is filled when a model is loaded, expert by expert.
+An expert starts at a block of rows, so its codes and scales are a `PackedWeight` that is a view of
+the memory of all experts. A model fills it expert by expert as it is loaded.
 
 Letters: E experts, M weight rows and K input features of an expert, B blocks of rows, C blocks of
 columns, G groups of columns.
@@ -26,10 +26,10 @@ from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 
 
 class PackedExperts(NamedTuple):
-    """Weights [E, M, K] in a format; of a SwiGLU each has F gate rows, then F up rows.
+    """Weights [E, M, K] in a format; each SwiGLU weight has F gate rows, then F up rows.
 
     codes       int16 [E, B, C, 256]
-    scales      [E, B, G, 16] or None, and the others: as of a `PackedWeight`
+    scales      [E, B, G, 16] or None; like the others, as in a `PackedWeight`
     zeros       uint8 [E, B, G, 16] or None
     row_scales  float32 [E, 16 * B] or None
     """
@@ -44,7 +44,7 @@ class PackedExperts(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
+        """The tensors that are not None."""
         tensors = (self.codes, self.scales, self.zeros, self.row_scales)
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -70,7 +70,7 @@ class PackedExperts(NamedTuple):
         )
 
     def floats(self, index: int) -> Tensor:
-        """Float32 [M, K]: what the weight of an expert means."""
+        """The dequantised weight of an expert, float32 [M, K]."""
         return dequantise(unpack(self.expert(index)))
 
 
@@ -79,7 +79,7 @@ def empty_experts(
 ) -> PackedExperts:
     """Uninitialised weights [E, M, K]; on the device "meta" they take no memory.
 
-    ValueError as of `linear.packed.pack`, and for columns in another order.
+    ValueError as in `linear.packed.pack`, and for reordered columns.
     """
     if form.ordered:
         raise ValueError("the kernels of experts take columns in order, and these have another")
@@ -105,7 +105,7 @@ def empty_experts(
 
 
 def fill_expert(experts: PackedExperts, index: int, weight: PackedWeight) -> None:
-    """Copy a weight to its place. ValueError for one that is stored in another way."""
+    """Copy a weight to its place. ValueError for a weight that is stored differently."""
     place = experts.expert(index)
     for name in ("format", "shape", "swiglu"):
         if getattr(place, name) != getattr(weight, name):
@@ -121,10 +121,10 @@ def fill_expert(experts: PackedExperts, index: int, weight: PackedWeight) -> Non
 
 
 class CodeArgs(NamedTuple):
-    """The tensors of `PackedExperts` as a kernel gets them.
+    """The tensors of `PackedExperts` as kernel arguments.
 
-    In the place of one that there is not are the codes, whose int16 no other has: Triton's
-    interpreter takes no None in a tuple.
+    `codes` stands in for a missing tensor, since Triton's interpreter takes no None in a tuple; no
+    other tensor has its dtype, int16.
     """
 
     codes: Tensor
@@ -134,7 +134,7 @@ class CodeArgs(NamedTuple):
 
 
 def code_args(experts: PackedExperts) -> CodeArgs:
-    """Those of experts."""
+    """The kernel arguments of packed experts."""
     codes = experts.codes
 
     def given(tensor: Tensor | None) -> Tensor:
@@ -144,12 +144,12 @@ def code_args(experts: PackedExperts) -> CodeArgs:
 
 
 def step_columns(kind: WeightFormat) -> int:
-    """Columns that a kernel multiplies at a time: of one group, but for groups below a block's."""
+    """Columns that a kernel multiplies at a time: a group's, at most 128 and at least a block's."""
     return max(block_columns(kind), min(kind.columns or 128, 128))
 
 
 def packed_block_rows(rows: int) -> int:
-    """`rows` of a plan or tile as whole blocks. ValueError unless they are a power of two."""
+    """Blocks in `rows` of a plan or tile. ValueError unless `rows` is a power of two >= 16."""
     if rows < BLOCK_ROWS or rows & (rows - 1):
         raise ValueError(
             f"packed experts take a power of two of at least {BLOCK_ROWS} rows a program, "

@@ -1,4 +1,4 @@
-"""Launches of `packed_gluon.py`: the products of decode with experts in 8 and 4 bits on a GPU.
+"""Launches of `packed_gluon.py`: decode products with experts in 8 and 4 bits on a GPU.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, E experts, K input features and M rows of an
 expert's weight, T groups of columns.
@@ -26,10 +26,10 @@ _BLOCKS = (8, 16, 32)
 
 
 def takes(weight: torch.Tensor | PackedExperts, x: torch.Tensor) -> bool:
-    """Whether products of decode are for the kernel, where Triton's kernels run at all.
+    """Whether the kernel takes these decode products, given that Triton kernels run at all.
 
     Gluon has no interpreter. The sums of `packed_triton.py` need not agree in the last bit, so
-    nothing here may depend on the number of lanes or on where they lie.
+    nothing here may depend on the number of lanes or on their addresses.
     """
     return (
         isinstance(weight, PackedExperts)
@@ -48,12 +48,13 @@ def launch_packed(
     stream: StreamArgs | SumArgs | None = None,
     arrivals: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel on a product that `takes`.
+    """Launch the kernel on a product that `takes` accepts.
 
-    out     [P, M / 2] of a SwiGLU; of down float32 [P, M], which is for the launch alone
-    stream  of down, or what its sum is stored in; with its `arrivals`
+    out     for a SwiGLU [P, M / 2]; for down float32 [P, M], which only this launch uses
+    stream  for down: the stream that its sum is added to, or where the sum is stored; needs
+            `arrivals`
 
-    ValueError for a plan that the weight does not fit, and for pairs in blocks that the kernel does
+    ValueError for a plan that does not fit the weight, and for a block size that the kernel does
     not have.
     """
     x, weight, routes, grouping = product.x, product.weight_EMK, product.routes, product.grouping
@@ -63,11 +64,11 @@ def launch_packed(
     if grouping is not None and grouping.size not in _BLOCKS:
         raise ValueError(f"packed experts take blocks of {_BLOCKS} pairs, not {grouping.size}")
     if not linear_gluon.is_aligned(x):
-        # Where the inputs lie is not to decide about their bits.
+        # The address of the inputs must not change bits.
         x = x.clone(memory_format=torch.contiguous_format)
     given = PackedArgs(weight.codes, weight.scales, weight.zeros, weight.row_scales)
-    # Blocks count slowest, since those without pairs are the last: their programs hold a place on
-    # an SM until they know. A second block of an expert finds its codes in L2.
+    # Blocks vary slowest, so that those without pairs come last: their programs hold a place on an
+    # SM until they find out. A second block of an expert finds its codes in L2.
     launcher(packed_experts_kernel, (triton.cdiv(M, plan.block_m), product.units))(
         x,
         swiglu.squares_TN,

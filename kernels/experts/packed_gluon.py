@@ -1,12 +1,12 @@
-"""Products of decode with experts in 8 and 4 bits, in Gluon: `linear/packed_gluon_product.py` with
-an expert's codes, and lanes that are pairs.
+"""Decode products with experts in 8 and 4 bits, in Gluon: `linear/packed_gluon_product.py` with an
+expert's codes, and with pairs as lanes.
 
 A program takes one pair, or a block of pairs of one expert, whose codes are then read once. A
-pair's sum is a column of every `mma.sync`, which no other column touches: so both forms give it the
-same bits, in blocks of any size.
+pair's sum is a column of every `mma.sync`, independent of the other columns. So both forms give it
+the same bits, in blocks of any size.
 
-Which experts there are is known to down two launches earlier: its codes are asked for before the
-launch waits for its inputs. Gates and ups follow the router itself and wait for it.
+For down the experts are known two launches earlier, so its codes are loaded before the launch waits
+for its inputs. Gates and ups come right after the router and wait for it.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, L pairs of a program, K input features, M
 rows of an expert's weight, R blocks of 16 of them and B outputs of a program.
@@ -80,10 +80,10 @@ def packed_experts_kernel(
 ):
     """One program for a block of L (8, 16 or 32) pairs and R blocks of rows of their expert.
 
-    Without blocks a program takes a single pair, straight from the router. A SwiGLU reads the rows
-    of lanes and stores its outputs. Down, which has a stream, reads those of pairs; the last of a
-    lane's pairs to arrive adds all of them to the stream, or stores their sum in place of one.
-    Pairs of experts that other ranks have arrive with nothing. The other arguments are those of
+    Without blocks a program takes a single pair, straight from the router. A SwiGLU reads rows by
+    lane and stores its outputs. Down, which has a stream, reads rows by pair; the last of a lane's
+    pairs to arrive adds all of them to the stream, or stores their sum if there is no stream. Pairs
+    of other ranks' experts arrive without a product. The other arguments are those of
     `packed_gluon.packed_kernel` and `experts_triton.down_kernel`.
     """
     gl.static_assert(cut.stages <= cut.tiles and (cut.stages > 1 or cut.tiles == 1))
@@ -97,7 +97,7 @@ def packed_experts_kernel(
     expert = block[0]
     if cut.swiglu and expert < 0:
         return
-    # Of down a program without an expert asks for nothing, and waits.
+    # For down a program without an expert loads nothing, and waits.
     some = expert >= 0
     index = gl.maximum(expert, 0).to(gl.int64)
     if HELD > 0:
@@ -172,7 +172,9 @@ def _arrive(
     FIRST: gl.constexpr,
     HELD: gl.constexpr,
 ):
-    """Pairs have what they add, if anything; the last of a lane's adds all of it up."""
+    """Record that pairs have stored their products, if any; the last of a lane's pairs adds up all
+    of them.
+    """
     tile, _, _ = outputs
     _, _, _, arrivals_ptr, _ = sums
     lane = pair // TOP_K
@@ -194,8 +196,8 @@ def _block(
     FIRST: gl.constexpr,
     HELD: gl.constexpr,
 ):
-    """The place of the program's expert, -1 where it has none, the first place of its pairs, and
-    how many.
+    """The place of the program's expert (-1 for none), the first place of its pairs, and their
+    number.
     """
     start = gl.program_id(1)
     if blocks_ptr is not None:
@@ -203,10 +205,10 @@ def _block(
         expert = gl.load(at, cache_modifier=".cg")
         start = gl.load(at + gl.num_programs(1), cache_modifier=".cg")
         count = gl.load(at + 2 * gl.num_programs(1), cache_modifier=".cg")
-        # The others of a program without an expert may be anything.
+        # Without an expert, start and count are arbitrary.
         count = gl.where(expert >= 0, count, 0)
     else:
-        # Both at once. The expert of a padded lane may be anything.
+        # Both loads at once. The expert of a padded lane is arbitrary.
         slot = gl.load(slot_ptr + start // TOP_K, cache_modifier=".cg")
         expert = _place_of_expert(gl.load(expert_ptr + start, cache_modifier=".cg"), FIRST, HELD)
         expert = gl.where(slot >= 0, expert, -1)
@@ -216,7 +218,7 @@ def _block(
 
 @gluon.jit
 def _pairs(order_ptr, block, L: gl.constexpr, layout: gl.constexpr):
-    """The pairs [L] of a program, and which of them are there."""
+    """The pairs [L] of a program, and which of them exist."""
     _, start, count = block
     row = gl.arange(0, L, layout)
     there = row < count
@@ -238,9 +240,9 @@ def _add_pairs(
     FIRST: gl.constexpr,
     HELD: gl.constexpr,
 ):
-    """Add the products of lanes' pairs, each by its share and in the order of ranks, to the
-    residual stream, and leave what the next norm needs; or store their sum, in place of a stream.
-    Pairs of experts that other ranks have add nothing.
+    """Add the products of lanes' pairs, each times its share and in rank order, to the residual
+    stream, and leave what the next norm needs; or only store their sum if there is no stream. Pairs
+    of other ranks' experts add nothing.
     """
     tile, output, norm = outputs
     y_ptr, share_ptr, expert_ptr, _, lanes = sums

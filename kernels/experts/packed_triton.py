@@ -1,10 +1,10 @@
-"""The chain over K of `experts_triton.py` for weights of 8 and 4 bits: of chunks of prompts, and of
+"""The loop over K of `experts_triton.py` for weights of 8 and 4 bits: for prompt chunks, and for
 decode where `packed_gluon.py` does not run.
 
-Codes become numbers of the inputs' dtype in registers, exactly: halves by the bit operations of the
-packed linears (`linear/packed_gluon_codes.py`), and in the interpreter or of float32 inputs one by
-one. Scales multiply the sums of their groups in float32: a weight means what it means in a linear
-(`linear/quantised.py`).
+Codes become numbers of the inputs' dtype in registers, exactly: 16-bit numbers by the bit
+operations of the packed linears (`linear/packed_gluon_codes.py`); in the interpreter or for float32
+inputs one by one. Scales multiply the sums of their groups in float32, so a weight has the same
+value as in a linear (`linear/quantised.py`).
 
 Letters: L lanes of a tile, K input features, M rows of an expert's weight, R blocks of 16 rows and
 C blocks of columns.
@@ -39,10 +39,10 @@ def packed_chain(
     GROUP: tl.constexpr,
     SWIGLU: tl.constexpr,
 ):
-    """Products [L, BLOCK_M] of lanes with weight rows in float32; of a SwiGLU gates and ups
+    """Products [L, BLOCK_M] of lanes with weight rows in float32; gates and ups of a SwiGLU
     alternate.
 
-    STEP columns are multiplied at a time, GROUP share a scale (0: all).
+    STEP columns are multiplied at a time, GROUP columns share a scale (0: all).
     """
     R: tl.constexpr = BLOCK_M // 16
     COLUMNS: tl.constexpr = 64 if CODE == "int4" or CODE == "e2m1" else 32
@@ -50,11 +50,11 @@ def packed_chain(
     BLOCKS_M: tl.constexpr = (M // 2 + 7) // 8 if SWIGLU else (M + 15) // 16
     BLOCKS_K: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
-    # In the place of tensors that there are not are the codes.
+    # The codes stand in for missing tensors.
     SCALED: tl.constexpr = weight.scales.dtype.element_ty != tl.int16
     ZEROS: tl.constexpr = weight.zeros.dtype.element_ty != tl.int16
     ROW_SCALED: tl.constexpr = weight.row_scales.dtype.element_ty != tl.int16
-    # Groups of a step: 2 or 4 of a block of 64 columns, 2 of one of 32, or 1.
+    # Groups of a step: 2 or 4 in a block of 64 columns, 2 in a block of 32, or 1.
     PIECES: tl.constexpr = STEP // GROUP if GROUP > 0 and GROUP < STEP else 1
     PIECE: tl.constexpr = STEP // PIECES
     # Blocks past the end repeat the last one, whose rows are never stored.
@@ -103,10 +103,10 @@ def packed_chain(
 
 @triton.jit
 def _pieces(words, x_ptrs, CODE: tl.constexpr, PIECES: tl.constexpr):
-    """What the codes of halfwords [R, C * 256] stand for: a tuple of [16 * R, columns] each, whose
-    columns follow one another.
+    """The numbers that the codes in halfwords [R, C * 256] stand for: a tuple of consecutive
+    [16 * R, columns].
 
-    A code of 4-bit integers stands for itself less 8; `linear/packed.py` says how all of them lie.
+    A 4-bit integer code stands for itself minus 8; `linear/packed.py` defines the layout of codes.
     """
     R: tl.constexpr = words.shape[0]
     C: tl.constexpr = words.shape[1] // _BLOCK
@@ -182,7 +182,7 @@ def _numbers_of_8_bits(words, x_ptrs, CODE: tl.constexpr):
 
 @triton.jit
 def _small_float(magnitude, sign):
-    """Twice a float of 4 bits is an integer; half of it is what the code stands for."""
+    """The value of a 4-bit float, computed as half of an integer: twice the value is an integer."""
     exponent = magnitude >> 1
     digit = magnitude & 1
     doubled = tl.where(exponent == 0, digit, (2 + digit) << tl.maximum(exponent - 1, 0))
@@ -191,7 +191,7 @@ def _small_float(magnitude, sign):
 
 @triton.jit
 def _number_of_byte(byte, CODE: tl.constexpr):
-    """Float32 of a code of 8 bits."""
+    """The float32 value of an 8-bit code."""
     if CODE == "int8":
         number = (byte - ((byte & 128) << 1)).to(tl.float32)
     else:
@@ -210,7 +210,9 @@ def _zeros(zeros, CODE: tl.constexpr):
 
 @triton.jit
 def _scale_floats(scales):
-    """Float32; of powers of two, which are bytes, twice as much (`POWER_FACTOR`)."""
+    """Scales as float32; scales that are powers of two, stored as bytes, become twice as large
+    (`POWER_FACTOR`).
+    """
     if scales.dtype == tl.uint8:
         floats = (scales.to(tl.int32) * 0x00800000 + 0x00800000).to(tl.float32, bitcast=True)
     else:

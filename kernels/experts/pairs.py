@@ -1,4 +1,4 @@
-"""What the launches of the experts' kernels have in common, let pass by `experts.py`.
+"""Arguments that the launches of the experts' kernels share, already checked by `experts.py`.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, E experts, K input features and M rows of an
 expert's weight, T groups of columns.
@@ -21,10 +21,10 @@ ExpertWeight = torch.Tensor | PackedExperts
 
 
 class PairProduct(NamedTuple):
-    """The inputs of each pair times the weight of its expert."""
+    """A product of each pair's inputs with the weight of its expert."""
 
     x: torch.Tensor
-    """[N, K] that the pairs of a lane share, or [P, K]."""
+    """[N, K], shared by the pairs of a lane, or [P, K]."""
     weight_EMK: ExpertWeight
     bias_EM: torch.Tensor | None
     slot_N: torch.Tensor
@@ -52,31 +52,31 @@ class PairProduct(NamedTuple):
 
     @property
     def block_count(self) -> int:
-        """0 where pairs are not grouped."""
+        """Number of blocks; 0 if pairs are not grouped."""
         return 0 if self.grouping is None else self.grouping.blocks.shape[1]
 
     @property
     def units(self) -> int:
-        """Blocks of pairs, or pairs where they are not grouped."""
+        """Number of blocks, or of pairs if they are not grouped."""
         return self.routes.expert.numel() if self.grouping is None else self.block_count
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of every launch."""
+        """Options of every launch."""
         return {**held_options(self.held), **launch_options(self.pdl)}
 
 
 class SwigluArgs(NamedTuple):
-    """What becomes of a product of gates and ups; of another one, nothing."""
+    """What is done with a product of gates and ups; NO_SWIGLU for other products."""
 
     squares_TN: torch.Tensor | None = None
-    """Of the inputs, by whose rms the product is divided; None: they are normalised."""
+    """Squares of the inputs, by whose rms the product is divided; None: they are normed already."""
     eps: float = 0.0
     clamped: ClampedSwiglu | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """The constexprs of a kernel."""
+        """Constexprs of a kernel."""
         return {
             "GROUPS": 0 if self.squares_TN is None else len(self.squares_TN),
             "LIMIT": 0.0 if self.clamped is None else self.clamped.limit,

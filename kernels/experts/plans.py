@@ -1,8 +1,8 @@
 """How the products of experts are cut into programs.
 
-Of decode the plan is a `LinearPlan`, by the shape of an expert's weight, so that bits do not follow
-from how many lanes there are. A chunk of a prompt has a tile by its number of lanes, which follows
-from the prompt alone.
+In decode the plan is a `LinearPlan` chosen by the shape of an expert's weight, so that bits do not
+depend on the number of lanes. A prompt chunk has a tile chosen by its number of lanes, which
+depends on the prompt alone.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from graphengine.kernels.linear.plans import (
 from graphengine.kernels.linear.quantised import WeightFormat
 
 DECODE_BLOCK = 16
-"""Most pairs of a block in decode: the least that `tl.dot` takes. A `wgmma` of more would sum in
-another order."""
+"""Most pairs of a block in decode: the least that `tl.dot` takes. A `wgmma` of more pairs would sum
+in another order."""
 PACKED_BLOCK = 8
 """Pairs of a block in decode with packed weights: the least that `mma.sync` takes on the right."""
 _PAIRS_OF_PACKED_BLOCK = 6
-# Of a heuristic plan: tiles with the inputs of a block of pairs, in the shared memory of an SM.
+# Most stages of a heuristic plan: tiles with the inputs of a block of pairs, in the shared memory
+# of an SM.
 _PACKED_STAGES = 3
 LEAST_DOT_ROWS = 16
-"""Rows of a `dot` plan at least: `tl.dot` takes no fewer."""
+"""Least rows of a `dot` plan: `tl.dot` takes no fewer."""
 LEAST_FMA_ROWS = 4
-"""Rows of a `fma` plan of down at least: each program of a lane has a counter and a sum of squares.
+"""Least rows of an `fma` plan of down: each program of a lane has a counter and a sum of squares.
 """
 
 
@@ -57,11 +58,11 @@ def expert_plan(
     family: RowFamily,
     weight: WeightFormat | None = None,
 ) -> LinearPlan:
-    """The plan of experts' weights [M, K] each, for decode.
+    """The decode plan for experts with weights [M, K] each.
 
-    In `fma` the plan is one of `dot` all the same for `down`, where `tune` tries both, where not
-    even a gate and its up fit the registers of a program, and of packed weights, whose programs are
-    those of a packed linear of few lanes.
+    With the family `fma` the plan is still a `dot` plan in three cases: for `down`, where `tune`
+    tries both; if not even a gate and its up fit the registers of a program; and for packed
+    weights, whose programs are those of a packed linear of few lanes.
     """
     check_kind(kind, family)
     if weight is not None:
@@ -80,8 +81,8 @@ def expert_plan(
 
 
 def _packed_plan(weight: WeightFormat, M: int, K: int, family: RowFamily) -> LinearPlan:
-    """Of one pair the programs of a linear of one lane; in `dot`, where blocks have several pairs,
-    four times the rows, which share a block's inputs, of a quarter of the columns.
+    """For single pairs the programs of a linear of one lane. In `dot`, where blocks have several
+    pairs, four times the rows, which share a block's inputs, and a quarter of the columns.
     """
     plan = packed_plan(weight, M, K, "fma")
     plan = plan._replace(family="dot", stages=min(plan.stages, _PACKED_STAGES))
@@ -91,10 +92,10 @@ def _packed_plan(weight: WeightFormat, M: int, K: int, family: RowFamily) -> Lin
 
 
 def _fma_plan(K: int, dtype: torch.dtype) -> LinearPlan | None:
-    """The most rows that fit 4 warps, at most 4."""
+    """The most rows, 4 or 2, for the fewest warps whose registers hold them; None if none do."""
     block_k = min(2048, dot_columns(K))
     while block_k > 256 and -(-K // block_k) * block_k * 4 > 5 * K:
-        # A quarter of the columns would be none.
+        # Padding would exceed a quarter of the columns.
         block_k //= 2
     row_bytes = -(-K // block_k) * block_k * dtype.itemsize
     for warps in (4, 8, 16):
@@ -107,7 +108,7 @@ def _fma_plan(K: int, dtype: torch.dtype) -> LinearPlan | None:
 def check_expert_plan(
     plan: LinearPlan, kind: LinearKind, weight: WeightFormat | None = None
 ) -> None:
-    """ValueError for a plan that the kernels of experts do not run."""
+    """Raise ValueError for a plan that the experts' kernels do not run."""
     if plan.splits != 1:
         raise ValueError(f"splits={plan.splits} must be 1: the products of experts do not split K")
     if plan.family == "fma" and weight is not None:
@@ -122,10 +123,11 @@ def check_expert_plan(
 
 
 def decode_tile(plan: LinearPlan, weight: WeightFormat | None = None) -> ProductTile:
-    """That of a `dot` plan. ValueError for one that splits K: experts' sums are not split.
+    """The tile of a `dot` plan. ValueError for a plan of another family, and for one that splits K:
+    experts' sums are not split.
 
-    Of packed weights it has the plan's rows; the rest is for the kernel of `packed_gluon.py`, and
-    this tile is for what that one does not take.
+    With packed weights the tile has only the plan's rows: the plan's other sizes are for the kernel
+    of `packed_gluon.py`, and the tile serves products that that kernel does not take.
     """
     if plan.splits != 1:
         raise ValueError(f"the products of experts do not split K: {plan}")
@@ -147,7 +149,7 @@ def chunk_tile(
     dtype: torch.dtype,
     weight: WeightFormat | None = None,
 ) -> ProductTile:
-    """That of a chunk of so many lanes: as many pairs as an expert has on average, or more."""
+    """The tile of a chunk of so many lanes: as many pairs as an expert has on average, or more."""
     if weight is not None:
         most = 32 if dtype == torch.float32 else 128
         size = min(most, max(DECODE_BLOCK, 1 << (-(-lanes * top_k // experts) - 1).bit_length()))
@@ -169,19 +171,20 @@ def chunk_tile(
 
 
 def decode_block(lanes: int, top_k: int, experts: int, weight: WeightFormat | None = None) -> int:
-    """Pairs of a block in a decode step of so many lanes, for speed alone.
+    """Pairs of a block in a decode step of so many lanes; it affects speed only.
 
-    A packed expert is unpacked for each block, so one that has more pairs gets the larger block.
+    A packed expert is unpacked for each block, so experts with more pairs get the larger block.
     """
     few = lanes * top_k <= _PAIRS_OF_PACKED_BLOCK * experts
     return PACKED_BLOCK if weight is not None and few else DECODE_BLOCK
 
 
 def groups_pairs(lanes: int, top_k: int, experts: int, tokens_per_row: int = 1) -> bool:
-    """Whether a decode step of so many lanes groups its pairs, for speed alone.
+    """Whether a decode step of so many lanes groups its pairs; it affects speed only.
 
-    Grouping costs a launch. With half as many pairs as experts about a fifth of the pairs share an
-    expert with another one; with a quarter a tenth, and more where lanes are tokens of one text.
+    Grouping costs a launch. With half as many pairs as experts, about a fifth of the pairs share an
+    expert with another pair; with a quarter as many, a tenth, and more if lanes are tokens of one
+    text.
     """
     share = 2 if tokens_per_row == 1 else 4
     return share * lanes * top_k >= experts and lanes > 1

@@ -1,19 +1,20 @@
-"""Which experts each token took, on the way to the host; and records that are replayed.
+"""Record which experts each token took, for the host; and replay such records.
 
-The ids go into a mailbox of their own, in the format of the first. Row r writes lane r of it; a
-chunk's token counts as a row. Token j has `route_items(L, k)` items, from item j times as many on.
-Item i has ids 2 * i (the low 16 bits) and 2 * i + 1 of the token's L * k, layer after layer and in
-each the best first; after an odd number of them comes 0xffff. Each is
+The ids go into a mailbox of their own, in the format of the first mailbox. Row r writes lane r of
+it; a token of a prompt chunk counts as a row. Token j has `route_items(L, k)` items, beginning at
+item j * route_items(L, k). Item i has ids 2 * i (the low 16 bits) and 2 * i + 1 of the token's
+L * k ids, layer by layer with the best first; an odd number of ids is followed by 0xffff. Each item
+is
 
     (sequence & 0xffffffff) << 32 | payload
 
-one aligned 64-bit store that is believed because of its own tag only, in entry sequence % entries:
-sequence is what the step has counted when it published, so tag and entry are those of the replay's
-record in the first mailbox. Written are the tokens that the row's count takes in, those of its
-first lanes, so of a row with drafts only what was accepted. All other items keep what they were.
+one aligned 64-bit store in entry sequence % entries, which the reader trusts by its own tag only.
+Sequence is the step's count when it published, so tag and entry are those of the replay's record in
+the first mailbox. Only tokens within the row's count are written, those of its first lanes: of a
+row with drafts, only accepted tokens. All other items keep their old contents.
 
-A record that is replayed lies in a table of the host's, by slot and position. One launch at the
-start of a step fetches the ids of all lanes and layers, as each read goes to the host.
+A record to be replayed is in a host table, by slot and position. One launch at the start of a step
+fetches the ids of all lanes and layers, because each read goes to the host.
 
 Letters: S slots, P positions, R rows, W lanes of a row, N = R * W lanes, L layers with experts,
 k chosen of a lane.
@@ -36,7 +37,7 @@ _BLOCK = 256
 
 
 def route_items(layers: int, top_k: int) -> int:
-    """Items of a token: each has two ids."""
+    """Number of items of a token; each holds two ids."""
     return -(-layers * top_k // 2)
 
 
@@ -49,7 +50,7 @@ def publish_routes(
     *,
     pdl: bool = False,
 ) -> None:
-    """Write the ids of the tokens that rows have taken; the module's docstring says where. One
+    """Write the ids of the tokens that rows have taken in, as the module's docstring describes. One
     launch.
 
     Args:
@@ -133,15 +134,15 @@ def given_routes(
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The ids of records that lanes replay: a new int32 [L, N, k], -1 where there is none. One
+    """Fetch the ids of records that lanes replay: new int32 [L, N, k], -1 for no record. One
     launch.
 
     Args:
         table_SPLk: int16 [S, P, L, k], the device's memory or pinned host memory: the ids of
-            each position, different ones, or -1 in all places.
-        length_S: int32, positions that each slot's record has, 0 for none; at most P.
+            each position, all different, or -1 in all places.
+        length_S: int32, positions in each slot's record, 0 for none; at most P.
         slot_N: int32, -1 for a padded lane.
-        position_N: int32, of each lane's token.
+        position_N: int32, position of each lane's token.
         pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
 
     ValueError for a shape or dtype that does not fit.
@@ -184,7 +185,7 @@ def given_routes_reference(
     *,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Plain twin of `given_routes`, which fills `out`."""
+    """Plain twin of `given_routes`; it fills `out`."""
     slot = slot_N.clamp_min(0).long()
     there = (slot_N >= 0) & (position_N < length_S[slot])
     ids = table_SPLk[slot, position_N.where(there, 0).long()].int()
@@ -193,7 +194,7 @@ def given_routes_reference(
 
 
 def _check_ids(expert_LNk: torch.Tensor, lanes: int) -> tuple[int, int]:
-    """(L, k); ValueError unless they are dense int32 ids of so many lanes."""
+    """Return (L, k); ValueError unless `expert_LNk` is dense int32 ids of so many lanes."""
     shape, dtype = tuple(expert_LNk.shape), expert_LNk.dtype
     dense = dtype == torch.int32 and expert_LNk.is_contiguous()
     if len(shape) != 3 or shape[1] != lanes or not dense or 0 in shape[::2]:
@@ -218,7 +219,7 @@ def _publish_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs of (lane, block of its items)."""
+    """Programs (lane, block of its items)."""
     lane = tl.program_id(0)
     row = lane // W
     j = lane % W
@@ -255,7 +256,7 @@ def _given_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs of (lane, block of its ids)."""
+    """Programs (lane, block of its ids)."""
     lane = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs(PDL)

@@ -1,7 +1,7 @@
-"""The twins of `experts.py` in plain PyTorch; their order of sums is that of a CPU engine.
+"""Plain PyTorch twins of `experts.py`; their order of summation is that of a CPU engine.
 
-They know nothing of blocks: a pair's bits are those of a product of `REFERENCE_ROWS` rows, of
-which it has one, and so the same in any company.
+They do not use blocks: a pair is always one row of a product of `REFERENCE_ROWS` rows, so its bits
+do not depend on other pairs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def expert_product_reference(
     held: range | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """The product of each live pair with its expert's weight, into rows of `out` [P, M or F].
+    """Multiply each live pair by its expert's weight, into rows of `out` [P, M or F].
 
-    Of a SwiGLU `x` has a row for each lane, of other products one for each pair. Pairs of experts
-    that are not `held` are left out.
+    For a SwiGLU `x` has a row per lane, for other products one per pair. Pairs of experts that are
+    not `held` are left out.
     """
     top_k = routes.expert.shape[1]
     lanes = live_lanes(slot_N)
@@ -67,7 +67,7 @@ def expert_sum_reference(
     held: range | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of each live lane's experts by rank, [N, H]; other lanes hold anything."""
+    """The weighted sum of each live lane's experts by rank, [N, H]; other lanes are arbitrary."""
     lanes, top_k = routes.expert.shape
     hidden = weight_EHF.shape[1]
     y = torch.empty((lanes * top_k, hidden), dtype=out_dtype, device=a_PF.device)
@@ -85,7 +85,7 @@ def expert_sum_reference(
 
 
 def _floats(weight_EMK: torch.Tensor | PackedExperts, expert: int) -> torch.Tensor:
-    """Float32 [M, K] of an expert."""
+    """An expert's weight, float32 [M, K]."""
     if isinstance(weight_EMK, PackedExperts):
         return weight_EMK.floats(expert)
     return weight_EMK[expert].float()

@@ -1,7 +1,7 @@
-"""The router of a mixture of experts: which of them each lane takes, and by what weights.
+"""The router of a mixture of experts: it chooses each lane's experts and their weights.
 
-The chosen ones are ranked by what they are chosen by; where that ties, the lower id comes first. A
-score of NaN is the least of all, so that the ids of a lane are always those of different experts.
+Chosen experts are ranked by the values they are chosen by; on a tie the lower id comes first. NaN
+ranks lowest, so that a lane's ids are always those of different experts.
 
 Letters: N lanes, E experts, k chosen of a lane, G groups of experts.
 """
@@ -24,7 +24,7 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 RouterScores = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 MAX_EXPERTS = 512
 
-# As DeepSeek-V3's router has it: sigmoids may all be 0.
+# As in DeepSeek-V3's router: all sigmoids may be 0.
 _LEAST_SUM = 1e-20
 # Below the key of -inf.
 _LEAST = -(2**31)
@@ -32,15 +32,15 @@ _LEAST = -(2**31)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Router:
-    """How logits become weights.
+    """How logits become experts and weights.
 
     top_k       experts of a lane
     scores      weights before anything else: probabilities among all experts, sigmoids, or
-                probabilities among the chosen ones alone
+                probabilities among the chosen experts only
     normalised  whether the weights of a lane are divided by their sum
     scale       factor of the weights
-    groups      groups of as many experts each; only those of the best `top_groups` can be chosen
-    group_best  how many of its experts a group is as good as: the best one, or the sum of two
+    groups      number of equal groups; only experts of the best `top_groups` can be chosen
+    group_best  a group is valued by its best expert (1), or by the sum of its two best (2)
     """
 
     top_k: int
@@ -52,7 +52,7 @@ class Router:
     group_best: int = 2
 
     def check(self, experts: int) -> None:
-        """ValueError unless it can choose among so many experts."""
+        """Raise ValueError unless the router can choose among so many experts."""
         if self.scores not in get_args(RouterScores):
             raise ValueError(
                 f"scores={self.scores!r} is none of {', '.join(get_args(RouterScores))}"
@@ -78,7 +78,7 @@ class Router:
 
 
 class Routes(NamedTuple):
-    """The experts of each lane, best first. Padded lanes hold anything."""
+    """The experts of each lane, best first. Padded lanes hold arbitrary values."""
 
     expert: torch.Tensor
     """int32 [N, k]: different ids in [0, E)"""
@@ -101,19 +101,20 @@ def route(
     Args:
         logits_NE: float32, dense rows, any stride between them.
         slot_N: int32, -1 = padded lane.
-        correction_E: float32, added to the scores by which experts are chosen; their weights are
-            without it.
-        given_Nk: int32, in place of the choice: a lane whose first id is not -1 takes these ids,
+        correction_E: float32, added to the scores for the choice, but not to the weights.
+        given_Nk: int32, replaces the choice: a lane whose first id is not -1 takes these ids,
             different ones in [0, E), in this order. Their weights follow from the lane's own
             logits, as if they had been chosen.
-        expert_Nk: int32, where the ids go; None: into a new tensor.
+        expert_Nk: int32, receives the ids; None: they go into a new tensor.
         pdl: the launch before may still run; it does not write the correction.
 
     Returns:
-        New tensors, of which padded lanes are not written. A lane's bits do not depend on others.
+        New tensors (`expert_Nk` if given); padded lanes are not written. A lane's bits do not
+        depend on others.
 
     Raises:
-        ValueError: a shape or dtype that does not fit, and a correction without the scores of all.
+        ValueError: a shape or dtype that does not fit, or a correction with `softmax_of_chosen`,
+            which has no scores of all experts.
     """
     if logits_NE.dim() != 2 or logits_NE.dtype != torch.float32 or logits_NE.stride(1) != 1:
         raise ValueError(
@@ -144,7 +145,7 @@ def route(
 
 
 def choice_options(router: Router, experts: int) -> dict[str, Any]:
-    """What a kernel that calls `choose` gets of its router."""
+    """Constexprs for a kernel that calls `choose`."""
     return {
         "E": experts,
         "BLOCK_E": triton.next_power_of_2(experts),
@@ -167,7 +168,9 @@ def check_route(
     given_Nk: torch.Tensor | None,
     expert_Nk: torch.Tensor | None,
 ) -> Routes:
-    """Where the routes go. ValueError unless a router of so many experts can take these."""
+    """Return the tensors for the routes. ValueError unless the arguments fit a router of so many
+    experts.
+    """
     router.check(experts)
     check_lanes(lanes, slot_N=slot_N)
     if correction_E is not None:
@@ -204,7 +207,7 @@ def _route_kernel(
     GROUP_BEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a lane."""
+    """One program per lane."""
     lane = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     there = expert < E
@@ -258,7 +261,7 @@ def choose(
     TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
 ):
-    """A lane's experts by its logits `row_ptr`, and their weights."""
+    """Choose a lane's experts by its logits at `row_ptr`; store them and their weights."""
     expert = tl.arange(0, BLOCK_E)
     there = expert < E
     logits = tl.load(row_ptr + expert, mask=there, other=float("-inf"))
@@ -271,7 +274,7 @@ def choose(
         power_sum = tl.sum(powers, axis=0)
         scores = powers / power_sum
 
-    # Logits order experts as softmax and sigmoid do, but for what those round to the same.
+    # Logits order experts as softmax and sigmoid do, except where those round to equal values.
     by = logits
     if CORRECTED or GROUPS > 1:
         by = scores + correction
@@ -291,7 +294,7 @@ def choose(
     if given_ptr is not None:
         given = tl.load(given_ptr + lane * TOP_K + rank, mask=rank < TOP_K, other=0)
         chosen = tl.where(tl.load(given_ptr + lane * TOP_K) >= 0, given, chosen)
-    # Looked up again all at once: a sum for each would take as long as the choice.
+    # All are loaded again at once: a sum for each would take as long as the choice.
     weights = tl.load(row_ptr + chosen, mask=rank < TOP_K, other=0.0)
     if SCORES == "sigmoid":
         weights = 1.0 / (1.0 + tl.exp(-weights))
@@ -319,9 +322,9 @@ _LEAST_DIVISOR = tl.constexpr(_LEAST_SUM)
 
 @triton.jit
 def _sort_keys(by):
-    """int32 that order experts as a float32 of theirs does; NaN is as little as -inf."""
+    """int32 keys that sort like float32 `by`; NaN counts as -inf."""
     by = tl.where(by == by, by, float("-inf"))
-    # -0.0 equals 0.0, and its bits do not.
+    # -0.0 equals 0.0, but its bits differ.
     bits = tl.where(by == 0.0, 0.0, by).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -334,7 +337,7 @@ def _best(keys, ids):
 
 @triton.jit
 def _sum_of_weights(weights, rank, TOP_K: tl.constexpr):
-    """Sum of a lane's weights, the best first."""
+    """Sum of a lane's weights, in rank order from the best."""
     total = 0.0
     for index in tl.static_range(TOP_K):
         total += tl.sum(tl.where(rank == index, weights, 0.0), axis=0)
@@ -437,7 +440,7 @@ def _sum_of_ranks(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:
-    """Of a CPU numpy's, which has the same bits wherever an element is: torch's has not."""
+    """e**x; on a CPU by numpy, because torch's bits depend on an element's place there."""
     if x.is_cuda:
         return torch.exp(x)
     with np.errstate(over="ignore", invalid="ignore"):

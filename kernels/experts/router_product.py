@@ -1,8 +1,8 @@
-"""The router with its product, for decode: logits, and the choice among them, in one launch.
+"""The router with its product, for decode: logits and the choice of experts in one launch.
 
-A program has the weights of a few experts in registers before it waits, and multiplies them with
-one lane; the last of a lane's programs to arrive chooses. So a lane's bits do not depend on others,
-and are the same in both row families.
+A program loads the weights of a few experts into registers before it waits, and multiplies them
+with one lane; the last of a lane's programs to arrive chooses. So a lane's bits do not depend on
+others, and are the same in both row families.
 
 Letters: N lanes, H hidden, E experts, k chosen of a lane, T groups of columns.
 """
@@ -35,7 +35,7 @@ _ROWS = 2
 _COLUMNS = 2048
 """Most columns of a tile."""
 _WARP_BYTES = 8192
-"""Weights that a warp has in registers: with more warps the choice takes longer."""
+"""Bytes of weights that a warp has in registers: with more warps the choice takes longer."""
 
 
 def route_product(
@@ -53,19 +53,20 @@ def route_product(
     expert_Nk: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Routes:
-    """`route` of x @ gate^T / rms: one kernel on the current stream, without a host sync.
+    """Run `route` on x @ gate^T / rms: one kernel on the current stream, without a host sync.
 
     Args:
         x_NH, gate_EH: one dtype of float32, float16, bfloat16; dense rows of x, any stride between
             them; a dense weight.
-        arrivals: int32, at least N zeros, which are zeros again afterwards. None: on a CPU alone.
-        squares_TN, eps: as of `linear`; without them x is normalised.
-        bias_E: of the product, in the weight's dtype.
+        arrivals: int32, at least N zeros, which are zeros again afterwards. None: only on a CPU.
+        squares_TN, eps: as in `linear`; without them x is already normed.
+        bias_E: bias of the product, in the weight's dtype.
         pdl: the launch before may still run; it writes neither weight nor bias nor correction.
-        The others as of `route`.
+        The others as in `route`.
 
     Returns:
-        As of `route`, of logits in float32 that are not rounded. ValueError for what does not fit.
+        The result of `route` for float32 logits that are not rounded. ValueError for a shape or
+        dtype that does not fit.
     """
     experts = _check_product(x_NH, gate_EH)
     lanes, hidden = x_NH.shape
@@ -117,7 +118,7 @@ def route_product(
 
 
 def _check_product(x_NH: torch.Tensor, gate_EH: torch.Tensor) -> int:
-    """The number of experts; ValueError unless the weight fits the inputs."""
+    """Return the number of experts; ValueError unless the weight fits the inputs."""
     check_rows(x_NH=x_NH)
     hidden = x_NH.shape[1]
     if gate_EH.dim() != 2 or gate_EH.shape[1] != hidden or not gate_EH.is_contiguous():
