@@ -38,6 +38,37 @@ def test_no_module_uses_the_privates_of_another() -> None:
     assert use.startswith("kernels/core/triton_versions.py:") and use.endswith("._reinterpret")
 
 
+def test_docstrings_begin_with_what_they_are_about() -> None:
+    found = [
+        f"{shown(path)}:{line}: {text}"
+        for path in package_files()
+        for line, text in house.fragments(path.read_text("utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "is_fragment"),
+    [
+        ("Of the same.", True),
+        ("Those that a rank meets.", True),
+        ("As in reports.", True),
+        ("The same, for all.", True),
+        ("Offsets of all rows.", False),
+        ("Assign the rows.", False),
+        ("The samest of rows.", False),
+    ],
+)
+def test_a_planted_fragment_is_found(docstring: str, is_fragment: bool) -> None:
+    for source in (
+        f'"""{docstring}"""',
+        f'def f():\n    """{docstring}"""',
+        f'class C:\n    x: int\n    """{docstring}"""',
+        f'X = 1\n"""{docstring}\n\nMore."""',
+    ):
+        assert [text for _, text in house.fragments(source)] == [docstring] * is_fragment
+
+
 def test_families_are_named_in_models_alone() -> None:
     found = [
         f"{shown(path)}:{where}"

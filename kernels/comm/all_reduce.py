@@ -95,7 +95,7 @@ def all_reduce(
 
     Args:
         part_NC: dense, of any float dtype, on the device of `peers`; its bytes a multiple of 4.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
         A new tensor. ValueError for another shape, size or dtype.

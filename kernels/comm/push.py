@@ -39,7 +39,7 @@ def push_gather(peers: Peers, part_NC: torch.Tensor, *, pdl: bool = False) -> to
 
     Args:
         part_NC: dense, of any dtype, on the device of `peers`; its bytes a multiple of 4.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
         A new tensor. ValueError for another shape or size.

@@ -42,7 +42,7 @@ def push_candidates(
     Args:
         best_NC, health_NC: from `sample_tiles` or from an lm_head with the sampler folded in, on
             the device of `peers`. Contents of padded lanes do not affect other lanes.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
         New tensors. ValueError for a shape or dtype that does not fit, or for more lanes than

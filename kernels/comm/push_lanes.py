@@ -66,7 +66,7 @@ def push_lanes(peers: Peers, lanes: ExpertLanes, *, pdl: bool = False) -> Expert
 
     Args:
         lanes: this rank's, on the device of `peers`; H even where x has 16 bits.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     ValueError for a shape or dtype that does not fit, or for more than `peers` have units.
     """

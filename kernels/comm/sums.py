@@ -25,7 +25,7 @@ def sum_parts(parts_RNH: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
 
     Args:
         parts_RNH: dense, any float dtype. Contents of padded lanes do not affect other lanes.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
         A new tensor of the same dtype. ValueError for another shape or dtype.

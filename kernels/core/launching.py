@@ -41,7 +41,7 @@ class Launch:
     arrivals  int32, on the device: counters with which the programs of a launch find out which one
               is last. Zero before and after each launch, so kernels that do not run at the same
               time may share them; each wrapper says how many it needs. None: there are none
-    pdl       the launch may overlap the one before, by the rules of `kernels.pdl`
+    pdl       the launch may overlap the one before, by the rules of `core.pdl`
 
     The wrapper of a kernel without such counters has only the argument `pdl`.
     """

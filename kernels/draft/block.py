@@ -85,7 +85,7 @@ def begin_block_draft(
         residual: R * B lanes, written in place as by `gather_and_embed`.
         width: B. mask_token: the token that all lanes but a row's first embed.
         limit: positions that the cache has; lanes at or past it are padded.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. That one may
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. That one may
             write `token_N` and `count_R`; the lanes must be older.
 
     ValueError for a shape, dtype or number that does not fit.
@@ -200,7 +200,7 @@ def commit_block_draft(
         lanes: these lanes; a row is live if its first lane is. Their tokens are not read.
         draft_SK: int32 [S, K], updated in place; K is at most B.
         rows: R.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Of the inputs,
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. Of the inputs,
             that one may write only the tiles.
 
     ValueError for a shape or dtype that does not fit.

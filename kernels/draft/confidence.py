@@ -36,7 +36,7 @@ def follow_acceptance(
         recent_S: float32, updated in place: in [0, 1], and 1 before a slot's first step.
         count_R: int32, tokens that each row emitted; a row that emitted none is skipped.
         slot_N: int32, slots of the verified lanes, W for each row.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `slot_N` must be
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. `slot_N` must be
             older than that one.
 
     ValueError for a shape or dtype that does not fit.
@@ -96,7 +96,7 @@ def withhold_drafts(
         sure_R: float32, updated in place: the product of the row's chances so far.
         least: the product below which a draft is withheld, in (0, 1].
         first: whether these are the chain's first drafts; `sure_R` is then not read.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Of the inputs,
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. Of the inputs,
             that one may write only the drafts.
 
     Returns:

@@ -56,7 +56,7 @@ def defer_filtered(
         slot_N, position_N: int32; older than the launch before.
         params: indexed by slot; host-owned.
         ahead: positions from a lane to the token that its logits predict.
-        pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`.
+        pdl: the launches may overlap the ones before, by the rules of `core.pdl`.
 
     Stop ids that min_len still forbids may or may not be lowered. ValueError for a shape, dtype or
     number that does not fit.

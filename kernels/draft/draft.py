@@ -125,7 +125,7 @@ def combine_hidden(
         hidden_eps: epsilon of the final norm that a `hidden` stream is scaled for; unused with
             plain rows.
         residual: the module's stream: `x` of the live lanes is set to `fusion.start`.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Of the inputs,
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. Of the inputs,
             that one may write only `token_N`.
 
     Returns:
@@ -359,7 +359,7 @@ def commit_draft(
         index: 0 <= index < K.
         limit: positions that the cache has; no lane is put at or past it.
         source_R: int32, the lane of the tiles for each row; None: row r uses lane r, and M is R.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Of the inputs,
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. Of the inputs,
             that one may write only the tiles.
 
     Returns:

@@ -118,7 +118,7 @@ def expand_tree(
         limit: positions that the cache has.
         residual: R * T lanes, as in `combine_hidden`.
         above: places of the parents in their trees; None at depth 1.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
         New lanes at the positions after their parents'. ValueError for a shape or dtype that does
@@ -244,7 +244,7 @@ def keep_best(
         rows: R lanes, the roots.
         found: candidates of the depths above.
         trees: updated in place in the rows of live slots; zeros follow a node's ancestors.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     ValueError for a shape or dtype that does not fit.
     """

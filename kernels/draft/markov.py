@@ -63,7 +63,7 @@ def markov_draft(
             makes all logits NaN.
         params: indexed by slot; the filters among them are checked, but not used.
         index: which of a block's lanes, 0 <= index < B.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. That one may
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. That one may
             write logits and lanes.
 
     Returns:

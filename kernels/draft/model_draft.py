@@ -76,7 +76,7 @@ def begin_model_draft(
             2 * R lanes.
         limit: positions that its cache has: no lane is put at or past it.
         embedding_scale: as for `gather_and_embed`.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Of the inputs,
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. Of the inputs,
             that one may write only `token_N` and `count_R`.
 
     Returns:

@@ -56,7 +56,7 @@ def ngram_propose(
         draft_SK: int32, updated in place: the slot's drafts, -1 past the known tokens and past
             `num_speculative_tokens`. If that is 0, tokens are appended but drafts do not change.
         unmatched_S: int32, counts the proposals for which nothing was found.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `lanes` must be
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. `lanes` must be
             older than that one.
 
     Raises:

@@ -65,7 +65,7 @@ def relaxed_acceptance(
         params: indexed by slot; host-owned. Only temperature, stop_ids and min_len are read.
         topk: candidates per lane, at least 1.
         num_speculative_tokens: K, 0 included.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. At least one
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. At least one
             launch must lie between this one and the writers of `lanes` and `delta_S`.
 
     Returns:
@@ -177,7 +177,7 @@ def update_relaxed_delta(
         delta_S: float32 [S], updated in place.
         begin_ids, end_ids: dense int32 [any], on the device; no kernel writes them.
         relaxed_delta: the delta that BEGIN sets; frozen into a captured graph.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. At least one
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. At least one
             launch must lie between this one and `gather_and_embed`.
 
     ValueError for a shape or dtype that does not fit.

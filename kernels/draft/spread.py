@@ -36,7 +36,7 @@ def spread_logits(
         slot_N: int32, -1 = padded lane, whose logits are neither read nor written. Like
             `token_ids`, older than the launch before.
         vocabulary: V
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     ValueError for a shape, dtype or number that does not fit.
     """

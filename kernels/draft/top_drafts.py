@@ -79,7 +79,7 @@ def top_drafts(
         count: T, 1..MAX_CHILDREN.
         ahead: positions from a lane to its draft, whose position determines the noise.
         token_ids: int32 [D], ascending: the token of each column; None: the column's number.
-        pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`.
+        pdl: the launches may overlap the ones before, by the rules of `core.pdl`.
 
     ValueError for a shape, dtype or number that does not fit.
     """

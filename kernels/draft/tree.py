@@ -97,7 +97,7 @@ def grow_tree(
         fusion: how the module's input is made.
         limit: positions that the cache has.
         residual: R * I lanes, as in `combine_hidden`; None with I = 0.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
         R * I new lanes at the positions after their parents', and their input; None with I = 0.

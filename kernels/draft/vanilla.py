@@ -163,7 +163,7 @@ def begin_vanilla_draft(
             hidden states.
         residual: the stream that the module's projection is added to, N lanes: `x` of the live ones
             is set to 0.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. All its inputs
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. All its inputs
             must then have been written at least two launches earlier.
 
     Returns:

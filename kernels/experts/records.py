@@ -60,7 +60,7 @@ def publish_routes(
         count_R: int32, tokens that each row has taken in, those of its first lanes.
         slot_N: int32, -1 for a padded lane.
         expert_LNk: int32, `Routes.expert` of each layer; padded lanes are not read.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     ValueError for a shape or dtype that does not fit.
     """
@@ -143,7 +143,7 @@ def given_routes(
         length_S: int32, positions in each slot's record, 0 for none; at most P.
         slot_N: int32, -1 for a padded lane.
         position_N: int32, position of each lane's token.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     ValueError for a shape or dtype that does not fit.
     """

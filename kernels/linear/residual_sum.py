@@ -43,7 +43,7 @@ def add_to_residual(
         residual: `x` is updated and `scaled` written, both in place; `squares` is not read. The new
             `x` goes to `kept` too, if there is one.
         next_norm_H, bias_H: any float dtype.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
         The same `x` and `scaled`, with new `squares`. Sums are float32, `scaled` is rounded once.

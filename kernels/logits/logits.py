@@ -127,7 +127,7 @@ def process_logits(
             the raw logits, those below `vocabulary` are copied there first. Other lanes of it are
             left alone. Given together with `wants`.
         wants: indexed by slot; host-owned.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `lanes` must be
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. `lanes` must be
             older than that one.
 
     ValueError for a shape, dtype or number that does not fit.

@@ -101,7 +101,7 @@ def rank_logits(
         raw_NV: float32 [N, V], dense rows: what `process_logits` copied; read instead of
             `logits_NV` for the slots with `wants.raw`. None where nothing is processed.
         source_N: int32, the row of the logits that each lane takes; None for its own.
-        pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`. `slot_N` must
+        pdl: the launches may overlap the ones before, by the rules of `core.pdl`. `slot_N` must
             be older than the launch before.
 
     ValueError for a shape, dtype or number that does not fit.

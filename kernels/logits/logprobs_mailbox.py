@@ -74,7 +74,7 @@ def publish_logprobs(
         wants: indexed by slot; `wanted` is read.
         ranked, tokens: those of the emitted tokens.
         top: how many most probable tokens a reader gets at most, 0..20; the layout depends on it.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `slot_N` must be
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. `slot_N` must be
             older than that one.
 
     ValueError for a shape, dtype or number that does not fit.

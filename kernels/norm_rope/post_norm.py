@@ -56,7 +56,7 @@ def add_normed(
         residual: `x` is updated and `scaled` written, both in place; `squares` is not read. The new
             `x` goes to `kept` too, if there is one.
         slot_N: int32, -1 = padded lane.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
         The same `x` and `scaled`, with new `squares`. The sum is float32, `scaled` is rounded once.

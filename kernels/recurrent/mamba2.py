@@ -104,7 +104,7 @@ def mamba2_decode(
             one for each token; the state is rounded after every token.
         slot_N, position_N: int32; -1 = padded lane. Each `tokens_per_row` lanes are tokens of one
             slot at consecutive positions, live ones first.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
         y, float32 `[N, I]`; padded lanes are not written. ValueError for what does not fit, and for

@@ -136,7 +136,7 @@ def sample_tiles(
         position_R: int32 [R], the query's position.
         params: indexed by slot; host-owned.
         ahead: positions from the query to the sampled token, as in `linear_sample`.
-        pdl: the launches may overlap the ones before, by the rules of `kernels.pdl`. `slot_R` and
+        pdl: the launches may overlap the ones before, by the rules of `core.pdl`. `slot_R` and
             `position_R` must be older than the launch before.
 
     Returns:

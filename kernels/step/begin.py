@@ -101,7 +101,7 @@ def gather_and_embed(
         trees: given where the drafts are those of trees of W nodes. The tables are read as drafts
             are; `lanes` is written except for padded lanes.
         embedding_scale: factor on the embedding; the product is rounded to its dtype.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     Returns:
         New tensors of N lanes. ValueError for a shape or dtype that does not fit.

@@ -80,7 +80,7 @@ def hand_over(
         hidden: the target's stream of N lanes, scaled for the final norm; None where `into` has no
             hidden states. hidden_eps: of that norm.
         into: overwritten: its reader must be done with it.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. Only `token_N`
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. Only `token_N`
             and `count_R` may be as new as that one.
 
     ValueError for a shape or dtype that does not fit.

@@ -40,7 +40,7 @@ def move_path(
         block_table_SB: int32, dense rows.
         path: of `rows` rows, from `verify_commit_publish`. The first lane of a row is its root's.
         width: W.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`, and `path` may be
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`, and `path` may be
             as new as that one.
 
     ValueError for a shape or dtype that does not fit.

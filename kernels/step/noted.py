@@ -52,7 +52,7 @@ def note_tokens(
             the position after its first lane's.
         counts_SV: int32, dense rows; ids from V on are not counted.
         history_SP: int32, dense rows; tokens from position P on are dropped.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `lanes` must be
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. `lanes` must be
             older than that one.
 
     ValueError for a shape or dtype that does not fit.
@@ -119,7 +119,7 @@ def note_prompt(
     Args:
         chunk: the chunk's lanes, the live ones first, of one slot and consecutive positions.
         counts_SV, history_SP: as in `note_tokens`.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`.
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`.
 
     ValueError for a shape or dtype that does not fit.
     """

@@ -74,7 +74,7 @@ def match_stop_sequences(
         history_SP: int32, dense rows; only read: the token at each position up to the row's first
             lane. P is at least the length of the longest sequence.
         sequences: indexed by slot.
-        pdl: the launch may overlap the one before, by the rules of `kernels.pdl`. `lanes` and
+        pdl: the launch may overlap the one before, by the rules of `core.pdl`. `lanes` and
             `history_SP` must be older than that one.
 
     ValueError for a shape or dtype that does not fit.

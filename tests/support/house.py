@@ -183,6 +183,23 @@ def family_names(path: str, source: str) -> list[str]:
     return found
 
 
+_FRAGMENT = re.compile(r"(Of|That|Those|As|The same)\b")
+
+
+def fragments(source: str) -> list[tuple[int, str]]:
+    """Line and first line of docstrings that are no sentence, as their first words show."""
+    texts = [
+        (statement.lineno, statement.value.value.strip())
+        for node in ast.walk(ast.parse(source))
+        for statement in getattr(node, "body", ())
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    ]
+    return [(line, text.partition("\n")[0]) for line, text in texts if _FRAGMENT.match(text)]
+
+
 def room_of(module: str) -> str | None:
     """Of a module of `graphengine/`: its entry of `ROOMS`; None for those of other packages."""
     package, *rest = module.removesuffix(".__init__").split(".")
