@@ -188,12 +188,13 @@ _FRAGMENT = re.compile(r"(Of|That|Those|As|The same)\b")
 
 def fragments(source: str) -> list[tuple[int, str]]:
     """Line and first line of docstrings that are no sentence, as their first words show."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     texts = [
         (statement.lineno, statement.value.value.strip())
         for node in ast.walk(ast.parse(source))
-        for statement in getattr(node, "body", ())
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and isinstance(statement, ast.Expr)
+        if isinstance(node, documented)
+        for statement in node.body
+        if isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)
         and isinstance(statement.value.value, str)
     ]
