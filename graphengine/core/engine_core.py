@@ -23,7 +23,7 @@ from graphengine.core.intake import Intake, QueueOptions
 from graphengine.core.interrupts import HeldInterrupts
 from graphengine.core.report import describe_engine
 from graphengine.core.runtime import Runtime
-from graphengine.core.waits import Waits
+from graphengine.core.waits import Waits, deadline_after, seconds_to
 from graphengine.drafters import Drafter, DraftNeeds, NoDrafter
 from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
@@ -435,24 +435,23 @@ class EngineCore:
 
     def _wait(self, replays: Sequence[Replay], timeout: float | None) -> list[Collected] | None:
         """The records that the replays of a step published; None if they miss the timeout."""
-        deadline = None if timeout is None else time.perf_counter() + timeout
+        deadline = deadline_after(timeout)
         if self.config.collect_while_waiting and (timeout is None or timeout > 0):
             arrived, first = self.runtime.mailbox.ready, replays[0]
             collect_due(arrived, first.sequence, len(first.requests))
         records: list[Collected] = []
         try:
             for replay in replays:
-                left = None if deadline is None else max(0.0, deadline - time.perf_counter())
-                waits = self._waits_of(replay)
-                record = waits.wait_tokens(replay.sequence, len(replay.requests), left)
+                waits, lanes = self._waits_of(replay), len(replay.requests)
+                record = waits.wait_tokens(replay.sequence, lanes, seconds_to(deadline))
                 if record is None:
                     return None
                 logprobs = None
                 if replay.full:
-                    logprobs = waits.wait_logprobs(replay, record, left)
+                    logprobs = waits.wait_logprobs(replay, record, seconds_to(deadline))
                     if logprobs is None:
                         return None
-                if waits.wait_routes(replay, record, left) is None:
+                if waits.wait_routes(replay, record, seconds_to(deadline)) is None:
                     return None
                 records.append((replay, record, logprobs))
         except Exception as error:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import time
+
 from graphengine.buckets import Mailbox
 from graphengine.buckets.mailbox import Payloads, Queryable, WaitMode
 from graphengine.host.logprobs import Logprobs
 from graphengine.host.replay import Replay
 from graphengine.host.routes import Routing
 from graphengine.requests.result import TokenLogprobs
+
+
+def deadline_after(timeout: float | None) -> float | None:
+    """The time, by `time.perf_counter()`, at which a timeout of some seconds ends; None: never."""
+    return None if timeout is None else time.perf_counter() + timeout
+
+
+def seconds_to(deadline: float | None) -> float | None:
+    """What is left of a timeout, in seconds, at least 0; None: there is no deadline."""
+    return None if deadline is None else max(0.0, deadline - time.perf_counter())
 
 
 class Waits:

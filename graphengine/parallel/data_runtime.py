@@ -13,7 +13,7 @@ from graphengine.buckets import Copied, StaticBuffers
 from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
-from graphengine.core.waits import Waits
+from graphengine.core.waits import Waits, deadline_after, seconds_to
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.masks import MaskTable
 from graphengine.host.replay import Replay
@@ -79,8 +79,9 @@ class DataParallelRuntime(LeadingRuntime):
 
     def wait_drafts(self, timeout: float | None) -> bool | None:
         """True once the requested drafts of the last replay are on the host."""
+        deadline = deadline_after(timeout)
         own = super().wait_drafts(timeout)
-        return own and (all(each.wait_drafts(timeout) for each in self.others) or None)
+        return own and (all(each.wait_drafts(seconds_to(deadline)) for each in self.others) or None)
 
     def acknowledge(self, sequence: int) -> None:
         """Note that replays up to this one were published by a rank; the others have published

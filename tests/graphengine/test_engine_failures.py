@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import os
 import signal
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,6 +34,7 @@ from engines.small_engine import (
     tokens_of,
 )
 from graphengine import Engine, Event
+from graphengine.core import waits
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import NoDrafter
 from graphengine.program.graph_key import decode_key, prefill_key
@@ -61,6 +65,31 @@ class Late:
         for _ in range(self.pending):
             self.graph.replay()
         self.pending = 0
+
+
+def test_the_waits_of_a_step_share_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: next(seconds) / 1000)
+    monkeypatch.setattr(waits, "time", clock)
+    left: list[float] = []
+
+    def noted(name: str) -> None:
+        own = getattr(waits.Waits, name)
+
+        def wait(self: Any, *arguments: Any) -> Any:
+            left.append(arguments[-1])
+            return own(self, *arguments[:-1], None)
+
+        monkeypatch.setattr(waits.Waits, name, wait)
+
+    for name in ("wait_tokens", "wait_logprobs", "wait_routes"):
+        noted(name)
+    with open_engine(device="cpu", max_logprobs=1) as engine:
+        engine.submit(PROMPT, greedy(2, logprobs=1))
+        engine.step(timeout=100)
+    # Each wait of the prompt's chunk and of the token after it has what the ones before left.
+    assert len(left) >= 3 and all(after < before for before, after in pairwise(left))
+    assert 90 < left[-1] < left[0] < 100
 
 
 def test_steps_with_a_timeout_bring_the_same_tokens(engine: Engine) -> None:

@@ -128,8 +128,10 @@ def _dynamic_rules(config: Mapping[str, Any]) -> list[Rule]:
 def _listed_modules(config: Mapping[str, Any]) -> Sequence[str]:
     """The linears of a block that are quantised; empty: all of them."""
     found = config.get("modules_in_block_to_quantize") or []
-    flat = [name for each in found for name in (each if isinstance(each, list) else [each])]
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in flat):
+    listed = found if isinstance(found, list) else [None]
+    flat = [name for each in listed for name in (each if isinstance(each, list) else [each])]
+    names = [name for name in flat if isinstance(name, str)]
+    if len(names) < len(flat):
         known = "lists of strings, null"
         raise unsupported(f"{_INSIDE}.modules_in_block_to_quantize", found, known)
-    return flat
+    return names

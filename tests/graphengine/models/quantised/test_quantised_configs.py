@@ -245,6 +245,8 @@ def changed(weights: dict[str, Any], **top: Any) -> dict[str, Any]:
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin': supported: 'gptq', "
          "'gptq_v2', null"),
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format=True: supported: null"),
+        (GPTQ | {"modules_in_block_to_quantize": True}, "to_quantize=True: supported: lists of st"),
+        (GPTQ | {"modules_in_block_to_quantize": [[1]]}, r"to_quantize=\[\[1\]\]: supported: li"),
         (GPTQ | {"sym": "yes"}, "sym='yes': supported: True, False"),
         (GPTQ | {"dynamic": [1]}, r"dynamic=\[1\]: supported: a JSON object"),
         (GPTQ | {"dynamic": {"x": {"bits": 2}}}, r"dynamic\.x\.bits=2: supported: 4, 8"),
