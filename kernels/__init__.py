@@ -72,13 +72,21 @@ from graphengine.kernels.comm.push_residual import (
 )
 from graphengine.kernels.comm.sums import sum_parts, sum_parts_reference
 from graphengine.kernels.core.devices import (
+    H200,
     Device,
     assumed,
     device_of,
     overlaps_launches,
 )
 from graphengine.kernels.core.lanes import BITS
-from graphengine.kernels.core.launching import ALONE, KernelCompilation, Launch, compile_kernels
+from graphengine.kernels.core.launching import (
+    ALONE,
+    KernelCompilation,
+    Launch,
+    ZeroedMemory,
+    compile_kernels,
+)
+from graphengine.kernels.core.op import Op, recorded_ops
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
 from graphengine.kernels.core.tree import TreeLanes, TreeTables
 from graphengine.kernels.core.triton_versions import bits_of_triton, warn_if_untried
@@ -407,6 +415,7 @@ __all__ = [
     "FP8_KV",
     "FP8_MAX",
     "GIVEN",
+    "H200",
     "INVALID",
     "LANE_PROGRAMS",
     "LATENT_TILE",
@@ -473,6 +482,7 @@ __all__ = [
     "ModuleInput",
     "ModuleRun",
     "NextDraft",
+    "Op",
     "PackedExperts",
     "PackedForm",
     "PackedWeight",
@@ -505,6 +515,7 @@ __all__ = [
     "TreeLevel",
     "TreeTables",
     "WeightFormat",
+    "ZeroedMemory",
     "add_normed",
     "add_normed_reference",
     "add_normed_rms_norm",
@@ -664,6 +675,7 @@ __all__ = [
     "quantise_lanes_reference",
     "rank_logits",
     "rank_logits_reference",
+    "recorded_ops",
     "relaxed_acceptance",
     "relaxed_acceptance_reference",
     "relaxed_delta_prompt",

@@ -97,6 +97,13 @@ def add_graph(parser: CommandParser) -> None:
     )
 
 
+def add_ops(parser: CommandParser) -> None:
+    """The options of `ops`."""
+    _add_engine_options(parser)
+    parser.add_argument("--graph", help="one graph, such as decode/1/fast (default: all)")
+    parser.show_first((*_COMMON, "--graph", *_common(_ENGINE)))
+
+
 def add_quantize(parser: CommandParser) -> None:
     """The options of `quantize`."""
     add = parser.add_argument

@@ -63,6 +63,12 @@ COMMANDS = {
         "Write the captured graphs of an engine to a folder, or compare two folders.",
         options_of.add_graph,
     ),
+    "ops": Command(
+        "Show what the steps of an engine launch, kernel by kernel, with the weights that each "
+        "reads; launch nothing.",
+        options_of.add_ops,
+        "...",
+    ),
     "quantize": Command(
         "Write a compressed-tensors checkpoint with weights of 8 or 4 bits, rounded to nearest.",
         options_of.add_quantize,

@@ -168,7 +168,7 @@ class _Found:
         """Run a step with its launches looked up."""
         self._step = name
         try:
-            with _ZeroedMemory():
+            with ZeroedMemory():
                 step()
         except Exception as cause:
             raise RuntimeError(f"compilation for step {name!r} failed: {cause}") from cause
@@ -268,7 +268,7 @@ _UNINITIALISED = frozenset(
 )
 
 
-class _ZeroedMemory(TorchFunctionMode):
+class ZeroedMemory(TorchFunctionMode):
     """Zero new tensors: garbage among a kernel's indices would stop the device for good.
 
     A function mode, because a dispatch mode would import torch's compiler, which takes seconds.

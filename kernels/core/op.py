@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from graphengine.kernels.core.launching import launched_by
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Op:
     """One launch of a Triton or Gluon kernel.
 
@@ -32,6 +32,10 @@ class Op:
     arguments: Mapping[str, Any]
     options: Mapping[str, Any]
     pdl: bool = False
+
+    def __repr__(self) -> str:
+        # Without its tensors: a GPU's would be waited for and copied.
+        return f"<Op {self.name}, grid {self.grid}>"
 
     @property
     def name(self) -> str:

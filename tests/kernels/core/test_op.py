@@ -46,6 +46,7 @@ def test_an_op_has_what_the_launch_was_asked_for() -> None:
     assert not out.any(), "it was launched"
     first, second = ops
     assert first.name == "_add_kernel" and first.kernel is _add_kernel
+    assert repr(first) == "<Op _add_kernel, grid (1, 2)>"
     assert first.grid == (1, 2) and first.programs == (1, 2, 1) and first.threads == 64
     assert first.arguments["x_ptr"] is x and first.arguments["scale"] == 2.0
     assert first.arguments["N"] == 16 and second.arguments["pair"].first is x

@@ -18,7 +18,8 @@ from graphengine import Engine
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.op import Op, ops_handed_to
 from graphengine.kernels.core.triton_versions import OPTIONS
-from graphengine.opening.allocation import compile_steps, graph_steps
+from graphengine.opening.allocation import graph_steps
+from graphengine.program.schedule import record_schedule
 
 _POINTERS = {
     torch.float16: "*fp16",
@@ -54,23 +55,14 @@ class GraphKernel(NamedTuple):
 
 def graph_kernels(engine: Engine) -> dict[str, list[GraphKernel]]:
     """This project's kernels in each graph that an engine would capture on a GPU; runs on a CPU."""
-    found: list[GraphKernel] = []
-
-    def warmup(kernel: Any, *args: Any, grid: tuple[int, ...], **options: Any) -> str:
-        x, y, z = (*grid, 1, 1, 1)[:3]
-        found.append(GraphKernel(kernel.__name__, (x, y, z), 32 * options.get("num_warps", 4)))
-        return "kernel"
-
-    graphs: dict[str, list[GraphKernel]] = {}
     steps = graph_steps(engine.runtime.program, engine.memory)
+    with assumed(H200):
+        schedule = record_schedule(steps)
     engine.runtime.buffers.reset()
-    with pytest.MonkeyPatch.context() as patch, assumed(H200):
-        patch.setattr(triton.JITFunction, "warmup", warmup)
-        for key, step in steps.items():
-            found.clear()
-            assert compile_steps({key: step}, torch.device("cuda")) is not None
-            graphs[key.name] = found.copy()
-    return graphs
+    return {
+        key.name: [GraphKernel(op.name, op.programs, op.threads) for op in ops]
+        for key, ops in schedule.items()
+    }
 
 
 def own_kernels() -> set[str]:
