@@ -186,7 +186,8 @@ class Drafter(ABC):
     """[T or more, H] by layer of the target: where prefill leaves the stream after that layer.
     Known once it is opened."""
     step_streams: Mapping[int, Tensor] = MappingProxyType({})
-    """[N or more, H] by layer of the target: where a decode step leaves the stream."""
+    """[N or more, H] by layer of the target: where a decode step leaves the stream after that
+    layer. Known once it is opened."""
 
     trees: TreeTables | None = None
     """The tree of each slot's drafts, where `needs.depth` says that they are trees. Known once the

@@ -2,9 +2,9 @@
 
 As in Leviathan, Kalman, Matias (arXiv:2211.17192); `head.py` says how drafts are drawn. The model
 is fed the last two tokens after each verified step, since the last draft of the previous step was
-never fed to it, and then its own drafts. Where it has recurrent layers, prefill leaves a prompt's
-last token to decode, too: a state cannot take in a token twice. Each rank has the whole model: it
-is small, and all-reduces would take about as long as the reads that splitting it saves.
+never fed to it, and then its own drafts. With recurrent layers, prefill leaves out a prompt's last
+token, which that run then feeds: a state cannot take in a token twice. Each rank has the whole
+model: it is small, and all-reduces would take about as long as the reads that splitting it saves.
 
 Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K drafts.
 """

@@ -1,7 +1,7 @@
 """No drafts: each prompt's hidden states go to a file, to train a drafter with.
 
 The prefill graphs leave a chunk's hidden states in static fields. The host copies them out once it
-has read the replay; nothing is launched in between. With several ranks, only the driver's does so.
+has read the replay; nothing is launched in between. With several ranks, only the driver does so.
 
 As in TensorRT-LLM's mode of this name, `hidden_states` are those after the final norm, which a
 draft module and the lm_head read, and `aux_hidden_states` the residual stream after the chosen

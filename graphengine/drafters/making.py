@@ -176,7 +176,7 @@ def module_drafter(
 
 
 def beside_target(mtp: MtpConfig, config: EngineConfig, model: ModelConfig) -> MtpConfig:
-    """The modules, with weights rounded where the target's are, and with the target's lm_head."""
+    """The modules, with weights rounded if the target's are, and lm_head stored as the target's."""
     forms = dict(mtp.forms)
     if config.quantize is not None:
         linears = allocate_mtp_weights(mtp, device="meta", dtype=torch.float32).linears()

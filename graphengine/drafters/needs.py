@@ -23,7 +23,7 @@ class DraftNeeds:
     reserve: int = 0
     """Positions past the last verified one that it writes into its own KV."""
     tokens_after: int = 0
-    """Tokens after a position that its KV there depends on, or that it is overwritten with."""
+    """How many tokens after a position its KV there depends on, or is overwritten with."""
     notes: bool = False
     """Whether it reads the prompt's tokens; `note` then gets those that are not prefilled."""
     wants_hidden: bool = False

@@ -143,9 +143,9 @@ class VanillaDrafter(ModuleDrafter):
     ) -> list[Tensor]:
         """Run all modules on a chunk, each on the previous one's output; returns their outputs.
 
-        What is kept is each module's output for the chunk's last row. The drafts after the last
-        chunk begin as after a step that fed the prompt's last token, so there the output for the
-        row before that token is kept.
+        What is kept is the output for the chunk's last row of each module that another follows. The
+        drafts after the last chunk begin as after a step that fed the prompt's last token, so there
+        the output for the row before that token is kept.
         """
         assert prefilled.hidden is not None, "a module reads hidden states"
         chunk = prefilled.chunk

@@ -103,8 +103,8 @@ def _of_layers(found: ModelConfig, layers: int) -> DecoderConfig:
 def _of_kinds(config: HybridConfig, links: int) -> HybridConfig:
     """A hybrid with one block per layer: `links` times one block of each kind.
 
-    Within a link, kinds follow the order in which the last block of each kind runs. Scaling of
-    norms and logits is left out: it does not affect the linears.
+    Within a link, kinds follow the order in which the last block of each kind runs.
+    `norms_plus_one` and `logits_scale` are left out: they do not affect the linears.
     """
     if not _has_one_of_each(config):
         raise ValueError(

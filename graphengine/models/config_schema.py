@@ -372,7 +372,8 @@ NEUTRAL_ROUTING: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": ("softmax",),
     "routed_scaling_factor": (1,),
 }
-"""Neutral values of routing keys: how other models route, and which layers have experts."""
+"""Neutral values for models with experts: of keys that say how others route, and which of their
+layers have experts."""
 
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
 """Names of the norms' epsilon; a family reads the last of those that it knows."""

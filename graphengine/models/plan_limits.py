@@ -28,7 +28,7 @@ _WARPS = (1, 16)
 _STAGES = (1, 8)
 # Lanes of a program; their inputs share its memory with the weights.
 _LANES = 32
-# Largest scale of a group.
+# Bytes of a group's scale, at most.
 _SCALE_BYTES = 4
 
 

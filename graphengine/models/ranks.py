@@ -224,7 +224,7 @@ def _attention_of_rank(block: GroupedQueryAttention, ranks: int) -> GroupedQuery
 
 
 def _mamba_of_rank(block: Mamba2, ranks: int) -> Mamba2:
-    """A single group of heads spans all ranks, and so does its norm; several groups stay whole."""
+    """A single group of heads spans all ranks, and so does its norm; of several, none is split."""
     sizes = block.sizes
     heads, groups = _divided(sizes.heads, ranks, "Mamba2 heads"), 1
     if sizes.groups > 1:

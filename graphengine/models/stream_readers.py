@@ -81,8 +81,9 @@ def layers_like(
     num_layers: int = 1,
     qk_norm: bool = False,
 ) -> DecoderConfig:
-    """Dense layers of the target's sizes. ValueError, naming `what`, if the target's layers have no
-    heads of their own.
+    """Dense layers of the target's sizes, for a drafter.
+
+    ValueError, naming the drafter by `what`, if the target's layers are of a kind that none has.
     """
     decoder = target.attending_decoder() if isinstance(target, HybridConfig) else target
     if not isinstance(decoder, DecoderConfig) or decoder.latent is not None:

@@ -34,7 +34,7 @@ FORMAT_VERSION = 1
 # The family is part of the key.
 _PLAN_FIELDS = LinearPlan._fields[1:]
 _KEY_FIELDS = ("family", "kind", "M", "K", "dtype")
-# Of a key; absent if the weight is in the model's dtype, or is not an expert's.
+# Of a key; the first is absent for weights in the model's dtype, the second for all but experts'.
 _WEIGHT_FIELD, _EXPERT_FIELD = "weight", "expert"
 # Of a plan; absent if it is the key's family.
 _FAMILY_FIELD = "family"

@@ -34,12 +34,12 @@ class RoutingStep:
     def publish(
         self, routes: StepRoutes, count: Tensor, slot: Tensor, *, pdl: bool = False
     ) -> None:
-        """Publish the ids of the tokens that rows took in, `count` of each. The step itself has
-        already published.
+        """Publish the expert ids of the tokens that rows took in, `count` of each row. The step
+        itself has already published.
         """
         publish_routes(self._mailbox, self._sequence, count, slot, routes.expert, pdl=pdl)
 
     def publish_prompt(self, routes: StepRoutes, chunk: PrefillLanes) -> None:
-        """Publish the ids of a prompt's chunk; the step itself has already published."""
+        """Publish the expert ids of a prompt's chunk; the step itself has already published."""
         count = (chunk.slot >= 0).to(torch.int32)
         publish_routes(self._prompt_mailbox, self._sequence, count, chunk.slot, routes.expert)

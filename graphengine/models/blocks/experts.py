@@ -1,8 +1,8 @@
 """A mixture of experts: each token's feed-forward is the weighted sum of a few of many SwiGLUs.
 
-Decode runs one kernel for the router and its product and two over the chosen experts, with another
-in between where (lane, expert) pairs are grouped; a chunk of a prompt always groups them. With
-several ranks, each has a part of every expert's width, or some whole experts, and all of the
+Decode runs one kernel for the router and its product and two over the chosen experts; where (lane,
+expert) pairs are grouped, another one before these two. A chunk of a prompt always groups them.
+With several ranks, each has a part of every expert's width, or some whole experts, and all of the
 router, so all ranks choose alike, and one all-reduce sums the chosen and the shared experts. Or
 each rank has lanes of its own and shares its experts with all others (`lanes_of_ranks.py`).
 
@@ -457,8 +457,8 @@ class ExpertsWeights:
         )
 
     def _own_bias(self, share: Share) -> Tensor | None:
-        """Down biases of the chosen experts, added weighted; by rank 0 only if ranks split the
-        experts' width.
+        """Down biases, added weighted for the chosen experts. Where ranks split the experts' width,
+        rank 0 adds them for all; other ranks get None.
         """
         return self.down_bias if share.rank == 0 or self.block.held is not None else None
 

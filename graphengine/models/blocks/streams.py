@@ -93,7 +93,7 @@ def add_product(
     is one kernel, and its norm and the sum are another.
 
     squares_TN, eps  of a norm of the inputs; None where inputs need no norm, and where the product
-                     has one. With several ranks the squares are those that each rank divides by
+                     has one. With several ranks, squares that each rank divides by its own K
     """
     if isinstance(next_norm_H, Sandwich):
         assert squares_TN is None, "no norm of the inputs here"

@@ -72,7 +72,7 @@ class Quantisation(NamedTuple):
         return next((rule.scheme for rule in self.rules if any(map(rule.matches, names))), None)
 
     def _stored(self, linear: str) -> str:
-        """The linear's name in the files; stacked experts are named after the renamed module."""
+        """The linear's name in the files; stacked experts are named after their module there."""
         if linear in self.stored_names:
             return self.stored_names[linear]
         module, dot, name = linear.rpartition(".")

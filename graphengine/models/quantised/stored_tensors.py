@@ -112,7 +112,7 @@ class LinearTensors:
         return scales
 
     def take_whole(self, end: str, *, inverse: bool) -> Tensor:
-        """The factor on all scales, float32 []; with `inverse` the stored number divides them."""
+        """The factor on all scales, float32 []; with `inverse` it is 1 / the stored number."""
         name = self.name(end)
         stored = self._tensor(name)
         if stored.numel() != 1 or stored.dtype not in FLOATS:
