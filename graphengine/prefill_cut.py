@@ -95,7 +95,7 @@ class PrefillCut:
         """An equivalent cut for prompts of at most `longest` tokens, without steps that change
         nothing there.
 
-        largest  the largest bucket; chunks are cut to it, as sizes may exceed the longest prompt
+        largest  the largest bucket: it replaces larger sizes, which exceed the longest prompt
         """
         (start, first) = self.steps[0]
         kept = [(start, min(first, largest))]

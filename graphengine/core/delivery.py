@@ -306,8 +306,8 @@ class Delivery:
                 self._finish(request, "deadline", (), "", now)
 
     def _ask(self, callback: StopCallback) -> BaseException | None:
-        """Finish the requests that `stop_callback` names. Returns the error that it raised, or that
-        its result is.
+        """Finish the requests that `stop_callback` names. Returns what it raised, or a ValueError
+        for an invalid result; None if all is well.
         """
         active = {
             request.id: request

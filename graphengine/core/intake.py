@@ -96,7 +96,9 @@ class Intake:
     def session_prompt(
         self, prompt: Prompt, before: Sequence[int], add_bos: bool | None = None, room: int = 1
     ) -> PromptTokens:
-        """The tokens of a session followed by a prompt's; ValueError if they cannot be served."""
+        """The prompt's tokens alone, to follow a session's tokens `before`; ValueError for a prompt
+        that cannot be served there.
+        """
         return read_prompt(
             prompt,
             tokenizer=self.tokenizer,

@@ -166,8 +166,8 @@ class Runtime(Waits):
         """The prefill cut that the config names or bounds, else one at multiples of the largest
         bucket; and the times measured for it. ValueError if the smallest bucket exceeds the bound.
 
-        Ranks measure together, and each uses the slowest rank's times, so all go on alike. Only the
-        driver cuts prompts, so only there an exceeded bound is an error.
+        Ranks measure together, and of each chunk's time all take the slowest rank's, so all go on
+        alike. Only the driver cuts prompts, so only there an exceeded bound is an error.
         """
         sizes, bound = memory.prefill_ladder.sizes, config.max_prefill_ms_per_step
         longest = longest_prompt(memory)

@@ -403,8 +403,8 @@ def copy_out(
     blocks: Sequence[int],
     state: KeptState | None,
 ) -> SessionSnapshot:
-    """Copy a session to the host, after everything that was launched: tokens, embeddings, and its
-    blocks; or its kept state with the state's blocks.
+    """Copy a session to the host, after everything that was launched: tokens and embeddings, with
+    its blocks or, if it has one, its kept state and the state's blocks.
     """
     origin, runtime = origin_of(core), core.runtime
     if state is None:

@@ -1,4 +1,4 @@
-"""Updates the weights of an open engine in place, and drops the KV that they outdate."""
+"""Updates the weights of an open engine in place, and drops kept KV and states."""
 
 from __future__ import annotations
 

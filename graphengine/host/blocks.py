@@ -190,8 +190,8 @@ class Reuse:
             self._pool.routes |= zip(request.job.placed.blocks[first:last], pages, strict=True)
 
     def begun(self, request: Request) -> None:
-        """Count the prefix hit of a request that is about to be prefilled, and set the first block
-        that it may index.
+        """Count the prefix query of a request that is about to be prefilled, and its hit; set the
+        first block that it may index.
         """
         cached = request.cached_tokens
         request.job.placed.indexed = cached // self._block_size
@@ -275,7 +275,7 @@ class Reuse:
         A turn that replays recorded experts gets another ring than its session's, as its KV is not
         what the router itself leads to.
 
-        own  whether the request continues from where its session's ring ends
+        own  whether the request continues in its session's ring; otherwise it begins there at 0
         """
         if not self.rings:
             return None

@@ -21,11 +21,12 @@ def collect_due(arrived: Callable[..., bool], *arguments: object) -> None:
     It does not if `arrived(*arguments)` is true, as there is then nothing to wait for; `arrived` is
     called only if a collection is due.
 
-    Once the youngest generation's count nears its threshold, the oldest generation whose count
-    exceeds its threshold is collected. A full collection is left to Python, which declines one
-    until a quarter of the heap is new, and does not say so. So when the count for a full one is
-    reached, the first collection after one of two generations is left to Python. If Python does not
-    run a full one then, it will not until two generations are collected again.
+    Once the youngest generation's count nears its threshold, it is collected, together with the
+    middle generation if that one's count exceeds its threshold. A full collection is left to
+    Python, which declines one until a quarter of the heap is new, and does not say so. So when the
+    count for a full one is reached, the first collection after one of two generations is left to
+    Python. If Python does not run a full one then, it will not until two generations are collected
+    again.
 
     Nothing happens if the collector is disabled, or its first threshold is 0; nor in a Python
     without three generations, whose counts mean something else: 3.14 with its incremental

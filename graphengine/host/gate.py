@@ -37,8 +37,8 @@ class Gate:
     steps use the shorter one.
 
     Counters: `gate/off` and `gate/on` (a shorter, a longer length was settled), `gate/probes`,
-    `gate/overloaded` (steps at the first length due to `max_live`), `gate/steps/K` (steps of
-    length K).
+    `gate/overloaded` (steps at the first length due to `max_live` or the schedule),
+    `gate/steps/K` (steps of length K).
     """
 
     def __init__(

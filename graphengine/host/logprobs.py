@@ -138,7 +138,8 @@ def _wanted(request: Request, items: tuple[int, ...]) -> Wanted:
 class _PartOfMailbox(Mailbox):
     """A mailbox whose entries are written only in part; `written` says which part a replay writes.
 
-    `written` has, for each lane, the first item of each token, and the number of items of a token.
+    `written` has, for each lane, its number, the first item of each token, and how many items from
+    there on are written.
     """
 
     written: Sequence[tuple[int, list[int], int]] = ()

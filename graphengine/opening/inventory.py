@@ -38,8 +38,8 @@ def graph_keys(
 ) -> tuple[GraphKey, ...]:
     """Every graph, in the order of capture: the largest of each kind first.
 
-    draft_lengths  drafts that decode graphs verify, ascending; a bucket has only graphs of up to
-                   `config.drafts_of` its rows
+    draft_lengths  drafts that decode graphs verify, ascending; graphs of a bucket of `rows` verify
+                   `config.drafts_of(rows)` at most
     own_graph      whether the drafter has a graph of its own for each decode graph
     """
     kinds: tuple[PrefillKind, ...] = ("full", "fast")
@@ -170,7 +170,7 @@ def state_places(
     model: ModelConfig, config: EngineConfig, needs: DraftNeeds, rings: Sequence[WindowRing]
 ) -> int:
     """Number of places that keep states of recurrent layers, for sessions and prefixes."""
-    # The recurrent states of a draft model are not kept.
+    # A draft model's own recurrent states are not kept; with such a model none are.
     if rings or recurrent_states(needs.states) or not recurrent_states(model.states):
         return 0
     return config.session_states

@@ -59,7 +59,7 @@ def _check_prefixes(model: ModelConfig, config: EngineConfig, needs: DraftNeeds)
 def recorded_experts(
     model: ModelConfig, config: EngineConfig, routed: RoutedExperts | None
 ) -> RoutedExperts | None:
-    """The model's experts, if they are recorded; ValueError for a model without experts."""
+    """The model's experts if they are to be recorded, else None; ValueError if it has none."""
     if not config.record_routing:
         return None
     if routed is None:

@@ -199,7 +199,7 @@ class RankRuntime(Waits):
             return found
 
     def wait_routes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
-        """True once requests have their tokens' experts, of a replay that published `record`."""
+        """True once the requests of a replay that published `record` have their tokens' experts."""
         with self._ranks.explained():
             return super().wait_routes(replay, record, timeout)
 

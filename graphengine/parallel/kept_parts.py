@@ -122,7 +122,7 @@ class KeptParts:
         return tuple(found)
 
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor] | None) -> None:
-        """Write blocks as `Runtime.write_blocks`; `kept` is None on all ranks but the driver."""
+        """Write blocks as `Runtime.write_blocks`; `kept` is None on all but the group's rank 0."""
         parts = []
         for index, (cache, _) in enumerate(self._runtime.caches):
             heads, (layers, _, *block) = self._heads[index], cache.shape
@@ -142,7 +142,7 @@ class KeptParts:
         return tuple(map(self._together, own, self._recurrent))
 
     def write_states(self, place: int, kept: Sequence[Tensor] | None) -> None:
-        """Write states as `Runtime.write_states`; `kept` is None on all ranks but the driver."""
+        """Write states as `Runtime.write_states`; `kept` is None on all but the group's rank 0."""
         shapes, dtypes = self.state_shapes, self._runtime.kept.dtypes
         parts = [
             self._part(None if kept is None else kept[index], shape, dtype, pieces)

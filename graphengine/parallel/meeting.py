@@ -172,7 +172,10 @@ class Meeting:
         return self._group
 
     def reduce(self, part_NH: Tensor) -> Tensor:
-        """All-reduce into a new tensor; see `Reduce`. Raises MeetingFailed on a CPU."""
+        """All-reduce into a new tensor; see `Reduce`.
+
+        On a CPU it raises MeetingFailed like `Exchange.swap`.
+        """
         peers = self._pushes(part_NH)
         if peers is None:
             return sum_parts(self.gather(part_NH))
@@ -203,7 +206,10 @@ class Meeting:
         return PushedStream(peers, split, normed, self.reduce, pdl=self._pdl)
 
     def gather(self, part_NC: Tensor) -> Tensor:
-        """All-gather into a new `[ranks, N, C]`, in rank order. Raises MeetingFailed on a CPU."""
+        """All-gather into a new `[ranks, N, C]`, in rank order.
+
+        On a CPU it raises MeetingFailed like `Exchange.swap`.
+        """
         part_NC = part_NC.contiguous()
         peers = self._pushes(part_NC)
         if peers is not None:
@@ -217,7 +223,8 @@ class Meeting:
 
     def sum_own(self, parts_RNC: Tensor) -> Tensor:
         """Reduce-scatter into a new `[N, C]`: all ranks' parts for this rank, summed in rank order.
-        Raises MeetingFailed on a CPU.
+
+        On a CPU it raises MeetingFailed like `Exchange.swap`.
         """
         parts_RNC = parts_RNC.contiguous()
         peers = self._pushes(parts_RNC[0])
@@ -245,7 +252,7 @@ class Meeting:
         return None if peers is None else push_candidates(peers, best_NC, health_NC, pdl=self._pdl)
 
     def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
-        """The lanes of all ranks, in one launch; None where they are too many to push."""
+        """The lanes of all ranks, in one launch; None where nothing is pushed, or not so many."""
         peers = self.peers
         if peers is None or lanes.units > peers.units:
             return None

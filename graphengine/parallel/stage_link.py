@@ -39,15 +39,21 @@ class StageLink:
         self._sent: deque[tuple[Any, int, Tensor]] = deque()
 
     def receive(self, tensor: Tensor) -> None:
-        """Receive from the previous stage. Raises MeetingFailed on a CPU."""
+        """Receive from the previous stage; on a CPU, MeetingFailed if it is gone or too late."""
         self.receive_from(self.share.rank - 1, tensor)
 
     def send(self, tensor: Tensor) -> None:
-        """Send to the next stage, without waiting for it. Raises MeetingFailed on a CPU."""
+        """Send to the next stage, without waiting for it.
+
+        On a CPU, MeetingFailed if it is gone, or too late to take the oldest of too many sends.
+        """
         self.send_to(self.share.rank + 1, tensor)
 
     def spread(self, tensor: Tensor) -> None:
-        """Broadcast the last stage's tensor to all others. Raises MeetingFailed on a CPU."""
+        """Broadcast the last stage's tensor to all others.
+
+        On a CPU it raises MeetingFailed like `receive` and `send`.
+        """
         rank, stages = self.share
         if rank < stages - 1:
             self.receive_from(stages - 1, tensor)

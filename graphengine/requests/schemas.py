@@ -92,7 +92,7 @@ def for_llguidance(schema: Node) -> tuple[str, dict[str, Any]]:
 
 
 def read_number(text: str) -> Decimal:
-    """A schema's number with a point or an exponent; ValueError if it is too large for Decimal."""
+    """A schema's number with a point or an exponent; ValueError if it is beyond Decimal."""
     try:
         return Decimal(text)
     except InvalidOperation as error:
@@ -319,8 +319,8 @@ def _scaled(numbers: Collection[Decimal]) -> int:
 def _together(node: Node, root: Node) -> list[tuple[Node, Choices]]:
     """The schema, and the schemas that its value must meet, too, or may have to.
 
-    Different options of one list never apply to the same value. A schema that is reached in several
-    ways is listed once, with the choices that all ways have in common.
+    Two options of one list are never required of the same value. A schema that is reached in
+    several ways is listed once, with the choices that all ways have in common.
     """
     held: list[tuple[Any, Choices]] = [(node, {})]
     found: dict[int, tuple[Node, Choices]] = {}
