@@ -135,8 +135,9 @@ def paged_prefill_attention(
         window, sinks, softcap: as described in `scores.py`. Tiles of keys before a window are not
             read. Launches with any of them use `prefill_triton.py`.
         out: [N, Q * D] in q's dtype; may not share memory with q or kv.
-        launch: with PREFILL_ARRIVALS counters, keys may be split, in memory of its own. With PDL
-            the launch before, whatever it is, may still run.
+        launch: with PREFILL_ARRIVALS counters, keys may be split; partial results are then in
+            memory that the call allocates. With PDL the launch before, whatever it is, may still
+            run.
 
     Returns:
         [N, Q * D] in q's dtype; softmax and sums in float32. Lanes in no segment are not written.

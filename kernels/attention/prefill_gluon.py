@@ -10,7 +10,7 @@ there is one warp group with half as many rows, so that more multiprocessors hav
 FlashAttention-3 (Shah et al. 2024). Gluon has no interpreter: a CPU interprets the Triton kernel.
 
 `wgmma` multiplies e4m3 only by e4m3. So for an e4m3 cache four warps replace the one: they copy
-tiles to shared memory and write them next to it converted to the queries' dtype.
+tiles to shared memory as they are, and from there to other tiles in the queries' dtype.
 
 Letters as in `prefill.py`.
 """

@@ -153,7 +153,7 @@ def decode_attention_reference(
 
 
 def _path_entries(tree: TreeLanes, lane: int, position: int) -> list[int]:
-    """Entries of the keys of a lane's ancestors and its own, which are its last positions.
+    """Entries that hold the keys of a lane's last positions: those of its ancestors and its own.
 
     They are in the order of a chain: `core/tree.py` says why.
     """
@@ -162,7 +162,9 @@ def _path_entries(tree: TreeLanes, lane: int, position: int) -> list[int]:
 
 
 class PrefillCall(NamedTuple):
-    """Arguments of `paged_prefill_attention`, except how it is launched."""
+    """Arguments of `paged_prefill_attention`, except how it is launched; the reference takes them
+    by the same names.
+    """
 
     q_NQD: torch.Tensor
     kv: torch.Tensor

@@ -74,7 +74,9 @@ def split_normed(
 
 
 def _words_needed(memory: FlaggedMemory, lanes: int, hidden: int, dtype: torch.dtype) -> int:
-    """Words for the normed lanes, or for a whole share of parts from every other rank."""
+    """Words for the normed lanes, or for a full share of parts from every other rank if these are
+    more.
+    """
     ranks = len(memory.boxes)
     most = max(lanes, (ranks - 1) * -(-lanes // ranks))
     return math.ceil(most * hidden * dtype.itemsize / 4)

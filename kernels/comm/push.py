@@ -152,7 +152,7 @@ def _push_kernel(
     """Each program stores several units of words, all of them before it waits for the first.
 
     With OWN there is a part for each rank, else one for all. With SUM `out` holds the summed
-    values, else the words of each rank.
+    values, in the parts' dtype, else the words of each rank.
     """
     first, step, end = tl.program_id(0), tl.num_programs(0), tl.cdiv(words, UNIT)
     mapped = map_peers(peers, RANKS)

@@ -25,7 +25,8 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.sample.sampling import best_of_tiles, check_tiles
 
 WORDS = tl.constexpr(4)
-"""Words of a lane: two of the best candidate, its health, and one of padding for even pairs."""
+"""Words of a lane: two of its best candidate, one of its health, and one of padding to make pairs.
+"""
 # A lane's tiles are read at once.
 _MAX_BLOCK = 4096
 

@@ -66,7 +66,7 @@ class Device:
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether the GPU has both TMA and `wgmma`, which later GPUs dropped."""
+        """Whether the GPU has `wgmma`, which later GPUs dropped, and also the TMA."""
         return self.capability == (9, 0)
 
 
@@ -95,7 +95,7 @@ def stages_that_fit(
 
     `other_bytes` of that memory are taken. Returns `wanted` for a tensor that is on no GPU.
 
-    ValueError, naming `what` needs the stages, if not even min(2, wanted) of them fit.
+    ValueError if not even min(2, wanted) stages fit; it names `what`, which needs the stages.
     """
     device = device_of(of)
     if device is None:

@@ -1,4 +1,4 @@
-"""The paged KV cache of one layer: its layout, its addresses, and checks of its shape.
+"""The paged KV cache of one layer: its layout, its addresses, and its checks.
 
     kv[blocks, 2, block_size, G, D]     key (0) and value (1) of every token; any stride on blocks
     block_table_SB[slot, i]             the block that holds tokens i*block_size .. of a slot

@@ -57,7 +57,7 @@ class BlockDraft(NamedTuple):
     start: torch.Tensor
     """int32 [R + 1]: where each row's lanes begin, as in `paged_prefill_attention`."""
     seen: torch.Tensor
-    """int32 [R]: the position after the block's last one."""
+    """int32 [R]: the position after the block's last one, at most the limit."""
 
 
 def begin_block_draft(

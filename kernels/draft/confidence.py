@@ -1,10 +1,10 @@
 """Withhold drafts that are likely to be rejected: their lanes stay padded, which costs less.
 
-A draft's chance is the square root of its own probability times the share of drafts that its slot's
-latest steps accepted. A draft is verified if the product of all chances up to its own reaches a
-threshold. A drafter's probability tracks how often it is right (EAGLE-2, arXiv:2406.16858, section
-3.2); the share corrects it where a request is harder than it looks. A step that verified no draft
-counts as fully accepted, so that a slot tries again.
+A draft's chance is sqrt(p * share): p is its own probability, and the share is that of drafts which
+its slot's latest steps accepted. A draft is verified if the product of all chances up to its own
+reaches a threshold. A drafter's probability tracks how often it is right (EAGLE-2,
+arXiv:2406.16858, section 3.2); the share corrects it where a request is harder than it looks. A
+step that verified no draft counts as fully accepted, so that a slot tries again.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, M lanes of the run before.
 """

@@ -47,8 +47,8 @@ def ngram_propose(
 
     Args:
         history_SP: int32, dense rows, updated in place: `[slot, p]` is the token at position p.
-            Tokens up to the position of the row's first lane are known. P is at least the greatest
-            length of a sequence; tokens past it are dropped.
+            Tokens up to the position of the row's first lane are already there. P is at least the
+            greatest length of a sequence; tokens past it are dropped.
         token_N: int32, the target's token after each lane; read where the lane emitted it.
         count_R: int32, tokens that each row emitted, at most its live lanes; N is W * R. A row that
             emitted none is skipped.
@@ -134,7 +134,7 @@ def ngram_prompt(
         history_SP, draft_SK, max_n, num_speculative_tokens, unmatched_S: as in `ngram_propose`.
         chunk: the chunk's lanes, the live ones first.
         token_1: int32, the sampled token; read only after the last chunk. If it is below 0, because
-            logits were not valid, nothing is appended or proposed.
+            logits were not valid, it is not appended, and nothing is proposed.
         final_1: int32, not 0 for the prompt's last chunk.
         pdl: as in `ngram_propose`, with `chunk` for `lanes`.
 

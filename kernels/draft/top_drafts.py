@@ -1,4 +1,4 @@
-"""The several best drafts after each lane, from which a tree takes a node's children.
+"""The best drafts after each lane, from which a tree takes a node's children.
 
 A draft is drawn as the target will draw the token at its position, with the request's temperature
 and the noise of that position (`sampling.py`), so the best one is the draft of a chain. The others

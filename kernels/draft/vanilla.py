@@ -162,7 +162,7 @@ def begin_vanilla_draft(
         recycled: output of module m - 1, if modules are chained; None: this one reads the target's
             hidden states.
         residual: the stream that the module's projection is added to, N lanes: `x` of the live ones
-            is set to 0.
+            is set to `fusion.start`.
         pdl: the launch may overlap the one before, by the rules of `core.pdl`. All its inputs
             must then have been written at least two launches earlier.
 
@@ -256,7 +256,7 @@ def advance_vanilla_draft(
         draft_SK: int32 [S, K], updated in place.
         module: m, 2 .. K.
         residual: the stream that the module's projection is added to, R * (W + m - 1) lanes: `x` of
-            the live ones is set to 0.
+            the live ones is set to `fusion.start`.
         kept: as in `Recycled`, for a chained module, which reads the output of `run`; None: the
             module reads the target's hidden states.
         pdl: as in `begin_vanilla_draft`, but the launch before may write the tiles.

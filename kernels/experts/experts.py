@@ -73,7 +73,7 @@ def expert_swiglu(
         x_NH, weight_E2FH: one dtype of float32, float16, bfloat16; dense rows of x, any stride
             between them; a dense weight.
         slot_N: int32, -1 = padded lane.
-        tile: how the weights are cut; in decode the plan of a linear.
+        tile: how the weights are cut; in decode a `LinearPlan`.
         squares_TN, eps: as in `linear`; without them x is already normed.
         bias_E2F: dense, in the weight's dtype, added after the division by rms.
         clamped: replaces silu(gate) * up.

@@ -3,8 +3,8 @@
 In the `dot` family a lane's bits depend only on its own operands: a tile of lanes goes through K in
 one order of `tl.dot`, whatever the other lanes of the tile are, so it does not matter whether a
 tile holds all pairs of an expert or a single one. The `fma` family takes single pairs, and has all
-weights of a program in registers at once. Weights of down are loaded before the launch waits for
-its inputs: their experts were known two launches before.
+weights of a program in registers at once. It loads weights of down before the launch waits for its
+inputs: their experts were known two launches before.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, L lanes of a tile, K input features, M rows
 of an expert's weight, B outputs of a program.

@@ -144,7 +144,9 @@ def code_args(experts: PackedExperts) -> CodeArgs:
 
 
 def step_columns(kind: WeightFormat) -> int:
-    """Columns that a kernel multiplies at a time: a group's, at most 128 and at least a block's."""
+    """Columns that a kernel multiplies at a time: a group's, or 128 without groups; at most 128,
+    and at least a block's.
+    """
     return max(block_columns(kind), min(kind.columns or 128, 128))
 
 

@@ -70,7 +70,7 @@ class SwigluArgs(NamedTuple):
     """What is done with a product of gates and ups; NO_SWIGLU for other products."""
 
     squares_TN: torch.Tensor | None = None
-    """Squares of the inputs, by whose rms the product is divided; None: they are normed already."""
+    """Sums of squares of the inputs, by whose rms the product is divided; None: they are normed."""
     eps: float = 0.0
     clamped: ClampedSwiglu | None = None
 

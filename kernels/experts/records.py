@@ -9,9 +9,9 @@ is
     (sequence & 0xffffffff) << 32 | payload
 
 one aligned 64-bit store in entry sequence % entries, which the reader trusts by its own tag only.
-Sequence is the step's count when it published, so tag and entry are those of the replay's record in
-the first mailbox. Only tokens within the row's count are written, those of its first lanes: of a
-row with drafts, only accepted tokens. All other items keep their old contents.
+Sequence is the step counter after the step has published, so tag and entry are those of the
+replay's record in the first mailbox. Only tokens within the row's count are written, those of its
+first lanes: of a row with drafts, only accepted tokens. All other items keep their old contents.
 
 A record to be replayed is in a host table, by slot and position. One launch at the start of a step
 fetches the ids of all lanes and layers, because each read goes to the host.
