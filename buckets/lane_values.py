@@ -25,7 +25,7 @@ class LaneValues:
         self._cast(np.asarray(field.pad))
 
     def read(self, value: Any) -> NDArray[Any]:
-        """`value` as an array [n, *lane_shape], n <= lanes; ValueError if it does not fit."""
+        """`value` as [n, *lane_shape] in the field's dtype, n <= lanes; ValueError if it is not."""
         plain = self._plain_numbers(value) if not self.lane_shape else self._plain_lists(value)
         if plain is not None:
             return plain

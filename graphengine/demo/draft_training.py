@@ -234,7 +234,7 @@ def train(
     """The whole command; returns what metrics.json holds.
 
     text_path  where the text is, or will be if nothing is there
-    heldout    tokens of the held-out text that are looked at; None: all
+    heldout    number of tokens of the held-out text to evaluate on; None: all
     """
     started = time.monotonic()
     settings.check(config.depth)

@@ -110,7 +110,7 @@ class Eagle3Head(DemoDrafter):
 
     @torch.no_grad()
     def begin_as(self, target: DemoModel) -> None:
-        """Copy the target's last norm and lm_head, scaled to be less sure."""
+        """Copy the target's last norm, scaled to be less sure, and lm_head if the head has one."""
         self.norm.weight.copy_(UNSURE * target.model.norm.weight)
         if self.lm_head is not None:
             self.lm_head.weight.copy_(self.drafted(target.model.embed_tokens.weight, dim=0))

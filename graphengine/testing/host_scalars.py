@@ -19,7 +19,7 @@ __tracebackhide__ = hide_frame
 
 _UNKNOWN = "whether kernels hold numbers of the host"
 
-# Captures before the change: where these differ, bytes are unused.
+# Captures before the change: words in which these differ are ignored.
 _CAPTURES = 3
 _WORD = 8
 # Size of an empty function object of C++, which is passed with the byte that happens to be there.

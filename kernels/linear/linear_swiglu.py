@@ -169,7 +169,7 @@ def _launch(
 
 
 def _tiled(rows: torch.Tensor, height: int, width: int) -> TensorDescriptor:
-    """A matrix's descriptor for the TMA, which reads zeros past the edges and writes nothing."""
+    """A matrix's descriptor for the TMA. Past the edges it reads zeros and writes nothing."""
     layout = gl.NVMMASharedLayout.get_default_for([height, width], _DTYPES[rows.dtype])
     return TensorDescriptor.from_tensor(rows, [height, width], layout)
 

@@ -2,7 +2,7 @@
 
 Both stream a weight [M, K] once for all lanes. `dot_kernel` runs a pipelined loop of `tl.dot` over
 the K tiles; K may be split among programs, of which the last to arrive sums the parts in order. It
-is for float32, for logits and for the interpreter; otherwise `dot` runs in `linear_gluon.py`.
+is for float32, logits, the interpreter, and all else that `linear_gluon.takes` does not take.
 `fma_kernel` holds whole weight rows in registers before it waits for its inputs. SWIGLU is 0,
 or the `gate_code` of a SwiGLU. With RANKS the product is this rank's part, which is pushed into the
 memory of `peers`; `dot` then continues with the sum of all ranks' parts. SIZE is the words of that

@@ -21,7 +21,7 @@ def store_outputs(total, y, factors, out_ptr, out_stride, place, outputs: gl.con
 
     total    sums of the 64 rows of 4 blocks
     y        shared memory [L, ROWS] in the outputs' dtype
-    factors  `row_scales` and `bias` of the weight
+    factors  `row_scales` of the weight, and `bias`
     place    how many lanes there are, and the first lane and block of rows of these sums
     outputs  M, SWIGLU, ROWS, BLOCKS. M rows of the weight; SWIGLU is the `gate_code` where gate and
              up make one output, else 0; the 64 rows are ROWS adjacent outputs (a SwiGLU's 32);

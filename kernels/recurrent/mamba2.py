@@ -140,7 +140,7 @@ def mamba2_decode_gated(
 
     Returns:
         `scaled` in projected's dtype, and a sum of squares for each program's values. ValueError as
-        of `mamba2_decode`, and where there are several groups, which have norms of their own.
+        in `mamba2_decode`, and where there are several groups, which have norms of their own.
     """
     if sizes.groups != 1:
         raise ValueError(f"one norm of all values is that of 1 group, not of {sizes.groups}")

@@ -20,7 +20,7 @@ from graphengine.kernels.step.state import check_stop_ids
 
 LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
 
-# As a cut_id it leaves out no id with `id <= cut_id`; also 2^31 - 1 in the packed order.
+# A cut_id that leaves out no id, as `id <= cut_id` always holds; also 2^31 - 1 in the packed order.
 LAST_ID = tl.constexpr(2**31 - 1)
 # The sortable key of -inf: below the key of every candidate, and of mass 0.
 NO_KEY = tl.constexpr(-2139095041)

@@ -49,7 +49,7 @@ def find_cutoffs(
     One Triton kernel on the current stream, with an int32 [R, W] of scratch.
 
     Args:
-        As of `sample_tiles`; they are neither written nor held on to.
+        As in `sample_tiles`; they are neither written nor held on to.
 
     Returns:
         cut_key_R, cut_id_R: new int32 [R]. Candidates with key > cut_key, or with key == cut_key
@@ -103,7 +103,7 @@ def _select(
     PASSES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest key t for which the keys >= t reach a tally of `target`; and that of keys > t.
+    """The largest key t such that the keys >= t tally to at least `target`; the tally of keys > t.
 
     The tally counts keys or adds up their masses. Radix select, two bits of the key a pass: each
     pass tallies above three thresholds at once. After 16 passes t is exact; after fewer its last

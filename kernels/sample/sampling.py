@@ -16,11 +16,11 @@ What is sampled, for a live row whose query sits at position p and whose token w
 1. If p + 1 < min_len, the logits of the slot's stop ids are -inf. Ids at -inf are never sampled.
    A row with a NaN left, or with no finite logit, yields token -1.
 2. temperature 0: the largest logit. Else l = logit / temperature, clamped to the finite floats.
-3. Candidates are ordered by l, then by lower id. Filters apply one after the other. top-n-sigma
-   keeps candidates of at least floor / temperature, where floor = max - n * sigma of the logits of
-   step 1 (`sigma.py`). top-k keeps the first k. top-p keeps the shortest prefix that holds the
-   share p of their mass, at least one candidate. min-p keeps those of at least min_p times the
-   largest probability, that is l >= max l + log(min_p).
+3. Candidates are ordered by l, then by lower id. Each filter applies to what the filters before it
+   keep. top-n-sigma keeps candidates of at least floor / temperature, where floor = max - n * sigma
+   of the logits of step 1 (`sigma.py`). top-k keeps the first k. top-p keeps the shortest prefix
+   that holds the share p of the mass that is left, at least one candidate. min-p keeps candidates
+   of at least min_p times the largest probability, that is l >= max l + log(min_p).
 4. token = argmax(l + gumbel(seed, p + 1, id)) over what is kept: a draw from its softmax(l).
 
 Mass is fixed point: floor(exp(l - max l) * 2^40) as int64. Below 2^-40 of the largest it is 0, and

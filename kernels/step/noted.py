@@ -3,8 +3,8 @@
     prefill   note_prompt -> (model) -> process_logits -> sample -> commit_prefill -> note_tokens
     decode    (model) -> process_logits -> sample_tiles -> verify_commit_publish -> note_tokens
 
-`process_logits` and the stop sequences read both tables. They belong to a slot's state: they go
-along when its request pauses.
+`process_logits` reads both tables, stop sequences only the history. The tables belong to a slot's
+state: they go along when its request pauses.
 
 Letters: S slots, R rows, W lanes of a row, N = R * W lanes, T lanes of a prompt chunk, V ids,
 P positions.

@@ -38,7 +38,8 @@ _BYTES = 512 << 20
 class CollectiveTime(NamedTuple):
     """Microseconds a call, in a chain of `CALLS`; medians of `REPLAYS`.
 
-    linear     the product's name; `lanes`, `M`, `K` are the sizes of one rank's part
+    linear     the product's name
+    ranks      number of ranks; `lanes`, `M`, `K` are the sizes of one rank's part
     alone_us   one rank's part, added to the residual stream without the others' parts
     summed_us  the sum of all parts, pushed from the product's kernel
     apart_us   the sum of all parts, by two kernels

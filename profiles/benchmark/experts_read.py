@@ -33,7 +33,7 @@ class StepExperts(NamedTuple):
 
 
 class _NotedStep(EagerStep):
-    """An eager decode step that begins a note: reads from then on, also by drafts, are in it."""
+    """An eager step that begins a note: what is read from then on, also by drafts, is in it."""
 
     def __init__(self, graph: CapturedGraph, begin: Callable[[], None]) -> None:
         super().__init__(graph)

@@ -135,7 +135,7 @@ def moments(timings: Timings) -> list[float]:
 
 
 def steady(results: Sequence[Result]) -> Steady:
-    """The steps from the second one of the last request to begin, to the first request's end.
+    """The steps after the second of the request whose first token came last, until a request ends.
 
     ValueError if fewer than two steps are in between: `new_tokens` is too small for the batch.
     """
