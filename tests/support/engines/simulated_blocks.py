@@ -117,6 +117,9 @@ class Sharing:
     def check_open(self) -> None:
         pass
 
+    def check_thread(self) -> None:
+        pass
+
     def session_prompt(
         self, prompt: Sequence[int], before: Sequence[int], add_bos: bool | None = None
     ) -> PromptTokens:
