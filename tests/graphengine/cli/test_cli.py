@@ -777,7 +777,7 @@ def test_help_and_errors_of_arguments_do_not_wait_for_torch() -> None:
         ["--version"], ["--help"], ["nothing"], ["generate"], ["generate", "--help-all"],
         ["generate", "--prompt", "x", "--top-k", "x"], ["chat", "--buckets", "1,x"],
         ["info", "--quantize", "int3"], ["graph", "dump"], ["graph", "diff", "--help"],
-        ["quantize", "in"], ["doctor", "--help"],
+        ["quantize", "in"], ["doctor", "--help"], ["ops", "--help"],
     ]  # fmt: skip
     code = f"""
 import sys
