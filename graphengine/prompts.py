@@ -231,16 +231,19 @@ def token_ids_of(
     return tuple(token_id(token, vocab_size) for token in ids)
 
 
-def token_id(token: object, vocab_size: int) -> int:
+def token_id(token: object, vocab_size: int, option: str = "") -> int:
     """`token` as an id, also from NumPy's and torch's integers. ValueError if it is no id."""
+    where = f"{option}: " if option else ""
     index = None
     if hasattr(token, "__index__") and not isinstance(token, bool):
         with suppress(TypeError):  # an array of several
             index = operator.index(token)
     if index is None:
-        raise ValueError(f"token id {shown(token)} is not an integer")
+        raise ValueError(f"{where}token id {shown(token)} is not an integer")
     if not 0 <= index < vocab_size:
-        raise ValueError(f"token id {shown(token)} is outside the vocabulary of {vocab_size}")
+        raise ValueError(
+            f"{where}token id {shown(token)} is outside the vocabulary of {vocab_size}"
+        )
     return index
 
 

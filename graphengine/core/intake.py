@@ -184,7 +184,9 @@ class Intake:
     def _stops(self, params: SamplingParams) -> Stops:
         """The tokens that end a request; ValueError for too many, and for an id without a token."""
         eos = () if params.ignore_eos else self._eos_ids
-        given = (token_id(token, self._vocab_size) for token in params.stop_tokens)
+        given = (
+            token_id(token, self._vocab_size, "stop_token_ids") for token in params.stop_tokens
+        )
         ids = tuple(dict.fromkeys((*eos, *given)))
         limit = self._config.max_stop_ids
         if len(ids) > limit:

@@ -78,7 +78,9 @@ def make_processing(
     if params.logit_bias:
         flags |= USES_BIAS
         _check_count("logit_bias", len(params.logit_bias), "max_logit_bias", config)
-        values["bias_ids"] = [token_id(token, vocabulary) for token in params.logit_bias]
+        values["bias_ids"] = [
+            token_id(token, vocabulary, "logit_bias") for token in params.logit_bias
+        ]
         values["bias_values"] = [float(value) for value in params.logit_bias.values()]
     for name, field in LOGITS_FIELDS.items():
         number = field.number(getattr(params, name))
@@ -222,7 +224,7 @@ def processing_updates(asked: Sequence[Processing | None]) -> dict[str, Any]:
 def _bitmask(ids: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
     """A mask [words] in which the bit of each id is set."""
     words = np.zeros(-(-vocabulary // 32), dtype=np.uint32)
-    index = np.array([token_id(token, vocabulary) for token in ids])
+    index = np.array([token_id(token, vocabulary, "allowed_token_ids") for token in ids])
     np.bitwise_or.at(words, index // 32, np.uint32(1) << (index % 32).astype(np.uint32))
     return words.view(np.int32)
 
@@ -285,7 +287,7 @@ def _check_tokens(name: str, ids: Sequence[int], most: int, vocabulary: int) -> 
             f"{name} hold a sequence of {len(ids)} tokens; max_{_SINGULAR[name]}_tokens={most}"
         )
     for token in ids:
-        token_id(token, vocabulary)
+        token_id(token, vocabulary, name)
 
 
 _SINGULAR = {"bad_words": "bad_word", "stop_token_sequences": "stop_sequence"}

@@ -370,6 +370,9 @@ def test_a_gpu_is_described() -> None:
         ((12, 1), ("sm_120a",), False),
         ((12, 0), ("sm_120a",), True),
         ((10, 3), ("sm_100", "strange"), True),
+        ((10, 3), ("sm_100f",), True),
+        ((10, 3), ("compute_100f",), True),
+        ((12, 0), ("compute_100f",), False),
     ],
 )
 def test_whether_torch_has_code(

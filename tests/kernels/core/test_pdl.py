@@ -212,7 +212,7 @@ def test_sums_of_squares_have_one_order(kind, groups, plan, lanes):
         for count in lanes
     )
     assert all(sums == few for sums in many)
-    assert few or kind != "residual"
+    assert few, "no sum of floats is found in what was compiled"
 
 
 # What a GPU does.
