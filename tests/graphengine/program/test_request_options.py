@@ -461,10 +461,8 @@ LIMITS = {
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {1: 1, 2: 1, 3: 1}}, "3 entries.*max_logit_bias=2"),
     ({"logit_bias": {4096: 1}}, "logit_bias: token id 4096 is outside the vocabulary of 4096"),
-    (
-        {"allowed_token_ids": [4096]},
-        "allowed_token_ids: token id 4096 is outside the vocabulary of 4096",
-    ),
+    ({"allowed_token_ids": [4096]}, "allowed_token_ids: token id 4096 is outside"),
+    ({"stop_token_ids": [4096]}, "stop_token_ids: token id 4096 is outside"),
     (
         {"bad_words": [[1], [2], [3]]},
         r"3 entries \(words have up to four.*max_bad_words=2",
