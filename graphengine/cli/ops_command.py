@@ -8,7 +8,8 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from graphengine.cli.given import open_engine
+from graphengine.cli.given import open_engine, read_engine_options
+from graphengine.config import EngineConfig
 from graphengine.engine import Engine
 from graphengine.kernels import H200, PackedWeight, assumed
 from graphengine.observe.op_table import OpRow, op_rows
@@ -18,6 +19,9 @@ from graphengine.program.schedule import record_schedule
 
 def ops(options: argparse.Namespace) -> None:
     """Print the launches of each graph's step; none is made."""
+    ranks = EngineConfig(**read_engine_options(options)).ranks
+    if ranks > 1:
+        raise ValueError(f"ops shows what one GPU launches, and {ranks} ranks were asked for")
     with open_engine(options) as engine:
         tables = engine_ops(engine)
         device = engine.memory.device.type

@@ -30,6 +30,12 @@ def test_all_graphs_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(row["grid"]) == 3 and row["weight_bytes"] > 0 and row["pdl"] is False
 
 
+def test_several_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their sums would wait for ranks that record nothing."""
+    assert main(["ops", *ENGINE, "--tensor-parallel", "2"]) == 2
+    assert "what one GPU launches, and 2 ranks were asked for" in capsys.readouterr().err
+
+
 def test_an_unknown_graph_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ops", *ENGINE, "--graph", "decode/9"]) == 2
     said = capsys.readouterr().err
