@@ -435,7 +435,8 @@ class EngineCore:
 
     def _wait(self, replays: Sequence[Replay], timeout: float | None) -> list[Collected] | None:
         """The records that the replays of a step published; None if they miss the timeout."""
-        deadline = deadline_after(timeout)
+        # A step without a timeout does not read the clock.
+        deadline = None if timeout is None else deadline_after(timeout)
         if self.config.collect_while_waiting and (timeout is None or timeout > 0):
             arrived, first = self.runtime.mailbox.ready, replays[0]
             collect_due(arrived, first.sequence, len(first.requests))
@@ -443,15 +444,18 @@ class EngineCore:
         try:
             for replay in replays:
                 waits, lanes = self._waits_of(replay), len(replay.requests)
-                record = waits.wait_tokens(replay.sequence, lanes, seconds_to(deadline))
+                left = None if deadline is None else seconds_to(deadline)
+                record = waits.wait_tokens(replay.sequence, lanes, left)
                 if record is None:
                     return None
                 logprobs = None
                 if replay.full:
-                    logprobs = waits.wait_logprobs(replay, record, seconds_to(deadline))
+                    left = None if deadline is None else seconds_to(deadline)
+                    logprobs = waits.wait_logprobs(replay, record, left)
                     if logprobs is None:
                         return None
-                if waits.wait_routes(replay, record, seconds_to(deadline)) is None:
+                left = None if deadline is None else seconds_to(deadline)
+                if waits.wait_routes(replay, record, left) is None:
                     return None
                 records.append((replay, record, logprobs))
         except Exception as error:
