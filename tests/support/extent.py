@@ -1,6 +1,6 @@
 """How much the tests try: a little of every kind, or everything.
 
-`make test` does the former, and `make test-long` sets GRAPHENGINE_LONG=1 for the latter. A higher
+`make test` does the former, and `make test-long` sets GRAPHENGINE_LONG=5 for the latter. A higher
 number is the number of seeds, for tests that draw from one. The same holds on a GPU, where each
 other size or plan of a kernel is compiled for seconds: `make gpu` tries a little, and
 `make gpu NATIVE=--long` everything.
