@@ -382,8 +382,8 @@ class EngineConfig(EngineSizes):
         flag=Flag(
             metavar="IDS:IDS",
             parse=parse_relaxed_acceptance,
-            help=f"drafts that a greedy request accepts, while it thinks, besides the most probable token: "
-            f"{RELAXED_GRAMMAR}",
+            help="drafts that a greedy request accepts, while it thinks, besides the most probable "
+            f"token: {RELAXED_GRAMMAR}",
         ),
     )
     forced_acceptance: int | None = option(
