@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         default=Path("profile"),
-        help="path of the output files, without extension",
+        help="path and name of the output files",
     )
     nsys.add_argument(
         "--whole",

@@ -119,7 +119,7 @@ def add_quantize(parser: CommandParser) -> None:
     parser.set_defaults(verbose=False)
     (kinds,) = (each.choices for each in kept_facts(_ENGINE) if each.name == "quantize")
     add("checkpoint", metavar="IN", help="directory or hub id of a 16-bit checkpoint")
-    add("out", metavar="OUT", type=Path, help="folder to create")
+    add("out", metavar="OUT", type=Path, help="folder to write, which must not exist yet")
     add("--kind", choices=kinds, default="int4", help="format to quantise weights to (%(default)s)")
     add(
         "--group-size",

@@ -323,7 +323,7 @@ def training_options(name: str, about: str | None) -> argparse.ArgumentParser:
     add(
         "--stdlib-only",
         action="store_true",
-        help="only the standard library, if there is no --corpus",
+        help="without --corpus, read only the standard library",
     )
     add(
         "--own-text",

@@ -294,7 +294,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stdlib-only",
         action="store_true",
-        help="only the standard library, if there is no --corpus",
+        help="without --corpus, read only the standard library",
     )
     parser.add_argument(
         "--seconds", type=float, default=defaults.seconds, help="seconds of training"

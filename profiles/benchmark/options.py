@@ -173,8 +173,9 @@ def add_arguments(parser: CommandParser) -> None:
     add(
         "--lone-rank",
         action="store_true",
-        help="with --shape, measure one of these ranks by itself, on one device: it pushes to itself "
-        "what others would push to it; its tokens mean nothing, and its times lack the others",
+        help="with --shape, measure one of these ranks by itself, on one device: it pushes to "
+        "itself what others would push to it; its tokens mean nothing, and its times lack the "
+        "others",
     )
     add(
         "--long",
