@@ -230,7 +230,7 @@ class SamplingParams:
     logprobs: int | None = option(
         None,
         _LOGPROBS,
-        doc="""return log-probabilities of each new token and, besides, of this many of the most
+        doc="""return the log-probability of each new token, and those of this many of the most
         probable tokens, up to 20; None: none""",
         flag=Flag(),
     )
@@ -240,8 +240,8 @@ class SamplingParams:
         doc="""return the same for the prompt's tokens, from unprocessed logits; the engine must be
         opened with `prompt_logprobs`; None (Megatron's `skip_prompt_log_probs`): none""",
         flag=Flag(
-            help="return log-probabilities of the prompt's tokens, from unprocessed logits, and, "
-            "besides, of this many of the most probable tokens, up to 20"
+            help="return the log-probability of each prompt token, from unprocessed logits, and "
+            "those of this many of the most probable tokens, up to 20"
         ),
     )
     stop_token_sequences: Sequence[Sequence[int]] = option(
