@@ -78,14 +78,14 @@ class EngineConfig(EngineSizes):
 
     device: str = option(
         factory=usual_device,
-        doc="""device of the engine: "cuda", "cpu", or a numbered GPU such as "cuda:1"; by default
-        "cuda" if torch finds a GPU when the config is made, "cpu" otherwise""",
+        doc="""device: "cuda", "cpu" or one GPU, such as "cuda:1"; by default "cuda" if torch finds
+        a GPU when the config is made, "cpu" otherwise""",
         flag=Flag(common=True),
     )
     dtype: torch.dtype | str | None = option(
         None,
-        doc="""dtype of the weights, and of the KV cache with kv_dtype="auto": "float32",
-        "bfloat16" or "float16"; "auto" or None: the checkpoint's on a GPU, float32 on a CPU""",
+        doc="""dtype of weights, and of KV with kv_dtype="auto": "float32", "bfloat16" or
+        "float16"; "auto" or None: the checkpoint's on a GPU, float32 on a CPU""",
         flag=Flag(common=True),
     )
     tensor_parallel: int = option(
@@ -154,8 +154,8 @@ class EngineConfig(EngineSizes):
         None,
         _INDEX,
         at_least(2),
-        doc="""prompt plus generated tokens of the longest request; None: the model's limit, at
-        most 4,096""",
+        doc="""longest request, prompt plus generated tokens; None: the model's limit, at most
+        4,096""",
         flag=Flag(common=True, metavar="N"),
     )
     buckets: tuple[int, ...] | None = option(
@@ -317,8 +317,8 @@ class EngineConfig(EngineSizes):
     )
     prompt_logprobs: bool = option(
         False,
-        doc="""requests may ask for log-probabilities of their prompts; this takes separate prefill
-        graphs""",
+        doc="""requests may ask for log-probabilities of their prompts; this takes prefill graphs of
+        its own""",
     )
     logprobs_mode: LogprobsMode = option(
         "raw_logprobs",
@@ -401,8 +401,8 @@ class EngineConfig(EngineSizes):
             common=True,
             name="engine-seed",
             metavar="N",
-            help="seed of the generator that seeds requests without --seed; every run with the "
-            "same value draws the same seeds",
+            help="draws the seeds of requests without --seed; every run with the same value draws "
+            "the same seeds",
         ),
     )
     wait: WaitMode = option(

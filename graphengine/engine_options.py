@@ -19,13 +19,13 @@ class EngineOptions(TypedDict, total=False):
     """The fields of `EngineConfig`."""
 
     device: str
-    """device of the engine: "cuda", "cpu", or a numbered GPU such as "cuda:1"; by default "cuda"
-    if torch finds a GPU when the config is made, "cpu" otherwise
+    """device: "cuda", "cpu" or one GPU, such as "cuda:1"; by default "cuda" if torch finds a GPU
+    when the config is made, "cpu" otherwise
     """
 
     dtype: torch.dtype | str | None
-    """dtype of the weights, and of the KV cache with kv_dtype="auto": "float32", "bfloat16" or
-    "float16"; "auto" or None: the checkpoint's on a GPU, float32 on a CPU
+    """dtype of weights, and of KV with kv_dtype="auto": "float32", "bfloat16" or "float16"; "auto"
+    or None: the checkpoint's on a GPU, float32 on a CPU
     """
 
     tensor_parallel: int
@@ -79,7 +79,7 @@ class EngineOptions(TypedDict, total=False):
     """slots, and the largest bucket: requests that run at once; at most 64"""
 
     max_seq_len: int | None
-    """prompt plus generated tokens of the longest request; None: the model's limit, at most 4,096"""
+    """longest request, prompt plus generated tokens; None: the model's limit, at most 4,096"""
 
     buckets: tuple[int, ...] | None
     """row buckets (batch sizes) that decode graphs are captured for; None: 1, 2, 4, 8, then steps
@@ -200,7 +200,9 @@ class EngineOptions(TypedDict, total=False):
     """most logprobs and prompt_logprobs that a request may ask for, up to 20"""
 
     prompt_logprobs: bool
-    """requests may ask for log-probabilities of their prompts; this takes separate prefill graphs"""
+    """requests may ask for log-probabilities of their prompts; this takes prefill graphs of its
+    own
+    """
 
     logprobs_mode: LogprobsMode
     """logits that log-probabilities are computed from: "raw_logprobs" takes the model's,

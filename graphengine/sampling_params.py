@@ -73,7 +73,7 @@ class SamplingParams:
             f"be 0, or in [{MIN_TEMPERATURE}, {FLOAT32_MAX}]",
             lambda value: value == 0 or MIN_TEMPERATURE <= value <= FLOAT32_MAX,
         ),
-        doc="0 decodes greedily, any other value divides the logits and is at least 1e-6",
+        doc="0 is greedy, other values divide the logits; they are at least 1e-6",
         flag=Flag(common=True, metavar="T"),
         slot=SlotField(dtype=torch.float32, pad=0, meaning="0 is greedy"),
     )
@@ -92,8 +92,7 @@ class SamplingParams:
     top_p: float = option(
         1.0,
         SHARE,
-        doc="""keep the shortest prefix of the tokens, most probable first, whose probabilities sum
-        to top_p""",
+        doc="keep the shortest prefix of the tokens, most probable first, that sums to top_p",
         flag=Flag(common=True, metavar="P"),
         slot=SlotField(dtype=torch.float32, pad=1, meaning="1 keeps all tokens", filters=True),
     )
@@ -148,8 +147,8 @@ class SamplingParams:
     )
     stop: str | Sequence[str] | None = option(
         None,
-        doc="""strings that end the request, unless they are complete within the first `min_tokens`
-        tokens""",
+        doc="""strings that end the request; they do not if they are complete within the first
+        `min_tokens` tokens""",
         flag=Flag(common=True, many=True),
     )
     stop_token_ids: Sequence[int] | None = option(

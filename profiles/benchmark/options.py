@@ -168,7 +168,7 @@ def add_arguments(parser: CommandParser) -> None:
     add(
         "--tensor-parallel",
         metavar="N,N,..",
-        help="numbers of ranks that split the model, each with rows of its own (default: 1)",
+        help="ranks that split the model, with rows for each number (default: 1)",
     )
     add(
         "--lone-rank",
@@ -201,7 +201,7 @@ def add_arguments(parser: CommandParser) -> None:
         help="measure the token gaps of 7 requests while a prompt of N tokens (1024) is admitted",
     )
     speculation.add_arguments(parser)
-    add("--kernels", action="store_true", help="time each kernel, without PDL; needs a GPU")
+    add("--kernels", action="store_true", help="time each kernel, without PDL (GPU only)")
     add("--peer", action="append", default=[], help=f"compare with: {', '.join(PEERS)}")
     add("--out", type=Path, help="JSON file to write")
     add("--json", action="store_true", help="print the JSON instead of tables")
