@@ -78,8 +78,8 @@ class EngineConfig(EngineSizes):
 
     device: str = option(
         factory=usual_device,
-        doc="""one of "cuda", "cuda:1", "cpu"; by default "cuda" where torch finds a GPU when the
-        config is made""",
+        doc="""device: "cuda", "cpu" or one GPU, such as "cuda:1"; by default "cuda" if torch finds
+        a GPU when the config is made, "cpu" otherwise""",
         flag=Flag(common=True),
     )
     dtype: torch.dtype | str | None = option(
@@ -91,107 +91,109 @@ class EngineConfig(EngineSizes):
     tensor_parallel: int = option(
         1,
         within(1, 64),
-        doc="""ranks that the model is split among, each with a device of its own from `device` on
-        (on a CPU all have it): the engine starts a process for each but the first""",
+        doc="""ranks that split the model; each takes a device of its own, counting up from
+        `device` (on a CPU they share it); the engine starts a process for each rank but the
+        first""",
         flag=Flag(),
     )
     pipeline_parallel: int = option(
         1,
         within(1, 64),
-        doc="""stages that the model's layers are split among, one after the other, each with a
-        device of its own from `device` on (on a CPU all have it): for a model that does not fit
-        one; the engine starts a process for each but one""",
+        doc="""stages that divide the model's layers, for a model that does not fit one device;
+        each stage runs after the one before it, and takes a device of its own, counting up from
+        `device` (on a CPU they share it); the engine starts a process for each stage but one""",
         flag=Flag(),
     )
     expert_parallel: bool = option(
         False,
-        doc="""whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in
-        place of a part of each""",
+        doc="""each rank of `tensor_parallel` holds some of a layer's experts whole, instead of a
+        slice of every expert""",
         flag=Flag(),
     )
     data_parallel: int = option(
         1,
         within(1, 64),
-        doc="""ranks that have requests of their own, up to `max_batch` each, and share the experts
-        of a model: each has all other weights and some whole experts, which work for the requests
-        of all (attention data parallelism with expert parallelism), and a device of its own from
-        `device` on (on a CPU all have it)""",
+        doc="""ranks that serve requests of their own, up to `max_batch` each, and share the
+        model's experts (attention data parallelism with expert parallelism). Each rank holds some
+        experts whole, which serve the requests of all ranks, and a copy of all other weights. Each
+        takes a device of its own, counting up from `device` (on a CPU they share it)""",
         flag=Flag(),
     )
     load_format: LoadFormat = option(
         "auto",
-        doc="""what weights are: "auto": as the checkpoint has them; "dummy": random, drawn on the
-        device by their names, for measurements, and for weights that `update_weights` brings: of
-        the checkpoint's files only configs and headers are read; drafters with a checkpoint of
-        their own are read from it all the same""",
+        doc="""where weights come from: "auto" reads the checkpoint's, "dummy" draws random ones on
+        the device, by tensor name, for measurements or until `update_weights` brings others. With
+        "dummy", only configs and headers of the checkpoint are read; a drafter that has its own
+        checkpoint is still read from it""",
         flag=Flag(),
     )
     quantize: RoundedKind | None = option(
         None,
-        doc="""what the linears' weights of 16 or 32 bits are rounded to on the device while they
-        are loaded, to the nearest: "fp8" (e4m3) and "int8" with a scale a row, "int4" with one for
-        128 columns of a row; embeddings and norms stay as they are; None: weights are as the
-        checkpoint has them, quantised ones too""",
+        doc="""format that the linears' weights of 16 or 32 bits are rounded to, on the device
+        while they are loaded, to nearest: "fp8" (e4m3) and "int8" have a scale per row, "int4" one
+        per 128 columns of a row; embeddings and norms are not rounded; None: weights stay as the
+        checkpoint has them, quantised or not""",
         flag=Flag(),
     )
-    quantize_lm_head: bool = option(
-        False, doc="whether `quantize` rounds lm_head, too", flag=Flag()
-    )
+    quantize_lm_head: bool = option(False, doc="`quantize` rounds lm_head, too", flag=Flag())
     activations: ActivationKind | None = option(
         None,
-        doc="""what prefill rounds the inputs of linears to whose weights are e4m3, with a scale a
-        row or for blocks of 128 columns: "fp8" is e4m3, each token relative to its largest value,
-        which is faster on Hopper GPUs, and less exact; decode does not; None: dtype""",
+        doc="""format that prefill rounds the inputs of linears to if their weights are e4m3 with a
+        scale per row or per block of 128 columns: "fp8" is e4m3, each token scaled by its largest
+        value; it is faster on Hopper GPUs and less exact. Decode does not round inputs; None:
+        inputs stay in dtype""",
         flag=Flag(),
     )
     max_batch: int = option(
         8,
         within(1, MAX_LANES),
-        doc=f"slots, and the largest bucket; at most {MAX_LANES}",
+        doc=f"slots, and the largest bucket: requests that run at once; at most {MAX_LANES}",
         flag=Flag(common=True, metavar="N"),
     )
     max_seq_len: int | None = option(
         None,
         _INDEX,
         at_least(2),
-        doc="""prompt plus generated tokens of one request; None: the model's limit, at most
+        doc="""longest request, prompt plus generated tokens; None: the model's limit, at most
         4,096""",
         flag=Flag(common=True, metavar="N"),
     )
     buckets: tuple[int, ...] | None = option(
         None,
-        doc="row buckets to capture; None: 1, 2, 4, 8, then steps of 8",
+        doc="""row buckets (batch sizes) that decode graphs are captured for; None: 1, 2, 4, 8,
+        then steps of 8""",
         flag=Flag(parse=read_integers, metavar="N,..."),
     )
     prefill_buckets: tuple[int, ...] = option(
         (16, 64, 128, 256, 512, 1024),
-        doc="""token buckets; a prompt is cut at multiples of the largest. 2,048 and 4,096 besides
-        feed long prompts faster, for memory (`graphengine info` shows it) and longer gaps of
-        others""",
+        doc="""token buckets that prefill graphs are captured for; a prompt is cut at multiples of
+        the largest. Adding 2,048 and 4,096 speeds up long prompts, but takes memory (`graphengine
+        info` shows it) and lengthens the token gaps of other requests""",
         flag=Flag(parse=read_integers, metavar="N,..."),
     )
     max_prefill_tokens_per_step: int | None = option(
         None,
         _INDEX,
         at_least(1),
-        doc="""prompt tokens that one step may feed: the largest token bucket is cut to it, so that
-        a long prompt delays other requests less; None: no cut""",
+        doc="""most prompt tokens that one step feeds; it caps the largest token bucket, so that a
+        long prompt delays other requests less; None: no cap""",
         flag=Flag(),
     )
     max_prefill_ms_per_step: float | None = option(
         None,
         _POSITIVE,
-        doc="""most milliseconds that a step may spend on a chunk of a prompt, for which all other
-        requests wait: the engine times its prefill buckets when it opens, and cuts prompts into
-        chunks of the largest one that is fast enough; after more tokens that is a smaller one, as
-        attention reads all of them; whether others run changes nothing; None: no bound""",
+        doc="""most milliseconds that a step may spend on a chunk of a prompt, while all other
+        requests wait. The engine times its prefill buckets when it opens, and cuts prompts into
+        chunks of the largest bucket that is fast enough. Chunks get smaller further into a prompt,
+        because attention reads all tokens before them. The cut does not depend on whether other
+        requests run; None: no bound""",
         flag=Flag(),
     )
     prefill_cut: tuple[tuple[int, int], ...] | None = option(
         None,
-        doc="""where prompts are cut into chunks: pairs (position, tokens), such as ((0, 1024),
-        (8192, 512)) for chunks of 1,024 tokens up to position 8,192 and of 512 from there on; each
-        size is a prefill bucket, each position a multiple of the size before it; the
+        doc="""where prompts are cut into chunks, as pairs (position, tokens): ((0, 1024), (8192,
+        512)) cuts chunks of 1,024 tokens up to position 8,192, and of 512 from there on. Each size
+        is a prefill bucket, and each position a multiple of the size before it. The
         `engine.prefill_cut` of another engine repeats its cut, and so its bits; None: as measured
         for `max_prefill_ms_per_step`, or the largest bucket everywhere""",
         flag=Flag(parse=read_pairs),
@@ -199,221 +201,227 @@ class EngineConfig(EngineSizes):
     block_size: int = option(
         16,
         Bound("be a power of two from 8 to 128", lambda size: size in _BLOCK_SIZES),
-        doc="tokens of one KV block, a power of two from 8 to 128",
+        doc="tokens per KV block, a power of two from 8 to 128",
         flag=Flag(),
     )
     kv_blocks: int | None = option(
         None,
         _INDEX,
         at_least(1),
-        doc="""blocks of the pool, the dummy block 0 not counted; None: enough for every slot at
-        max_seq_len, or what memory_fraction leaves""",
+        doc="""KV blocks in the pool, not counting the dummy block 0; None: enough for every slot
+        at max_seq_len, or as many as memory_fraction allows""",
         flag=Flag(),
     )
     swap_blocks: int | None = option(
         None,
         _INDEX,
         NOT_NEGATIVE,
-        doc="""pinned host blocks for paused requests; None: what a short pool can need, within half
-        of what the host, or a limit of the container, leaves""",
+        doc="""pinned host blocks that hold the KV of paused requests; None: as many as the pool
+        can need, within half of the memory that the host, or its container's limit, has left""",
         flag=Flag(),
     )
     kv_dtype: KvDtype = option(
         "auto",
-        doc="""what KV is kept in: "fp8" is e4m3, half the bytes of 16 bits and so twice the tokens,
-        with scales of each layer from the checkpoint (`k_scale`, `v_scale`), else 1.0; "auto":
-        dtype""",
+        doc="""format of the KV cache: "fp8" is e4m3, half the bytes of 16 bits and so twice the
+        tokens. Its scales come from the checkpoint for each layer (`k_scale`, `v_scale`), else
+        they are 1.0; "auto": dtype""",
         flag=Flag(),
     )
     kv_calibration: str | tuple[int, ...] | None = option(
         None,
-        doc="""a prompt, text or token ids, that sets the scales of an fp8 KV in place of the
-        checkpoint's: the largest key and value of each head become the largest of e4m3, 448; None:
-        no prompt""",
+        doc="""a prompt, text or token ids, that calibrates the scales of an fp8 KV cache, in place
+        of the checkpoint's scales: the largest key and value of each head map to 448, the largest
+        e4m3 number; None: no calibration""",
         flag=Flag(metavar="TEXT"),
     )
     prefix_caching: bool = option(
         False,
-        doc="""whether the blocks of a prompt's KV are kept, and found again by prompts that begin
-        with the same tokens""",
+        doc="""keep the KV blocks of prompts, and reuse them for prompts that begin with the same
+        tokens""",
         flag=Flag(),
     )
     session_blocks: int | None = option(
         None,
         _INDEX,
         NOT_NEGATIVE,
-        doc="""most blocks of the pool that idle sessions and cached prefixes may hold; a longer
-        session keeps its first; None: all that no request needs""",
+        doc="""most blocks of the pool that idle sessions and cached prefixes may hold; a session
+        that is longer keeps its first blocks; None: all blocks that no request needs""",
         flag=Flag(),
     )
     state_dtype: StateDtype = option(
         "auto",
-        doc="""what the states of recurrent layers' heads are kept in, rounded after every token:
-        "bfloat16" is half the bytes, and less exact; "auto": as the checkpoint's config says, else
-        float32""",
+        doc="""dtype of the state of each head in recurrent layers, which is rounded after every
+        token: "bfloat16" takes half the bytes and is less exact; "auto": as the checkpoint's
+        config says, else float32""",
         flag=Flag(),
     )
     session_states: int = option(
         4,
         _INDEX,
         NOT_NEGATIVE,
-        doc="""points of sessions and cached prefixes at which the states of a model's recurrent
-        layers are kept, of all of them together: without one a turn prefills everything, and
-        prefix_caching is refused; no other model keeps any""",
+        doc="""recurrent-state checkpoints, shared by all sessions and cached prefixes. With 0,
+        each turn of a session prefills from its first token, and prefix_caching is refused; models
+        without recurrent layers keep none""",
         flag=Flag(),
     )
     window_rings: bool = option(
         True,
-        doc="""whether layers with a window keep the newest tokens alone, in a ring for each slot,
-        where that is less than their part of the pool; False, or with prefix_caching: they keep
-        all, which forks, snapshots and far rewinds of sessions go on from""",
+        doc="""layers with a sliding window keep only the newest tokens, in a ring per slot, where
+        that takes less than their part of the pool. With False, prefix_caching or
+        pipeline_parallel they keep all tokens, which forks, snapshots and far rewinds of sessions
+        resume from""",
         flag=Flag(
-            name="no-window-rings", inverse=True, help="layers with a window keep all tokens, too"
+            name="no-window-rings",
+            inverse=True,
+            help="layers with a sliding window keep all tokens, too",
         ),
     )
     lookahead: int | None = option(
         None,
         Bound("be 0 or 1", lambda steps: steps in (0, 1)),
-        doc="""replays launched before the oldest one is collected, 0 or 1; it is 0 while a request
-        with a grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it
-        to 0; None: 1 on a GPU or with pipeline_parallel, else 0""",
+        doc="""replays launched before the oldest one is collected, 0 or 1. It is 0 while a request
+        with a grammar holds a slot; UserProvided and SaveHiddenStates always set it to 0; None: 1
+        on a GPU or with pipeline_parallel, else 0""",
         flag=Flag(),
     )
     memory_fraction: float = option(
         0.9,
         SHARE,
-        doc="share of the device's free memory that the engine may plan with",
+        doc="fraction of the device's free memory that the engine may use",
         flag=Flag(),
     )
     max_waiting: int | None = option(
         None,
         at_least(1, or_none=True),
-        doc="""requests that may wait for a slot, not counting those for which one is vacant; one
-        more is refused with `QueueFull`; None: any number""",
+        doc="""most requests that wait for a slot, not counting those that can start at once; one
+        more is refused with `QueueFull`; None: no limit""",
     )
     max_stop_ids: int = option(
         16,
         within(1, 1024),
-        doc="EOS and stop token ids that one request may have, up to 1,024",
+        doc="most EOS and stop token ids of a request, up to 1,024",
     )
-    max_logit_bias: int = option(
-        300, within(1, 4096), doc="ids that one request's logit_bias may name"
-    )
+    max_logit_bias: int = option(300, within(1, 4096), doc="most ids in a request's logit_bias")
     max_bad_words: int = option(
-        64, within(1, 1024), doc="token sequences that one request's bad words may expand to"
+        64, within(1, 1024), doc="most token sequences that a request's bad words expand to"
     )
-    max_bad_word_tokens: int = option(8, within(1, 64), doc="tokens of one bad word")
-    max_stop_sequences: int = option(
-        8, within(1, 64), doc="stop token sequences that one request may have"
-    )
+    max_bad_word_tokens: int = option(8, within(1, 64), doc="most tokens of a bad word")
+    max_stop_sequences: int = option(8, within(1, 64), doc="most stop token sequences of a request")
     max_stop_sequence_tokens: int = option(
-        16, within(2, 64), doc="tokens of one stop token sequence"
+        16, within(2, 64), doc="most tokens of a stop token sequence"
     )
     max_logprobs: int = option(
         MAX_LOGPROBS,
         within(0, MAX_LOGPROBS),
-        doc=f"logprobs and prompt_logprobs that one request may ask for, up to {MAX_LOGPROBS}",
+        doc=f"most logprobs and prompt_logprobs that a request may ask for, up to {MAX_LOGPROBS}",
     )
     prompt_logprobs: bool = option(
         False,
-        doc="""whether requests may ask for log-probabilities of their prompts; this takes
-        separate prefill graphs""",
+        doc="""requests may ask for log-probabilities of their prompts; this takes prefill graphs of
+        its own""",
     )
     logprobs_mode: LogprobsMode = option(
         "raw_logprobs",
-        doc="""the logits used for log-probabilities: "raw_logprobs", the model's, or
-        "processed_logprobs", those after penalties, bias and bans (but, unlike vLLM's, before
+        doc="""logits that log-probabilities are computed from: "raw_logprobs" takes the model's,
+        "processed_logprobs" those after penalties, bias and bans (but, unlike vLLM's, before
         min_tokens, temperature and filters)""",
         flag=Flag(),
     )
     record_routing: bool = option(
         False,
-        doc="""whether each `Result` has `routing`, the experts that every token took, and a request
-        may replay such a record with its own `routing`: for a model with experts. Of prompts the
-        last layer is then computed for all tokens""",
+        doc="""each `Result` has `routing`, the experts that every token took, and a request may
+        replay such a record with its own `routing`. For models with experts; the last layer is
+        then computed for all tokens of a prompt""",
         flag=Flag(),
     )
     pdl: bool = option(
         True,
-        doc="programmatic dependent launch between the kernels of a GPU",
-        flag=Flag(name="no-pdl", inverse=True, help="no programmatic dependent launch"),
+        doc="use programmatic dependent launch between the kernels of a GPU",
+        flag=Flag(name="no-pdl", inverse=True, help="do not use programmatic dependent launch"),
     )
     prompt_embeds: bool = option(
         False,
-        doc="""whether prompts may have embeddings, tensors [n, hidden_size], alone or between
-        tokens (`PromptParts`); this takes room for those of a chunk""",
+        doc="""prompts may have embeddings, tensors [n, hidden_size], alone or between tokens
+        (`PromptParts`); this takes memory for the embeddings of a chunk""",
         flag=Flag(),
     )
     row_family: RowFamily | None = option(
         None,
-        doc="""the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 lanes
-        a step; lanes are rows times k + 1 tokens: with drafts a single row, and k=1) or "dot";
-        None: "fma" on a GPU where a step has a single lane and max_seq_len is at most 4,096, "dot"
-        elsewhere""",
+        doc="""arithmetic of the decode kernels, part of the numerics: "fma", for 1 or 2 lanes a
+        step (lanes are rows times k + 1 tokens; with drafts that is one row and k=1), or "dot";
+        None: "fma" on a GPU if a step has one lane and max_seq_len is at most 4,096, "dot"
+        otherwise""",
         flag=Flag(),
     )
     speculative: Speculative | str | None = option(
         None,
-        doc="""the drafter: MTP(k=3), NGram(k=3), ..., or its text as for the command line,
+        doc="""the drafter: MTP(k=3), NGram(k=3), ..., or its text as on the command line, such as
         "mtp:3"; a step then feeds k + 1 tokens a row; None: no drafts""",
         flag=Flag(common=True, metavar="MODE", help=f"the drafter: {GRAMMAR} (default: off)"),
     )
     gate: GateOptions | None = option(
-        None, doc="when to stop speculating and when to try again; None: always speculate"
+        None, doc="when to stop speculating and when to resume; None: always speculate"
     )
     draft_len_schedule: dict[int, int] | tuple[tuple[int, int], ...] | None = option(
         None,
-        doc="""drafts a row by live requests: {1: 5, 4: 3} drafts 5 for one request, 3 for up to
-        four, and none for more; the first are the drafter's k; None: k for any number. With a gate
-        a step has the smaller number of both""",
+        doc="""drafts per row, by the number of live requests: {1: 5, 4: 3} drafts 5 for one
+        request, 3 for up to four, and none for more. The first entry has the drafter's k. With a
+        gate, the smaller of the two numbers counts; None: k for any number of requests""",
         flag=Flag(
             metavar="LIVE:DRAFTS,...",
             parse=read_pairs,
-            help="drafts a row by live requests: 1:5,4:3 drafts 5 for one request, 3 for up to "
-            "four, and none for more; left out: as many for any number",
+            help="drafts per row, by the number of live requests: 1:5,4:3 drafts 5 for one "
+            "request, 3 for up to four, and none for more; left out: the drafter's number "
+            "for any number of requests",
         ),
     )
     relaxed_acceptance: RelaxedAcceptance | None = option(
         None,
-        doc="""drafts that a thinking, greedy request accepts besides its best token; None: tokens
-        are those of plain decoding""",
+        doc="""drafts that a greedy request accepts, while it thinks, besides the most probable
+        token; None: tokens are those of plain decoding""",
         flag=Flag(
             metavar="IDS:IDS",
             parse=parse_relaxed_acceptance,
-            help=f"drafts that a thinking, greedy request accepts besides its best token: "
-            f"{RELAXED_GRAMMAR}",
+            help="drafts that a greedy request accepts, while it thinks, besides the most probable "
+            f"token: {RELAXED_GRAMMAR}",
         ),
     )
     forced_acceptance: int | None = option(
         None,
         Bound("be an integer from 0 up, or None", lambda drafts: drafts >= 0, whole=True),
-        doc="""drafts that every row accepts, right or wrong, or all if it has fewer: only for
+        doc="""drafts that every row accepts, right or wrong, or all if it has fewer; only for
         measuring speed""",
     )
     seed: int = option(
         0,
         SEED,
-        doc="""seed of the generator that seeds requests without a seed: processes with the same
-        one, such as the default, give the same seeds in the same order""",
+        doc="""seed of the generator that seeds requests without a seed of their own; processes
+        with the same value, such as the default, draw the same seeds in the same order""",
         flag=Flag(
             common=True,
             name="engine-seed",
             metavar="N",
-            help="draws the seeds of requests without --seed, the same in every run unless it "
-            "changes",
+            help="draws the seeds of requests without --seed; every run with the same value draws "
+            "the same seeds",
         ),
     )
-    wait: WaitMode = option("spin", doc="how the host waits for the mailbox", flag=Flag())
+    wait: WaitMode = option(
+        "spin",
+        doc="""how the host waits for the results of a step: "spin" polls, "yield" gives up its
+        core between polls, "block" sleeps between polls""",
+        flag=Flag(),
+    )
     wait_limit_s: float = option(
         30.0,
         _POSITIVE,
-        doc="seconds after which a replay that published nothing breaks the engine",
+        doc="""seconds that a replay may take to publish its results; after that the engine is
+        broken""",
     )
     collect_while_waiting: bool = option(
         True,
-        doc="""whether a step that must wait first runs Python's garbage collector, if that is due
-        soon anyway (all but full collections), `gc` is enabled and the oldest replay is not done
-        yet""",
+        doc="""a step that has to wait runs Python's garbage collector first, if a collection is
+        due soon anyway, `gc` is enabled and the oldest replay is not done yet; full collections
+        are left to Python""",
     )
 
     def __post_init__(self) -> None:

@@ -19,8 +19,8 @@ class EngineOptions(TypedDict, total=False):
     """The fields of `EngineConfig`."""
 
     device: str
-    """one of "cuda", "cuda:1", "cpu"; by default "cuda" where torch finds a GPU when the config is
-    made
+    """device: "cuda", "cpu" or one GPU, such as "cuda:1"; by default "cuda" if torch finds a GPU
+    when the config is made, "cpu" otherwise
     """
 
     dtype: torch.dtype | str | None
@@ -29,238 +29,246 @@ class EngineOptions(TypedDict, total=False):
     """
 
     tensor_parallel: int
-    """ranks that the model is split among, each with a device of its own from `device` on (on a
-    CPU all have it): the engine starts a process for each but the first
+    """ranks that split the model; each takes a device of its own, counting up from `device` (on a
+    CPU they share it); the engine starts a process for each rank but the first
     """
 
     pipeline_parallel: int
-    """stages that the model's layers are split among, one after the other, each with a device of
-    its own from `device` on (on a CPU all have it): for a model that does not fit one; the
-    engine starts a process for each but one
+    """stages that divide the model's layers, for a model that does not fit one device; each stage
+    runs after the one before it, and takes a device of its own, counting up from `device` (on a
+    CPU they share it); the engine starts a process for each stage but one
     """
 
     expert_parallel: bool
-    """whether each rank of `tensor_parallel` has some of a layer's experts as a whole, in place of
-    a part of each
+    """each rank of `tensor_parallel` holds some of a layer's experts whole, instead of a slice of
+    every expert
     """
 
     data_parallel: int
-    """ranks that have requests of their own, up to `max_batch` each, and share the experts of a
-    model: each has all other weights and some whole experts, which work for the requests of all
-    (attention data parallelism with expert parallelism), and a device of its own from `device`
-    on (on a CPU all have it)
+    """ranks that serve requests of their own, up to `max_batch` each, and share the model's
+    experts (attention data parallelism with expert parallelism). Each rank holds some experts
+    whole, which serve the requests of all ranks, and a copy of all other weights. Each takes a
+    device of its own, counting up from `device` (on a CPU they share it)
     """
 
     load_format: LoadFormat
-    """what weights are: "auto": as the checkpoint has them; "dummy": random, drawn on the device
-    by their names, for measurements, and for weights that `update_weights` brings: of the
-    checkpoint's files only configs and headers are read; drafters with a checkpoint of their
-    own are read from it all the same
+    """where weights come from: "auto" reads the checkpoint's, "dummy" draws random ones on the
+    device, by tensor name, for measurements or until `update_weights` brings others. With
+    "dummy", only configs and headers of the checkpoint are read; a drafter that has its own
+    checkpoint is still read from it
     """
 
     quantize: RoundedKind | None
-    """what the linears' weights of 16 or 32 bits are rounded to on the device while they are
-    loaded, to the nearest: "fp8" (e4m3) and "int8" with a scale a row, "int4" with one for 128
-    columns of a row; embeddings and norms stay as they are; None: weights are as the checkpoint
-    has them, quantised ones too
+    """format that the linears' weights of 16 or 32 bits are rounded to, on the device while they
+    are loaded, to nearest: "fp8" (e4m3) and "int8" have a scale per row, "int4" one per 128
+    columns of a row; embeddings and norms are not rounded; None: weights stay as the checkpoint
+    has them, quantised or not
     """
 
     quantize_lm_head: bool
-    """whether `quantize` rounds lm_head, too"""
+    """`quantize` rounds lm_head, too"""
 
     activations: ActivationKind | None
-    """what prefill rounds the inputs of linears to whose weights are e4m3, with a scale a row or
-    for blocks of 128 columns: "fp8" is e4m3, each token relative to its largest value, which is
-    faster on Hopper GPUs, and less exact; decode does not; None: dtype
+    """format that prefill rounds the inputs of linears to if their weights are e4m3 with a scale
+    per row or per block of 128 columns: "fp8" is e4m3, each token scaled by its largest value;
+    it is faster on Hopper GPUs and less exact. Decode does not round inputs; None: inputs stay
+    in dtype
     """
 
     max_batch: int
-    """slots, and the largest bucket; at most 64"""
+    """slots, and the largest bucket: requests that run at once; at most 64"""
 
     max_seq_len: int | None
-    """prompt plus generated tokens of one request; None: the model's limit, at most 4,096"""
+    """longest request, prompt plus generated tokens; None: the model's limit, at most 4,096"""
 
     buckets: tuple[int, ...] | None
-    """row buckets to capture; None: 1, 2, 4, 8, then steps of 8"""
+    """row buckets (batch sizes) that decode graphs are captured for; None: 1, 2, 4, 8, then steps
+    of 8
+    """
 
     prefill_buckets: tuple[int, ...]
-    """token buckets; a prompt is cut at multiples of the largest. 2,048 and 4,096 besides feed
-    long prompts faster, for memory (`graphengine info` shows it) and longer gaps of others
+    """token buckets that prefill graphs are captured for; a prompt is cut at multiples of the
+    largest. Adding 2,048 and 4,096 speeds up long prompts, but takes memory (`graphengine info`
+    shows it) and lengthens the token gaps of other requests
     """
 
     max_prefill_tokens_per_step: int | None
-    """prompt tokens that one step may feed: the largest token bucket is cut to it, so that a long
-    prompt delays other requests less; None: no cut
+    """most prompt tokens that one step feeds; it caps the largest token bucket, so that a long
+    prompt delays other requests less; None: no cap
     """
 
     max_prefill_ms_per_step: float | None
-    """most milliseconds that a step may spend on a chunk of a prompt, for which all other requests
-    wait: the engine times its prefill buckets when it opens, and cuts prompts into chunks of
-    the largest one that is fast enough; after more tokens that is a smaller one, as attention
-    reads all of them; whether others run changes nothing; None: no bound
+    """most milliseconds that a step may spend on a chunk of a prompt, while all other requests
+    wait. The engine times its prefill buckets when it opens, and cuts prompts into chunks of
+    the largest bucket that is fast enough. Chunks get smaller further into a prompt, because
+    attention reads all tokens before them. The cut does not depend on whether other requests
+    run; None: no bound
     """
 
     prefill_cut: tuple[tuple[int, int], ...] | None
-    """where prompts are cut into chunks: pairs (position, tokens), such as ((0, 1024), (8192,
-    512)) for chunks of 1,024 tokens up to position 8,192 and of 512 from there on; each size is
-    a prefill bucket, each position a multiple of the size before it; the `engine.prefill_cut`
+    """where prompts are cut into chunks, as pairs (position, tokens): ((0, 1024), (8192, 512))
+    cuts chunks of 1,024 tokens up to position 8,192, and of 512 from there on. Each size is a
+    prefill bucket, and each position a multiple of the size before it. The `engine.prefill_cut`
     of another engine repeats its cut, and so its bits; None: as measured for
     `max_prefill_ms_per_step`, or the largest bucket everywhere
     """
 
     block_size: int
-    """tokens of one KV block, a power of two from 8 to 128"""
+    """tokens per KV block, a power of two from 8 to 128"""
 
     kv_blocks: int | None
-    """blocks of the pool, the dummy block 0 not counted; None: enough for every slot at
-    max_seq_len, or what memory_fraction leaves
+    """KV blocks in the pool, not counting the dummy block 0; None: enough for every slot at
+    max_seq_len, or as many as memory_fraction allows
     """
 
     swap_blocks: int | None
-    """pinned host blocks for paused requests; None: what a short pool can need, within half of
-    what the host, or a limit of the container, leaves
+    """pinned host blocks that hold the KV of paused requests; None: as many as the pool can need,
+    within half of the memory that the host, or its container's limit, has left
     """
 
     kv_dtype: KvDtype
-    """what KV is kept in: "fp8" is e4m3, half the bytes of 16 bits and so twice the tokens, with
-    scales of each layer from the checkpoint (`k_scale`, `v_scale`), else 1.0; "auto": dtype
+    """format of the KV cache: "fp8" is e4m3, half the bytes of 16 bits and so twice the tokens.
+    Its scales come from the checkpoint for each layer (`k_scale`, `v_scale`), else they are
+    1.0; "auto": dtype
     """
 
     kv_calibration: str | tuple[int, ...] | None
-    """a prompt, text or token ids, that sets the scales of an fp8 KV in place of the checkpoint's:
-    the largest key and value of each head become the largest of e4m3, 448; None: no prompt
+    """a prompt, text or token ids, that calibrates the scales of an fp8 KV cache, in place of the
+    checkpoint's scales: the largest key and value of each head map to 448, the largest e4m3
+    number; None: no calibration
     """
 
     prefix_caching: bool
-    """whether the blocks of a prompt's KV are kept, and found again by prompts that begin with the
-    same tokens
-    """
+    """keep the KV blocks of prompts, and reuse them for prompts that begin with the same tokens"""
 
     session_blocks: int | None
-    """most blocks of the pool that idle sessions and cached prefixes may hold; a longer session
-    keeps its first; None: all that no request needs
+    """most blocks of the pool that idle sessions and cached prefixes may hold; a session that is
+    longer keeps its first blocks; None: all blocks that no request needs
     """
 
     state_dtype: StateDtype
-    """what the states of recurrent layers' heads are kept in, rounded after every token:
-    "bfloat16" is half the bytes, and less exact; "auto": as the checkpoint's config says, else
-    float32
+    """dtype of the state of each head in recurrent layers, which is rounded after every token:
+    "bfloat16" takes half the bytes and is less exact; "auto": as the checkpoint's config says,
+    else float32
     """
 
     session_states: int
-    """points of sessions and cached prefixes at which the states of a model's recurrent layers are
-    kept, of all of them together: without one a turn prefills everything, and prefix_caching is
-    refused; no other model keeps any
+    """recurrent-state checkpoints, shared by all sessions and cached prefixes. With 0, each turn
+    of a session prefills from its first token, and prefix_caching is refused; models without
+    recurrent layers keep none
     """
 
     window_rings: bool
-    """whether layers with a window keep the newest tokens alone, in a ring for each slot, where
-    that is less than their part of the pool; False, or with prefix_caching: they keep all,
-    which forks, snapshots and far rewinds of sessions go on from
+    """layers with a sliding window keep only the newest tokens, in a ring per slot, where that
+    takes less than their part of the pool. With False, prefix_caching or pipeline_parallel they
+    keep all tokens, which forks, snapshots and far rewinds of sessions resume from
     """
 
     lookahead: int | None
-    """replays launched before the oldest one is collected, 0 or 1; it is 0 while a request with a
-    grammar holds a slot, and always with UserProvided and SaveHiddenStates, which set it to 0;
-    None: 1 on a GPU or with pipeline_parallel, else 0
+    """replays launched before the oldest one is collected, 0 or 1. It is 0 while a request with a
+    grammar holds a slot; UserProvided and SaveHiddenStates always set it to 0; None: 1 on a GPU
+    or with pipeline_parallel, else 0
     """
 
     memory_fraction: float
-    """share of the device's free memory that the engine may plan with"""
+    """fraction of the device's free memory that the engine may use"""
 
     max_waiting: int | None
-    """requests that may wait for a slot, not counting those for which one is vacant; one more is
-    refused with `QueueFull`; None: any number
+    """most requests that wait for a slot, not counting those that can start at once; one more is
+    refused with `QueueFull`; None: no limit
     """
 
     max_stop_ids: int
-    """EOS and stop token ids that one request may have, up to 1,024"""
+    """most EOS and stop token ids of a request, up to 1,024"""
 
     max_logit_bias: int
-    """ids that one request's logit_bias may name"""
+    """most ids in a request's logit_bias"""
 
     max_bad_words: int
-    """token sequences that one request's bad words may expand to"""
+    """most token sequences that a request's bad words expand to"""
 
     max_bad_word_tokens: int
-    """tokens of one bad word"""
+    """most tokens of a bad word"""
 
     max_stop_sequences: int
-    """stop token sequences that one request may have"""
+    """most stop token sequences of a request"""
 
     max_stop_sequence_tokens: int
-    """tokens of one stop token sequence"""
+    """most tokens of a stop token sequence"""
 
     max_logprobs: int
-    """logprobs and prompt_logprobs that one request may ask for, up to 20"""
+    """most logprobs and prompt_logprobs that a request may ask for, up to 20"""
 
     prompt_logprobs: bool
-    """whether requests may ask for log-probabilities of their prompts; this takes separate prefill
-    graphs
+    """requests may ask for log-probabilities of their prompts; this takes prefill graphs of its
+    own
     """
 
     logprobs_mode: LogprobsMode
-    """the logits used for log-probabilities: "raw_logprobs", the model's, or "processed_logprobs",
-    those after penalties, bias and bans (but, unlike vLLM's, before min_tokens, temperature and
-    filters)
+    """logits that log-probabilities are computed from: "raw_logprobs" takes the model's,
+    "processed_logprobs" those after penalties, bias and bans (but, unlike vLLM's, before
+    min_tokens, temperature and filters)
     """
 
     record_routing: bool
-    """whether each `Result` has `routing`, the experts that every token took, and a request may
-    replay such a record with its own `routing`: for a model with experts. Of prompts the last
-    layer is then computed for all tokens
+    """each `Result` has `routing`, the experts that every token took, and a request may replay
+    such a record with its own `routing`. For models with experts; the last layer is then
+    computed for all tokens of a prompt
     """
 
     pdl: bool
-    """programmatic dependent launch between the kernels of a GPU"""
+    """use programmatic dependent launch between the kernels of a GPU"""
 
     prompt_embeds: bool
-    """whether prompts may have embeddings, tensors [n, hidden_size], alone or between tokens
-    (`PromptParts`); this takes room for those of a chunk
+    """prompts may have embeddings, tensors [n, hidden_size], alone or between tokens
+    (`PromptParts`); this takes memory for the embeddings of a chunk
     """
 
     row_family: RowFamily | None
-    """the decode kernels' arithmetic, part of the numerics: "fma" (1 or 2 lanes a step; lanes are
-    rows times k + 1 tokens: with drafts a single row, and k=1) or "dot"; None: "fma" on a GPU
-    where a step has a single lane and max_seq_len is at most 4,096, "dot" elsewhere
+    """arithmetic of the decode kernels, part of the numerics: "fma", for 1 or 2 lanes a step
+    (lanes are rows times k + 1 tokens; with drafts that is one row and k=1), or "dot"; None:
+    "fma" on a GPU if a step has one lane and max_seq_len is at most 4,096, "dot" otherwise
     """
 
     speculative: Speculative | str | None
-    """the drafter: MTP(k=3), NGram(k=3), ..., or its text as for the command line, "mtp:3"; a step
-    then feeds k + 1 tokens a row; None: no drafts
+    """the drafter: MTP(k=3), NGram(k=3), ..., or its text as on the command line, such as "mtp:3";
+    a step then feeds k + 1 tokens a row; None: no drafts
     """
 
     gate: GateOptions | None
-    """when to stop speculating and when to try again; None: always speculate"""
+    """when to stop speculating and when to resume; None: always speculate"""
 
     draft_len_schedule: dict[int, int] | tuple[tuple[int, int], ...] | None
-    """drafts a row by live requests: {1: 5, 4: 3} drafts 5 for one request, 3 for up to four, and
-    none for more; the first are the drafter's k; None: k for any number. With a gate a step has
-    the smaller number of both
+    """drafts per row, by the number of live requests: {1: 5, 4: 3} drafts 5 for one request, 3 for
+    up to four, and none for more. The first entry has the drafter's k. With a gate, the smaller
+    of the two numbers counts; None: k for any number of requests
     """
 
     relaxed_acceptance: RelaxedAcceptance | None
-    """drafts that a thinking, greedy request accepts besides its best token; None: tokens are
-    those of plain decoding
+    """drafts that a greedy request accepts, while it thinks, besides the most probable token;
+    None: tokens are those of plain decoding
     """
 
     forced_acceptance: int | None
-    """drafts that every row accepts, right or wrong, or all if it has fewer: only for measuring
+    """drafts that every row accepts, right or wrong, or all if it has fewer; only for measuring
     speed
     """
 
     seed: int
-    """seed of the generator that seeds requests without a seed: processes with the same one, such
-    as the default, give the same seeds in the same order
+    """seed of the generator that seeds requests without a seed of their own; processes with the
+    same value, such as the default, draw the same seeds in the same order
     """
 
     wait: WaitMode
-    """how the host waits for the mailbox"""
+    """how the host waits for the results of a step: "spin" polls, "yield" gives up its core
+    between polls, "block" sleeps between polls
+    """
 
     wait_limit_s: float
-    """seconds after which a replay that published nothing breaks the engine"""
+    """seconds that a replay may take to publish its results; after that the engine is broken"""
 
     collect_while_waiting: bool
-    """whether a step that must wait first runs Python's garbage collector, if that is due soon
-    anyway (all but full collections), `gc` is enabled and the oldest replay is not done yet
+    """a step that has to wait runs Python's garbage collector first, if a collection is due soon
+    anyway, `gc` is enabled and the oldest replay is not done yet; full collections are left to
+    Python
     """

@@ -73,7 +73,7 @@ class SamplingParams:
             f"be 0, or in [{MIN_TEMPERATURE}, {FLOAT32_MAX}]",
             lambda value: value == 0 or MIN_TEMPERATURE <= value <= FLOAT32_MAX,
         ),
-        doc="0 is greedy; otherwise logits are divided by it, and it is at least 1e-6",
+        doc="0 is greedy, other values divide the logits; they are at least 1e-6",
         flag=Flag(common=True, metavar="T"),
         slot=SlotField(dtype=torch.float32, pad=0, meaning="0 is greedy"),
     )
@@ -92,7 +92,7 @@ class SamplingParams:
     top_p: float = option(
         1.0,
         SHARE,
-        doc="keep the shortest prefix of the tokens, by probability, that reaches top_p",
+        doc="keep the shortest prefix of the tokens, most probable first, that sums to top_p",
         flag=Flag(common=True, metavar="P"),
         slot=SlotField(dtype=torch.float32, pad=1, meaning="1 keeps all tokens", filters=True),
     )
@@ -109,16 +109,16 @@ class SamplingParams:
             f"be 0, or in [{FLOAT32_TINY}, {FLOAT32_MAX}]",
             lambda value: value == 0 or FLOAT32_TINY <= value <= FLOAT32_MAX,
         ),
-        doc="""keep tokens whose logit is at most this many standard deviations of all logits below
-        the largest, before top_k and top_p; 0 keeps all""",
+        doc="""keep tokens whose logit is at most this many standard deviations (of all logits)
+        below the largest; it applies before top_k and top_p; 0 keeps all""",
         flag=Flag(),
         slot=SlotField(dtype=torch.float32, pad=0, meaning="0 keeps all tokens", filters=True),
     )
     seed: int | None = option(
         None,
         SEED,
-        doc="""seed of the request's random numbers; None: the engine draws one and reports it, in
-        every process the same ones unless `EngineConfig.seed` differs""",
+        doc="""seed of the request's random numbers; None: the engine draws one and reports it, the
+        same in every process unless `EngineConfig.seed` differs""",
         flag=Flag(
             common=True,
             metavar="N",
@@ -130,30 +130,31 @@ class SamplingParams:
     max_tokens: int | None = option(
         256,
         Bound(_MAX_TOKENS, lambda count: count >= 0),
-        doc="""new tokens at most; None: up to max_seq_len; 0, with `prompt_logprobs`, scores the
-        prompt alone""",
+        doc="""most new tokens; None: up to max_seq_len; 0, with `prompt_logprobs`, only scores the
+        prompt""",
         flag=Flag(
             common=True,
             metavar="N",
-            help="new tokens at most; 0, with --prompt-logprobs, scores the prompt alone",
+            help="most new tokens; 0, with --prompt-logprobs, only scores the prompt",
         ),
     )
     min_tokens: int = option(
         0,
         within(0, INT32_MAX // 2),
         doc="""end-of-sequence and stop token ids cannot be sampled before this many new tokens;
-        with `ignore_eos`, only stop token ids (vLLM's bans both)""",
+        with `ignore_eos`, only stop token ids are banned (vLLM bans both)""",
         flag=Flag(),
     )
     stop: str | Sequence[str] | None = option(
         None,
-        doc="strings that end the request, unless complete within the first `min_tokens` tokens",
+        doc="""strings that end the request; they do not if they are complete within the first
+        `min_tokens` tokens""",
         flag=Flag(common=True, many=True),
     )
     stop_token_ids: Sequence[int] | None = option(
         None,
-        doc="""token ids that end the request, besides the checkpoint's end-of-sequence ids; None:
-        no others""",
+        doc="""token ids that end the request, in addition to the checkpoint's end-of-sequence ids;
+        None: no others""",
         flag=Flag(parse=read_integers, metavar="ID,..."),
     )
     ignore_eos: bool = option(
@@ -161,25 +162,25 @@ class SamplingParams:
     )
     include_stop_str_in_output: bool = option(
         False,
-        doc="the text ends with the stop string, or the text of the stop token",
+        doc="keep the stop string, or the text of the stop token, at the end of the text",
         flag=Flag(name="include-stop"),
     )
     skip_special_tokens: bool = option(
         True,
-        doc="special tokens have no text",
-        flag=Flag(name="special-tokens", inverse=True, help="show the text of special tokens, too"),
+        doc="leave special tokens out of the text",
+        flag=Flag(name="special-tokens", inverse=True, help="show special tokens in the text"),
     )
     remove_eos: bool = option(
         False,
-        doc="""the checkpoint's end-of-sequence tokens have no text anywhere, even where special
-        tokens and what ended the request have text (`remove_EOD` of Megatron's text generation
+        doc="""leave the checkpoint's end-of-sequence tokens out of all text, even where special
+        tokens and what ended the request are shown (`remove_EOD` of Megatron's text generation
         controller)""",
         flag=Flag(),
     )
     add_bos: bool | None = option(
         None,
-        doc="""a prompt of text begins with exactly one BOS token (True) or with none (False;
-        Megatron's `add_BOS`); None: as the tokenizer's files have it""",
+        doc="""a text prompt begins with exactly one BOS token (True) or with none (False), as with
+        Megatron's `add_BOS`; None: as the tokenizer's files say""",
         flag=Flag(),
     )
     allowed_token_ids: Sequence[int] | None = option(
@@ -189,22 +190,22 @@ class SamplingParams:
     )
     bad_words: Sequence[BadWord] | None = option(
         None,
-        doc="""words, or sequences of token ids, whose last token is not sampled where it would
-        complete them in the output; a word counts with and without a space before it, however
-        many tokens either takes""",
+        doc="""words, or sequences of token ids, that the output may not contain: the last token of
+        one is not sampled where it would complete it. A word is banned both with and without a
+        space before it, however many tokens either form takes""",
         flag=Flag(name="bad-word", many=True),
     )
     logit_bias: Mapping[int, float] | None = option(
         None,
-        doc="added to the logits of these ids: in [-1e20, 1e20], or -inf",
+        doc="values that are added to the logits of these ids, in [-1e20, 1e20] or -inf",
         flag=Flag(metavar="ID=V", parse=token_bias, many=True, collect=dict),
         hashed=False,
     )
     repetition_penalty: float = option(
         1.0,
         within(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-        doc="""divides positive logits of ids in prompt or output, multiplies negative ones; above 1
-        it discourages repetition; in [1e-6, 1e6]""",
+        doc="""divides positive logits of ids in the prompt or the output, and multiplies negative
+        ones; above 1 it discourages repetition; in [1e-6, 1e6]""",
         flag=Flag(),
         slot=SlotField(
             dtype=torch.float32, pad=1, meaning="1 changes nothing", flag=USES_REPETITION
@@ -213,55 +214,57 @@ class SamplingParams:
     frequency_penalty: float = option(
         0.0,
         within(-MAX_PENALTY, MAX_PENALTY),
-        doc="subtracted for each time that the id is in the output; in [-2, 2]",
+        doc="""subtracted from an id's logit once for each time that the id is in the output; in
+        [-2, 2]""",
         flag=Flag(),
         slot=SlotField(dtype=torch.float32, pad=0, meaning="0 changes nothing", flag=USES_COUNTS),
     )
     presence_penalty: float = option(
         0.0,
         within(-MAX_PENALTY, MAX_PENALTY),
-        doc="subtracted if the id is in the output at all; in [-2, 2]",
+        doc="subtracted from an id's logit if the id is in the output at all; in [-2, 2]",
         flag=Flag(),
         slot=SlotField(dtype=torch.float32, pad=0, meaning="0 changes nothing", flag=USES_COUNTS),
     )
     logprobs: int | None = option(
         None,
         _LOGPROBS,
-        doc="""log-probabilities of each new token, and of this many of the most probable ones
-        besides, up to 20; None: none""",
+        doc="""return the log-probability of each new token, and those of this many of the most
+        probable tokens, up to 20; None: none""",
         flag=Flag(),
     )
     prompt_logprobs: int | None = option(
         None,
         _LOGPROBS,
-        doc="""the same for the prompt's tokens, from unprocessed logits, in an engine opened with
-        `prompt_logprobs`; None (Megatron's `skip_prompt_log_probs`): none""",
+        doc="""return the same for the prompt's tokens, from unprocessed logits; the engine must be
+        opened with `prompt_logprobs`; None (Megatron's `skip_prompt_log_probs`): none""",
         flag=Flag(
-            help="log-probabilities of the prompt's tokens, from unprocessed logits, and of this "
-            "many of the most probable ones besides, up to 20"
+            help="return the log-probability of each prompt token, from unprocessed logits, and "
+            "those of this many of the most probable tokens, up to 20"
         ),
     )
     stop_token_sequences: Sequence[Sequence[int]] = option(
         (),
-        doc="""sequences of one or more token ids that end the request where the output holds one of
-        them as a whole, unless complete within the first `min_tokens` tokens, which bans none of
-        them; they stay in the text, as the beginning of one may have been delivered""",
+        doc="""sequences of one or more token ids that end the request once the output contains one
+        whole, unless it is complete within the first `min_tokens` tokens. `min_tokens` bans none
+        of them. They stay in the text, because the beginning of one may already have been
+        delivered""",
         flag=Flag(name="stop-token-sequence", parse=read_integers, metavar="ID,...", many=True),
     )
     structured_outputs: StructuredOutputsParams | None = option(
         None,
-        doc="""what the output must be: JSON, a match of a regular expression, ...; None: anything;
-        only it and `max_tokens` decide where the output ends: with it `stop`, stop tokens and
-        sequences, `min_tokens` and `ignore_eos` are refused at submit""",
+        doc="""form of the output: JSON, a match of a regular expression, ...; only this form and
+        `max_tokens` then decide where the output ends, so `stop`, stop tokens and sequences,
+        `min_tokens` and `ignore_eos` are refused at submit; None: any output""",
     )
 
     routing: RoutingRecord | ArrayLike | None = option(
         None,
-        doc="""expert ids [tokens, layers with experts, experts of a token], such as the `routing`
-        of a `Result`: from the prompt's first token on, tokens take these experts in place of the
-        router's choice, with the router's own scores as weights; tokens past the record, and those
-        whose ids are all -1, are routed as usual; for an engine opened with `record_routing`; it
-        begins with no KV of other requests; None: the router chooses""",
+        doc="""expert ids [tokens, layers with experts, experts per token], such as the `routing`
+        of a `Result`, in an engine opened with `record_routing`. From the prompt's first token on,
+        tokens take these experts instead of the router's choice, weighted by the router's own
+        scores. Tokens past the record, and tokens whose ids are all -1, are routed as usual. The
+        request begins with no KV of other requests; None: the router chooses""",
         hashed=False,
     )
 

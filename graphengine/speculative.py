@@ -69,19 +69,19 @@ class Mode(ABC):
 class MTP(Mode):
     """The checkpoint's multi-token-prediction (MTP) modules draft.
 
-    k            drafts a step; with a tree its number of nodes, which may be left out
+    k            drafts per step; with a tree its number of nodes, which may be left out
     style        "eagle": the first module, k times; "vanilla": k modules, each with its own KV
-    own_graph    an eagle module in a separate graph after the step's, not inside it
+    own_graph    run an eagle module in a separate graph after the step's, not inside it
     draft_vocab  the part of the vocabulary that is scored; None: all of it
-    feed         the hidden state that a vanilla module after the first reads with a verified token:
-                 "chained": the previous module's, as DeepSeek-V3 trains modules and transformers
-                 runs them; "target": the target's, as in TensorRT-LLM's vanilla MTP. The wrong one
-                 for a checkpoint costs acceptance, never a token
-    tree         what an eagle module drafts in place of a chain: a list of paths, each a list of
-                 ranks (`draft_trees.py`). [[0], [1], [0, 0], [0, 1]] are the two best tokens, and
-                 after the best one the two best again. A step then emits up to 1 + depth tokens,
-                 which are still those of plain decoding. Or a `DynamicTree`, whose nodes are chosen
-                 in each step
+    feed         hidden state that vanilla modules after the first read with a verified token:
+                 "chained" takes the previous module's, as DeepSeek-V3 trains modules and
+                 transformers runs them; "target" takes the target's, as TensorRT-LLM's vanilla MTP
+                 does. The wrong one for a checkpoint costs acceptance, but never changes a token
+    tree         tree that an eagle module drafts instead of a chain: a list of paths, each a list
+                 of ranks (`draft_trees.py`). [[0], [1], [0, 0], [0, 1]] are the two best tokens,
+                 and the two best after the best one. A step then emits up to 1 + depth tokens,
+                 still those of plain decoding. Or a `DynamicTree`, which chooses its nodes in each
+                 step
     min_confidence  a draft with less confidence is not verified, nor are the drafts after it
                  (`kernels/draft/confidence.py`); None: all are verified. For style="eagle" without
                  a tree
@@ -135,8 +135,8 @@ class MTP(Mode):
 class NGram(Mode):
     """Drafts are the tokens that followed an earlier occurrence of the request's last tokens.
 
-    k      drafts a step
-    max_n  most tokens that are looked for; then one less, down to one
+    k      drafts per step
+    max_n  most tokens that are looked up; without a match one less, down to one
     """
 
     k: int = 3
@@ -160,11 +160,11 @@ class Suffix(Mode):
     Matches are found in the request's own text, which begins with the session's earlier turns, or
     in a corpus. The length of the match limits the drafts; without a match nothing is drafted.
 
-    k          most drafts a step
+    k          most drafts per step
     factor     a match of n tokens supports factor * n drafts, rounded down, as in SuffixDecoding
     max_match  most tokens that are compared
-    corpus     a file that is searched, too, for all requests: a text in UTF-8, or, if its name ends
-               in `.npy`, token ids: integers [C] as `numpy.save` writes them
+    corpus     a file that is searched for all requests, too: UTF-8 text or, if its name ends in
+               `.npy`, token ids, integers [C] as `numpy.save` writes them
     """
 
     k: int = 7
@@ -200,7 +200,7 @@ class DraftModel(Mode):
     """A smaller model with the same tokenizer drafts, with its own KV and in the same graph.
 
     path  its checkpoint: a directory or a hub id
-    k     drafts a step
+    k     drafts per step
     min_confidence  see `MTP`
     """
 
@@ -226,12 +226,12 @@ class Eagle3(Mode):
     its layers, with KV of its own.
 
     path       its checkpoint: a directory or a hub id; "demo": the demo model's
-    k          drafts a step
-    own_graph  in a separate graph after the step's, not inside it
+    k          drafts per step
+    own_graph  run it in a separate graph after the step's, not inside it
     layers     layers of the target after which its stream is read, in the order of fc's columns;
                None: those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n.
-               Wrong ones cost acceptance, never a token
-    tree       what it drafts in place of a chain; see `MTP`
+               Wrong ones cost acceptance, but never change a token
+    tree       tree that it drafts instead of a chain; see `MTP`
     min_confidence  see `MTP`
     """
 
@@ -275,10 +275,11 @@ class DFlash(Mode):
     after some of its layers, and make a block of drafts in one run.
 
     path    its checkpoint: a directory or a hub id; "demo": the demo model's
-    k       drafts a step, at most those of the block it is trained for: block_size - 1 for z-lab's
-            DFlash, block_size for DeepSpec's checkpoints
+    k       drafts per step, at most those of the block that it is trained for: block_size - 1 for
+            z-lab's DFlash, block_size for DeepSpec's checkpoints
     layers  layers of the target after which its stream is read, in the order of fc's columns; None:
-            those that the checkpoint's config names. Wrong ones cost acceptance, never a token
+            those that the checkpoint's config names. Wrong ones cost acceptance, but never change a
+            token
     """
 
     path: PathName
@@ -304,17 +305,17 @@ class DFlash(Mode):
 class UserProvided(Mode):
     """The caller writes up to k drafts a request; nothing is launched ahead (`lookahead` is 0).
 
-    k  most drafts a step
+    k  most drafts per step
 
     `engine.draft(request, token_ids)` proposes the tokens after `request.token_ids` as they are at
     the call, and replaces what was proposed before. The first step that decodes the request
     verifies them. Until then they are kept: while the request waits, is prefilled or is paused, and
-    over steps for which a gate has switched drafts off. Tokens that come meanwhile (the first one,
-    which the prompt's last chunk samples, or those of a step that was launched before the call and
-    not read yet) replace the drafts at their positions; if one differs from its draft, the drafts
-    after it are dropped, too. The counter `drafts/stale` in `engine.stats()` has all drafts lost in
-    this way, or because their request ended first. `Acceptance` leaves out drafts that were fed for
-    positions past the request's end.
+    during steps for which a gate has switched drafts off. Tokens that arrive meanwhile (the first
+    one, which the prompt's last chunk samples, or those of a step that was launched before the call
+    and not read yet) replace the drafts at their positions. If one differs from its draft, the
+    drafts after it are dropped, too. The counter `drafts/stale` in `engine.stats()` counts all
+    drafts lost in this way, or because their request ended first. `Acceptance` leaves out drafts
+    that were fed for positions past the request's end.
     """
 
     k: int = 3
@@ -338,8 +339,8 @@ class SaveHiddenStates(Mode):
     begin at 1 in each engine, and a file that is there is replaced.
 
     directory       where the files go
-    layers          auxiliary layers to save besides the last one's output; None: 1, n // 2 - 1 and
-                    n - 4 of a model of n layers
+    layers          auxiliary layers to save besides the last layer's output; None: 1, n // 2 - 1
+                    and n - 4 of a model of n layers
     write_interval  prompts between two writes
     """
 
@@ -436,13 +437,13 @@ class RelaxedAcceptance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateOptions:
-    """When to stop speculating and when to begin again; `graphengine.host.gate` has the exact rule.
+    """When to stop speculating and when to resume; `graphengine.host.gate` has the exact rule.
 
     window       records that it takes to judge a draft length
-    off_below    mean accepted drafts a step below which a length is given up
-    on_above     mean accepted drafts a step above which a length that is tried is kept
+    off_below    a draft length is given up below this mean number of accepted drafts per step
+    on_above     a length on trial is kept above this mean number of accepted drafts per step
     probe_every  steps after which a longer length is tried
-    max_live     rows above which nothing is drafted; None: however many
+    max_live     with more live rows than this nothing is drafted; None: no limit
     """
 
     window: int = 64

@@ -29,23 +29,23 @@ HasSchema = ModelWithSchema | AdapterWithSchema
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputsParams:
-    """Exactly one of these five; checked when it is made, compiled when a request is submitted:
+    """Give exactly one of these five; it is checked here and compiled when a request is submitted:
 
-    json         JSON that a schema describes: the schema as text, or a mapping, a pydantic model or
-                 a pydantic `TypeAdapter`, whose schema is stored as text
-    regex        text that matches as a whole, in the syntax of Rust's `regex` crate: no look-around
-                 and no back references
+    json         JSON that a schema describes: the schema as text or a mapping, or a pydantic model
+                 or `TypeAdapter`; the schema is stored as text
+    regex        regular expression that the whole text matches, in the syntax of Rust's `regex`
+                 crate: no look-around and no back references
     choice       one of these strings
     grammar      a context-free grammar, in llguidance's dialect of Lark
     json_object  True: any JSON object
 
-    And for the JSON ones:
+    With json and json_object you may also give:
 
-    disable_any_whitespace         no whitespace between its tokens, which also keeps a model from
+    disable_any_whitespace         no whitespace between JSON tokens, which also keeps a model from
                                    an endless run of blanks
     disable_additional_properties  objects of a schema have only the properties that it names,
                                    unless it mentions others
-    whitespace_pattern             regular expression of the whitespace allowed between its tokens
+    whitespace_pattern             regular expression of the whitespace allowed between JSON tokens
     """
 
     json: str | Mapping[str, Any] | HasSchema | None = None

@@ -233,11 +233,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--shape", choices=NAMES, default="demo", help="a shape with random weights, or the demo")
     add("--checkpoint", help="directory or hub id, instead of a shape")
     add_flags(parser, EngineConfig, only=("device",))
-    add("--dtype", help="bfloat16, float16 or float32, of all engines but the exact one")
-    add("--context", type=int, default=256, help="tokens of a window, at least 2")
-    add("--prompts", type=int, default=4, help="windows that are measured")
-    add("--new-tokens", type=int, default=32, help="tokens of a continuation")
-    add("--out", type=Path, help="a file for the figures, as JSON")
+    add("--dtype", help="bfloat16, float16 or float32, for all engines but the exact one")
+    add("--context", type=int, default=256, help="tokens per window, at least 2")
+    add("--prompts", type=int, default=4, help="number of windows to measure")
+    add("--new-tokens", type=int, default=32, help="tokens per continuation")
+    add("--out", type=Path, help="JSON file to write the figures to")
     given = parser.parse_args(arguments)
     try:
         if given.out is not None:

@@ -216,8 +216,12 @@ def table(results: Sequence[HostPath]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m graphengine.profiles.host_path")
-    parser.add_argument("--rows", default="1,8,32", help="rows a step, comma-separated")
-    parser.add_argument("--steps", type=int, default=4000, help="steady steps of each measurement")
+    parser.add_argument(
+        "--rows", default="1,8,32", help="numbers of rows per step, comma-separated"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4000, help="steady-state steps per measurement"
+    )
     options = parser.parse_args(arguments)
     print(table([measure(int(rows), steps=options.steps) for rows in options.rows.split(",")]))
 

@@ -19,9 +19,9 @@ from graphengine.profiles.benchmark.measure import random_prompt
 from graphengine.profiles.benchmark.shapes import Subject
 
 CAUSES = {
-    "none": "nothing planted: what the others are held against",
+    "none": "nothing planted, the baseline of the others",
     "stall": "every 50th step the caller sleeps for ten steps' time",
-    "sync": "every 20th step the caller waits for the device; on a GPU only",
+    "sync": "every 20th step the caller waits for the device (GPU only)",
     "bucket": "now and then a second request joins, and the only larger bucket has 32 rows",
     "prefill": "now and then a request with a long prompt joins",
 }

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `graphengine profile` and its subcommands."""
     commands = parser.add_subparsers(required=True, metavar="how", dest="how")
     nsys = commands.add_parser(
-        "nsys", help="run a command under nsys, or say how to", description=run_nsys.__doc__
+        "nsys", help="run a command under nsys, or show how to", description=run_nsys.__doc__
     )
     nsys.add_argument(
         "--trace",
@@ -29,17 +29,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="graph",
         help="; ".join(f"{name}: {what}" for name, what in TRACES.items()),
     )
-    nsys.add_argument("--out", type=Path, default=Path("profile"), help="name of the files")
     nsys.add_argument(
-        "--whole", action="store_true", help="the whole command, not its profiled range"
+        "--out",
+        type=Path,
+        default=Path("profile"),
+        help="path and name of the output files",
     )
-    nsys.add_argument("words", nargs="*", metavar="command", help="after --")
-    traced = commands.add_parser("torch", help="a Chrome trace by torch's profiler, for Perfetto")
+    nsys.add_argument(
+        "--whole",
+        action="store_true",
+        help="profile the whole command, not only its profiled range",
+    )
+    nsys.add_argument("words", nargs="*", metavar="command", help="command to profile, after --")
+    traced = commands.add_parser(
+        "torch", help="write a Chrome trace with torch's profiler, for Perfetto"
+    )
     add_workload_arguments(traced)
-    traced.add_argument("--out", type=Path, default=Path("trace.json"), help="may end in .gz")
-    run = commands.add_parser("run", help="only decode, in a range that nsys collects")
+    traced.add_argument(
+        "--out", type=Path, default=Path("trace.json"), help="file to write; may end in .gz"
+    )
+    run = commands.add_parser("run", help="only decode, inside the range that nsys collects")
     add_workload_arguments(run)
-    run.add_argument("--record", type=Path, metavar="FILE", help="write a recording")
+    run.add_argument("--record", type=Path, metavar="FILE", help="write a recording to this file")
     planted = commands.add_parser("planted", help="record a run with a planted cause")
     planted.add_argument(
         "cause",

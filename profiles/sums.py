@@ -172,10 +172,14 @@ def describe(document: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--ranks", type=int, default=2, help="each with a GPU of its own")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="number of ranks, each with a GPU of its own"
+    )
     parser.add_argument("--shape", default="llama-8b")
-    parser.add_argument("--lanes", default="1,8", help="of decode steps")
-    parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument(
+        "--lanes", default="1,8", help="lanes of the decode steps to measure, comma-separated"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     try:
         lanes = integers(options.lanes, "--lanes")

@@ -372,7 +372,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="write nothing; status 1 if it differs"
     )
     parser.add_argument(
-        "--page", type=Path, help="write this page alone, from --results (default: both of docs/)"
+        "--page",
+        type=Path,
+        help="write only this page, from --results (default: both pages in docs/)",
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)

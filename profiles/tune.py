@@ -72,12 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, families = parser.add_argument, get_args(RowFamily)
     add("--family", nargs="+", choices=families, default=families, help="default: both")
     add("--only", nargs="+", choices=ORDER, default=ORDER, help="default: all linears")
-    add("--rows", help="to measure at, such as 8,32 (default: 1 for fma; 8,32 for dot)")
+    add("--rows", help="row counts to measure, such as 8,32 (default: 1 for fma; 8,32 for dot)")
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's, or bfloat16")
     add_flags(parser, EngineConfig, only=_ENGINE_FLAGS)
-    add("--seconds", type=float, default=300.0, help="a family; then no more plans are tried")
+    add(
+        "--seconds",
+        type=float,
+        default=300.0,
+        help="time limit per family, after which no more plans are tried",
+    )
     add("--device", default="cuda", help="the GPU to measure on")
-    add("--out", type=Path, help="the table to add to (default: the user's)")
+    add("--out", type=Path, help="table to add the plans to (default: the user's)")
 
 
 def tune(options: argparse.Namespace) -> None:

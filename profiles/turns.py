@@ -160,12 +160,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_flags(parser, EngineConfig, only=("device",))
     add("--dtype", help="bfloat16, float16 or float32")
     add("--max-batch", type=int, default=1, help="slots of the engine")
-    add("--context", default="128,512", help="tokens of prompt and reply, comma-separated")
-    add("--reply", type=int, default=32, help="of them the reply's")
+    add(
+        "--context",
+        default="128,512",
+        help="lengths of prompt plus reply in tokens, comma-separated",
+    )
+    add("--reply", type=int, default=32, help="tokens of the reply, part of --context")
     add("--question", type=int, default=16, help="tokens that the second turn adds")
-    add("--runs", type=int, default=5, help="second turns of each length")
+    add("--runs", type=int, default=5, help="second turns to measure at each length")
     add("--skip-check", action="store_true", help="do not compare tokens")
-    add("--out", type=Path, help="a file for the figures, as JSON")
+    add("--out", type=Path, help="JSON file to write the figures to")
     given = parser.parse_args(arguments)
     try:
         contexts = integers(given.context, "--context")

@@ -36,7 +36,8 @@ def add_chat(parser: CommandParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="what the chat template sees as NAME; JSON, or else text; may be repeated",
+        help="variable of the chat template; VALUE is JSON if it parses as such, else text; may be "
+        "repeated",
     )
     # The chat template decides how a prompt begins, and a prompt is all turns so far.
     _add_sampling_options(parser, but=("add_bos", "prompt_logprobs"))
@@ -80,27 +81,35 @@ def add_graph(parser: CommandParser) -> None:
     dump = kinds.add_parser("dump", help=about, description=about, usage=usage)
     _add_engine_options(dump)
     dump.add_argument("--out", type=Path, required=True, help="a new or empty folder")
-    dump.add_argument("--draw", choices=DRAWINGS, help="a drawing of each graph, too")
+    dump.add_argument("--draw", choices=DRAWINGS, help="also draw each graph, in this format")
     dump.show_first((*_COMMON, "--out", "--draw", *_common(_ENGINE)))
     about = "Compare two folders of `graph dump`; exit status 1 where a graph differs."
     diff = kinds.add_parser("diff", help=about, description=about)
     diff.set_defaults(verbose=False)
     diff.add_argument("old", type=Path, help="folder of the first dump")
-    diff.add_argument("new", type=Path, help="folder of the second one")
+    diff.add_argument("new", type=Path, help="folder of the second dump")
     diff.add_argument("--json", action="store_true", help="print JSON only")
-    diff.add_argument("--limit", type=int, default=20, help="lines of changes of a graph")
     diff.add_argument(
-        "--exact-names", action="store_true", help="compare tile sizes and the like in names, too"
+        "--limit", type=int, default=20, help="most lines of changes to print for each graph"
     )
     diff.add_argument(
-        "--ignore-sizes", action="store_true", help="leave out grid, block and shared memory"
+        "--exact-names",
+        action="store_true",
+        help="also compare the parts of names that vary, such as tile sizes",
+    )
+    diff.add_argument(
+        "--ignore-sizes",
+        action="store_true",
+        help="do not compare grid, block and shared memory sizes",
     )
 
 
 def add_ops(parser: CommandParser) -> None:
     """The options of `ops`."""
     _add_engine_options(parser)
-    parser.add_argument("--graph", help="one graph, such as decode/1/fast (default: all)")
+    parser.add_argument(
+        "--graph", help="only this graph, such as decode/1/fast (default: all graphs)"
+    )
     parser.show_first((*_COMMON, "--graph", *_common(_ENGINE)))
 
 
@@ -109,18 +118,22 @@ def add_quantize(parser: CommandParser) -> None:
     add = parser.add_argument
     parser.set_defaults(verbose=False)
     (kinds,) = (each.choices for each in kept_facts(_ENGINE) if each.name == "quantize")
-    add("checkpoint", metavar="IN", help="directory or hub id of a checkpoint of 16 bits")
-    add("out", metavar="OUT", type=Path, help="a folder that is not there yet")
-    add("--kind", choices=kinds, default="int4", help="what weights become (%(default)s)")
+    add("checkpoint", metavar="IN", help="directory or hub id of a 16-bit checkpoint")
+    add("out", metavar="OUT", type=Path, help="folder to write, which must not exist yet")
+    add("--kind", choices=kinds, default="int4", help="format to quantise weights to (%(default)s)")
     add(
         "--group-size",
         type=int,
         default=128,
         metavar="N",
-        help="int4: columns that share a scale: 32, 64 or 128 (%(default)s)",
+        help="with int4, columns that share a scale: 32, 64 or 128 (%(default)s)",
     )
     add("--lm-head", action="store_true", help="quantise lm_head, too")
-    add("--device", default="cpu", help="where weights are rounded, one at a time (%(default)s)")
+    add(
+        "--device",
+        default="cpu",
+        help="device that rounds the weights, one at a time (%(default)s)",
+    )
 
 
 def _common(*tables: str) -> list[str]:
@@ -134,19 +147,19 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="directory, hub id, or 'demo' for the packaged model (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--verbose", action="store_true", help="log budget and captures")
+    parser.add_argument("--verbose", action="store_true", help="log the memory budget and captures")
     group = parser.add_argument_group("the engine")
     add_flags(group, kept_facts(_ENGINE))
     group.add_argument(
         "--max-live",
         type=int,
         metavar="N",
-        help="drafts for up to N live requests, and only while enough are accepted",
+        help="draft only for up to N live requests, and only while enough drafts are accepted",
     )
     group.add_argument(
         "--draft-vocab",
         metavar="TEXT:SIZE",
-        help="mtp: a UTF-8 file, and how many of its most frequent tokens are drafted",
+        help="with mtp, draft only the SIZE most frequent tokens of the UTF-8 file TEXT",
     )
 
 
@@ -154,10 +167,18 @@ def _add_sampling_options(parser: argparse.ArgumentParser, but: Collection[str] 
     group = parser.add_argument_group("each request")
     add_flags(group, kept_facts(_REQUEST), but=but, prefix=SAMPLING)
     add: Any = group.add_argument
-    add("--deadline", type=float, metavar="S", help="seconds after which the text ends as it is")
+    add("--deadline", type=float, metavar="S", help="end the text as it is after S seconds")
     guided = group.add_mutually_exclusive_group()
-    guided.add_argument("--json-schema", type=Path, metavar="FILE", help="the text is such JSON")
-    guided.add_argument("--regex", help="the text matches it as a whole")
-    guided.add_argument("--choice", metavar="A,B,...", help="the text is one of these")
-    guided.add_argument("--grammar", type=Path, metavar="FILE", help="a Lark grammar of the text")
-    add("--no-whitespace", action="store_true", help="--json-schema: none between its tokens")
+    guided.add_argument(
+        "--json-schema", type=Path, metavar="FILE", help="the text is JSON that matches this schema"
+    )
+    guided.add_argument("--regex", help="the whole text matches this regular expression")
+    guided.add_argument("--choice", metavar="A,B,...", help="the text is one of these strings")
+    guided.add_argument(
+        "--grammar", type=Path, metavar="FILE", help="the text matches this Lark grammar"
+    )
+    add(
+        "--no-whitespace",
+        action="store_true",
+        help="with --json-schema, no whitespace between JSON tokens",
+    )

@@ -37,26 +37,25 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "generate": Command(
-        "Complete one prompt: the text goes to standard output, figures of it to standard error.",
+        "Complete one prompt. The text goes to standard output, its figures to standard error.",
         options_of.add_generate,
         "--prompt PROMPT ...",
     ),
     "chat": Command(
-        "A conversation through the checkpoint's chat template; one line of input is one turn. "
-        "Ctrl-C ends a reply, /help lists commands. Status 2 after a turn that could not be "
-        "served.",
+        "Chat through the checkpoint's chat template; each line of input is one turn. Ctrl-C ends "
+        "a reply, /help lists commands. Exit status 2 if a turn could not be served.",
         options_of.add_chat,
         "...",
     ),
     "info": Command(
-        "Show what would be allocated and captured, by each rank, or by one of each stage; "
-        "allocate and capture nothing.",
+        "Show what each rank, or one rank of each stage, would allocate and capture; allocate and "
+        "capture nothing.",
         options_of.add_info,
         "...",
     ),
     "doctor": Command(
-        "Tell whether and how an engine runs on this machine, and what mends what is missing; "
-        "exit status 1 where something is broken.",
+        "Tell whether and how an engine runs on this machine, and how to fix what is missing; "
+        "exit status 1 if something is broken.",
         options_of.add_doctor,
     ),
     "graph": Command(
@@ -64,8 +63,8 @@ COMMANDS = {
         options_of.add_graph,
     ),
     "ops": Command(
-        "Show what the steps of an engine launch, kernel by kernel, with the weights that each "
-        "reads; launch nothing.",
+        "Show which kernels an engine's steps launch, one by one, and the weights that each reads; "
+        "launch nothing.",
         options_of.add_ops,
         "...",
     ),
@@ -76,10 +75,10 @@ COMMANDS = {
 }
 
 COMMANDS_ABOVE = {
-    "acceptance": "Measure how many tokens a step drafters are worth on a text.",
-    "bench": "Measure a shape or a checkpoint.",
+    "acceptance": "Measure how many tokens per step drafters yield on a text.",
+    "bench": "Measure the speed of a shape or a checkpoint.",
     "profile": "Profile an engine with Nsight Systems or torch's profiler.",
-    "report": "Tell from a recording or a trace where the time between tokens goes.",
+    "report": "Show where the time between tokens goes, from a recording or a trace.",
     "tune": "Find the fastest plans for the decode kernels of a shape or a checkpoint.",
 }
 """Commands whose code lies above this folder, and what `--help` says of them.

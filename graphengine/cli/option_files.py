@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; status 1 if a file differs"
     )
-    parser.add_argument("--root", type=Path, default=ROOT, help="of the checkout")
+    parser.add_argument("--root", type=Path, default=ROOT, help="root of the checkout")
     options = parser.parse_args(arguments)
     differs = 0
     for path, wanted in files(options.root).items():

@@ -318,31 +318,50 @@ def training_options(name: str, about: str | None) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--out", type=Path, required=True)
-    add("--checkpoint", type=Path, default=checkpoint_path(), help="the target's")
-    add("--corpus", type=Path, nargs="+", default=[], help="archive, or text files")
-    add("--stdlib-only", action="store_true", help="without --corpus")
+    add("--checkpoint", type=Path, default=checkpoint_path(), help="checkpoint of the target model")
+    add("--corpus", type=Path, nargs="+", default=[], help="an archive, or text files")
+    add(
+        "--stdlib-only",
+        action="store_true",
+        help="without --corpus, read only the standard library",
+    )
     add(
         "--own-text",
         type=Path,
-        help="file of what an earlier training read, and of what the target wrote for it; if it is "
-        "not there, this training writes it",
+        help="file with the text that an earlier training read and the text that the target wrote "
+        "for it; this training writes it if it does not exist",
     )
-    add("--heldout-tokens", type=int, help="of the held-out text; default: all")
+    add("--heldout-tokens", type=int, help="tokens of held-out text to use (default: all)")
     defaults = Settings()
-    add("--minutes", type=float, default=defaults.minutes, help="for everything after imports")
-    add("--steps", type=int, help="of training, in place of --minutes")
+    add(
+        "--minutes",
+        type=float,
+        default=defaults.minutes,
+        help="time limit for everything after the imports",
+    )
+    add("--steps", type=int, help="training steps, instead of --minutes")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--batch", type=int, default=defaults.batch, help="windows a step")
-    add("--sequence", type=int, default=defaults.sequence, help="tokens of a window")
-    add("--anchors", type=int, default=defaults.anchors, help="of a window")
-    add("--own-share", type=float, default=defaults.own_share, help="of a batch")
+    add("--batch", type=int, default=defaults.batch, help="windows per step")
+    add("--sequence", type=int, default=defaults.sequence, help="tokens per window")
+    add("--anchors", type=int, default=defaults.anchors, help="anchors per window")
+    add(
+        "--own-share",
+        type=float,
+        default=defaults.own_share,
+        help="share of each batch's windows that the target wrote parts of",
+    )
     add("--own-seconds", type=float, default=defaults.own_seconds)
-    add("--own-windows", type=int, default=defaults.own_windows, help="written at once")
+    add(
+        "--own-windows",
+        type=int,
+        default=defaults.own_windows,
+        help="windows that the target writes at once",
+    )
     add("--muon-rate", type=float, default=defaults.muon_rate)
     add("--adam-rate", type=float, default=defaults.adam_rate)
     add("--weight-decay", type=float, default=defaults.weight_decay)
     add("--seed", type=int, default=defaults.seed)
-    add("--log-every", type=float, default=defaults.log_every, help="seconds")
+    add("--log-every", type=float, default=defaults.log_every, help="seconds between log lines")
     return parser
 
 

@@ -288,15 +288,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     defaults, shape = Settings(), DemoConfig()
     has_gpu = torch.cuda.is_available()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--corpus", type=Path, nargs="+", default=[], help="archive, or text files")
-    parser.add_argument("--stdlib-only", action="store_true", help="without --corpus")
-    parser.add_argument("--seconds", type=float, default=defaults.seconds, help="of training")
-    parser.add_argument("--steps", type=int, help="of training, in place of --seconds")
-    parser.add_argument("--limit", type=float, default=defaults.limit, help="for everything, s")
+    parser.add_argument(
+        "--corpus", type=Path, nargs="+", default=[], help="an archive, or text files"
+    )
+    parser.add_argument(
+        "--stdlib-only",
+        action="store_true",
+        help="without --corpus, read only the standard library",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=defaults.seconds, help="seconds of training"
+    )
+    parser.add_argument("--steps", type=int, help="training steps, instead of --seconds")
+    parser.add_argument(
+        "--limit", type=float, default=defaults.limit, help="time limit for everything, in seconds"
+    )
     parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--batch", type=int, default=defaults.batch, help="windows a step")
+    parser.add_argument("--batch", type=int, default=defaults.batch, help="windows per step")
     parser.add_argument("--anchors", type=int, default=defaults.anchors)
     parser.add_argument("--dropout", type=float, default=defaults.dropout)
     parser.add_argument("--weight-decay", type=float, default=defaults.weight_decay)

@@ -15,12 +15,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--kind", choices=KINDS, default=defaults.kind)
     add(
-        "--layers", type=layer_numbers, default=defaults.layers, help="of the target, that are read"
+        "--layers",
+        type=layer_numbers,
+        default=defaults.layers,
+        help="layers of the target that the drafter reads",
     )
-    add("--depth", type=int, default=defaults.depth, help="drafts of a block")
+    add("--depth", type=int, default=defaults.depth, help="drafts per block")
     add("--count", type=int, default=defaults.count, help="layers of the drafter")
     add("--ffn", type=int, default=defaults.ffn_size)
-    add("--rank", type=int, default=defaults.rank, help="of DSpark's sequential head")
+    add("--rank", type=int, default=defaults.rank, help="rank of DSpark's sequential head")
     options = parser.parse_args(arguments)
     config = BlockConfig(
         kind=options.kind,

@@ -13,10 +13,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser, defaults = training_options("train_eagle3", __doc__), HeadConfig()
     add = parser.add_argument
     add(
-        "--layers", type=layer_numbers, default=defaults.layers, help="of the target, that are read"
+        "--layers",
+        type=layer_numbers,
+        default=defaults.layers,
+        help="layers of the target that the drafter reads",
     )
     add("--ffn", type=int, default=defaults.ffn_size)
-    add("--depth", type=int, default=defaults.depth, help="runs that are unrolled")
+    add("--depth", type=int, default=defaults.depth, help="number of unrolled runs")
     add("--draft-vocab", type=int, default=defaults.drafted, help="0: the target's lm_head")
     options = parser.parse_args(arguments)
     config = HeadConfig(

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("graphengine", "tests of CUDA graphs").addoption(
         "--graph-snapshot-update",
         action="store_true",
-        help="write the golden files of graph_snapshot instead of comparing with them",
+        help="write the golden files of graph_snapshot instead of comparing against them",
     )
 
 

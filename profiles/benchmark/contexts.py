@@ -125,9 +125,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--context",
         metavar="N,N,..",
-        help="in place of the rows: decode steps of each batch after N tokens each, of random KV",
+        help="instead of rows, measure decode steps of each batch after N tokens of random KV each",
     )
-    add("--prefill-context", action="store_true", help="prefill their KV, with random prompts")
+    add("--prefill-context", action="store_true", help="prefill this KV from random prompts")
 
 
 def read_contexts(options: argparse.Namespace, subject: Subject) -> Contexts | None:

@@ -146,42 +146,50 @@ def add_arguments(parser: CommandParser) -> None:
     add = parser.add_argument
     add("--shape", help=f"{', '.join(NAMES)} (default: demo); random weights but for demo")
     add("--checkpoint", help="directory or hub id, in place of a shape")
-    add("--batch", help="live requests, a row each (default: 1,8,32; with drafts 1,8; recorded 1)")
+    add(
+        "--batch",
+        help="live requests, one row per number (default: 1,8,32; with drafts 1,8; recorded 1)",
+    )
     add_context_arguments(parser)
     add("--prompt-tokens", type=int, default=128)
     add("--new-tokens", type=int, default=256)
-    add("--runs", type=int, default=5, help="runs of each row, after one to warm up")
+    add("--runs", type=int, default=5, help="runs of each row, after a warm-up run")
     add("--sampler", choices=SAMPLERS, default="fast", help="greedy, or top-k 50")
     add("--max-batch", type=int, help="slots of every engine (default: the row's batch)")
-    add("--max-seq-len", type=int, help="of every engine (default: what the row needs)")
+    add(
+        "--max-seq-len",
+        type=int,
+        help="longest request of every engine (default: what the row needs)",
+    )
     add("--ttft-tokens", help="prompt lengths (default: 128,1024 where the model holds them)")
     add_flags(parser, EngineConfig, only=ENGINE_FLAGS)
     add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
-    add("--no-pdl", action="store_true", help="without programmatic dependent launch")
+    add("--no-pdl", action="store_true", help="do not use programmatic dependent launch")
     add(
         "--tensor-parallel",
         metavar="N,N,..",
-        help="ranks that split the model, rows for each number (default: 1)",
+        help="ranks that split the model, with rows for each number (default: 1)",
     )
     add(
         "--lone-rank",
         action="store_true",
-        help="of a shape, one of these ranks by itself, on one device: it pushes to itself what "
-        "others would push to it; its tokens mean nothing, and its times lack the others",
+        help="with --shape, measure one of these ranks by itself, on one device: it pushes to "
+        "itself what others would push to it; its tokens mean nothing, and its times lack the "
+        "others",
     )
     add(
         "--long",
         type=int,
         default=0,
         metavar="N",
-        help="gaps of N tokens, for batch 1; again while Python's collector has more to do",
+        help="measure N token gaps at batch 1, and again with more work for Python's collector",
     )
     add(
         "--record",
         type=Path,
         metavar="FILE",
-        help="JSON lines of every replay of N tokens (of the runs without --long), of one batch; "
-        "tells what recording costs",
+        help="record every replay of N tokens (of the runs without --long) at one batch, as JSON "
+        "lines; also measures what recording costs",
     )
     add(
         "--admission",
@@ -190,14 +198,14 @@ def add_arguments(parser: CommandParser) -> None:
         const=1024,
         default=0,
         metavar="N",
-        help="gaps of 7 requests while a prompt of N tokens (1024) is admitted",
+        help="measure the token gaps of 7 requests while a prompt of N tokens (1024) is admitted",
     )
     speculation.add_arguments(parser)
-    add("--kernels", action="store_true", help="time of each kernel, without PDL; on a GPU")
+    add("--kernels", action="store_true", help="time each kernel, without PDL (GPU only)")
     add("--peer", action="append", default=[], help=f"compare with: {', '.join(PEERS)}")
     add("--out", type=Path, help="JSON file to write")
     add("--json", action="store_true", help="print the JSON instead of tables")
-    add("--verbose", action="store_true", help="log budget and captures")
+    add("--verbose", action="store_true", help="log the memory budget and captures")
     parser.show_first(COMMON)
 
 

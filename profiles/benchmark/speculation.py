@@ -87,13 +87,14 @@ class Sweep:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a sweep."""
     add = parser.add_argument
-    add("--speculative", metavar="MODE", help=f"cost and gain of drafts: {GRAMMAR}")
+    add("--speculative", metavar="MODE", help=f"measure cost and gain of drafts: {GRAMMAR}")
     add("--drafts", metavar="K,K,..", help="draft lengths, 0 is plain decoding (default: MODE's)")
-    add("--force-accepted", metavar="N,N,..", help="accepted by force (default: 0 to K)")
+    add("--force-accepted", metavar="N,N,..", help="drafts to accept by force (default: 0 to K)")
     add(
         "--draft-vocab",
         metavar="N",
-        help="tokens that a shape's random module drafts from; TEXT:SIZE of a checkpoint",
+        help="size of the vocabulary that a shape's random module drafts from; with a checkpoint, "
+        "TEXT:SIZE",
     )
 
 

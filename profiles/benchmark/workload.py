@@ -79,11 +79,15 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=int, default=256)
     add("--sampler", choices=SAMPLERS, default="fast", help="greedy, or top-k 50")
     add("--max-batch", type=int, help="slots (default: --live)")
-    add("--max-seq-len", type=int, help="default: what the requests need")
+    add("--max-seq-len", type=int, help="longest request (default: what the requests need)")
     add_flags(parser, EngineConfig, only=("device", "lookahead"))
     add("--dtype", choices=tuple(DTYPES))
-    add("--no-pdl", action="store_true", help="kernels one after another, so that times add up")
-    add("--verbose", action="store_true", help="log budget and captures")
+    add(
+        "--no-pdl",
+        action="store_true",
+        help="run kernels one after another, so that their times add up",
+    )
+    add("--verbose", action="store_true", help="log the memory budget and captures")
 
 
 def profiled_range(engine: Engine) -> AbstractContextManager[Any]:

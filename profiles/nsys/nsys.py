@@ -17,8 +17,8 @@ from pathlib import Path
 from graphengine.observe.tracing import DOMAIN
 
 TRACES = {
-    "graph": "one entry a replay: nearly no overhead, for latency",
-    "node": "each kernel of a replay: for attribution; replays are slower by it",
+    "graph": "one entry per replay; nearly no overhead, for latency",
+    "node": "one entry per kernel, for attribution; makes replays slower",
 }
 NOT_INSTALLED = 3
 """Exit status without nsys: nothing was profiled."""
