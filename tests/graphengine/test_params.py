@@ -144,6 +144,14 @@ TOP_N_SIGMA = "must be 0, or in [1.1754944e-38, 3.4028234e+38]"
         ({"logit_bias": [1]}, "logit_bias=[1] must be a mapping from token ids to numbers"),
         ({"logit_bias": {"1": 2}}, "logit_bias is for '1', which is not a token id"),
         ({"logit_bias": {1: math.inf}}, "logit_bias[1]=inf must be in [-1e+20, 1e+20], or -inf"),
+        (
+            {"logit_bias": {1: 10**5000}},
+            "logit_bias[1]=an integer of 16610 bits must be in [-1e+20, 1e+20], or -inf",
+        ),
+        (
+            {"stop": ["a"] * 200 + [""]},
+            f"stop={str(('a',) * 200)[:100]}... must be strings that are not empty",
+        ),
         ({"logit_bias": {1: math.nan}}, "logit_bias[1]=nan must be in [-1e+20, 1e+20], or -inf"),
         ({"logit_bias": {1: "2"}}, "logit_bias[1]='2' must be a number"),
         ({"repetition_penalty": 0}, "repetition_penalty=0 must be in [1e-06, 1e+06]"),

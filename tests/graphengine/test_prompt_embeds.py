@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -315,6 +316,11 @@ def test_wrong_embeddings(device: str) -> None:
             (torch.zeros(3, H).to_sparse(), r"embeddings of shape \[3, .* layout torch.sparse_coo"),
             (PromptParts([1], np.zeros((3, H))), rf"not ndarray of shape \[3, {H}\]"),
             (torch.zeros(3, H, device="meta"), r"embeddings of shape \[3, .* on meta have no"),
+            (torch.tensor([[0.0] * H, [math.nan] * H]), r"\[2, .* row 1 is not finite in torch.fl"),
+            (
+                torch.full((1, H), 1e300, dtype=torch.float64),
+                "row 0 is not finite in torch.float32",
+            ),
             (torch.zeros(128, H), "prompt of 128 tokens leaves no room .* max_seq_len=128"),
             (torch.zeros(0, H), "the prompt is empty"),
             (PromptParts("", [], torch.zeros(0, H)), "the prompt is empty"),

@@ -286,6 +286,14 @@ def test_bad_template_variables_are_named(variables: Any, message: str) -> None:
         chat.token_ids(ours)
 
 
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message"])
+def test_what_is_neither_true_nor_false_is_named(name: str) -> None:
+    ours, _ = both()
+    chat = Chat(messages=[{"role": "user", "content": "a"}], **{name: "no"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"{name}='no' must be True or False"):
+        chat.token_ids(ours)
+
+
 def test_a_message_that_cannot_be_continued_is_named() -> None:
     ours, _ = both()
     user = {"role": "user", "content": "go on"}

@@ -717,8 +717,12 @@ def test_a_snapshot_of_too_many_blocks_or_strange_tokens_is_refused(
 def test_a_file_that_cannot_be_written_is_an_os_error(engine: Engine, tmp_path: Path) -> None:
     with engine.session() as session:
         session.append(PROMPT)
-        with pytest.raises(OSError, match="the session cannot be written to"):
+        with pytest.raises(
+            OSError, match=r"cannot be written to .*: there is no folder '.*missing'"
+        ):
             session.snapshot(tmp_path / "missing" / "file")
+        with pytest.raises(OSError, match=r"cannot be written to .*: it is a folder"):
+            session.snapshot(tmp_path)
         for wrong in ("", "\0", tmp_path, "~nobody-of-this-name/file"):
             with pytest.raises(OSError, match="the session cannot be written to"):
                 session.snapshot(wrong)
