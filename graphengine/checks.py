@@ -23,7 +23,9 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:
         # Python writes integers of more than 4,300 digits only if it is told to.
-        return f"an integer of {int(value).bit_length()} bits"  # type: ignore[call-overload]
+        if is_int(value):
+            return f"an integer of {value.bit_length()} bits"
+        return f"a {type(value).__name__} with an integer too long to print"
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 

@@ -316,5 +316,4 @@ def _shown(value: object) -> str:
     try:
         return str(value) if is_number(value) else repr(value)
     except ValueError:
-        assert isinstance(value, int), f"{type(value)=}"
-        return f"an integer of {value.bit_length()} bits"
+        return shown(value)

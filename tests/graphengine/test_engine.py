@@ -311,6 +311,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Engine], object], str]] = {
     "id past the vocabulary": (lambda e: e.submit([1, 4096]), "4096 .*vocabulary of 4096"),
     "negative id": (lambda e: e.submit([-1]), "-1 .*vocabulary of 4096"),
     "id beyond all": (lambda e: e.submit([10**5000]), "token id an integer of 16610 bits is outs"),
+    "a list with an id beyond all": (lambda e: e.submit([[10**5000]]), "id a list with an integer"),
     "huge id": (lambda e: e.submit([2**40]), f"{2**40} .*vocabulary of 4096"),
     "id that is no integer": (lambda e: e.submit([1.5]), r"1\.5 is not an integer"),
     "id that is text": (lambda e: e.submit([1, "a"]), "'a' is not an integer"),
