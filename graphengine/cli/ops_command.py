@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from contextlib import nullcontext
+from dataclasses import asdict
 
 from torch import Tensor
 
@@ -23,27 +24,28 @@ def ops(options: argparse.Namespace) -> None:
     if ranks > 1:
         raise ValueError(f"ops shows what one GPU launches, and {ranks} ranks were asked for")
     with open_engine(options) as engine:
-        tables = engine_ops(engine)
+        tables = engine_ops(engine, options.graph)
         device = engine.memory.device.type
-    if options.graph is not None:
-        if options.graph not in tables:
-            raise ValueError(f"--graph {options.graph}: the graphs are {', '.join(tables)}")
-        tables = {options.graph: tables[options.graph]}
     if options.json:
-        print(json.dumps({name: [row.as_dict() for row in rows] for name, rows in tables.items()}))
+        print(json.dumps({name: [asdict(row) for row in rows] for name, rows in tables.items()}))
         return
     if device == "cpu":
         print("as an H200 would launch them, with plans for a CPU\n")
     print("\n\n".join(_text(name, rows) for name, rows in tables.items()))
 
 
-def engine_ops(engine: Engine) -> dict[str, list[OpRow]]:
-    """The launches of each graph, by its name; on a CPU those that an H200 would be given.
+def engine_ops(engine: Engine, graph: str | None) -> dict[str, list[OpRow]]:
+    """The launches of one graph or of all, by name; on a CPU those that an H200 would be given.
 
     The engine must be new, or can only be closed afterwards: its static buffers are reset.
     """
     runtime = engine.runtime
     steps = graph_steps(runtime.program, engine.memory)
+    if graph is not None:
+        names = [key.name for key in steps]
+        steps = {key: step for key, step in steps.items() if key.name == graph}
+        if not steps:
+            raise ValueError(f"--graph {graph}: the graphs are {', '.join(names)}")
     on_gpu = engine.memory.device.type == "cuda"
     with nullcontext() if on_gpu else assumed(H200):
         schedule = record_schedule(steps)

@@ -21,8 +21,6 @@ from typing import Any
 from graphengine.observe.findings import Driver, Folder, Gpu, Machine, Plans, Software
 
 _SMI_SECONDS = 30
-# Values with which Triton takes a variable of the environment for set.
-_SET = ("1", "true", "on", "yes", "y")
 
 
 def read_machine(engine: str, packages: Iterable[str]) -> Machine:
@@ -31,9 +29,10 @@ def read_machine(engine: str, packages: Iterable[str]) -> Machine:
     engine  the version of graphengine
     """
     torch, torch_error = _imported("torch")
-    tuning_tables, kernels_error = None, None
+    dispatch, tuning_tables, kernels_error = None, None, None
     if torch is not None:
         _, kernels_error = _imported("graphengine.kernels")
+        dispatch, _ = _imported("graphengine.kernels.core.dispatch")
         # It imports what reads checkpoints, which has requirements of its own.
         tuning_tables, _ = _imported("graphengine.models.tuning_tables")
     gpus, cuda_error = _gpus(torch, tuning_tables, kernels_error is None)
@@ -46,7 +45,7 @@ def read_machine(engine: str, packages: Iterable[str]) -> Machine:
         peers=_peers(torch, len(gpus)),
         compiler=find_compiler(),
         cc=os.environ.get("CC"),
-        interpreted=os.environ.get("TRITON_INTERPRET", "0").lower() in _SET,
+        interpreted=dispatch is not None and dispatch.INTERPRETED,
         python_header=_python_header(),
         threads=None if torch is None else torch.get_num_threads(),
         triton_cache=folder_at(triton_cache_path()),

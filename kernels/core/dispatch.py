@@ -21,6 +21,12 @@ def use_triton(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda or is_assumed() or (INTERPRETED and tensor.device.type == "cpu")
 
 
+def use_gluon(tensor: torch.Tensor) -> bool:
+    """True where Gluon kernels with `cp.async` and `mma.sync` run; Gluon has no interpreter."""
+    device = device_of(tensor)
+    return not INTERPRETED and device is not None and device.copies_async
+
+
 def use_wgmma(tensor: torch.Tensor) -> bool:
     """Whether Gluon kernels for Hopper serve `tensor`: on a Hopper GPU, or where one is assumed.
 

@@ -23,8 +23,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from graphengine.kernels.core.devices import device_of, stages_that_fit
-from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.core.devices import stages_that_fit
+from graphengine.kernels.core.dispatch import use_gluon
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.core.triton_versions import load_async, sync_threads
 from graphengine.kernels.linear.linear_gluon_epilogue import (
@@ -63,7 +63,7 @@ def takes(
     outputs = plan.block_m // 2 if swiglu else plan.block_m
     return (
         plan.family == "dot"
-        and _runs_on(weight_MK)
+        and use_gluon(weight_MK)
         and out_dtype != torch.float32
         and weight_MK.dtype in _DTYPES
         and outputs >= _LEAST_OUTPUTS
@@ -89,12 +89,6 @@ def fitting_stages(plan: LinearPlan, splits: int, K: int, lanes: int, x: torch.T
     """
     stage = (plan.block_m + lanes) * plan.block_k * x.itemsize
     return stages_that_fit(stages(plan, splits, K), stage, 0, x, plan)
-
-
-def _runs_on(tensor: torch.Tensor) -> bool:
-    """Whether Gluon kernels with asynchronous copies run here; Gluon has no interpreter."""
-    device = device_of(tensor)
-    return not INTERPRETED and device is not None and device.copies_async
 
 
 @gluon.constexpr_function

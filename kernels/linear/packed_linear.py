@@ -18,8 +18,8 @@ import torch
 import triton
 
 from graphengine.kernels.comm.items import Peers, check_part, push_options
-from graphengine.kernels.core.devices import device_of, processors_of
-from graphengine.kernels.core.dispatch import INTERPRETED, use_triton
+from graphengine.kernels.core.devices import processors_of
+from graphengine.kernels.core.dispatch import INTERPRETED, use_gluon, use_triton
 from graphengine.kernels.core.lanes import (
     check_lanes,
     check_rows,
@@ -290,15 +290,7 @@ def packed_linear_sample(
 
 def takes_chunk(x_NK: torch.Tensor, weight: PackedWeight) -> bool:
     """Whether `packed_linear_chunk` can run."""
-    device = device_of(x_NK)
-    return (
-        not INTERPRETED
-        and device is not None
-        and device.copies_async
-        and x_NK.dtype in _DTYPES
-        and weight.shape[1] % PACKED_COLUMNS == 0
-        and weight.order is None
-    )
+    return use_gluon(x_NK) and _misfit(x_NK, weight) is None
 
 
 def packed_linear_chunk(
@@ -415,8 +407,8 @@ def _check(
     check_packed_plan(plan, weight.format)
     if plan.family == "fma" and lanes > FMA_LANES:
         raise ValueError(f"the fma family takes 1 to {FMA_LANES} lanes, not {lanes}")
-    if _is_launched(x_NK):
-        _check_launched(x_NK, weight)
+    if _is_launched(x_NK) and (misfit := _misfit(x_NK, weight)) is not None:
+        raise ValueError(misfit)
     return plan
 
 
@@ -425,18 +417,18 @@ def _is_launched(x_NK: torch.Tensor) -> bool:
     return use_triton(x_NK) and not INTERPRETED
 
 
-def _check_launched(x_NK: torch.Tensor, weight: PackedWeight) -> None:
+def _misfit(x_NK: torch.Tensor, weight: PackedWeight) -> str | None:
+    """What the kernel does not take of these operands; None: nothing."""
     if x_NK.dtype not in _DTYPES:
-        raise ValueError(f"packed weights take float16 and bfloat16 inputs, not {x_NK.dtype}")
+        return f"packed weights take float16 and bfloat16 inputs, not {x_NK.dtype}"
     if weight.shape[1] % PACKED_COLUMNS:
-        raise ValueError(
+        return (
             f"packed weights take a multiple of {PACKED_COLUMNS} input features on a GPU, "
             f"not K={weight.shape[1]}"
         )
     if weight.order is not None:
-        raise ValueError(
-            f"the decode kernels take columns in order, and {weight.order.numel()} have another"
-        )
+        return f"the decode kernels take columns in order, and {weight.order.numel()} have another"
+    return None
 
 
 def _launch(

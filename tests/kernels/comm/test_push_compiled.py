@@ -153,7 +153,7 @@ def test_a_product_pushes_its_part(
     monkeypatch: pytest.MonkeyPatch, name: str, squares: int
 ) -> None:
     """Stores and polls whole pairs, and before it waits for its inputs reads weights alone."""
-    monkeypatch.setattr(linear_gluon, "_runs_on", lambda tensor: True)
+    monkeypatch.setattr(linear_gluon, "use_gluon", lambda tensor: True)
     monkeypatch.setattr(packed_linear, "_is_launched", lambda tensor: True)
     plan, peers, lanes = PLANS[name], peers_of(2), 9
     packed = name == "packed"

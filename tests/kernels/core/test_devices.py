@@ -18,7 +18,7 @@ from graphengine.kernels.core.devices import (
     processors_of,
     stages_that_fit,
 )
-from graphengine.kernels.core.dispatch import INTERPRETED, use_triton, use_wgmma
+from graphengine.kernels.core.dispatch import INTERPRETED, use_gluon, use_triton, use_wgmma
 from graphengine.kernels.linear import linear_gluon
 from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.packed_cut import PackedArgs, new_cut
@@ -119,7 +119,7 @@ def test_kernels_of_hopper_leave_other_gpus_alone() -> None:
         (B200, True, True),
     ):
         with assumed(device):
-            assert linear_gluon._runs_on(x) == linears, device
+            assert use_gluon(x) == linears, device
             assert decode_gluon._runs_on(x) == attention, device
 
 
