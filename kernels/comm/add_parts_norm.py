@@ -41,6 +41,7 @@ from graphengine.kernels.comm.items import Peers, map_addresses, push_options, t
 from graphengine.kernels.core.lanes import FLOAT_DTYPES, check_lanes, check_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.triton_versions import UNFUSED
 from graphengine.kernels.norm_rope.norm import check_weight, row_options, store_normed
 
 LANE_PROGRAMS = 256
@@ -164,6 +165,7 @@ def add_parts_rms_norm(
         PROGRAMS=len(memory.tags),
         **push_options(peers) | {"SIZE": memory.size},
         **options,
+        **UNFUSED,
         **launch_options(pdl),
     )
     return normed

@@ -30,6 +30,10 @@ NEWEST = "3.9"
 OPTIONS = {"enable_fp_fusion": True}
 """Options of every launch. Fusing a product and a sum rounds once, not twice, and changes bits."""
 
+UNFUSED = {"enable_fp_fusion": False}
+"""Options of kernels whose bits must be equal to another kernel's, or to those of PyTorch: which
+products and sums a compiler fuses depends on the code around them."""
+
 sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier
 """Wait for all threads of the program."""
 

@@ -43,6 +43,7 @@ from graphengine.kernels.core.lanes import check_lanes, check_table, check_vecto
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.core.tree import TreeLanes, ancestors_of, check_tree_lanes
+from graphengine.kernels.core.triton_versions import UNFUSED
 from graphengine.kernels.logits.logits_triton import (
     ALL_STEPS,
     COUNT_MASK,
@@ -224,7 +225,7 @@ def _process(call: _Call, pdl: bool) -> None:
         BLOCK_Q=triton.next_power_of_2(max(Q, 1)),
         num_warps=min(max(block // 512, 1), 4),
         # Products are rounded before they are subtracted, as the plain twin's are.
-        enable_fp_fusion=False,
+        **UNFUSED,
         **launch_options(pdl),
     )
 

@@ -20,6 +20,7 @@ from graphengine.kernels.core.lanes import (
 )
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+from graphengine.kernels.core.triton_versions import UNFUSED
 
 # Longer rows are read twice, in tiles; a row of this length stays in the registers of 16 warps.
 _MAX_BLOCK_H = 8192
@@ -66,6 +67,7 @@ def rms_norm(
         out.stride(0),
         eps,
         **row_options(H),
+        **UNFUSED,
         **launch_options(pdl),
     )
     return out
@@ -183,6 +185,7 @@ def add_rms_norm(
         out.stride(0),
         eps,
         **row_options(H),
+        **UNFUSED,
         **launch_options(pdl),
     )
     return out

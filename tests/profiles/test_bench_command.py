@@ -147,7 +147,9 @@ def test_a_gpu_fills_the_cells_of_contexts(run_bench: Bench) -> None:
     assert len(cells) == 4 and document["contexts"]["first_tokens"]["ttft_ms"]["5"] > 0
     for cell in cells:
         assert cell["tb_s"] > 0 and len(cell["speculation"]) == 1
-        assert 0 < cell["share"] == pytest.approx(cell["floor_ms"] / cell["ms_per_step"], abs=5e-3)
+        # A share of less than half a percent, as on a busy machine, is rounded to 0.
+        assert cell["floor_ms"] > 0
+        assert cell["share"] == pytest.approx(cell["floor_ms"] / cell["ms_per_step"], abs=5e-3)
     for found in document["kernels"]:
         (attention,) = [time for time in found["kernels"] if time["part"] == "KV"]
         # Two layers of two heads of 64 in bfloat16; a row grows while it is traced.

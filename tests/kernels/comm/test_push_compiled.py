@@ -304,3 +304,4 @@ def test_a_split_chunk_is_read_and_stored_wide_between_its_flags(ranks: int) -> 
     # It waits for its turn before it gives parts, and looks at flags after them and at the end.
     turn, given, ended = (found.start() for found in re.finditer("nanosleep", ptx))
     assert turn < ptx.index(stores) < ptx.index("fence.acq_rel.sys") < given < ended
+    assert "fma.rn.f32" not in ptx, "its bits are those of add_rms_norm, which fuses nothing"

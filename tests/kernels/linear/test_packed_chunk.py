@@ -182,8 +182,8 @@ def check_decoded(
     close: Any, name: str, lanes: int, M: int, K: int, dtype: torch.dtype, swiglu: bool, device: str
 ) -> None:
     quantised = random_quantised(name, M, K)
-    floats = dequantise(quantised).to(device)
-    x = inputs_of(floats, lanes, dtype).to(device)
+    floats = dequantise(quantised)
+    x, floats = inputs_of(floats, lanes, dtype).to(device), floats.to(device)
     x[-1] = NAN
     bias = torch.randn(M, generator=torch.Generator().manual_seed(1)).to(x)
     weight = to_device(pack(quantised, swiglu=swiglu), device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from graphengine.kernels.norm_rope.norm import (
     rms_norm,
     rms_norm_reference,
 )
+from launches.compilation import compile_launch, record_launch
 
 SENTINEL = 77.0
 EPS = 1e-5
@@ -242,3 +245,20 @@ def test_add_rms_norm_bits_do_not_depend_on_company(device, dtypes, H):
 def test_bad_operands_of_add_rms_norm(changes, message):
     with pytest.raises(ValueError, match=message):
         add_rms_norm(**{**operands(), "y_NH": torch.zeros(2, 8), **changes})
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@pytest.mark.parametrize("added", [False, True])
+def test_no_product_is_fused_with_a_sum(added):
+    """Kernels with other code around the same sums have the same bits."""
+    x, y, norm = (torch.zeros(shape, dtype=torch.float32) for shape in ((4, 96), (4, 96), 96))
+    options = {"eps": EPS, "out_dtype": torch.bfloat16}
+
+    def call() -> None:
+        if added:
+            add_rms_norm(x, y, norm, live_slots(4), **options)
+        else:
+            rms_norm(x, norm, live_slots(4), **options)
+
+    ptx, _ = compile_launch(record_launch(importlib.import_module(rms_norm.__module__), call))
+    assert "mul.rn.f32" in ptx and "fma.rn.f32" not in ptx

@@ -3,7 +3,9 @@
     python tests/support/gpus/step_times.py --out times.jsonl
     PYTHONPATH=/folder/of/another/triton python tests/support/gpus/step_times.py --out times.jsonl
 
-To compare versions run them in turn on one GPU: a line for each engine names the versions.
+To compare versions run them in turn on one GPU: a line for each engine names the versions. With
+--kernels the line also has the time of each kernel, from an engine without programmatic dependent
+launch, whose kernels do not overlap.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import torch
 from graphengine import Engine, SamplingParams
 from graphengine.observe.environment import environment
 from graphengine.profiles.benchmark.engines import build_engine
+from graphengine.profiles.benchmark.kernel_times import kernel_times
+from graphengine.profiles.benchmark.measure import Work
 from graphengine.profiles.benchmark.shapes import Subject
 
 ENGINES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -77,14 +81,31 @@ def measure(name: str, device: str) -> dict[str, Any]:
     }
 
 
+def kernels(name: str, device: str) -> list[list[Any]] | None:
+    """Name, part, launches a step and microseconds a launch of each kernel; None on a CPU."""
+    shape, options = ENGINES[name]
+    engine, _ = build_engine(
+        Subject.of_shape(shape),
+        {"device": device, "dtype": "bfloat16", "pdl": False, "lookahead": 0, **SIZES, **options},
+    )
+    with engine:
+        found = kernel_times(engine, Work(live=1, prompt_tokens=40, new_tokens=64, runs=1))
+    return found and [[k.name, k.part, k.count, round(k.mean_us, 3)] for k in found]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--engines", nargs="+", default=[*ENGINES], choices=[*ENGINES])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kernels", action="store_true", help="also the time of each kernel")
     parser.add_argument("--out", type=Path, help="a file that gets a line of JSON for each")
     options = parser.parse_args(arguments)
     for name in options.engines:
-        line = json.dumps(measure(name, options.device))
+        found = measure(name, options.device)
+        if options.kernels:
+            gc.collect()
+            found["kernel_us"] = kernels(name, options.device)
+        line = json.dumps(found)
         print(line, flush=True)
         if options.out is not None:
             with options.out.open("a") as file:
