@@ -21,12 +21,12 @@ from graphengine.kernels.experts.reference import (
 from graphengine.kernels.experts.router import route_reference
 from graphengine.kernels.linear.residual import add_to_residual_reference
 from graphengine.models.blocks.experts import ExpertsWeights
+from graphengine.models.composition import HEAD, DecoderModel, named_sublayers
 from graphengine.models.contract import DecodeLaunch, Model, ModelConfig
-from graphengine.models.decoder import HEAD, DecoderConfig, DecoderModel
-from graphengine.models.decoder_layer import layer_prefix
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hybrid import HybridConfig
-from graphengine.models.hybrid_parts import Block, Part
 from graphengine.models.linears import WeightForms
+from graphengine.models.sublayers import Block, Layer, Sublayer, layer_prefix
 
 
 class Chain(Model, Protocol):
@@ -59,7 +59,7 @@ def new_chain(
 def chain_length(config: ModelConfig) -> int:
     """Number of links of a chain with this config."""
     if isinstance(config, HybridConfig):
-        return config.num_layers // len({part.block for _, _, part in config.parts()})
+        return config.num_layers // len({each.block for _, _, each in named_sublayers(config)})
     return config.num_layers
 
 
@@ -111,12 +111,12 @@ def _of_kinds(config: HybridConfig, links: int) -> HybridConfig:
             f"the blocks of a {config.architecture} with the linears {', '.join(config.linears)} "
             f"are not stored alike: there is no chain of them"
         )
-    last: dict[Block, tuple[str, Part]] = {}
-    for _, prefix, part in config.parts():
+    last: dict[Block, tuple[str, Sublayer]] = {}
+    for _, prefix, part in named_sublayers(config):
         last.pop(part.block, None)
         last[part.block] = prefix + part.prefix, part
     forms = {HEAD: config.forms[HEAD]} if HEAD in config.forms else {}
-    layers: list[tuple[Part, ...]] = []
+    layers: list[Layer] = []
     for _ in range(links):
         for prefix, part in last.values():
             for name, form in _below(config.forms, prefix).items():

@@ -1,140 +1,123 @@
-"""One decoder layer: attention and a feed-forward, with norms before and in some models after.
+"""The weights of a layer, and its programs: for a few rows, and for a chunk of a prompt.
 
 Letters: G kv heads, D head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from graphengine.kernels import DecodeLanes, Kept, Residual
-from graphengine.models.blocks.experts import Experts, ExpertsWeights
-from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
-from graphengine.models.blocks.mla import LatentAttention, LatentAttentionWeights
-from graphengine.models.blocks.norms import NextNorm, PostNorms, Sandwich, plus_one
+from graphengine.kernels import DecodeLanes, PrefillLanes, Residual
+from graphengine.models.blocks.experts import ExpertsWeights
+from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import PrefillScratch, coded_columns
-from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
-from graphengine.models.contract import DecodeLaunch, PrefillLaunch
+from graphengine.models.blocks.swiglu import SwigluWeights
+from graphengine.models.contract import ChunkAttention, DecodeLaunch, PrefillLaunch
 from graphengine.models.linears import WeightForms
+from graphengine.models.sublayers import (
+    AttendingWeights,
+    BlockWeights,
+    FeedForwardWeights,
+    Layer,
+    RecurringWeights,
+    SublayerWeights,
+    allocate_sublayers,
+    weights_width,
+)
 from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
 
-ATTENTION, MLP = "self_attn.", "mlp."
-"""Prefixes of a layer's blocks in the checkpoint, below the layer's own."""
-
-
-def layer_prefix(index: int) -> str:
-    """Prefix of a layer's tensors in the checkpoint."""
-    return f"model.layers.{index}."
+Memory = tuple[Tensor, Tensor] | Mapping[str, Tensor] | None
+"""What a block reads and writes of its sequences: a paged cache with its block table, recurrent
+states by name, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """One layer's blocks, and the weights of the norms before them.
+    """One layer's sublayers, in the order in which they run."""
 
-    prefix      of the layer's names in the checkpoint
-    post_norms  weights of the norms after the blocks; None: there are none
-    """
+    sublayers: tuple[SublayerWeights, ...]
 
-    prefix: str
-    input_norm: Tensor
-    attention: AttentionWeights | LatentAttentionWeights
-    ffn_norm: Tensor
-    mlp: SwigluWeights | ExpertsWeights
-    post_norms: PostNorms | None = None
+    @property
+    def input_norm(self) -> Tensor:
+        """Weight of the norm that reads the stream before the layer."""
+        return self.sublayers[0].norm
+
+    @property
+    def attention(self) -> AttendingWeights:
+        """The block that attends. LookupError if there is none."""
+        for each in self.sublayers:
+            if isinstance(each.block, AttendingWeights):
+                return each.block
+        raise LookupError("the layer has no attention")
+
+    @property
+    def mlp(self) -> FeedForwardWeights:
+        """The last block, if it is a feed-forward. LookupError if it is not."""
+        block = self.sublayers[-1].block
+        if isinstance(block, FeedForwardWeights):
+            return block
+        raise LookupError("the layer ends without a feed-forward")
+
+    @property
+    def after_attention(self) -> NextNorm:
+        """The norm, or two norms, between the first sublayer and the second."""
+        first, second = self.sublayers
+        return first.before(second.norm)
+
+    def followed(self, following: Tensor) -> Iterator[tuple[SublayerWeights, NextNorm]]:
+        """Each sublayer with the norm, or two norms, after it; `following` is the next layer's."""
+        norms = [*(each.norm for each in self.sublayers[1:]), following]
+        for each, norm in zip(self.sublayers, norms, strict=True):
+            yield each, each.before(norm)
 
     def linears(self) -> list[StoredLinear]:
         """The layer's linears."""
-        return self.attention.linears() + self.mlp.linears()
+        return [linear for each in self.sublayers for linear in each.block.linears()]
 
     def stored(self) -> dict[str, Weight]:
         """Tensors that are not packed, by name."""
-        return {
-            **{f"{self.prefix}{name}.weight": Weight(norm) for name, norm in self._norms().items()},
-            **self.attention.stored(),
-            **self.mlp.stored(),
-        }
-
-    def _norms(self) -> dict[str, Tensor]:
-        if self.post_norms is None:
-            return {"input_layernorm": self.input_norm, "post_attention_layernorm": self.ffn_norm}
-        return {
-            "input_layernorm": self.input_norm,
-            "post_attention_layernorm": self.post_norms.attention,
-            "pre_feedforward_layernorm": self.ffn_norm,
-            "post_feedforward_layernorm": self.post_norms.mlp,
-        }
+        return {name: weight for each in self.sublayers for name, weight in each.stored().items()}
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        return [*self._norms().values(), *self.attention.tensors(), *self.mlp.tensors()]
+        return [tensor for each in self.sublayers for tensor in each.tensors()]
 
     @property
     def may_split(self) -> bool:
         """Whether the layer's stream may be split over ranks by lanes.
 
-        Experts, and norms after a block, sum over ranks in their own way.
+        Recurrent blocks need all lanes; experts, and norms after a block, sum over ranks in their
+        own way.
         """
-        return isinstance(self.mlp, SwigluWeights) and self.post_norms is None
-
-    @property
-    def after_attention(self) -> NextNorm:
-        """The norm, or two norms, between the attention and the feed-forward."""
-        if self.post_norms is None:
-            return self.ffn_norm
-        return Sandwich(self.post_norms.attention, self.ffn_norm, self.mlp.block.norm_eps)
-
-    def after_mlp(self, following: Tensor) -> NextNorm:
-        """The norm, or two norms, after the feed-forward; `following` is the next layer's."""
-        if self.post_norms is None:
-            return following
-        return Sandwich(self.post_norms.mlp, following, self.mlp.block.norm_eps)
+        blocks = AttendingWeights | SwigluWeights
+        return all(
+            isinstance(each.block, blocks) and each.post_norm is None for each in self.sublayers
+        )
 
     def with_norms_plus_one(self) -> LayerWeights:
         """This layer with 1 added to its norms, for checkpoints whose norms lack it."""
-        post, attention = self.post_norms, self.attention
-        assert isinstance(attention, AttentionWeights), "latents have norms that lack nothing"
-        return replace(
-            self,
-            input_norm=plus_one(self.input_norm),
-            attention=attention.with_norms_plus_one(),
-            ffn_norm=plus_one(self.ffn_norm),
-            post_norms=None if post is None else PostNorms(*map(plus_one, post)),
-        )
+        sublayers = tuple(each.with_norms_plus_one() for each in self.sublayers)
+        return replace(self, sublayers=sublayers)
 
 
 def allocate_layer(
-    prefix: str,
-    attention: GroupedQueryAttention | LatentAttention,
-    feed_forward: Swiglu | Experts,
-    forms: WeightForms,
-    *,
-    post_norms: bool = False,
-    device: str,
-    dtype: torch.dtype,
+    prefix: str, layer: Layer, hidden: int, forms: WeightForms, *, device: str, dtype: torch.dtype
 ) -> LayerWeights:
     """Uninitialised weights of the layer with this prefix; `device="meta"` allocates nothing."""
-    input_norm, ffn_norm, *after = (
-        torch.empty(attention.hidden_size, device=device, dtype=dtype)
-        for _ in range(4 if post_norms else 2)
-    )
-    return LayerWeights(
-        prefix=prefix,
-        input_norm=input_norm,
-        attention=attention.allocate(prefix + ATTENTION, forms, device=device, dtype=dtype),
-        ffn_norm=ffn_norm,
-        mlp=feed_forward.allocate(prefix + MLP, forms, device=device, dtype=dtype),
-        post_norms=PostNorms(*after) if after else None,
-    )
+    sublayers = allocate_sublayers(prefix, layer, hidden, forms, device=device, dtype=dtype)
+    return LayerWeights(sublayers=tuple(sublayers))
 
 
 def routed_of(layers: Sequence[LayerWeights]) -> RoutedExperts | None:
     """The experts of the layers that have some; None: no layer has."""
-    held = [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsWeights)]
+    blocks = [each.block for layer in layers for each in layer.sublayers]
+    held = [block for block in blocks if isinstance(block, ExpertsWeights)]
     if not held:
         return None
     block = held[0].block
@@ -148,6 +131,32 @@ def routed_of(layers: Sequence[LayerWeights]) -> RoutedExperts | None:
     )
 
 
+def decode_block(
+    block: BlockWeights,
+    next_norm: NextNorm,
+    row: DecodeLanes,
+    residual: Residual,
+    memory: Memory,
+    tables: RopeTables,
+    launch: DecodeLaunch,
+) -> Residual:
+    """One block for `row`'s tokens.
+
+    `residual` is scaled for the block's norm and comes back scaled for `next_norm`; all but its
+    squares is updated in place. Each live lane's entry of `memory` is written at its position.
+    """
+    if isinstance(block, AttendingWeights):
+        kv, table = cast("tuple[Tensor, Tensor]", memory)
+        return block.decode(row, residual, next_norm, kv, table, tables, launch)
+    if isinstance(block, RecurringWeights):
+        states = cast("Mapping[str, Tensor]", memory)
+        return block.decode(row, residual, next_norm, states, launch)
+    if isinstance(block, ExpertsWeights):
+        assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
+        return block.decode(row, residual, next_norm, launch)
+    return block.decode(row, residual, next_norm, launch)
+
+
 def decode_layer(
     layer: LayerWeights,
     next_norm: Tensor,
@@ -157,19 +166,16 @@ def decode_layer(
     block_table: Tensor,
     tables: RopeTables,
     launch: DecodeLaunch,
-    *,
-    kept: Kept | None = None,
 ) -> Residual:
-    """One layer for `row`'s tokens: five kernels, or seven where norms follow the blocks.
+    """A layer of attention and a feed-forward for `row`'s tokens, as `decode_block` runs each.
 
-    `residual` is scaled for the layer's input norm and comes back scaled for `next_norm`; all but
-    its squares is updated in place. `kv` is the layer's cache `[blocks, 2, block_size, G, D]`. The
-    stream after the layer is also left in `kept`.
+    `kv` is the layer's cache `[blocks, 2, block_size, G, D]`.
     """
-    residual = layer.attention.decode(
-        row, residual, layer.after_attention, kv, block_table, tables, launch
-    )
-    return decode_feed_forward(layer, next_norm, row, residual, launch, kept=kept)
+    for each, following in layer.followed(next_norm):
+        residual = decode_block(
+            each.block, following, row, residual, (kv, block_table), tables, launch
+        )
+    return residual
 
 
 def decode_feed_forward(
@@ -178,16 +184,13 @@ def decode_feed_forward(
     row: DecodeLanes,
     residual: Residual,
     launch: DecodeLaunch,
-    *,
-    kept: Kept | None = None,
 ) -> Residual:
     """Run the part of `decode_layer` that follows attention."""
-    residual = residual._replace(kept=kept)
-    if isinstance(layer.mlp, ExpertsWeights):
-        residual = layer.mlp.decode(row, residual, next_norm, launch)
-    else:
-        residual = layer.mlp.decode(row, residual, layer.after_mlp(next_norm), launch)
-    return residual._replace(kept=None)
+    _, (each, following) = layer.followed(next_norm)
+    if isinstance(each.block, ExpertsWeights):
+        return each.block.decode(row, residual, next_norm, launch)
+    assert isinstance(each.block, SwigluWeights), f"{type(each.block)=}"
+    return each.block.decode(row, residual, following, launch)
 
 
 def prefill_scratch(
@@ -203,24 +206,61 @@ def prefill_scratch(
 
     may_split  whether nobody else reads the chunk's stream, so that ranks may split it by lanes
     """
-    attention = layers[0].attention.block
+    hidden = len(layers[0].input_norm)
     split = None
     if may_split and launch.split is not None and all(layer.may_split for layer in layers):
-        split = launch.split(lanes, attention.hidden_size, like.dtype)
-    widths = [layer.mlp.prefill_width(lanes) for layer in layers]
+        split = launch.split(lanes, hidden, like.dtype)
+    blocks = [each.block for layer in layers for each in layer.sublayers]
     return PrefillScratch(
         lanes,
-        attention.hidden_size,
-        max(attention.prefill_width, *widths),
+        hidden,
+        max(weights_width(block, lanes) for block in blocks),
         like=like,
         launch=launch,
         coded=coded_columns(
-            (each.weight for layer in layers for each in layer.linears() if not each.expert),
+            (each.weight for block in blocks for each in block.linears() if not each.expert),
             launch.activations,
         ),
         outlived=outlived,
         split=split,
     )
+
+
+def prefill_block(
+    block: BlockWeights,
+    next_norm: NextNorm,
+    lanes: PrefillLanes,
+    stream: Tensor,
+    memory: Memory,
+    tables: RopeTables,
+    attention: ChunkAttention,
+    scratch: PrefillScratch,
+) -> None:
+    """One block for a chunk's tokens, whose normed stream is `scratch.h`.
+
+    `stream`, float32, is updated in place, and `scratch.h` becomes `stream` after `next_norm`.
+    """
+    if isinstance(block, AttendingWeights):
+        kv, table = cast("tuple[Tensor, Tensor]", memory)
+        attended = block.attend(lanes, kv, table, tables, attention, scratch)
+        block.add_output(attended, stream, next_norm, lanes.slot, scratch)
+    elif isinstance(block, RecurringWeights):
+        states = cast("Mapping[str, Tensor]", memory)
+        block.prefill(lanes, stream, next_norm, states, scratch)
+    else:
+        prefill_feed_forward(block, next_norm, stream, lanes.slot, scratch)
+
+
+def prefill_feed_forward(
+    block: BlockWeights, next_norm: NextNorm, stream: Tensor, slot: Tensor, scratch: PrefillScratch
+) -> None:
+    """Run `prefill_block` of a feed-forward."""
+    if isinstance(block, ExpertsWeights):
+        assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
+        block.prefill(stream, next_norm, slot, scratch)
+    else:
+        assert isinstance(block, FeedForwardWeights), f"{type(block)=}"
+        block.prefill(stream, next_norm, slot, scratch)
 
 
 def finish_prefill_layer(
@@ -236,8 +276,6 @@ def finish_prefill_layer(
     `stream`, float32, is updated in place, and `scratch.h` becomes `stream` after `next_norm`.
     `attended` is overwritten where it lies in `scratch`.
     """
-    layer.attention.add_output(attended, stream, layer.after_attention, slot, scratch)
-    if isinstance(layer.mlp, ExpertsWeights):
-        layer.mlp.prefill(stream, next_norm, slot, scratch)
-    else:
-        layer.mlp.prefill(stream, layer.after_mlp(next_norm), slot, scratch)
+    (_, after_attention), (mlp, following) = layer.followed(next_norm)
+    layer.attention.add_output(attended, stream, after_attention, slot, scratch)
+    prefill_feed_forward(mlp.block, following, stream, slot, scratch)

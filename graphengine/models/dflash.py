@@ -42,11 +42,11 @@ from graphengine.models.decoder_layer import (
     LayerWeights,
     allocate_layer,
     decode_feed_forward,
-    layer_prefix,
 )
 from graphengine.models.linears import Linear, Linears
 from graphengine.models.states import LayerStates
 from graphengine.models.stream_readers import StreamReaders, layers_like
+from graphengine.models.sublayers import layer_prefix
 from graphengine.models.weights import StoredLinear, StoredWeights, Weight
 
 USUAL_LAYERS = 5
@@ -232,10 +232,9 @@ def allocate_dflash_weights(
     layers = tuple(
         allocate_layer(
             layer_prefix(index),
-            decoder.attention_of(index),
-            decoder.feed_forward(index),
+            decoder.layer(index),
+            hidden,
             decoder.forms,
-            post_norms=decoder.post_norms,
             device=device,
             dtype=dtype,
         )

@@ -36,6 +36,7 @@ from graphengine.checks import INT32_MAX, some
 from graphengine.kernels import MAX_RANK
 from graphengine.models import hf_config
 from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.composition import has_local_tables
 from graphengine.models.config_schema import Key, read_keys, unsupported
 from graphengine.models.contract import ModelConfig
 from graphengine.models.dflash import DFlashConfig, allocate_dflash_weights
@@ -220,7 +221,7 @@ def _check_sizes(
             f"{path} has block_size={config.trained_block}: a block of the newest token alone "
             f"drafts nothing"
         )
-    if decoder.has_local_tables:
+    if has_local_tables(decoder):
         raise unsupported("rope_parameters", values["rope_parameters"], "one RoPE for all layers")
     least = min((window for window in decoder.windows if window), default=config.trained_block)
     if least < config.trained_block:

@@ -49,6 +49,7 @@ from graphengine.models.decoder_layer import (
 from graphengine.models.linears import PLAIN, Linear, Linears
 from graphengine.models.states import LayerStates
 from graphengine.models.stream_readers import StreamReaders, layers_like
+from graphengine.models.sublayers import usual_layer
 from graphengine.models.weights import StoredLinear, StoredWeights, Weight
 
 
@@ -218,9 +219,8 @@ def allocate_eagle3_weights(
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, device=device, dtype=dtype)
 
-    layer = allocate_layer(
-        names.layer, config.attention, config.layer.mlp, PLAIN, device=device, dtype=dtype
-    )
+    sublayers = usual_layer(config.attention, config.layer.mlp, post_norms=False)
+    layer = allocate_layer(names.layer, sublayers, hidden, PLAIN, device=device, dtype=dtype)
     return Eagle3Weights(
         config=config,
         fc=new(hidden, config.streams_width),

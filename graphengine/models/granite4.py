@@ -17,8 +17,8 @@ from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.config_schema import GRANITE_KEYS, HfConfig, unsupported
 from graphengine.models.hybrid import HybridConfig
-from graphengine.models.hybrid_parts import Part
 from graphengine.models.mamba_config import time_step_limits, with_plain_limits
+from graphengine.models.sublayers import Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=2048, keys=GRANITE_KEYS)
 _MAMBA, _ATTENTION = ("linear_attention", "mamba"), ("full_attention", "attention")
@@ -58,10 +58,10 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
         norm_eps=eps,
         one_linear=True,
     )
-    after = Part("post_attention_layernorm", "shared_mlp.", mlp)
+    after = Sublayer("post_attention_layernorm", "shared_mlp.", mlp)
     mixers = {
-        True: Part("input_layernorm", "self_attn.", attention),
-        False: Part("input_layernorm", "mamba.", mamba),
+        True: Sublayer("input_layernorm", "self_attn.", attention),
+        False: Sublayer("input_layernorm", "mamba.", mamba),
     }
     return HybridConfig(
         architecture=architecture,

@@ -10,7 +10,7 @@ from graphengine.models.blocks.short_conv import ShortConv
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.config_schema import LFM2_KEYS, HfConfig
 from graphengine.models.hybrid import HybridConfig
-from graphengine.models.hybrid_parts import Part
+from graphengine.models.sublayers import Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=128_000, keys=LFM2_KEYS, biases=())
 _ATTENTION, _CONV = "full_attention", "conv"
@@ -47,10 +47,10 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
         names=("w1", "w3", "w2"),
     )
     mixers = {
-        _ATTENTION: Part("operator_norm", "self_attn.", attention),
-        _CONV: Part("operator_norm", "conv.", conv),
+        _ATTENTION: Sublayer("operator_norm", "self_attn.", attention),
+        _CONV: Sublayer("operator_norm", "conv.", conv),
     }
-    after = Part("ffn_norm", "feed_forward.", mlp)
+    after = Sublayer("ffn_norm", "feed_forward.", mlp)
     return HybridConfig(
         architecture=architecture,
         vocab_size=settings["vocab_size"],

@@ -36,6 +36,7 @@ from graphengine.kernels import (
 from graphengine.models.blocks.norms import plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product, new_weight, tensors_of
+from graphengine.models.composition import DecoderModel, is_composed
 from graphengine.models.contract import (
     ONE_RANK,
     ChunkAttention,
@@ -44,7 +45,7 @@ from graphengine.models.contract import (
     ModelConfig,
     PrefillLaunch,
 )
-from graphengine.models.decoder import DecoderConfig, DecoderModel
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.decoder_layer import (
     LayerWeights,
     allocate_layer,
@@ -53,7 +54,6 @@ from graphengine.models.decoder_layer import (
     prefill_scratch,
     routed_of,
 )
-from graphengine.models.hybrid import HybridConfig, HybridModel
 from graphengine.models.linears import Linear, Linears, WeightForms, in_formats, refill
 from graphengine.models.states import LayerStates
 from graphengine.models.weights import RoutedExperts, StoredLinear, StoredWeights, Weight
@@ -170,7 +170,7 @@ class MtpConfig:
         expert_modules  modules that have experts; None: all, if the target has any
         full_attention  whether modules are known to have no window though target layers have one
         """
-        if isinstance(target, HybridConfig):
+        if is_composed(target):
             target = target.attending_decoder()
         if not isinstance(target, DecoderConfig):
             raise ValueError(
@@ -373,10 +373,9 @@ def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) 
             ),
             layer=allocate_layer(
                 prefix + config.layout.layer,
-                config.layer.attention,
-                config.layer.feed_forward(index),
+                config.layer.layer(index),
+                hidden,
                 config.layer.forms,
-                post_norms=config.layer.post_norms,
                 device=device,
                 dtype=dtype,
             ),
@@ -392,7 +391,7 @@ def rope_of(target: Model) -> RopeTables:
 
     `MtpConfig.of_target` has refused every target without them.
     """
-    assert isinstance(target, DecoderModel | HybridModel), f"{target=}"
+    assert isinstance(target, DecoderModel), f"{target=}"
     return target.tables
 
 

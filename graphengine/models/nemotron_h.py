@@ -14,8 +14,8 @@ from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.squared_relu import SquaredRelu
 from graphengine.models.config_schema import NEMOTRON_KEYS, HfConfig, unsupported
 from graphengine.models.hybrid import HybridConfig
-from graphengine.models.hybrid_parts import Block, Part
 from graphengine.models.mamba_config import time_step_limits, with_plain_limits
+from graphengine.models.sublayers import Block, Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, keys=NEMOTRON_KEYS, biases=("mlp_bias",))
 _HEAD_DIM = 128
@@ -66,7 +66,7 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
         hidden_size=hidden,
         norm_eps=eps,
         max_positions=settings["max_position_embeddings"],
-        layers=tuple((Part("norm", "mixer.", blocks[letter]),) for letter in pattern),
+        layers=tuple((Sublayer("norm", "mixer.", blocks[letter]),) for letter in pattern),
         attention=attention,
         tie_embeddings=settings["tie_word_embeddings"],
         embedding_name="model.embeddings",

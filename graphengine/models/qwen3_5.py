@@ -21,7 +21,7 @@ from graphengine.models.config_schema import (
     unsupported,
 )
 from graphengine.models.hybrid import HybridConfig
-from graphengine.models.hybrid_parts import Part
+from graphengine.models.sublayers import Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(
     max_positions=32_768,
@@ -74,10 +74,10 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
     )
     mlp = Swiglu(hidden_size=hidden, ffn_size=settings["intermediate_size"], norm_eps=eps)
     mixers = {
-        _ATTENTION: Part("input_layernorm", "self_attn.", attention),
-        _DELTA: Part("input_layernorm", "linear_attn.", delta),
+        _ATTENTION: Sublayer("input_layernorm", "self_attn.", attention),
+        _DELTA: Sublayer("input_layernorm", "linear_attn.", delta),
     }
-    after = Part("post_attention_layernorm", "mlp.", mlp)
+    after = Sublayer("post_attention_layernorm", "mlp.", mlp)
     return HybridConfig(
         architecture=architecture,
         vocab_size=settings["vocab_size"],

@@ -26,16 +26,17 @@ from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.short_conv import ShortConv
 from graphengine.models.blocks.squared_relu import SquaredRelu
 from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.composition import experts_of
 from graphengine.models.contract import ModelConfig, Share
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.dflash import DFlashConfig
 from graphengine.models.eagle3 import Eagle3Config
 from graphengine.models.hybrid import HybridConfig
-from graphengine.models.hybrid_parts import Block
 from graphengine.models.linears import WeightForms
 from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
 from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_rows
 from graphengine.models.rank_cuts import cut_linears
+from graphengine.models.sublayers import Block
 from graphengine.models.weights import StoredWeights
 
 
@@ -57,7 +58,7 @@ def of_rank(
         return config
     if data_parallel:
         return _with_experts_of_rank(config, share)
-    if expert_parallel and not (isinstance(config, DecoderConfig) and config.expert_layers):
+    if expert_parallel and experts_of(config) is None:
         raise ValueError(
             f"expert_parallel=True, but no layer of this {config.architecture} has experts"
         )
@@ -117,7 +118,7 @@ def _layers_of_rank(config: ModelConfig, share: Share, expert_parallel: bool) ->
     if isinstance(config, DecoderConfig):
         return _decoder_of_rank(config, config.num_layers, share, expert_parallel)
     if isinstance(config, HybridConfig):
-        return _hybrid_of_rank(config, share.ranks)
+        return _hybrid_of_rank(config, share, expert_parallel)
     raise ValueError(
         f"tensor_parallel={share.ranks} is for models whose layers have attention, recurrent heads "
         f"or channels, and feed-forwards, which this {config.architecture} has not"
@@ -168,6 +169,10 @@ def _with_experts_of_rank(config: ModelConfig, share: Share) -> ModelConfig:
     """The whole model, with only this rank's experts. ValueError if it has none."""
     if isinstance(config, DecoderConfig) and config.expert_layers:
         return _whole_but_experts(config, share)
+    if isinstance(config, HybridConfig) and experts_of(config) is not None:
+        return config.with_blocks(
+            lambda block: _spread(block, share) if isinstance(block, Experts) else block
+        )
     raise ValueError(
         f"data_parallel={share.ranks} spreads the experts of a model over ranks, and this "
         f"{config.architecture} has none: {share.ranks} engines, each in a process of its own, "
@@ -180,8 +185,13 @@ def _whole_but_experts(config: DecoderConfig, share: Share) -> DecoderConfig:
     experts = config.experts
     if experts is None or not config.expert_layers:
         return config
+    return replace(config, experts=_spread(experts, share))
+
+
+def _spread(experts: Experts, share: Share) -> Experts:
+    """The experts that this rank has whole, among ranks with lanes of their own."""
     held = _whole_experts(experts.experts, share, "data_parallel")
-    return replace(config, experts=replace(experts, held=held, sharing=share.ranks))
+    return replace(experts, held=held, sharing=share.ranks)
 
 
 def _whole_experts(count: int, share: Share, option: str) -> range:
@@ -193,16 +203,18 @@ def _whole_experts(count: int, share: Share, option: str) -> range:
 # Hybrids.
 
 
-def _hybrid_of_rank(config: HybridConfig, ranks: int) -> HybridConfig:
-    layers = tuple(
-        tuple(part._replace(block=_block_of_rank(part.block, ranks)) for part in layer)
-        for layer in config.layers
-    )
-    return replace(config, layers=layers, attention=_attention_of_rank(config.attention, ranks))
+def _hybrid_of_rank(config: HybridConfig, share: Share, expert_parallel: bool) -> HybridConfig:
+    split = config.with_blocks(lambda block: _block_of_rank(block, share, expert_parallel))
+    return replace(split, attention=_attention_of_rank(config.attention, share.ranks))
 
 
-def _block_of_rank(block: Block, ranks: int) -> Block:
+def _block_of_rank(block: Block, share: Share, expert_parallel: bool) -> Block:
+    ranks = share.ranks
     match block:
+        case Experts():
+            return _experts_of_rank(block, share, expert_parallel)
+        case LatentAttention():
+            return _latent_of_rank(block, ranks)
         case GroupedQueryAttention():
             return _attention_of_rank(block, ranks)
         case Mamba2():

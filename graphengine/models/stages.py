@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from graphengine.models.composition import is_composed
 from graphengine.models.contract import LayerSpan, ModelConfig, Share
-from graphengine.models.decoder import DecoderConfig
-from graphengine.models.hybrid import HybridConfig
 from graphengine.models.states import paged_states
 
 # The dtype in which layers are weighed; packed weights are as large whatever the model's dtype.
@@ -72,7 +71,7 @@ def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:
 
     Each stage has a layer that keeps keys and values, or latents. ValueError as in `of_stage`.
     """
-    if not isinstance(config, DecoderConfig | HybridConfig):
+    if not is_composed(config):
         raise ValueError(
             f"pipeline_parallel={stages} is for models of families that tell their layers apart, "
             f"which this {config.architecture} does not"
@@ -127,5 +126,5 @@ def _bounds(weights: Sequence[int], paged: Sequence[bool], stages: int) -> list[
 
 
 def _stage(config: ModelConfig, span: LayerSpan) -> ModelConfig:
-    assert isinstance(config, DecoderConfig | HybridConfig), f"{config=}"
+    assert is_composed(config), f"{config=}"
     return config.stage(span)

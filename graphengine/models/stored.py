@@ -16,10 +16,10 @@ from graphengine.checks import some
 from graphengine.config import RoundedKind, StateDtype
 from graphengine.devices import DTYPES
 from graphengine.models.checkpoint import Checkpoint, Progress, eos_token_ids
+from graphengine.models.composition import is_composed
 from graphengine.models.config_schema import unknown_keys
 from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.families import read_model_config
-from graphengine.models.hybrid import HybridConfig
 from graphengine.models.kv_scales import is_kv_scale
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.filling import (
@@ -75,7 +75,7 @@ def read_model(
         for note in quantisation.notes:
             log.info("%s: %s", checkpoint.path, note)
         config = _with_own_head(checkpoint, quantisation, config)
-        if isinstance(config, HybridConfig):
+        if is_composed(config):
             config = config.parted(parted_names(quantisation, _meta(config).linears()))
         linears = _meta(config).linears()
         config = config.stored_as(stored_forms(checkpoint, quantisation, linears))
@@ -118,7 +118,7 @@ def with_state_dtype(config: ModelConfig, dtype: StateDtype) -> ModelConfig:
     if dtype == "auto":
         return config
     changed = config
-    if isinstance(config, HybridConfig):
+    if is_composed(config):
         changed = config.with_state_dtype(DTYPES[dtype])
     if changed is config:
         raise ValueError(

@@ -9,9 +9,9 @@ import torch
 from graphengine.kernels import RowFamily
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
+from graphengine.models.composition import is_composed
 from graphengine.models.contract import ModelConfig
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.hybrid import HybridConfig
 
 
 class StreamReaders(ABC):
@@ -85,7 +85,7 @@ def layers_like(
 
     ValueError, naming the drafter by `what`, if the target's layers are of a kind that none has.
     """
-    decoder = target.attending_decoder() if isinstance(target, HybridConfig) else target
+    decoder = target.attending_decoder() if is_composed(target) else target
     if not isinstance(decoder, DecoderConfig) or decoder.latent is not None:
         raise ValueError(f"no {what} has the sizes of a {target.architecture}")
     return DecoderConfig(

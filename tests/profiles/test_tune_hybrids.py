@@ -15,9 +15,10 @@ from graphengine.kernels.recurrent.mamba2_sizes import Mamba2Sizes
 from graphengine.models import tuning
 from graphengine.models.blocks import gated_delta, gqa, mamba2, short_conv, squared_relu
 from graphengine.models.chains import chain_length
+from graphengine.models.composition import DecoderModel
 from graphengine.models.contract import DecodeLaunch
 from graphengine.models.families import read_model_config
-from graphengine.models.hybrid import HybridConfig, HybridModel
+from graphengine.models.hybrid import HybridConfig
 from graphengine.models.linears import WeightForms, heuristic_plans
 from graphengine.models.states import StateTensors
 from graphengine.profiles.benchmark.engines import rounded_model
@@ -76,7 +77,7 @@ def test_a_chain_is_a_decode_step_of_a_block_of_each_kind(
 ) -> None:
     bench = bench_of(shape(name))
     model, order = bench.model, ORDERS[name]
-    assert isinstance(model, HybridModel) and list(model.config.linears) == [*order, "lm_head"]
+    assert isinstance(model, DecoderModel) and list(model.config.linears) == [*order, "lm_head"]
     plans = heuristic_plans(model.config.linears, torch.float32, "dot")
     assert bench.prepare([plans], seconds=1) == {}
     results = list(bench.launches(plans, 20, layers=2, head=True))

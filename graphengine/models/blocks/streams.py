@@ -193,10 +193,15 @@ def kept_rows(
     return Kept(streams[layer][: len(residual.x)], scale)
 
 
-def keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor]) -> None:
-    """Copy `x`, a chunk's stream after the layer, to where it is kept, if anywhere."""
-    if layer in streams:
-        streams[layer][: len(x)].copy_(x)
+def keep_stream(x: Tensor, layer: int, streams: Mapping[int, Tensor], scale: float = 1.0) -> None:
+    """Copy a chunk's stream after the layer, times `scale`, to where it is kept, if anywhere."""
+    if layer not in streams:
+        return
+    kept = streams[layer][: len(x)]
+    if scale == 1:
+        kept.copy_(x)
+    else:
+        torch.mul(x, scale, out=kept)
 
 
 class PrefillScratch:

@@ -26,7 +26,8 @@ from graphengine.kernels import PackedExperts
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.decoder import DecoderConfig, DecoderWeights
+from graphengine.models.composition import DecoderWeights
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families import read_model_config
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.writer import write_quantised

@@ -33,6 +33,7 @@ from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.streams import add_product
 from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.composition import DecoderModel
 from graphengine.models.contract import (
     WHOLE,
     ChunkAttention,
@@ -43,7 +44,7 @@ from graphengine.models.contract import (
     Share,
     SplitStream,
 )
-from graphengine.models.decoder import DecoderConfig, DecoderModel
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.mtp import (
     LAYOUTS,

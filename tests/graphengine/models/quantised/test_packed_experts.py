@@ -19,7 +19,7 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.mla import LatentAttentionWeights
 from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.decoder import DecoderWeights
+from graphengine.models.composition import DecoderWeights
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.stored import destinations, load_weights, read_model

@@ -1,0 +1,183 @@
+"""The sublayers that layers are made of: a block with the norms around it, and their weights.
+
+A layer has one sublayer (Nemotron-H) or two, a mixer and a feed-forward. Each reads the residual
+stream after a norm and adds to it; some have another norm before that sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels import AnyWeight
+from graphengine.models.blocks.experts import Experts, ExpertsWeights
+from graphengine.models.blocks.gated_delta import GatedDelta, GatedDeltaWeights
+from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
+from graphengine.models.blocks.mamba2 import Mamba2, Mamba2Weights
+from graphengine.models.blocks.mla import LatentAttention, LatentAttentionWeights
+from graphengine.models.blocks.norms import NextNorm, Sandwich, plus_one
+from graphengine.models.blocks.short_conv import ShortConv, ShortConvWeights
+from graphengine.models.blocks.squared_relu import SquaredRelu, SquaredReluWeights
+from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
+from graphengine.models.linears import WeightForms
+from graphengine.models.states import LayerStates
+from graphengine.models.weights import Weight
+
+Attending = GroupedQueryAttention | LatentAttention
+AttendingWeights = AttentionWeights | LatentAttentionWeights
+Recurring = Mamba2 | GatedDelta | ShortConv
+RecurringWeights = Mamba2Weights | GatedDeltaWeights | ShortConvWeights
+FeedForward = Swiglu | SquaredRelu | Experts
+FeedForwardWeights = SwigluWeights | SquaredReluWeights | ExpertsWeights
+Block = Attending | Recurring | FeedForward
+BlockWeights = AttendingWeights | RecurringWeights | FeedForwardWeights
+
+ATTENTION, MLP = "self_attn.", "mlp."
+"""Prefixes of the usual blocks in the checkpoint, below their layer's own."""
+
+
+def layer_prefix(index: int) -> str:
+    """Prefix of a layer's tensors in the checkpoint."""
+    return f"model.layers.{index}."
+
+
+class Sublayer(NamedTuple):
+    """A block of a layer; names are those in the checkpoint, below the layer's own prefix.
+
+    norm       name of the norm before the block, without ".weight"
+    prefix     prefix of the block's tensors
+    post_norm  name of the norm between the block and the sum, without ".weight"; "": there is none
+    """
+
+    norm: str
+    prefix: str
+    block: Block
+    post_norm: str = ""
+
+
+Layer = tuple[Sublayer, ...]
+"""The sublayers of a layer, in the order in which they run."""
+
+
+def usual_layer(attention: Attending, feed_forward: FeedForward, *, post_norms: bool) -> Layer:
+    """Attention and a feed-forward, with the names of Llama's lineage, or of Gemma's."""
+    if not post_norms:
+        return (
+            Sublayer("input_layernorm", ATTENTION, attention),
+            Sublayer("post_attention_layernorm", MLP, feed_forward),
+        )
+    return (
+        Sublayer("input_layernorm", ATTENTION, attention, "post_attention_layernorm"),
+        Sublayer("pre_feedforward_layernorm", MLP, feed_forward, "post_feedforward_layernorm"),
+    )
+
+
+def states_of(block: Block) -> LayerStates:
+    """What the block keeps of a sequence."""
+    match block:
+        case GroupedQueryAttention() | LatentAttention():
+            return (block.state,)
+        case Mamba2() | GatedDelta() | ShortConv():
+            return block.states
+        case _:
+            return ()
+
+
+def block_width(block: Block) -> int:
+    """Values of a lane in `PrefillScratch` where nothing is fused."""
+    if isinstance(block, Swiglu | Experts):
+        return block.prefill_width()
+    return block.prefill_width
+
+
+def weights_width(block: BlockWeights, lanes: int) -> int:
+    """Values of a lane in `PrefillScratch`, in a chunk of so many lanes."""
+    if isinstance(block, SwigluWeights | ExpertsWeights):
+        return block.prefill_width(lanes)
+    return block.block.prefill_width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SublayerWeights:
+    """A block's weights, and those of the norms around it; names are the checkpoint's.
+
+    post_norm  of the norm between the block and the sum; None: there is none
+    """
+
+    block: BlockWeights
+    norm_name: str
+    norm: Tensor
+    post_norm_name: str = ""
+    post_norm: Tensor | None = None
+
+    def norms(self) -> dict[str, Tensor]:
+        """The norms' weights by name."""
+        found = {self.norm_name: self.norm}
+        return found if self.post_norm is None else found | {self.post_norm_name: self.post_norm}
+
+    def stored(self) -> dict[str, Weight]:
+        """Tensors that are not packed, by name."""
+        norms = {f"{name}.weight": Weight(norm) for name, norm in self.norms().items()}
+        return norms | self.block.stored()
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor."""
+        return [*self.norms().values(), *self.block.tensors()]
+
+    def before(self, following: Tensor) -> NextNorm:
+        """The norm, or two norms, between the block and what reads the stream after `following`."""
+        if self.post_norm is None:
+            return following
+        return Sandwich(self.post_norm, following, self.block.block.norm_eps)
+
+    def with_norms_plus_one(self) -> SublayerWeights:
+        """This sublayer with 1 added to its norms, for checkpoints whose norms lack it."""
+        block, post = self.block, self.post_norm
+        if isinstance(block, AttentionWeights):
+            block = block.with_norms_plus_one()
+        return replace(
+            self,
+            norm=plus_one(self.norm),
+            post_norm=None if post is None else plus_one(post),
+            block=block,
+        )
+
+
+def allocate_sublayers(
+    prefix: str, layer: Layer, hidden: int, forms: WeightForms, *, device: str, dtype: torch.dtype
+) -> Iterator[SublayerWeights]:
+    """Uninitialised weights of the layer with this prefix; `device="meta"` allocates nothing."""
+
+    def norm() -> Tensor:
+        return torch.empty(hidden, device=device, dtype=dtype)
+
+    for each in layer:
+        yield SublayerWeights(
+            block=each.block.allocate(prefix + each.prefix, forms, device=device, dtype=dtype),
+            norm_name=prefix + each.norm,
+            norm=norm(),
+            post_norm_name=prefix + each.post_norm,
+            post_norm=norm() if each.post_norm else None,
+        )
+
+
+def products(block: BlockWeights) -> list[tuple[AnyWeight, Tensor | None]]:
+    """Weight and bias of each of a block's linears, in the order of a step; none of experts' or
+    latents'.
+    """
+    match block:
+        case AttentionWeights():
+            return [(block.qkv, block.qkv_bias), (block.output, block.output_bias)]
+        case SwigluWeights():
+            return [(block.gate_up, block.gate_up_bias), (block.down, block.down_bias)]
+        case SquaredReluWeights():
+            return [(block.up, block.up_bias), (block.down, block.down_bias)]
+        case GatedDeltaWeights():
+            return [(weight, None) for weight in (*block.projections, block.output)]
+        case Mamba2Weights() | ShortConvWeights():
+            return [(block.projection, block.projection_bias), (block.output, block.output_bias)]
+    return []
