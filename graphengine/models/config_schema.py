@@ -219,6 +219,17 @@ LFM2_KEYS = (
 )
 """The keys of `config.json` that are read for LFM2."""
 
+LFM2_MOE_KEYS = (
+    Key("num_experts", "integer", (1, 2**16), default=32),
+    Key("num_experts_per_tok", "integer", (1, 2**16), default=4),
+    Key("moe_intermediate_size", "integer", (1, 2**22), default=1792),
+    Key("num_dense_layers", "integer", (0, 1024), default=2),
+    Key("norm_topk_prob", "flag", default=True),
+    Key("routed_scaling_factor", "number", (1e-3, 1e3), default=1.0),
+    Key("use_expert_bias", "flag", default=True),
+)
+"""The keys of `config.json` that are read for LFM2 with experts, besides LFM2's."""
+
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
     Key("type", "text", default=None, null=True),
@@ -505,7 +516,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
     """Sorted names of the keys that are neither read nor listed as neutral or harmless."""
     of_families = (
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
-        *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS),
+        *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS

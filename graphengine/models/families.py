@@ -31,6 +31,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "GptOssForCausalLM": gpt_oss.read_config,
     "GraniteMoeHybridForCausalLM": granite4.read_config,
     "Lfm2ForCausalLM": lfm2.read_config,
+    "Lfm2MoeForCausalLM": lfm2.read_moe,
     "LlamaForCausalLM": llama.read_config,
     "MiMoForCausalLM": qwen2.read_config,
     "MistralForCausalLM": mistral.read_config,

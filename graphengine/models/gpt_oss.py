@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from graphengine.kernels import MAX_EXPERTS, ClampedSwiglu, Router
 from graphengine.models import hf_config
+from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.config_schema import (
     GPT_OSS_KEYS,
@@ -54,6 +55,14 @@ DEFAULTS = hf_config.FamilyDefaults(
 )
 
 
+NAMES = ExpertNames(
+    router="router",
+    products=("experts.gate_up_proj", "experts.down_proj"),
+    ending="",
+    alternating=True,
+)
+
+
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `GptOssForCausalLM` checkpoint."""
     for name, only in (("mlp_bias", True), ("use_sliding_window", True)):
@@ -79,7 +88,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         norm_eps=model.norm_eps,
         bias=True,
         clamped=ClampedSwiglu(limit=settings["swiglu_limit"], slope=settings["swiglu_alpha"]),
-        stacked=True,
+        names=NAMES,
     )
     return replace(model, experts=experts, expert_layers=tuple(range(model.num_layers)), sinks=True)
 

@@ -1,14 +1,24 @@
-"""LFM2 without experts: short gated convolutions, and attention in some layers."""
+"""LFM2: short gated convolutions, attention in some layers, and experts in most layers of some."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from graphengine.kernels import MAX_EXPERTS, Router
 from graphengine.models import hf_config
+from graphengine.models.blocks.expert_names import ExpertNames
+from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.short_conv import ShortConv
 from graphengine.models.blocks.swiglu import Swiglu
-from graphengine.models.config_schema import LFM2_KEYS, HfConfig
+from graphengine.models.config_schema import (
+    LFM2_KEYS,
+    LFM2_MOE_KEYS,
+    HfConfig,
+    read_keys,
+    unsupported,
+)
 from graphengine.models.hybrid import HybridConfig
 from graphengine.models.sublayers import Sublayer
 
@@ -18,11 +28,56 @@ _ATTENTION, _CONV = "full_attention", "conv"
 _MISSING = {"num_key_value_heads": 8, "tie_word_embeddings": True, "rope_theta": 1_000_000.0}
 
 
+MOE_DEFAULTS = hf_config.FamilyDefaults(
+    max_positions=128_000, keys=LFM2_KEYS + LFM2_MOE_KEYS, biases=(), routes=True
+)
+# Gates, ups and down of the dense layers.
+_NAMES = ("w1", "w3", "w2")
+EXPERT_NAMES = ExpertNames(
+    correction="expert_bias", products=tuple(f"experts.{{}}.{name}" for name in _NAMES)
+)
+
+
 def read_config(config: HfConfig, architecture: str) -> HybridConfig:
     """`HybridConfig` of a `Lfm2ForCausalLM` checkpoint."""
+    return _read(config, architecture, DEFAULTS)
+
+
+def read_moe(config: HfConfig, architecture: str) -> HybridConfig:
+    """`HybridConfig` of a `Lfm2MoeForCausalLM` checkpoint: experts after the first few layers."""
+    model = _read({"block_auto_adjust_ff_dim": False, **config}, architecture, MOE_DEFAULTS)
+    settings = read_keys(config, LFM2_MOE_KEYS)
+    count, chosen = settings["num_experts"], settings["num_experts_per_tok"]
+    if count > MAX_EXPERTS:
+        raise unsupported("num_experts", count, f"at most {MAX_EXPERTS}")
+    if chosen > count:
+        raise unsupported("num_experts_per_tok", chosen, f"at most num_experts={count}")
+    experts = Experts(
+        hidden_size=model.hidden_size,
+        ffn_size=settings["moe_intermediate_size"],
+        experts=count,
+        router=Router(
+            top_k=chosen,
+            scores="sigmoid",
+            normalised=settings["norm_topk_prob"],
+            scale=settings["routed_scaling_factor"],
+        ),
+        norm_eps=model.norm_eps,
+        corrected=settings["use_expert_bias"],
+        names=EXPERT_NAMES,
+    )
+    dense = settings["num_dense_layers"]
+    layers = tuple(
+        (mixer, after if index < dense else after._replace(block=experts))
+        for index, (mixer, after) in enumerate(model.layers)
+    )
+    return replace(model, layers=layers)
+
+
+def _read(config: HfConfig, architecture: str, defaults: hf_config.FamilyDefaults) -> HybridConfig:
     told = _with_new_names({**_MISSING, **config})
     types = told.pop("layer_types", None)
-    settings = hf_config.read_settings(told, DEFAULTS)
+    settings = hf_config.read_settings(told, defaults)
     hidden, eps = settings["hidden_size"], settings["norm_eps"]
     attention = GroupedQueryAttention(
         hidden_size=hidden,
@@ -44,7 +99,7 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
         hidden_size=hidden,
         ffn_size=_ffn_size(settings),
         norm_eps=eps,
-        names=("w1", "w3", "w2"),
+        names=_NAMES,
     )
     mixers = {
         _ATTENTION: Sublayer("operator_norm", "self_attn.", attention),

@@ -44,6 +44,7 @@ from graphengine.kernels import (
     route,
     route_product,
 )
+from graphengine.models.blocks.expert_names import QWEN_NAMES, ExpertNames
 from graphengine.models.blocks.lanes_of_ranks import (
     RoutedLanes,
     add_sum_of_own,
@@ -56,9 +57,6 @@ from graphengine.models.contract import DecodeLaunch, Reduce, Share
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.routing import layer_ids, tell_routes
 from graphengine.models.weights import Stack, StoredLinear, Weight
-
-SHARED = "shared_experts."
-"""Prefix of the shared SwiGLU's tensors in the checkpoint, below the block's own."""
 
 ExpertWeight = Tensor | PackedExperts
 """A weight of all experts: `[E, M, K]` in the model's dtype, or in 8 or 4 bits."""
@@ -75,9 +73,7 @@ class Experts:
     corrected  whether experts are chosen by scores with a correction
     bias       whether the products of the router and of the experts have biases
     clamped    the experts' activation in place of silu(gate) * up
-    stacked    whether a checkpoint has all experts of a layer in one tensor, as gpt-oss's does:
-               [E, H, 2F], each gate next to its up, and [E, F, H]; or in 4 bits, with the rows of a
-               linear for each expert, gates and ups alternately
+    names      of the checkpoint's tensors
     """
 
     hidden_size: int
@@ -91,7 +87,7 @@ class Experts:
     corrected: bool = False
     bias: bool = False
     clamped: ClampedSwiglu | None = None
-    stacked: bool = False
+    names: ExpertNames = QWEN_NAMES
 
     @property
     def linears(self) -> Linears:
@@ -126,16 +122,19 @@ class Experts:
         tensor that has all experts.
         """
         shared = {} if self.shared is None else self.shared.first_linears
-        names = {name: SHARED + first for name, first in shared.items()}
+        names = {name: self.names.shared + first for name, first in shared.items()}
         names["expert_gate_up"], names["expert_down"] = self.expert_names(self.own[0])
         return names
 
     def expert_names(self, index: int) -> tuple[str, str]:
         """Names of an expert's weights below the block's prefix: the gates' and down's."""
-        if self.stacked:
-            return "experts.gate_up_proj", "experts.down_proj"
-        prefix = expert_prefix(index)
-        return f"{prefix}gate_proj", f"{prefix}down_proj"
+        first, *_, last = self.names.of_expert(index)
+        return first, last
+
+    @property
+    def stacked(self) -> bool:
+        """Whether a checkpoint has all experts of a layer in one tensor."""
+        return self.names.stacked
 
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`: what the products leave for each of its pairs."""
@@ -188,7 +187,9 @@ class Experts:
             shared=(
                 None
                 if self.shared is None
-                else self.shared.allocate(prefix + SHARED, forms, device=device, dtype=dtype)
+                else self.shared.allocate(
+                    prefix + self.names.shared, forms, device=device, dtype=dtype
+                )
             ),
             gate_up=of_all(gates, 2 * ffn, hidden, swiglu=True),
             down=of_all(downs, hidden, ffn, swiglu=False),
@@ -211,8 +212,7 @@ class Chosen(NamedTuple):
 class ExpertsWeights:
     """The block's weights: the router's `[E, H]`, and `[gate F | up F]` and down of each expert.
 
-    prefix      of the names in the checkpoint: those of Hugging Face's Qwen3-MoE and DeepSeek-V3,
-                or, if stacked, those of gpt-oss
+    prefix      of the names in the checkpoint, which are `block.names`
     correction  float32 `[E]`
     gate_bias   of the router's product
     """
@@ -236,8 +236,9 @@ class ExpertsWeights:
     def _stacked_linears(self) -> list[StoredLinear]:
         block, ffn = self.block, self.block.ffn_size
         gate_up, down = (self.prefix + name for name in block.expert_names(0))
-        # Rows of gates and ups alternate.
-        order = torch.arange(2 * ffn).view(-1, 2).t().flatten()
+        order, pieces = None, {gate_up: (ffn, ffn)}
+        if block.names.alternating:
+            order, pieces = torch.arange(2 * ffn).view(-1, 2).t().flatten(), {}
         found = []
         for index, expert in enumerate(block.own):
             stack = Stack(expert, block.experts)
@@ -249,6 +250,7 @@ class ExpertsWeights:
                     swiglu=True,
                     axis=block.axis(0),
                     order=order,
+                    pieces=pieces,
                     expert=True,
                     stack=stack,
                 ),
@@ -266,9 +268,8 @@ class ExpertsWeights:
         block, ffn, hidden = self.block, self.block.ffn_size, self.block.hidden_size
         found = []
         for index, expert in enumerate(block.own):
-            prefix = self.prefix + expert_prefix(expert)
-            gate_up = ((f"{prefix}gate_proj", ffn), (f"{prefix}up_proj", ffn))
-            down = ((f"{prefix}down_proj", hidden),)
+            gates, ups, downs = (self.prefix + name for name in block.names.of_expert(expert))
+            gate_up, down = ((gates, ffn), (ups, ffn)), ((downs, hidden),)
             found += [
                 StoredLinear(
                     _of_expert(self.gate_up, index),
@@ -285,20 +286,40 @@ class ExpertsWeights:
         """The tensors that are not packed, by name."""
         if self.block.stacked:
             return self._stacked()
-        names = {f"{self.prefix}gate.weight": Weight(self.gate)}
+        names = {f"{self.prefix}{self.block.names.router}.weight": Weight(self.gate)}
         for linear in self._expert_linears():
             names |= linear.views()
         if self.correction is not None:
-            names[f"{self.prefix}gate.e_score_correction_bias"] = Weight(self.correction)
+            names[f"{self.prefix}{self.block.names.correction}"] = Weight(self.correction)
         if self.shared is not None:
             names |= self.shared.stored()
         return names
 
     def _stacked(self) -> dict[str, Weight]:
-        assert self.correction is None and self.shared is None
-        names = {"router.weight": Weight(self.gate)}
-        gate_up, down = self.block.expert_names(0)
-        experts = len(self.block.own)
+        assert self.correction is None, "no checkpoint has corrections beside stacked experts"
+        names = {f"{self.block.names.router}.weight": Weight(self.gate)}
+        if self.gate_bias is not None:
+            names[f"{self.block.names.router}.bias"] = Weight(self.gate_bias)
+        names |= self._alternating() if self.block.names.alternating else self._gates_first()
+        named = {self.prefix + name: weight for name, weight in names.items()}
+        return named if self.shared is None else named | self.shared.stored()
+
+    def _gates_first(self) -> dict[str, Weight]:
+        assert self.gate_up_bias is None, "no checkpoint has such experts with biases"
+        block, ffn = self.block, self.block.ffn_size
+        gate_up, down = (name + block.names.ending for name in block.expert_names(0))
+        names = {}
+        # Ranks split the experts, or the ffn width.
+        whole = block.held is not None
+        if isinstance(self.gate_up, Tensor):
+            names[gate_up] = Weight(self.gate_up, 0 if whole else 1, () if whole else (ffn, ffn))
+        if isinstance(self.down, Tensor):
+            names[down] = Weight(self.down, 0 if whole else 2)
+        return names
+
+    def _alternating(self) -> dict[str, Weight]:
+        gate_up, down = (name + self.block.names.ending for name in self.block.expert_names(0))
+        names, experts = {}, len(self.block.own)
         # Ranks split the experts, or the ffn width.
         axes = (0, 0, 0, 0) if self.block.held is not None else (2, 1, 1, None)
         gates, downs, gate_biases, down_biases = axes
@@ -308,16 +329,12 @@ class ExpertsWeights:
             names[gate_up] = Weight(pairs.permute(0, 3, 2, 1), gates)
         if isinstance(self.down, Tensor):
             names[down] = Weight(self.down.transpose(1, 2), downs)
-        if self.gate_bias is not None:
-            assert self.gate_up_bias is not None and self.down_bias is not None
-            names |= {
-                "router.bias": Weight(self.gate_bias),
-                "experts.gate_up_proj_bias": Weight(
-                    self.gate_up_bias.view(experts, 2, -1).transpose(1, 2), gate_biases
-                ),
-                "experts.down_proj_bias": Weight(self.down_bias, down_biases),
-            }
-        return {self.prefix + name: weight for name, weight in names.items()}
+        if self.gate_up_bias is not None:
+            assert self.down_bias is not None, "both have biases, or neither has"
+            pairs = self.gate_up_bias.view(experts, 2, -1)
+            names[f"{gate_up}_bias"] = Weight(pairs.transpose(1, 2), gate_biases)
+            names[f"{down}_bias"] = Weight(self.down_bias, down_biases)
+        return names
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
@@ -560,11 +577,6 @@ class ExpertsWeights:
         gated = self.shared.gate_chunk(slot, scratch, after=start + hidden)
         out = scratch.take(hidden, after=start)
         return scratch.product(gated, self.shared.down, None, out=out)
-
-
-def expert_prefix(index: int) -> str:
-    """Prefix of an expert's tensors in the checkpoint, below the block's own."""
-    return f"experts.{index}."
 
 
 def _same_form(names: Sequence[str], forms: WeightForms) -> PackedForm | None:

@@ -62,6 +62,16 @@ def qwen(types: list[str], **options: Any) -> PreTrainedModel:
     return with_time_steps(transformers.Qwen3_5ForCausalLM(config))
 
 
+def lfm2_experts(types: list[str], **options: Any) -> PreTrainedModel:
+    sizes = LFM2 | {"num_hidden_layers": len(types), "layer_types": types}
+    model = transformers.Lfm2MoeForCausalLM(transformers.Lfm2MoeConfig(**sizes | options))
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.uniform_(-0.3, 0.3)
+    return model
+
+
 def lfm2(types: list[str], **options: Any) -> PreTrainedModel:
     sizes = LFM2 | {"num_hidden_layers": len(types), "layer_types": types}
     return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes | options))
@@ -111,6 +121,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         [A, M, A], linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=2,
         attention_bias=True, tie_word_embeddings=True, rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+    ),
+    "lfm2-experts": lambda: lfm2_experts(
+        [C, A, C, A], num_experts=7, num_experts_per_tok=3, moe_intermediate_size=36,
+        num_dense_layers=1, routed_scaling_factor=1.7, norm_eps=0.03,
     ),
     "lfm2": lambda: lfm2([C, C, A, C], block_multiple_of=16, norm_eps=0.03),
     "lfm2-biases": lambda: lfm2(

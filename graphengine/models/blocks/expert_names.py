@@ -1,0 +1,47 @@
+"""Where a checkpoint has a layer's experts, by name.
+
+Letters: E experts, H hidden, F ffn width of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ExpertNames(NamedTuple):
+    """Names of a checkpoint's tensors, below the block's prefix.
+
+    router       without ".weight"
+    correction   of the scores by which experts are chosen
+    products     linears of each expert, where "{}" is its index: gates, ups and down; or two
+                 tensors of all experts: gates with ups, and down
+    ending       of the names of tensors of all experts
+    alternating  whether in those each gate stands next to its up, with inputs before outputs:
+                 [E, H, 2F] and [E, F, H], or in 4 bits the rows of a linear for each expert; else
+                 gates come first, with outputs before inputs: [E, 2F, H] and [E, H, F]
+    shared       prefix of the shared SwiGLU's tensors
+    """
+
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
+    products: tuple[str, ...] = (
+        "experts.{}.gate_proj",
+        "experts.{}.up_proj",
+        "experts.{}.down_proj",
+    )
+    ending: str = ".weight"
+    alternating: bool = False
+    shared: str = "shared_experts."
+
+    @property
+    def stacked(self) -> bool:
+        """Whether all experts of a layer are in one tensor."""
+        return len(self.products) == 2
+
+    def of_expert(self, index: int) -> tuple[str, ...]:
+        """Names of the linears of an expert, or of all, without ".weight"."""
+        return tuple(name.format(index) for name in self.products)
+
+
+QWEN_NAMES = ExpertNames()
+"""Those of Qwen3-MoE and DeepSeek-V3."""
