@@ -144,13 +144,19 @@ GEMMA_KEYS = (
 """The keys of `config.json` that are read for Gemma 3."""
 
 _TIME_STEP_LIMIT = Key("time_step_limit", "numbers", (0, math.inf), default=(), null=True)
-GRANITE_KEYS = (
-    Key("num_local_experts", "integer", (0, 2**16), default=8),
-    Key("shared_intermediate_size", "integer", (1, 2**22), default=1024),
+GRANITE_MULTIPLIERS = (
     Key("embedding_multiplier", "number", (1e-6, 1e6), default=1.0),
     Key("residual_multiplier", "number", (1e-6, 1e6), default=1.0),
     Key("attention_multiplier", "number", (1e-6, 1e6), default=1.0),
     Key("logits_scaling", "number", (1e-6, 1e6), default=1.0),
+)
+"""The keys of `config.json` that are read for Granite besides Llama's."""
+
+GRANITE_KEYS = (
+    Key("num_local_experts", "integer", (0, 2**16), default=8),
+    Key("num_experts_per_tok", "integer", (1, 2**16), default=2),
+    Key("shared_intermediate_size", "integer", (1, 2**22), default=1024),
+    *GRANITE_MULTIPLIERS,
     Key("position_embedding_type", "text", default=None, null=True),
     # The older name of `layer_types`.
     Key("layers_block_type", "texts", default=None, null=True),

@@ -1,4 +1,4 @@
-"""Granite 4's hybrids without routed experts: Mamba2 or attention, then a SwiGLU, and multipliers.
+"""Granite 4's hybrids: Mamba2 or attention, then a SwiGLU or experts, and multipliers.
 
 Each block's output is multiplied by `residual_multiplier` r before it is added. Here the stream is
 kept divided by r instead: embeddings are divided, and outputs are added as they are. RMSNorms give
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphengine.kernels import Mamba2Sizes
+from graphengine.kernels import MAX_EXPERTS, Mamba2Sizes, Router
 from graphengine.models import hf_config
+from graphengine.models.blocks.expert_names import ExpertNames
+from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.swiglu import Swiglu
@@ -21,6 +23,12 @@ from graphengine.models.mamba_config import time_step_limits, with_plain_limits
 from graphengine.models.sublayers import Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=2048, keys=GRANITE_KEYS)
+# Routed experts and the shared ones are beside each other in a layer.
+EXPERT_NAMES = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    products=("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
+    shared="shared_mlp.",
+)
 _MAMBA, _ATTENTION = ("linear_attention", "mamba"), ("full_attention", "attention")
 
 
@@ -52,13 +60,7 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
         bias=settings["mamba_proj_bias"],
         conv_bias=settings["mamba_conv_bias"],
     )
-    mlp = Swiglu(
-        hidden_size=hidden,
-        ffn_size=settings["shared_intermediate_size"],
-        norm_eps=eps,
-        one_linear=True,
-    )
-    after = Sublayer("post_attention_layernorm", "shared_mlp.", mlp)
+    after = _feed_forward(settings, eps)
     mixers = {
         True: Sublayer("input_layernorm", "self_attn.", attention),
         False: Sublayer("input_layernorm", "mamba.", mamba),
@@ -84,14 +86,41 @@ def _read_settings(config: HfConfig) -> dict[str, Any]:
     told = with_plain_limits(config)
     for name in ("layer_types", "layers_block_type"):
         told.pop(name, None)
-    # The width of routed experts, but there are none.
+    # The width of routed experts: without them, none is needed.
     told["intermediate_size"] = told.get("intermediate_size") or 1
     if told.get("mamba_d_head") == "auto":
         told["mamba_d_head"] = None
     settings = hf_config.read_settings(told, DEFAULTS)
-    if settings["num_local_experts"]:
-        raise unsupported("num_local_experts", settings["num_local_experts"], "0")
+    count, chosen = settings["num_local_experts"], settings["num_experts_per_tok"]
+    if count > MAX_EXPERTS:
+        raise unsupported("num_local_experts", count, f"at most {MAX_EXPERTS}")
+    if count and chosen > count:
+        raise unsupported("num_experts_per_tok", chosen, f"at most num_local_experts={count}")
     return settings
+
+
+def _feed_forward(settings: dict[str, Any], eps: float) -> Sublayer:
+    """A SwiGLU, which beside routed experts is the one that every token takes."""
+    count = settings["num_local_experts"]
+    mlp = Swiglu(
+        hidden_size=settings["hidden_size"],
+        ffn_size=settings["shared_intermediate_size"],
+        norm_eps=eps,
+        role="shared_" if count else "",
+        one_linear=True,
+    )
+    if not count:
+        return Sublayer("post_attention_layernorm", EXPERT_NAMES.shared, mlp)
+    experts = Experts(
+        hidden_size=settings["hidden_size"],
+        ffn_size=settings["intermediate_size"],
+        experts=count,
+        router=Router(top_k=settings["num_experts_per_tok"], scores="softmax_of_chosen"),
+        norm_eps=eps,
+        shared=mlp,
+        names=EXPERT_NAMES,
+    )
+    return Sublayer("post_attention_layernorm", "", experts)
 
 
 def _layer_types(config: HfConfig, settings: dict[str, Any]) -> list[str]:

@@ -62,6 +62,12 @@ def qwen(types: list[str], **options: Any) -> PreTrainedModel:
     return with_time_steps(transformers.Qwen3_5ForCausalLM(config))
 
 
+def granite_dense(**options: Any) -> PreTrainedModel:
+    sizes = {name: GRANITE[name] for name in GRANITE if not name.startswith(("mamba", "shared"))}
+    sizes |= {"intermediate_size": 76}
+    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**sizes | options))
+
+
 def lfm2_experts(types: list[str], **options: Any) -> PreTrainedModel:
     sizes = LFM2 | {"num_hidden_layers": len(types), "layer_types": types}
     model = transformers.Lfm2MoeForCausalLM(transformers.Lfm2MoeConfig(**sizes | options))
@@ -121,6 +127,17 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         [A, M, A], linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=2,
         attention_bias=True, tie_word_embeddings=True, rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+    ),
+    "granite-experts": lambda: granite(
+        [M, A, M], mamba_n_heads=4, mamba_d_head=32, mamba_expand=1, num_local_experts=6,
+        num_experts_per_tok=3, intermediate_size=44, embedding_multiplier=12,
+        residual_multiplier=0.22, attention_multiplier=0.015625, logits_scaling=6,
+        position_embedding_type="nope", rms_norm_eps=0.05,
+    ),
+    # Without recurrent layers, but with the multipliers.
+    "granite-dense": lambda: granite_dense(
+        num_hidden_layers=3, embedding_multiplier=12, residual_multiplier=0.22,
+        attention_multiplier=0.015625, logits_scaling=6, mlp_bias=True, rms_norm_eps=0.05,
     ),
     "lfm2-experts": lambda: lfm2_experts(
         [C, A, C, A], num_experts=7, num_experts_per_tok=3, moe_intermediate_size=36,
