@@ -77,6 +77,7 @@ from graphengine.models.linears import (
     WeightForms,
     in_formats,
     linear_name,
+    names_of_linears,
     refill,
 )
 from graphengine.models.states import LayerStates, StateTensors
@@ -371,6 +372,11 @@ class DecoderWeights(ModelWeights):
         if self.lm_head is self.embedding:
             return of_layers
         return [*of_layers, StoredLinear(self.lm_head, ((HEAD, self.config.vocab_size),))]
+
+    def linear_names(self) -> Mapping[str, str]:
+        """The name in `config.linears` of each linear of the layers."""
+        attention = names_of_linears(layer.attention for layer in self.layers)
+        return attention | names_of_linears(layer.mlp for layer in self.layers)
 
     def stored(self) -> dict[str, Weight]:
         """Tensors that are not packed, by name. Each rank has the whole vocabulary."""

@@ -70,6 +70,7 @@ from graphengine.models.linears import (
     WeightForms,
     in_formats,
     linear_name,
+    names_of_linears,
     refill,
 )
 from graphengine.models.states import LayerStates, StateTensors
@@ -332,6 +333,10 @@ class HybridWeights(ModelWeights):
         if self.lm_head is self.embedding:
             return of_parts
         return [*of_parts, StoredLinear(self.lm_head, ((HEAD, self.config.vocab_size),))]
+
+    def linear_names(self) -> Mapping[str, str]:
+        """The name in `config.linears` of each linear of the blocks."""
+        return names_of_linears(part.block for part in self.parts)
 
     def stored(self) -> dict[str, Weight]:
         """Tensors that are not packed, by name."""
