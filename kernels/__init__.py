@@ -86,7 +86,7 @@ from graphengine.kernels.core.launching import (
     ZeroedMemory,
     compile_kernels,
 )
-from graphengine.kernels.core.op import Op, recorded_ops
+from graphengine.kernels.core.op import Op, ops_handed_to, own_kernels, recorded_ops
 from graphengine.kernels.core.paged import FP8_KV, FP8_MAX
 from graphengine.kernels.core.tree import TreeLanes, TreeTables
 from graphengine.kernels.core.triton_versions import bits_of_triton, warn_if_untried
@@ -645,7 +645,9 @@ __all__ = [
     "note_prompt_reference",
     "note_tokens",
     "note_tokens_reference",
+    "ops_handed_to",
     "overlaps_launches",
+    "own_kernels",
     "pack",
     "pack_state",
     "packed_chunk_fp8_product",

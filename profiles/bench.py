@@ -38,6 +38,7 @@ from graphengine.profiles.benchmark.engines import (
 )
 from graphengine.profiles.benchmark.experts_read import experts_read
 from graphengine.profiles.benchmark.kernel_times import (
+    decode_launches,
     kernel_times,
     last_chunk,
     prefill_kernel_times,
@@ -321,8 +322,9 @@ def _measure_kernels(bench: Bench, work: Work, progress: Progress) -> dict[str, 
     """Times kernel by kernel, in an engine that launches them one after another."""
     with _engine(bench, bench.kernel_sizes(work) | {"pdl": False}, progress) as (engine, _):
         progress.doing(f"times of kernels, {work.live} live")
+        launched = decode_launches(engine)
         step = measure.decode(engine, replace(work, runs=1))["ms_per_step"]
-        times = kernel_times(engine, work)
+        times = kernel_times(engine, work, launched)
         return {
             "live": work.live,
             "max_batch": engine.config.max_batch,

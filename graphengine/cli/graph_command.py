@@ -1,8 +1,9 @@
 """`graphengine graph`: an engine's captured graphs as files, and the differences of two dumps.
 
 A dump is a folder: a JSON file for each graph, and `index.json` with the name of each graph's file,
-the engine's configuration, and the device and versions of the capture. Two dumps, from two commits
-or two configurations, can be compared on any machine.
+the engine's configuration, and the device and versions of the capture. The detail of a kernel is
+what it reads: weights by name, and the KV of a layer. Two dumps, from two commits or two
+configurations, can be compared on any machine.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import argparse
 import json
 import platform
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ from graphengine.buckets import GraphStructure
 from graphengine.buckets.graphs import nodes
 from graphengine.cli.given import open_engine, read_engine_options
 from graphengine.config import EngineConfig
+from graphengine.core.recorded_rows import record_rows
 from graphengine.engine import Engine
+from graphengine.kernels import own_kernels
 from graphengine.models.checkpoint import Checkpoint, find_local
 from graphengine.observe.environment import triton_version
+from graphengine.observe.op_table import Misaligned, OpRow, align
 from graphengine.testing.golden import file_name
 from graphengine.testing.graph_diff import GraphChange, diff_structures, normalise, summarise
 from graphengine.testing.structures import read_structure
@@ -156,13 +160,18 @@ def prepare_dump(config: EngineConfig, out: Path, drawing: str | None) -> None:
 
 
 def read_engine(engine: Engine, *, checkpoint: str) -> Dump:
-    """All graphs of `engine`, which is on a GPU, and the facts about their capture."""
-    device = engine.memory.device
+    """All graphs of `engine`, which is on a GPU, and the facts about their capture.
+
+    The engine must be new, or can only be closed afterwards: see `record_rows`.
+    """
+    device, keys = engine.memory.device, [*engine.runtime.graphs]
     config = {field.name: getattr(engine.config, field.name) for field in fields(EngineConfig)}
+    # A step of one of several ranks would wait for the others.
+    rows = record_rows(engine.runtime, engine.memory, keys) if engine.config.ranks == 1 else {}
     return Dump(
         graphs={
-            key.name: read_structure(graph)
-            for key, graph in zip(engine.runtime.graphs, engine.runtime.captured, strict=True)
+            key.name: name_reads(read_structure(graph), rows.get(key, ()))
+            for key, graph in zip(keys, engine.runtime.captured, strict=True)
         },
         facts={
             "checkpoint": checkpoint,
@@ -175,6 +184,25 @@ def read_engine(engine: Engine, *, checkpoint: str) -> Dump:
         }
         | {f"config.{name}": _plain(value) for name, value in config.items()},
     )
+
+
+def name_reads(structure: GraphStructure, rows: Sequence[OpRow]) -> GraphStructure:
+    """A copy in which the detail of each kernel is what it reads, by the launches of the step.
+
+    The same graph where its kernels are not those of the launches.
+    """
+    kernels = [node for node in structure.nodes if node.kind == "kernel"]
+    try:
+        found = align([str(node.name) for node in kernels], rows, known=own_kernels())
+    except Misaligned:
+        return structure
+    reads = {
+        node.index: row.stage
+        for node, row in zip(kernels, found, strict=True)
+        if row is not None and row.stage
+    }
+    named = (replace(node, detail=reads.get(node.index, node.detail)) for node in structure.nodes)
+    return replace(structure, nodes=tuple(named))
 
 
 def write_dump(made: Dump, folder: Path, *, drawing: str | None = None) -> None:
@@ -242,7 +270,8 @@ def diff_dumps(
         for made in (old, new)
     )
     both = [name for name in before if name in after]
-    found = {name: tuple(diff_structures(before[name], after[name])) for name in both}
+    compared = {name: _equally_named(before[name], after[name]) for name in both}
+    found = {name: tuple(diff_structures(*pair)) for name, pair in compared.items()}
     nothing = GraphStructure()
     pairs = {name: (before.get(name, nothing), after.get(name, nothing)) for name in before | after}
     facts = {name: (old.facts.get(name), new.facts.get(name)) for name in old.facts | new.facts}
@@ -254,6 +283,21 @@ def diff_dumps(
         summaries={name: summarise(*pair) for name, pair in pairs.items()},
         equal=tuple(name for name, changes in found.items() if not changes),
     )
+
+
+def _equally_named(
+    old: GraphStructure, new: GraphStructure
+) -> tuple[GraphStructure, GraphStructure]:
+    """Return both graphs, without what their kernels read unless both tell it."""
+    pair = (old, new)
+    if all(any(node.kind == "kernel" and node.detail for node in each.nodes) for each in pair):
+        return pair
+    return _without_reads(old), _without_reads(new)
+
+
+def _without_reads(structure: GraphStructure) -> GraphStructure:
+    nodes = (replace(n, detail=None) if n.kind == "kernel" else n for n in structure.nodes)
+    return replace(structure, nodes=tuple(nodes))
 
 
 def _plain(value: Any) -> Any:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import nullcontext
 from dataclasses import asdict
-
-from torch import Tensor
 
 from graphengine.cli.given import open_engine, read_engine_options
 from graphengine.config import EngineConfig
+from graphengine.core.recorded_rows import record_rows
 from graphengine.engine import Engine
-from graphengine.kernels import H200, PackedWeight, assumed
-from graphengine.observe.op_table import OpRow, op_rows
-from graphengine.opening.allocation import graph_steps
-from graphengine.program.schedule import record_schedule
+from graphengine.observe.op_table import OpRow
 
 
 def ops(options: argparse.Namespace) -> None:
@@ -35,36 +30,13 @@ def ops(options: argparse.Namespace) -> None:
 
 
 def engine_ops(engine: Engine, graph: str | None) -> dict[str, list[OpRow]]:
-    """The launches of one graph or of all, by name; on a CPU those that an H200 would be given.
-
-    The engine must be new, or can only be closed afterwards: its static buffers are reset.
-    """
-    runtime = engine.runtime
-    steps = graph_steps(runtime.program, engine.memory)
-    if graph is not None:
-        names = [key.name for key in steps]
-        steps = {key: step for key, step in steps.items() if key.name == graph}
-        if not steps:
-            raise ValueError(f"--graph {graph}: the graphs are {', '.join(names)}")
-    on_gpu = engine.memory.device.type == "cuda"
-    with nullcontext() if on_gpu else assumed(H200):
-        schedule = record_schedule(steps)
-    runtime.buffers.reset()
-    caches = [cache for cache, _ in runtime.caches]
-    weights = _named_weights(engine)
-    return {key.name: op_rows(ops, weights, caches) for key, ops in schedule.items()}
-
-
-def _named_weights(engine: Engine) -> dict[str, Tensor]:
-    """Every weight tensor of the model, by the name of the first checkpoint tensor in it."""
-    held = engine.model.weights
-    named = dict(held.named())
-    for linear in held.linears():
-        if isinstance(linear.weight, PackedWeight):
-            name = linear.parts[0][0]
-            fields = zip(linear.weight._fields, linear.weight, strict=True)
-            named |= {f"{name}.{field}": each for field, each in fields if isinstance(each, Tensor)}
-    return named
+    """The launches of one graph or of all, by name; see `record_rows`."""
+    keys = engine.memory.graphs
+    chosen = [key for key in keys if graph is None or key.name == graph]
+    if not chosen:
+        raise ValueError(f"--graph {graph}: the graphs are {', '.join(key.name for key in keys)}")
+    rows = record_rows(engine.runtime, engine.memory, chosen)
+    return {key.name: of_graph for key, of_graph in rows.items()}
 
 
 def _text(name: str, rows: list[OpRow]) -> str:

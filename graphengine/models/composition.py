@@ -68,7 +68,15 @@ from graphengine.models.decoder_layer import (
     prefill_scratch,
     routed_of,
 )
-from graphengine.models.linears import Linear, Linears, WeightForms, in_formats, linear_name, refill
+from graphengine.models.linears import (
+    Linear,
+    Linears,
+    WeightForms,
+    in_formats,
+    linear_name,
+    names_of_linears,
+    refill,
+)
 from graphengine.models.states import LayerStates, StateTensors
 from graphengine.models.sublayers import (
     Attending,
@@ -351,6 +359,10 @@ class DecoderWeights(ModelWeights):
         """Every weight tensor, tied ones twice."""
         per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
         return [self.embedding, self.final_norm, *tensors_of(self.lm_head), *per_layer]
+
+    def linear_names(self) -> Mapping[str, str]:
+        """The name in `config.linears` of each linear of the blocks."""
+        return names_of_linears(self.blocks())
 
     def blocks(self) -> list[BlockWeights]:
         """The weights of all blocks, in the order in which they run."""

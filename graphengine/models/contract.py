@@ -418,6 +418,24 @@ class ModelWeights(StoredWeights):
     embedding: Tensor
     lm_head: AnyWeight
 
+    @abstractmethod
+    def linear_names(self) -> Mapping[str, str]:
+        """The name in `config.linears` of each linear of the layers, as `names_of_linears`."""
+
+    def by_linear(self) -> dict[str, list[Tensor]]:
+        """The tensors of each of `config.linears`, by its name: those of all layers."""
+        names = self.linear_names()
+        weights = [
+            (names[first], linear.weight)
+            for linear in self.linears()
+            if (first := linear.parts[0][0]) in names
+        ]
+        found: dict[str, list[Tensor]] = {}
+        for name, weight in [*weights, ("lm_head", self.lm_head)]:
+            tensors = [weight] if isinstance(weight, Tensor) else weight.tensors
+            found.setdefault(linear_name(name, weight), []).extend(tensors)
+        return found
+
     @property
     def embedding_scale(self) -> float:
         """What a token's embedding is multiplied by; the product is rounded to its dtype."""

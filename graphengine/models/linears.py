@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Self, TypeVar
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,29 @@ def linear_name(name: str, weight: AnyWeight | PackedExperts | WeightFormat | No
     if isinstance(weight, PackedWeight | PackedExperts):
         weight = weight.format
     return f"{name}.{weight.label}"
+
+
+class _Sizes(Protocol):
+    @property
+    def first_linears(self) -> Mapping[str, str]: ...
+
+
+class NamedBlock(Protocol):
+    """Weights of a block of a layer; `prefix` is that of their names in the checkpoint."""
+
+    @property
+    def prefix(self) -> str: ...
+    @property
+    def block(self) -> _Sizes: ...
+
+
+def names_of_linears(blocks: Iterable[NamedBlock]) -> dict[str, str]:
+    """The name in `Linears`, without a format, by the checkpoint linear that is fused first."""
+    return {
+        block.prefix + first: name
+        for block in blocks
+        for name, first in block.block.first_linears.items()
+    }
 
 
 Value = TypeVar("Value")

@@ -1,13 +1,27 @@
-"""The launches of a step as a table: what each is for, and what it reads of weights and of KV."""
+"""The launches of a step as a table: what each is for, and what it reads of weights and of KV.
+
+The kernels that a GPU runs for the step, as a trace or a captured graph lists them, are matched
+with the rows of the table by `align`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from types import MappingProxyType
 
 from torch import Tensor
 
 from graphengine.kernels import Op
+
+KV = "KV"
+"""The part of launches that attend: they read the KV of a layer."""
+
+# Kernels that have a cache among their arguments and write it, but do not attend.
+_KV_WRITERS = ("_rope_append_kernel", "latent_append_kernel", "_move_path_kernel")
+# Parameters whose tensor is a table of embeddings, of which a launch reads a row for each token.
+_LOOKUPS = ("embedding_ptr", "table_ptr", "embedding")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,52 +30,109 @@ class OpRow:
 
     stage         names of the weights it reads, such as "layers.3.mlp.down_proj", and "KV 3" for
                   layer 3 of a cache; "" where it reads neither
+    part          the linear that it multiplies by, as plans name it, such as "down" or
+                  "gate_up.e4m3-1x0"; "KV" if it attends; "" for other launches
     kernel        the kernel's name, as profilers show it
     grid          programs, by axis
     threads       threads that a program is launched with
-    weight_bytes  bytes of these weights; an embedding's launch reads a row of it for each token
+    weight_bytes  bytes of the weights in `stage`; an embedding's launch reads a row of it for each
+                  token
+    part_bytes    bytes of the linear's weight, of all experts where it has some; 0 without a linear
     pdl           whether it may overlap the launch before
     """
 
     stage: str
+    part: str
     kernel: str
     grid: tuple[int, int, int]
     threads: int
     weight_bytes: int
+    part_bytes: int
     pdl: bool
 
 
+class Misaligned(RuntimeError):
+    """The kernels that ran are not the launches that are recorded of the step."""
+
+
 def op_rows(
-    ops: Iterable[Op], weights: Mapping[str, Tensor], caches: Sequence[Tensor]
+    ops: Iterable[Op],
+    weights: Mapping[str, Tensor],
+    caches: Sequence[Tensor],
+    linears: Mapping[str, Iterable[Tensor]] = MappingProxyType({}),
 ) -> list[OpRow]:
-    """A row for each launch.
+    """A row for each launch; see `row_maker`."""
+    return list(map(row_maker(weights, caches, linears), ops))
+
+
+def row_maker(
+    weights: Mapping[str, Tensor],
+    caches: Sequence[Tensor],
+    linears: Mapping[str, Iterable[Tensor]] = MappingProxyType({}),
+) -> Callable[[Op], OpRow]:
+    """Return a function that makes the row of a launch.
 
     weights  by name; several may be views of one tensor, which is then known by its first name
     caches   KV caches, layers first
+    linears  the tensors of each linear, in all layers
     """
     names: dict[int, str] = {}
     for name, weight in weights.items():
         names.setdefault(_storage(weight), name.removeprefix("model.").removesuffix(".weight"))
     layers = {_storage(cache): cache for cache in caches}
-    return [_row(op, names, layers) for op in ops]
+    parts = {_storage(each): name for name, tensors in linears.items() for each in tensors}
+    return lambda op: _row(op, names, layers, parts)
 
 
-def _row(op: Op, names: Mapping[int, str], layers: Mapping[int, Tensor]) -> OpRow:
+def align(
+    kernels: Sequence[str], rows: Sequence[OpRow], known: Collection[str] = ()
+) -> list[OpRow | None]:
+    """The row of each of the kernels that ran for a step, which are given by name, in their order.
+
+    It is None for what torch launches between the step's own kernels. A kernel is the step's own if
+    a row or `known` has its name. Misaligned, with the first difference, unless these are the
+    kernels of the rows, in the same order.
+    """
+    own = {row.kernel for row in rows}.union(known)
+    ran, recorded = [name for name in kernels if name in own], [row.kernel for row in rows]
+    for place, (one, other) in enumerate(zip_longest(ran, recorded)):
+        if one != other:
+            raise Misaligned(
+                f"{len(ran)} kernels ran and {len(recorded)} launches are recorded: number {place} "
+                f"is {one or 'none'} among the kernels, and {other or 'none'} among the launches"
+            )
+    remaining = iter(rows)
+    return [next(remaining) if name in own else None for name in kernels]
+
+
+def _row(
+    op: Op, names: Mapping[int, str], layers: Mapping[int, Tensor], parts: Mapping[int, str]
+) -> OpRow:
     stages: dict[str, int] = {}
-    for _, tensor in op.tensors():
+    linears: dict[int, int] = {}
+    attends = False
+    for parameter, tensor in op.tensors():
         storage = _storage(tensor)
         if (name := names.get(storage)) is not None:
-            stages[name] = stages.get(name, 0) + tensor.nbytes
+            # Two parameters may have views of one weight, which is read once.
+            stages[name] = max(stages.get(name, 0), tensor.nbytes)
         elif (cache := layers.get(storage)) is not None:
             stages[f"KV {tensor.storage_offset() // cache.stride(0)}"] = 0
+            attends = op.name not in _KV_WRITERS
+        # lm_head may be the embedding, of which another launch looks up rows.
+        looked_up = parameter.rpartition(".")[2] in _LOOKUPS
+        if storage in parts and not looked_up:
+            linears[storage] = max(linears.get(storage, 0), tensor.nbytes)
     # The weight that takes the longest to read comes first.
     ordered = sorted(stages, key=lambda name: -stages[name])
     return OpRow(
         stage=", ".join(ordered),
+        part=", ".join([*dict.fromkeys(map(parts.__getitem__, linears)), *[KV] * attends]),
         kernel=op.name,
         grid=op.programs,
         threads=op.threads,
         weight_bytes=sum(stages.values()),
+        part_bytes=sum(linears.values()),
         pdl=op.pdl,
     )
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
-from graphengine.kernels import Op, ZeroedMemory, recorded_ops
+from graphengine.kernels import Op, ZeroedMemory, ops_handed_to
 from graphengine.program.graph_key import GraphKey
 
 Schedule = Mapping[GraphKey, tuple[Op, ...]]
 """The launches of each graph's step. Operations of torch between them are not among them."""
+
+Row = TypeVar("Row")
 
 
 def record_schedule(steps: Mapping[GraphKey, Callable[[], object]]) -> Schedule:
@@ -18,9 +21,16 @@ def record_schedule(steps: Mapping[GraphKey, Callable[[], object]]) -> Schedule:
     what that does to static buffers is for the caller to reset. On a CPU references run in place of
     launches, which leaves the lists empty, unless a GPU is `assumed`.
     """
-    schedule: dict[GraphKey, tuple[Op, ...]] = {}
-    for key, step in steps.items():
-        with recorded_ops() as ops, ZeroedMemory():
-            step()
-        schedule[key] = tuple(ops)
-    return schedule
+    return {key: tuple(describe_launches(step, lambda op: op)) for key, step in steps.items()}
+
+
+def describe_launches(step: Callable[[], object], describe: Callable[[Op], Row]) -> list[Row]:
+    """Run one step as `record_schedule` does; what `describe` returns for each launch.
+
+    No launch is kept, so the step takes no more memory than when it runs: a list of its launches
+    would keep the intermediates of all layers.
+    """
+    rows: list[Row] = []
+    with ops_handed_to(lambda op: rows.append(describe(op))), ZeroedMemory():
+        step()
+    return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine.kernels.core.launching import launched_by
@@ -85,6 +87,16 @@ def recorded_ops() -> Iterator[list[Op]]:
     ops: list[Op] = []
     with ops_handed_to(ops.append):
         yield ops
+
+
+def own_kernels() -> set[str]:
+    """Names of this package's Triton and Gluon functions, of all modules that are imported.
+
+    Empty in Triton's interpreter.
+    """
+    modules = [each for name, each in sys.modules.items() if name.startswith("graphengine.kernels")]
+    values = [value for module in modules for value in vars(module).values()]
+    return {value.__name__ for value in values if isinstance(value, triton.JITFunction)}
 
 
 def _hand_over(

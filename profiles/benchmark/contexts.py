@@ -28,7 +28,7 @@ from graphengine.profiles.benchmark.ceiling import ReadCeiling, floor_and_share
 from graphengine.profiles.benchmark.context_rows import ContextRows, standing_rows
 from graphengine.profiles.benchmark.engines import engine_options
 from graphengine.profiles.benchmark.experts_read import experts_read
-from graphengine.profiles.benchmark.kernel_times import kernel_times, least_room
+from graphengine.profiles.benchmark.kernel_times import decode_launches, kernel_times, least_room
 from graphengine.profiles.benchmark.measure import CHECKED_FIRST_TOKENS, Work
 from graphengine.profiles.benchmark.shapes import Subject, kv_bytes, state_bytes, weight_bytes
 from graphengine.profiles.benchmark.speculation import Open, Plain, Plains, Sweep, measure_drafts
@@ -331,12 +331,13 @@ def measure_context_kernels(
     for work in map(kernel_work, works):
         with contexts.engine(work, contexts.lengths, {"pdl": False}, open_engine, []) as opened:
             engine, left = opened
+            launched = {} if engine is None else decode_launches(engine)
             for context in left:
                 assert engine is not None, f"{left=}"
                 at_context = contexts.work(work, context)
                 with standing_rows(engine, at_context, prefilled=contexts.prefilled) as rows:
                     step = measure.decode(engine, at_context, run=rows.run)["ms_per_step"]
-                    times = kernel_times(engine, at_context, rows.submit)
+                    times = kernel_times(engine, at_context, launched, rows.submit)
                 yield {
                     "live": work.live,
                     "max_batch": engine.config.max_batch,

@@ -2,6 +2,9 @@
 
 For decode steps this is meaningful only without programmatic dependent launch: with it kernels
 overlap, and the sum of their times exceeds the step's.
+
+What a kernel reads is not guessed from its name: the kernels of a replay must be the launches that
+were recorded of the graph's step, in the same order.
 """
 
 from __future__ import annotations
@@ -18,24 +21,17 @@ from typing import Any
 import torch
 
 from graphengine import Engine, Request, SamplingParams
+from graphengine.core.recorded_rows import record_rows
+from graphengine.kernels import own_kernels
+from graphengine.models.contract import ModelConfig
+from graphengine.observe.op_table import KV, OpRow, align
 from graphengine.prefill_cut import PrefillCut
 from graphengine.profiles.benchmark.eager import drain, launches
 from graphengine.profiles.benchmark.measure import Work, random_prompt
-from graphengine.profiles.benchmark.shapes import (
-    LinearRead,
-    attention_layers,
-    kv_bytes,
-    layer_windows,
-    linear_reads,
-)
+from graphengine.profiles.benchmark.shapes import attention_layers, kv_bytes, layer_windows
 from graphengine.program.graph_key import GraphKey
 
 REPLAYS = 20
-LINEARS = ("dot_kernel", "fma_kernel", "packed_kernel")
-"""Names of the decode linears' kernels: four a layer, and one for lm_head."""
-ATTENTION = ("decode_attention_kernel",)
-"""Names of the kernels that read the KV of a layer in a decode step, one a layer."""
-KV = "KV"
 
 Submit = Callable[[Sequence[SamplingParams]], list[Request]]
 """Submits a request for each row of a work."""
@@ -45,11 +41,12 @@ Submit = Callable[[Sequence[SamplingParams]], list[Request]]
 class KernelTime:
     """Launches of one kernel that do the same part of a step.
 
-    part        the weight that a linear reads, or "KV" for attention; None for other kernels, and
-                if unknown
+    part        the linear whose weight it reads, by its name in plans, or "KV" for attention; None
+                for other kernels
     grid        programs, by axis
     count       launches a step; `mean_us` is the time of one, `step_us` of all launches of a step
-    read_bytes  of the weight, or of a layer's KV, in one launch; None without a part
+    read_bytes  of the weight, or of a layer's KV, in one launch; None without a part, and if
+                unknown: how many experts a step reads follows from its lanes
     tb_s        `read_bytes` over the time, in 10**12 bytes a second
     """
 
@@ -76,31 +73,42 @@ class Decoding:
     requests: Sequence[Request]
 
 
+def decode_launches(engine: Engine) -> dict[GraphKey, list[OpRow]]:
+    """The launches of each decode graph of a new engine, for `kernel_times`; empty on a CPU device.
+
+    An engine that has served anything can only be closed afterwards: see `record_rows`.
+    """
+    if engine.runtime.stream is None:
+        return {}
+    graphs = [key for key in engine.memory.graphs if key.kind == "decode"]
+    return record_rows(engine.runtime, engine.memory, graphs)
+
+
 def kernel_times(
-    engine: Engine, work: Work, submit: Submit | None = None
+    engine: Engine,
+    work: Work,
+    launched: Mapping[GraphKey, Sequence[OpRow]],
+    submit: Submit | None = None,
 ) -> list[KernelTime] | None:
     """Profile `REPLAYS` replays of the decode graph that serves `work`; None on a CPU device.
 
-    `submit` submits the rows, if not with the prompts of `work`. They are cancelled at the end.
+    launched  the engine's `decode_launches`, recorded before it served anything
+    submit    submits the rows, if not with the prompts of `work`; they are cancelled at the end
     """
     if engine.runtime.stream is None:
         return None
     decoding = start_decoding(engine, work, submit)
     events = _trace(engine, decoding.graph)
     stop_decoding(engine, decoding)
-    model = engine.model.config
+    model, step = engine.model.config, launched[decoding.graph]
     # One replay warms up; each replay makes each row one token longer.
     tokens = decoding.tokens + work.live * (1 + (REPLAYS - 1) / 2)
-    itemsize = engine.cache.element_size()
-    kv = kv_bytes(model, rows=work.live, tokens=tokens, itemsize=itemsize)
-    # If layers differ in their windows, an average describes none of them.
-    alike = len({*layer_windows(model)}) == 1
+    kv = kv_bytes(model, rows=work.live, tokens=tokens, itemsize=engine.cache.element_size())
     return summarise(
         events,
         REPLAYS,
-        linear_reads(model, engine.memory.dtype),
-        layer_kv_bytes=round(kv / attention_layers(model)),
-        attention_layers=attention_layers(model) if alike else 0,
+        step,
+        expert_reads(model) | {KV: layer_kv_bytes(model, kv, step)},
     )
 
 
@@ -111,8 +119,27 @@ def prefill_kernel_times(engine: Engine, tokens: int) -> list[KernelTime] | None
     """
     if engine.runtime.stream is None:
         return None
-    events = _trace(engine, feed_prompt(engine, tokens))
-    return summarise(events, REPLAYS, [])
+    graph = feed_prompt(engine, tokens)
+    events = _trace(engine, graph)
+    launched = record_rows(engine.runtime, engine.memory, [graph])
+    sizes = expert_reads(engine.model.config) | {KV: None}
+    return summarise(events, REPLAYS, launched[graph], sizes)
+
+
+def expert_reads(model: ModelConfig) -> dict[str, int | None]:
+    """Bytes that a launch reads of each linear of experts: unknown, as its lanes choose some."""
+    return {name: None for name, linear in model.linears.items() if linear.experts}
+
+
+def layer_kv_bytes(model: ModelConfig, kv: int, rows: Sequence[OpRow]) -> int | None:
+    """Bytes that one launch of attention reads, where the layers of a step read `kv` bytes.
+
+    None if not every launch reads one layer's KV, or if layers differ in their windows: an average
+    would describe none of them.
+    """
+    launched = sum(row.part == KV for row in rows)
+    alike = len({*layer_windows(model)}) == 1
+    return round(kv / launched) if alike and launched == attention_layers(model) else None
 
 
 def feed_prompt(engine: Engine, tokens: int) -> GraphKey:
@@ -215,18 +242,15 @@ def _kernel_events(profiler: Any) -> list[dict[str, Any]]:
 def summarise(
     events: Sequence[Mapping[str, Any]],
     replays: int,
-    linears: Sequence[LinearRead],
-    *,
-    layer_kv_bytes: int = 0,
-    attention_layers: int = 0,
+    rows: Sequence[OpRow],
+    sizes: Mapping[str, int | None],
 ) -> list[KernelTime]:
     """Group the launches of `replays` equal steps, in order of first appearance.
 
-    `events` are a Chrome trace's: `name`, `dur` in microseconds, `args.grid`. A linear is
-    identified by its place: `linears` lists those of a step in order, and is empty for prefill,
-    where they are not told apart. Each of the `attention_layers` launches of attention reads
-    `layer_kv_bytes`; with another number of launches, their reads are unknown. RuntimeError if the
-    replays' events differ.
+    `events` are a Chrome trace's: `name`, `dur` in microseconds, `args.grid`. `rows` are the step's
+    launches. `sizes` has the bytes that one launch reads of the parts where that is not the whole
+    weight; None: unknown. RuntimeError if the replays' events differ, or if their kernels are not
+    the step's.
     """
     if not events or len(events) % replays:
         raise RuntimeError(f"{len(events)} kernels were traced in {replays} replays")
@@ -235,22 +259,17 @@ def summarise(
     names = [event["name"] for event in steps[0]]
     if any([event["name"] for event in step] != names for step in steps):
         raise RuntimeError(f"the {replays} replays did not run the same {length} kernels")
-    groups: dict[tuple[str, str | None, tuple[int, ...]], list[float]] = defaultdict(list)
-    parts = _parts(names, linears)
-    attends = [index for index, name in enumerate(names) if name in ATTENTION]
-    if len(attends) == attention_layers:
-        for index in attends:
-            parts[index] = KV
-    sizes = {**dict(linears), KV: layer_kv_bytes}
+    groups: dict[tuple[str, str | None, tuple[int, ...], int | None], list[float]]
+    groups = defaultdict(list)
+    parts = [_part(row, sizes) for row in align(names, rows, known=own_kernels())]
     for step in steps:
-        for event, part in zip(step, parts, strict=True):
+        for event, (part, size) in zip(step, parts, strict=True):
             grid = tuple(event.get("args", {}).get("grid", ()))
-            groups[event["name"], part, grid].append(float(event["dur"]))
+            groups[event["name"], part, grid, size].append(float(event["dur"]))
     found = []
-    for (name, part, grid), times in groups.items():
+    for (name, part, grid, size), times in groups.items():
         mean = fmean(times)
-        size = None if part is None else sizes[part]
-        row = KernelTime(
+        time = KernelTime(
             name=name,
             part=part,
             grid=list(grid),
@@ -260,15 +279,12 @@ def summarise(
             read_bytes=size,
             tb_s=None if size is None else size / mean / 1e6,
         )
-        found.append(row)
+        found.append(time)
     return found
 
 
-def _parts(names: Sequence[str], linears: Sequence[LinearRead]) -> list[str | None]:
-    """The linear of each kernel of a step; all None if the number of linears is unexpected."""
-    places = [index for index, name in enumerate(names) if name in LINEARS]
-    found: list[str | None] = [None] * len(names)
-    if len(places) == len(linears):
-        for place, linear in zip(places, linears, strict=True):
-            found[place] = linear.name
-    return found
+def _part(row: OpRow | None, sizes: Mapping[str, int | None]) -> tuple[str | None, int | None]:
+    """The part of a launch, and the bytes that it reads of it; None for a kernel of torch."""
+    if row is None or not row.part:
+        return None, None
+    return row.part, sizes.get(row.part, row.part_bytes)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from graphengine.models.contract import ModelConfig
 from graphengine.models.eagle3 import Eagle3Config
 from graphengine.models.eagle3_reading import Eagle3Checkpoint
 from graphengine.models.families import read_model_config
-from graphengine.models.linears import WeightForms, linear_name
+from graphengine.models.linears import WeightForms
 from graphengine.models.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.random_values import SEED, WEIGHT_SCALE, generator_of, random_values
@@ -513,31 +513,3 @@ def step_bytes(
     kv = kv_bytes(model, rows=rows, tokens=rows * context, itemsize=itemsize)
     states = state_bytes(model, rows=rows, dtype=dtype)
     return weight_bytes(model, dtype, experts=experts) + kv + states
-
-
-class LinearRead(NamedTuple):
-    """A linear that a decode step runs, by its name in `ModelConfig.linears`, and its bytes."""
-
-    name: str
-    nbytes: int
-
-
-def linear_reads(model: ModelConfig, dtype: torch.dtype) -> list[LinearRead]:
-    """The linears of a decode step in the order in which it runs them, lm_head last.
-
-    Experts are left out: how many of them a step reads follows from its lanes. Empty for a model
-    whose layers have different linears.
-    """
-    dense = [name for name, linear in model.linears.items() if not linear.experts]
-    weights = model.allocate(device="meta", dtype=dtype)
-    *names, last = dict.fromkeys(name.partition(".")[0] for name in dense)
-    held = [linear.weight for linear in weights.linears() if not (linear.expert or linear.plain)]
-    if len(held) == len(names) * model.num_layers:
-        held.append(weights.lm_head)
-    order = names * model.num_layers + [last]
-    if len(held) != len(order):
-        return []
-    return [
-        LinearRead(linear_name(name, weight), weight.nbytes)
-        for name, weight in zip(order, held, strict=True)
-    ]

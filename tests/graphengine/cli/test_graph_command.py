@@ -7,7 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,18 +15,24 @@ import torch
 from graphengine import Engine, EngineConfig
 from graphengine.buckets import GraphStructure
 from graphengine.buckets.graphs import nodes
+from graphengine.cli import graph_command
 from graphengine.cli.graph_command import (
     INDEX,
     Dump,
     DumpDiff,
     diff_dumps,
+    name_reads,
     prepare_dump,
     read_dump,
     read_engine,
     write_dump,
 )
 from graphengine.cli.main import main
+from graphengine.core.recorded_rows import record_rows
 from graphengine.demo import checkpoint_path
+from graphengine.observe.op_table import OpRow
+from graphengine.profiles.benchmark.engines import build_engine
+from graphengine.profiles.benchmark.shapes import Subject
 from planted.graphs import PLANTED, chain, with_node
 
 NAMES = ("prefill/16", "decode/8/k3/fast", "decode/8/k3/full", "draft/8/k3")
@@ -293,6 +299,10 @@ def test_what_stands_in_the_way_of_a_dump_is_told_first(
     assert not (tmp_path / "d").exists()
 
 
+class FakeKey(NamedTuple):
+    name: str
+
+
 class FakeEngine:
     """As much of an engine as is dumped."""
 
@@ -302,7 +312,7 @@ class FakeEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.runtime = SimpleNamespace(
-            graphs=[SimpleNamespace(name=name) for name in NAMES],
+            graphs=[FakeKey(name) for name in NAMES],
             captured=[chain() for _ in NAMES],
         )
 
@@ -320,6 +330,7 @@ def test_a_dump_has_the_ladder_and_what_it_was_made_with(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(graph_command, "record_rows", lambda *_: {})
     config = replace(on_a_gpu, dtype=torch.bfloat16, buckets=(1, 8))
     monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: FakeEngine(config))
     arguments = ["graph", "dump", "--device", "cuda", *SMALL, "--draw", "dot", "--out"]
@@ -345,6 +356,48 @@ def test_a_dump_has_the_ladder_and_what_it_was_made_with(
     document = json.loads(capsys.readouterr().out)
     assert document == {"out": str(tmp_path / "b"), "graphs": list(NAMES)}
     assert main(["graph", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+
+
+def recorded(shape: str = "tiny") -> list[OpRow]:
+    """The launches of a decode graph."""
+    options = {"device": "cpu", "max_batch": 1, "max_seq_len": 96, "row_family": "dot"}
+    engine, _ = build_engine(Subject.of_shape(shape), options)
+    with engine:
+        (key,) = [key for key in engine.memory.graphs if key.name == "decode/1/fast"]
+        return record_rows(engine.runtime, engine.memory, [key])[key]
+
+
+def test_kernels_tell_what_they_read() -> None:
+    rows = recorded()
+    captured = chain(["void at::fill", *(row.kernel for row in rows)])
+    named = name_reads(captured, rows)
+    assert [node.detail for node in named.nodes] == [None, *(row.stage or None for row in rows)]
+    assert named.nodes[2].detail == "layers.0.self_attn.q_proj"
+    assert "kernel  dot_kernel  layers.0.self_attn.q_proj  grid" in named.to_text()
+    assert GraphStructure.from_json(named.to_json()) == named
+    for other in (chain(), chain([row.kernel for row in rows[:-1]])):
+        assert name_reads(other, rows) is other, "kernels of another step keep their names"
+    assert name_reads(captured, []) == captured, "nothing is recorded of one of several ranks"
+
+
+def test_dumps_of_which_one_tells_no_reads_are_compared_without() -> None:
+    rows = recorded()
+    plain = chain([row.kernel for row in rows])
+    named = name_reads(plain, rows)
+    old, new = (Dump(graphs={"decode/1/fast": graph}, facts={}) for graph in (plain, named))
+    assert not diff_dumps(old, new).differs and not diff_dumps(new, old).differs
+    moved = replace(new, graphs={"decode/1/fast": with_node(named, 1, detail="layers.9.x")})
+    (change,) = diff_dumps(new, moved).changed["decode/1/fast"]
+    assert "detail layers.0.self_attn.q_proj -> layers.9.x" in str(change)
+
+
+@pytest.mark.gpu
+def test_a_gpus_graphs_tell_what_their_kernels_read() -> None:
+    """The kernels of every graph are the recorded launches."""
+    made = read_small(device="cuda", dtype="bfloat16", max_batch=2, max_seq_len=96)
+    for name, graph in made.graphs.items():
+        details = [node.detail or "" for node in graph.nodes if node.kind == "kernel"]
+        assert any("KV 0" in detail for detail in details) or name.endswith("note"), name
 
 
 @pytest.mark.gpu

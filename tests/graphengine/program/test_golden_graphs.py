@@ -21,11 +21,14 @@ import pytest
 from engines.named_graphs import graph_names
 from graphengine import Engine
 from graphengine.buckets import GraphStructure
+from graphengine.core.recorded_rows import record_rows
+from graphengine.kernels import own_kernels
+from graphengine.observe.op_table import align
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import DEMO, SHAPES, Subject
 from graphengine.speculative import MTP
 from graphengine.testing.snapshot import GraphSnapshot, environment_key
-from launches.compilation import GraphKernel, graph_kernels, own_kernels
+from launches.compilation import GraphKernel, graph_kernels
 
 SNAPSHOTS = Path(__file__).parent / "__snapshots__" / Path(__file__).stem
 SIZES: dict[str, Any] = {"max_seq_len": 256, "block_size": 16, "prefill_buckets": (16, 64)}
@@ -110,6 +113,24 @@ def test_what_a_capture_would_launch_is_on_file(case: str) -> None:
             ]
             is_older = name in OLDER_FILES.get(case, ())
             assert (kernels == on_file) != is_older, f"{name} of {case}, on file for {key}"
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_the_kernels_on_file_are_those_of_the_rows(case: str) -> None:
+    """What `graph dump` and `bench --kernels` say of a GPU's kernels, for those of an H200."""
+    with open_engine(case, "cpu") as engine:
+        rows = record_rows(engine.runtime, engine.memory, engine.memory.graphs)
+        linears = engine.model.config.linears
+    for environment in (key for key in recorded_keys() if key.startswith("nvidia-h200_")):
+        for graph, launches in rows.items():
+            file = file_of(environment, case, graph.name)
+            nodes = GraphStructure.from_json(file.read_text()).nodes
+            kernels = [str(node.name) for node in nodes if node.kind == "kernel"]
+            found = align(kernels, launches, known=own_kernels())
+            assert [row for row in found if row is not None] == launches
+            if graph.kind == "decode":
+                assert None not in found
+                assert {row.part for row in launches} == {*linears, "KV", ""}, graph.name
 
 
 @pytest.mark.parametrize("key", recorded_keys())

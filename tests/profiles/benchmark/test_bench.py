@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine import Engine, EngineConfig, SamplingParams
+from graphengine.core.recorded_rows import record_rows
 from graphengine.kernels import KernelCompilation, PackedForm, WeightFormat, empty_packed
 from graphengine.kernels.attention.decode_triton import decode_attention_kernel
 from graphengine.kernels.linear.packed import unpack
@@ -24,6 +25,7 @@ from graphengine.models.composition import DecoderModel
 from graphengine.models.families import read_model_config
 from graphengine.models.quantised.rounding import KIND_FORMATS, ROUNDED_KINDS
 from graphengine.models.weights import StoredLinear
+from graphengine.observe.op_table import OpRow
 from graphengine.profiles.benchmark import eager, engines, measure
 from graphengine.profiles.benchmark.ceiling import (
     ReadCeiling,
@@ -32,23 +34,23 @@ from graphengine.profiles.benchmark.ceiling import (
 )
 from graphengine.profiles.benchmark.engines import build_engine, engine_options, rounded_model
 from graphengine.profiles.benchmark.kernel_times import (
-    LINEARS,
+    decode_launches,
+    expert_reads,
     feed_prompt,
     kernel_times,
     last_chunk,
+    layer_kv_bytes,
     prefill_kernel_times,
     summarise,
 )
 from graphengine.profiles.benchmark.shapes import (
     NAMES,
     SHAPES,
-    LinearRead,
     Subject,
     attention_layers,
     fill_random,
     kv_bytes,
     layer_windows,
-    linear_reads,
     model_shape,
     state_bytes,
     step_bytes,
@@ -387,9 +389,6 @@ def test_step_bytes_count_the_experts_that_are_read() -> None:
     assert every == weights.nbytes - weights.embedding.nbytes
     read = step_bytes(model, context=0, rows=1, dtype=BF16, experts=8)
     assert read == eight < 6.2e9
-    # What is multiplied whatever the router says.
-    names = {read.name: None for read in linear_reads(model, torch.bfloat16)}
-    assert list(names) == ["qkv", "output", "lm_head"]
 
 
 def test_step_bytes_of_biases_at_the_attentions_entrance_alone() -> None:
@@ -403,7 +402,6 @@ def test_step_bytes_of_biases_at_the_attentions_entrance_alone() -> None:
 def test_linear_bytes_are_the_matrices() -> None:
     model = model_shape("tiny")
     weights = model.allocate(device="meta", dtype=torch.bfloat16)
-    found = linear_reads(model, torch.bfloat16)
     layer = weights.layers[0]
     matrices = (
         layer.attention.qkv,
@@ -411,10 +409,12 @@ def test_linear_bytes_are_the_matrices() -> None:
         layer.mlp.gate_up,
         layer.mlp.down,
     )
-    sizes = [matrix.nbytes for matrix in matrices]
-    assert [read.nbytes for read in found] == [*sizes, *sizes, weights.lm_head.nbytes]
-    assert [read.name for read in found[4:]] == list(model.linears)
-    assert link_bytes(model, torch.bfloat16) == sum(sizes)
+    assert link_bytes(model, torch.bfloat16) == sum(matrix.nbytes for matrix in matrices)
+    found = weights.by_linear()
+    assert list(found) == list(model.linears)
+    assert [len(tensors) for tensors in found.values()] == [2, 2, 2, 2, 1]
+    for matrix, (first, _) in zip(matrices, [*found.values()][:4], strict=True):
+        assert first is matrix
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -424,23 +424,27 @@ def test_the_floor_counts_the_bytes_of_codes_and_scales(kind: Any, head: bool, t
     plain = read_model_config({**SHAPES["tiny"], "tie_word_embeddings": tied})
     options = EngineConfig(device="cpu", quantize=kind, quantize_lm_head=head)
     model = rounded_model(plain, options)
-    reads = linear_reads(model, torch.bfloat16)
+    weights = model.allocate(device="meta", dtype=torch.bfloat16)
+    held = {
+        name: sum(tensor.nbytes for tensor in tensors)
+        for name, tensors in weights.by_linear().items()
+    }
     label = KIND_FORMATS[kind].label
     names = [f"{name}.{label}" for name in ("qkv", "output", "gate_up", "down")]
-    assert [read.name for read in reads[:-1]] == [*names, *names]
-    assert reads[-1].name == (f"lm_head.{label}" if head else "lm_head")
+    head_name = f"lm_head.{label}" if head else "lm_head"
+    assert list(held) == [*names, head_name] == list(model.linears)
     bits, lm_head = KIND_FORMATS[kind].bits, plain.vocab_size * plain.hidden_size
     # A row of 64 or 96 columns has a scale of 2 bytes (a group) or of 4.
     sizes = {"qkv": (512, 64), "output": (64, 256), "gate_up": (192, 64), "down": (64, 96)}
-    for read, (rows, columns) in zip(reads, sizes.values(), strict=False):
+    for name, (rows, columns) in zip(names, sizes.values(), strict=True):
         groups = -(-columns // 128)
         scales = rows * (2 * groups if kind == "int4" else 4)
         # Of 4 bits codes lie in blocks of 64 columns.
-        held = -(-columns // 64) * 64 if bits == 4 else columns
-        assert read.nbytes == rows * held * bits // 8 + scales
+        padded = -(-columns // 64) * 64 if bits == 4 else columns
+        assert held[name] == plain.num_layers * (rows * padded * bits // 8 + scales)
     norms = (2 * plain.num_layers + 1) * plain.hidden_size * 2
-    assert weight_bytes(model, torch.bfloat16) == sum(read.nbytes for read in reads) + norms
-    assert (reads[-1].nbytes < 2 * lm_head) == head
+    assert weight_bytes(model, torch.bfloat16) == sum(held.values()) + norms
+    assert (held[head_name] < 2 * lm_head) == head
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -572,7 +576,7 @@ def test_the_kernels_of_a_gpu(sampler: str) -> None:
     options = {"device": "cuda", "max_batch": 3, "max_seq_len": 96, "pdl": False}
     engine, _ = build_engine(Subject.of_shape("tiny"), options)
     with engine:
-        times = kernel_times(engine, work)
+        times = kernel_times(engine, work, decode_launches(engine))
     assert times is not None and all(time.mean_us > 0 for time in times)
     counts = {time.part: time.count for time in times if time.part is not None}
     assert counts == {"qkv": 2, "KV": 2, "output": 2, "gate_up": 2, "down": 2, "lm_head": 1}
@@ -588,7 +592,9 @@ def test_the_kernels_of_a_prompt() -> None:
         times = prefill_kernel_times(engine, 70)
         assert times is not None and all(time.mean_us > 0 for time in times)
         (attention,) = [time for time in times if time.name == "prefill_attention_kernel"]
-        assert attention.count == 2
+        assert (attention.part, attention.count, attention.read_bytes) == ("KV", 2, None)
+        (head,) = [time for time in times if time.part == "lm_head"]
+        assert head.count == 1 and head.tb_s is not None
         with pytest.raises(ValueError, match="of lookahead 0 that is busy"):
             prefill_kernel_times(engine, 70)
 
@@ -622,72 +628,140 @@ def test_a_step_ahead_would_take_the_place_of_the_chunk(tiny: Engine) -> None:
         feed_prompt(tiny, 5)
 
 
-def trace(*, replays: int, layers: int, linear: str = "dot_kernel") -> list[dict[str, Any]]:
-    """A made-up trace: begin, five kernels a layer, lm_head, finish; times by place."""
-    layer = [(linear, 3), ("decode_attention_kernel", 2), (linear, 1), (linear, 8), (linear, 4)]
-    step = [("_begin_decode_kernel", 1), *layer * layers, (linear, 20)]
-    step.append(("_finish_decode_kernel", 1))
-    return [
-        {"name": name, "dur": duration, "args": {"grid": [duration, 1, 1]}}
-        for _ in range(replays)
-        for name, duration in step
-    ]
+TORCHS = ("Memset (Device)", "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT")
+"""Names of what torch launches in a step."""
 
 
-def reads_of(layers: int) -> list[LinearRead]:
-    """Those of a step, with the bytes of each linear."""
-    sizes = {"qkv": 3_000_000, "output": 1_000_000, "gate_up": 4_000_000, "down": 2_000_000}
-    of_layer = [LinearRead(name, size) for name, size in sizes.items()]
-    return [*of_layer * layers, LinearRead("lm_head", 5_000_000)]
+def rows_of(shape: str, graph: str = "decode/3/fast", **options: Any) -> list[OpRow]:
+    """The launches that are recorded of one graph's step."""
+    engine, _ = build_engine(Subject.of_shape(shape), {**CPU, "dtype": "bfloat16", **options})
+    with engine:
+        (key,) = [key for key in engine.memory.graphs if key.name == graph]
+        return record_rows(engine.runtime, engine.memory, [key])[key]
 
 
-@pytest.mark.parametrize("linear", LINEARS)
-def test_kernels_are_grouped_by_their_part_of_the_step(linear: str) -> None:
-    found = summarise(trace(replays=3, layers=2, linear=linear), 3, reads_of(2))
-    by_part = {row.part or row.name: row for row in found}
+def trace(rows: Sequence[OpRow], *, replays: int) -> list[dict[str, Any]]:
+    """A made-up trace of these launches, with kernels of torch before them and between them.
+
+    A linear is read at 1 TB/s; other kernels take 2 us.
+    """
+    step: list[dict[str, Any]] = []
+    for row in rows:
+        step.append({"name": TORCHS[len(step) % 4 // 2], "dur": 1.0})
+        time = row.part_bytes / 1e6 or 2.0
+        step.append({"name": row.kernel, "dur": time, "args": {"grid": list(row.grid)}})
+    return step * replays
+
+
+@pytest.mark.parametrize("family", ["dot", "fma"])
+def test_kernels_are_grouped_by_their_part_of_the_step(family: str) -> None:
+    rows = rows_of("tiny", "decode/1/fast", row_family=family, max_batch=1)
+    found = summarise(trace(rows, replays=3), 3, rows, {"KV": 6_000_000})
+    own = [row for row in found if row.name not in TORCHS]
+    by_part = {row.part or row.name: row for row in own}
     assert list(by_part) == [
-        "_begin_decode_kernel", "qkv", "decode_attention_kernel", "output", "gate_up", "down",
-        "lm_head", "_finish_decode_kernel",
+        "_begin_decode_kernel", "qkv", "KV", "output", "gate_up", "down", "lm_head",
+        "_finish_decode_kernel",
     ]  # fmt: skip
-    assert (by_part["down"].count, by_part["down"].mean_us, by_part["down"].step_us) == (2, 4, 8)
-    assert by_part["qkv"].tb_s == pytest.approx(1.0)
-    assert by_part["lm_head"].tb_s == pytest.approx(0.25)
-    assert by_part["decode_attention_kernel"].tb_s is None
-    assert by_part["down"].grid == [4, 1, 1]
-    assert (by_part["down"].read_bytes, by_part["_begin_decode_kernel"].read_bytes) == (
-        2_000_000, None,
-    )  # fmt: skip
-
-
-def test_attention_reads_a_layers_kv() -> None:
-    """Its kernel is known by the name that it has on a GPU, and has a launch for each layer."""
-    events = trace(replays=3, layers=2)
-    found = summarise(events, 3, reads_of(2), layer_kv_bytes=6_000_000, attention_layers=2)
-    (attention,) = [row for row in found if row.part == "KV"]
+    assert len(own) == 8 and {by_part[part].name for part in ("qkv", "down")} == {
+        f"{family}_kernel"
+    }
+    weights = model_shape("tiny").allocate(device="meta", dtype=BF16)
+    for part, (weight, *_) in weights.by_linear().items():
+        row, layers = by_part[part], 1 if part == "lm_head" else 2
+        assert (row.count, row.read_bytes) == (layers, weight.nbytes)
+        assert row.tb_s == pytest.approx(1.0)
+        assert row.step_us == pytest.approx(layers * row.mean_us)
+    attention = by_part["KV"]
     assert attention.name == decode_attention_kernel.__name__ and attention.count == 2
     assert (attention.read_bytes, attention.tb_s) == (6_000_000, pytest.approx(3.0))
-    for layers in (0, 1, 3):
-        found = summarise(events, 3, reads_of(2), layer_kv_bytes=1, attention_layers=layers)
-        assert "KV" not in {row.part for row in found}
+    assert attention.grid == [*next(row.grid for row in rows if row.part == "KV")]
+    for name in ("_begin_decode_kernel", "_finish_decode_kernel"):
+        assert (by_part[name].part, by_part[name].read_bytes, by_part[name].tb_s) == (None,) * 3
+    torchs = [row for row in found if row.name in TORCHS]
+    assert len(torchs) == 2 and all(row.part is None for row in torchs)
+    assert sum(row.count for row in torchs) == len(rows)
 
 
-def test_linears_of_an_unknown_step_have_no_part() -> None:
-    found = summarise(trace(replays=2, layers=3), 2, reads_of(2))
-    assert {row.part for row in found} == {None}
-    assert sum(row.count for row in found) == 3 * 5 + 3
+def test_parts_have_the_names_of_plans() -> None:
+    """Also the linears of packed weights, of recurrent layers and of experts; tied heads, too."""
+    for shape, options, read in (
+        ("tiny", {"quantize": "fp8"}, {"gate_up.e4m3-1x0": 192 * (64 + 4)}),
+        ("tiny-hybrid", {}, {"mamba_in": None, "up": 96 * 64 * 2}),
+        ("tiny-delta", {}, {"delta_out": 64 * 64 * 2, "lm_head": 256 * 64 * 2}),
+    ):
+        rows = rows_of(shape, **options)
+        model = rounded_model(model_shape(shape), EngineConfig(device="cpu", **options))
+        found = summarise(trace(rows, replays=2), 2, rows, expert_reads(model) | {"KV": None})
+        sizes = {row.part: row.read_bytes for row in found if row.part is not None}
+        assert sizes.pop("KV") is None
+        assert sizes.keys() == model.linears.keys() and all(sizes.values())
+        assert {part: size and sizes[part] for part, size in read.items()} == read
+
+
+def test_how_many_experts_are_read_is_unknown() -> None:
+    rows, model = rows_of("tiny-moe"), model_shape("tiny-moe")
+    assert expert_reads(model) == {"expert_gate_up": None, "expert_down": None}
+    found = summarise(trace(rows, replays=2), 2, rows, expert_reads(model))
+    by_part = {row.part: row for row in found if row.part is not None}
+    assert by_part.keys() == {*model.linears, "KV"}
+    for part in ("expert_gate_up", "expert_down"):
+        row = by_part[part]
+        assert (row.count, row.read_bytes, row.tb_s) == (2, None, None)
+    assert by_part["qkv"].read_bytes == 512 * 64 * 2
+
+
+def test_a_layers_kv_is_known_if_its_layers_are_alike() -> None:
+    for shape, expected in (("tiny", 500), ("tiny-hybrid", 1000), ("tiny-gemma", None)):
+        rows = rows_of(shape)
+        assert layer_kv_bytes(model_shape(shape), 1000, rows) == expected, shape
+        assert sum(row.part == "KV" for row in rows) == attention_layers(model_shape(shape))
+    tiny = rows_of("tiny")
+    assert layer_kv_bytes(model_shape("tiny"), 1000, [*tiny, *tiny]) is None
+    assert layer_kv_bytes(model_shape("tiny"), 1000, []) is None
 
 
 def test_replays_that_differ_cannot_be_summarised() -> None:
-    events = trace(replays=2, layers=2)
-    with pytest.raises(RuntimeError, match="25 kernels were traced in 2 replays"):
-        summarise(events[1:], 2, reads_of(2))
+    rows = rows_of("tiny")
+    events, length = trace(rows, replays=2), 2 * len(rows)
+    with pytest.raises(RuntimeError, match=f"{2 * length - 1} kernels were traced in 2 replays"):
+        summarise(events[1:], 2, rows, {})
     events[-1] = events[-1] | {"name": "other"}
-    with pytest.raises(RuntimeError, match="did not run the same 13 kernels"):
-        summarise(events, 2, reads_of(2))
+    with pytest.raises(RuntimeError, match=f"did not run the same {length} kernels"):
+        summarise(events, 2, rows, {})
     with pytest.raises(RuntimeError, match="0 kernels"):
-        summarise([], 2, reads_of(2))
+        summarise([], 2, rows, {})
 
 
-def test_products_of_a_prompt_have_no_part() -> None:
-    found = summarise(trace(replays=3, layers=2), 3, [])
-    assert {row.part for row in found} == {None} and len(found) == 8
+def test_kernels_that_are_not_the_recorded_launches_are_refused() -> None:
+    rows = rows_of("tiny")
+    # The first of a layer's linears is missing; then, one is there that no launch has.
+    events = trace(rows, replays=1)
+    assert events[3]["name"] == "dot_kernel"
+    names = "number 1 is decode_attention_kernel among the kernels, and dot_kernel among the launch"
+    with pytest.raises(RuntimeError, match=f"12 kernels ran and 13 launches are recorded: {names}"):
+        summarise(events[:3] + events[4:], 1, rows, {})
+    extra = {"name": "_squared_relu_kernel", "dur": 1.0}
+    with pytest.raises(RuntimeError, match=r"number 13 is _squared_relu_kernel .* and none among"):
+        summarise([*events, extra], 1, rows, {})
+    with pytest.raises(RuntimeError, match=r"number 12 is none among .* _finish_decode_kernel"):
+        summarise(events[:-1], 1, rows, {})
+
+
+def test_products_of_a_prompt_have_parts_where_they_are_our_own() -> None:
+    """The BLAS multiplies by plain weights, except by lm_head; packed ones are read by kernels."""
+    for options, parts in (
+        ({}, {"KV", "lm_head"}),
+        ({"quantize": "fp8"}, {"KV", "lm_head", *("qkv", "output", "gate_up", "down")}),
+    ):
+        rows = rows_of("tiny", "prefill/16", prefill_buckets=(16,), **options)
+        found = summarise(trace(rows, replays=3), 3, rows, {"KV": None})
+        named = {row.part.partition(".")[0] for row in found if row.part is not None}
+        assert named == parts
+        assert all(row.tb_s is None for row in found if row.part in (None, "KV"))
+
+
+def test_a_cpu_has_no_times_of_kernels(tiny: Engine) -> None:
+    assert decode_launches(tiny) == {}
+    assert kernel_times(tiny, tiny_work(), {}) is None
+    assert prefill_kernel_times(tiny, 5) is None

@@ -52,7 +52,7 @@ from graphengine.models.contract import (
     PrefillEnd,
     PrefillLaunch,
 )
-from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms
+from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, names_of_linears
 from graphengine.models.states import LayerStates, Recurrent, StateTensors
 from graphengine.models.weights import StoredLinear, Weight
 
@@ -193,6 +193,9 @@ class ToyWeights(ModelWeights):
 
     def linears(self) -> list[StoredLinear]:
         return self.attention.linears() + self.mlp.linears()
+
+    def linear_names(self) -> Mapping[str, str]:
+        return names_of_linears([self.attention, self.mlp])
 
     def stored(self) -> dict[str, Weight]:
         *before, after = self.norms

@@ -27,7 +27,7 @@ import torch
 from graphengine import Engine, SamplingParams
 from graphengine.observe.environment import environment
 from graphengine.profiles.benchmark.engines import build_engine
-from graphengine.profiles.benchmark.kernel_times import kernel_times
+from graphengine.profiles.benchmark.kernel_times import decode_launches, kernel_times
 from graphengine.profiles.benchmark.measure import Work
 from graphengine.profiles.benchmark.shapes import Subject
 
@@ -89,7 +89,8 @@ def kernels(name: str, device: str) -> list[list[Any]] | None:
         {"device": device, "dtype": "bfloat16", "pdl": False, "lookahead": 0, **SIZES, **options},
     )
     with engine:
-        found = kernel_times(engine, Work(live=1, prompt_tokens=40, new_tokens=64, runs=1))
+        work = Work(live=1, prompt_tokens=40, new_tokens=64, runs=1)
+        found = kernel_times(engine, work, decode_launches(engine))
     return found and [[k.name, k.part, k.count, round(k.mean_us, 3)] for k in found]
 
 

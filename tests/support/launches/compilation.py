@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -63,13 +62,6 @@ def graph_kernels(engine: Engine) -> dict[str, list[GraphKernel]]:
         key.name: [GraphKernel(op.name, op.programs, op.threads) for op in ops]
         for key, ops in schedule.items()
     }
-
-
-def own_kernels() -> set[str]:
-    """Names of this project's kernels, of all modules that are imported."""
-    modules = [each for name, each in sys.modules.items() if name.startswith("graphengine.kernels")]
-    values = [value for module in modules for value in vars(module).values()]
-    return {value.__name__ for value in values if isinstance(value, triton.JITFunction)}
 
 
 @contextmanager
