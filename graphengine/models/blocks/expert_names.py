@@ -44,4 +44,4 @@ class ExpertNames(NamedTuple):
 
 
 QWEN_NAMES = ExpertNames()
-"""Those of Qwen3-MoE and DeepSeek-V3."""
+"""The names of Qwen3-MoE and DeepSeek-V3."""
