@@ -194,6 +194,10 @@ def _window_of(block: Block) -> int:
     return block.window if isinstance(block, GroupedQueryAttention) else 0
 
 
+def _is_nope(block: Block) -> bool:
+    return isinstance(block, GroupedQueryAttention) and block.nope
+
+
 def linears_of(
     sublayers: Sequence[tuple[str, Block]], vocab_size: int, hidden: int, forms: WeightForms
 ) -> Linears:
@@ -275,7 +279,7 @@ class Composition:
 
     def table_bytes(self: ComposedConfig, max_seq_len: int) -> int:
         """Bytes of attention's tables for this many positions, and of norms that are recomputed."""
-        tables = 2 if has_local_tables(self) else 1
+        tables = 1 + has_local_tables(self) + any(map(_is_nope, blocks_of(self)))
         norms = 1 if self.logits_scale != 1 else 0
         heads = 0
         if self.norms_plus_one:
@@ -451,6 +455,9 @@ class DecoderModel:
         self.local_tables = self.tables
         if has_local_tables(config):
             self.local_tables = self._new_tables(config.local_rope, max_seq_len)
+        self._still_tables = self.tables
+        if any(map(_is_nope, blocks_of(config))):
+            self._still_tables = self._new_tables(None, max_seq_len)
         self._layers, self._final_norm = _computed(weights)
         self._steps = tuple(self._new_steps())
         kept = AttendingWeights | RecurringWeights
@@ -475,8 +482,13 @@ class DecoderModel:
         for index, layer in enumerate(self._layers):
             last = layer.sublayers[-1]
             for each, next_norm in layer.followed(self.norm_after(index)):
-                tables = self.local_tables if _window_of(each.block.block) else self.tables
+                tables = self._tables_of(each.block.block)
                 yield _Step(index, each.block, next_norm, tables, each is last)
+
+    def _tables_of(self, block: Block) -> RopeTables:
+        if _is_nope(block):
+            return self._still_tables
+        return self.local_tables if _window_of(block) else self.tables
 
     @property
     def max_seq_len(self) -> int:

@@ -53,6 +53,8 @@ class DecoderConfig(Composition):
     forms: WeightForms = PLAIN
     windows: tuple[int, ...] = ()
     """Attention window of each layer, 0 for a layer without one; empty: no layer has a window."""
+    nope_layers: tuple[int, ...] = ()
+    """Indices of the layers without RoPE, ascending."""
     local_rope: RopeConfig | None = None
     """RoPE of the layers with a window; None: the same as in the others."""
     post_norms: bool = False
@@ -105,7 +107,7 @@ class DecoderConfig(Composition):
         attention = self.attention
         if isinstance(attention, LatentAttention):
             return attention
-        return replace(attention, window=self.window_of(layer))
+        return replace(attention, window=self.window_of(layer), nope=layer in self.nope_layers)
 
     @property
     def mlp(self) -> Swiglu:
@@ -165,6 +167,7 @@ class DecoderConfig(Composition):
             self,
             num_layers=len(own),
             windows=self.windows[span.first : span.stop],
+            nope_layers=tuple(each - span.first for each in self.nope_layers if each in own),
             expert_layers=tuple(each - span.first for each in self.expert_layers if each in own),
             logits_scale=self.logits_scale if span.ends else 1.0,
             span=span,

@@ -191,7 +191,12 @@ class MtpConfig:
         if expert_modules is None:
             expert_modules = () if target.experts is None else tuple(range(len(prefixes)))
         layer = replace(
-            target, num_layers=1, expert_layers=expert_modules, windows=(), local_rope=None
+            target,
+            num_layers=1,
+            expert_layers=expert_modules,
+            windows=(),
+            nope_layers=(),
+            local_rope=None,
         )
         return cls(layout=layout, prefixes=prefixes, layer=layer, norm_eps=target.norm_eps)
 

@@ -53,6 +53,7 @@ class GroupedQueryAttention:
     qk_norm   an RMSNorm on each head's query and key before RoPE
     norm_eps  epsilon of these norms, and of the norm of the block's input
     window    tokens that a query sees, including its own; 0: all up to its own
+    nope      whether heads stay as they are where others rotate them (NoPE)
     rotated   the part of a head, one over a whole number, that RoPE rotates, as in its `RopeConfig`
     gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
               its query in the checkpoint's linear of queries
@@ -72,6 +73,7 @@ class GroupedQueryAttention:
     output_bias: bool = False
     qk_norm: bool = False
     window: int = 0
+    nope: bool = False
     rotated: float = 1.0
     scale_of: float = 0.0
     sinks: bool = False
