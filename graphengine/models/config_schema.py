@@ -236,6 +236,12 @@ LFM2_MOE_KEYS = (
 )
 """The keys of `config.json` that are read for LFM2 with experts, besides LFM2's."""
 
+SMOLLM3_KEYS = (
+    Key("no_rope_layers", "integers", (0, 1), default=None, null=True),
+    Key("no_rope_layer_interval", "integer", (1, 1024), default=4),
+)
+"""The keys of `config.json` that are read for SmolLM3 besides Llama's."""
+
 ROPE_KEYS = (
     Key("rope_type", "text", default=None),
     Key("type", "text", default=None, null=True),
@@ -523,6 +529,7 @@ def unknown_keys(config: HfConfig) -> list[str]:
     of_families = (
         *(*EXPERT_KEYS, *LATENT_KEYS, *GEMMA_KEYS, *GPT_OSS_KEYS),
         *(*GRANITE_KEYS, *NEMOTRON_KEYS, *QWEN3_5_KEYS, *LFM2_KEYS, *LFM2_MOE_KEYS),
+        *SMOLLM3_KEYS,
     )
     read = {key.name for key in (*KEYS, *MTP_KEYS, *of_families)}
     known = read | NEUTRAL.keys() | HARMLESS

@@ -19,6 +19,7 @@ from graphengine.models import (
     qwen3,
     qwen3_5,
     qwen3_moe,
+    smollm3,
 )
 from graphengine.models.config_schema import HfConfig, read_key
 from graphengine.models.contract import ModelConfig
@@ -43,6 +44,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Qwen3_5ForCausalLM": qwen3_5.read_config,
     "Qwen3_5ForConditionalGeneration": qwen3_5.read_config,
     "Qwen3MoeForCausalLM": qwen3_moe.read_config,
+    "SmolLM3ForCausalLM": smollm3.read_config,
 }
 """The reader of each architecture's `config.json`; it also gets the architecture's name."""
 

@@ -100,6 +100,16 @@ def _glm4_moe(**options: Any) -> Glm4MoeForCausalLM:
     return Glm4MoeForCausalLM._from_config(config, experts_implementation="eager")
 
 
+def _smollm3(**options: Any) -> PreTrainedModel:
+    # The oldest transformers that is admitted has no such classes.
+    import transformers
+
+    heads = options["num_attention_heads"]
+    sizes = {"vocab_size": 271, "hidden_size": 64 * heads, "intermediate_size": 100}
+    sizes |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 2}
+    return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**sizes | options))
+
+
 # Odd on purpose: sizes that no tile divides, head_dim independent of hidden_size / heads.
 MODELS = {
     "llama-biases": lambda: _llama(
@@ -220,6 +230,19 @@ GLM_MODELS = {
 }  # fmt: skip
 
 
+DENSE_MODELS = {
+    "smollm3": lambda: _smollm3(
+        num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, attention_bias=True,
+        mlp_bias=True, tie_word_embeddings=False, eos_token_id=7,
+    ),
+    "smollm3-marked": lambda: _smollm3(
+        num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        no_rope_layers=[0, 1, 0], tie_word_embeddings=True, eos_token_id=3,
+        rope_parameters=YARN_ROPE,
+    ),
+}  # fmt: skip
+
+
 # Tests get the same reply of a prompt from engines of other sizes.
 @functools.lru_cache(maxsize=64)
 @torch.no_grad()
@@ -334,6 +357,15 @@ def latent_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Or
 def glm_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
     folder = tmp_path_factory.mktemp("glm")
     return {name: write_checkpoint(name, folder / name) for name in GLM_MODELS}
+
+
+@pytest.fixture(scope="session")
+def dense_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    folder = tmp_path_factory.mktemp("dense")
+    return {
+        name: write_random_model(make, folder / name, seed)
+        for seed, (name, make) in enumerate(DENSE_MODELS.items())
+    }
 
 
 @pytest.fixture(scope="session")

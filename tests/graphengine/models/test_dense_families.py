@@ -1,0 +1,92 @@
+"""Families of dense decoders with a switch of their own, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from engines.family_checks import assert_replies, assert_same_in_any_company
+from graphengine import Engine
+from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.contract import Share
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.stages import of_stage
+from graphengine.models.stored import read_model
+
+NAMES = ("smollm3", "smollm3-marked")
+PROMPT_LENGTHS = (1, 75)
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention"] * 5,
+}
+
+
+def open_engine(oracle: Any, **options: Any) -> Engine:
+    options = {"max_batch": 4, "max_seq_len": 160, "dtype": "float32", "block_size": 8} | options
+    return Engine.from_pretrained(oracle.path, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_tokens(
+    dense_checkpoints: dict[str, Any],
+    device: str,
+    eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
+    name: str,
+) -> None:
+    oracle = dense_checkpoints[name]
+    with open_engine(oracle, device=device, prefill_buckets=(16, 64), lookahead=0) as engine:
+        assert_replies(engine, oracle, eager, PROMPT_LENGTHS)
+
+
+def test_neighbours_chunks_drafts_and_pauses_change_no_token(
+    dense_checkpoints: dict[str, Any], device: str
+) -> None:
+    oracle = dense_checkpoints["smollm3-marked"]
+    assert_same_in_any_company(partial(open_engine, oracle, device=device), oracle)
+
+
+def nope_layers(config: Any) -> list[int]:
+    assert isinstance(config, DecoderConfig)
+    return [index for index in range(config.num_layers) if config.attention_of(index).nope]
+
+
+def test_layers_without_rope(dense_checkpoints: dict[str, Any], edited: Callable[..., Any]) -> None:
+    path = dense_checkpoints["smollm3"].path
+    model = read_model(Checkpoint.open(path))
+    assert nope_layers(model) == [3]
+    stage = of_stage(model, Share(1, 2))
+    assert nope_layers(stage) == [3 - (5 - stage.num_layers)]
+    for marks, interval, expected in (
+        (None, 2, [1, 3]),
+        ([1, 0, 1, 1, 0, 0], 4, [1, 4]),
+        ([1] * 5, 4, []),
+    ):
+        config = {"no_rope_layers": marks, "no_rope_layer_interval": interval}
+        found = read_model(Checkpoint.open(edited(path, config=config)))
+        assert nope_layers(found) == expected
+    # Their tables are another pair.
+    assert model.table_bytes(64) == 2 * read_model(
+        Checkpoint.open(edited(path, config={"no_rope_layers": [1] * 5}))
+    ).table_bytes(64)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\].*a value for each of 5 layers"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
+        ({"no_rope_layers": [1, 2, 1, 1, 1]}, "no_rope_layers"),
+        (WINDOWS, "use_sliding_window=True"),
+    ],
+)
+def test_refused_configs_of_smollm3(
+    dense_checkpoints: dict[str, Any], edited: Callable[..., Any], config: Any, message: str
+) -> None:
+    path = edited(dense_checkpoints["smollm3"].path, config=config)
+    with pytest.raises(ValueError, match=message):
+        read_model(Checkpoint.open(path))
