@@ -15,7 +15,7 @@ from graphengine.kernels import Activation, RopeConfig
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mla import LatentAttention
-from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
 from graphengine.models.composition import Composition, linears_of
 from graphengine.models.contract import LayerSpan
 from graphengine.models.linears import PLAIN, Linears, WeightForms
@@ -75,6 +75,8 @@ class DecoderConfig(Composition):
     """The model's residual stream is what is stored, times this."""
     logits_scale: float = 1.0
     """What the logits are multiplied by."""
+    stored_fused: bool = False
+    """Whether a checkpoint has q, k and v in one linear, and gates and ups in one, as Phi-3's."""
     span: LayerSpan | None = None
     """Which layers of a model these are; None: they are a whole model."""
 
@@ -100,6 +102,7 @@ class DecoderConfig(Composition):
             scale_of=self.query_scalar,
             sinks=self.sinks,
             gated=self.gated_attention,
+            one_linear=self.stored_fused,
         )
 
     def attention_of(self, layer: int) -> GroupedQueryAttention | LatentAttention:
@@ -118,6 +121,8 @@ class DecoderConfig(Composition):
             norm_eps=self.norm_eps,
             bias=self.mlp_bias,
             activation=self.activation,
+            names=("gate_up_proj", "", "down_proj") if self.stored_fused else PLAIN_NAMES,
+            one_linear=self.stored_fused,
         )
 
     def feed_forward(self, layer: int) -> Swiglu | Experts:

@@ -107,6 +107,7 @@ def _feed_forward(settings: dict[str, Any], eps: float) -> Sublayer:
         ffn_size=settings["shared_intermediate_size"],
         norm_eps=eps,
         role="shared_" if count else "",
+        names=("input_linear", "", "output_linear"),
         one_linear=True,
     )
     if not count:

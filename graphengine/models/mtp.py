@@ -196,6 +196,7 @@ class MtpConfig:
             expert_layers=expert_modules,
             windows=(),
             nope_layers=(),
+            stored_fused=False,
             local_rope=None,
         )
         return cls(layout=layout, prefixes=prefixes, layer=layer, norm_eps=target.norm_eps)

@@ -58,6 +58,8 @@ class GroupedQueryAttention:
     gated     whether attention's sums are multiplied by sigmoids of gates. Each head's gates follow
               its query in the checkpoint's linear of queries
     names     name of the output's linear, and how the names of the heads' norms end
+    one_linear  whether a checkpoint has queries, keys and values in one linear without biases,
+              `qkv_proj`, as Phi-3 does
     fed_size  columns of the input of queries, keys and values; 0: hidden_size, those of the normed
               stream
     scale_of  scores are divided by its square root; 0: head_dim
@@ -79,6 +81,7 @@ class GroupedQueryAttention:
     sinks: bool = False
     gated: bool = False
     names: tuple[str, str] = ("o_proj", "norm")
+    one_linear: bool = False
     fed_size: int = 0
 
     @property
@@ -129,7 +132,7 @@ class GroupedQueryAttention:
     @property
     def first_linears(self) -> Mapping[str, str]:
         """First checkpoint linear fused into each weight."""
-        return {"qkv": "q_proj", "output": self.names[0]}
+        return {"qkv": "qkv_proj" if self.one_linear else "q_proj", "output": self.names[0]}
 
     @property
     def state(self) -> Paged:
@@ -233,7 +236,11 @@ class AttentionWeights:
         """The block's products."""
         parts = tuple((f"{self.prefix}{name}_proj", rows) for name, rows in self._qkv_rows())
         output = (f"{self.prefix}{self.block.names[0]}", self.block.hidden_size)
-        qkv = StoredLinear(self.qkv, parts, axis=0, order=self._row_order())
+        pieces: dict[str, tuple[int, ...]] = {}
+        if self.block.one_linear:
+            name, rows = f"{self.prefix}qkv_proj", tuple(rows for _, rows in parts)
+            parts, pieces = ((name, sum(rows)),), {name: rows}
+        qkv = StoredLinear(self.qkv, parts, axis=0, order=self._row_order(), pieces=pieces)
         return [qkv, StoredLinear(self.output, (output,), axis=1)]
 
     def _row_order(self) -> Tensor | None:
@@ -287,7 +294,7 @@ class AttentionWeights:
         prefix = self.prefix
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         for kind, rows in (("weight", self.qkv), ("bias", self.qkv_bias)):
-            if isinstance(rows, Tensor):
+            if isinstance(rows, Tensor) and not self.block.one_linear:
                 for name, part in zip("qkv", self._of_checkpoint(rows), strict=True):
                     names[f"{prefix}{name}_proj.{kind}"] = Weight(part, 0)
         output, norm = self.block.names

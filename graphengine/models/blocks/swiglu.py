@@ -34,6 +34,9 @@ from graphengine.models.contract import DecodeLaunch
 from graphengine.models.linears import Linear, Linears, WeightForms
 from graphengine.models.weights import StoredLinear, Weight
 
+PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
+"""The names of gates, ups and down in checkpoints of Llama's lineage."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Swiglu:
@@ -41,7 +44,8 @@ class Swiglu:
 
     role        prefix of its linears' names
     names       of gates, ups and down in a checkpoint
-    one_linear  whether a checkpoint has gates and ups in one linear without biases, as Granite does
+    one_linear  whether a checkpoint has gates and ups in one linear without biases, which has the
+                first of the names; the second is not used
     """
 
     hidden_size: int
@@ -50,7 +54,7 @@ class Swiglu:
     bias: bool = False
     activation: Activation = "silu"
     role: str = ""
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    names: tuple[str, str, str] = PLAIN_NAMES
     one_linear: bool = False
 
     @property
@@ -68,8 +72,7 @@ class Swiglu:
     @property
     def first_linears(self) -> Mapping[str, str]:
         """First checkpoint linear fused into each weight."""
-        names = ("input_linear", "output_linear") if self.one_linear else self.names[::2]
-        return dict(zip((f"{self.role}gate_up", f"{self.role}down"), names, strict=True))
+        return dict(zip((f"{self.role}gate_up", f"{self.role}down"), self.names[::2], strict=True))
 
     def prefill_width(self, *, fused: bool = False) -> int:
         """Values of a lane in `PrefillScratch`."""
