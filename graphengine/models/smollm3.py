@@ -36,5 +36,7 @@ def _nope_layers(settings: dict[str, Any]) -> tuple[int, ...]:
         every = settings["no_rope_layer_interval"]
         return tuple(range(every - 1, layers, every))
     if len(marks) < layers:
-        raise unsupported("no_rope_layers", list(marks), f"null, or a value for each of {layers} layers")
+        raise unsupported(
+            "no_rope_layers", list(marks), f"null, or a value for each of {layers} layers"
+        )
     return tuple(index for index in range(layers) if not marks[index])

@@ -100,6 +100,15 @@ def _glm4_moe(**options: Any) -> Glm4MoeForCausalLM:
     return Glm4MoeForCausalLM._from_config(config, experts_implementation="eager")
 
 
+def _phi3(**options: Any) -> PreTrainedModel:
+    import transformers
+
+    sizes = {"vocab_size": 271, "hidden_size": 64 * options["num_attention_heads"]}
+    sizes |= {"intermediate_size": 100, "max_position_embeddings": 512, "pad_token_id": 0}
+    sizes |= {"bos_token_id": 2}
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes | options))
+
+
 def _smollm3(**options: Any) -> PreTrainedModel:
     # The oldest transformers that is admitted has no such classes.
     import transformers
@@ -239,6 +248,14 @@ DENSE_MODELS = {
         num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
         no_rope_layers=[0, 1, 0], tie_word_embeddings=True, eos_token_id=3,
         rope_parameters=YARN_ROPE,
+    ),
+    "phi3": lambda: _phi3(
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, eos_token_id=7,
+        sliding_window=23,
+    ),
+    "phi3-96": lambda: _phi3(
+        num_hidden_layers=2, hidden_size=192, num_attention_heads=2, num_key_value_heads=2,
+        tie_word_embeddings=True, eos_token_id=3,
     ),
 }  # fmt: skip
 

@@ -11,13 +11,17 @@ import torch
 
 from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine
+from graphengine.models.blocks.gqa import AttentionWeights
+from graphengine.models.blocks.swiglu import SwigluWeights
 from graphengine.models.checkpoint import Checkpoint
 from graphengine.models.contract import Share
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.rank_cuts import cut_to
+from graphengine.models.ranks import of_rank
 from graphengine.models.stages import of_stage
-from graphengine.models.stored import read_model
+from graphengine.models.stored import destinations, read_model
 
-NAMES = ("smollm3", "smollm3-marked")
+NAMES = ("phi3", "phi3-96", "smollm3", "smollm3-marked")
 PROMPT_LENGTHS = (1, 75)
 WINDOWS = {
     "use_sliding_window": True,
@@ -43,10 +47,11 @@ def test_logits_and_greedy_tokens(
         assert_replies(engine, oracle, eager, PROMPT_LENGTHS)
 
 
+@pytest.mark.parametrize("name", ["phi3", "smollm3-marked"])
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(
-    dense_checkpoints: dict[str, Any], device: str
+    dense_checkpoints: dict[str, Any], device: str, name: str
 ) -> None:
-    oracle = dense_checkpoints["smollm3-marked"]
+    oracle = dense_checkpoints[name]
     assert_same_in_any_company(partial(open_engine, oracle, device=device), oracle)
 
 
@@ -90,3 +95,26 @@ def test_refused_configs_of_smollm3(
     path = edited(dense_checkpoints["smollm3"].path, config=config)
     with pytest.raises(ValueError, match=message):
         read_model(Checkpoint.open(path))
+
+
+def test_ranks_cut_fused_linears_piece_by_piece(dense_checkpoints: dict[str, Any]) -> None:
+    checkpoint = Checkpoint.open(dense_checkpoints["phi3"].path)
+    model = read_model(checkpoint)
+    assert isinstance(model, DecoderConfig)
+    whole = model.allocate(device="cpu", dtype=torch.float32)
+    checkpoint.load(destinations(checkpoint, whole))
+    attention, mlp = whole.layers[0].attention, whole.layers[0].mlp
+    assert isinstance(attention, AttentionWeights) and isinstance(mlp, SwigluWeights)
+    sizes = [attention.block.q_size, attention.block.kv_size, attention.block.kv_size]
+    meta = model.allocate(device="meta", dtype=torch.float32)
+    for rank in range(2):
+        config = of_rank(model, Share(rank, 2))
+        assert isinstance(config, DecoderConfig)
+        part = config.allocate(device="cpu", dtype=torch.float32)
+        cut = cut_to(checkpoint, meta, part, Share(rank, 2))
+        cut.load(destinations(cut, part))
+        layer = part.layers[0]
+        rows = [each.chunk(2)[rank] for each in attention.qkv.split(sizes)]
+        assert torch.equal(layer.attention.qkv, torch.cat(rows))
+        rows = [each.chunk(2)[rank] for each in mlp.gate_up.chunk(2)]
+        assert torch.equal(layer.mlp.gate_up, torch.cat(rows))
