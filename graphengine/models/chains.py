@@ -21,7 +21,7 @@ from graphengine.kernels.experts.reference import (
 from graphengine.kernels.experts.router import route_reference
 from graphengine.kernels.linear.residual import add_to_residual_reference
 from graphengine.models.blocks.experts import ExpertsWeights
-from graphengine.models.composition import HEAD, DecoderModel, named_sublayers
+from graphengine.models.composition import HEAD, DecoderModel, experts_of, named_sublayers
 from graphengine.models.contract import DecodeLaunch, Model, ModelConfig
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hybrid import HybridConfig
@@ -106,10 +106,10 @@ def _of_kinds(config: HybridConfig, links: int) -> HybridConfig:
     Within a link, kinds follow the order in which the last block of each kind runs.
     `norms_plus_one` and `logits_scale` are left out: they do not affect the linears.
     """
-    if not _has_one_of_each(config):
+    if experts_of(config) is not None or not _has_one_of_each(config):
         raise ValueError(
             f"the blocks of a {config.architecture} with the linears {', '.join(config.linears)} "
-            f"are not stored alike: there is no chain of them"
+            f"are not stored alike, or have experts: there is no chain of them"
         )
     last: dict[Block, tuple[str, Sublayer]] = {}
     for _, prefix, part in named_sublayers(config):

@@ -30,7 +30,10 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 FEW = replace(GREEDY, max_tokens=8)
-NAMES = ["granite-rope-limits", "nemotron-biases", "qwen", "lfm2-biases"]
+NAMES = [
+    "granite-rope-limits", "granite-experts", "nemotron-biases", "qwen", "lfm2-biases",
+    "lfm2-experts",
+]  # fmt: skip
 
 
 def open_engine(path: Path, **options: Any) -> Engine:
@@ -68,6 +71,21 @@ def test_two_ranks_compute_what_transformers_does(
         assert again.token_ids == results[2].token_ids[:12]
         oracle.assert_logits(again, seen)
         assert_equal_ranks(engine)
+
+
+@pytest.mark.parametrize(
+    "options", [{"expert_parallel": True}, {"tensor_parallel": 1, "data_parallel": 2}]
+)
+def test_ranks_have_whole_experts(hybrids: dict[str, Any], options: dict[str, Any]) -> None:
+    oracle = hybrids["granite-experts"]
+    with open_engine(oracle.path, **options) as engine:
+        held = engine.model.weights.routed
+        assert held is not None
+        prompts = oracle.prompts((1, 3, 40))
+        for result in engine.generate(prompts, FEW):
+            oracle.assert_greedy(result)
+        experts = 3 * 44 * 128 * 4
+        assert held.nbytes == held.layers * 3 * experts
 
 
 def test_drafts_sessions_and_prefixes(hybrids: dict[str, Any]) -> None:
