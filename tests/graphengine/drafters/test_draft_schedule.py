@@ -161,6 +161,9 @@ def check_lengths(engine: Engine) -> None:
     assert (table[:2, :2] >= 0).all() and (table[:2, 2:] == -1).all(), f"{table}"
     second.cancel()
     step_until(engine, lambda: engine.counters["replays/decode/1/k4/fast"] > 1)
+    if engine.runtime.stream is not None:
+        # The last step was launched, and may still run.
+        engine.runtime.stream.synchronize()
     slot = first.job.placed.slot
     assert (table[slot] >= 0).all(), f"{table}"
 

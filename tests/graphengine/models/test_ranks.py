@@ -45,6 +45,7 @@ from graphengine.models.contract import (
     SplitStream,
 )
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.gpt_oss import NAMES
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.mtp import (
     LAYOUTS,
@@ -90,7 +91,7 @@ EXPERTS = replace(
         norm_eps=1e-5,
         bias=True,
         clamped=ClampedSwiglu(limit=0.5),
-        stacked=True,
+        names=NAMES,
     ),
     expert_layers=(0, 1),
     sinks=True,

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from graphengine.kernels.norm_rope.rope import rope_frequencies
+from graphengine.models.composition import has_local_tables
 from graphengine.models.config_schema import unknown_keys
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families import FAMILIES, read_model_config
@@ -147,7 +148,7 @@ def test_rope_is_told_apart_by_layer_type(key: str) -> None:
     mixed = USED | {"layer_types": MIXED, "sliding_window": 9}
     both = {FULL: LINEAR, SLIDING: LOCAL}
     config = read("Qwen3", **mixed, **{key: both})
-    assert config.local_rope is not None and config.has_local_tables
+    assert config.local_rope is not None and has_local_tables(config)
     assert torch.equal(rope_frequencies(config.rope, head_dim=64)[0], frequencies(LINEAR))
     assert torch.equal(rope_frequencies(config.local_rope, head_dim=64)[0], frequencies(LOCAL))
     assert config.table_bytes(100) == 2 * read("Qwen3").table_bytes(100)
@@ -156,7 +157,7 @@ def test_rope_is_told_apart_by_layer_type(key: str) -> None:
     assert read("Qwen3", **mixed, **{key: {FULL: LINEAR, SLIDING: LINEAR}}).local_rope is None
     assert read("Qwen3", **{key: both}) == read("Qwen3", **{key: LINEAR})
     # A window that hides nothing says which layers have the other RoPE all the same.
-    assert read("Qwen3", **mixed | {"sliding_window": 8192}, **{key: both}).has_local_tables
+    assert has_local_tables(read("Qwen3", **mixed | {"sliding_window": 8192}, **{key: both}))
     # Of a model whose layers all have one, no other is there.
     everywhere = read("Mistral", sliding_window=9, **{key: {SLIDING: LOCAL}})
     assert everywhere.rope.theta == 77.0 and everywhere.local_rope is None

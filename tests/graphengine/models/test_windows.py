@@ -22,6 +22,7 @@ from transformers import (
 
 from engines.family_checks import assert_half_precision_replays, assert_rewinds
 from graphengine import Engine, SamplingParams
+from graphengine.models.composition import has_local_tables
 from graphengine.models.families import read_model_config
 from graphengine.speculative import DraftModel, NGram
 
@@ -201,7 +202,7 @@ def test_layers_with_windows_have_their_own_rope(
             layer.register_forward_pre_hook(with_local_tables, with_kwargs=True)
     prompt = oracle.prompts((40,))[0]
     with open_engine(path, device=device, lookahead=0) as engine:
-        assert engine.model.config.has_local_tables
+        assert has_local_tables(engine.model.config)
         seen = eager(engine)
         result = engine.generate(prompt, greedy(20))
     with torch.no_grad():
