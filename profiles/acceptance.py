@@ -26,7 +26,7 @@ from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.devices import DTYPES
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels import RowFamily
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_out, integers, tell_written
 from graphengine.profiles.benchmark.eager import comparable, require_equal

@@ -25,8 +25,8 @@ from torch.multiprocessing.spawn import spawn
 from graphengine.kernels import MAX_LANES, Launch, RowFamily, add_rms_norm, push_units
 from graphengine.models.contract import Share
 from graphengine.models.linears import Linears, linear_arrivals
-from graphengine.models.ranks import of_rank
-from graphengine.models.tuning import choose_plans
+from graphengine.models.plans.tuning import choose_plans
+from graphengine.models.splitting.ranks import of_rank
 from graphengine.observe.environment import environment
 from graphengine.parallel.meeting import Meeting
 from graphengine.profiles.arguments import check_out, integers, write_out

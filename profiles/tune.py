@@ -42,11 +42,11 @@ from graphengine.cli.option_flags import add_flags
 from graphengine.config import EngineConfig
 from graphengine.devices import DTYPES
 from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily, device_of
-from graphengine.models import tuning, tuning_tables
-from graphengine.models.checkpoint import Checkpoint, stored_dtype
+from graphengine.models.checkpoints.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import LinearPlans
-from graphengine.models.tuning_tables import TunedPlan
+from graphengine.models.plans import tuning, tuning_tables
+from graphengine.models.plans.tuning_tables import TunedPlan
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark.engines import engine_options, rounded_model
 from graphengine.profiles.benchmark.lone_rank import share_of

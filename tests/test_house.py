@@ -98,7 +98,10 @@ def test_a_planted_circle_is_found(source: str) -> None:
 def test_a_planted_import_upwards_is_found() -> None:
     graph = {
         "graphengine.host.blocks": {"graphengine.core.runtime", "graphengine.requests.request"},
-        "graphengine.models.mtp": {"graphengine.models.contract", "graphengine.kernels.linear"},
+        "graphengine.models.drafting.mtp": {
+            "graphengine.models.contract",
+            "graphengine.kernels.linear",
+        },
         "graphengine.profiles.bench": {"graphengine.engine"},
     }
     assert house.upward_imports(graph) == ["graphengine.host.blocks -> graphengine.core.runtime"]
@@ -126,4 +129,4 @@ def test_what_is_ones_own_is_no_private_access(source: str) -> None:
 )  # fmt: skip
 def test_a_planted_family_is_found(source: str) -> None:
     assert len(house.family_names("graphengine/core/runtime.py", source)) == 1
-    assert house.family_names("graphengine/models/qwen2.py", source) == []
+    assert house.family_names("graphengine/models/families/qwen2.py", source) == []

@@ -49,22 +49,8 @@ MODELS = "graphengine.models"
 MODEL_DOORS = {
     f"{MODELS}.{name}"
     for name in (
-        *("contract", "linears", "states", "families", "stored", "chains"),
-        *("mtp", "mtp_reading", "eagle3", "eagle3_reading"),
-        *("dflash", "dflash_reading"),
-        *(
-            "checkpoint",
-            "given_tensors",
-            "kv_scales",
-            "quantised",
-            "rank_cuts",
-            "random_values",
-            "ranks",
-            "routing",
-            "stages",
-            "tensor_files",
-        ),
-        *("tuning", "tuning_tables", "plan_limits", "vocabulary", "weights"),
+        *("contract", "linears", "states", "families.registry", "routing", "vocabulary", "weights"),
+        *("checkpoints", "drafting", "plans", "quantised", "splitting"),
     )
 }
 
@@ -324,7 +310,7 @@ def test_safe_loading_is_not_unpickling() -> None:
         "from graphengine.models import llama",
         "from graphengine.models.decoder import DecoderModel",
         "if TYPE_CHECKING:\n    from graphengine.models.blocks.rope_tables import RopeTables",
-        "import graphengine.models.qwen3",
+        "import graphengine.models.families.qwen3",
         "def f():\n    from .models import decoder",
     ],
 )
@@ -333,7 +319,7 @@ def test_a_planted_family_is_found(source: str) -> None:
 
 
 def test_models_and_the_contracts_users_are_no_violation() -> None:
-    source = "from graphengine.models.contract import Model\nfrom .models.stored import read_model"
+    source = "from graphengine.models.contract import Model\nfrom .models.checkpoints.stored import read_model"
     assert family_violations(source, "graphengine.planted") == []
     own = "from graphengine.models.decoder import DecoderConfig"
-    assert family_violations(own, "graphengine.models.llama") == []
+    assert family_violations(own, "graphengine.models.families.llama") == []

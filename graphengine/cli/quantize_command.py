@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.quantised.writer import INT4_GROUPS, write_quantised
 
 

@@ -25,10 +25,10 @@ from graphengine.core.waits import Waits
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
 from graphengine.kernels import BITS, FP8_KV, bits_of_triton
+from graphengine.models.checkpoints.given_tensors import GivenTensors
+from graphengine.models.checkpoints.kv_scales import scales_id, scales_of_ranks
 from graphengine.models.contract import Model, RankGroup
-from graphengine.models.given_tensors import GivenTensors
-from graphengine.models.kv_scales import scales_id, scales_of_ranks
-from graphengine.models.tuning import numerics_id
+from graphengine.models.plans.tuning import numerics_id
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.rank_times import OneRank, RankTimes
 from graphengine.observe.tracing import span

@@ -26,7 +26,7 @@ from torch import Tensor
 from graphengine.buckets import format_bytes
 from graphengine.checks import is_int
 from graphengine.core.engine_core import EngineCore
-from graphengine.models.tensor_files import save_whole
+from graphengine.models.checkpoints.tensor_files import save_whole
 from graphengine.prompt_embeds import EMBEDDED
 from graphengine.requests.context import Context, KeptState
 from graphengine.speculative import (

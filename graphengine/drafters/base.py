@@ -42,7 +42,7 @@ from graphengine.requests.processing import logits_tensors
 
 if TYPE_CHECKING:
     from graphengine.host.plan import PrefillChunk
-    from graphengine.models.checkpoint import Checkpoint
+    from graphengine.models.checkpoints.checkpoint import Checkpoint
     from graphengine.models.contract import DecodeLaunch, Model, RankGroup
     from graphengine.models.linears import LinearPlans
     from graphengine.models.states import LayerStates

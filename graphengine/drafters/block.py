@@ -33,7 +33,7 @@ from graphengine.kernels import (
     markov_logits,
     new_residual,
 )
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import (
     WHOLE,
     DecodeLaunch,
@@ -43,7 +43,7 @@ from graphengine.models.contract import (
     arrival_counters,
     most_arrival_counters,
 )
-from graphengine.models.dflash import (
+from graphengine.models.drafting.dflash import (
     DFlashConfig,
     DFlashWeights,
     allocate_dflash_weights,
@@ -53,11 +53,11 @@ from graphengine.models.dflash import (
     run_block,
 )
 from graphengine.models.linears import Linears, in_formats, linear_name
+from graphengine.models.plans.tuning import choose_plans
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.rank_cuts import checkpoint_of_rank
-from graphengine.models.ranks import dflash_of_rank
+from graphengine.models.splitting.rank_cuts import checkpoint_of_rank
+from graphengine.models.splitting.ranks import dflash_of_rank
 from graphengine.models.states import LayerStates, all_lanes_reach
-from graphengine.models.tuning import choose_plans
 from graphengine.models.weights import Destinations
 
 _STREAMS = "block_streams"

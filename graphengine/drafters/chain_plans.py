@@ -9,7 +9,7 @@ import torch
 from graphengine.kernels import RowFamily
 from graphengine.models.contract import NeedsArrivals, arrival_counters
 from graphengine.models.linears import LinearPlans, Linears
-from graphengine.models.tuning import choose_plans
+from graphengine.models.plans.tuning import choose_plans
 
 
 class ChainPlans(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import MAX_CORPUS
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.paths import expand_user, read_text
 from graphengine.text.tokenizer import Tokenizer
 

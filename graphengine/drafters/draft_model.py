@@ -34,7 +34,8 @@ from graphengine.kernels import (
     commit_draft,
     new_residual,
 )
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import destinations, load_weights
 from graphengine.models.contract import (
     WHOLE,
     DecodeLaunch,
@@ -44,7 +45,6 @@ from graphengine.models.contract import (
 )
 from graphengine.models.linears import linear_name, stream_groups
 from graphengine.models.states import StateTensors, recurrent_fields, recurrent_tensors
-from graphengine.models.stored import destinations, load_weights
 from graphengine.models.weights import Destinations
 
 _WHOSE = "draft_"

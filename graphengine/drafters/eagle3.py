@@ -31,9 +31,9 @@ from graphengine.kernels import (
     Residual,
     combine_hidden,
 )
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import WHOLE, DecodeLaunch, ModelConfig, Share
-from graphengine.models.eagle3 import (
+from graphengine.models.drafting.eagle3 import (
     Eagle3Config,
     Eagle3Weights,
     allocate_eagle3_weights,
@@ -42,11 +42,11 @@ from graphengine.models.eagle3 import (
     fuse_chunk,
     fuse_streams,
 )
-from graphengine.models.eagle3_reading import Eagle3Checkpoint
+from graphengine.models.drafting.eagle3_reading import Eagle3Checkpoint
 from graphengine.models.linears import LinearPlans, Linears, in_formats, linear_name
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.rank_cuts import checkpoint_of_rank
-from graphengine.models.ranks import eagle3_of_rank
+from graphengine.models.splitting.rank_cuts import checkpoint_of_rank
+from graphengine.models.splitting.ranks import eagle3_of_rank
 from graphengine.models.states import all_lanes_reach
 from graphengine.models.weights import Destinations
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
 from graphengine.drafters.needs import DraftNeeds
-from graphengine.models.tensor_files import save_whole
+from graphengine.models.checkpoints.tensor_files import save_whole
 from graphengine.paths import expand_user
 from graphengine.speculative import SaveHiddenStates
 

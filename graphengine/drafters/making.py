@@ -34,17 +34,17 @@ from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
 from graphengine.kernels import MAX_LANES
-from graphengine.models.checkpoint import DEMO, Checkpoint
+from graphengine.models.checkpoints.checkpoint import DEMO, Checkpoint
+from graphengine.models.checkpoints.stored import read_eos_ids, read_model
 from graphengine.models.contract import WHOLE, ModelConfig, Share
-from graphengine.models.dflash_reading import read_dflash
-from graphengine.models.eagle3_reading import read_eagle3
+from graphengine.models.drafting.dflash_reading import read_dflash
+from graphengine.models.drafting.eagle3_reading import read_eagle3
+from graphengine.models.drafting.mtp import MtpConfig, allocate_mtp_weights
+from graphengine.models.drafting.mtp_reading import read_mtp_config
 from graphengine.models.linears import WeightForms
-from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
-from graphengine.models.mtp_reading import read_mtp_config
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.states import paged_states, recurrent_states
-from graphengine.models.stored import read_eos_ids, read_model
 from graphengine.paths import read_text
 from graphengine.speculative import (
     MTP,

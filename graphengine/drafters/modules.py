@@ -32,7 +32,7 @@ from graphengine.kernels import (
     begin_module_draft,
     new_residual,
 )
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import DecodeLaunch, most_arrival_counters
 from graphengine.models.linears import LinearPlans, Linears
 from graphengine.models.states import LayerStates

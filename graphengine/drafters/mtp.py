@@ -12,10 +12,9 @@ from graphengine.drafters.base import DraftSetting, Prefilled
 from graphengine.drafters.head import DraftHead, head_bytes, trim_again, trimmed
 from graphengine.drafters.modules import DraftModules, ModuleOutput, OpenModules
 from graphengine.kernels import DecodeLanes, Fusion, PrefillLanes, Residual, combine_hidden
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import WHOLE, ChunkAttention, DecodeLaunch, Share
-from graphengine.models.linears import LinearPlans, Linears, linear_name
-from graphengine.models.mtp import (
+from graphengine.models.drafting.mtp import (
     MtpConfig,
     MtpWeights,
     allocate_mtp_weights,
@@ -23,8 +22,9 @@ from graphengine.models.mtp import (
     mtp_prefill,
     rope_of,
 )
-from graphengine.models.rank_cuts import cut_linears, cut_to
-from graphengine.models.ranks import modules_of_rank
+from graphengine.models.linears import LinearPlans, Linears, linear_name
+from graphengine.models.splitting.rank_cuts import cut_linears, cut_to
+from graphengine.models.splitting.ranks import modules_of_rank
 from graphengine.models.weights import Destinations, StoredLinear
 
 

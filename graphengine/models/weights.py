@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels import AnyWeight, PackedWeight
-from graphengine.models.tensor_files import Cut
+from graphengine.models.checkpoints.tensor_files import Cut
 
 Destinations = dict[str, Tensor]
 """Names of a checkpoint's tensors -> the views that they are loaded into."""

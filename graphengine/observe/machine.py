@@ -34,7 +34,7 @@ def read_machine(engine: str, packages: Iterable[str]) -> Machine:
         _, kernels_error = _imported("graphengine.kernels")
         dispatch, _ = _imported("graphengine.kernels.core.dispatch")
         # It imports what reads checkpoints, which has requirements of its own.
-        tuning_tables, _ = _imported("graphengine.models.tuning_tables")
+        tuning_tables, _ = _imported("graphengine.models.plans.tuning_tables")
     gpus, cuda_error = _gpus(torch, tuning_tables, kernels_error is None)
     return Machine(
         software=_software(engine, packages, torch, torch_error, kernels_error),

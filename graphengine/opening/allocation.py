@@ -29,8 +29,8 @@ from graphengine.kernels import (
 )
 from graphengine.models.contract import WHOLE, DecodeLaunch, Model, RankGroup, arrival_counters
 from graphengine.models.linears import LinearPlans
+from graphengine.models.plans.tuning import PlanOrigins, choose_plans
 from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
-from graphengine.models.tuning import PlanOrigins, choose_plans
 from graphengine.models.vocabulary import vocabulary_of
 from graphengine.observe.tracing import span
 from graphengine.opening.kept_tensors import KeptTensors

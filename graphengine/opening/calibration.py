@@ -15,9 +15,9 @@ from graphengine.buckets import clear_blas_workspaces
 from graphengine.checks import shown
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.kv_scales import calibrate_kv_scales, load_kv_scales
 from graphengine.models.contract import Model, ModelConfig, RankGroup, Share
-from graphengine.models.kv_scales import calibrate_kv_scales, load_kv_scales
 from graphengine.models.states import paged_states
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.tracing import span

@@ -12,20 +12,20 @@ import torch
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftsElsewhere, make_drafter
 from graphengine.kernels import FP8_KV, PackedWeight
-from graphengine.models.checkpoint import Checkpoint, stored_dtype
-from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
-from graphengine.models.kv_scales import is_kv_scale
-from graphengine.models.quantised.config import quantisation_of
-from graphengine.models.rank_cuts import cut_linears, cut_to
-from graphengine.models.ranks import of_rank
-from graphengine.models.stages import of_stage, place_of_rank, stage_of_rank
-from graphengine.models.stored import (
+from graphengine.models.checkpoints.checkpoint import Checkpoint, stored_dtype
+from graphengine.models.checkpoints.kv_scales import is_kv_scale
+from graphengine.models.checkpoints.stored import (
     destinations,
     load_weights,
     read_eos_ids,
     read_model,
     with_state_dtype,
 )
+from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
+from graphengine.models.quantised.config import quantisation_of
+from graphengine.models.splitting.rank_cuts import cut_linears, cut_to
+from graphengine.models.splitting.ranks import of_rank
+from graphengine.models.splitting.stages import of_stage, place_of_rank, stage_of_rank
 from graphengine.models.weights import StoredLinear
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from graphengine.checks import some
 from graphengine.config import EngineConfig
-from graphengine.models.checkpoint import Checkpoint, whole_names
+from graphengine.models.checkpoints.checkpoint import Checkpoint, whole_names
+from graphengine.models.checkpoints.given_tensors import HANDED_OVER, GivenTensors
+from graphengine.models.checkpoints.stored import load_weights, read_model, with_state_dtype
+from graphengine.models.checkpoints.tensor_files import WEIGHT_DTYPES
 from graphengine.models.contract import ModelConfig
-from graphengine.models.given_tensors import HANDED_OVER, GivenTensors
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.filling import rounded_names
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.stored import load_weights, read_model, with_state_dtype
-from graphengine.models.tensor_files import WEIGHT_DTYPES
 from graphengine.models.weights import Destinations, StoredLinear
 
 _HEAD = f"{HEAD}.weight"

@@ -9,7 +9,7 @@ import torch
 from graphengine.buckets import BucketLadder
 from graphengine.kernels import MAX_LANES, code_bytes
 from graphengine.models.contract import ModelConfig
-from graphengine.models.plan_limits import MAX_SPLITS
+from graphengine.models.plans.plan_limits import MAX_SPLITS
 from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.requirements import coded_linears
 from graphengine.program.graph_key import GraphKey

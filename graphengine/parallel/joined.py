@@ -9,7 +9,7 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.kernels import ExpertLanes, Peers, overlaps_launches
 from graphengine.models.contract import WHOLE, AddOwn, RankGroup, Share
-from graphengine.models.stages import place_of_rank
+from graphengine.models.splitting.stages import place_of_rank
 from graphengine.opening.loading import Found
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.kept_parts import KeptParts

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from graphengine.core.runtime import Runtime
+from graphengine.models.checkpoints.kv_scales import scales_id
+from graphengine.models.checkpoints.tensor_files import spans_of
 from graphengine.models.contract import RankGroup
-from graphengine.models.kv_scales import scales_id
 from graphengine.models.states import LayerStates, paged_states, recurrent_states
-from graphengine.models.tensor_files import spans_of
 
 BLOCKS_AT_ONCE = 16
 """KV blocks of a layer that one gather carries: each device holds them once per rank."""

@@ -18,9 +18,9 @@ from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.replay import Replay
 from graphengine.host.routes import RouteTable
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkpoint
 from graphengine.models.contract import Share
-from graphengine.models.given_tensors import GivenTensors, as_checkpoint
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.rank_times import UNKNOWN_LAUNCH
 from graphengine.opening.calibration import calibrate

@@ -9,8 +9,8 @@ from pathlib import Path
 from graphengine.buckets import HostQueue
 from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
+from graphengine.models.checkpoints.given_tensors import GivenTensors
 from graphengine.models.contract import Share
-from graphengine.models.given_tensors import GivenTensors
 from graphengine.opening.loading import (
     Found,
     Opened,

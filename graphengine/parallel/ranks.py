@@ -17,7 +17,7 @@ import torch
 
 from graphengine.buckets import MailboxBroken
 from graphengine.config import EngineConfig
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphengine.models.stages import rank_of_stage, stage_of_rank
+from graphengine.models.splitting.stages import rank_of_stage, stage_of_rank
 from graphengine.parallel.exchange import MeetingFailed
 from graphengine.parallel.meeting import Meeting
 

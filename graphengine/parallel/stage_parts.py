@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphengine.core.runtime import Runtime
 from graphengine.models.contract import ModelConfig
-from graphengine.models.stages import stage_spans
+from graphengine.models.splitting.stages import stage_spans
 from graphengine.models.states import Recurrent, kept_shape, paged_states, recurrent_states
 from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.stage_link import StageLink

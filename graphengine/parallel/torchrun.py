@@ -22,7 +22,7 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from graphengine.config import EngineConfig
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint

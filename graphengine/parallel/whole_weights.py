@@ -11,10 +11,10 @@ from torch import Tensor
 
 from graphengine.core.fingerprints import fingerprint_of, packed_linears
 from graphengine.kernels import AnyWeight, PackedWeight
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import reader_of
 from graphengine.models.quantised.filling import Reader, dequantised_names, fill_packed
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.stored import reader_of
 from graphengine.models.weights import StoredLinear, StoredWeights
 
 

@@ -22,11 +22,11 @@ from graphengine.drafters.making import beside_target, module_drafter
 from graphengine.drafters.mtp import MtpModules
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels import PackedWeight
+from graphengine.models.checkpoints.random_values import SEED
+from graphengine.models.checkpoints.stored import with_state_dtype
 from graphengine.models.contract import ModelConfig
-from graphengine.models.dflash import DFlashConfig
+from graphengine.models.drafting.dflash import DFlashConfig
 from graphengine.models.quantised.forms import rounded_forms
-from graphengine.models.random_values import SEED
-from graphengine.models.stored import with_state_dtype
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids
 from graphengine.opening.memory import plan_memory

@@ -22,7 +22,7 @@ from graphengine.kernels import (
     push_sum,
 )
 from graphengine.models.contract import AddOwn, ModelConfig, ModelWeights, Share
-from graphengine.models.ranks import of_rank
+from graphengine.models.splitting.ranks import of_rank
 from graphengine.opening.memory import MemoryPlan
 
 WAIT_LIMIT_S = 10.0

@@ -19,17 +19,22 @@ from torch import Tensor
 from graphengine.demo import checkpoint_path
 from graphengine.kernels import PackedWeight, packed_form
 from graphengine.kernels.linear.packed import POWER_FACTOR
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.random_values import (
+    SEED,
+    WEIGHT_SCALE,
+    generator_of,
+    random_values,
+)
+from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.contract import ModelConfig
-from graphengine.models.eagle3 import Eagle3Config
-from graphengine.models.eagle3_reading import Eagle3Checkpoint
-from graphengine.models.families import read_model_config
+from graphengine.models.drafting.eagle3 import Eagle3Config
+from graphengine.models.drafting.eagle3_reading import Eagle3Checkpoint
+from graphengine.models.drafting.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
+from graphengine.models.families.registry import read_model_config
 from graphengine.models.linears import WeightForms
-from graphengine.models.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
 from graphengine.models.quantised.config import read_quantisation
-from graphengine.models.random_values import SEED, WEIGHT_SCALE, generator_of, random_values
 from graphengine.models.states import Paged, recurrent_states
-from graphengine.models.stored import read_model
 from graphengine.models.weights import StoredLinear
 
 DEMO = "demo"

@@ -17,10 +17,10 @@ from graphengine.kernels import (
 )
 from graphengine.kernels.core.devices import H200, Device
 from graphengine.kernels.linear import linear_gluon
-from graphengine.models import plan_limits
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan
-from graphengine.models.tuning_tables import TuningKey
+from graphengine.models.plans import plan_limits
+from graphengine.models.plans.tuning_tables import TuningKey
 
 ORDER = (
     "expert_down", "expert_gate_up", "down", "gate_up", "up", "qkv", "output", "delta_in",

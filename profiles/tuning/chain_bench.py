@@ -33,7 +33,9 @@ from graphengine.kernels.attention.decode import SPLIT_TOKENS
 from graphengine.kernels.linear.packed import unpack
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.sample.sampling import token_of_tiles_reference
-from graphengine.models.chains import (
+from graphengine.models.contract import DecodeLaunch, ModelConfig
+from graphengine.models.linears import LinearPlans, stream_groups
+from graphengine.models.plans.chains import (
     Chain,
     chain_experts,
     chain_experts_reference,
@@ -41,8 +43,6 @@ from graphengine.models.chains import (
     link_bytes,
     new_chain,
 )
-from graphengine.models.contract import DecodeLaunch, ModelConfig
-from graphengine.models.linears import LinearPlans, stream_groups
 from graphengine.models.routing import StepRoutes
 from graphengine.profiles.benchmark.shapes import fill_random
 

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from graphengine.kernels import LinearPlan
 from graphengine.models.linears import LinearPlans
-from graphengine.models.tuning_tables import TuningKey
+from graphengine.models.plans.tuning_tables import TuningKey
 from graphengine.profiles.tuning.candidates import Target
 from graphengine.profiles.tuning.chain_bench import ChainBench, Times
 

@@ -13,7 +13,7 @@ import graphengine
 from engines.small_engine import PROMPT, greedy, open_engine
 from graphengine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
 from graphengine.demo import checkpoint_path
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.speculative import MODES, MTP, Auto, NGram
 
 # Opening.

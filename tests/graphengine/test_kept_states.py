@@ -19,7 +19,7 @@ from engines.speculation import write_draft_model
 from graphengine import Engine, SessionSnapshot
 from graphengine.buckets import StaticBuffers
 from graphengine.host.kept_states import BlockCopy, StateCopy
-from graphengine.models import families
+from graphengine.models.families import registry
 from graphengine.models.states import Recurrent, recurrent_field, recurrent_fields
 from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.speculative import DraftModel, NGram
@@ -33,7 +33,7 @@ NINE = greedy(9, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(families.FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
+    monkeypatch.setitem(registry.FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
 
 
 @pytest.fixture(scope="module")

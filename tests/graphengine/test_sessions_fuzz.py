@@ -25,7 +25,7 @@ from engines.small_engine import open_engine, run
 from engines.speculation import write_draft_model
 from extent import SEEDS, extent
 from graphengine import Engine, Event, Request, Result, SamplingParams, Session, SessionSnapshot
-from graphengine.models import families
+from graphengine.models.families import registry
 from graphengine.speculative import MTP, DraftModel, NGram, Speculative
 
 SIZES: dict[str, Any] = {"device": "cpu", "max_seq_len": 72, "max_batch": 3, "row_family": "dot"}
@@ -295,7 +295,7 @@ def test_any_order_of_calls_gives_the_tokens_of_requests_alone(
 def test_so_does_a_model_whose_states_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
 ) -> None:
-    monkeypatch.setitem(families.FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
+    monkeypatch.setitem(registry.FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
     path = toy_family.write_checkpoint(tmp_path / "toy", vocab_size=97)
     needed = OF_STATES + tuple(each for each in HAPPENED if each != "prefix/evicted_blocks")
     if name == "model":

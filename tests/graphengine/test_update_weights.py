@@ -34,9 +34,9 @@ from graphengine import Engine, SamplingParams
 from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
 from graphengine.draft_vocabulary import DraftVocabulary
-from graphengine.models import given_tensors
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.given_tensors import GivenTensors, as_checkpoint
+from graphengine.models.checkpoints import given_tensors
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkpoint
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind

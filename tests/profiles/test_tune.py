@@ -27,14 +27,14 @@ from graphengine.kernels import (
     packed_plan,
 )
 from graphengine.kernels.core.devices import H200, SHARED_BYTES, Device, assumed
-from graphengine.models import plan_limits, tuning_tables
 from graphengine.models.blocks import gqa
 from graphengine.models.contract import DecodeLaunch
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan, heuristic_plans
+from graphengine.models.plans import plan_limits, tuning_tables
+from graphengine.models.plans.tuning_tables import TuningKey
 from graphengine.models.quantised.rounding import ROUNDED_KINDS
 from graphengine.models.routing import StepRoutes
 from graphengine.models.states import StateTensors
-from graphengine.models.tuning_tables import TuningKey
 from graphengine.profiles import tune
 from graphengine.profiles.benchmark.engines import rounded_model
 from graphengine.profiles.benchmark.shapes import model_shape

@@ -12,14 +12,14 @@ from graphengine import EngineConfig
 from graphengine.kernels import DecodeLanes, PackedWeight, Residual, RowFamily
 from graphengine.kernels.recurrent.gated_delta_sizes import GatedDeltaSizes
 from graphengine.kernels.recurrent.mamba2_sizes import Mamba2Sizes
-from graphengine.models import tuning
 from graphengine.models.blocks import gated_delta, gqa, mamba2, short_conv, squared_relu
-from graphengine.models.chains import chain_length
 from graphengine.models.composition import DecoderModel
 from graphengine.models.contract import DecodeLaunch
-from graphengine.models.families import read_model_config
+from graphengine.models.families.registry import read_model_config
 from graphengine.models.hybrid import HybridConfig
 from graphengine.models.linears import WeightForms, heuristic_plans
+from graphengine.models.plans import tuning
+from graphengine.models.plans.chains import chain_length
 from graphengine.models.states import StateTensors
 from graphengine.profiles.benchmark.engines import rounded_model
 from graphengine.profiles.benchmark.shapes import model_shape

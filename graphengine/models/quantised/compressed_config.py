@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from graphengine.kernels.linear.quantised import CodeKind, WeightFormat
-from graphengine.models.config_schema import unsupported
-from graphengine.models.kv_scheme import check_kv
+from graphengine.models.checkpoints.kv_scheme import check_kv
+from graphengine.models.hf.config_schema import unsupported
 from graphengine.models.quantised.schemes import (
     ABOUT_MAKING,
     GROUPS,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphengine.kernels.linear.quantised import WeightFormat
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.config_schema import HfConfig, unsupported
-from graphengine.models.kv_scheme import check_kv, quantises_kv_alone
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.kv_scheme import check_kv, quantises_kv_alone
+from graphengine.models.hf.config_schema import HfConfig, unsupported
 from graphengine.models.quantised.compressed_config import read_compressed
 from graphengine.models.quantised.gptq_config import read_awq, read_gptq
 from graphengine.models.quantised.schemes import (

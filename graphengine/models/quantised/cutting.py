@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphengine.kernels import BITS
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
+from graphengine.models.checkpoints.tensor_files import Cut
 from graphengine.models.quantised.concatenate import each_row
-from graphengine.models.tensor_files import Cut
 
 _ROWS = 0
 

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from graphengine.kernels import AnyWeight, PackedWeight, QuantisedWeight, pack
 from graphengine.kernels.linear.quantised import dequantise
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.kv_scales import is_kv_scale
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.kv_scales import is_kv_scale
+from graphengine.models.checkpoints.tensor_files import Cut
 from graphengine.models.quantised.concatenate import concatenate, in_order
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.cutting import part_of
 from graphengine.models.quantised.readers import is_plain, read_weight
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.schemes import HEAD, Quantisation
-from graphengine.models.tensor_files import Cut
 from graphengine.models.weights import Stack, StoredLinear
 
 STACKED_ENDS = ("_blocks", "_scales")

@@ -23,7 +23,7 @@ from graphengine.kernels import (
     empty_packed,
     packed_form,
 )
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.concatenate import are_same, joined_format, ordered_format
 from graphengine.models.quantised.filling import is_of_weight, of_stack

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphengine.kernels.linear.quantised import WeightFormat
-from graphengine.models.config_schema import unsupported
+from graphengine.models.hf.config_schema import unsupported
 from graphengine.models.quantised.schemes import (
     ABOUT_MAKING,
     GROUPS,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from graphengine.kernels.linear.quantised import WeightFormat
-from graphengine.models.config_schema import unsupported
+from graphengine.models.hf.config_schema import unsupported
 
 Layout = Literal["codes", "int32_rows", "awq", "gptq", "halves"]
 """How a checkpoint lays codes out: one an element; as int32 along the rows of the weight; as AWQ's

@@ -21,13 +21,13 @@ from torch import Tensor
 from graphengine.checks import some
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.config_schema import unsupported
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.contract import ModelConfig
+from graphengine.models.hf.config_schema import unsupported
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.schemes import HEAD
-from graphengine.models.stored import read_model
 
 INT4_GROUPS = (32, 64, 128)
 _INDEX = "model.safetensors.index.json"

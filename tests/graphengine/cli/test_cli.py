@@ -21,7 +21,7 @@ from graphengine.cli.main import main
 from graphengine.cli.option_files import PAGE_TABLES
 from graphengine.cli.option_flags import flag_facts
 from graphengine.demo import checkpoint_path
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.options import rows
 from graphengine.text.tokenizer import Tokenizer
 

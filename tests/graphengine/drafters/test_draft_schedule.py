@@ -25,7 +25,7 @@ from graphengine import Engine, EngineConfig, StructuredOutputsParams
 from graphengine.draft_schedule import DraftSchedule
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.host.gate import Gate
-from graphengine.models import families
+from graphengine.models.families import registry
 from graphengine.speculative import (
     MTP,
     DraftModel,
@@ -247,7 +247,7 @@ def test_recurrent_states_of_fewer_drafts(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state after as many tokens as were accepted is selected, whatever the step's width."""
-    monkeypatch.setitem(families.FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
+    monkeypatch.setitem(registry.FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
     path = tmp_path / "toy"
     toy_family.write_checkpoint(path)
     jobs = [Job((5, 6, 7, 5, 6, 7, 5), greedy(8 + 8 * n, **ENDLESS)) for n in range(3)]

@@ -15,7 +15,7 @@ from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_
 from graphengine import Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import hidden_states as module
-from graphengine.models import tensor_files
+from graphengine.models.checkpoints import tensor_files
 from graphengine.speculative import SaveHiddenStates
 
 TOLERANCE = 1e-4

@@ -16,8 +16,8 @@ from graphengine import Engine, EngineConfig, Request
 from graphengine.demo import checkpoint_path
 from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.drafters import OwnGraphEagle, make_drafter
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.families import read_model_config
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.families.registry import read_model_config
 from graphengine.opening.memory import plan_memory
 from graphengine.speculative import MTP, GateOptions
 

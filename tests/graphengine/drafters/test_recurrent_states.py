@@ -20,7 +20,7 @@ from engines.small_engine import assert_idle, greedy, run, sampled
 from engines.speculation import SCRIPTS, script, step_with, write_draft_model
 from extent import extent
 from graphengine import Engine, Request, SamplingParams
-from graphengine.models import families
+from graphengine.models.families import registry
 from graphengine.models.states import recurrent_field
 from graphengine.speculative import Auto, DraftModel, GateOptions, NGram, UserProvided
 
@@ -35,7 +35,7 @@ LENGTHS = extent((1, 2, 5), (1, 2, 3, 4, 5))
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(families.FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
+    monkeypatch.setitem(registry.FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
 
 
 @pytest.fixture(scope="module")

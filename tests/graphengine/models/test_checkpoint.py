@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from graphengine.models.checkpoint import Checkpoint, eos_token_ids, stored_dtype
-from graphengine.models.tensor_files import Cut, TensorInfo
+from graphengine.models.checkpoints.checkpoint import Checkpoint, eos_token_ids, stored_dtype
+from graphengine.models.checkpoints.tensor_files import Cut, TensorInfo
 
 INDEX = "model.safetensors.index.json"
 
@@ -153,7 +153,7 @@ def test_load_fills_views_several_destinations_and_parameters(single: Path) -> N
 
 
 def test_load_copies_large_tensors_in_parts(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphengine.models.checkpoint._COPY_BYTES", 50)
+    monkeypatch.setattr("graphengine.models.checkpoints.checkpoint._COPY_BYTES", 50)
     expected = small_tensors()
     loaded = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     calls: list[tuple[int, int]] = []
@@ -314,7 +314,7 @@ def test_a_header_length_beyond_the_file_is_named(single: Path) -> None:
 
 
 def test_a_giant_header_is_refused(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphengine.models.tensor_files._MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr("graphengine.models.checkpoints.tensor_files._MAX_HEADER_BYTES", 100)
     with pytest.raises(ValueError, match=r"has a header of \d+ bytes, the limit is 100"):
         Checkpoint.open(single)
 
@@ -662,7 +662,7 @@ def test_tensors_of_a_base_model_have_the_names_of_the_whole_one(tmp_path: Path)
 
 
 def test_weights_are_compared_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphengine.models.checkpoint._COPY_BYTES", 40)
+    monkeypatch.setattr("graphengine.models.checkpoints.checkpoint._COPY_BYTES", 40)
     one = torch.randn(6, 4)
     last = one.clone()
     last[5, 3] += 1

@@ -10,10 +10,9 @@ import torch
 
 from checkpoints import toy_family
 from graphengine.kernels import LinearPlan, arrivals_needed, residual_groups
-from graphengine.models import plan_limits
-from graphengine.models.chains import new_chain
 from graphengine.models.contract import arrival_counters, most_arrival_counters
-from graphengine.models.families import FAMILIES, read_model_config
+from graphengine.models.drafting.mtp import LAYOUTS, MtpConfig
+from graphengine.models.families.registry import FAMILIES, read_model_config
 from graphengine.models.linears import (
     ByLinear,
     Linear,
@@ -22,7 +21,8 @@ from graphengine.models.linears import (
     linear_arrivals,
     stream_groups,
 )
-from graphengine.models.mtp import LAYOUTS, MtpConfig
+from graphengine.models.plans import plan_limits
+from graphengine.models.plans.chains import new_chain
 from graphengine.models.states import Paged, Recurrent, cache_shape, recurrent_states
 
 TIED = {"num_hidden_layers": 2, "head_dim": 64, "tie_word_embeddings": True}

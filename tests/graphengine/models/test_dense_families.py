@@ -13,13 +13,13 @@ from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine
 from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.blocks.swiglu import SwigluWeights
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import destinations, read_model
 from graphengine.models.contract import Share
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.rank_cuts import cut_to
-from graphengine.models.ranks import of_rank
-from graphengine.models.stages import of_stage
-from graphengine.models.stored import destinations, read_model
+from graphengine.models.splitting.rank_cuts import cut_to
+from graphengine.models.splitting.ranks import of_rank
+from graphengine.models.splitting.stages import of_stage
 
 NAMES = ("phi3", "phi3-96", "smollm3", "smollm3-marked")
 PROMPT_LENGTHS = (1, 75)

@@ -15,10 +15,10 @@ from checkpoints.eagle3_heads import Tensors, write_head
 from graphengine import DFlash, EngineConfig
 from graphengine.drafters import make_drafter
 from graphengine.drafters.block import BlockDrafter
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.dflash import DFlashConfig, allocate_dflash_weights
-from graphengine.models.dflash_reading import read_dflash
-from graphengine.models.families import read_model_config
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.drafting.dflash import DFlashConfig, allocate_dflash_weights
+from graphengine.models.drafting.dflash_reading import read_dflash
+from graphengine.models.families.registry import read_model_config
 
 VOCAB, HIDDEN, LAYERS = 97, 72, 8
 TARGET: dict[str, Any] = {

@@ -22,9 +22,9 @@ from checkpoints.eagle3_heads import (
 )
 from graphengine import EngineConfig
 from graphengine.drafters import EagleDrafter, OwnGraphEagle, make_drafter
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.eagle3_reading import Eagle3Checkpoint, read_eagle3
-from graphengine.models.families import read_model_config
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.drafting.eagle3_reading import Eagle3Checkpoint, read_eagle3
+from graphengine.models.families.registry import read_model_config
 from graphengine.speculative import Eagle3
 
 VOCAB, HIDDEN, LAYERS = 97, 72, 8

@@ -15,10 +15,10 @@ import torch
 from engines.family_checks import assert_replies, assert_same_in_any_company
 from extent import extent
 from graphengine import Engine, SamplingParams
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.linears import heuristic_plans, stream_groups
-from graphengine.models.stored import read_model
 
 NAMES = ("moe-some-layers", "moe-every-layer", "moe-every-second-layer")
 PROMPT_LENGTHS = (1, 17, 75)

@@ -27,11 +27,11 @@ from engines.family_checks import assert_half_precision_replays, assert_rewinds
 from graphengine import Engine, SamplingParams
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import dequantise
-from graphengine.models.chains import new_chain
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.families import read_model_config
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.plans.chains import new_chain
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
-from graphengine.models.stored import read_model
 from graphengine.speculative import DraftModel, NGram
 from launches.compilation import graph_kernels
 

@@ -11,10 +11,10 @@ from transformers import Gemma3Config, Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from graphengine.kernels.norm_rope.rope import rope_frequencies
-from graphengine.models.config_schema import GEMMA_KEYS, KEYS, NEUTRAL, unknown_keys
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families import read_model_config
-from graphengine.models.mtp import LAYOUTS, MtpConfig
+from graphengine.models.drafting.mtp import LAYOUTS, MtpConfig
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.hf.config_schema import GEMMA_KEYS, KEYS, NEUTRAL, unknown_keys
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 TEXT = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}

@@ -14,10 +14,10 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine, SamplingParams
 from graphengine.models.blocks.gqa import AttentionWeights
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import destinations, read_model
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.quantised.writer import write_quantised
-from graphengine.models.stored import destinations, read_model
 
 NAMES = ("glm-norms-biases", "glm-plain-yarn")
 PROMPT_LENGTHS = (1, 75)

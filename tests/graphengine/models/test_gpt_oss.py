@@ -25,13 +25,13 @@ from graphengine import Engine, SamplingParams
 from graphengine.kernels import PackedExperts
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.experts import ExpertsWeights
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import destinations, load_weights, read_model
 from graphengine.models.composition import DecoderWeights
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families import read_model_config
+from graphengine.models.families.registry import read_model_config
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.writer import write_quantised
-from graphengine.models.stored import destinations, load_weights, read_model
 from graphengine.speculative import DraftModel, NGram
 
 TOKENS = 64

@@ -27,15 +27,15 @@ from graphengine.kernels.recurrent import short_conv_reference
 from graphengine.models.blocks import gated_delta as delta
 from graphengine.models.blocks import mamba2
 from graphengine.models.blocks.mamba2 import RING, STATE
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.tensor_files import Cut
 from graphengine.models.contract import Share
-from graphengine.models.families import read_model_config
-from graphengine.models.mtp import LAYOUTS, MtpConfig
+from graphengine.models.drafting.mtp import LAYOUTS, MtpConfig
+from graphengine.models.families.registry import read_model_config
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
-from graphengine.models.rank_cuts import cut_to
-from graphengine.models.ranks import of_rank
+from graphengine.models.splitting.rank_cuts import cut_to
+from graphengine.models.splitting.ranks import of_rank
 from graphengine.models.states import Paged, Recurrent, recurrent_field, recurrent_states
-from graphengine.models.tensor_files import Cut
 from graphengine.speculative import DraftModel, NGram, SaveHiddenStates, UserProvided
 from launches.compilation import graph_kernels
 

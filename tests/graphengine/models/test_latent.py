@@ -15,12 +15,12 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine, SamplingParams
-from graphengine.models.chains import new_chain
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.linears import heuristic_plans, stream_groups
+from graphengine.models.plans.chains import new_chain
 from graphengine.models.states import Paged, cache_shape, kv_scale_bytes
-from graphengine.models.stored import read_model
 from graphengine.speculative import DraftModel, NGram
 
 NAMES = ("latent-lite", "latent-groups", "latent-corrected", "latent-five-experts")

@@ -14,8 +14,8 @@ from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import RING, STATE, Mamba2
 from graphengine.models.blocks.squared_relu import SquaredRelu
 from graphengine.models.blocks.swiglu import Swiglu
-from graphengine.models.config_schema import unknown_keys
-from graphengine.models.families import read_model_config
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.hf.config_schema import unknown_keys
 from graphengine.models.hybrid import HybridConfig
 from graphengine.models.states import Paged, Recurrent
 

@@ -23,7 +23,9 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from graphengine.kernels.norm_rope.rope import rope_frequencies
-from graphengine.models.config_schema import (
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families.registry import FAMILIES, read_model_config
+from graphengine.models.hf.config_schema import (
     EXPERT_KEYS,
     HARMLESS,
     KEYS,
@@ -32,8 +34,6 @@ from graphengine.models.config_schema import (
     ROPE_KEYS,
     unknown_keys,
 )
-from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families import FAMILIES, read_model_config
 
 NAN, INF = math.nan, math.inf
 

@@ -44,10 +44,9 @@ from graphengine.kernels import (
     paged_prefill_attention,
 )
 from graphengine.models.blocks import gqa
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import DecodeLaunch
-from graphengine.models.families import read_model_config
-from graphengine.models.mtp import (
+from graphengine.models.drafting.mtp import (
     MtpConfig,
     MtpWeights,
     allocate_mtp_weights,
@@ -55,9 +54,10 @@ from graphengine.models.mtp import (
     mtp_prefill,
     rope_of,
 )
-from graphengine.models.mtp_reading import read_mtp_config
+from graphengine.models.drafting.mtp_reading import read_mtp_config
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.plans.tuning import choose_plans
 from graphengine.models.states import StateTensors, cache_shape
-from graphengine.models.tuning import choose_plans
 from graphengine.text.tokenizer import Tokenizer
 
 TOLERANCE = 1e-4

@@ -17,7 +17,7 @@ from engines.speculation import ENDLESS, open_speculating
 from extent import extent
 from graphengine import Engine, Request
 from graphengine.models.blocks.mla import LatentAttentionWeights
-from graphengine.models.mtp import MtpWeights
+from graphengine.models.drafting.mtp import MtpWeights
 from graphengine.speculative import MTP
 
 pytestmark = pytest.mark.skipif(

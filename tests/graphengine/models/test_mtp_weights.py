@@ -26,12 +26,13 @@ from checkpoints.mtp_modules import (
 )
 from graphengine.demo import checkpoint_path
 from graphengine.kernels import LinearPlan
-from graphengine.models import mtp, tuning, tuning_tables
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.families import read_model_config
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.drafting import mtp
+from graphengine.models.drafting.mtp import MtpConfig, allocate_mtp_weights
+from graphengine.models.drafting.mtp_reading import read_mtp_config
+from graphengine.models.families.registry import read_model_config
 from graphengine.models.linears import Linear, heuristic_plans
-from graphengine.models.mtp import MtpConfig, allocate_mtp_weights
-from graphengine.models.mtp_reading import read_mtp_config
+from graphengine.models.plans import tuning, tuning_tables
 from graphengine.models.states import Paged
 
 Edit = Callable[[dict[str, Any], Tensors], object]

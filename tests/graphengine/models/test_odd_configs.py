@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from graphengine.models.config_schema import (
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.hf.config_schema import (
     GEMMA_KEYS,
     GPT_OSS_KEYS,
     GRANITE_KEYS,
@@ -18,7 +19,6 @@ from graphengine.models.config_schema import (
     Key,
     unknown_keys,
 )
-from graphengine.models.families import read_model_config
 from graphengine.models.states import Paged
 
 SIZES: dict[str, Any] = {

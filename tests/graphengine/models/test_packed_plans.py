@@ -6,9 +6,9 @@ import pytest
 
 from graphengine.kernels import LinearPlan, WeightFormat
 from graphengine.models.linears import Linear, LinearPlans
-from graphengine.models.plan_limits import packed_shared_bytes
-from graphengine.models.tuning import choose_plan, numerics_id
-from graphengine.models.tuning_tables import TunedPlan, TuningKey
+from graphengine.models.plans.plan_limits import packed_shared_bytes
+from graphengine.models.plans.tuning import choose_plan, numerics_id
+from graphengine.models.plans.tuning_tables import TunedPlan, TuningKey
 from launches.tuning_cases import BF16
 
 

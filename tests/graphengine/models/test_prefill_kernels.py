@@ -14,7 +14,7 @@ from engines.small_engine import LONG, OTHER, PROMPT, greedy, open_engine, sampl
 from graphengine import Engine
 from graphengine.models.blocks import swiglu
 from graphengine.models.blocks.streams import PrefillScratch
-from graphengine.models.families import read_model_config
+from graphengine.models.families.registry import read_model_config
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import SHAPES, Subject
 from graphengine.speculative import MTP

@@ -45,9 +45,7 @@ from graphengine.models.contract import (
     SplitStream,
 )
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.gpt_oss import NAMES
-from graphengine.models.linears import heuristic_plans, stream_groups
-from graphengine.models.mtp import (
+from graphengine.models.drafting.mtp import (
     LAYOUTS,
     MtpConfig,
     MtpWeights,
@@ -56,8 +54,10 @@ from graphengine.models.mtp import (
     mtp_prefill,
     rope_of,
 )
-from graphengine.models.ranks import modules_of_rank, of_rank
+from graphengine.models.families.gpt_oss import NAMES
+from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.routing import observed_routes
+from graphengine.models.splitting.ranks import modules_of_rank, of_rank
 from graphengine.models.states import StateTensors, cache_shape
 from graphengine.models.weights import StoredWeights
 from graphengine.parallel.split_stream import GatheredStream

@@ -15,11 +15,11 @@ from checkpoints.toy_family import read_config
 from graphengine.kernels import RopeConfig, Router
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.swiglu import Swiglu
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, ModelWeights, Share
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.rank_cuts import cut_to
-from graphengine.models.ranks import of_rank
+from graphengine.models.splitting.rank_cuts import cut_to
+from graphengine.models.splitting.ranks import of_rank
 
 EXPERTS = Experts(hidden_size=6, ffn_size=4, experts=3, router=Router(top_k=2), norm_eps=1e-5)
 CONFIG = DecoderConfig(

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 
 from engines.small_engine import greedy, open_engine
 from graphengine.demo import checkpoint_path
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import destinations, read_eos_ids, read_model
 from graphengine.models.contract import ModelConfig
-from graphengine.models.mtp_reading import read_mtp_config
+from graphengine.models.drafting.mtp_reading import read_mtp_config
 from graphengine.models.quantised.writer import write_quantised
-from graphengine.models.stored import destinations, read_eos_ids, read_model
 from graphengine.speculative import DraftModel, SaveHiddenStates
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

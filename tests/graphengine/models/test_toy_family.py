@@ -17,7 +17,7 @@ from checkpoints import toy_family
 from engines.small_engine import assert_idle, greedy, run, sampled, step_until
 from graphengine import Engine, Request, SamplingParams, SessionSnapshot
 from graphengine.kernels import SamplingTensors, sample_reference
-from graphengine.models import families
+from graphengine.models.families import registry
 from graphengine.models.states import recurrent_field
 from graphengine.speculative import SaveHiddenStates
 
@@ -28,7 +28,7 @@ PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], list(range(40)), [60, 59, 2, 2, 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one line."""
-    monkeypatch.setitem(families.FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
+    monkeypatch.setitem(registry.FAMILIES, toy_family.ARCHITECTURE, toy_family.read_config)
 
 
 @pytest.fixture(scope="module")

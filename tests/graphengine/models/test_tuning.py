@@ -26,10 +26,10 @@ from graphengine.kernels import (
     heuristic_plan,
 )
 from graphengine.kernels.core.devices import H200, assumed
-from graphengine.models import plan_limits, tuning, tuning_tables
 from graphengine.models.linears import LinearPlans, heuristic_plans
-from graphengine.models.tuning import numerics_id
-from graphengine.models.tuning_tables import TunedPlan, TuningKey
+from graphengine.models.plans import plan_limits, tuning, tuning_tables
+from graphengine.models.plans.tuning import numerics_id
+from graphengine.models.plans.tuning_tables import TunedPlan, TuningKey
 from graphengine.opening.workspace import step_bytes
 from graphengine.profiles.benchmark.shapes import model_shape
 from graphengine.profiles.tuning.candidates import candidate_plans

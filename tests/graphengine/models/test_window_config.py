@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from graphengine.kernels.norm_rope.rope import rope_frequencies
 from graphengine.models.composition import has_local_tables
-from graphengine.models.config_schema import unknown_keys
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families import FAMILIES, read_model_config
+from graphengine.models.families.registry import FAMILIES, read_model_config
+from graphengine.models.hf.config_schema import unknown_keys
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 4,

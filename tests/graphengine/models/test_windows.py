@@ -23,7 +23,7 @@ from transformers import (
 from engines.family_checks import assert_half_precision_replays, assert_rewinds
 from graphengine import Engine, SamplingParams
 from graphengine.models.composition import has_local_tables
-from graphengine.models.families import read_model_config
+from graphengine.models.families.registry import read_model_config
 from graphengine.speculative import DraftModel, NGram
 
 TOKENS = 24

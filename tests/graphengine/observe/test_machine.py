@@ -18,7 +18,7 @@ import pytest
 import torch
 import triton
 
-from graphengine.models import tuning_tables
+from graphengine.models.plans import tuning_tables
 from graphengine.observe import machine
 from graphengine.observe.doctor import READ_VERSIONS, examine, problems
 from graphengine.observe.findings import Plans

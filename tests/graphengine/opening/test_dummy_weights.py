@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.few_layers import few_layers
 from engines.small_engine import LONG, PROMPT, greedy, open_engine
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.random_values import random_values
-from graphengine.models.tensor_files import Cut
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.random_values import random_values
+from graphengine.models.checkpoints.tensor_files import Cut
 from graphengine.profiles.benchmark.stored_shape import write_hole
 
 PROMPTS = [PROMPT, LONG]

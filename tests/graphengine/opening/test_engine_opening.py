@@ -29,8 +29,8 @@ from graphengine import EngineConfig
 from graphengine.buckets import OutOfBudget
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import NoDrafter
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.families import read_model_config
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.families.registry import read_model_config
 from graphengine.opening.memory import plan_memory
 
 # Opening a checkpoint.

@@ -17,10 +17,11 @@ from graphengine.demo import checkpoint_path
 from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.drafters import NoDrafter, make_drafter
 from graphengine.kernels import MAX_LANES, Device, ExpertLanes, WeightFormat, assumed, packed_form
-from graphengine.models import contract, plan_limits
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.families import read_model_config
+from graphengine.models import contract
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.families.registry import read_model_config
 from graphengine.models.linears import WeightForms
+from graphengine.models.plans import plan_limits
 from graphengine.opening import calibration, memory, requirements
 from graphengine.opening.allocation import Allocation, allocate
 from graphengine.opening.cache_budget import BlockBytes, _fitting_swap, _needed_swap

@@ -13,8 +13,8 @@ from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import make_drafter
 from graphengine.host.rings import WindowRing
-from graphengine.models.checkpoint import Checkpoint
-from graphengine.models.families import read_model_config
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.families.registry import read_model_config
 from graphengine.opening import memory
 from graphengine.opening.allocation import allocate
 from graphengine.opening.memory import MemoryPlan, plan_memory

@@ -29,7 +29,7 @@ from graphengine import Engine, EngineConfig, Request, Result, SamplingParams
 from graphengine.host.rank_schedulers import RankSchedulers
 from graphengine.kernels import MAX_LANES, PUSH_UNIT, PeerItems, Peers, push_units
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.parallel import ranks
 from graphengine.parallel.data_core import DataParallelCore
 from graphengine.parallel.data_runtime import DataParallelRuntime

@@ -19,10 +19,10 @@ from events import GENEROUS_S
 from checkpoints.mtp_chains import HAS_CHAINS, Chains
 from engines.family_checks import assert_rewinds
 from graphengine import Engine, SamplingParams
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, Share
-from graphengine.models.families import read_model_config
-from graphengine.models.ranks import of_rank
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.splitting.ranks import of_rank
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, NGram
 

@@ -30,8 +30,8 @@ from engines.small_engine import assert_idle, run
 from graphengine import Engine, EngineConfig, Result, SamplingParams
 from graphengine.host.kept_states import BlockCopy
 from graphengine.models.contract import Share
-from graphengine.models.families import read_model_config
-from graphengine.models.stages import of_stage, stage_spans
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.splitting.stages import of_stage, stage_spans
 from graphengine.models.states import recurrent_states
 from graphengine.opening.loading import found_of_stage, plan_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan

@@ -24,7 +24,7 @@ from checkpoints.mtp_chains import HAS_CHAINS, VOCAB, Chains
 from engines.family_checks import assert_rewinds
 from extent import extent
 from graphengine import Engine, Result, SamplingParams
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, Speculative
 

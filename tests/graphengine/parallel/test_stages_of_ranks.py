@@ -22,9 +22,9 @@ from engines.failing_ranks import limit_waits, stop
 from engines.family_checks import assert_rewinds
 from extent import extent
 from graphengine import Engine, EngineConfig, Result, SamplingParams
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import Share
-from graphengine.models.stages import Place, place_of_rank
+from graphengine.models.splitting.stages import Place, place_of_rank
 from graphengine.opening.loading import read_checkpoint
 from graphengine.parallel.pipelining import PipelineRuntime
 from graphengine.parallel.ranks import RankFailed

@@ -31,11 +31,11 @@ from graphengine.devices import DTYPES
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.models.blocks import gqa
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig
-from graphengine.models.families import read_model_config
+from graphengine.models.families.registry import read_model_config
 from graphengine.models.linears import LinearPlans, heuristic_plans
-from graphengine.models.tuning_tables import (
+from graphengine.models.plans.tuning_tables import (
     TunedPlan,
     TuningKey,
     device_name,

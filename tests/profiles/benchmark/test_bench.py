@@ -20,9 +20,9 @@ from graphengine.kernels import KernelCompilation, PackedForm, WeightFormat, emp
 from graphengine.kernels.attention.decode_triton import decode_attention_kernel
 from graphengine.kernels.linear.packed import unpack
 from graphengine.kernels.linear.quantised import dequantise
-from graphengine.models.chains import link_bytes
 from graphengine.models.composition import DecoderModel
-from graphengine.models.families import read_model_config
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.plans.chains import link_bytes
 from graphengine.models.quantised.rounding import KIND_FORMATS, ROUNDED_KINDS
 from graphengine.models.weights import StoredLinear
 from graphengine.observe.op_table import OpRow

@@ -17,8 +17,8 @@ from graphengine.drafters import EagleDrafter, OwnGraphEagle
 from graphengine.drafters.block import BlockDrafter
 from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.mtp import MtpModules
-from graphengine.models.dflash import usual_layers
-from graphengine.models.mtp import allocate_mtp_weights
+from graphengine.models.drafting.dflash import usual_layers
+from graphengine.models.drafting.mtp import allocate_mtp_weights
 from graphengine.profiles import bench
 from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.eager import comparable

@@ -1,6 +1,6 @@
 """A family that exists for the tests alone: a layer that attends, one that recurs, one without
 state. It is written as any family is, with the contract and the blocks, and opens once it is in
-`models/families.py`'s table.
+`models/families/registry.py`'s table.
 
     layer 0   x += attention(norm(x))                                   keys and values
     layer 1   s = sigmoid(decay) * s + W_in norm(x);  x += W_out s      s, for each slot
@@ -43,7 +43,6 @@ from graphengine.models.blocks.streams import (
     kept_rows,
 )
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
-from graphengine.models.config_schema import HfConfig, read_key
 from graphengine.models.contract import (
     ONE_RANK,
     ChunkAttention,
@@ -52,6 +51,7 @@ from graphengine.models.contract import (
     PrefillEnd,
     PrefillLaunch,
 )
+from graphengine.models.hf.config_schema import HfConfig, read_key
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, names_of_linears
 from graphengine.models.states import LayerStates, Recurrent, StateTensors
 from graphengine.models.weights import StoredLinear, Weight

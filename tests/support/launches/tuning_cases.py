@@ -15,7 +15,7 @@ from graphengine.kernels import (
     WeightFormat,
 )
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.tuning_tables import TuningKey
+from graphengine.models.plans.tuning_tables import TuningKey
 
 FAMILIES: tuple[RowFamily, ...] = get_args(RowFamily)
 KINDS: tuple[LinearKind, ...] = get_args(LinearKind)

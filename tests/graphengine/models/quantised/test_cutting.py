@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise
+from graphengine.models.checkpoints.tensor_files import Cut
 from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_rows, part_of
-from graphengine.models.tensor_files import Cut
 
 FORMATS = [
     WeightFormat("e4m3", 0, 0),

@@ -36,10 +36,10 @@ from graphengine import Engine, Result, SamplingParams
 from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.kernels import PackedWeight
 from graphengine.kernels.linear.quantised import WeightFormat
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.writer import compressed_tensors
-from graphengine.models.stored import read_model
 from graphengine.speculative import MTP, DraftModel
 
 Eager = Callable[[Engine], dict[tuple[int, int], Tensor]]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graphengine.kernels import empty_packed, packed_form
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.quantised import filling
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise

@@ -25,10 +25,10 @@ from graphengine.cli.main import main
 from graphengine.demo import checkpoint_path
 from graphengine.drafters.head import head_bytes
 from graphengine.kernels import PackedWeight, pack, packed_form, select_rows
-from graphengine.models.checkpoint import Checkpoint, stored_dtype
+from graphengine.models.checkpoints.checkpoint import Checkpoint, stored_dtype
+from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.drafting.mtp_reading import read_mtp_config
 from graphengine.models.linears import WeightForms
-from graphengine.models.mtp_reading import read_mtp_config
-from graphengine.models.stored import read_model
 from graphengine.speculative import MTP
 from launches.quantised import FORMATS, random_quantised
 

@@ -18,11 +18,11 @@ from graphengine.kernels import PackedExperts, PackedWeight
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.mla import LatentAttentionWeights
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.stored import destinations, load_weights, read_model
 from graphengine.models.composition import DecoderWeights
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.writer import write_quantised
-from graphengine.models.stored import destinations, load_weights, read_model
 from graphengine.speculative import MTP, NGram
 
 TOLERANCE = 1e-4

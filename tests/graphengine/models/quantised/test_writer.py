@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from graphengine.cli.main import main
 from graphengine.kernels.linear.quantised import dequantise
-from graphengine.models.checkpoint import Checkpoint
+from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.quantised import writer
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.readers import read_weight

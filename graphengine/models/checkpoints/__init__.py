@@ -1,0 +1,1 @@
+"""Checkpoints: their files, the names in them, and how weights are read."""

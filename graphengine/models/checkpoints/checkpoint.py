@@ -1,0 +1,518 @@
+"""Checkpoints in Hugging Face layout: their contents, and loading their weights to the device.
+
+Only JSON and safetensors are read: nothing in a checkpoint is ever executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from graphengine.checks import INT32_MAX, is_int, shown, some
+from graphengine.demo import checkpoint_path
+from graphengine.devices import DTYPES
+from graphengine.models.checkpoints.json_files import read_json_object
+from graphengine.models.checkpoints.random_values import random_values
+from graphengine.models.checkpoints.tensor_files import (
+    DTYPE_NAMES,
+    MOST_NAMED,
+    WEIGHT_DTYPES,
+    Cut,
+    TensorInfo,
+    find_tensors,
+    read_header,
+)
+from graphengine.paths import expand_user
+
+Progress = Callable[[int, int], None]
+Destinations = Mapping[str, Tensor | Sequence[Tensor]]
+
+DEMO = "demo"
+"""Name of the packaged model wherever a path may stand; a folder of that name is "./demo"."""
+
+_ADAPTER = "adapter_config.json"
+_GGUF_HINT = (
+    "GGUF files are not read; open the safetensors checkpoint that they were made from, in 16 bits "
+    'or quantised, or round it with quantize="int4"'
+)
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
+_HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
+# The same weights in other layouts, which some repositories also hold.
+_HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
+_WEIGHT_NAMES = ", ".join(DTYPE_NAMES[dtype] for dtype in WEIGHT_DTYPES)
+# A base model saved alone lacks this prefix in the names that begin with these parts.
+_BASE_MODEL = "model."
+_BASE_MODEL_PARTS = ("embed_tokens.", "layers.", "norm.", "mtp_layers.")
+# Prefixes of a language model's names in a checkpoint with a vision tower, and in one without. The
+# last is Nemotron-H's.
+_LANGUAGE_MODELS = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "backbone.": "model.",
+}
+# Destination bytes filled at a time: a cast on the way to a device needs that much host memory.
+_COPY_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A directory with `config.json` and safetensors weights. Holds no open file.
+
+    config             `config.json`
+    generation_config  `generation_config.json`, empty where there is none
+    quant_config       ModelOpt's `hf_quant_config.json`, None where there is none
+    drawn_on           the device that draws random weights, seeded by their names, in place of
+                       those in the files; None: the files are read
+    tensors            by name; with an index, only what the index names. Tensors of a base model
+                       saved alone ("layers.0."), and of a language model with a vision tower
+                       ("language_model.model.layers.0."), have the names of the whole language
+                       model ("model.layers.0.")
+    stored_names       names in the files, where they differ
+    """
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+    quant_config: dict[str, Any] | None = None
+    drawn_on: str | None = None
+
+    @classmethod
+    def open(cls, path_or_hub_id: str | os.PathLike[str]) -> Self:
+        """Read configs and headers of a local directory, or of a hub id ("org/name").
+
+        "demo" is the packaged model. A hub id is read from huggingface_hub's cache or downloaded
+        into it. FileNotFoundError where there is no directory or no `config.json`; ValueError if
+        anything else is missing, damaged or in an unsupported format.
+        """
+        directory = _find_directory(path_or_hub_id)
+        config = directory / "config.json"
+        if not config.is_file():
+            raise FileNotFoundError(
+                f"{directory} has no config.json{_told_instead(directory, path_or_hub_id)}"
+            )
+        generation_config = directory / "generation_config.json"
+        quant_config = directory / "hf_quant_config.json"
+        stored = find_tensors(directory)
+        names = whole_names(directory, stored)
+        return cls(
+            path=directory,
+            config=read_json_object(config),
+            generation_config=(
+                read_json_object(generation_config) if generation_config.is_file() else {}
+            ),
+            quant_config=read_json_object(quant_config) if quant_config.is_file() else None,
+            tensors=MappingProxyType({name: stored[old] for name, old in names.items()}),
+            stored_names=MappingProxyType(
+                {name: old for name, old in names.items() if name != old}
+            ),
+        )
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether a LoRA adapter lies next to the weights; nothing here reads it."""
+        return (self.path / _ADAPTER).is_file()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.path / "tokenizer.json").is_file()
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal digest of the configs and the list of tensors, not of their values."""
+        tensors = {
+            name: (list(info.stored.shape), str(info.dtype), info.file.name)
+            for name, info in self.tensors.items()
+        }
+        told = [self.config, self.generation_config, self.quant_config, tensors]
+        text = json.dumps(told, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def cut(self, cuts: Mapping[str, Cut]) -> Self:
+        """This checkpoint with only a part of each tensor that `cuts` names.
+
+        Files are mapped, so no other byte of these tensors is read.
+        """
+        parts = {name: self.tensors[name].part(cut) for name, cut in cuts.items()}
+        return replace(self, tensors=MappingProxyType({**self.tensors, **parts}))
+
+    def drawn(self, device: str) -> Self:
+        """This checkpoint with random values in its tensors; see `random_values`."""
+        return replace(self, drawn_on=device)
+
+    def load(self, destinations: Destinations, progress: Progress | None = None) -> list[str]:
+        """Fill tensors on any device, in any floating dtype, from the tensors of the checkpoint.
+
+        destinations  for each name the tensor, or all tensors, that receive it whole; they may be
+                      views of fused parameters. Values are cast to the destination's dtype. A
+                      destination of four or more dimensions may split the rows over several of
+                      them, and one of three or more the last dimension: so their order may differ.
+        progress      called with (bytes read, bytes to read), first with 0 read
+
+        Returns the sorted names of the checkpoint's tensors without a destination. Names, shapes
+        and file sizes are checked before anything is read. Files are mapped into memory one after
+        another: the host holds at most one file and a part of a tensor.
+        """
+        targets = self._check(destinations)
+        names_by_file: dict[Path, list[str]] = {}
+        for name in targets:
+            names_by_file.setdefault(self.tensors[name].file, []).append(name)
+        for file, names in names_by_file.items():
+            self._check_unchanged(file, names)
+
+        done, total = 0, sum(self.tensors[name].nbytes for name in targets)
+        if progress is not None:
+            progress(done, total)
+        for file, names in names_by_file.items():
+            for name, source in self._read(file, names):
+                for part in _fill(targets[name], source):
+                    done += part
+                    if progress is not None:
+                        progress(done, total)
+        return sorted(self.tensors.keys() - targets.keys())
+
+    def check(self, destinations: Destinations) -> None:
+        """Raise the errors of `load` that follow from the names, shapes and dtypes of tensors."""
+        self._check(destinations)
+
+    def have_equal_values(self, one: str, other: str) -> bool:
+        """Whether two weights are equal. ValueError if one cannot be read."""
+        first, second = self.tensors[one], self.tensors[other]
+        if first.shape != second.shape or {first.dtype, second.dtype} - set(WEIGHT_DTYPES):
+            return False
+        for name, info in ((one, first), (other, second)):
+            self._check_unchanged(info.file, [name])
+        equal = []
+        for _, left in self._read(first.file, [one]):
+            for _, right in self._read(second.file, [other]):
+                same = (
+                    torch.equal(left[rows].float(), right[rows].float())
+                    for rows in _row_ranges(left, itemsize=4)
+                )
+                equal.append(all(same))
+        return all(equal)
+
+    def mapped(self) -> Mapping[str, Tensor]:
+        """All tensors by name, as they are stored: each is mapped from its file, or drawn, when
+        looked up.
+
+        A look-up raises ValueError if the file has changed since `open`, or cannot be read.
+        """
+        return _MappedTensors(self)
+
+    def _read(self, file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors mapped from `file`, each valid until the next one is yielded."""
+        if self.drawn_on is not None:
+            yield from ((name, self._draw(name, self.drawn_on)) for name in names)
+            return
+        try:
+            with safe_open(file, framework="pt", device="cpu") as shard:
+                for name in names:
+                    cut = self.tensors[name].cut
+                    whole = shard.get_tensor(self.stored_names.get(name, name))
+                    yield name, whole if cut is None else cut.part(whole)
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+
+    def _draw(self, name: str, device: str) -> Tensor:
+        info = self.tensors[name]
+        if info.dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"random values are drawn in {_WEIGHT_NAMES}, and {name} of {self.path} is "
+                f"{DTYPE_NAMES[info.dtype]}"
+            )
+        # Draw the whole tensor, so that parts have the values that a single rank has.
+        whole = random_values(name, info.stored.shape, info.dtype, device)
+        return whole if info.cut is None else info.cut.part(whole)
+
+    def _check(self, destinations: Destinations) -> dict[str, tuple[Tensor, ...]]:
+        """The destinations of each name, checked against the stored tensors."""
+        targets = {
+            name: (wanted,) if isinstance(wanted, Tensor) else tuple(wanted)
+            for name, wanted in destinations.items()
+        }
+        missing = [name for name in targets if name not in self.tensors]
+        if missing:
+            raise ValueError(
+                f"{self.path} lacks {len(missing)} of {len(targets)} tensors: "
+                f"{some(missing, MOST_NAMED)}"
+            )
+        pairs = [(name, tensor) for name, tensors in targets.items() for tensor in tensors]
+        unread = [
+            f"{name} in {DTYPE_NAMES[self.tensors[name].dtype]}"
+            for name in targets
+            if self.tensors[name].dtype not in WEIGHT_DTYPES
+        ]
+        if unread:
+            raise ValueError(
+                f"{self.path} has {len(unread)} weights of another dtype than "
+                f"{_WEIGHT_NAMES}: {some(unread, MOST_NAMED)}"
+            )
+        wrong = [
+            f"{name} has shape {list(self.tensors[name].shape)}, not {list(tensor.shape)}"
+            for name, tensor in pairs
+            if not _fits(self.tensors[name].shape, tuple(tensor.shape))
+        ]
+        if wrong:
+            raise ValueError(
+                f"{self.path} has {len(wrong)} tensors of a wrong shape: {some(wrong, MOST_NAMED)}"
+            )
+        not_floating = [
+            f"{name} to {tensor.dtype}" for name, tensor in pairs if not tensor.is_floating_point()
+        ]
+        if not_floating:
+            raise ValueError(
+                f"weights can only be cast to floats, not {some(not_floating, MOST_NAMED)}"
+            )
+        return targets
+
+    def _check_unchanged(self, file: Path, names: Sequence[str]) -> None:
+        """Read the header again: a mapped file that has shrunk would kill the process."""
+        header = read_header(file)
+        for name in names:
+            if header.get(self.stored_names.get(name, name)) != self.tensors[name].stored:
+                raise ValueError(f"{file} has changed since it was opened: tensor {name}")
+
+
+class _MappedTensors(Mapping[str, Tensor]):
+    """A checkpoint's tensors by name; random values are drawn at each look-up.
+
+    The last two files stay open: a weight's codes and scales may lie in two consecutive files.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._files: dict[Path, Any] = {}
+        self._checked: set[Path] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        info, drawn_on = self._checkpoint.tensors[name], self._checkpoint.drawn_on
+        if drawn_on is not None:
+            return self._checkpoint._draw(name, drawn_on)
+        try:
+            tensor: Tensor = self._open(info.file).get_tensor(
+                self._checkpoint.stored_names.get(name, name)
+            )
+        except SafetensorError as error:
+            raise ValueError(f"{info.file} cannot be read: {error}") from error
+        return tensor if info.cut is None else info.cut.part(tensor)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.tensors)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.tensors)
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._files:
+            if file not in self._checked:
+                tensors = self._checkpoint.tensors
+                names = [name for name, info in tensors.items() if info.file == file]
+                self._checkpoint._check_unchanged(file, names)
+                self._checked.add(file)
+            self._files[file] = safe_open(file, framework="pt", device="cpu")
+            for older in list(self._files)[:-2]:
+                del self._files[older]
+        return self._files[file]
+
+
+def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """End-of-sequence ids that `generation_config.json` or `config.json` name, in this order.
+
+    -1 stands for none, as in transformers. ValueError for anything else but token ids.
+    """
+    found: list[int] = []
+    for source, config in (
+        ("generation_config.json", checkpoint.generation_config),
+        ("config.json", checkpoint.config),
+        ("config.json's text_config", _text_config(checkpoint)),
+    ):
+        value = config.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(item == -1 or (is_int(item) and 0 <= item <= INT32_MAX) for item in ids):
+            raise ValueError(
+                f"{checkpoint.path}: {source} has eos_token_id={value!r}: must be token ids, "
+                f"integers in [0, {INT32_MAX}], or -1 for none"
+            )
+        found += [item for item in ids if item >= 0]
+    return tuple(dict.fromkeys(found))
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype that `config.json` names, else that of the first weight.
+
+    ValueError if no tensor has the dtype of a weight.
+    """
+    for config in (checkpoint.config, _text_config(checkpoint)):
+        named = config.get("dtype") or config.get("torch_dtype")
+        if isinstance(named, str) and named in DTYPES:
+            return DTYPES[named]
+    floats = {
+        name: tensor.dtype
+        for name, tensor in checkpoint.tensors.items()
+        if tensor.dtype in WEIGHT_DTYPES
+    }
+    if not floats:
+        raise ValueError(f"{checkpoint.path} has no weight in one of {_WEIGHT_NAMES}")
+    # Scales of quantised weights may be in another dtype, and come first.
+    weights = [dtype for name, dtype in floats.items() if name.endswith(".weight")]
+    return (weights or [*floats.values()])[0]
+
+
+def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The language model's part of a multimodal config."""
+    nested = checkpoint.config.get("text_config")
+    return nested if isinstance(nested, dict) else {}
+
+
+def _fits(stored: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether a stored tensor fits a destination, which may split its rows or its last dimension
+    over several dimensions.
+    """
+    more = len(target) - len(stored)
+    if more < 1 or not stored or len(target) < 3:
+        return stored == target
+    if (*target[: -more - 1], math.prod(target[-more - 1 :])) == stored:
+        return True
+    return len(target) > 3 and (math.prod(target[: more + 1]), *target[more + 1 :]) == stored
+
+
+def _fill(targets: Sequence[Tensor], source: Tensor) -> Iterator[int]:
+    """Copy `source` into every target, a few rows at a time; yields the bytes of each part."""
+    if source.ndim == 0:
+        source, targets = source[None], [target[None] for target in targets]
+    elif targets:
+        source = source.view(targets[0].shape)
+    widest = max((target.element_size() for target in targets), default=source.element_size())
+    for rows in _row_ranges(source, itemsize=widest):
+        part = source[rows]
+        with torch.no_grad():
+            for target in targets:
+                target[rows].copy_(part)
+        yield part.nbytes
+
+
+def _row_ranges(tensor: Tensor, *, itemsize: int) -> Iterator[slice]:
+    """The rows of a tensor in parts of about `_COPY_BYTES`, at `itemsize` bytes a value."""
+    rows = max(1, _COPY_BYTES // max(1, math.prod(tensor.shape[1:]) * itemsize))
+    for start in range(0, tensor.shape[0], rows):
+        yield slice(start, start + rows)
+
+
+def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
+    """The directory, or None for what looks like a hub id.
+
+    FileNotFoundError for a path that leads nowhere, ValueError for anything else.
+    """
+    if not isinstance(path_or_hub_id, str | os.PathLike):
+        raise ValueError(f"checkpoint {path_or_hub_id!r} must be a path or a hub id")
+    if path_or_hub_id == DEMO:
+        return checkpoint_path()
+    name = os.fspath(path_or_hub_id)
+    path = expand_user(name)
+    try:
+        is_there, is_folder = path.exists(), path.is_dir()
+    except OSError as error:
+        raise ValueError(f"no checkpoint {name!r}: {error}") from error
+    if is_folder:
+        return path
+    if is_there:
+        hint = f"; {_GGUF_HINT}" if path.suffix == ".gguf" else ""
+        raise ValueError(f"{name} is a file: a checkpoint is a directory with config.json{hint}")
+    if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
+        raise FileNotFoundError(
+            f"no checkpoint {name!r}: there is no such directory, "
+            "and it does not look like a hub id (org/name)"
+        )
+    return None
+
+
+def _told_instead(directory: Path, path_or_hub_id: str | os.PathLike[str]) -> str:
+    """What a directory without `config.json` is, and what to do about it; empty if unknown."""
+    if (directory / _ADAPTER).is_file():
+        base = read_json_object(directory / _ADAPTER).get("base_model_name_or_path")
+        of, model = ("", "its") if base is None else (f" of {shown(base)}", "that")
+        return (
+            f", but {_ADAPTER}: it is a LoRA adapter{of}, and adapters are not read. "
+            f"Merge it into {model} model (merge_and_unload of peft), save the whole and open that"
+        )
+    found = sorted(file.name for file in directory.glob("*.gguf"))
+    if found:
+        return f", but {some(found, MOST_NAMED)}: {_GGUF_HINT}"
+    # For a hub id these files are not downloaded.
+    if find_local(path_or_hub_id) is None and "gguf" in os.fspath(path_or_hub_id).lower():
+        return f", and its name says GGUF: {_GGUF_HINT}"
+    return ""
+
+
+def _find_directory(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    return find_local(path_or_hub_id) or _download(os.fspath(path_or_hub_id))
+
+
+def _download(hub_id: str) -> Path:
+    tried = f"no checkpoint {hub_id!r}: there is no such directory"
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants
+    except ImportError as error:
+        raise ValueError(
+            f"{tried}, and a hub id needs huggingface_hub: pip install '.[hub]' in the "
+            "checkout of graphengine, or pip install huggingface_hub"
+        ) from error
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            hub_id, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED
+        )
+    except Exception as error:  # network, HTTP, cache and permission errors share no base class
+        offline = ", HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+        raise ValueError(
+            f"{tried}, and huggingface_hub could not provide it "
+            f"(cache {constants.HF_HUB_CACHE}{offline}): {type(error).__name__}: {error}"
+        ) from error
+    return Path(snapshot)
+
+
+def whole_names(source: Path, stored: Collection[str]) -> dict[str, str]:
+    """The stored name of each tensor of the whole model; ValueError if two get the same name.
+
+    source  where they are stored, for errors
+    """
+    names: dict[str, str] = {}
+    for name in stored:
+        whole = _whole_name(name, stored)
+        if whole in names:
+            raise ValueError(
+                f"{source} has two tensors that are {whole} of the language model: "
+                f"{names[whole]} and {name}"
+            )
+        names[whole] = name
+    return names
+
+
+def _whole_name(name: str, names: Collection[str]) -> str:
+    """A tensor's name in the whole language model.
+
+    Adds the prefix that a base model lacks, as `AutoModelForCausalLM` does, and replaces the one
+    that a checkpoint with a vision tower has.
+    """
+    for prefix, alone in _LANGUAGE_MODELS.items():
+        if name.startswith(prefix) and alone + name.removeprefix(prefix) not in names:
+            return alone + name.removeprefix(prefix)
+    whole = _BASE_MODEL + name
+    return whole if name.startswith(_BASE_MODEL_PARTS) and whole not in names else name

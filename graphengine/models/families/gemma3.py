@@ -1,0 +1,120 @@
+"""Gemma 3's language model: norms on both sides of the blocks, GeGLU, windows in most layers.
+
+Layers with a window have their own RoPE. Checkpoints with a vision tower have the language model's
+config under `text_config`, which leaves out transformers' defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families.llama import decoder_config
+from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import (
+    GEMMA_KEYS,
+    KEYS,
+    LAYER_TYPES,
+    HfConfig,
+    check_neutral,
+    read_keys,
+    unsupported,
+)
+
+# transformers' defaults for missing keys; other families require these keys.
+_SIZES = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+_FULL, _SLIDING = LAYER_TYPES
+_THETAS = {_FULL: 1_000_000.0, _SLIDING: 10_000.0}
+_GELU = "gelu_pytorch_tanh"
+DEFAULTS = hf_config.FamilyDefaults(
+    max_positions=131_072, head_dim=256, windows="switched", keys=GEMMA_KEYS
+)
+
+
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `Gemma3ForCausalLM` checkpoint, or of one with a vision tower."""
+    config = _language_model(config)
+    own = read_keys(config, GEMMA_KEYS)
+    if own["hidden_activation"] != _GELU:
+        raise unsupported("hidden_activation", own["hidden_activation"], repr(_GELU))
+    for name, wanted in (("hidden_act", _GELU), ("use_sliding_window", True)):
+        # transformers ignores these.
+        if config.get(name) not in (None, wanted):
+            raise unsupported(name, config[name], f"null or {wanted!r}")
+    settings = hf_config.read_settings(_spelled_out(config, own), DEFAULTS)
+    model = decoder_config(settings, architecture, qk_norm=True)
+    return replace(
+        model,
+        post_norms=True,
+        norms_plus_one=True,
+        embedding_scale=math.sqrt(model.hidden_size),
+        activation="gelu_tanh",
+        query_scalar=own["query_pre_attn_scalar"],
+    )
+
+
+def _language_model(config: HfConfig) -> dict[str, Any]:
+    """The language model's own config, with transformers' defaults."""
+    text = config.get("text_config")
+    if text is None:
+        return _SIZES | dict(config)
+    if not isinstance(text, dict):
+        raise unsupported("text_config", text, "a JSON object")
+    check_neutral({**config, "quantization_config": None})
+    tied = [each.get("tie_word_embeddings", True) for each in (config, text)]
+    if tied[0] != tied[1]:
+        raise unsupported("text_config.tie_word_embeddings", tied[1], f"{tied[0]}, as beside it")
+    return _SIZES | text
+
+
+def _spelled_out(config: HfConfig, own: dict[str, Any]) -> dict[str, Any]:
+    """The config in the other families' keys: a type for each layer and RoPE for each type."""
+    given = read_keys(config, KEYS)
+    types = given["layer_types"]
+    if types is None:
+        pattern, layers = own["sliding_window_pattern"], given["num_hidden_layers"]
+        types = [_SLIDING if (index + 1) % pattern else _FULL for index in range(layers)]
+    told = {name: value for name, value in config.items() if name not in ("hidden_act", *_ROPE)}
+    return told | {
+        "layer_types": types,
+        "use_sliding_window": _SLIDING in types,
+        "rope_parameters": _rope_of_types(config, given, own),
+    }
+
+
+_ROPE = ("rope_theta", "rope_local_base_freq", "rope_parameters", "rope_scaling")
+
+
+def _rope_of_types(
+    config: HfConfig, given: dict[str, Any], own: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """RoPE of each layer type, from the old keys or the new ones.
+
+    Before `rope_parameters` existed, `rope_theta` and `rope_scaling` were only for the layers
+    without a window.
+    """
+    parameters, scaling = given["rope_parameters"] or {}, given["rope_scaling"] or {}
+    if any(
+        name not in LAYER_TYPES or not isinstance(parameters[name], dict) for name in parameters
+    ):
+        known = " and ".join(map(repr, LAYER_TYPES))
+        raise unsupported("rope_parameters", parameters, f"RoPE under {known}")
+    if scaling and "rope_type" not in scaling:
+        raise unsupported("rope_scaling", scaling, "null, or an object with a rope_type")
+    thetas = {_FULL: config.get("rope_theta"), _SLIDING: own["rope_local_base_freq"]}
+    of_types = {}
+    for kind in LAYER_TYPES:
+        theta = thetas[kind] or _THETAS[kind]
+        of_types[kind] = {"rope_type": "default", "rope_theta": theta, **parameters.get(kind, {})}
+    of_types[_FULL] |= scaling
+    return of_types

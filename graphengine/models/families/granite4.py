@@ -1,0 +1,152 @@
+"""Granite 4's hybrids: Mamba2 or attention, then a SwiGLU or experts, and multipliers.
+
+Each block's output is multiplied by `residual_multiplier` r before it is added. Here the stream is
+kept divided by r instead: embeddings are divided, and outputs are added as they are. RMSNorms give
+the same result with an epsilon of eps / r**2, so r costs neither a kernel nor a rounding of
+weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphengine.kernels import MAX_EXPERTS, Mamba2Sizes, Router
+from graphengine.models.blocks.expert_names import ExpertNames
+from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.mamba2 import Mamba2
+from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import GRANITE_KEYS, HfConfig, unsupported
+from graphengine.models.hf.mamba_config import time_step_limits, with_plain_limits
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.sublayers import Sublayer
+
+DEFAULTS = hf_config.FamilyDefaults(max_positions=2048, keys=GRANITE_KEYS)
+# Routed experts and the shared ones are beside each other in a layer.
+EXPERT_NAMES = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    products=("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
+    shared="shared_mlp.",
+)
+_MAMBA, _ATTENTION = ("linear_attention", "mamba"), ("full_attention", "attention")
+
+
+def read_config(config: HfConfig, architecture: str) -> HybridConfig:
+    """`HybridConfig` of a `GraniteMoeHybridForCausalLM` checkpoint."""
+    settings = _read_settings(config)
+    types = _layer_types(config, settings)
+    residual = settings["residual_multiplier"]
+    eps = settings["rms_norm_eps"] / residual**2
+    positions = settings["position_embedding_type"]
+    if positions not in (None, "nope", "rope"):
+        raise unsupported("position_embedding_type", positions, "null, 'nope', 'rope'")
+    hidden = settings["hidden_size"]
+    attention = GroupedQueryAttention(
+        hidden_size=hidden,
+        num_heads=settings["num_attention_heads"],
+        num_kv_heads=settings["num_key_value_heads"],
+        head_dim=settings["head_dim"],
+        norm_eps=eps,
+        qkv_bias=settings["attention_bias"],
+        output_bias=settings["attention_bias"],
+        scale_of=settings["attention_multiplier"] ** -2,
+    )
+    mamba = Mamba2(
+        hidden_size=hidden,
+        sizes=_mamba_sizes(settings),
+        norm_eps=eps,
+        gate_eps=settings["rms_norm_eps"],
+        bias=settings["mamba_proj_bias"],
+        conv_bias=settings["mamba_conv_bias"],
+    )
+    after = _feed_forward(settings, eps)
+    mixers = {
+        True: Sublayer("input_layernorm", "self_attn.", attention),
+        False: Sublayer("input_layernorm", "mamba.", mamba),
+    }
+    return HybridConfig(
+        architecture=architecture,
+        vocab_size=settings["vocab_size"],
+        hidden_size=hidden,
+        norm_eps=eps,
+        max_positions=settings["max_position_embeddings"],
+        layers=tuple((mixers[kind in _ATTENTION], after) for kind in types),
+        attention=attention,
+        rope=hf_config.rope(settings) if positions == "rope" else None,
+        tie_embeddings=settings["tie_word_embeddings"],
+        embedding_scale=settings["embedding_multiplier"] / residual,
+        stream_scale=residual,
+        logits_scale=1 / settings["logits_scaling"],
+    )
+
+
+def _read_settings(config: HfConfig) -> dict[str, Any]:
+    """The settings without the layer types, which differ from those of other families."""
+    told = with_plain_limits(config)
+    for name in ("layer_types", "layers_block_type"):
+        told.pop(name, None)
+    # The width of routed experts: without them, none is needed.
+    told["intermediate_size"] = told.get("intermediate_size") or 1
+    if told.get("mamba_d_head") == "auto":
+        told["mamba_d_head"] = None
+    settings = hf_config.read_settings(told, DEFAULTS)
+    count, chosen = settings["num_local_experts"], settings["num_experts_per_tok"]
+    if count > MAX_EXPERTS:
+        raise unsupported("num_local_experts", count, f"at most {MAX_EXPERTS}")
+    if count and chosen > count:
+        raise unsupported("num_experts_per_tok", chosen, f"at most num_local_experts={count}")
+    return settings
+
+
+def _feed_forward(settings: dict[str, Any], eps: float) -> Sublayer:
+    """A SwiGLU, which beside routed experts is the one that every token takes."""
+    count = settings["num_local_experts"]
+    mlp = Swiglu(
+        hidden_size=settings["hidden_size"],
+        ffn_size=settings["shared_intermediate_size"],
+        norm_eps=eps,
+        role="shared_" if count else "",
+        names=("input_linear", "", "output_linear"),
+        one_linear=True,
+    )
+    if not count:
+        return Sublayer("post_attention_layernorm", EXPERT_NAMES.shared, mlp)
+    experts = Experts(
+        hidden_size=settings["hidden_size"],
+        ffn_size=settings["intermediate_size"],
+        experts=count,
+        router=Router(top_k=settings["num_experts_per_tok"], scores="softmax_of_chosen"),
+        norm_eps=eps,
+        shared=mlp,
+        names=EXPERT_NAMES,
+    )
+    return Sublayer("post_attention_layernorm", "", experts)
+
+
+def _layer_types(config: HfConfig, settings: dict[str, Any]) -> list[str]:
+    types = config.get("layer_types") or config.get("layers_block_type")
+    return hf_config.types_of_layers(types, settings, (*_MAMBA, *_ATTENTION), _ATTENTION)
+
+
+def _mamba_sizes(settings: dict[str, Any]) -> Mamba2Sizes:
+    heads, inner = settings["mamba_n_heads"], settings["mamba_expand"] * settings["hidden_size"]
+    head_dim = settings["mamba_d_head"] or inner // heads
+    if heads * head_dim != inner:
+        raise ValueError(
+            f"config.json has mamba_n_heads={heads} of mamba_d_head={head_dim}, which are not "
+            f"mamba_expand * hidden_size = {inner}"
+        )
+    if heads % settings["mamba_n_groups"]:
+        raise ValueError(
+            f"config.json has mamba_n_heads={heads}, no multiple of "
+            f"mamba_n_groups={settings['mamba_n_groups']}"
+        )
+    return Mamba2Sizes(
+        heads=heads,
+        head_dim=head_dim,
+        groups=settings["mamba_n_groups"],
+        state_size=settings["mamba_d_state"],
+        width=settings["mamba_d_conv"],
+        **time_step_limits(settings),
+    )

@@ -1,0 +1,154 @@
+"""LFM2: short gated convolutions, attention in some layers, and experts in most layers of some."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from graphengine.kernels import MAX_EXPERTS, Router
+from graphengine.models.blocks.expert_names import ExpertNames
+from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.short_conv import ShortConv
+from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import (
+    LFM2_KEYS,
+    LFM2_MOE_KEYS,
+    HfConfig,
+    read_keys,
+    unsupported,
+)
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.sublayers import Sublayer
+
+DEFAULTS = hf_config.FamilyDefaults(max_positions=128_000, keys=LFM2_KEYS, biases=())
+_ATTENTION, _CONV = "full_attention", "conv"
+# transformers' defaults for missing keys, where other families have different ones.
+_MISSING = {"num_key_value_heads": 8, "tie_word_embeddings": True, "rope_theta": 1_000_000.0}
+
+
+MOE_DEFAULTS = hf_config.FamilyDefaults(
+    max_positions=128_000, keys=LFM2_KEYS + LFM2_MOE_KEYS, biases=(), routes=True
+)
+# Gates, ups and down of the dense layers.
+_NAMES = ("w1", "w3", "w2")
+EXPERT_NAMES = ExpertNames(
+    correction="expert_bias", products=tuple(f"experts.{{}}.{name}" for name in _NAMES)
+)
+
+
+def read_config(config: HfConfig, architecture: str) -> HybridConfig:
+    """`HybridConfig` of a `Lfm2ForCausalLM` checkpoint."""
+    return _read(config, architecture, DEFAULTS)
+
+
+def read_moe(config: HfConfig, architecture: str) -> HybridConfig:
+    """`HybridConfig` of a `Lfm2MoeForCausalLM` checkpoint: experts after the first few layers."""
+    model = _read({"block_auto_adjust_ff_dim": False, **config}, architecture, MOE_DEFAULTS)
+    settings = read_keys(config, LFM2_MOE_KEYS)
+    count, chosen = settings["num_experts"], settings["num_experts_per_tok"]
+    if count > MAX_EXPERTS:
+        raise unsupported("num_experts", count, f"at most {MAX_EXPERTS}")
+    if chosen > count:
+        raise unsupported("num_experts_per_tok", chosen, f"at most num_experts={count}")
+    experts = Experts(
+        hidden_size=model.hidden_size,
+        ffn_size=settings["moe_intermediate_size"],
+        experts=count,
+        router=Router(
+            top_k=chosen,
+            scores="sigmoid",
+            normalised=settings["norm_topk_prob"],
+            scale=settings["routed_scaling_factor"],
+        ),
+        norm_eps=model.norm_eps,
+        corrected=settings["use_expert_bias"],
+        names=EXPERT_NAMES,
+    )
+    dense = settings["num_dense_layers"]
+    layers = tuple(
+        (mixer, after if index < dense else after._replace(block=experts))
+        for index, (mixer, after) in enumerate(model.layers)
+    )
+    return replace(model, layers=layers)
+
+
+def _read(config: HfConfig, architecture: str, defaults: hf_config.FamilyDefaults) -> HybridConfig:
+    told = _with_new_names({**_MISSING, **config})
+    types = told.pop("layer_types", None)
+    settings = hf_config.read_settings(told, defaults)
+    hidden, eps = settings["hidden_size"], settings["norm_eps"]
+    attention = GroupedQueryAttention(
+        hidden_size=hidden,
+        num_heads=settings["num_attention_heads"],
+        num_kv_heads=settings["num_key_value_heads"],
+        head_dim=settings["head_dim"],
+        norm_eps=eps,
+        qk_norm=True,
+        names=("out_proj", "layernorm"),
+    )
+    conv = ShortConv(
+        hidden_size=hidden,
+        channels=hidden,
+        taps=settings["conv_L_cache"],
+        norm_eps=eps,
+        bias=settings["conv_bias"],
+    )
+    mlp = Swiglu(
+        hidden_size=hidden,
+        ffn_size=_ffn_size(settings),
+        norm_eps=eps,
+        names=_NAMES,
+    )
+    mixers = {
+        _ATTENTION: Sublayer("operator_norm", "self_attn.", attention),
+        _CONV: Sublayer("operator_norm", "conv.", conv),
+    }
+    after = Sublayer("ffn_norm", "feed_forward.", mlp)
+    return HybridConfig(
+        architecture=architecture,
+        vocab_size=settings["vocab_size"],
+        hidden_size=hidden,
+        norm_eps=eps,
+        max_positions=settings["max_position_embeddings"],
+        layers=tuple((mixers[kind], after) for kind in _layer_types(types, settings)),
+        attention=attention,
+        rope=hf_config.rope(settings),
+        tie_embeddings=settings["tie_word_embeddings"],
+        final_norm_name="model.embedding_norm",
+    )
+
+
+def _with_new_names(config: HfConfig) -> dict[str, Any]:
+    """Rename two older keys; if both names are there, the older one wins, as in transformers."""
+    told = dict(config)
+    for old, new in (
+        ("tie_embedding", "tie_word_embeddings"),
+        ("block_ff_dim", "intermediate_size"),
+    ):
+        if told.get(old) is not None:
+            told[new] = told[old]
+        told.pop(old, None)
+    return told
+
+
+def _ffn_size(settings: dict[str, Any]) -> int:
+    """Width of the SwiGLU: `intermediate_size`, or two thirds of it, scaled and rounded up."""
+    size: int = settings["intermediate_size"]
+    if not settings["block_auto_adjust_ff_dim"]:
+        return size
+    size = int(2 * size / 3)
+    multiplier = settings["block_ffn_dim_multiplier"]
+    multiple: int = settings["block_multiple_of"]
+    if multiplier is None:
+        return size
+    return -(-int(multiplier * size) // multiple) * multiple
+
+
+def _layer_types(types: Any, settings: dict[str, Any]) -> list[str]:
+    layers, attending = settings["num_hidden_layers"], settings["full_attn_idxs"]
+    if types is None:
+        attending = range(layers) if attending is None else attending
+        types = [_ATTENTION if index in attending else _CONV for index in range(layers)]
+    return hf_config.types_of_layers(types, settings, (_CONV, _ATTENTION), (_ATTENTION,))

@@ -1,0 +1,127 @@
+"""Nemotron-H without experts: each layer is a norm and either Mamba2, attention or an MLP.
+
+Attention has no position encoding, and the MLP has a squared ReLU and no gate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphengine.kernels import Mamba2Sizes
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.mamba2 import Mamba2
+from graphengine.models.blocks.squared_relu import SquaredRelu
+from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import NEMOTRON_KEYS, HfConfig, unsupported
+from graphengine.models.hf.mamba_config import time_step_limits, with_plain_limits
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.sublayers import Block, Sublayer
+
+DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, keys=NEMOTRON_KEYS, biases=("mlp_bias",))
+_HEAD_DIM = 128
+# Kinds of layers: their letters in a pattern, and their names in a list.
+_MAMBA, _ATTENTION, _MLP = "M", "*", "-"
+_LETTERS = {
+    "linear_attention": _MAMBA,
+    "mamba": _MAMBA,
+    "full_attention": _ATTENTION,
+    "attention": _ATTENTION,
+    "mlp": _MLP,
+}
+
+
+def read_config(config: HfConfig, architecture: str) -> HybridConfig:
+    """`HybridConfig` of a `NemotronHForCausalLM` checkpoint."""
+    pattern = _pattern(config)
+    settings = _read_settings(config, pattern)
+    hidden, eps = settings["hidden_size"], settings["layer_norm_epsilon"]
+    attention = GroupedQueryAttention(
+        hidden_size=hidden,
+        num_heads=settings["num_attention_heads"],
+        num_kv_heads=settings["num_key_value_heads"],
+        head_dim=settings["head_dim"],
+        norm_eps=eps,
+    )
+    blocks: dict[str, Block] = {
+        _ATTENTION: attention,
+        _MAMBA: Mamba2(
+            hidden_size=hidden,
+            sizes=_mamba_sizes(settings),
+            norm_eps=eps,
+            gate_eps=eps,
+            bias=settings["use_bias"],
+            conv_bias=settings["use_conv_bias"],
+            state_dtype=hf_config.state_dtype(settings, "mamba_ssm_cache_dtype"),
+        ),
+        _MLP: SquaredRelu(
+            hidden_size=hidden,
+            ffn_size=settings["intermediate_size"],
+            norm_eps=eps,
+            bias=settings["mlp_bias"],
+        ),
+    }
+    return HybridConfig(
+        architecture=architecture,
+        vocab_size=settings["vocab_size"],
+        hidden_size=hidden,
+        norm_eps=eps,
+        max_positions=settings["max_position_embeddings"],
+        layers=tuple((Sublayer("norm", "mixer.", blocks[letter]),) for letter in pattern),
+        attention=attention,
+        tie_embeddings=settings["tie_word_embeddings"],
+        embedding_name="model.embeddings",
+        final_norm_name="model.norm_f",
+    )
+
+
+def _pattern(config: HfConfig) -> str:
+    """A letter for each layer."""
+    types, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    types = config.get("layer_types") if types is None else types
+    if types is not None:
+        letters = types if isinstance(types, list) else [types]
+        letters = [_LETTERS.get(kind, "?") if isinstance(kind, str) else "?" for kind in letters]
+        name, given, known = "layers_block_type", types, ", ".join(map(repr, _LETTERS))
+    else:
+        letters = list(pattern) if isinstance(pattern, str) else ["?"]
+        name, given, known = "hybrid_override_pattern", pattern, f"{_MAMBA}, {_ATTENTION}, {_MLP}"
+    if any(letter not in _LETTERS.values() for letter in letters) or _ATTENTION not in letters:
+        raise unsupported(name, given, f"{known} for each layer, one that attends among them")
+    layers = config.get("num_hidden_layers")
+    if layers not in (None, len(letters)):
+        raise unsupported("num_hidden_layers", layers, f"{len(letters)}, as {name} has")
+    return "".join(letters)
+
+
+def _read_settings(config: HfConfig, pattern: str) -> dict[str, Any]:
+    """The settings, without the layer pattern."""
+    told = with_plain_limits(config)
+    for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+        told.pop(name, None)
+    told["num_hidden_layers"] = len(pattern)
+    if told.get("head_dim") is None:
+        told["head_dim"] = told.get("attention_head_dim") or _HEAD_DIM
+    settings = hf_config.read_settings(told, DEFAULTS)
+    for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
+        if settings[name] != only:
+            raise unsupported(name, settings[name], repr(only))
+    if settings["mamba_proj_bias"] and not settings["use_bias"]:
+        # transformers ignores this key.
+        raise unsupported("mamba_proj_bias", True, "False, or use_bias=True")
+    return settings
+
+
+def _mamba_sizes(settings: dict[str, Any]) -> Mamba2Sizes:
+    heads, groups = settings["mamba_num_heads"], settings["n_groups"]
+    if heads % groups:
+        raise ValueError(
+            f"config.json has mamba_num_heads={heads}, no multiple of n_groups={groups}"
+        )
+    return Mamba2Sizes(
+        heads=heads,
+        head_dim=settings["mamba_head_dim"],
+        groups=groups,
+        state_size=settings["ssm_state_size"],
+        width=settings["conv_kernel"],
+        **time_step_limits(settings),
+    )

@@ -1,0 +1,20 @@
+"""Phi-3 and Phi-4: Llama's layers, stored with fused linears; all have one window, or none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families.llama import decoder_config
+from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import HfConfig
+
+DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, windows="all", biases=())
+# transformers' defaults for missing keys, where other families have different ones.
+_MISSING = {"sliding_window": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+
+
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `Phi3ForCausalLM` checkpoint."""
+    settings = hf_config.read_settings({**_MISSING, **config}, DEFAULTS)
+    return replace(decoder_config(settings, architecture), stored_fused=True)

@@ -1,0 +1,20 @@
+"""Qwen3: the decoder with an RMSNorm on each head's query and key before RoPE."""
+
+from __future__ import annotations
+
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families.llama import decoder_config
+from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import HfConfig
+
+NORMED = {"use_qk_norm": (True,), "qk_norm": (True,)}
+"""What a config may say of the norms of queries and keys, which are always there."""
+DEFAULTS = hf_config.FamilyDefaults(
+    max_positions=32768, head_dim=128, windows="switched", fixed=NORMED
+)
+
+
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `Qwen3ForCausalLM` checkpoint."""
+    settings = hf_config.read_settings(config, DEFAULTS)
+    return decoder_config(settings, architecture, qk_norm=True)

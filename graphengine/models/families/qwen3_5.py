@@ -1,0 +1,133 @@
+"""Qwen3.5's language model without experts: gated delta nets, and gated attention in every fourth
+layer. RoPE turns the first quarter of each head.
+
+Checkpoints with a vision tower have the language model's config under `text_config`. For text, RoPE
+with several axes (`mrope_section`) equals RoPE with one: a token has the same position on all axes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphengine.kernels import GatedDeltaSizes
+from graphengine.models.blocks.gated_delta import GatedDelta
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import (
+    QWEN3_5_KEYS,
+    HfConfig,
+    check_neutral,
+    unsupported,
+)
+from graphengine.models.hybrid import HybridConfig
+from graphengine.models.sublayers import Sublayer
+
+DEFAULTS = hf_config.FamilyDefaults(
+    max_positions=32_768,
+    head_dim=256,
+    keys=QWEN3_5_KEYS,
+    rotated=(0.25, 0.5, 1.0),
+    # The activation of the gates in the norm after a gated delta net. Attention's gates go through
+    # a sigmoid, for which there is no key.
+    fixed={"output_gate_type": ("swish", "silu")},
+)
+# transformers' defaults for missing keys; in other families these keys must be there.
+_SIZES = {
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.25,
+}
+_ATTENTION, _DELTA = "full_attention", "linear_attention"
+
+
+def read_config(config: HfConfig, architecture: str) -> HybridConfig:
+    """`HybridConfig` of a `Qwen3_5ForCausalLM` checkpoint, or of one with a vision tower."""
+    config = _SIZES | _language_model(config)
+    types = config.get("layer_types")
+    settings = hf_config.read_settings(_plain(config), DEFAULTS)
+    if not settings["attn_output_gate"]:
+        raise unsupported("attn_output_gate", False, "true")
+    hidden, eps = settings["hidden_size"], settings["rms_norm_eps"]
+    rope = hf_config.rope(settings)
+    attention = GroupedQueryAttention(
+        hidden_size=hidden,
+        num_heads=settings["num_attention_heads"],
+        num_kv_heads=settings["num_key_value_heads"],
+        head_dim=settings["head_dim"],
+        norm_eps=eps,
+        qkv_bias=settings["attention_bias"],
+        output_bias=settings["attention_bias"],
+        qk_norm=True,
+        rotated=rope.rotated,
+        gated=True,
+    )
+    delta = GatedDelta(
+        hidden_size=hidden,
+        sizes=_delta_sizes(settings),
+        norm_eps=eps,
+        state_dtype=hf_config.state_dtype(settings, "mamba_ssm_dtype"),
+    )
+    mlp = Swiglu(hidden_size=hidden, ffn_size=settings["intermediate_size"], norm_eps=eps)
+    mixers = {
+        _ATTENTION: Sublayer("input_layernorm", "self_attn.", attention),
+        _DELTA: Sublayer("input_layernorm", "linear_attn.", delta),
+    }
+    after = Sublayer("post_attention_layernorm", "mlp.", mlp)
+    return HybridConfig(
+        architecture=architecture,
+        vocab_size=settings["vocab_size"],
+        hidden_size=hidden,
+        norm_eps=eps,
+        max_positions=settings["max_position_embeddings"],
+        layers=tuple((mixers[kind], after) for kind in _layer_types(types, settings)),
+        attention=attention,
+        rope=rope,
+        tie_embeddings=settings["tie_word_embeddings"],
+        norms_plus_one=True,
+    )
+
+
+def _language_model(config: HfConfig) -> dict[str, Any]:
+    """The language model's own config."""
+    text = config.get("text_config")
+    if text is None:
+        return dict(config)
+    if not isinstance(text, dict):
+        raise unsupported("text_config", text, "a JSON object")
+    check_neutral({**config, "quantization_config": None})
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return {**text, "tie_word_embeddings": tied}
+
+
+def _plain(config: HfConfig) -> dict[str, Any]:
+    """Drop the layer types, which differ from other families', and RoPE's axes."""
+    told = hf_config.of_one_axis(config)
+    return {name: value for name, value in told.items() if name != "layer_types"}
+
+
+def _layer_types(types: Any, settings: dict[str, Any]) -> list[str]:
+    layers, every = settings["num_hidden_layers"], settings["full_attention_interval"]
+    if types is None:
+        types = [_DELTA if (index + 1) % every else _ATTENTION for index in range(layers)]
+    return hf_config.types_of_layers(types, settings, (_DELTA, _ATTENTION), (_ATTENTION,))
+
+
+def _delta_sizes(settings: dict[str, Any]) -> GatedDeltaSizes:
+    keys, values = settings["linear_num_key_heads"], settings["linear_num_value_heads"]
+    if values % keys:
+        raise ValueError(
+            f"config.json has linear_num_value_heads={values}, no multiple of "
+            f"linear_num_key_heads={keys}"
+        )
+    return GatedDeltaSizes(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=settings["linear_key_head_dim"],
+        value_dim=settings["linear_value_head_dim"],
+        taps=settings["linear_conv_kernel_dim"],
+    )

@@ -1,0 +1,56 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in most layers, or in all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from graphengine.kernels import MAX_EXPERTS, Router
+from graphengine.models.blocks.experts import Experts
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families.llama import decoder_config
+from graphengine.models.families.qwen3 import NORMED
+from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import EXPERT_KEYS, HfConfig, unsupported
+
+# transformers' default where neither key is there.
+_EXPERTS = 128
+DEFAULTS = hf_config.FamilyDefaults(
+    max_positions=32768, keys=EXPERT_KEYS, routes=True, fixed=NORMED
+)
+
+
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `Qwen3MoeForCausalLM` checkpoint."""
+    settings = hf_config.read_settings(config, DEFAULTS)
+    model = decoder_config(settings, architecture, qk_norm=True)
+    count = _experts(settings)
+    step, dense = settings["decoder_sparse_step"], settings["mlp_only_layers"]
+    layers = tuple(
+        index for index in range(model.num_layers) if (index + 1) % step == 0 and index not in dense
+    )
+    if not count or not layers:
+        return model
+    chosen = settings["num_experts_per_tok"]
+    if chosen > count:
+        raise unsupported("num_experts_per_tok", chosen, f"at most num_experts={count}")
+    experts = Experts(
+        hidden_size=model.hidden_size,
+        ffn_size=settings["moe_intermediate_size"],
+        experts=count,
+        router=Router(top_k=chosen, normalised=settings["norm_topk_prob"]),
+        norm_eps=model.norm_eps,
+    )
+    return replace(model, experts=experts, expert_layers=layers)
+
+
+def _experts(settings: dict[str, Any]) -> int:
+    """Experts per layer; 0: no layer has any."""
+    given = {name: settings[name] for name in ("num_experts", "num_local_experts")}
+    counts = {name: value for name, value in given.items() if value is not None}
+    if len({*counts.values()}) > 1:
+        raise unsupported("num_local_experts", counts["num_local_experts"], "as num_experts is")
+    for name, count in counts.items():
+        if count > MAX_EXPERTS:
+            raise unsupported(name, count, f"at most {MAX_EXPERTS}")
+    return next(iter(counts.values()), _EXPERTS)

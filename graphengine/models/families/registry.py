@@ -1,0 +1,87 @@
+"""The table of model families, by the architecture that a checkpoint's `config.json` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from graphengine.models.contract import ModelConfig
+from graphengine.models.families import (
+    deepseek,
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    granite4,
+    lfm2,
+    llama,
+    mistral,
+    nemotron_h,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    smollm3,
+)
+from graphengine.models.hf.config_schema import HfConfig, read_key
+
+FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
+    "DeepseekV2ForCausalLM": deepseek.read_v2,
+    "DeepseekV3ForCausalLM": deepseek.read_v3,
+    "Gemma3ForCausalLM": gemma3.read_config,
+    "Gemma3ForConditionalGeneration": gemma3.read_config,
+    "Glm4MoeForCausalLM": glm4_moe.read_config,
+    "GptOssForCausalLM": gpt_oss.read_config,
+    "GraniteForCausalLM": granite.read_config,
+    "GraniteMoeHybridForCausalLM": granite4.read_config,
+    "Lfm2ForCausalLM": lfm2.read_config,
+    "Lfm2MoeForCausalLM": lfm2.read_moe,
+    "LlamaForCausalLM": llama.read_config,
+    "MiMoForCausalLM": qwen2.read_config,
+    "MistralForCausalLM": mistral.read_config,
+    "NemotronHForCausalLM": nemotron_h.read_config,
+    "Phi3ForCausalLM": phi3.read_config,
+    "Qwen2ForCausalLM": qwen2.read_config,
+    "Qwen3ForCausalLM": qwen3.read_config,
+    "Qwen3_5ForCausalLM": qwen3_5.read_config,
+    "Qwen3_5ForConditionalGeneration": qwen3_5.read_config,
+    "Qwen3MoeForCausalLM": qwen3_moe.read_config,
+    "SmolLM3ForCausalLM": smollm3.read_config,
+}
+"""The reader of each architecture's `config.json`; it also gets the architecture's name."""
+
+
+def read_model_config(config: HfConfig) -> ModelConfig:
+    """The model's configuration, from `config.json` alone.
+
+    ValueError names what is wrong or not supported; for an unknown architecture also the known
+    ones.
+    """
+    architecture = _architecture(config)
+    return FAMILIES[architecture](config, architecture)
+
+
+def _architecture(config: HfConfig) -> str:
+    """One of `FAMILIES`, from `architectures`, or from `model_type` where there are none."""
+    architectures, model_type = read_key(config, "architectures"), read_key(config, "model_type")
+    known = ", ".join(sorted(FAMILIES))
+    if architectures:
+        # A base model, saved without lm_head, has all weights of the whole one if embeddings are
+        # tied.
+        base_models = {name.replace("ForCausalLM", "Model"): name for name in FAMILIES}
+        base_models["Gemma3TextModel"] = "Gemma3ForCausalLM"
+        first: str = architectures[0]
+        first = base_models.get(first, first)
+        if first not in FAMILIES:
+            raise ValueError(f"unknown architecture {first!r}; known: {known}")
+        return first
+    model_types = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES}
+    model_types["gemma3text"] = "Gemma3ForCausalLM"
+    # "qwen3_moe" is the type of a Qwen3Moe.
+    name = model_types.get((model_type or "").replace("_", ""), "")
+    if not name:
+        raise ValueError(
+            f"unknown architecture: config.json has no architectures, and "
+            f"model_type={model_type!r}; known: {known}"
+        )
+    return name

@@ -1,0 +1,1 @@
+"""Which launch plan each linear gets, and chains of linears to measure plans with."""

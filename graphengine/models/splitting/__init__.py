@@ -1,0 +1,1 @@
+"""A model divided among ranks: parts of layers, or stages of layers."""
