@@ -1,13 +1,19 @@
 """Model families, and what the engine knows about them.
 
-    contract   what a model tells the engine: linears, states of layers, weights, two programs
-    families   the table of architectures: a new family is a file and a line there
-    blocks/    the parts that families compose their layers from
-    decoder    the composition that Llama, Qwen2 and Qwen3 share: attention, then SwiGLU or experts
-    stored     a checkpoint's config and tensors, checked together
-    mtp        draft modules that a checkpoint carries with its model
-    chains     a model's linears in a row, for `graphengine tune`
-    routing    observes, records and overrides which experts a step's lanes take
+    contract      what a model tells the engine: linears, states of layers, weights, two programs
+    composition   the one model: layers of any sublayers, their weights, decode and prefill
+    sublayers     a block with the norms around it, of which layers are made
+    decoder       configs whose layers are alike: attention, then a SwiGLU or experts
+    hybrid        configs that list the sublayers of each layer
+    routing       observes, records and overrides which experts a step's lanes take
+    blocks/       attention, recurrent blocks and feed-forwards
+    families/     a file for each family; `registry` is the table of architectures
+    hf/           what is read of `config.json`
+    checkpoints/  files, names and tensors, and a checkpoint checked as a whole (`stored`)
+    quantised/    weights in 8 and 4 bits as checkpoints have them
+    drafting/     layers of draft modules: MTP, EAGLE3, block drafters
+    splitting/    a rank's part of a model
+    plans/        plans of linears, tables of them, and chains to measure them with
 
 Nothing outside this folder names a family; a test checks that.
 """
