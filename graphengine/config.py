@@ -431,8 +431,9 @@ class EngineConfig(EngineSizes):
         check_options(self)
         for name in ("buckets", "prefill_buckets"):
             self._keep_sizes(name)
-        if not self.prefill_buckets:
-            raise ValueError("prefill_buckets must name at least one size")
+        for name in ("buckets", "prefill_buckets"):
+            if getattr(self, name) == ():
+                raise ValueError(f"{name} must name at least one size")
         self._check_calibration()
         if self.quantize_lm_head and self.quantize is None:
             raise ValueError("quantize_lm_head=True is for an engine with quantize, which is None")

@@ -319,7 +319,8 @@ def test_a_planted_family_is_found(source: str) -> None:
 
 
 def test_models_and_the_contracts_users_are_no_violation() -> None:
-    source = "from graphengine.models.contract import Model\nfrom .models.checkpoints.stored import read_model"
-    assert family_violations(source, "graphengine.planted") == []
+    contract = "from graphengine.models.contract import Model"
+    stored = "from .models.checkpoints.stored import read_model"
+    assert family_violations(f"{contract}\n{stored}", "graphengine.planted") == []
     own = "from graphengine.models.decoder import DecoderConfig"
     assert family_violations(own, "graphengine.models.families.llama") == []

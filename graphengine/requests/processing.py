@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from graphengine.buckets import Field, StaticBuffers
+from graphengine.checks import shown
 from graphengine.config import EngineConfig
 from graphengine.kernels import (
     USES_BAD_WORDS,
@@ -242,7 +243,10 @@ def _bad_words(
             raise ValueError(
                 f"bad_words hold {word!r}, but the checkpoint has no tokenizer.json: give token ids"
             )
-        forms = _forms_of_word(word, tokenizer)
+        try:
+            forms = _forms_of_word(word, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"bad_words hold {shown(word)}: {error}") from error
         if not forms:
             raise ValueError(f"bad_words hold {word!r}, which comes to no token")
         found += forms

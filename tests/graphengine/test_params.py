@@ -353,6 +353,7 @@ def test_engine_defaults() -> None:
         ({"block_size": 24}, "block_size=24 must be a power of two from 8 to 128"),
         ({"block_size": 256}, "block_size=256 must be a power of two from 8 to 128"),
         ({"prefill_buckets": ()}, "prefill_buckets must name at least one size"),
+        ({"buckets": []}, "buckets must name at least one size"),
         ({"prefill_buckets": (16, 0)}, "prefill_buckets=(16, 0) must be positive integers"),
         ({"lookahead": 2}, "lookahead=2 must be 0 or 1"),
         ({"lookahead": -1}, "lookahead=-1 must be 0 or 1"),

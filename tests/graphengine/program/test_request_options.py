@@ -487,6 +487,11 @@ def test_what_an_engine_has_no_room_for_is_refused() -> None:
         assert_idle(engine)
 
 
+def test_a_bad_word_that_cannot_be_encoded_is_named(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"bad_words hold .*: text to encode has a lone surrogate"):
+        engine.submit("a", SamplingParams(bad_words=["x\ud800"]))
+
+
 def test_bad_words_are_tokenised_with_and_without_a_space(engine: Engine) -> None:
     def encode(text: str) -> list[int]:
         return engine.tokenizer.encode(text, add_special_tokens=False)
