@@ -135,7 +135,8 @@ class SamplingParams:
         flag=Flag(
             common=True,
             metavar="N",
-            help="most new tokens; 0, with --prompt-logprobs, only scores the prompt",
+            help="most new tokens; none: as many as fit; 0, with --prompt-logprobs, only scores "
+            "the prompt",
         ),
     )
     min_tokens: int = option(

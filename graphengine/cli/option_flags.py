@@ -20,6 +20,8 @@ from graphengine.options import Flag, Row, rows
 
 FILE = Path(__file__).with_name("flags.json")
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
+# None, where it was given: otherwise it stands for what was not.
+_NONE = object()
 
 
 class TakesFlags(Protocol):
@@ -42,6 +44,7 @@ class FlagFacts:
     parse     reads a value from text: a function, or `module:function`; None: the kind says how
     default   the command's default where the flag is not given
     many      it may be repeated
+    nullable  a number that may be None though it is not by default: it is given as "none"
     common    whether `--help` lists it
     """
 
@@ -56,6 +59,7 @@ class FlagFacts:
     parse: Callable[[str], Any] | str | None = None
     default: Any = None
     many: bool = False
+    nullable: bool = False
     common: bool = False
 
 
@@ -112,7 +116,8 @@ def given_options(parsed: argparse.Namespace, table: type, *, prefix: str = "") 
     for row in rows(table):
         value = getattr(parsed, prefix + row.name, None)
         if row.flag is not None and value is not None:
-            given[row.name] = row.flag.collect(value) if row.flag.many else value
+            value = row.flag.collect(value) if row.flag.many else value
+            given[row.name] = None if value is _NONE else value
     return given
 
 
@@ -123,11 +128,12 @@ def _facts_of(table: type | Sequence[FlagFacts]) -> Sequence[FlagFacts]:
 def _facts(row: Row, flag: Flag) -> FlagFacts:
     choices = row.kind if isinstance(row.kind, tuple) else ()
     kind = row.kind.__name__ if row.kind in (int, float, bool) else "str"
-    # A command line has no way to give None.
-    text = flag.help or row.doc.replace("None: ", "left out: ")
+    default = row.default if flag.default is None else flag.default
+    nullable = kind in ("int", "float") and row.optional and not flag.parse and default is not None
+    # Other options cannot be given None.
+    text = flag.help or row.doc.replace("None: ", "none: " if nullable else "left out: ")
     if kind != "bool":
         text += "; may be repeated" if flag.many else ""
-        default = row.default if flag.default is None else flag.default
         if default not in (None, (), dataclasses.MISSING):
             text += f" (default: {_shown(default)})"
     return FlagFacts(
@@ -142,6 +148,7 @@ def _facts(row: Row, flag: Flag) -> FlagFacts:
         parse=flag.parse,
         default=flag.default,
         many=flag.many,
+        nullable=nullable,
         common=flag.common,
     )
 
@@ -171,7 +178,11 @@ def _add(parser: TakesFlags, facts: FlagFacts, dest: str) -> None:
             shown["choices"] = tuple(facts.choices)
         else:
             shown["metavar"] = facts.metavar
-            shown["type"] = _parser(facts.parse) if facts.parse else _TYPES[facts.kind]
+            kind = _TYPES[facts.kind]
+            if facts.nullable:
+                shown["type"] = _or_none(kind)
+            else:
+                shown["type"] = _parser(facts.parse) if facts.parse else kind
     parser.add_argument(f"--{facts.flag}", help=facts.help.replace("%", "%%"), **shown)
 
 
@@ -191,6 +202,15 @@ def _parser(parse: Callable[[str], Any] | str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parsed
+
+
+def _or_none(kind: type) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        return _NONE if text == "none" else kind(text)
+
+    # argparse names a wrong value's type by it.
+    number.__name__ = kind.__name__
+    return number
 
 
 def _call(name: str, text: str) -> Any:

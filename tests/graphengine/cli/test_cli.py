@@ -142,6 +142,15 @@ def test_generate_prints_json(cli: Cli, device: str) -> None:
         assert document["text"] == greedy_text(PROMPT, max_tokens=9)
 
 
+def test_as_many_tokens_as_fit(cli: Cli) -> None:
+    """The default is 256, so None has a spelling of its own."""
+    arguments = ("--prompt", PROMPT, "--max-tokens", "none", "--max-seq-len", "300", "--json")
+    status, out, _ = cli("generate", *arguments, "--ignore-eos")
+    result = json.loads(out)
+    assert status == 0 and len(result["token_ids"]) == 300 - len(result["prompt_token_ids"])
+    assert len(result["token_ids"]) > 256
+
+
 def test_a_single_token_has_no_gaps(cli: Cli) -> None:
     arguments = ("--prompt", PROMPT, "--max-tokens", "1")
     status, out, _ = cli("generate", *arguments, "--json")
