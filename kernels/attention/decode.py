@@ -34,11 +34,11 @@ import torch
 import triton
 import triton.language as tl
 
-from graphengine.kernels.attention import decode_gluon
-from graphengine.kernels.attention.decode_triton import Partials, decode_attention_kernel
-from graphengine.kernels.attention.decode_triton_lanes import Shape
+from graphengine.kernels.attention.gluon import decode_gluon
 from graphengine.kernels.attention.reference import DecodeCall, decode_attention_reference
 from graphengine.kernels.attention.scores import check_scores
+from graphengine.kernels.attention.triton.decode_triton import Partials, decode_attention_kernel
+from graphengine.kernels.attention.triton.decode_triton_lanes import Shape
 from graphengine.kernels.core.devices import H200, device_of
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_int32, check_lanes

@@ -33,7 +33,7 @@ from graphengine.kernels.attention.latent_reference import (
     latent_append_reference,
     latent_attention_reference,
 )
-from graphengine.kernels.attention.latent_triton import (
+from graphengine.kernels.attention.triton.latent_triton import (
     latent_append_kernel,
     latent_attention_kernel,
 )

@@ -22,7 +22,7 @@ import triton.language as tl
 from graphengine.kernels.attention.head_product import head_product_reference
 from graphengine.kernels.attention.latent import check_latent_query, latent_shape, latent_tiles
 from graphengine.kernels.attention.latent_reference import latent_attention_reference
-from graphengine.kernels.attention.latent_triton import (
+from graphengine.kernels.attention.triton.latent_triton import (
     attend_tile,
     load_entries,
     load_queries,

@@ -30,13 +30,13 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.attention.decode import MAX_HEAD_DIM
-from graphengine.kernels.attention.prefill_gluon import attend, takes_wgmma
-from graphengine.kernels.attention.prefill_triton import Shape, prefill_attention_kernel
+from graphengine.kernels.attention.gluon.prefill_gluon import attend, takes_wgmma
 from graphengine.kernels.attention.reference import (
     PrefillCall,
     paged_prefill_attention_reference,
 )
 from graphengine.kernels.attention.scores import check_scores
+from graphengine.kernels.attention.triton.prefill_triton import Shape, prefill_attention_kernel
 from graphengine.kernels.core.devices import device_of
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes

@@ -15,7 +15,7 @@ from graphengine.kernels.experts.packed import PackedExperts
 from graphengine.kernels.experts.packed_gluon import packed_experts_kernel
 from graphengine.kernels.experts.pairs import NO_SWIGLU, PairProduct, SwigluArgs
 from graphengine.kernels.experts.plans import check_expert_plan
-from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs
 from graphengine.kernels.linear.packed_cut import PackedArgs, new_cut
 from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS

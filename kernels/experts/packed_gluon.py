@@ -20,21 +20,19 @@ from triton.experimental.gluon import language as gl
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.core.triton_versions import sync_threads
 from graphengine.kernels.experts.held import place_of_expert
-from graphengine.kernels.linear.linear_gluon_epilogue import (
+from graphengine.kernels.linear.gluon.linear_gluon_epilogue import (
     load_rows,
     load_squares,
     rms_factor,
     row_layout,
     squares_layout,
 )
-from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
-from graphengine.kernels.linear.packed_cut import Part
-from graphengine.kernels.linear.packed_gluon_product import (
+from graphengine.kernels.linear.gluon.packed_gluon_product import (
     load_row_scales,
     multiply_tiles,
     sum_streams,
 )
-from graphengine.kernels.linear.packed_gluon_ring import (
+from graphengine.kernels.linear.gluon.packed_gluon_ring import (
     fill_ring,
     input_lanes_layout,
     load_inputs,
@@ -43,6 +41,8 @@ from graphengine.kernels.linear.packed_gluon_ring import (
     place_inputs,
     store_inputs,
 )
+from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
+from graphengine.kernels.linear.packed_cut import Part
 from graphengine.kernels.norm_rope.activation import gated
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.

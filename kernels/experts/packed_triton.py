@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.linear.gluon.packed_gluon_codes import unpacking
 from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
-from graphengine.kernels.linear.packed_gluon_codes import unpacking
 
 _BLOCK = tl.constexpr(BLOCK_HALFWORDS)
 _INTERPRETED = tl.constexpr(INTERPRETED)

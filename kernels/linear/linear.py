@@ -36,7 +36,7 @@ from graphengine.kernels.core.lanes import (
 )
 from graphengine.kernels.core.launching import ALONE, Launch, launcher
 from graphengine.kernels.core.pdl import launch_options
-from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.linear_triton import (
     ProductArgs,
     SamplerArgs,

@@ -24,10 +24,10 @@ from graphengine.kernels.core.dispatch import use_wgmma
 from graphengine.kernels.core.lanes import check_rows, check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
-from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.linear.gluon import linear_gluon
+from graphengine.kernels.linear.gluon.packed_chunk_codes import UNIT
+from graphengine.kernels.linear.gluon.packed_chunk_gluon import Factors, packed_chunk_kernel
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, unpack
-from graphengine.kernels.linear.packed_chunk_codes import UNIT
-from graphengine.kernels.linear.packed_chunk_gluon import Factors, packed_chunk_kernel
 from graphengine.kernels.linear.packed_linear import packed_linear_chunk, takes_chunk
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.norm_rope.activation import Activation, activated_reference, gate_code

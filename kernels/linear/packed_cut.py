@@ -13,7 +13,7 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.core.devices import stages_that_fit
-from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.packed import BLOCK_ROWS, block_columns
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.quantised import WeightFormat

@@ -29,7 +29,8 @@ from graphengine.kernels.core.lanes import (
 )
 from graphengine.kernels.core.launching import ALONE, Launch, launcher
 from graphengine.kernels.core.pdl import launch_options
-from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.linear.gluon import linear_gluon
+from graphengine.kernels.linear.gluon.packed_gluon import packed_kernel
 from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, residual_groups
 from graphengine.kernels.linear.linear_triton import (
     ProductArgs,
@@ -39,7 +40,6 @@ from graphengine.kernels.linear.linear_triton import (
 )
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, block_columns, unpack
 from graphengine.kernels.linear.packed_cut import PackedArgs, new_cut, streams
-from graphengine.kernels.linear.packed_gluon import packed_kernel
 from graphengine.kernels.linear.plans import (
     FMA_LANES,
     USUAL_PROCESSORS,

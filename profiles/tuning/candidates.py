@@ -16,7 +16,7 @@ from graphengine.kernels import (
     WeightFormat,
 )
 from graphengine.kernels.core.devices import H200, Device
-from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan
 from graphengine.models.plans import plan_limits

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from extent import examples, some_of
 from graphengine.kernels.attention import decode as attention
-from graphengine.kernels.attention import decode_gluon
 from graphengine.kernels.attention.decode import (
     SPLIT_TOKENS,
     SPLITS,
@@ -22,6 +21,7 @@ from graphengine.kernels.attention.decode import (
     decode_attention_arrivals,
     decode_attention_workspace_bytes,
 )
+from graphengine.kernels.attention.gluon import decode_gluon
 from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch

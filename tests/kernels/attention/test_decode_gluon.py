@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from extent import extent
-from graphengine.kernels.attention import decode_gluon
 from graphengine.kernels.attention.decode import decode_attention, decode_attention_arrivals
+from graphengine.kernels.attention.gluon import decode_gluon
 from graphengine.kernels.core.devices import H200, Device, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch

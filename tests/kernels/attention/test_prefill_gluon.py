@@ -21,21 +21,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from extent import examples, extent
-from graphengine.kernels.attention.prefill import paged_prefill_attention
-from graphengine.kernels.attention.prefill_gluon import (
+from graphengine.kernels.attention.gluon.prefill_gluon import (
     KEYS,
     LEAST_PROGRAMS,
     attend,
     has_token_rows,
     takes_wgmma,
 )
+from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import FP8_KV
 from launches.compilation import assert_waits_before_it_shows, compile_kernel, record_launch
 from launches.prefill import TOLERANCE, Problem, Segment, dense_attention, prefill, segments_of
 
-gluon_module = importlib.import_module("graphengine.kernels.attention.prefill_gluon")
+gluon_module = importlib.import_module("graphengine.kernels.attention.gluon.prefill_gluon")
 attention_module = importlib.import_module("graphengine.kernels.attention.prefill")
 
 hopper = pytest.mark.skipif(

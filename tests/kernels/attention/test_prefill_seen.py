@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from graphengine.kernels.attention import prefill as prefill_attention
-from graphengine.kernels.attention import prefill_triton
 from graphengine.kernels.attention.prefill import PREFILL_ARRIVALS, paged_prefill_attention
 from graphengine.kernels.attention.reference import paged_prefill_attention_reference
+from graphengine.kernels.attention.triton import prefill_triton
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from launches.compilation import compile_launch, record_launch

@@ -13,15 +13,16 @@ from transformers.masking_utils import sliding_window_overlay
 
 from extent import extent
 from graphengine.kernels.attention import decode as decode_module
-from graphengine.kernels.attention import decode_gluon, prefill_triton
 from graphengine.kernels.attention import prefill as prefill_module
 from graphengine.kernels.attention.decode import decode_attention, decode_attention_arrivals
+from graphengine.kernels.attention.gluon import decode_gluon
 from graphengine.kernels.attention.prefill import PREFILL_ARRIVALS, paged_prefill_attention
 from graphengine.kernels.attention.reference import (
     decode_attention_reference,
     paged_prefill_attention_reference,
 )
 from graphengine.kernels.attention.scores import MAX_WINDOW, first_key_of
+from graphengine.kernels.attention.triton import prefill_triton
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch

@@ -30,7 +30,7 @@ from launches.quantised import random_quantised
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 
 linear = importlib.import_module("graphengine.kernels.linear.linear")
-linear_gluon = importlib.import_module("graphengine.kernels.linear.linear_gluon")
+linear_gluon = importlib.import_module("graphengine.kernels.linear.gluon.linear_gluon")
 packed_linear = importlib.import_module("graphengine.kernels.linear.packed_linear")
 pushed_sums = importlib.import_module("graphengine.kernels.linear.pushed_sums")
 push = importlib.import_module("graphengine.kernels.comm.push")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from graphengine.kernels import heuristic_plan
-from graphengine.kernels.attention import decode_gluon, prefill
+from graphengine.kernels.attention import prefill
 from graphengine.kernels.attention.decode import longest_split
+from graphengine.kernels.attention.gluon import decode_gluon
 from graphengine.kernels.core.devices import (
     H200,
     SHARED_BYTES,
@@ -19,7 +20,7 @@ from graphengine.kernels.core.devices import (
     stages_that_fit,
 )
 from graphengine.kernels.core.dispatch import INTERPRETED, use_gluon, use_triton, use_wgmma
-from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.packed_cut import PackedArgs, new_cut
 from graphengine.kernels.linear.plans import LinearPlan

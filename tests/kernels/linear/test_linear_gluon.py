@@ -21,7 +21,7 @@ from extent import examples, some_of
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear import linear_gluon
+from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, linear, linear_residual
 from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.reference import linear_reference

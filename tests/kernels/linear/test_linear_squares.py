@@ -133,7 +133,7 @@ def test_a_swiglu_has_no_norm(make_linear_case):
 @pytest.mark.parametrize("plan", [DOT, SPLIT])
 def test_gluon_stores_the_product_alone(monkeypatch, gluon, plan):
     """Neither a stream nor a next norm is read, and nothing of 16 bits is written."""
-    linear_gluon = importlib.import_module("graphengine.kernels.linear.linear_gluon")
+    linear_gluon = importlib.import_module("graphengine.kernels.linear.gluon.linear_gluon")
     monkeypatch.setattr(linear_gluon, "use_gluon", lambda tensor: gluon)
 
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

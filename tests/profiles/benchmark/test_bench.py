@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from graphengine import Engine, EngineConfig, SamplingParams
 from graphengine.core.recorded_rows import record_rows
 from graphengine.kernels import KernelCompilation, PackedForm, WeightFormat, empty_packed
-from graphengine.kernels.attention.decode_triton import decode_attention_kernel
+from graphengine.kernels.attention.triton.decode_triton import decode_attention_kernel
 from graphengine.kernels.linear.packed import unpack
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.composition import DecoderModel

@@ -10,9 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from graphengine.kernels.attention.decode_gluon_combine import LOG2E, LOWEST
-from graphengine.kernels.attention.decode_gluon_heads import shared_layout
-from graphengine.kernels.attention.decode_gluon_ring import stream_tokens
+from graphengine.kernels.attention.gluon.decode_gluon_combine import LOG2E, LOWEST
+from graphengine.kernels.attention.gluon.decode_gluon_heads import shared_layout
+from graphengine.kernels.attention.gluon.decode_gluon_ring import stream_tokens
 from graphengine.kernels.attention.scores import tanh
 from graphengine.kernels.core.triton_versions import reinterpret
 

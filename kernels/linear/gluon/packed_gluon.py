@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.core.pdl import wait_for_inputs
-from graphengine.kernels.linear.linear_gluon_epilogue import (
+from graphengine.kernels.linear.gluon.linear_gluon_epilogue import (
     epilogue,
     is_last,
     lanes_of,
@@ -22,13 +22,12 @@ from graphengine.kernels.linear.linear_gluon_epilogue import (
     row_layout,
     sum_splits,
 )
-from graphengine.kernels.linear.packed_cut import Part
-from graphengine.kernels.linear.packed_gluon_product import (
+from graphengine.kernels.linear.gluon.packed_gluon_product import (
     load_row_scales,
     multiply_tiles,
     sum_streams,
 )
-from graphengine.kernels.linear.packed_gluon_ring import (
+from graphengine.kernels.linear.gluon.packed_gluon_ring import (
     fill_ring,
     input_lanes_layout,
     load_inputs,
@@ -37,6 +36,7 @@ from graphengine.kernels.linear.packed_gluon_ring import (
     place_inputs,
     store_inputs,
 )
+from graphengine.kernels.linear.packed_cut import Part
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)

@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.core.triton_versions import load_tile, sync_threads
-from graphengine.kernels.linear.packed_chunk_epilogue import store_outputs
-from graphengine.kernels.linear.packed_gluon_codes import scale_floats
+from graphengine.kernels.linear.gluon.packed_chunk_epilogue import store_outputs
+from graphengine.kernels.linear.gluon.packed_gluon_codes import scale_floats
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)

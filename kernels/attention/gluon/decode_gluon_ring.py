@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from graphengine.kernels.attention.decode_gluon_heads import shared_layout
-from graphengine.kernels.attention.decode_gluon_units import (
+from graphengine.kernels.attention.gluon.decode_gluon_heads import shared_layout
+from graphengine.kernels.attention.gluon.decode_gluon_units import (
     cache_offsets,
     is_seen,
     named,

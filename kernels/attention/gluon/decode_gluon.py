@@ -25,8 +25,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from graphengine.kernels.attention.decode_gluon_combine import Parts, keep_split
-from graphengine.kernels.attention.decode_gluon_heads import (
+from graphengine.kernels.attention.gluon.decode_gluon_combine import Parts, keep_split
+from graphengine.kernels.attention.gluon.decode_gluon_heads import (
     BLOCK,
     half_precision,
     insert_new_tokens,
@@ -34,15 +34,15 @@ from graphengine.kernels.attention.decode_gluon_heads import (
     load_heads,
     new_queries,
 )
-from graphengine.kernels.attention.decode_gluon_ring import fill_ring, new_ring, refill_ring
-from graphengine.kernels.attention.decode_gluon_tile import (
+from graphengine.kernels.attention.gluon.decode_gluon_ring import fill_ring, new_ring, refill_ring
+from graphengine.kernels.attention.gluon.decode_gluon_tile import (
     attend_tile,
     join_streams,
     joined_rows_layout,
     no_tiles,
     product_layout,
 )
-from graphengine.kernels.attention.decode_gluon_units import (
+from graphengine.kernels.attention.gluon.decode_gluon_units import (
     Shape,
     heads_of,
     is_seen,

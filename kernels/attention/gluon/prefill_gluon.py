@@ -31,7 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from graphengine.kernels.attention.prefill_gluon_tiles import COLUMNS, bring_tiles, convert_tiles
+from graphengine.kernels.attention.gluon.prefill_gluon_tiles import (
+    COLUMNS,
+    bring_tiles,
+    convert_tiles,
+)
 from graphengine.kernels.core.dispatch import use_wgmma
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import token_capacity

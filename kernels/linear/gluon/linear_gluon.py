@@ -27,7 +27,7 @@ from graphengine.kernels.core.devices import stages_that_fit
 from graphengine.kernels.core.dispatch import use_gluon
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.core.triton_versions import load_async, sync_threads
-from graphengine.kernels.linear.linear_gluon_epilogue import (
+from graphengine.kernels.linear.gluon.linear_gluon_epilogue import (
     epilogue,
     exchange_layout,
     is_last,

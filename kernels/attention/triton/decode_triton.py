@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from graphengine.kernels.attention.decode_triton_heads import (
+from graphengine.kernels.attention.scores import tanh
+from graphengine.kernels.attention.triton.decode_triton_heads import (
     insert_sibling_keys,
     insert_sibling_values,
     load_rotation,
@@ -21,7 +22,7 @@ from graphengine.kernels.attention.decode_triton_heads import (
     of_bytes,
     rotated,
 )
-from graphengine.kernels.attention.decode_triton_lanes import (
+from graphengine.kernels.attention.triton.decode_triton_lanes import (
     HeadCache,
     dimensions_of,
     early_split,
@@ -31,7 +32,6 @@ from graphengine.kernels.attention.decode_triton_lanes import (
     load_older,
     tokens_of,
 )
-from graphengine.kernels.attention.scores import tanh
 from graphengine.kernels.core.paged import cache_offsets, quantised_bits
 from graphengine.kernels.core.pdl import wait_for_inputs
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.linear.packed_gluon_codes import unpacking
+from graphengine.kernels.linear.gluon.packed_gluon_codes import unpacking
 
 UNIT = 64
 """Columns that are converted and multiplied at a time."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.attention.decode_gluon_units import cache_offsets, heads_of
+from graphengine.kernels.attention.gluon.decode_gluon_units import cache_offsets, heads_of
 from graphengine.kernels.core.paged import quantised_bits
 from graphengine.kernels.core.triton_versions import reinterpret, sync_threads
 from graphengine.kernels.norm_rope.rope import scale_head

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.attention.decode_gluon_units import first_split, heads_of
+from graphengine.kernels.attention.gluon.decode_gluon_units import first_split, heads_of
 from graphengine.kernels.core.triton_versions import sync_threads
 
 LOG2E = gl.constexpr(1.4426950408889634)

@@ -22,10 +22,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphengine.kernels.core.triton_versions import sync_threads
-from graphengine.kernels.linear.linear_gluon_epilogue import exchange_layout, row_layout
+from graphengine.kernels.linear.gluon.linear_gluon_epilogue import exchange_layout, row_layout
+from graphengine.kernels.linear.gluon.packed_gluon_codes import (
+    halves_of,
+    scale_floats,
+    without_zeros,
+)
+from graphengine.kernels.linear.gluon.packed_gluon_ring import ask_codes, ask_inputs, code_layout
 from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
-from graphengine.kernels.linear.packed_gluon_codes import halves_of, scale_floats, without_zeros
-from graphengine.kernels.linear.packed_gluon_ring import ask_codes, ask_inputs, code_layout
 
 _BLOCK = gl.constexpr(BLOCK_HALFWORDS)
 

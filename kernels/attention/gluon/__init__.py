@@ -1,0 +1,1 @@
+"""Attention's kernels in Gluon: decode, and prefill on Hopper."""

@@ -1,0 +1,1 @@
+"""Attention's kernels in Triton, which run everywhere."""

@@ -1,0 +1,1 @@
+"""Linears' kernels in Gluon: of decode, and of packed weights for chunks on Hopper."""
