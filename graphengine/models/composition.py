@@ -175,7 +175,7 @@ def blocks_of(config: ComposedConfig) -> list[Block]:
 
 
 def attention_of(config: ComposedConfig) -> Attending:
-    """The first block that attends; others differ from it at most in their window."""
+    """The first block that attends; others differ from it at most in their window and in RoPE."""
     return next(block for block in blocks_of(config) if isinstance(block, Attending))
 
 
@@ -199,22 +199,25 @@ def _is_nope(block: Block) -> bool:
 
 
 def linears_of(
-    sublayers: Sequence[tuple[str, Block]], vocab_size: int, hidden: int, forms: WeightForms
+    layers: Sequence[tuple[str, Layer]], vocab_size: int, hidden: int, forms: WeightForms
 ) -> Linears:
-    """The linears of blocks with these prefixes in the checkpoint, and lm_head.
+    """The linears of layers with these prefixes in the checkpoint, and lm_head.
 
-    The last block's come last, before lm_head: they write the final residual stream.
+    They come in the order of a layer, those of a later layer's block last: the last ones before
+    lm_head write the final residual stream.
     """
-    prefixes: dict[Block, list[str]] = {}
-    for prefix, block in sublayers:
-        prefixes[block] = [*prefixes.pop(block, []), prefix]
+    prefixes: dict[tuple[int, Block], list[str]] = {}
+    for prefix, layer in layers:
+        for place, each in enumerate(layer):
+            key = (place, each.block)
+            prefixes[key] = [*prefixes.pop(key, []), prefix + each.prefix]
     linears: dict[str, Linear] = {}
     formats: dict[str, list[WeightFormat | None]] = {}
-    for block, of_block in prefixes.items():
+    for (_, block), of_block in sorted(prefixes.items(), key=lambda item: item[0][0]):
         # Different blocks may share a linear: its place is that of the last block to run.
-        for name, each in block.linears.items():
+        for name, own in block.linears.items():
             linears.pop(name, None)
-            linears[name] = each
+            linears[name] = own
             first = block.first_linears.get(name)
             found = [None if first is None else forms.format_of(p + first) for p in of_block]
             formats.setdefault(name, []).extend(found)
@@ -252,7 +255,8 @@ class Composition:
         """The linears of a decode step: those of each kind of block, and lm_head, which is whole on
         every rank.
         """
-        named = [(prefix + each.prefix, each.block) for _, prefix, each in named_sublayers(self)]
+        first = 0 if self.span is None else self.span.first
+        named = [(layer_prefix(first + i), layer) for i, layer in enumerate(self.layers)]
         return linears_of(named, self.vocab_size, self.hidden_size, self.forms)
 
     @property

@@ -86,7 +86,7 @@ class DecoderConfig(Composition):
 
     @property
     def attention(self) -> GroupedQueryAttention | LatentAttention:
-        """Every layer's attention, without its window."""
+        """Every layer's attention, without what differs: its window, and whether it has RoPE."""
         if self.latent is not None:
             return self.latent
         return GroupedQueryAttention(
@@ -196,9 +196,5 @@ class DecoderConfig(Composition):
 
         The i-th prefix belongs to a layer like the model's i-th.
         """
-        named = [
-            (prefix + each.prefix, each.block)
-            for index, prefix in enumerate(prefixes)
-            for each in self.layer(index)
-        ]
+        named = [(prefix, self.layer(index)) for index, prefix in enumerate(prefixes)]
         return linears_of(named, self.vocab_size, self.hidden_size, self.forms)

@@ -155,7 +155,8 @@ class HybridConfig(Composition):
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
-            norm_eps=self.norm_eps,
+            # The stream is stored divided by its scale.
+            norm_eps=self.norm_eps * self.stream_scale**2,
             max_positions=self.max_positions,
             rope=self.rope,
             attention_bias=attention.output_bias,

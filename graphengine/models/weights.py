@@ -32,10 +32,16 @@ class Weight(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """An expert's place in tensors with the weights of all experts: `[experts, ...]`."""
+    """An expert's place in tensors with the weights of all experts: `[experts, ...]`.
+
+    ending      of the names of tensors in the model's dtype
+    transposed  whether these have columns where a linear has rows
+    """
 
     expert: int
     experts: int
+    ending: str = ""
+    transposed: bool = True
 
 
 class StoredLinear(NamedTuple):
@@ -50,8 +56,8 @@ class StoredLinear(NamedTuple):
     order   int64 `[rows]`: row i is row `order[i]` of the parts; None: in the parts' order.
             For a weight in the model's dtype, views say the same
     expert  whether it is one of several experts' weights, of which a lane uses some
-    stack   its place in the tensors of `parts`, if all experts of a layer share them; their names
-            then have no ".weight". None: the tensors are its own. Only these have `views`
+    stack   its place in the tensors of `parts`, if all experts of a layer share them. None: the
+            tensors are its own. Only these have `views`
     plain   whether it is in the model's dtype whatever the checkpoint has: 8 or 4 bits are then
             dequantised while they are read
     """
@@ -96,7 +102,7 @@ class RoutedExperts(NamedTuple):
     experts     experts per layer, of which a token uses `chosen`
     parameters  weight values of one expert
     nbytes      bytes of all experts of all layers
-    stacked     whether a checkpoint has a layer's experts in one tensor, as gpt-oss's has them
+    stacked     whether a checkpoint has a layer's experts in one tensor
     """
 
     layers: int

@@ -55,16 +55,6 @@ class Misaligned(RuntimeError):
     """The kernels that ran are not the launches that are recorded of the step."""
 
 
-def op_rows(
-    ops: Iterable[Op],
-    weights: Mapping[str, Tensor],
-    caches: Sequence[Tensor],
-    linears: Mapping[str, Iterable[Tensor]] = MappingProxyType({}),
-) -> list[OpRow]:
-    """A row for each launch; see `row_maker`."""
-    return list(map(row_maker(weights, caches, linears), ops))
-
-
 def row_maker(
     weights: Mapping[str, Tensor],
     caches: Sequence[Tensor],

@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 
 from graphengine.kernels.core.dispatch import use_triton
-from graphengine.kernels.core.lanes import check_lanes, check_rows, check_vector
+from graphengine.kernels.core.lanes import check_lanes, check_rows, check_weight
 from graphengine.kernels.experts.grouping import Grouping
 from graphengine.kernels.experts.held import check_held
 from graphengine.kernels.experts.launches import launch_down, launch_sum, launch_swiglu
@@ -139,7 +139,7 @@ def expert_residual(
         a_PF: as `expert_swiglu` leaves it.
         residual: `x` is updated and `scaled` written, both in place; `squares` is ignored. If
             `residual.kept` is set, the new `x` is stored there, too.
-        next_norm_H: weight of the RMSNorm that reads the stream next, in the weight's dtype.
+        next_norm_H: weight of the RMSNorm that reads the stream next, of any float dtype.
         plan: an `fma` plan takes pairs one by one, with a dense weight. With `fma` or a packed
             weight, and PDL, slots, routes and the grouping must have been written at least two
             launches earlier.
@@ -156,7 +156,7 @@ def expert_residual(
     lanes, hidden = residual.x.shape
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
     _check_bias(bias_EH, weight_EHF, a_PF.dtype)
-    check_vector("next_norm", next_norm_H, hidden, a_PF.dtype)
+    check_weight("next_norm", next_norm_H, hidden)
     for name, tensor, dtype in (
         ("x", residual.x, torch.float32),
         ("scaled", residual.scaled, a_PF.dtype),

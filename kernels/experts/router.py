@@ -24,8 +24,6 @@ from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 RouterScores = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 MAX_EXPERTS = 512
 
-# As in DeepSeek-V3's router: all sigmoids may be 0.
-_LEAST_SUM = 1e-20
 # Below the key of -inf.
 _LEAST = -(2**31)
 
@@ -38,6 +36,8 @@ class Router:
     scores      weights before anything else: probabilities among all experts, sigmoids, or
                 probabilities among the chosen experts only
     normalised  whether the weights of a lane are divided by their sum
+    least_sum   what is added to that sum, more than 0, as all sigmoids may be 0; the default is
+                DeepSeek-V3's
     scale       factor of the weights
     groups      number of equal groups; only experts of the best `top_groups` can be chosen
     group_best  a group is valued by its best expert (1), or by the sum of its two best (2)
@@ -46,6 +46,7 @@ class Router:
     top_k: int
     scores: RouterScores = "softmax"
     normalised: bool = False
+    least_sum: float = 1e-20
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
@@ -151,7 +152,7 @@ def choice_options(router: Router, experts: int) -> dict[str, Any]:
         "BLOCK_E": triton.next_power_of_2(experts),
         "TOP_K": router.top_k,
         "SCORES": router.scores,
-        "NORMALISED": router.normalised,
+        "LEAST_SUM": router.least_sum if router.normalised else 0.0,
         "GROUPS": router.groups,
         "BLOCK_G": triton.next_power_of_2(router.groups),
         "TOP_GROUPS": router.top_groups,
@@ -200,7 +201,7 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCORES: tl.constexpr,
-    NORMALISED: tl.constexpr,
+    LEAST_SUM: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -231,7 +232,7 @@ def _route_kernel(
         TOP_K,
         BLOCK_K,
         SCORES,
-        NORMALISED,
+        LEAST_SUM,
         correction_ptr is not None,
         GROUPS,
         BLOCK_G,
@@ -254,7 +255,7 @@ def choose(
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCORES: tl.constexpr,
-    NORMALISED: tl.constexpr,
+    LEAST_SUM: tl.constexpr,
     CORRECTED: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -308,8 +309,8 @@ def choose(
         weights = tl.exp(weights - first)
     if SCORES == "softmax_of_chosen":
         weights = weights / _sum_of_weights(weights, rank, TOP_K)
-    elif NORMALISED:
-        weights = weights / (_sum_of_weights(weights, rank, TOP_K) + _LEAST_DIVISOR)
+    elif LEAST_SUM > 0:
+        weights = weights / (_sum_of_weights(weights, rank, TOP_K) + LEAST_SUM)
     weights = weights * scale
     at = lane * TOP_K + rank
     tl.store(expert_ptr + at, chosen, mask=rank < TOP_K)
@@ -317,7 +318,6 @@ def choose(
 
 
 _TAKEN = tl.constexpr(_LEAST)
-_LEAST_DIVISOR = tl.constexpr(_LEAST_SUM)
 
 
 @triton.jit
@@ -426,7 +426,7 @@ def route_reference(
         weights = _exp(weights - best)
         weights = weights / _sum_of_ranks(weights)[:, None]
     elif router.normalised:
-        weights = weights / (_sum_of_ranks(weights) + _LEAST_SUM)[:, None]
+        weights = weights / (_sum_of_ranks(weights) + router.least_sum)[:, None]
     out.expert[live] = chosen.int()
     out.weight[live] = weights * router.scale
     return out

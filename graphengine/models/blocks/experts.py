@@ -241,7 +241,9 @@ class ExpertsWeights:
             order, pieces = torch.arange(2 * ffn).view(-1, 2).t().flatten(), {}
         found = []
         for index, expert in enumerate(block.own):
-            stack = Stack(expert, block.experts)
+            stack = Stack(
+                expert, block.experts, block.names.ending, transposed=block.names.alternating
+            )
             up_weight, down_weight = (_of_expert(w, index) for w in (self.gate_up, self.down))
             found += [
                 StoredLinear(

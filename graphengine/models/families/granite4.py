@@ -86,16 +86,17 @@ def _read_settings(config: HfConfig) -> dict[str, Any]:
     told = with_plain_limits(config)
     for name in ("layer_types", "layers_block_type"):
         told.pop(name, None)
-    # The width of routed experts: without them, none is needed.
-    told["intermediate_size"] = told.get("intermediate_size") or 1
+    if not told.get("num_local_experts", 1):
+        # The width of routed experts, of which there are none.
+        told["intermediate_size"] = told.get("intermediate_size") or 1
     if told.get("mamba_d_head") == "auto":
         told["mamba_d_head"] = None
     settings = hf_config.read_settings(told, DEFAULTS)
     count, chosen = settings["num_local_experts"], settings["num_experts_per_tok"]
     if count > MAX_EXPERTS:
         raise unsupported("num_local_experts", count, f"at most {MAX_EXPERTS}")
-    if count and chosen > count:
-        raise unsupported("num_experts_per_tok", chosen, f"at most num_local_experts={count}")
+    if count and not 1 <= chosen <= count:
+        raise unsupported("num_experts_per_tok", chosen, f"1 to num_local_experts={count}")
     return settings
 
 

@@ -60,6 +60,7 @@ def read_moe(config: HfConfig, architecture: str) -> HybridConfig:
             top_k=chosen,
             scores="sigmoid",
             normalised=settings["norm_topk_prob"],
+            least_sum=1e-6,
             scale=settings["routed_scaling_factor"],
         ),
         norm_eps=model.norm_eps,

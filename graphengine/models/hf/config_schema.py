@@ -154,7 +154,7 @@ GRANITE_MULTIPLIERS = (
 
 GRANITE_KEYS = (
     Key("num_local_experts", "integer", (0, 2**16), default=8),
-    Key("num_experts_per_tok", "integer", (1, 2**16), default=2),
+    Key("num_experts_per_tok", "integer", (0, 2**16), default=2),
     Key("shared_intermediate_size", "integer", (1, 2**22), default=1024),
     *GRANITE_MULTIPLIERS,
     Key("position_embedding_type", "text", default=None, null=True),
@@ -291,6 +291,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "layers_block_type": ([],),
     "hybrid_override_pattern": ("",),
     "normalization_function": ("rmsnorm",),
+    "use_pos_enc": (True,),
+    "block_use_swiglu": (True,),
     "num_kv_shared_layers": (0,),
     "hidden_size_per_layer_input": (0,),
     "num_attention_heads_per_layer": ([],),
@@ -449,6 +451,8 @@ _HARMLESS = """
 
     chunk_size expand init_method mamba_chunk_size moe_shared_expert_overlap
     mtp_hybrid_override_pattern mtp_layers_block_type num_logits_to_keep residual_in_fp32
+    block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_xavier_init
+    conv_dim conv_dim_out conv_use_xavier_init num_heads
     time_step_floor time_step_max time_step_min time_step_rank use_mamba_kernels
 """
 HARMLESS = frozenset(_HARMLESS.split())

@@ -49,11 +49,14 @@ def new_chain(
     unless it is packed. ValueError for a model whose layers, or blocks of one kind, differ from
     each other.
     """
+    weights = _chain_of(config, layers).allocate(device=str(device), dtype=dtype)
+    return weights.open(max_seq_len=1)
+
+
+def _chain_of(config: ModelConfig, links: int) -> DecoderConfig | HybridConfig:
     if isinstance(config, HybridConfig):
-        hybrid = _of_kinds(config, layers).allocate(device=str(device), dtype=dtype)
-        return hybrid.open(max_seq_len=1)
-    weights = _of_layers(config, layers).allocate(device=str(device), dtype=dtype)
-    return DecoderModel(weights, max_seq_len=1)
+        return _of_kinds(config, links)
+    return _of_layers(config, links)
 
 
 def chain_length(config: ModelConfig) -> int:
@@ -68,8 +71,7 @@ def link_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
     ValueError as for `new_chain`.
     """
-    chain = _of_kinds(config, 1) if isinstance(config, HybridConfig) else _of_layers(config, 1)
-    weights = chain.allocate(device="meta", dtype=dtype)
+    weights = _chain_of(config, 1).allocate(device="meta", dtype=dtype)
     linears = [each for each in weights.linears() if each.weight is not weights.lm_head]
     return sum(each.weight.nbytes for each in linears if not (each.expert or each.plain))
 
@@ -112,16 +114,16 @@ def _of_kinds(config: HybridConfig, links: int) -> HybridConfig:
             f"are not stored alike, or have experts: there is no chain of them"
         )
     last: dict[Block, tuple[str, Sublayer]] = {}
-    for _, prefix, part in named_sublayers(config):
-        last.pop(part.block, None)
-        last[part.block] = prefix + part.prefix, part
+    for _, prefix, sublayer in named_sublayers(config):
+        last.pop(sublayer.block, None)
+        last[sublayer.block] = prefix + sublayer.prefix, sublayer
     forms = {HEAD: config.forms[HEAD]} if HEAD in config.forms else {}
     layers: list[Layer] = []
     for _ in range(links):
-        for prefix, part in last.values():
+        for prefix, sublayer in last.values():
             for name, form in _below(config.forms, prefix).items():
-                forms[layer_prefix(len(layers)) + part.prefix + name] = form
-            layers.append((part,))
+                forms[layer_prefix(len(layers)) + sublayer.prefix + name] = form
+            layers.append((sublayer,))
     return replace(
         config,
         layers=tuple(layers),

@@ -69,7 +69,7 @@ def of_stack(tensors: Mapping[str, Tensor], stack: Stack | None) -> Mapping[str,
     """
     if stack is None:
         return tensors
-    expert, experts = stack
+    expert, experts = stack[:2]
 
     def part(name: str, tensor: Tensor) -> Tensor:
         if tensor.shape[:1] != (experts,):
@@ -124,7 +124,8 @@ def rounded_names(linear: StoredLinear, stored: Collection[str], embedding: str)
     stored     names of the stored tensors
     embedding  the embedding's name without ".weight"; it replaces an lm_head that is not stored
     """
-    names = [f"{name}.weight" if linear.stack is None else name for name, _ in linear.parts]
+    ending = ".weight" if linear.stack is None else linear.stack.ending
+    names = [name + ending for name, _ in linear.parts]
     if names == [f"{HEAD}.weight"] and names[0] not in stored:
         return [f"{embedding}.weight"]
     return names
@@ -138,8 +139,8 @@ def rounding_reader(checkpoint: Checkpoint, embedding: str) -> Reader:
         assert isinstance(linear.weight, PackedWeight)
         stack, names = linear.stack, rounded_names(linear, checkpoint.tensors, embedding)
         parts = [of_stack(tensors, stack)[name].to(device) for name in names]
-        # Tensors with all experts have columns where a linear's have rows.
-        parts = parts if stack is None else [part.t() for part in parts]
+        if stack is not None and stack.transposed:
+            parts = [part.t() for part in parts]
         by_columns = None
         if linear.cuts and linear.axis == 0:
             parts = [cut.part(each) for each, cut in zip(parts, linear.cuts, strict=True)]

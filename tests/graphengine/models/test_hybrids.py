@@ -26,6 +26,7 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.recurrent import short_conv_reference
 from graphengine.models.blocks import gated_delta as delta
 from graphengine.models.blocks import mamba2
+from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.mamba2 import RING, STATE
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.tensor_files import Cut
@@ -68,6 +69,62 @@ def test_logits_and_greedy_tokens(
             oracle.assert_logits(result, seen)
             # Tokens that are all alike would hide a wrong state.
             assert len(set(result.token_ids)) > 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision(hybrids: dict[str, Any], device: str, name: str) -> None:
+    """In bfloat16 a batch says what each request says alone, and about what transformers says."""
+    if device == "cuda" and not name.endswith(("experts", "dense")):
+        pytest.skip("in half precision on a GPU by other tests")
+    oracle = hybrids[name]
+    prompts = oracle.prompts((1, 20, 37))
+    with open_engine(oracle.path, device=device, dtype="bfloat16") as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
+        together = engine.generate(prompts, params)
+        alone = [engine.generate(prompt, params) for prompt in prompts]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    for prompt, result in zip(prompts, alone, strict=True):
+        logits = oracle.logits([*prompt, *result.token_ids[:1]])[len(prompt) - 1]
+        assert result.logprobs is not None
+        found = result.logprobs[0][result.token_ids[0]].logprob
+        assert abs(found - logits.log_softmax(0)[result.token_ids[0]].item()) < 0.25
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_stacked_experts_are_rounded_while_they_are_read(
+    hybrids: dict[str, Any], device: str, eager: Callable[[Engine], Any], kind: RoundedKind
+) -> None:
+    """Granite keeps a layer's experts in one tensor, gates before ups, as linears have them."""
+    oracle = hybrids["granite-experts"]
+    rows = []
+    # Of packed weights a GPU computes in half precision alone.
+    dtype = "float32" if device == "cpu" else "float16"
+    for quantize in (None, kind):
+        options = {"device": device, "dtype": dtype, "quantize": quantize, "lookahead": 0}
+        with open_engine(oracle.path, **options) as engine:
+            seen = eager(engine)
+            engine.generate([5, 9, 77, 3], greedy(2))
+            rows.append(torch.stack([*seen.values()][:1]))
+            blocks = engine.model.weights.blocks()
+            experts = [block for block in blocks if isinstance(block, ExpertsWeights)]
+            packed = [not isinstance(block.gate_up, torch.Tensor) for block in experts]
+            assert packed == [quantize is not None] * 3
+    plain, rounded = rows
+    error = (rounded - plain).abs().max() / plain.abs().max()
+    assert 0 < error < 0.1
+
+
+def test_granite_without_experts_may_choose_none(
+    hybrids: dict[str, Any], edited: Callable[..., Path]
+) -> None:
+    path = edited(hybrids["granite"].path, config={"num_experts_per_tok": 0})
+    assert read_model_config(Checkpoint.open(path).config).num_layers == 4
+    path = edited(hybrids["granite-experts"].path, config={"num_experts_per_tok": 0})
+    with pytest.raises(ValueError, match="num_experts_per_tok=0: supported: 1 to num_local_exp"):
+        read_model_config(Checkpoint.open(path).config)
+    path = edited(hybrids["granite-experts"].path, config={"intermediate_size": None})
+    with pytest.raises(ValueError, match="intermediate_size"):
+        read_model_config(Checkpoint.open(path).config)
 
 
 @pytest.mark.parametrize("name", ["granite", "nemotron", "qwen", "lfm2"])

@@ -133,7 +133,7 @@ def test_transformers_own_configs_have_no_unknown_key(config: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_local_experts": 62}, "num_local_experts=62: supported: 0"),
+        ({"num_local_experts": 62}, "num_experts_per_tok=0: supported: 1 to num_local_experts=62"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
         ({"layer_types": ["mamba"] * 10}, "layer_types.*one that attends among them"),
         ({"layer_types": ["mamba", "attention"]}, "layer_types.*supported: 10 of"),

@@ -18,6 +18,7 @@ from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, ModelWeights, Share
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families.gpt_oss import NAMES
 from graphengine.models.splitting.rank_cuts import cut_to
 from graphengine.models.splitting.ranks import of_rank
 
@@ -143,7 +144,8 @@ def test_experts_that_ranks_cannot_share(config: DecoderConfig, message: str) ->
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_ranks_have_whole_experts(tmp_path: Path, stacked: bool) -> None:
-    experts = replace(EXPERTS, experts=4, stacked=stacked, bias=stacked)
+    experts = replace(EXPERTS, experts=4, bias=stacked)
+    experts = replace(experts, names=NAMES if stacked else experts.names)
     config = replace(CONFIG, experts=experts, expert_layers=(0, 1))
     tensors = rows_of(config)
     checkpoint = opened(tmp_path, tensors)

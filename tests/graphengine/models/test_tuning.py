@@ -89,7 +89,7 @@ SHIPPED = {"NVIDIA H100 80GB HBM3": "nvidia-h100-80gb-hbm3.json", "NVIDIA H200":
 
 
 def test_the_shipped_tables_can_be_read() -> None:
-    folder = Path(tuning.__file__).parents[1] / "tuned"
+    folder = Path(tuning.__file__).parents[2] / "tuned"
     assert {file.name for file in folder.iterdir()} == set(SHIPPED.values())
     for device, name in SHIPPED.items():
         table = tuning_tables.shipped_table(device)

@@ -10,7 +10,7 @@ import torch
 from engines.small_engine import greedy, open_engine
 from graphengine import Engine
 from graphengine.kernels.core.devices import H200, assumed
-from graphengine.observe.op_table import op_rows
+from graphengine.observe.op_table import row_maker
 from graphengine.opening.allocation import graph_steps
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import DEMO, Subject
@@ -68,7 +68,7 @@ def test_rows_name_what_a_launch_reads() -> None:
         layers, named = engine.model.config.num_layers, engine.model.weights.named()
         caches = [cache for cache, _ in engine.runtime.caches]
         found = {key.name: ops for key, ops in schedule_of(engine).items()}
-        rows = op_rows(found["decode/1/fast"], named, caches)
+        rows = list(map(row_maker(named, caches), found["decode/1/fast"]))
         total = engine.model.weights.nbytes
     assert len(rows) == 5 * layers + 3
     stages = [row.stage for row in rows]

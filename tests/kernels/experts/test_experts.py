@@ -136,7 +136,8 @@ def make_case(
         gate_up=(gate_up / hidden**0.5).to(device, dtype),
         down=(down / ffn**0.5).to(device, dtype),
         stream=random(lanes, hidden).to(device),
-        next_norm=random(hidden).to(device, dtype),
+        # A scaled final norm is a copy in float32.
+        next_norm=random(hidden).to(device, torch.float32 if biased else dtype),
         **biases,
     )
 

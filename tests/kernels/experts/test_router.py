@@ -29,6 +29,8 @@ ROUTERS = {
     ),
     "deepseek-v2": Router(top_k=4, scale=1.7, groups=4, top_groups=2, group_best=1),
     "gpt-oss": Router(top_k=4, scores="softmax_of_chosen"),
+    # What LFM2 adds is less, and would not show.
+    "lfm2": Router(top_k=3, scores="sigmoid", normalised=True, least_sum=0.5),
 }
 
 
@@ -183,6 +185,19 @@ def test_matches_transformers(device, name, seed):
     torch.testing.assert_close(by_expert(*actual), expected, rtol=1e-5, atol=1e-7)
 
 
+class _Lfm2(torch.nn.Module):
+    """transformers' Lfm2MoeTopKRouter, which the oldest one that is admitted lacks."""
+
+    def __init__(self, router):
+        super().__init__()
+        self.router, self.weight = router, torch.nn.Parameter(torch.empty(24, 24))
+
+    def forward(self, x):
+        logits = x @ self.weight.t()
+        weights, experts = logits.sigmoid().topk(self.router.top_k, dim=-1)
+        return logits, weights / (weights.sum(-1, keepdim=True) + self.router.least_sum), experts
+
+
 def transformers_router(name, router, bias):
     """The module of transformers whose logits are its inputs."""
     if name == "deepseek-v3":
@@ -222,6 +237,8 @@ def transformers_router(name, router, bias):
         )
         made = module.GptOssTopKRouter(config)
         torch.nn.init.zeros_(made.bias)
+    elif name == "lfm2":
+        made = _Lfm2(router)
     else:
         from transformers.models.qwen3_moe import modeling_qwen3_moe as module
 
