@@ -46,6 +46,7 @@ class Chat:
 
     def token_ids(self, tokenizer: Tokenizer) -> list[int]:
         """Token ids by `tokenizer.apply_chat_template`."""
+        _refuse_media(self.messages)
         generation = self.add_generation_prompt
         return tokenizer.apply_chat_template(
             self.messages,
@@ -56,6 +57,24 @@ class Chat:
             continue_final_message=self.continue_final_message,
             template_variables=self.template_variables,
         )
+
+
+_MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
+
+
+def _refuse_media(messages: Any) -> None:
+    """ValueError for pictures and sounds, for which a template would leave mere placeholders.
+
+    What else is wrong with messages is for the template to say.
+    """
+    for index, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list | tuple) else ():
+            if isinstance(part, Mapping) and part.get("type") in _MEDIA:
+                raise ValueError(
+                    f"chat message {index} has a part of type {part['type']!r}: only text is "
+                    "supported"
+                )
 
 
 class PromptParts:

@@ -138,14 +138,6 @@ def _check_message(index: int, message: Any) -> None:
             f"chat message {index} has content={shown(content)}: "
             f"must be a string or a list of dicts"
         )
-    for part in content:
-        if part.get("type") in _MEDIA:
-            raise ValueError(
-                f"chat message {index} has a part of type {part['type']!r}: only text is supported"
-            )
-
-
-_MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 
 
 # Added after the last message's text during rendering. The space shows whether the template strips.

@@ -301,9 +301,9 @@ def test_a_message_that_cannot_be_continued_is_named() -> None:
         Chat(messages=[user], continue_final_message=True, add_generation_prompt=True).token_ids(
             ours
         )
-    image = {"role": "user", "content": [{"type": "image"}]}
-    with pytest.raises(ValueError, match=r"the last message has no text: .*image"):
-        Chat(messages=[user, image], continue_final_message=True).token_ids(ours)
+    nothing = {"role": "user", "content": [{"type": "refusal"}]}
+    with pytest.raises(ValueError, match=r"the last message has no text: .*refusal"):
+        Chat(messages=[user, nothing], continue_final_message=True).token_ids(ours)
     forgetting, _ = both(FORGETTING)
     with pytest.raises(ValueError, match="does not write out the last message: 'go on'"):
         Chat(messages=[user, user], continue_final_message=True).token_ids(forgetting)
@@ -326,3 +326,9 @@ def test_engines_take_conversations(chat_checkpoint: Path, device: str) -> None:
         ]
         with pytest.raises(ValueError, match="tools must be a list of dicts"):
             engine.submit(Chat(messages=messages, tools="add"))  # type: ignore[arg-type]
+        image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+        for prompt in ([messages[0], image], Chat(messages=[messages[0], image])):
+            with pytest.raises(
+                ValueError, match="message 1 has a part of type 'image_url': only te"
+            ):
+                engine.submit(prompt)
