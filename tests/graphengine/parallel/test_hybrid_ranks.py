@@ -84,7 +84,7 @@ def test_ranks_have_whole_experts(hybrids: dict[str, Any], options: dict[str, An
         prompts = oracle.prompts((1, 3, 40))
         for result in engine.generate(prompts, FEW):
             oracle.assert_greedy(result)
-        experts = 3 * 44 * 128 * 4
+        experts = 3 * 48 * 128 * 4
         assert held.nbytes == held.layers * 3 * experts
 
 

@@ -130,7 +130,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "granite-experts": lambda: granite(
         [M, A, M], mamba_n_heads=4, mamba_d_head=32, mamba_expand=1, num_local_experts=6,
-        num_experts_per_tok=3, intermediate_size=44, embedding_multiplier=12,
+        num_experts_per_tok=3, intermediate_size=48, shared_intermediate_size=80,
+        embedding_multiplier=12,
         residual_multiplier=0.22, attention_multiplier=0.015625, logits_scaling=6,
         position_embedding_type="nope", rms_norm_eps=0.05,
     ),
