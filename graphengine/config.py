@@ -431,9 +431,6 @@ class EngineConfig(EngineSizes):
         check_options(self)
         for name in ("buckets", "prefill_buckets"):
             self._keep_sizes(name)
-        for name in ("buckets", "prefill_buckets"):
-            if getattr(self, name) == ():
-                raise ValueError(f"{name} must name at least one size")
         self._check_calibration()
         if self.quantize_lm_head and self.quantize is None:
             raise ValueError("quantize_lm_head=True is for an engine with quantize, which is None")
@@ -467,6 +464,8 @@ class EngineConfig(EngineSizes):
             raise ValueError(f"{name}={sizes} must be positive integers")
         if max(sizes, default=0) > INT32_MAX:
             raise ValueError(f"{name}={sizes} must be at most {INT32_MAX}")
+        if not sizes:
+            raise ValueError(f"{name} must name at least one size")
         object.__setattr__(self, name, tuple(map(int, sizes)))
 
     def _check_calibration(self) -> None:

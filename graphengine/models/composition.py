@@ -161,12 +161,17 @@ def is_composed(config: ModelConfig) -> TypeGuard[ComposedConfig]:
     return isinstance(config, Composition)
 
 
+def named_layers(config: ComposedConfig) -> list[tuple[str, Layer]]:
+    """Each layer with its prefix in the checkpoint."""
+    first = 0 if config.span is None else config.span.first
+    return [(layer_prefix(index), layer) for index, layer in enumerate(config.layers, first)]
+
+
 def named_sublayers(config: ComposedConfig) -> Iterator[tuple[int, str, Sublayer]]:
     """Each sublayer with its layer's index, and with that layer's prefix in the checkpoint."""
-    first = 0 if config.span is None else config.span.first
-    for index, layer in enumerate(config.layers):
+    for index, (prefix, layer) in enumerate(named_layers(config)):
         for each in layer:
-            yield index, layer_prefix(first + index), each
+            yield index, prefix, each
 
 
 def blocks_of(config: ComposedConfig) -> list[Block]:
@@ -255,9 +260,7 @@ class Composition:
         """The linears of a decode step: those of each kind of block, and lm_head, which is whole on
         every rank.
         """
-        first = 0 if self.span is None else self.span.first
-        named = [(layer_prefix(first + i), layer) for i, layer in enumerate(self.layers)]
-        return linears_of(named, self.vocab_size, self.hidden_size, self.forms)
+        return linears_of(named_layers(self), self.vocab_size, self.hidden_size, self.forms)
 
     @property
     def states(self: ComposedConfig) -> tuple[LayerStates, ...]:
@@ -318,12 +321,9 @@ class Composition:
             return torch.empty(shape, device=device, dtype=dtype)
 
         hidden, forms, span = self.hidden_size, self.forms, self.span
-        first = 0 if span is None else span.first
         layers = tuple(
-            allocate_layer(
-                layer_prefix(first + index), layer, hidden, forms, device=device, dtype=dtype
-            )
-            for index, layer in enumerate(self.layers)
+            allocate_layer(prefix, layer, hidden, forms, device=device, dtype=dtype)
+            for prefix, layer in named_layers(self)
         )
         own_head = not self.tie_embeddings or HEAD in forms
         embedding = new(embedding_rows(self.vocab_size, span, own_head=own_head), hidden)

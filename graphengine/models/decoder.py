@@ -71,10 +71,6 @@ class DecoderConfig(Composition):
     """Whether each head has an attention sink: a learned score that belongs to no token."""
     gated_attention: bool = False
     """Whether attention's sums are multiplied by sigmoids of gates."""
-    stream_scale: float = 1.0
-    """The model's residual stream is what is stored, times this."""
-    logits_scale: float = 1.0
-    """What the logits are multiplied by."""
     stored_fused: bool = False
     """Whether a checkpoint has q, k and v in one linear, and gates and ups in one, as Phi-3's."""
     span: LayerSpan | None = None
@@ -148,6 +144,16 @@ class DecoderConfig(Composition):
         return self
 
     @property
+    def stream_scale(self) -> float:
+        """1: the residual stream is stored as it is."""
+        return 1.0
+
+    @property
+    def logits_scale(self) -> float:
+        """1: the logits are lm_head's."""
+        return 1.0
+
+    @property
     def scales_in_embedding(self) -> bool:
         """True: the embedding itself scales, as in Gemma."""
         return True
@@ -174,7 +180,6 @@ class DecoderConfig(Composition):
             windows=self.windows[span.first : span.stop],
             nope_layers=tuple(each - span.first for each in self.nope_layers if each in own),
             expert_layers=tuple(each - span.first for each in self.expert_layers if each in own),
-            logits_scale=self.logits_scale if span.ends else 1.0,
             span=span,
         )
 

@@ -151,9 +151,21 @@ def decode_block(
     if isinstance(block, RecurringWeights):
         states = cast("Mapping[str, Tensor]", memory)
         return block.decode(row, residual, next_norm, states, launch)
+    return _decode_feed_forward(block, next_norm, row, residual, launch)
+
+
+def _decode_feed_forward(
+    block: BlockWeights,
+    next_norm: NextNorm,
+    row: DecodeLanes,
+    residual: Residual,
+    launch: DecodeLaunch,
+) -> Residual:
+    """Run `decode_block` of a feed-forward."""
     if isinstance(block, ExpertsWeights):
         assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
         return block.decode(row, residual, next_norm, launch)
+    assert isinstance(block, FeedForwardWeights), f"{type(block)=}"
     return block.decode(row, residual, next_norm, launch)
 
 
@@ -187,10 +199,7 @@ def decode_feed_forward(
 ) -> Residual:
     """Run the part of `decode_layer` that follows attention."""
     _, (each, following) = layer.followed(next_norm)
-    if isinstance(each.block, ExpertsWeights):
-        return each.block.decode(row, residual, next_norm, launch)
-    assert isinstance(each.block, SwigluWeights), f"{type(each.block)=}"
-    return each.block.decode(row, residual, following, launch)
+    return _decode_feed_forward(each.block, following, row, residual, launch)
 
 
 def prefill_scratch(

@@ -13,9 +13,9 @@ from typing import Any
 from graphengine.kernels import MAX_EXPERTS, Mamba2Sizes, Router
 from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
-from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.families.granite import attention_of, composed, stream_eps
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import GRANITE_KEYS, HfConfig, unsupported
 from graphengine.models.hf.mamba_config import time_step_limits, with_plain_limits
@@ -36,24 +36,13 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
     """`HybridConfig` of a `GraniteMoeHybridForCausalLM` checkpoint."""
     settings = _read_settings(config)
     types = _layer_types(config, settings)
-    residual = settings["residual_multiplier"]
-    eps = settings["rms_norm_eps"] / residual**2
+    eps = stream_eps(settings)
     positions = settings["position_embedding_type"]
     if positions not in (None, "nope", "rope"):
         raise unsupported("position_embedding_type", positions, "null, 'nope', 'rope'")
-    hidden = settings["hidden_size"]
-    attention = GroupedQueryAttention(
-        hidden_size=hidden,
-        num_heads=settings["num_attention_heads"],
-        num_kv_heads=settings["num_key_value_heads"],
-        head_dim=settings["head_dim"],
-        norm_eps=eps,
-        qkv_bias=settings["attention_bias"],
-        output_bias=settings["attention_bias"],
-        scale_of=settings["attention_multiplier"] ** -2,
-    )
+    attention = attention_of(settings)
     mamba = Mamba2(
-        hidden_size=hidden,
+        hidden_size=settings["hidden_size"],
         sizes=_mamba_sizes(settings),
         norm_eps=eps,
         gate_eps=settings["rms_norm_eps"],
@@ -65,20 +54,9 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
         True: Sublayer("input_layernorm", "self_attn.", attention),
         False: Sublayer("input_layernorm", "mamba.", mamba),
     }
-    return HybridConfig(
-        architecture=architecture,
-        vocab_size=settings["vocab_size"],
-        hidden_size=hidden,
-        norm_eps=eps,
-        max_positions=settings["max_position_embeddings"],
-        layers=tuple((mixers[kind in _ATTENTION], after) for kind in types),
-        attention=attention,
-        rope=hf_config.rope(settings) if positions == "rope" else None,
-        tie_embeddings=settings["tie_word_embeddings"],
-        embedding_scale=settings["embedding_multiplier"] / residual,
-        stream_scale=residual,
-        logits_scale=1 / settings["logits_scaling"],
-    )
+    layers = tuple((mixers[kind in _ATTENTION], after) for kind in types)
+    rope = hf_config.rope(settings) if positions == "rope" else None
+    return composed(settings, architecture, layers, attention, rope)
 
 
 def _read_settings(config: HfConfig) -> dict[str, Any]:
