@@ -36,6 +36,7 @@ lint:
 types:
 	$(BIN)/mypy -p graphengine -p graphengine.kernels -p graphengine.buckets \
 		-p graphengine.profiles
+	MYPYPATH=training $(BIN)/mypy -p demo_training
 	$(BIN)/python tests/support/pages.py build/pages
 	$(BIN)/mypy --strict build/pages examples
 

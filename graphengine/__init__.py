@@ -1,6 +1,6 @@
 """graphengine: a decoding engine for language models in which one step is one CUDA graph replay.
 
-from graphengine import Engine, SamplingParams
+from graphengine import (Engine, SamplingParams)
 
 with Engine.from_pretrained("path/to/checkpoint", max_batch=8) as engine:
     print(engine.generate("def fib(n):", SamplingParams(max_tokens=64)).text)
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from graphengine.config import EngineConfig
     from graphengine.core.report import StepReport
     from graphengine.core.snapshots import SessionSnapshot
-    from graphengine.draft_trees import DynamicTree
-    from graphengine.draft_vocabulary import DraftVocabulary
     from graphengine.engine import Engine
+    from graphengine.options.draft_trees import DynamicTree
+    from graphengine.options.draft_vocabulary import DraftVocabulary
     from graphengine.parallel.ranks import RankFailed
     from graphengine.prompts import Chat, PromptParts
     from graphengine.requests.request import Event, QueueFull, Request
@@ -81,9 +81,9 @@ _HOMES = {
     "Auto": "graphengine.speculative",
     "Chat": "graphengine.prompts",
     "DraftModel": "graphengine.speculative",
-    "DraftVocabulary": "graphengine.draft_vocabulary",
+    "DraftVocabulary": "graphengine.options.draft_vocabulary",
     "DFlash": "graphengine.speculative",
-    "DynamicTree": "graphengine.draft_trees",
+    "DynamicTree": "graphengine.options.draft_trees",
     "Eagle3": "graphengine.speculative",
     "Engine": "graphengine.engine",
     "EngineConfig": "graphengine.config",

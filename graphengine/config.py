@@ -10,18 +10,16 @@ from typing import Literal
 import torch
 
 from graphengine.buckets import WaitMode
-from graphengine.checks import INT32_MAX, is_finite, is_int, shown
-from graphengine.devices import DTYPES, check_device, usual_device
-from graphengine.draft_schedule import DraftSchedule
 from graphengine.engine_sizes import USUAL_SEQ_LEN, EngineSizes
-from graphengine.kernels import (
-    FMA_LANES,
-    MAX_LANES,
-    MAX_LOGPROBS,
-    ActivationKind,
-    RowFamily,
-)
-from graphengine.options import (
+from graphengine.kernels.linear.lane_codes import ActivationKind
+from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.plans import FMA_LANES, RowFamily
+from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
+from graphengine.options.checks import INT32_MAX, is_finite, is_int, shown
+from graphengine.options.devices import DTYPES, check_device, usual_device
+from graphengine.options.draft_schedule import DraftSchedule
+from graphengine.options.prefill_cut import PrefillCut
+from graphengine.options.table import (
     NOT_NEGATIVE,
     SEED,
     SHARE,
@@ -36,7 +34,6 @@ from graphengine.options import (
     read_pairs,
     within,
 )
-from graphengine.prefill_cut import PrefillCut
 from graphengine.speculative import (
     MTP,
     DFlash,

@@ -13,7 +13,6 @@ from typing import Any, Self, Unpack, overload
 
 import torch
 
-from graphengine.checks import check_callable, seconds
 from graphengine.config import EngineConfig
 from graphengine.core import runs
 from graphengine.core.delivery import StopCallback
@@ -28,12 +27,13 @@ from graphengine.drafters import Drafter
 from graphengine.engine_options import EngineOptions
 from graphengine.host.gate import Gate
 from graphengine.host.scheduling import Scheduling
-from graphengine.kernels import RowFamily
+from graphengine.kernels.linear.plans import RowFamily
 from graphengine.models.contract import Model
 from graphengine.observe.recorder import Recorder
 from graphengine.opening.loading import Opened, open_checkpoint
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.updating import LoadedWeights
+from graphengine.options.checks import check_callable, seconds
 from graphengine.parallel.data_core import DataParallelCore
 from graphengine.parallel.data_runtime import DataParallelRuntime
 from graphengine.parallel.leading import LeadingRuntime, open_with_ranks

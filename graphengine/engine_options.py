@@ -11,7 +11,8 @@ import torch
 
 from graphengine.buckets import WaitMode
 from graphengine.config import KvDtype, LoadFormat, LogprobsMode, RoundedKind, StateDtype
-from graphengine.kernels import ActivationKind, RowFamily
+from graphengine.kernels.linear.lane_codes import ActivationKind
+from graphengine.kernels.linear.plans import RowFamily
 from graphengine.speculative import GateOptions, RelaxedAcceptance, Speculative
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 import torch
 
 from graphengine.buckets import BucketLadder
-from graphengine.devices import DEVICE_DEFAULTS, DTYPES, DeviceDefaults
-from graphengine.draft_schedule import DraftSchedule
-from graphengine.kernels import MAX_LANES, RowFamily, row_family
+from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.plans import RowFamily, row_family
+from graphengine.options.devices import DEVICE_DEFAULTS, DTYPES, DeviceDefaults
+from graphengine.options.draft_schedule import DraftSchedule
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
     Auto,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.kernels import GIVEN
+from graphengine.kernels.norm_rope.embedding import GIVEN
 
 EMBEDDED = -1
 """The id of a position that has an embedding and no token."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from graphengine.checks import shown
+from graphengine.options.checks import shown
 from graphengine.prompt_embeds import (
     EMBEDDED,
     NO_EMBEDS,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from graphengine.checks import shown
+from graphengine.options.checks import shown
 
 Ids = NDArray[np.int16]
 _SHAPE = "[tokens, layers with experts, experts of a token]"

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from numpy.typing import ArrayLike
 
-from graphengine.checks import INT32_MAX, is_int, shown
-from graphengine.kernels import MAX_LOGPROBS, USES_COUNTS, USES_REPETITION
-from graphengine.logits_params import (
+from graphengine.kernels.logits.logits_triton import USES_COUNTS, USES_REPETITION
+from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
+from graphengine.options.checks import INT32_MAX, is_int, shown
+from graphengine.options.logits_params import (
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
@@ -25,7 +26,7 @@ from graphengine.logits_params import (
     frozen_sequences,
     token_bias,
 )
-from graphengine.options import (
+from graphengine.options.table import (
     SEED,
     SHARE,
     Bound,

@@ -35,12 +35,12 @@ from typing import Self, Unpack
 
 from torch import Tensor
 
-from graphengine.checks import is_int
 from graphengine.core import runs
 from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions, check_queue_options
 from graphengine.core.snapshots import SessionSnapshot, copy_out
-from graphengine.host.blocks import Reuse
+from graphengine.host.reuse import Reuse
+from graphengine.options.checks import is_int
 from graphengine.prompt_embeds import (
     EMBEDDED,
     NO_EMBEDS,

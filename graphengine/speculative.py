@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
-from graphengine.checks import (
+from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.step.record import MAX_DRAFTS
+from graphengine.options.checks import (
     INT32_MAX,
     check_at_least,
     check_path,
@@ -23,9 +25,8 @@ from graphengine.checks import (
     is_number,
     keep_plain_numbers,
 )
-from graphengine.draft_trees import StaticTree, Tree, TreeOption, check_tree, read_tree
-from graphengine.draft_vocabulary import DraftVocabulary, describe_vocabulary
-from graphengine.kernels import MAX_DRAFTS, MAX_LANES
+from graphengine.options.draft_trees import StaticTree, Tree, TreeOption, check_tree, read_tree
+from graphengine.options.draft_vocabulary import DraftVocabulary, describe_vocabulary
 
 log = logging.getLogger(__name__)
 

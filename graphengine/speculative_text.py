@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from graphengine.draft_trees import DynamicTree
-from graphengine.draft_vocabulary import DraftVocabulary
-from graphengine.options import read_integers
+from graphengine.options.draft_trees import DynamicTree
+from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.table import read_integers
 from graphengine.speculative import (
     MTP,
     Auto,

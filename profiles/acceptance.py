@@ -23,17 +23,17 @@ from graphengine.cli.option_flags import add_flags
 from graphengine.cli.parser import CommandParser
 from graphengine.cli.terminal import columns, fit
 from graphengine.demo import checkpoint_path, heldout_text
-from graphengine.devices import DTYPES
 from graphengine.engine_options import EngineOptions
-from graphengine.kernels import RowFamily
+from graphengine.kernels.linear.plans import RowFamily
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.observe.environment import environment
+from graphengine.options.devices import DTYPES
 from graphengine.profiles.arguments import check_out, integers, tell_written
 from graphengine.profiles.benchmark.eager import comparable, require_equal
 from graphengine.profiles.benchmark.engines import engine_options, freed
-from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.progress import Progress, told
-from graphengine.profiles.text import Column, number, text_table
+from graphengine.profiles.tables.percentiles import rounded
+from graphengine.profiles.tables.text import Column, number, text_table
 from graphengine.speculative import FORCE_ACCEPTED, Speculative, describe
 from graphengine.speculative_text import GRAMMAR, parse_speculative
 from graphengine.text.tokenizer import Tokenizer

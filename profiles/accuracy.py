@@ -37,7 +37,7 @@ from graphengine.profiles.arguments import check_out, write_out
 from graphengine.profiles.benchmark.engines import build_engine, engine_options, freed
 from graphengine.profiles.benchmark.measure import random_prompt
 from graphengine.profiles.benchmark.shapes import NAMES, Subject
-from graphengine.profiles.text import Column, number, text_table
+from graphengine.profiles.tables.text import Column, number, text_table
 from graphengine.speculative import MTP
 from graphengine.text.tokenizer import Tokenizer
 

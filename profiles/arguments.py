@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from graphengine.options import read_integers
+from graphengine.options.table import read_integers
 
 
 def integers(text: str, name: str, least: int = 1) -> list[int]:

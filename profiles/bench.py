@@ -23,11 +23,6 @@ from graphengine.cli.terminal import columns
 from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_apart, check_out, tell_written
 from graphengine.profiles.benchmark import measure
-from graphengine.profiles.benchmark.ceiling import (
-    ReadCeiling,
-    floor_and_share,
-    measure_read_ceiling,
-)
 from graphengine.profiles.benchmark.collectives import collective_times
 from graphengine.profiles.benchmark.contexts import measure_context_kernels, measure_contexts
 from graphengine.profiles.benchmark.engines import (
@@ -36,7 +31,12 @@ from graphengine.profiles.benchmark.engines import (
     engine_options,
     freed,
 )
-from graphengine.profiles.benchmark.experts_read import experts_read
+from graphengine.profiles.benchmark.floor.ceiling import (
+    ReadCeiling,
+    floor_and_share,
+    measure_read_ceiling,
+)
+from graphengine.profiles.benchmark.floor.experts_read import experts_read
 from graphengine.profiles.benchmark.kernel_times import (
     decode_launches,
     kernel_times,
@@ -50,9 +50,9 @@ from graphengine.profiles.benchmark.recording import record
 from graphengine.profiles.benchmark.shapes import step_bytes
 from graphengine.profiles.benchmark.speculation import measure_sweep
 from graphengine.profiles.benchmark.stored_shape import stored_shape
-from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.progress import Progress, told
-from graphengine.profiles.text import describe_document
+from graphengine.profiles.tables.percentiles import rounded
+from graphengine.profiles.tables.text import describe_document
 from graphengine.speculative import describe
 
 # What the command line takes from a command's module.

@@ -35,7 +35,8 @@ import numpy as np
 
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path
-from graphengine.kernels import EMITTED, pack_state
+from graphengine.kernels.step.record import pack_state
+from graphengine.kernels.step.state import EMITTED
 from graphengine.observe.recorder import LEAST_CAPACITY
 from graphengine.profiles.benchmark.eager import drain
 from graphengine.program.graph_key import GraphKey, decode_key

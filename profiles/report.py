@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from graphengine.profiles.arguments import check_apart, check_out, tell_written, write_out
-from graphengine.profiles.percentiles import rounded
 from graphengine.profiles.runs.compare import compare
 from graphengine.profiles.runs.report_html import html_report
 from graphengine.profiles.runs.report_text import describe_report
 from graphengine.profiles.runs.run_document import describe_run
 from graphengine.profiles.runs.run_file import Run
 from graphengine.profiles.sources import read_run
+from graphengine.profiles.tables.percentiles import rounded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

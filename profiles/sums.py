@@ -22,11 +22,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from graphengine.kernels import MAX_LANES, Launch, RowFamily, add_rms_norm, push_units
+from graphengine.kernels.comm.push_residual import push_units
+from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.norm_rope.norm import add_rms_norm
 from graphengine.models.contract import Share
 from graphengine.models.linears import Linears, linear_arrivals
-from graphengine.models.plans.tuning import choose_plans
-from graphengine.models.splitting.ranks import of_rank
+from graphengine.models.plans.choosing import choose_plans
+from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.observe.environment import environment
 from graphengine.parallel.meeting import Meeting
 from graphengine.profiles.arguments import check_out, integers, write_out
@@ -37,8 +41,8 @@ from graphengine.profiles.benchmark.collectives import (
     product_times,
 )
 from graphengine.profiles.benchmark.shapes import model_shape
-from graphengine.profiles.percentiles import rounded
-from graphengine.profiles.text import COLLECTIVE_COLUMNS, Column, number, text_table
+from graphengine.profiles.tables.percentiles import rounded
+from graphengine.profiles.tables.text import COLLECTIVE_COLUMNS, Column, number, text_table
 
 SCHEMA = 1
 CHUNKS = (256, 512, 1024)

@@ -40,13 +40,16 @@ import triton
 
 from graphengine.cli.option_flags import add_flags
 from graphengine.config import EngineConfig
-from graphengine.devices import DTYPES
-from graphengine.kernels import FMA_LANES, MAX_LANES, RowFamily, device_of
+from graphengine.kernels.core.devices import device_of
+from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.plans import FMA_LANES, RowFamily
 from graphengine.models.checkpoints.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import LinearPlans
-from graphengine.models.plans import tuning, tuning_tables
+from graphengine.models.plans import choosing as tuning
+from graphengine.models.plans import tuning_tables
 from graphengine.models.plans.tuning_tables import TunedPlan
+from graphengine.options.devices import DTYPES
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark.engines import engine_options, rounded_model
 from graphengine.profiles.benchmark.lone_rank import share_of

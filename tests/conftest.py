@@ -78,7 +78,7 @@ def usual_cpu_defaults() -> Iterator[Any]:
     """Engines of this process have a GPU's defaults on a CPU, too: their tests are about the driver
     that launches ahead, and about the row family that follows from sizes. `cpu_defaults` undoes it.
     """
-    from graphengine.devices import DEVICE_DEFAULTS
+    from graphengine.options.devices import DEVICE_DEFAULTS
 
     usual = DEVICE_DEFAULTS["cpu"]
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +89,7 @@ def usual_cpu_defaults() -> Iterator[Any]:
 @pytest.fixture
 def cpu_defaults(usual_cpu_defaults: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines on a CPU have the defaults that users meet."""
-    from graphengine.devices import DEVICE_DEFAULTS
+    from graphengine.options.devices import DEVICE_DEFAULTS
 
     monkeypatch.setitem(DEVICE_DEFAULTS, "cpu", usual_cpu_defaults)
 

@@ -16,7 +16,7 @@ import torch
 
 import graphengine
 from graphengine import Engine, EngineConfig, SamplingParams
-from graphengine.options import rows
+from graphengine.options.table import rows
 from graphengine.testing import poison_padding
 from pages import PAGES, READER, ROOT, code_of, module_of, name_of, write_modules
 

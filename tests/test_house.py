@@ -97,14 +97,14 @@ def test_a_planted_circle_is_found(source: str) -> None:
 
 def test_a_planted_import_upwards_is_found() -> None:
     graph = {
-        "graphengine.host.blocks": {"graphengine.core.runtime", "graphengine.requests.request"},
+        "graphengine.host.reuse": {"graphengine.core.runtime", "graphengine.requests.request"},
         "graphengine.models.drafting.mtp": {
             "graphengine.models.contract",
             "graphengine.kernels.linear",
         },
         "graphengine.profiles.bench": {"graphengine.engine"},
     }
-    assert house.upward_imports(graph) == ["graphengine.host.blocks -> graphengine.core.runtime"]
+    assert house.upward_imports(graph) == ["graphengine.host.reuse -> graphengine.core.runtime"]
 
 
 @pytest.mark.parametrize(

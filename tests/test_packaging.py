@@ -82,7 +82,7 @@ def test_no_folder_with_python_is_left_out() -> None:
     """A folder at the top is a package, or tests, or no place for code."""
     python = [Path(name) for name in checkout_files() if name.endswith(".py")]
     tops = {path.parts[0] for path in python if len(path.parts) > 1}
-    assert tops - {"docs", "examples", "plugin", "tests"} == {
+    assert tops - {"docs", "examples", "plugin", "tests", "training"} == {
         folder.name for folder in FOLDERS.values()
     }
 
@@ -357,7 +357,9 @@ def test_the_wheel_holds_the_data_and_the_licence(wheel: Path) -> None:
     assert "[console_scripts]\ngraphengine = graphengine.cli.main:main" in entry_points
     assert "[pytest11]\ngraphengine = graphengine.testing.plugin" in entry_points
     assert "graphengine/testing/README.md" in names
-    assert {f"graphengine/profiles/runs/page.{kind}" for kind in ("html", "css", "js")} <= names
+    assert {
+        f"graphengine/profiles/runs/page/page.{kind}" for kind in ("html", "css", "js")
+    } <= names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"graphengine", metadata.split("/")[0]}
 
@@ -592,7 +594,7 @@ def test_the_plugin_runs_with_torch_and_pytest_alone(plugin: Path, tmp_path: Pat
 @pytest.mark.parametrize("how", ["wheel", "plugin"])
 def test_python_in_the_root_finds_the_checkout(request: pytest.FixtureRequest, how: str) -> None:
     """Its folder stands in for an installed package, and `kernels` and others beside it count."""
-    code = "import graphengine, graphengine.kernels as k, graphengine.profiles.table as t\n"
+    code = "import graphengine, graphengine.kernels as k, graphengine.profiles.tables.pages as t\n"
     code += "print(graphengine.__file__, k.__file__, t.__file__, sep='\\n')"
     environment = with_wheel(request.getfixturevalue("installed" if how == "wheel" else how))
     environment.pop("PYTHONSAFEPATH", None)
@@ -600,7 +602,7 @@ def test_python_in_the_root_finds_the_checkout(request: pytest.FixtureRequest, h
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == [
         str(ROOT / name)
-        for name in ("graphengine/__init__.py", "kernels/__init__.py", "profiles/table.py")
+        for name in ("graphengine/__init__.py", "kernels/__init__.py", "profiles/tables/pages.py")
     ], done.stderr
 
 
@@ -611,7 +613,7 @@ from pathlib import Path
 
 import graphengine
 import graphengine.testing
-from graphengine import buckets, kernels
+from graphengine import (buckets, kernels)
 
 
 def test_it(assert_pointers_stable):

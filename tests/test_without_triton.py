@@ -101,7 +101,7 @@ QUESTIONS = {
     """,
 }
 ENGINE = """
-    from graphengine import Engine, SamplingParams
+    from graphengine import (Engine, SamplingParams)
     from graphengine.demo import checkpoint_path
     from graphengine.speculative import MTP
 

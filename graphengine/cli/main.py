@@ -23,7 +23,7 @@ from graphengine.cli.parser import CommandParser
 
 
 class Command(NamedTuple):
-    """A command `x` of this folder, which is the function `x` of the module `x_command`.
+    """A command `x`, which is the function `x` of the module `commands.x`.
 
     about  what `--help` says of it
     add    adds its options to a parser
@@ -137,7 +137,7 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         usage = command.usage and f"graphengine {name} {command.usage} (see --help)"
         sub = commands.add_parser(name, help=command.about, description=command.about, usage=usage)
-        sub.set_defaults(command=partial(_run, f"{__package__}.{name}_command", name))
+        sub.set_defaults(command=partial(_run, f"{__package__}.commands.{name}", name))
         command.add(sub)
     for name, description in COMMANDS_ABOVE.items():
         sub = commands.add_parser(name, help=description, description=description)

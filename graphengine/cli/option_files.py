@@ -22,7 +22,7 @@ from graphengine.cli.option_flags import FILE as FLAGS
 from graphengine.cli.option_flags import to_json
 from graphengine.cli.option_groups import GROUPS, Groups, grouped
 from graphengine.config import EngineConfig
-from graphengine.options import Row, rows
+from graphengine.options.table import Row, rows
 from graphengine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from graphengine.options import Flag, Row, rows
+from graphengine.options.table import Flag, Row, rows
 
 FILE = Path(__file__).with_name("flags.json")
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str}

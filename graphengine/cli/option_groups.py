@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from graphengine.config import EngineConfig
-from graphengine.options import Row, rows
+from graphengine.options.table import Row, rows
 from graphengine.sampling_params import SamplingParams
 
 Groups = Mapping[str, Sequence[str]]

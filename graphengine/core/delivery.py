@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from graphengine.buckets.mailbox import Payloads
-from graphengine.checks import is_int
 from graphengine.host.deadlines import Deadlines
 from graphengine.host.gate import Gate
-from graphengine.host.replay import Replay
+from graphengine.host.plan import Replay
 from graphengine.host.scheduling import Scheduling
-from graphengine.kernels import EMITTED, INVALID, LENGTH, STOP
 from graphengine.kernels.step.record import (
     EPOCH_MASK,
     EPOCH_SHIFT,
@@ -22,7 +20,9 @@ from graphengine.kernels.step.record import (
     fed_of,
     unpack_state,
 )
+from graphengine.kernels.step.state import EMITTED, INVALID, LENGTH, STOP
 from graphengine.observe.recorder import Recorder
+from graphengine.options.checks import is_int
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.caller_drafts import NO_DRAFTS
 from graphengine.requests.guided import Guide

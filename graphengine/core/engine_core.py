@@ -28,8 +28,7 @@ from graphengine.drafters import Drafter, DraftNeeds, NoDrafter
 from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
 from graphengine.host.masks import MaskTable
-from graphengine.host.plan import Plan, PrefillChunk
-from graphengine.host.replay import Replay
+from graphengine.host.plan import Plan, PrefillChunk, Replay
 from graphengine.host.scheduler import Scheduler
 from graphengine.host.scheduling import Scheduling
 from graphengine.observe.recorder import Recorder

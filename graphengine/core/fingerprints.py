@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from graphengine.kernels import BITS, PackedWeight
+from graphengine.kernels.core.lanes import BITS
+from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.weights import StoredLinear, StoredWeights
 
 _SAMPLES = 1024

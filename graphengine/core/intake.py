@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 
-from graphengine.checks import check_callable, is_finite, is_int, is_number, shown
 from graphengine.config import EngineConfig
 from graphengine.core.misplaced import QUEUE_OPTIONS, check_names
 from graphengine.drafters import DraftNeeds
 from graphengine.models.weights import RoutedExperts
 from graphengine.opening.memory import MemoryPlan
+from graphengine.options.checks import check_callable, is_finite, is_int, is_number, shown
 from graphengine.prompt_embeds import EmbedsSpec, PromptTokens
 from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
 from graphengine.requests.caller_drafts import CallerDrafts

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from graphengine.core.runtime import Runtime
-from graphengine.kernels import H200, PackedWeight, assumed
+from graphengine.kernels.core.devices import H200, assumed
+from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.op_table import OpRow, row_maker
 from graphengine.opening.allocation import graph_steps

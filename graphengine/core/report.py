@@ -11,11 +11,12 @@ from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.drafters import Drafter
 from graphengine.host.gate import Gate
-from graphengine.host.replay import Replay
+from graphengine.host.plan import Replay
 from graphengine.host.scheduling import Scheduling
-from graphengine.kernels import Device, KernelCompilation, device_of, overlaps_launches
+from graphengine.kernels.core.devices import Device, device_of, overlaps_launches
+from graphengine.kernels.core.launching import KernelCompilation
 from graphengine.opening.memory import MemoryPlan
-from graphengine.prefill_cut import ChunkTimes, PrefillCut
+from graphengine.options.prefill_cut import ChunkTimes, PrefillCut
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.context import Context
 from graphengine.requests.request import Phase

@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, Unpack, cast
 
-from graphengine.checks import check_callable
 from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions
 from graphengine.core.interrupts import HeldInterrupts
+from graphengine.options.checks import check_callable
 from graphengine.prompts import Prompt, is_batch
 from graphengine.requests.request import Event, Request
 from graphengine.requests.result import Result

@@ -24,11 +24,13 @@ from graphengine.core.fingerprints import fingerprint, updated_fingerprint
 from graphengine.core.waits import Waits
 from graphengine.drafters import Drafter
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
-from graphengine.kernels import BITS, FP8_KV, bits_of_triton
+from graphengine.kernels.core.lanes import BITS
+from graphengine.kernels.core.paged import FP8_KV
+from graphengine.kernels.core.triton_versions import bits_of_triton
 from graphengine.models.checkpoints.given_tensors import GivenTensors
 from graphengine.models.checkpoints.kv_scales import scales_id, scales_of_ranks
 from graphengine.models.contract import Model, RankGroup
-from graphengine.models.plans.tuning import numerics_id
+from graphengine.models.plans.choosing import numerics_id
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.rank_times import OneRank, RankTimes
 from graphengine.observe.tracing import span
@@ -42,7 +44,7 @@ from graphengine.opening.allocation import (
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.records import RecordMemory
 from graphengine.opening.updating import LoadedWeights
-from graphengine.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
+from graphengine.options.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.stages import StageGroup
 from graphengine.requests.request import Request

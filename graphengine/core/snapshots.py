@@ -24,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphengine.buckets import format_bytes
-from graphengine.checks import is_int
 from graphengine.core.engine_core import EngineCore
 from graphengine.models.checkpoints.tensor_files import save_whole
+from graphengine.options.checks import is_int
 from graphengine.prompt_embeds import EMBEDDED
 from graphengine.requests.context import Context, KeptState
 from graphengine.speculative import (

@@ -1,7 +1,6 @@
-"""A small real model in the package: the checkpoint, held-out text, and the training script.
+"""A small real model in the package: its checkpoint, its drafters, and held-out text.
 
-Nothing here imports torch. The training scripts are `python -m graphengine.demo.train` and, for the
-model's drafters, `python -m graphengine.demo.train_eagle3` and `.train_block`.
+Nothing here imports torch. The folder `training/` of the repository trains them.
 """
 
 from pathlib import Path

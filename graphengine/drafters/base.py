@@ -25,19 +25,15 @@ from torch import Tensor
 
 from graphengine.buckets import Field, StaticBuffers
 from graphengine.drafters.needs import DraftNeeds
-from graphengine.kernels import (
-    DecodeLanes,
-    FinishedStep,
-    Fusion,
-    GivenRows,
-    LogitsTensors,
-    PrefillLanes,
-    Residual,
-    RowFamily,
-    SamplingTensors,
-    TreeTables,
-    embed,
-)
+from graphengine.kernels.core.tree import TreeTables
+from graphengine.kernels.draft.draft import Fusion
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.logits.logits import LogitsTensors
+from graphengine.kernels.norm_rope.embedding import GivenRows, embed
+from graphengine.kernels.sample.candidates import SamplingTensors
+from graphengine.kernels.step.finish_reference import FinishedStep
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.requests.processing import logits_tensors
 
 if TYPE_CHECKING:

@@ -18,21 +18,13 @@ from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.needs import DraftNeeds
-from graphengine.kernels import (
-    AnyWeight,
-    BlockDraft,
-    DecodeLanes,
-    DraftTiles,
-    MarkovHead,
-    Residual,
-    RowFamily,
-    begin_block_draft,
-    commit_block_draft,
-    commit_draft,
-    markov_draft,
-    markov_logits,
-    new_residual,
-)
+from graphengine.kernels.draft.block import BlockDraft, begin_block_draft, commit_block_draft
+from graphengine.kernels.draft.draft import DraftTiles, commit_draft
+from graphengine.kernels.draft.markov import MarkovHead, markov_draft, markov_logits
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.products import AnyWeight
+from graphengine.kernels.linear.residual import Residual, new_residual
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import (
     WHOLE,
@@ -53,10 +45,10 @@ from graphengine.models.drafting.dflash import (
     run_block,
 )
 from graphengine.models.linears import Linears, in_formats, linear_name
-from graphengine.models.plans.tuning import choose_plans
+from graphengine.models.plans.choosing import choose_plans
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.splitting.rank_cuts import checkpoint_of_rank
-from graphengine.models.splitting.ranks import dflash_of_rank
+from graphengine.models.splitting.rank_sizes import dflash_of_rank
 from graphengine.models.states import LayerStates, all_lanes_reach
 from graphengine.models.weights import Destinations
 

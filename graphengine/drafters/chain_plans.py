@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from graphengine.kernels import RowFamily
+from graphengine.kernels.linear.plans import RowFamily
 from graphengine.models.contract import NeedsArrivals, arrival_counters
 from graphengine.models.linears import LinearPlans, Linears
-from graphengine.models.plans.tuning import choose_plans
+from graphengine.models.plans.choosing import choose_plans
 
 
 class ChainPlans(NamedTuple):

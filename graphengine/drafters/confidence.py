@@ -17,7 +17,9 @@ from graphengine.buckets import Field, StaticBuffers
 from graphengine.drafters.base import FieldSizes
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.modules import Hidden
-from graphengine.kernels import DecodeLanes, DraftTiles, follow_acceptance, withhold_drafts
+from graphengine.kernels.draft.confidence import follow_acceptance, withhold_drafts
+from graphengine.kernels.draft.draft import DraftTiles
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.contract import DecodeLaunch
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphengine.kernels import MAX_CORPUS
+from graphengine.kernels.draft.suffix import MAX_CORPUS
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.paths import expand_user, read_text
 from graphengine.text.tokenizer import Tokenizer

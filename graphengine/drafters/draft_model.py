@@ -23,17 +23,11 @@ from graphengine.drafters.chain_plans import ChainPlans
 from graphengine.drafters.confidence import EveryDraft
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.needs import DraftNeeds
-from graphengine.kernels import (
-    DecodeLanes,
-    DraftTiles,
-    PrefillLanes,
-    Residual,
-    RowFamily,
-    advance_model_draft,
-    begin_model_draft,
-    commit_draft,
-    new_residual,
-)
+from graphengine.kernels.draft.draft import DraftTiles, commit_draft
+from graphengine.kernels.draft.model_draft import advance_model_draft, begin_model_draft
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.residual import Residual, new_residual
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import destinations, load_weights
 from graphengine.models.contract import (

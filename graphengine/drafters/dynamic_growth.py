@@ -1,7 +1,7 @@
 """Grows a module's drafts into the most probable tree, which differs from step to step.
 
 Each run of the module is over the `top_k` best nodes of a depth, whatever their parents are; after
-the last one the best nodes of all depths are kept (`kernels/draft/dynamic_tree.py`). In the
+the last one the best nodes of all depths are kept (`kernels/draft/trees/dynamic_tree.py`). In the
 module's cache the runs have entries of their own, which do not follow the numbers of kept nodes.
 
 Letters: S slots, R rows, W nodes with the root, K = W - 1, D depth, T `top_k`.
@@ -15,21 +15,15 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Field
-from graphengine.draft_trees import DynamicTree
 from graphengine.drafters.base import FieldSizes
 from graphengine.drafters.modules import ModuleOutput
 from graphengine.drafters.tree_growth import GrowingModule, Tensors, TreeGrowth
-from graphengine.kernels import (
-    Candidates,
-    Children,
-    DecodeLanes,
-    DraftedTrees,
-    TreeLanes,
-    TreeTables,
-    expand_tree,
-    keep_best,
-)
+from graphengine.kernels.core.tree import TreeLanes, TreeTables
+from graphengine.kernels.draft.trees.dynamic_tree import DraftedTrees, expand_tree, keep_best
+from graphengine.kernels.draft.trees.tree_candidates import Candidates, Children
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.contract import DecodeLaunch
+from graphengine.options.draft_trees import DynamicTree
 
 _PARENT, _DEPTH, _ANCESTOR = "tree_parent", "tree_depth", "tree_ancestor"
 

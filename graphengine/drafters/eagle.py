@@ -19,7 +19,8 @@ from graphengine.drafters.base import DraftSetting, FieldSizes, OfTree, Prefille
 from graphengine.drafters.confidence import EveryDraft
 from graphengine.drafters.modules import DraftModules, Hidden, ModuleDrafter, ModuleOutput
 from graphengine.drafters.needs import DraftNeeds
-from graphengine.kernels import DecodeLanes, advance_module_draft, commit_draft
+from graphengine.kernels.draft.draft import advance_module_draft, commit_draft
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.contract import DecodeLaunch
 
 

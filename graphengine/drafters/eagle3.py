@@ -24,13 +24,10 @@ from graphengine.drafters.modules import (
     OpenModules,
     TargetHidden,
 )
-from graphengine.kernels import (
-    AnyWeight,
-    DecodeLanes,
-    Fusion,
-    Residual,
-    combine_hidden,
-)
+from graphengine.kernels.draft.draft import Fusion, combine_hidden
+from graphengine.kernels.linear.products import AnyWeight
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import WHOLE, DecodeLaunch, ModelConfig, Share
 from graphengine.models.drafting.eagle3 import (
@@ -46,7 +43,7 @@ from graphengine.models.drafting.eagle3_reading import Eagle3Checkpoint
 from graphengine.models.linears import LinearPlans, Linears, in_formats, linear_name
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.splitting.rank_cuts import checkpoint_of_rank
-from graphengine.models.splitting.ranks import eagle3_of_rank
+from graphengine.models.splitting.rank_sizes import eagle3_of_rank
 from graphengine.models.states import all_lanes_reach
 from graphengine.models.weights import Destinations
 

@@ -22,26 +22,22 @@ import torch
 from torch import Tensor
 
 from graphengine.drafters.base import DraftSetting
-from graphengine.kernels import (
+from graphengine.kernels.draft.defer import defer_filtered
+from graphengine.kernels.draft.draft import DraftTiles
+from graphengine.kernels.draft.spread import spread_logits
+from graphengine.kernels.draft.trees.top_drafts import TopDrafts, top_drafts
+from graphengine.kernels.linear.packed import empty_packed, select_rows
+from graphengine.kernels.linear.products import AnyWeight, linear, linear_sample
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.logits.logits import process_logits
+from graphengine.kernels.logits.logits_triton import (
     USES_BIAS,
     USES_COUNTS,
     USES_MASK,
     USES_REPETITION,
-    AnyWeight,
-    DecodeLanes,
-    DraftTiles,
-    Residual,
-    TopDrafts,
-    defer_filtered,
-    empty_packed,
-    linear,
-    linear_sample,
-    process_logits,
-    sample_tiles,
-    select_rows,
-    spread_logits,
-    top_drafts,
 )
+from graphengine.kernels.sample.sampling import sample_tiles
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.contract import DecodeLaunch, RankGroup
 from graphengine.models.linears import WeightForms, refill
 from graphengine.models.vocabulary import vocabulary_of

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from graphengine.config import EngineConfig
 from graphengine.demo import block_path, eagle3_path
-from graphengine.draft_trees import DynamicTree, Tree
-from graphengine.draft_vocabulary import DraftVocabulary, frequent_tokens, read_offsets, target_ids
 from graphengine.drafters.base import Drafter
 from graphengine.drafters.block import BlockDrafter
 from graphengine.drafters.confidence import drafts_from
@@ -33,7 +31,7 @@ from graphengine.drafters.tree_eagle import TreeEagle
 from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
-from graphengine.kernels import MAX_LANES
+from graphengine.kernels.linear.linear import MAX_LANES
 from graphengine.models.checkpoints.checkpoint import DEMO, Checkpoint
 from graphengine.models.checkpoints.stored import read_eos_ids, read_model
 from graphengine.models.contract import WHOLE, ModelConfig, Share
@@ -45,6 +43,13 @@ from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.states import paged_states, recurrent_states
+from graphengine.options.draft_trees import DynamicTree, Tree
+from graphengine.options.draft_vocabulary import (
+    DraftVocabulary,
+    frequent_tokens,
+    read_offsets,
+    target_ids,
+)
 from graphengine.paths import read_text
 from graphengine.speculative import (
     MTP,

@@ -23,15 +23,10 @@ from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, OfTree,
 from graphengine.drafters.chain_plans import ChainPlans
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.needs import DraftNeeds
-from graphengine.kernels import (
-    DecodeLanes,
-    FirstDraft,
-    Fusion,
-    Residual,
-    RowFamily,
-    begin_module_draft,
-    new_residual,
-)
+from graphengine.kernels.draft.draft import FirstDraft, Fusion, begin_module_draft
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.residual import Residual, new_residual
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import DecodeLaunch, most_arrival_counters
 from graphengine.models.linears import LinearPlans, Linears

@@ -11,7 +11,9 @@ from torch import Tensor
 from graphengine.drafters.base import DraftSetting, Prefilled
 from graphengine.drafters.head import DraftHead, head_bytes, trim_again, trimmed
 from graphengine.drafters.modules import DraftModules, ModuleOutput, OpenModules
-from graphengine.kernels import DecodeLanes, Fusion, PrefillLanes, Residual, combine_hidden
+from graphengine.kernels.draft.draft import Fusion, combine_hidden
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import WHOLE, ChunkAttention, DecodeLaunch, Share
 from graphengine.models.drafting.mtp import (
@@ -24,7 +26,7 @@ from graphengine.models.drafting.mtp import (
 )
 from graphengine.models.linears import LinearPlans, Linears, linear_name
 from graphengine.models.splitting.rank_cuts import cut_linears, cut_to
-from graphengine.models.splitting.ranks import modules_of_rank
+from graphengine.models.splitting.rank_sizes import modules_of_rank
 from graphengine.models.weights import Destinations, StoredLinear
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
 from graphengine.drafters.needs import DraftNeeds
-from graphengine.kernels import ngram_prompt, ngram_propose
+from graphengine.kernels.draft.ngram import ngram_prompt, ngram_propose
 
 
 class NGramDrafter(Drafter):

@@ -18,7 +18,7 @@ from graphengine.drafters.base import DraftSetting, FieldSizes, Verified
 from graphengine.drafters.confidence import EveryDraft
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.modules import DraftModules
-from graphengine.kernels import HandOver, hand_over
+from graphengine.kernels.step.handover import HandOver, hand_over
 
 # Prefix of the static fields that hold the `HandOver`.
 _PREFIX = "handover_"

@@ -16,7 +16,9 @@ from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import history_fields
-from graphengine.kernels import DecodeLanes, ngram_prompt, ngram_propose, suffix_propose
+from graphengine.kernels.draft.ngram import ngram_prompt, ngram_propose
+from graphengine.kernels.draft.suffix import suffix_propose
+from graphengine.kernels.step.state import DecodeLanes
 
 
 class SuffixDrafter(Drafter):

@@ -17,7 +17,7 @@ from graphengine.drafters.base import DraftSetting, FieldSizes
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.drafters.modules import DraftModules, ModuleOutput
 from graphengine.drafters.tree_growth import GrowingModule, TreeGrowth
-from graphengine.kernels import DecodeLanes
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.contract import DecodeLaunch
 
 

@@ -18,21 +18,16 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Field
-from graphengine.draft_trees import StaticTree, Tree
 from graphengine.drafters.base import FieldSizes
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.modules import ModuleOutput
-from graphengine.kernels import (
-    DecodeLanes,
-    Fusion,
-    ParentRun,
-    Residual,
-    TreeLanes,
-    TreeLevel,
-    TreeTables,
-    grow_tree,
-)
+from graphengine.kernels.core.tree import TreeLanes, TreeTables
+from graphengine.kernels.draft.draft import Fusion
+from graphengine.kernels.draft.trees.tree import ParentRun, TreeLevel, grow_tree
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.contract import DecodeLaunch
+from graphengine.options.draft_trees import StaticTree, Tree
 
 RunModule = Callable[[Tensor, Residual, DecodeLanes, DecodeLaunch], ModuleOutput]
 """Runs a module on its combined input and a new stream for its lanes. The lanes are nodes of trees

@@ -33,18 +33,16 @@ from graphengine.drafters.base import DraftSetting, FieldSizes, Prefilled, Verif
 from graphengine.drafters.modules import Hidden, ModuleDrafter
 from graphengine.drafters.mtp import MtpModules, OpenMtp
 from graphengine.drafters.needs import DraftNeeds
-from graphengine.kernels import (
-    DecodeLanes,
+from graphengine.kernels.draft.draft import combine_hidden, commit_draft
+from graphengine.kernels.draft.vanilla import (
     Emitted,
     ModuleRun,
-    PrefillLanes,
     Recycled,
     advance_vanilla_draft,
     begin_vanilla_draft,
-    combine_hidden,
-    commit_draft,
     new_draft_chain,
 )
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.contract import DecodeLaunch
 from graphengine.speculative import Feed
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphengine.host.pool import BlockPool
+from graphengine.host.block_pool import BlockPool
 from graphengine.requests.context import Context, KeptState, StateHolder
 from graphengine.requests.request import Request
 

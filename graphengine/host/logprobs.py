@@ -15,8 +15,9 @@ import torch
 
 from graphengine.buckets import Mailbox
 from graphengine.buckets.mailbox import TAG_MASK, Payloads
-from graphengine.host.replay import Replay
-from graphengine.kernels import logprob_items, unpack_state
+from graphengine.host.plan import Replay
+from graphengine.kernels.logits.logprobs_mailbox import logprob_items
+from graphengine.kernels.step.record import unpack_state
 from graphengine.requests.request import Request
 from graphengine.requests.result import Logprob, TokenLogprobs
 

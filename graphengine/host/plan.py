@@ -1,8 +1,12 @@
-"""What the scheduler decides about one step, as data: who runs, in which graph, what is copied."""
+"""What the scheduler decides about one step, as data: who runs, in which graph, what is copied.
+
+A replay in flight is data, too: what the host remembers of it until its record is read.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from graphengine.requests.request import Request
 
@@ -68,3 +72,21 @@ NOTHING = Plan(
     masks_changed=False,
 )
 """The plan before the first one."""
+
+
+class Replay(NamedTuple):
+    """One replay in flight: lane i of its mailbox entry belongs to `requests[i]` in `epochs[i]`.
+
+    A row emits up to `width` tokens: 1, and one more for each draft that was verified. A prefill
+    fed `chunk`; a decode ran in a bucket of `rows`. A `full` replay may have published
+    log-probabilities. The mailbox is that of `rank`.
+    """
+
+    sequence: int
+    requests: tuple[Request, ...]
+    epochs: tuple[int, ...]
+    width: int
+    rows: int = 0
+    chunk: PrefillChunk | None = None
+    full: bool = False
+    rank: int = 0

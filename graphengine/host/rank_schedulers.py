@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from graphengine.host.block_pool import BlockPool
 from graphengine.host.plan import Plan
-from graphengine.host.pool import BlockPool
 from graphengine.host.scheduler import Move, Scheduler, finish
 from graphengine.host.waiting import check_queue, enqueue
 from graphengine.requests.context import Context

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from graphengine.buckets import Mailbox
 from graphengine.buckets.mailbox import TAG_MASK, Payloads
-from graphengine.host.replay import Replay
-from graphengine.kernels import route_items, unpack_state
-from graphengine.kernels.step.record import EPOCH_MASK, EPOCH_SHIFT
+from graphengine.host.plan import Replay
+from graphengine.kernels.experts.records import route_items
+from graphengine.kernels.step.record import EPOCH_MASK, EPOCH_SHIFT, unpack_state
 from graphengine.models.weights import RoutedExperts
 from graphengine.requests.request import Request
 from graphengine.requests.routes import RecordedRoutes

@@ -38,12 +38,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from graphengine.buckets import BucketLadder
-from graphengine.host.blocks import Reuse
+from graphengine.host.block_pool import BlockPool
 from graphengine.host.plan import NOTHING, Plan, PrefillChunk
-from graphengine.host.pool import BlockPool
+from graphengine.host.reuse import Reuse
 from graphengine.host.rings import WindowRing, WindowRings
 from graphengine.host.waiting import check_queue, enqueue
-from graphengine.prefill_cut import PrefillCut
+from graphengine.options.prefill_cut import PrefillCut
 from graphengine.prompt_embeds import NO_EMBEDS
 from graphengine.requests.context import Context
 from graphengine.requests.job import Job, Placement

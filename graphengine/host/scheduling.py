@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from graphengine.host.pool import BlockPool
+from graphengine.host.block_pool import BlockPool
 from graphengine.host.scheduler import Move, Scheduler
 from graphengine.requests.context import Context
 from graphengine.requests.request import Request

@@ -21,20 +21,16 @@ from typing import NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
-    AnyWeight,
-    DecodeLanes,
-    PrefillLanes,
-    Residual,
-    RopeConfig,
-    RowFamily,
-    WeightFormat,
-    embed,
-    first_rows,
-    linear,
-    residual_arrivals,
-    rms_norm,
-)
+from graphengine.kernels.experts.experts import residual_arrivals
+from graphengine.kernels.linear.packed import first_rows
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.embedding import embed
+from graphengine.kernels.norm_rope.norm import rms_norm
+from graphengine.kernels.norm_rope.rope import RopeConfig
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gated_delta import GatedDelta
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention

@@ -24,21 +24,17 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
-    ActivationKind,
-    AnyWeight,
-    DecodeLanes,
-    ExpertLanes,
-    GivenRows,
-    Launch,
-    LinearPlan,
-    PackedExperts,
-    Peers,
-    PrefillLanes,
-    Residual,
-    RowFamily,
-    TreeLanes,
-)
+from graphengine.kernels.comm.items import Peers
+from graphengine.kernels.comm.push_lanes import ExpertLanes
+from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.core.tree import TreeLanes
+from graphengine.kernels.experts.packed.weights import PackedExperts
+from graphengine.kernels.linear.lane_codes import ActivationKind
+from graphengine.kernels.linear.plans import LinearPlan, RowFamily
+from graphengine.kernels.linear.products import AnyWeight
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.embedding import GivenRows
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.linears import (
     LinearPlans,
     Linears,

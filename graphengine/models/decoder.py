@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphengine.kernels import Activation, RopeConfig
+from graphengine.kernels.norm_rope.activation import Activation
+from graphengine.kernels.norm_rope.rope import RopeConfig
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mla import LatentAttention

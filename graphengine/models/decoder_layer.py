@@ -12,7 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from graphengine.kernels import DecodeLanes, PrefillLanes, Residual
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.rope_tables import RopeTables

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphengine.kernels import RopeConfig
+from graphengine.kernels.norm_rope.rope import RopeConfig
 from graphengine.models.blocks.gated_delta import GatedDelta
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2

@@ -8,22 +8,20 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
+from graphengine.kernels.experts.packed.weights import PackedExperts
+from graphengine.kernels.experts.plans import expert_plan
+from graphengine.kernels.linear.linear import arrivals_needed, residual_groups
+from graphengine.kernels.linear.packed import PackedForm, PackedWeight
+from graphengine.kernels.linear.packed_linear import packed_plan
+from graphengine.kernels.linear.plans import (
     USUAL_PROCESSORS,
-    AnyWeight,
     LinearKind,
     LinearPlan,
-    PackedExperts,
-    PackedForm,
-    PackedWeight,
     RowFamily,
-    WeightFormat,
-    arrivals_needed,
-    expert_plan,
     heuristic_plan,
-    packed_plan,
-    residual_groups,
 )
+from graphengine.kernels.linear.products import AnyWeight
+from graphengine.kernels.linear.quantised import WeightFormat
 
 ShardAxis = Literal["rows", "columns"]
 """How ranks split a weight: with `rows` each rank computes its own outputs, with `columns` a part

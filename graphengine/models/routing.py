@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from graphengine.kernels import Routes
+from graphengine.kernels.experts.router import Routes
 
 Observer = Callable[[Routes, Tensor], None]
 """Called with the routes of a layer's lanes, and their slots `[N]`, -1 for a padded lane."""

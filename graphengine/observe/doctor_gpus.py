@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from graphengine.observe.findings import Driver, Finding, Gpu, Machine, Plans, version_numbers
 
 if TYPE_CHECKING:
-    from graphengine.kernels import Device
+    from graphengine.kernels.core.devices import Device
 
 PDL_CUDA = (12, 3)
 """The oldest CUDA of a driver for programmatic dependent launch in a captured graph."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from graphengine.kernels import Device
+    from graphengine.kernels.core.devices import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def read_machine(engine: str, packages: Iterable[str]) -> Machine:
     torch, torch_error = _imported("torch")
     dispatch, tuning_tables, kernels_error = None, None, None
     if torch is not None:
-        _, kernels_error = _imported("graphengine.kernels")
+        kernels_error = _kernels_error()
         dispatch, _ = _imported("graphengine.kernels.core.dispatch")
         # It imports what reads checkpoints, which has requirements of its own.
         tuning_tables, _ = _imported("graphengine.models.plans.tuning_tables")
@@ -51,6 +51,16 @@ def read_machine(engine: str, packages: Iterable[str]) -> Machine:
         triton_cache=folder_at(triton_cache_path()),
         tables=None if tuning_tables is None else _tables_folder(tuning_tables),
     )
+
+
+def _kernels_error() -> str | None:
+    """Why the kernels cannot be imported, all of them."""
+    kernels, error = _imported("graphengine.kernels")
+    try:
+        return error if kernels is None else kernels.import_all()
+    # Triton of another version raises any error.
+    except Exception as incompatible:
+        return told(incompatible)
 
 
 def _imported(name: str) -> tuple[Any, str | None]:
@@ -174,7 +184,7 @@ def _gpu(torch: Any, index: int, tuning_tables: Any, has_kernels: bool) -> Gpu:
     found = torch.cuda.get_device_properties(index)
     device = None
     if has_kernels:
-        from graphengine.kernels import device_of
+        from graphengine.kernels.core.devices import device_of
 
         device = device_of(torch.device("cuda", index))
     return Gpu(

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from graphengine.kernels import Op
+from graphengine.kernels.core.op import Op
 
 KV = "KV"
 """The part of launches that attend: they read the KV of a layer."""

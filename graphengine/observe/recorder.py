@@ -41,7 +41,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphengine.buckets import CaptureReport, ReplayTimer
-from graphengine.checks import is_int
 from graphengine.observe.environment import environment
 from graphengine.observe.processor_use import UNKNOWN_USE, processor_use
 from graphengine.observe.rank_times import UNKNOWN_LAUNCH, RankTimes, WaitMeter
@@ -56,6 +55,7 @@ from graphengine.observe.ring import (
     Ring,
     first_launches,
 )
+from graphengine.options.checks import is_int
 from graphengine.program.graph_key import GraphKey
 
 if TYPE_CHECKING:

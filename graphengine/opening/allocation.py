@@ -18,18 +18,15 @@ from graphengine.host.logprobs import Logprobs
 from graphengine.host.masks import MaskTable
 from graphengine.host.rings import WindowRing
 from graphengine.host.routes import Routing
-from graphengine.kernels import (
-    TREE_SPLIT,
-    GivenRows,
-    KernelCompilation,
-    compile_kernels,
-    copy_blocks,
-    overlaps_launches,
-    warn_if_untried,
-)
+from graphengine.kernels.attention.decode import TREE_SPLIT
+from graphengine.kernels.core.devices import overlaps_launches
+from graphengine.kernels.core.launching import KernelCompilation, compile_kernels
+from graphengine.kernels.core.triton_versions import warn_if_untried
+from graphengine.kernels.norm_rope.embedding import GivenRows
+from graphengine.kernels.step.swap import copy_blocks
 from graphengine.models.contract import WHOLE, DecodeLaunch, Model, RankGroup, arrival_counters
 from graphengine.models.linears import LinearPlans
-from graphengine.models.plans.tuning import PlanOrigins, choose_plans
+from graphengine.models.plans.choosing import PlanOrigins, choose_plans
 from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
 from graphengine.models.vocabulary import vocabulary_of
 from graphengine.observe.tracing import span

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 from graphengine.buckets import MemoryBudget, OutOfBudget, format_bytes
-from graphengine.kernels import FP8_KV
+from graphengine.kernels.core.paged import FP8_KV
 from graphengine.models.states import cache_shape
 from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.host_memory import host_bytes

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from graphengine.buckets import clear_blas_workspaces
-from graphengine.checks import shown
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.models.checkpoints.checkpoint import Checkpoint
@@ -24,6 +23,7 @@ from graphengine.observe.tracing import span
 from graphengine.opening.allocation import Allocation, allocate
 from graphengine.opening.cache_budget import calibration_blocks
 from graphengine.opening.memory import MemoryPlan
+from graphengine.options.checks import shown
 from graphengine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from graphengine.buckets import BucketLadder, Where
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.host.rings import WindowRing
-from graphengine.kernels import FP8_KV
+from graphengine.kernels.core.paged import FP8_KV
 from graphengine.models.contract import ModelConfig
 from graphengine.models.weights import RoutedExperts, StoredWeights
 from graphengine.opening.inventory import prefill_ladder, state_places
 from graphengine.opening.requirements import check_requirements, recorded_experts
-from graphengine.prefill_cut import PrefillCut
+from graphengine.options.prefill_cut import PrefillCut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

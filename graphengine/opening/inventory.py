@@ -13,7 +13,8 @@ from graphengine.buckets import BucketLadder
 from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
 from graphengine.host.rings import WindowRing, ring_blocks
-from graphengine.kernels import logprob_items, route_items
+from graphengine.kernels.experts.records import route_items
+from graphengine.kernels.logits.logprobs_mailbox import logprob_items
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import paged_states, recurrent_states
 from graphengine.models.weights import RoutedExperts

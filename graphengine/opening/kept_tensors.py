@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphengine.buckets import StaticBuffers
 from graphengine.host.kept_states import BlockCopy, Copy, StateCopy
-from graphengine.kernels import BITS
+from graphengine.kernels.core.lanes import BITS
 from graphengine.models.states import (
     LayerStates,
     Recurrent,

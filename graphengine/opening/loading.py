@@ -11,7 +11,8 @@ import torch
 
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, DraftsElsewhere, make_drafter
-from graphengine.kernels import FP8_KV, PackedWeight
+from graphengine.kernels.core.paged import FP8_KV
+from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.checkpoints.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
 from graphengine.models.checkpoints.stored import (
@@ -24,7 +25,7 @@ from graphengine.models.checkpoints.stored import (
 from graphengine.models.contract import WHOLE, Model, ModelConfig, Share
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.splitting.rank_cuts import cut_linears, cut_to
-from graphengine.models.splitting.ranks import of_rank
+from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.splitting.stages import of_stage, place_of_rank, stage_of_rank
 from graphengine.models.weights import StoredLinear
 from graphengine.observe.tracing import span

@@ -10,13 +10,11 @@ from graphengine.buckets import BucketLadder, MemoryBudget, OutOfBudget, format_
 from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.host.rings import WindowRing
-from graphengine.kernels import (
-    MAX_LANES,
-    ActivationKind,
-    PeerLayout,
-    lane_units,
-    push_units,
-)
+from graphengine.kernels.comm.layout import PeerLayout
+from graphengine.kernels.comm.push_lanes import lane_units
+from graphengine.kernels.comm.push_residual import push_units
+from graphengine.kernels.linear.lane_codes import ActivationKind
+from graphengine.kernels.linear.linear import MAX_LANES
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import kept_bytes, recurrent_states
 from graphengine.models.weights import RoutedExperts

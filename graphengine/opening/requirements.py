@@ -9,7 +9,10 @@ import torch
 
 from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
-from graphengine.kernels import PACKED_COLUMNS, ActivationKind, device_of, takes_fp8
+from graphengine.kernels.core.devices import device_of
+from graphengine.kernels.linear.lane_codes import ActivationKind
+from graphengine.kernels.linear.packed_chunk_fp8 import takes_fp8
+from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import Linear
 from graphengine.models.states import LayerStates, paged_states, recurrent_states

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphengine.checks import some
 from graphengine.config import EngineConfig
 from graphengine.models.checkpoints.checkpoint import Checkpoint, whole_names
 from graphengine.models.checkpoints.given_tensors import HANDED_OVER, GivenTensors
@@ -26,6 +25,7 @@ from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.filling import rounded_names
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.weights import Destinations, StoredLinear
+from graphengine.options.checks import some
 
 _HEAD = f"{HEAD}.weight"
 

@@ -17,9 +17,8 @@ from typing import Any
 
 from graphengine.core.engine_core import Collected, EngineCore, chunk_key, new_scheduler
 from graphengine.core.waits import Waits
-from graphengine.host.plan import NOTHING, Plan, PrefillChunk
+from graphengine.host.plan import NOTHING, Plan, PrefillChunk, Replay
 from graphengine.host.rank_schedulers import RankSchedulers
-from graphengine.host.replay import Replay
 from graphengine.host.scheduler import Scheduler
 from graphengine.observe.tracing import ranged
 from graphengine.parallel.data_runtime import DataParallelRuntime, RankRuntime

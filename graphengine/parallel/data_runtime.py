@@ -16,7 +16,7 @@ from graphengine.core.runtime import Runtime
 from graphengine.core.waits import Waits, deadline_after, seconds_to
 from graphengine.host.kept_states import Copy, StateCopy
 from graphengine.host.masks import MaskTable
-from graphengine.host.replay import Replay
+from graphengine.host.plan import Replay
 from graphengine.models.contract import Share
 from graphengine.opening.loading import Found, Opened
 from graphengine.opening.memory import MemoryPlan

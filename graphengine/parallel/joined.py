@@ -7,7 +7,9 @@ from torch import Tensor
 
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
-from graphengine.kernels import ExpertLanes, Peers, overlaps_launches
+from graphengine.kernels.comm.items import Peers
+from graphengine.kernels.comm.push_lanes import ExpertLanes
+from graphengine.kernels.core.devices import overlaps_launches
 from graphengine.models.contract import WHOLE, AddOwn, RankGroup, Share
 from graphengine.models.splitting.stages import place_of_rank
 from graphengine.opening.loading import Found

@@ -16,7 +16,7 @@ from graphengine.buckets.mailbox import Payloads, Queryable
 from graphengine.config import EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.host.kept_states import Copy, StateCopy
-from graphengine.host.replay import Replay
+from graphengine.host.plan import Replay
 from graphengine.host.routes import RouteTable
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkpoint

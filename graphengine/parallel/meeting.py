@@ -26,20 +26,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from graphengine.kernels import (
-    ExpertLanes,
-    Peers,
-    all_reduce,
-    push_candidates,
-    push_gather,
-    push_lanes,
-    push_own_sum,
-    push_own_to_residual,
-    push_sum,
-    split_has_room,
-    split_normed,
-    sum_parts,
-)
+from graphengine.kernels.comm.add_parts_norm import split_has_room, split_normed
+from graphengine.kernels.comm.all_reduce import all_reduce
+from graphengine.kernels.comm.items import Peers
+from graphengine.kernels.comm.push import push_gather, push_own_sum, push_sum
+from graphengine.kernels.comm.push_candidates import push_candidates
+from graphengine.kernels.comm.push_lanes import ExpertLanes, push_lanes
+from graphengine.kernels.comm.push_residual import push_own_to_residual
+from graphengine.kernels.comm.sums import sum_parts
 from graphengine.models.contract import AddOwn, Share, SplitStream
 from graphengine.parallel.exchange import Exchange, MeetingFailed
 from graphengine.parallel.peer_memory import PeerMemory, devices_of

@@ -12,15 +12,12 @@ from typing import Any
 import torch
 
 from graphengine.buckets.shared_memory import ExportedMemory, MappedMemory
-from graphengine.kernels import (
-    LANE_PROGRAMS,
-    PUSH_PROGRAMS,
-    PUSH_UNIT,
-    FlaggedMemory,
-    PeerItems,
-    PeerLayout,
-    Peers,
-)
+from graphengine.kernels.comm.add_parts_norm import LANE_PROGRAMS
+from graphengine.kernels.comm.flags import FlaggedMemory
+from graphengine.kernels.comm.items import PROGRAMS as PUSH_PROGRAMS
+from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
+from graphengine.kernels.comm.items import PeerItems, Peers
+from graphengine.kernels.comm.layout import PeerLayout
 from graphengine.models.contract import Share
 
 _MAPPED = b"mapped"

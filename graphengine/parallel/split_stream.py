@@ -14,14 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
-    FlaggedMemory,
-    Peers,
-    add_parts_rms_norm,
-    add_rms_norm,
-    split_lanes,
-    sum_parts,
-)
+from graphengine.kernels.comm.add_parts_norm import add_parts_rms_norm, split_lanes
+from graphengine.kernels.comm.flags import FlaggedMemory
+from graphengine.kernels.comm.items import Peers
+from graphengine.kernels.comm.sums import sum_parts
+from graphengine.kernels.norm_rope.norm import add_rms_norm
 from graphengine.models.contract import Reduce, Share
 
 

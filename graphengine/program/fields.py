@@ -18,7 +18,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter, FieldSizes
 from graphengine.host.plan import Plan, PrefillChunk
 from graphengine.host.rings import WindowRing
-from graphengine.kernels import BITS
+from graphengine.kernels.core.lanes import BITS
 from graphengine.models.states import LayerStates, recurrent_fields
 from graphengine.program.relaxed import relaxed_field
 from graphengine.prompt_embeds import Embeds

@@ -15,25 +15,21 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import StaticBuffers
-from graphengine.kernels import (
-    MAX_LANES,
-    AcceptedPath,
-    AnyWeight,
-    DecodeLanes,
+from graphengine.kernels.core.tree import TreeLanes
+from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.logits.logits import process_logits
+from graphengine.kernels.logits.logprobs import (
     LogprobTensors,
-    PrefillLanes,
     RankedLogits,
-    StopSequences,
     TokenLogprobs,
-    TreeLanes,
-    linear,
-    note_prompt,
-    note_tokens,
-    process_logits,
-    publish_logprobs,
     rank_logits,
     token_log_probabilities,
 )
+from graphengine.kernels.logits.logprobs_mailbox import publish_logprobs
+from graphengine.kernels.step.noted import note_prompt, note_tokens
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, StopSequences
+from graphengine.kernels.step.walk import AcceptedPath
 from graphengine.requests.processing import logits_tensors
 
 # The fields of `processing.py` that have another name in the kernels.

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from graphengine.buckets import Field, StaticBuffers
 from graphengine.drafters import Prefilled
-from graphengine.kernels import (
-    DecodeLanes,
-    FinishedStep,
-    SamplingTensors,
+from graphengine.kernels.draft.relaxed_acceptance import (
     relaxed_acceptance,
     relaxed_delta_prompt,
     update_relaxed_delta,
 )
+from graphengine.kernels.sample.candidates import SamplingTensors
+from graphengine.kernels.step.finish_reference import FinishedStep
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.speculative import RelaxedAcceptance
 
 

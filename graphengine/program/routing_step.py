@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import StaticBuffers
-from graphengine.kernels import PrefillLanes, given_routes, publish_routes
+from graphengine.kernels.experts.records import given_routes, publish_routes
+from graphengine.kernels.step.state import PrefillLanes
 from graphengine.models.routing import StepRoutes
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from graphengine.kernels import Op, ZeroedMemory, ops_handed_to
+from graphengine.kernels.core.launching import ZeroedMemory
+from graphengine.kernels.core.op import Op, ops_handed_to
 from graphengine.program.graph_key import GraphKey
 
 Schedule = Mapping[GraphKey, tuple[Op, ...]]

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Field, StaticBuffers
-from graphengine.kernels import PrefillLanes, Residual, SlotState, sums_of_squares
+from graphengine.kernels.linear.residual import Residual, sums_of_squares
+from graphengine.kernels.step.state import PrefillLanes, SlotState
 from graphengine.models.contract import Share
 
 # The fields of `SlotState` that the last stage commits: each stage counts its own replays.

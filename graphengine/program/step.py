@@ -28,31 +28,27 @@ from torch import Tensor
 
 from graphengine.buckets import Mailbox, StaticBuffers
 from graphengine.drafters import Drafter, OfTree, Prefilled, Verified
-from graphengine.kernels import (
+from graphengine.kernels.attention.prefill import paged_prefill_attention
+from graphengine.kernels.core.tree import TreeLanes
+from graphengine.kernels.linear.products import linear, linear_sample
+from graphengine.kernels.linear.residual import Residual, new_residual
+from graphengine.kernels.norm_rope.embedding import GivenRows
+from graphengine.kernels.sample.candidates import SamplingTensors
+from graphengine.kernels.sample.sampling import sample, sample_tiles
+from graphengine.kernels.step.begin import RowTrees, gather_and_embed
+from graphengine.kernels.step.finish import verify_commit_publish
+from graphengine.kernels.step.finish_reference import FinishedStep
+from graphengine.kernels.step.move import move_path
+from graphengine.kernels.step.publish import publish
+from graphengine.kernels.step.state import (
     EMITTED,
     DecodeLanes,
-    FinishedStep,
-    GivenRows,
     PrefillLanes,
-    Residual,
-    RowTrees,
-    SamplingTensors,
     SlotState,
     StopTensors,
-    TreeLanes,
     apply_commands,
     commit_prefill,
-    gather_and_embed,
     gather_prefill,
-    linear,
-    linear_sample,
-    move_path,
-    new_residual,
-    paged_prefill_attention,
-    publish,
-    sample,
-    sample_tiles,
-    verify_commit_publish,
 )
 from graphengine.models.contract import DecodeLaunch, Model
 from graphengine.models.linears import stream_groups

@@ -21,15 +21,15 @@ import torch
 from numpy.typing import NDArray
 
 from graphengine.buckets import Field, StaticBuffers
-from graphengine.checks import shown
 from graphengine.config import EngineConfig
-from graphengine.kernels import (
+from graphengine.kernels.logits.logits import LogitsTensors
+from graphengine.kernels.logits.logits_triton import (
     USES_BAD_WORDS,
     USES_BIAS,
     USES_GRAMMAR,
     USES_MASK,
-    LogitsTensors,
 )
+from graphengine.options.checks import shown
 from graphengine.prompts import token_id
 from graphengine.sampling_params import LOGITS_FIELDS, SamplingParams
 from graphengine.text.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """Tests for captured CUDA graphs of any callable over static tensors, captured in any way.
 
-    from graphengine.testing import assert_replay_matches_eager, poison_padding
+    from graphengine.testing import (assert_replay_matches_eager, poison_padding)
 
     assert_replay_matches_eager(step, {"x": x, "y": y}, graph=graph)
     poison_padding({"x": x, "y": y}, graph.replay, padding={"x": unused, "y": unused})
@@ -18,9 +18,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from graphengine.testing.dangling import assert_no_dangling_pointers
+    from graphengine.testing.checks.dangling import assert_no_dangling_pointers
+    from graphengine.testing.checks.host_scalars import assert_no_host_scalars
+    from graphengine.testing.checks.invariants import (
+        assert_no_host_nodes,
+        assert_pdl_edges,
+        assert_pointers_stable,
+        assert_rng_advances,
+    )
+    from graphengine.testing.checks.latency import Latency, latency_budget
+    from graphengine.testing.checks.outputs import assert_outputs_written
+    from graphengine.testing.checks.parity import assert_replay_matches_eager
+    from graphengine.testing.checks.pdl_waits import assert_pdl_waits
+    from graphengine.testing.checks.poison import POISONS, CanaryPages, Poison, poison_padding
+    from graphengine.testing.checks.pools import no_leaked_pool
+    from graphengine.testing.checks.replayed import assert_replayed
+    from graphengine.testing.checks.watch import check_no_alloc, no_alloc, no_sync
     from graphengine.testing.errors import GraphCheckError
-    from graphengine.testing.graph_diff import (
+    from graphengine.testing.isolated import IsolatedRun, run_isolated
+    from graphengine.testing.snapshots.graph_diff import (
         FieldChange,
         GraphChange,
         diff_structures,
@@ -28,29 +44,13 @@ if TYPE_CHECKING:
         normalise,
         normalise_name,
     )
-    from graphengine.testing.host_scalars import assert_no_host_scalars
-    from graphengine.testing.invariants import (
-        assert_no_host_nodes,
-        assert_pdl_edges,
-        assert_pointers_stable,
-        assert_rng_advances,
-    )
-    from graphengine.testing.isolated import IsolatedRun, run_isolated
-    from graphengine.testing.keeping import keep_graphs
-    from graphengine.testing.latency import Latency, latency_budget
-    from graphengine.testing.outputs import assert_outputs_written
-    from graphengine.testing.parity import assert_replay_matches_eager
-    from graphengine.testing.pdl_waits import assert_pdl_waits
-    from graphengine.testing.poison import POISONS, CanaryPages, Poison, poison_padding
-    from graphengine.testing.pools import no_leaked_pool
-    from graphengine.testing.replayed import assert_replayed
-    from graphengine.testing.snapshot import (
+    from graphengine.testing.snapshots.keeping import keep_graphs
+    from graphengine.testing.snapshots.snapshot import (
         GraphSnapshot,
         environment_key,
         graph_snapshot,
     )
-    from graphengine.testing.structures import read_structure
-    from graphengine.testing.watch import check_no_alloc, no_alloc, no_sync
+    from graphengine.testing.snapshots.structures import read_structure
 
 __all__ = [
     "POISONS",
@@ -90,14 +90,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "dangling": ("assert_no_dangling_pointers",),
-    "host_scalars": ("assert_no_host_scalars",),
-    "outputs": ("assert_outputs_written",),
-    "pdl_waits": ("assert_pdl_waits",),
-    "pools": ("no_leaked_pool",),
-    "replayed": ("assert_replayed",),
+    "checks.dangling": ("assert_no_dangling_pointers",),
+    "checks.host_scalars": ("assert_no_host_scalars",),
+    "checks.outputs": ("assert_outputs_written",),
+    "checks.pdl_waits": ("assert_pdl_waits",),
+    "checks.pools": ("no_leaked_pool",),
+    "checks.replayed": ("assert_replayed",),
     "errors": ("GraphCheckError",),
-    "graph_diff": (
+    "snapshots.graph_diff": (
         "FieldChange",
         "GraphChange",
         "diff_structures",
@@ -105,20 +105,20 @@ _MODULES = {
         "normalise",
         "normalise_name",
     ),
-    "invariants": (
+    "checks.invariants": (
         "assert_no_host_nodes",
         "assert_pdl_edges",
         "assert_pointers_stable",
         "assert_rng_advances",
     ),
     "isolated": ("IsolatedRun", "run_isolated"),
-    "keeping": ("keep_graphs",),
-    "latency": ("Latency", "latency_budget"),
-    "parity": ("assert_replay_matches_eager",),
-    "poison": ("POISONS", "CanaryPages", "Poison", "poison_padding"),
-    "snapshot": ("GraphSnapshot", "environment_key", "graph_snapshot"),
-    "structures": ("read_structure",),
-    "watch": ("check_no_alloc", "no_alloc", "no_sync"),
+    "snapshots.keeping": ("keep_graphs",),
+    "checks.latency": ("Latency", "latency_budget"),
+    "checks.parity": ("assert_replay_matches_eager",),
+    "checks.poison": ("POISONS", "CanaryPages", "Poison", "poison_padding"),
+    "snapshots.snapshot": ("GraphSnapshot", "environment_key", "graph_snapshot"),
+    "snapshots.structures": ("read_structure",),
+    "checks.watch": ("check_no_alloc", "no_alloc", "no_sync"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from graphengine.testing.golden import FOLDER, GoldenFiles
+from graphengine.testing.snapshots.golden import FOLDER, GoldenFiles
 
 _GOLDEN = pytest.StashKey[GoldenFiles]()
 # The key under which a worker of pytest-xdist sends what it knows to the process that reports.

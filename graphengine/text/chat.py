@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Template
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from graphengine.checks import shown
+from graphengine.options.checks import shown
 from graphengine.text.sandbox import Sandbox
 
 MAX_MESSAGE = 1000

@@ -20,7 +20,7 @@ from graphengine.kernels.core.lanes import check_lanes, check_vector, live_lanes
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.draft.draft import DraftTiles
-from graphengine.kernels.draft.top_drafts import TopDrafts
+from graphengine.kernels.draft.trees.top_drafts import TopDrafts
 from graphengine.kernels.sample.sampling import tile_of_token, tile_of_token_reference
 
 # Weight of the newest step in the share.

@@ -32,7 +32,7 @@ from graphengine.kernels.core.lanes import check_lanes, check_rows, check_weight
 from graphengine.kernels.experts.grouping import Grouping
 from graphengine.kernels.experts.held import check_held
 from graphengine.kernels.experts.launches import launch_down, launch_sum, launch_swiglu
-from graphengine.kernels.experts.packed import PackedExperts
+from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.experts.pairs import ExpertWeight, PairProduct, SwigluArgs
 from graphengine.kernels.experts.plans import LEAST_FMA_ROWS, ProductTile
 from graphengine.kernels.experts.reference import (

@@ -18,7 +18,7 @@ import triton.language as tl
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.experts.experts_triton_sums import arrive, arrive_alone, sum_of_rows
 from graphengine.kernels.experts.held import place_of_expert
-from graphengine.kernels.experts.packed_triton import packed_chain
+from graphengine.kernels.experts.packed.packed_triton import packed_chain
 from graphengine.kernels.norm_rope.activation import gated
 
 

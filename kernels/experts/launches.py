@@ -20,14 +20,14 @@ from graphengine.kernels.experts.experts_triton import (
 )
 from graphengine.kernels.experts.experts_triton_sums import combine_kernel
 from graphengine.kernels.experts.grouping import Grouping
-from graphengine.kernels.experts.packed import (
+from graphengine.kernels.experts.packed.packed_decode import launch_packed, takes
+from graphengine.kernels.experts.packed.weights import (
     CodeArgs,
     PackedExperts,
     code_args,
     packed_block_rows,
     step_columns,
 )
-from graphengine.kernels.experts.packed_decode import launch_packed, takes
 from graphengine.kernels.experts.pairs import NO_SWIGLU, ExpertWeight, PairProduct, SwigluArgs
 from graphengine.kernels.experts.plans import ProductTile, decode_tile
 from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs

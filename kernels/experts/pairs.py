@@ -13,7 +13,7 @@ import torch
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.experts.grouping import Grouping
 from graphengine.kernels.experts.held import held_options
-from graphengine.kernels.experts.packed import PackedExperts
+from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 

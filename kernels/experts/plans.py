@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphengine.kernels.experts.packed import step_columns
+from graphengine.kernels.experts.packed.weights import step_columns
 from graphengine.kernels.linear.packed_linear import check_packed_plan, packed_plan
 from graphengine.kernels.linear.plans import (
     FMA_THREAD_BYTES,

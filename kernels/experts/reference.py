@@ -10,7 +10,7 @@ import torch
 
 from graphengine.kernels.core.lanes import live_lanes
 from graphengine.kernels.experts.held import places_of
-from graphengine.kernels.experts.packed import PackedExperts
+from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.experts.router import Routes
 from graphengine.kernels.linear.reference import matmul_groups, sum_in_order
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu, gated_reference

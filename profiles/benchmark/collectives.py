@@ -18,16 +18,12 @@ from torch import Tensor
 
 from graphengine import Engine
 from graphengine.buckets import CapturedGraph, ReplayTimer
-from graphengine.kernels import (
-    Launch,
-    LinearPlan,
-    Peers,
-    Residual,
-    linear,
-    linear_residual,
-    new_residual,
-    push_to_residual,
-)
+from graphengine.kernels.comm.items import Peers
+from graphengine.kernels.comm.push_residual import push_to_residual
+from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.products import linear, linear_residual
+from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.models.linears import LinearPlans, Linears
 
 CALLS, REPLAYS = 64, 20

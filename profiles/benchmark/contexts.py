@@ -20,19 +20,19 @@ from typing import Any
 
 from graphengine import Engine, EngineConfig
 from graphengine.buckets import OutOfBudget
-from graphengine.kernels import RowFamily
+from graphengine.kernels.linear.plans import RowFamily
 from graphengine.models.states import recurrent_states
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import measure
-from graphengine.profiles.benchmark.ceiling import ReadCeiling, floor_and_share
 from graphengine.profiles.benchmark.context_rows import ContextRows, standing_rows
 from graphengine.profiles.benchmark.engines import engine_options
-from graphengine.profiles.benchmark.experts_read import experts_read
+from graphengine.profiles.benchmark.floor.ceiling import ReadCeiling, floor_and_share
+from graphengine.profiles.benchmark.floor.experts_read import experts_read
 from graphengine.profiles.benchmark.kernel_times import decode_launches, kernel_times, least_room
 from graphengine.profiles.benchmark.measure import CHECKED_FIRST_TOKENS, Work
 from graphengine.profiles.benchmark.shapes import Subject, kv_bytes, state_bytes, weight_bytes
 from graphengine.profiles.benchmark.speculation import Open, Plain, Plains, Sweep, measure_drafts
-from graphengine.profiles.percentiles import rounded
+from graphengine.profiles.tables.percentiles import rounded
 from graphengine.speculative import describe
 
 

@@ -21,7 +21,7 @@ from graphengine.drafters.eagle3 import Eagle3Module
 from graphengine.drafters.making import beside_target, module_drafter
 from graphengine.drafters.mtp import MtpModules
 from graphengine.engine_options import EngineOptions
-from graphengine.kernels import PackedWeight
+from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.checkpoints.random_values import SEED
 from graphengine.models.checkpoints.stored import with_state_dtype
 from graphengine.models.contract import ModelConfig

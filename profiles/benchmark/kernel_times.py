@@ -22,10 +22,10 @@ import torch
 
 from graphengine import Engine, Request, SamplingParams
 from graphengine.core.recorded_rows import record_rows
-from graphengine.kernels import own_kernels
+from graphengine.kernels.core.op import own_kernels
 from graphengine.models.contract import ModelConfig
 from graphengine.observe.op_table import KV, OpRow, align
-from graphengine.prefill_cut import PrefillCut
+from graphengine.options.prefill_cut import PrefillCut
 from graphengine.profiles.benchmark.eager import drain, launches
 from graphengine.profiles.benchmark.measure import Work, random_prompt
 from graphengine.profiles.benchmark.shapes import attention_layers, kv_bytes, layer_windows

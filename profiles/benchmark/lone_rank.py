@@ -12,17 +12,13 @@ from torch import Tensor
 from graphengine import Engine, EngineConfig
 from graphengine.core.runtime import Runtime
 from graphengine.drafters import NoDrafter
-from graphengine.kernels import (
-    PUSH_UNIT,
-    ExpertLanes,
-    PeerItems,
-    Peers,
-    push_candidates,
-    push_gather,
-    push_sum,
-)
+from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
+from graphengine.kernels.comm.items import PeerItems, Peers
+from graphengine.kernels.comm.push import push_gather, push_sum
+from graphengine.kernels.comm.push_candidates import push_candidates
+from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.models.contract import AddOwn, ModelConfig, ModelWeights, Share
-from graphengine.models.splitting.ranks import of_rank
+from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.opening.memory import MemoryPlan
 
 WAIT_LIMIT_S = 10.0

@@ -31,8 +31,8 @@ from graphengine.profiles.benchmark.eager import (
     require_equal,
     with_launches,
 )
-from graphengine.profiles.percentiles import percentiles
 from graphengine.profiles.progress import SILENT, Progress
+from graphengine.profiles.tables.percentiles import percentiles
 
 Run = Callable[[Sequence[SamplingParams]], list[Result]]
 """Runs the requests of a work's rows to their end; with fewer parameters, of its first rows."""

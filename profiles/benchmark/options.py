@@ -13,7 +13,7 @@ import torch
 from graphengine import EngineConfig
 from graphengine.cli.option_flags import add_flags
 from graphengine.cli.parser import CommandParser
-from graphengine.devices import DTYPES
+from graphengine.options.devices import DTYPES
 from graphengine.parallel.ranks import rank_devices
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import speculation

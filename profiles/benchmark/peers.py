@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphengine.devices import DTYPES
+from graphengine.options.devices import DTYPES
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark.measure import Work
 from graphengine.profiles.benchmark.shapes import Subject, fill_random

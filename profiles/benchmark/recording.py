@@ -15,7 +15,7 @@ from graphengine.observe.ring import REASONS
 from graphengine.observe.tracing import span, tracer
 from graphengine.profiles.benchmark.eager import require_equal
 from graphengine.profiles.benchmark.measure import Steady, Work, host_time, steady
-from graphengine.profiles.percentiles import percentiles
+from graphengine.profiles.tables.percentiles import percentiles
 
 LEAST_PAIRS = 8
 """Least number of rounds with and without the recorder, however few tokens are asked for."""

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from graphengine.demo import checkpoint_path
-from graphengine.kernels import PackedWeight, packed_form
-from graphengine.kernels.linear.packed import POWER_FACTOR
+from graphengine.kernels.linear.packed import POWER_FACTOR, PackedWeight, packed_form
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.random_values import (
     SEED,

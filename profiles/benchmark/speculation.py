@@ -22,12 +22,12 @@ from graphengine import Engine, EngineConfig, Result
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.modules import ModuleDrafter
 from graphengine.drafters.mtp import MtpModules
-from graphengine.kernels import RowFamily
+from graphengine.kernels.linear.plans import RowFamily
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.eager import comparable, drain, with_launches
 from graphengine.profiles.benchmark.engines import engine_options, random_drafter
-from graphengine.profiles.benchmark.experts_read import step_experts
+from graphengine.profiles.benchmark.floor.experts_read import step_experts
 from graphengine.profiles.benchmark.measure import Run, Work
 from graphengine.profiles.benchmark.shapes import Subject, drafts_bytes, step_bytes
 from graphengine.speculative import (

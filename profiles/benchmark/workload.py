@@ -13,7 +13,7 @@ import torch
 
 from graphengine import Engine, EngineConfig
 from graphengine.cli.option_flags import add_flags
-from graphengine.devices import DTYPES
+from graphengine.options.devices import DTYPES
 from graphengine.profiles.benchmark.engines import build_engine, engine_options, freed
 from graphengine.profiles.benchmark.measure import SAMPLERS, Work
 from graphengine.profiles.benchmark.shapes import NAMES, Subject

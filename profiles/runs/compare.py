@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graphengine.profiles.percentiles import SHARES, supports
 from graphengine.profiles.runs.breakdown import break_down
 from graphengine.profiles.runs.run_file import Floats, Gaps, Integers, Kernel, Run
+from graphengine.profiles.tables.percentiles import SHARES, supports
 
 DRAWS = 1000
 CONFIDENCE = 95.0

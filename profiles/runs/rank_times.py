@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from graphengine.profiles.percentiles import percentiles
 from graphengine.profiles.runs.run_file import UNKNOWN, Floats, Integers, Run
+from graphengine.profiles.tables.percentiles import percentiles
 
 
 def latest_launches(run: Run, after: Integers, until: Integers) -> tuple[Floats, Integers]:

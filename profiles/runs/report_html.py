@@ -1,8 +1,7 @@
 """A report as one self-contained HTML file: findings, plots and tables.
 
-page.html, page.css and page.js beside this file are its frame, its looks and the script that draws
-the charts. The page's own policy lets a browser run that script, known by its hash, and nothing
-else, and fetch nothing.
+The folder `page` has its frame, its looks, and the script that draws the charts. The page's own
+policy lets a browser run that script, known by its hash, and nothing else, and fetch nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from graphengine.profiles.runs.report_sections import (
 )
 from graphengine.profiles.runs.run_file import Run
 from graphengine.profiles.runs.units import MS, counted, duration
-from graphengine.profiles.text import Column
+from graphengine.profiles.tables.text import Column
 
 MARKS = tuple(cause.name for cause in CAUSES if cause.name not in ("idle", "padding"))
 """Causes of single gaps: each has a mark of its own in page.html, and its colour in page.css."""
@@ -48,10 +47,10 @@ def html_report(run: Run, document: Mapping[str, Any], baseline: Run | None) -> 
     parts += map(_plot, plots)
     parts += map(_section, sections(document))
     charts = json.dumps([chart for plot in plots for chart in plot.charts], allow_nan=False)
-    script = _beside("page.js")
-    page = Template(_beside("page.html")).substitute(
+    script = _part("page.js")
+    page = Template(_part("page.html")).substitute(
         title=escape(document["file"]),
-        style=_beside("page.css"),
+        style=_part("page.css"),
         body="\n".join(parts),
         # Within a script element only the end tag has a meaning.
         charts=charts.replace("<", "\\u003c"),
@@ -67,8 +66,8 @@ def policy_hash(script: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _beside(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+def _part(name: str) -> str:
+    return files(__package__).joinpath("page", name).read_text(encoding="utf-8")
 
 
 _NO_SCRIPT = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from graphengine.profiles.runs.units import MS, US, Unit, counted, duration, unit_for
-from graphengine.profiles.text import NOTHING, Column, number
+from graphengine.profiles.tables.text import NOTHING, Column, number
 
 KERNELS_SHOWN = 12
 NAME_WIDTH = 60

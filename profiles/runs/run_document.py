@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from graphengine.profiles.percentiles import percentiles, rounded
 from graphengine.profiles.runs.breakdown import Breakdown, covered, replay_times
 from graphengine.profiles.runs.causes import REMEDIES
 from graphengine.profiles.runs.compare import replay_sums
 from graphengine.profiles.runs.findings import SHOWN, Finding, Outlier, judge_run
 from graphengine.profiles.runs.rank_times import describe_ranks
 from graphengine.profiles.runs.run_file import Floats, Run, merged
+from graphengine.profiles.tables.percentiles import percentiles, rounded
 
 SCHEMA = 1
 

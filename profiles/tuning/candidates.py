@@ -10,13 +10,10 @@ from itertools import product
 import torch
 import triton
 
-from graphengine.kernels import (
-    LinearPlan,
-    RowFamily,
-    WeightFormat,
-)
 from graphengine.kernels.core.devices import H200, Device
 from graphengine.kernels.linear.gluon import linear_gluon
+from graphengine.kernels.linear.plans import LinearPlan, RowFamily
+from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan
 from graphengine.models.plans import plan_limits

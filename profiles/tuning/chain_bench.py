@@ -18,20 +18,15 @@ import triton
 from torch import Tensor
 
 from graphengine.buckets import CapturedGraph
-from graphengine.kernels import (
-    Launch,
-    Residual,
-    SamplingTensors,
-    linear,
-    linear_reference,
-    linear_residual,
-    linear_residual_reference,
-    linear_sample,
-    residual_arrivals,
-)
 from graphengine.kernels.attention.decode import SPLIT_TOKENS
+from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.experts.experts import residual_arrivals
 from graphengine.kernels.linear.packed import unpack
+from graphengine.kernels.linear.products import linear, linear_residual, linear_sample
 from graphengine.kernels.linear.quantised import dequantise
+from graphengine.kernels.linear.reference import linear_reference, linear_residual_reference
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import token_of_tiles_reference
 from graphengine.models.contract import DecodeLaunch, ModelConfig
 from graphengine.models.linears import LinearPlans, stream_groups

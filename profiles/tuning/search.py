@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from graphengine.kernels import LinearPlan
+from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.models.linears import LinearPlans
 from graphengine.models.plans.tuning_tables import TuningKey
 from graphengine.profiles.tuning.candidates import Target

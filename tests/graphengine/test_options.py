@@ -19,8 +19,8 @@ from graphengine.cli.option_files import files, keyword_arguments, markdown, wit
 from graphengine.cli.option_flags import add_flags, given_options
 from graphengine.cli.option_groups import GROUPS
 from graphengine.config import EngineConfig
-from graphengine.kernels import SamplingTensors
-from graphengine.options import (
+from graphengine.kernels.sample.candidates import SamplingTensors
+from graphengine.options.table import (
     NOT_NEGATIVE,
     SHARE,
     Bound,

@@ -17,8 +17,8 @@ import torch
 
 from graphengine.config import EngineConfig
 from graphengine.demo import checkpoint_path
-from graphengine.devices import DTYPES
 from graphengine.engine_options import EngineOptions
+from graphengine.options.devices import DTYPES
 from graphengine.requests.job import Job
 from graphengine.requests.request import Event, Phase, Request, Timings
 from graphengine.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engines.simulated_blocks import ALPHABET, Sharing
 from extent import extent
 from graphengine import SamplingParams
-from graphengine.prefill_cut import (
+from graphengine.options.prefill_cut import (
     HEADROOM,
     ChunkTimes,
     PrefillCut,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from graphengine.draft_trees import DynamicTree
-from graphengine.draft_vocabulary import DraftVocabulary
+from graphengine.options.draft_trees import DynamicTree
+from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import (
     MTP,
     Auto,

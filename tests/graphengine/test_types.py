@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAD = """
 from collections.abc import Sequence
 
-from graphengine import Chat, Engine, SamplingParams
+from graphengine import (Chat, Engine, SamplingParams)
 from graphengine.prompts import Prompt
 
 params = SamplingParams(max_tokens=1)

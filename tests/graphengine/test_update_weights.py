@@ -33,11 +33,11 @@ from engines.forked_ranks import ranks_are_forked
 from graphengine import Engine, SamplingParams
 from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
-from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.models.checkpoints import given_tensors
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkpoint
 from graphengine.models.quantised.writer import write_quantised
+from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.parallel.link import Kind
 from graphengine.parallel.ranks import RankFailed, Ranks

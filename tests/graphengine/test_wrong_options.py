@@ -16,7 +16,7 @@ import pytest
 
 from engines.small_engine import assert_idle
 from graphengine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
-from graphengine.kernels import MAX_DRAFTS
+from graphengine.kernels.step.record import MAX_DRAFTS
 from graphengine.speculative import GateOptions, NGram, RelaxedAcceptance
 
 NAN, INF = math.nan, math.inf

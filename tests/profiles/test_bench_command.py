@@ -17,12 +17,14 @@ import torch
 from graphengine import EngineConfig
 from graphengine.cli import main as cli
 from graphengine.cli.parser import CommandParser
-from graphengine.profiles import acceptance, bench, table, text
+from graphengine.profiles import acceptance, bench
 from graphengine.profiles.benchmark import options as bench_options
-from graphengine.profiles.benchmark.ceiling import ReadCeiling
+from graphengine.profiles.benchmark.floor.ceiling import ReadCeiling
 from graphengine.profiles.benchmark.shapes import model_shape, step_bytes
 from graphengine.profiles.progress import Progress
-from graphengine.profiles.summary import FIGURES
+from graphengine.profiles.tables import pages as table
+from graphengine.profiles.tables import text
+from graphengine.profiles.tables.summary import FIGURES
 from timelines.small_bench import Bench, bench_command
 
 ROW_KEYS = {
@@ -430,7 +432,7 @@ def test_a_table_is_as_wide_as_its_terminal() -> None:
 
 
 def test_the_page_shows_the_committed_results() -> None:
-    """If it does not: `python -m graphengine.profiles.table`."""
+    """If it does not: `python -m graphengine.profiles.tables.pages`."""
     assert table.main(["--check"]) == 0
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from graphengine import Engine
 from graphengine.cli import main as cli
-from graphengine.profiles import text
 from graphengine.profiles.benchmark import recording
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.measure import Steady, Work
 from graphengine.profiles.benchmark.recording import LEAST_PAIRS, Turns, record
 from graphengine.profiles.benchmark.shapes import Subject
+from graphengine.profiles.tables import text
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WORK = Work(live=2, prompt_tokens=9, new_tokens=14, runs=2)

@@ -14,19 +14,14 @@ from hypothesis import given, settings
 
 from graphengine import EngineConfig
 from graphengine.cli import main as cli
-from graphengine.kernels import (
-    DecodeLanes,
-    LinearKind,
-    LinearPlan,
-    PackedWeight,
-    Residual,
-    RowFamily,
-    WeightFormat,
-    expert_plan,
-    heuristic_plan,
-    packed_plan,
-)
 from graphengine.kernels.core.devices import H200, SHARED_BYTES, Device, assumed
+from graphengine.kernels.experts.plans import expert_plan
+from graphengine.kernels.linear.packed import PackedWeight
+from graphengine.kernels.linear.packed_linear import packed_plan
+from graphengine.kernels.linear.plans import LinearKind, LinearPlan, RowFamily, heuristic_plan
+from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks import gqa
 from graphengine.models.contract import DecodeLaunch
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan, heuristic_plans

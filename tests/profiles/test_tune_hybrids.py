@@ -9,16 +9,19 @@ import pytest
 import torch
 
 from graphengine import EngineConfig
-from graphengine.kernels import DecodeLanes, PackedWeight, Residual, RowFamily
-from graphengine.kernels.recurrent.gated_delta_sizes import GatedDeltaSizes
-from graphengine.kernels.recurrent.mamba2_sizes import Mamba2Sizes
+from graphengine.kernels.linear.packed import PackedWeight
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.recurrent.gated_delta.gated_delta_sizes import GatedDeltaSizes
+from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks import gated_delta, gqa, mamba2, short_conv, squared_relu
 from graphengine.models.composition import DecoderModel
 from graphengine.models.contract import DecodeLaunch
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hybrid import HybridConfig
 from graphengine.models.linears import WeightForms, heuristic_plans
-from graphengine.models.plans import tuning
+from graphengine.models.plans import choosing as tuning
 from graphengine.models.plans.chains import chain_length
 from graphengine.models.states import StateTensors
 from graphengine.profiles.benchmark.engines import rounded_model

@@ -24,11 +24,9 @@ PACKAGES = {
 """The package that each folder is."""
 
 ROOMS = (
-    "checks", "options", "paths", "logits_params", "routing_record", "draft_trees",
-    "draft_vocabulary", "speculative", "speculative_text", "structured_outputs",
-    "sampling_params", "prefill_cut", "draft_schedule", "devices", "engine_sizes",
-    "config", "engine_options", "demo", "testing", "models", "text", "prompt_embeds", "prompts",
-    "requests", "host",
+    "paths", "options", "routing_record", "speculative", "speculative_text",
+    "structured_outputs", "sampling_params", "engine_sizes", "config", "engine_options", "demo",
+    "testing", "models", "text", "prompt_embeds", "prompts", "requests", "host",
     "drafters", "program", "observe", "opening", "core", "parallel", "sessions", "engine", "",
     "cli", "__main__",
 )  # fmt: skip

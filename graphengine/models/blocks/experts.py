@@ -19,31 +19,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
-    AnyWeight,
-    ClampedSwiglu,
-    DecodeLanes,
-    Grouping,
-    PackedExperts,
-    PackedForm,
-    ProductTile,
-    Residual,
-    Router,
-    Routes,
-    WeightFormat,
-    add_rms_norm,
-    chunk_tile,
-    decode_block,
-    empty_experts,
+from graphengine.kernels.experts.experts import (
     expert_part,
     expert_residual,
     expert_sum,
     expert_swiglu,
-    group_pairs,
-    groups_pairs,
-    route,
-    route_product,
 )
+from graphengine.kernels.experts.grouping import Grouping, group_pairs
+from graphengine.kernels.experts.packed.weights import PackedExperts, empty_experts
+from graphengine.kernels.experts.plans import ProductTile, chunk_tile, decode_block, groups_pairs
+from graphengine.kernels.experts.router import Router, Routes, route
+from graphengine.kernels.experts.router_product import route_product
+from graphengine.kernels.linear.packed import PackedForm
+from graphengine.kernels.linear.products import AnyWeight
+from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu
+from graphengine.kernels.norm_rope.norm import add_rms_norm
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks.expert_names import QWEN_NAMES, ExpertNames
 from graphengine.models.blocks.lanes_of_ranks import (
     RoutedLanes,

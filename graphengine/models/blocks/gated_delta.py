@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
-    AnyWeight,
-    DecodeLanes,
-    GatedDeltaParams,
-    GatedDeltaSizes,
-    PrefillLanes,
-    Residual,
-    causal_conv_chunk,
+from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.recurrent.conv import causal_conv_chunk
+from graphengine.kernels.recurrent.gated_delta.gated_delta import (
     gated_delta_decode,
     gated_delta_prefill,
-    linear,
 )
+from graphengine.kernels.recurrent.gated_delta.gated_delta_sizes import (
+    GatedDeltaParams,
+    GatedDeltaSizes,
+)
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.streams import (
     PrefillScratch,

@@ -11,25 +11,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
-    FP8_KV,
-    PREFILL_ARRIVALS,
-    AnyWeight,
-    BlockDraft,
-    DecodeLanes,
-    PrefillLanes,
-    Residual,
-    RowFamily,
-    attention_split,
+from graphengine.kernels.attention.decode import (
     decode_attention,
     decode_attention_arrivals,
     decode_attention_workspace_bytes,
-    gate_heads,
-    linear,
+)
+from graphengine.kernels.attention.head_gate import gate_heads
+from graphengine.kernels.attention.prefill import (
+    PREFILL_ARRIVALS,
     paged_prefill_attention,
     prefill_attention_workspace_bytes,
-    rope_append,
 )
+from graphengine.kernels.core.paged import FP8_KV
+from graphengine.kernels.draft.block import BlockDraft
+from graphengine.kernels.linear.plans import RowFamily, attention_split
+from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.rope import rope_append
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.norms import NextNorm, plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (

@@ -19,7 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.kernels import ExpertLanes, Residual, Routes, add_to_residual
+from graphengine.kernels.comm.push_lanes import ExpertLanes
+from graphengine.kernels.experts.router import Routes
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.linear.residual_sum import add_to_residual
 from graphengine.models.contract import DecodeLaunch, RankGroup
 
 _ALIGNMENT = 16

@@ -15,20 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from graphengine.kernels import (
-    AnyWeight,
-    DecodeLanes,
-    Mamba2Params,
-    Mamba2Sizes,
-    PrefillLanes,
-    Residual,
-    causal_conv_chunk,
-    linear,
+from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.recurrent.conv import causal_conv_chunk
+from graphengine.kernels.recurrent.mamba2.mamba2 import (
     mamba2_decode,
     mamba2_decode_gated,
     mamba2_norm,
     mamba2_prefill,
 )
+from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Params, Mamba2Sizes
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.streams import (
     PrefillScratch,

@@ -15,22 +15,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
+from graphengine.kernels.attention.head_product import head_product
+from graphengine.kernels.attention.latent import (
     LATENT_TILE,
-    AnyWeight,
-    DecodeLanes,
-    PrefillLanes,
-    Residual,
-    RowFamily,
     check_latent_sizes,
-    head_product,
     latent_append,
     latent_attention,
-    latent_values,
-    latent_values_workspace_bytes,
-    linear,
-    rms_norm,
 )
+from graphengine.kernels.attention.latent_decode import latent_values, latent_values_workspace_bytes
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.norm import rms_norm
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (

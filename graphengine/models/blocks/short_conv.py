@@ -13,15 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
-    AnyWeight,
-    DecodeLanes,
-    PrefillLanes,
-    Residual,
-    linear,
-    short_conv_decode,
-    short_conv_prefill,
-)
+from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.recurrent.short_conv import short_conv_decode, short_conv_prefill
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.streams import (
     PrefillScratch,

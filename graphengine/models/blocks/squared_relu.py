@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphengine.kernels import AnyWeight, DecodeLanes, Residual, linear, squared_relu
+from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.activation import squared_relu
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.streams import (
     PrefillScratch,

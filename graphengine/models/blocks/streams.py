@@ -14,34 +14,30 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
-    Activation,
+from graphengine.kernels.comm.push_residual import push_to_residual
+from graphengine.kernels.experts.packed.weights import PackedExperts
+from graphengine.kernels.linear.lane_codes import (
     ActivationKind,
-    AnyWeight,
-    Kept,
-    LinearPlan,
-    PackedExperts,
-    PackedWeight,
-    Product,
-    Residual,
-    add_normed,
-    add_normed_rms_norm,
-    add_rms_norm,
-    add_to_residual,
     code_bytes,
-    empty_packed,
+    new_lane_codes,
+    quantise_lanes,
+)
+from graphengine.kernels.linear.packed import PackedWeight, empty_packed
+from graphengine.kernels.linear.packed_chunk import packed_chunk_product
+from graphengine.kernels.linear.packed_chunk_fp8 import packed_chunk_fp8_product, takes_fp8
+from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.products import (
+    AnyWeight,
     in_order,
     linear,
     linear_residual,
     linear_squares,
-    new_lane_codes,
-    packed_chunk_fp8_product,
-    packed_chunk_product,
-    push_to_residual,
-    quantise_lanes,
-    sums_of_squares,
-    takes_fp8,
 )
+from graphengine.kernels.linear.residual import Kept, Product, Residual, sums_of_squares
+from graphengine.kernels.linear.residual_sum import add_to_residual
+from graphengine.kernels.norm_rope.activation import Activation
+from graphengine.kernels.norm_rope.norm import add_rms_norm
+from graphengine.kernels.norm_rope.post_norm import add_normed, add_normed_rms_norm
 from graphengine.models.blocks.norms import NextNorm, Sandwich
 from graphengine.models.contract import ONE_RANK, DecodeLaunch, PrefillLaunch, SplitStream
 from graphengine.models.linears import WeightForms

@@ -11,16 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
-    Activation,
-    AnyWeight,
-    DecodeLanes,
-    Residual,
-    fuses_swiglu,
-    linear,
-    linear_swiglu,
-    swiglu,
-)
+from graphengine.kernels.linear.linear_swiglu import fuses_swiglu, linear_swiglu
+from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.activation import Activation, swiglu
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.streams import (
     PrefillScratch,

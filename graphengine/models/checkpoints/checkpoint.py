@@ -20,9 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from graphengine.checks import INT32_MAX, is_int, shown, some
 from graphengine.demo import checkpoint_path
-from graphengine.devices import DTYPES
 from graphengine.models.checkpoints.json_files import read_json_object
 from graphengine.models.checkpoints.random_values import random_values
 from graphengine.models.checkpoints.tensor_files import (
@@ -34,6 +32,8 @@ from graphengine.models.checkpoints.tensor_files import (
     find_tensors,
     read_header,
 )
+from graphengine.options.checks import INT32_MAX, is_int, shown, some
+from graphengine.options.devices import DTYPES
 from graphengine.paths import expand_user
 
 Progress = Callable[[int, int], None]

@@ -15,12 +15,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from graphengine.checks import shown
-from graphengine.kernels import FP8_MAX
+from graphengine.kernels.core.paged import FP8_MAX
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.tensor_files import spans_of
 from graphengine.models.contract import WHOLE, RankGroup, Share
 from graphengine.models.weights import StoredWeights
+from graphengine.options.checks import shown
 
 # Names under the prefix of a layer's attention, for keys and for values.
 _NAMES = (("k_scale", "k_proj.k_scale"), ("v_scale", "v_proj.v_scale"))

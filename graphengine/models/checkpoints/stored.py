@@ -12,9 +12,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from graphengine.checks import some
 from graphengine.config import RoundedKind, StateDtype
-from graphengine.devices import DTYPES
 from graphengine.models.checkpoints.checkpoint import Checkpoint, Progress, eos_token_ids
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
 from graphengine.models.composition import is_composed
@@ -34,6 +32,8 @@ from graphengine.models.quantised.filling import (
 from graphengine.models.quantised.forms import parted_names, rounded_forms, stored_forms
 from graphengine.models.quantised.schemes import Quantisation
 from graphengine.models.weights import Destinations, StoredLinear
+from graphengine.options.checks import some
+from graphengine.options.devices import DTYPES
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphengine.checks import some
 from graphengine.models.checkpoints.json_files import parse_json_object, read_json_object
+from graphengine.options.checks import some
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"

@@ -32,7 +32,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from graphengine.kernels import BlockDraft, MarkovHead, Residual, linear, rms_norm
+from graphengine.kernels.draft.block import BlockDraft
+from graphengine.kernels.draft.markov import MarkovHead
+from graphengine.kernels.linear.products import linear
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product

@@ -32,8 +32,7 @@ from typing import Any
 
 import torch
 
-from graphengine.checks import INT32_MAX, some
-from graphengine.kernels import MAX_RANK
+from graphengine.kernels.draft.markov import MAX_RANK
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
 from graphengine.models.composition import has_local_tables
@@ -42,6 +41,7 @@ from graphengine.models.drafting.dflash import DFlashConfig, allocate_dflash_wei
 from graphengine.models.families.llama import decoder_config
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import Key, read_keys, unsupported
+from graphengine.options.checks import INT32_MAX, some
 
 log = logging.getLogger(__name__)
 

@@ -27,13 +27,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
-    DecodeLanes,
-    PrefillLanes,
-    Residual,
-    linear_squares,
-    rms_norm,
-)
+from graphengine.kernels.linear.products import linear_squares
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.norm import rms_norm
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product

@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.checks import INT32_MAX, some
-from graphengine.draft_vocabulary import offset_ids
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
 from graphengine.models.contract import ModelConfig
@@ -38,6 +36,8 @@ from graphengine.models.drafting.eagle3 import (
 from graphengine.models.families.llama import DEFAULTS, decoder_config
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig, Key, read_keys, unsupported
+from graphengine.options.checks import INT32_MAX, some
+from graphengine.options.draft_vocabulary import offset_ids
 
 log = logging.getLogger(__name__)
 

@@ -25,14 +25,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from graphengine.kernels import (
-    AnyWeight,
-    DecodeLanes,
-    PrefillLanes,
-    Residual,
-    linear_residual,
-    rms_norm,
-)
+from graphengine.kernels.linear.products import AnyWeight, linear_residual
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.norm import rms_norm
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.norms import plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product, new_weight, tensors_of

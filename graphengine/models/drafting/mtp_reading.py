@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from graphengine.checks import some
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
 from graphengine.models.contract import ModelConfig
@@ -18,6 +17,7 @@ from graphengine.models.hf.config_schema import MTP_KEYS, language_model, read_k
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.filling import names_of_packed
 from graphengine.models.quantised.forms import stored_forms
+from graphengine.options.checks import some
 
 _LATENT, _EXPERTS = "latent attention (MLA)", "experts (MoE)"
 # Names below a decoder layer that show what it has.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from graphengine.kernels import RowFamily
+from graphengine.kernels.linear.plans import RowFamily
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.composition import is_composed

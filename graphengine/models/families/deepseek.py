@@ -11,7 +11,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphengine.kernels import MAX_EXPERTS, MAX_LATENT, MAX_ROTATED, RopeConfig, Router
+from graphengine.kernels.attention.latent import MAX_LATENT, MAX_ROTATED
+from graphengine.kernels.experts.router import MAX_EXPERTS, Router
+from graphengine.kernels.norm_rope.rope import RopeConfig
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.swiglu import Swiglu

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from graphengine.kernels import MAX_EXPERTS, ClampedSwiglu, Router
+from graphengine.kernels.experts.router import MAX_EXPERTS, Router
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.decoder import DecoderConfig

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphengine.kernels import RopeConfig
+from graphengine.kernels.norm_rope.rope import RopeConfig
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.hf import hf_config

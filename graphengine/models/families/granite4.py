@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphengine.kernels import MAX_EXPERTS, Mamba2Sizes, Router
+from graphengine.kernels.experts.router import MAX_EXPERTS, Router
+from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
 from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mamba2 import Mamba2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphengine.kernels import Mamba2Sizes
+from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.squared_relu import SquaredRelu

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphengine.kernels import GatedDeltaSizes
+from graphengine.kernels.recurrent.gated_delta.gated_delta_sizes import GatedDeltaSizes
 from graphengine.models.blocks.gated_delta import GatedDelta
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.swiglu import Swiglu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from graphengine.kernels import MAX_EXPERTS, Router
+from graphengine.kernels.experts.router import MAX_EXPERTS, Router
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.llama import decoder_config

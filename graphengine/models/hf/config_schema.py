@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from graphengine.checks import INT32_MAX, shown
+from graphengine.options.checks import INT32_MAX, shown
 
 Kind = Literal["integer", "integers", "number", "numbers", "flag", "text", "texts", "object"]
 HfConfig = Mapping[str, Any]

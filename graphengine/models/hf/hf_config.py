@@ -8,9 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from graphengine.checks import shown
-from graphengine.devices import DTYPES
-from graphengine.kernels import RopeConfig, RopeKind
+from graphengine.kernels.norm_rope.rope import RopeConfig, RopeKind
 from graphengine.models.hf.config_schema import (
     KEYS,
     LAYER_TYPES,
@@ -24,6 +22,8 @@ from graphengine.models.hf.config_schema import (
     read_keys,
     unsupported,
 )
+from graphengine.options.checks import shown
+from graphengine.options.devices import DTYPES
 
 _ROPE_KINDS: Sequence[RopeKind] = get_args(RopeKind)
 HEAD_DIMS = (64, 80, 96, 128, 256)

@@ -13,13 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graphengine.kernels import AnyWeight, DecodeLanes, PackedForm, Residual, linear_reference
 from graphengine.kernels.experts.reference import (
     expert_product_reference,
     expert_sum_reference,
 )
 from graphengine.kernels.experts.router import route_reference
-from graphengine.kernels.linear.residual import add_to_residual_reference
+from graphengine.kernels.linear.packed import PackedForm
+from graphengine.kernels.linear.products import AnyWeight
+from graphengine.kernels.linear.reference import linear_reference
+from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
+from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.composition import HEAD, DecoderModel, experts_of, named_sublayers
 from graphengine.models.contract import DecodeLaunch, Model, ModelConfig

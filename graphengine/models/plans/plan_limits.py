@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from graphengine.kernels import FMA_LANES, LinearKind, LinearPlan, WeightFormat
 from graphengine.kernels.core.devices import H200
 from graphengine.kernels.experts.plans import DECODE_BLOCK, check_expert_plan
 from graphengine.kernels.linear.packed_cut import streams
 from graphengine.kernels.linear.packed_linear import check_packed_plan
+from graphengine.kernels.linear.plans import FMA_LANES, LinearKind, LinearPlan
+from graphengine.kernels.linear.quantised import WeightFormat
 
 MAX_WEIGHT_REGISTERS = 255
 """Most registers that a thread has; an `fma` program keeps its weights in them."""

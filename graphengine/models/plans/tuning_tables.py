@@ -21,10 +21,11 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from graphengine.devices import DTYPES
-from graphengine.kernels import LinearKind, LinearPlan, RowFamily, WeightFormat
+from graphengine.kernels.linear.plans import LinearKind, LinearPlan, RowFamily
+from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.linears import Linear
 from graphengine.models.plans.plan_limits import check_plan
+from graphengine.options.devices import DTYPES
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graphengine.kernels import BITS
+from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, scale_values
 
 

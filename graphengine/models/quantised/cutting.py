@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphengine.kernels import BITS
+from graphengine.kernels.core.lanes import BITS
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.models.checkpoints.tensor_files import Cut
 from graphengine.models.quantised.concatenate import each_row

@@ -14,15 +14,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from graphengine.checks import some
 from graphengine.config import RoundedKind
-from graphengine.kernels import (
-    PackedForm,
-    QuantisedWeight,
-    WeightFormat,
-    empty_packed,
-    packed_form,
-)
+from graphengine.kernels.linear.packed import PackedForm, empty_packed, packed_form
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.concatenate import are_same, joined_format, ordered_format
@@ -31,6 +25,7 @@ from graphengine.models.quantised.readers import is_plain, read_order, read_weig
 from graphengine.models.quantised.rounding import KIND_FORMATS, check_columns
 from graphengine.models.quantised.schemes import HEAD, Quantisation, WeightScheme
 from graphengine.models.weights import Stack, StoredLinear
+from graphengine.options.checks import some
 
 
 def stored_forms(

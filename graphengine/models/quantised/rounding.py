@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphengine.config import RoundedKind
-from graphengine.kernels import FP8_MAX
+from graphengine.kernels.core.paged import FP8_MAX
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, packed_halves
 
 ROUNDED_KINDS = get_args(RoundedKind)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphengine.checks import shown
 from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.options.checks import shown
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _POWERS = (torch.uint8, torch.float8_e8m0fnu)

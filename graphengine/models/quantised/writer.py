@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphengine.checks import some
 from graphengine.config import RoundedKind
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.models.checkpoints.checkpoint import Checkpoint
@@ -28,6 +27,7 @@ from graphengine.models.hf.config_schema import unsupported
 from graphengine.models.quantised.config import quantisation_of
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.schemes import HEAD
+from graphengine.options.checks import some
 
 INT4_GROUPS = (32, 64, 128)
 _INDEX = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ import pytest
 
 from graphengine import Engine, SamplingParams
 from graphengine.cli import typed_lines as typed
-from graphengine.cli.chat_command import HELP, ChatOutput, Conversation, converse, interrupts
+from graphengine.cli.commands.chat import HELP, ChatOutput, Conversation, converse, interrupts
 from graphengine.cli.main import main
 from graphengine.cli.typed_lines import typed_lines
 

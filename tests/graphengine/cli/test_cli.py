@@ -22,7 +22,7 @@ from graphengine.cli.option_files import PAGE_TABLES
 from graphengine.cli.option_flags import flag_facts
 from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.options import rows
+from graphengine.options.table import rows
 from graphengine.text.tokenizer import Tokenizer
 
 PROMPT = "def fib(n):"

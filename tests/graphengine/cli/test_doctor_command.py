@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from graphengine.cli import doctor_command
+from graphengine.cli.commands import doctor as doctor_command
 from graphengine.cli.main import main
 from graphengine.observe.doctor import examine
 from graphengine.observe.findings import Driver, Finding, Folder, Machine, Software

@@ -15,8 +15,8 @@ import torch
 from graphengine import Engine, EngineConfig
 from graphengine.buckets import GraphStructure
 from graphengine.buckets.graphs import nodes
-from graphengine.cli import graph_command
-from graphengine.cli.graph_command import (
+from graphengine.cli.commands import graph as graph_command
+from graphengine.cli.commands.graph import (
     INDEX,
     Dump,
     DumpDiff,

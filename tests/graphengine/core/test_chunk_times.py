@@ -16,7 +16,7 @@ from graphengine import Engine
 from graphengine.buckets import CapturedGraph
 from graphengine.core import runtime
 from graphengine.core.chunk_times import ChunkTimer
-from graphengine.prefill_cut import HEADROOM
+from graphengine.options.prefill_cut import HEADROOM
 from graphengine.speculative import MTP, NGram
 
 FOREVER = 1e9

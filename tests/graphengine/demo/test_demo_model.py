@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from demo_training.corpus import END_OF_TEXT
+from demo_training.evaluate import evaluate
 from extent import extent
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
-from graphengine.demo.corpus import END_OF_TEXT
-from graphengine.demo.evaluate import evaluate
 from graphengine.text.tokenizer import Tokenizer
 
 PROMPT_LENGTHS = (1, 5, 16, 33, 80, 150)

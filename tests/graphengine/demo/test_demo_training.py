@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from graphengine.demo import corpus as corpora
-from graphengine.demo import train as training
-from graphengine.demo.checkpoint import load_model
-from graphengine.demo.corpus import END_OF_TEXT, Corpus, Document, Source
-from graphengine.demo.evaluate import evaluate, windows
-from graphengine.demo.model import DEPTH, DemoConfig, DemoModel, Rope, training_losses
-from graphengine.demo.optimiser import newton_schulz
-from graphengine.demo.tokenizer import load_tokenizer
-from graphengine.demo.train import main, rate_factor
+from demo_training import corpus as corpora
+from demo_training import train as training
+from demo_training.checkpoint import load_model
+from demo_training.corpus import END_OF_TEXT, Corpus, Document, Source
+from demo_training.evaluate import evaluate, windows
+from demo_training.model import DEPTH, DemoConfig, DemoModel, Rope, training_losses
+from demo_training.optimiser import newton_schulz
+from demo_training.tokenizer import load_tokenizer
+from demo_training.train import main, rate_factor
 from timelines.fake_clock import Clock
 
 TEXT = "def number(n: int) -> int:\n    return n + 1\n\n\nclass Émile:\n    pass  # ½ 日本\n"

@@ -16,15 +16,16 @@ from safetensors.torch import load_file
 
 from checkpoints.block_drafters import BlockShape, PlainDrafter
 from checkpoints.eagle3_heads import HEAD_DIM, THETA, Head, Shape
+from demo_training import corpus as corpora
+from demo_training import train_block, train_eagle3
+from demo_training.block import BlockConfig, BlockDrafter
+from demo_training.draft_training import Settings, Text
+from demo_training.drafting import DemoDrafter, read_target
+from demo_training.eagle3 import Eagle3Head, HeadConfig, head_json
+from demo_training.model import DemoConfig, DemoModel
+from demo_training.own_text import Writer, own_text
 from graphengine import DFlash, Eagle3, Engine, SamplingParams
-from graphengine.demo import checkpoint_path, train_block, train_eagle3
-from graphengine.demo import corpus as corpora
-from graphengine.demo.block import BlockConfig, BlockDrafter
-from graphengine.demo.draft_training import Settings, Text
-from graphengine.demo.drafting import DemoDrafter, read_target
-from graphengine.demo.eagle3 import Eagle3Head, HeadConfig, head_json
-from graphengine.demo.model import DemoConfig, DemoModel
-from graphengine.demo.own_text import Writer, own_text
+from graphengine.demo import checkpoint_path
 from graphengine.text.tokenizer import Tokenizer
 
 TINY = DemoConfig(

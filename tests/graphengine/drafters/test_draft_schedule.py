@@ -22,10 +22,10 @@ from engines.speculation import (
     outcomes,
 )
 from graphengine import Engine, EngineConfig, StructuredOutputsParams
-from graphengine.draft_schedule import DraftSchedule
 from graphengine.drafters.eagle import EagleDrafter
 from graphengine.host.gate import Gate
 from graphengine.models.families import registry
+from graphengine.options.draft_schedule import DraftSchedule
 from graphengine.speculative import (
     MTP,
     DraftModel,

@@ -23,10 +23,10 @@ from engines.plain_trees import Root, drafted_tree, plain_tree
 from engines.small_engine import PROMPT, assert_idle, greedy, sampled
 from engines.speculation import BEST, ENDLESS, Job, outcomes, random_jobs, run_with
 from graphengine import DynamicTree, Engine, Request, SamplingParams, StructuredOutputsParams
-from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.drafters import FieldSizes, dynamic_growth
 from graphengine.drafters.dynamic_growth import DynamicGrowth
 from graphengine.kernels.attention import reference
+from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import FORCE_ACCEPTED, MTP, GateOptions
 
 SMALL: dict[str, Any] = {

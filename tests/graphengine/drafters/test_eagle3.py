@@ -39,9 +39,9 @@ from engines.speculation import (
     random_jobs,
 )
 from graphengine import Engine, PromptParts, Request
-from graphengine.draft_trees import Tree
 from graphengine.drafters import FieldSizes, eagle
 from graphengine.kernels.attention import reference
+from graphengine.options.draft_trees import Tree
 from graphengine.speculative import Eagle3, GateOptions, describe
 from launches.compilation import graph_kernels
 

@@ -14,11 +14,11 @@ from engines.small_engine import LONG, OTHER, PROMPT, assert_idle, greedy, open_
 from extent import extent
 from graphengine import Engine, EngineConfig, Request
 from graphengine.demo import checkpoint_path
-from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.drafters import OwnGraphEagle, make_drafter
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.families.registry import read_model_config
 from graphengine.opening.memory import plan_memory
+from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import MTP, GateOptions
 
 PROMPTS = (PROMPT, LONG, OTHER, "import os\n")

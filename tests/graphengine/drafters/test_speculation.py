@@ -43,8 +43,8 @@ from engines.speculation import (
 from extent import extent
 from graphengine import DynamicTree, Engine, Request, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
-from graphengine.draft_vocabulary import DraftVocabulary
-from graphengine.kernels import Residual
+from graphengine.kernels.linear.residual import Residual
+from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import MTP, Auto, DraftModel, NGram, Speculative, UserProvided
 
 WHOLE = checkpoint_path()

@@ -29,9 +29,9 @@ from engines.speculation import (
 )
 from graphengine import Engine, Event, Request, SamplingParams
 from graphengine.demo import checkpoint_path
-from graphengine.draft_vocabulary import DraftVocabulary
-from graphengine.kernels import SamplingTensors
+from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_reference
+from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import FORCE_ACCEPTED, MTP, DraftModel, NGram, UserProvided
 
 

@@ -17,7 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from graphengine.draft_vocabulary import DraftVocabulary, frequent_tokens, read_offsets, target_ids
+from graphengine.options.draft_vocabulary import (
+    DraftVocabulary,
+    frequent_tokens,
+    read_offsets,
+    target_ids,
+)
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
     FORCE_ACCEPTED,

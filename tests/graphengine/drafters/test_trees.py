@@ -38,12 +38,12 @@ from engines.speculation import (
 )
 from extent import extent
 from graphengine import Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
-from graphengine.draft_trees import DynamicTree, StaticTree
-from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.drafters import tree_growth
 from graphengine.drafters.making import _check_trees
 from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.models.states import Paged, Recurrent
+from graphengine.options.draft_trees import DynamicTree, StaticTree
+from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import FORCE_ACCEPTED, MTP, GateOptions, RelaxedAcceptance
 
 SMALL: dict[str, Any] = {

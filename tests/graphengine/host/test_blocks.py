@@ -25,8 +25,8 @@ from hypothesis.stateful import (
 from engines.simulated_blocks import ALPHABET, Sharing, reply
 from extent import extent
 from graphengine import SamplingParams
-from graphengine.host.blocks import Reuse
-from graphengine.host.pool import BlockPool
+from graphengine.host.block_pool import BlockPool
+from graphengine.host.reuse import Reuse
 from graphengine.requests.context import Context
 from graphengine.requests.request import Phase, Request
 

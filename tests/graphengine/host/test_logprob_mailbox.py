@@ -12,8 +12,10 @@ import torch
 from graphengine import Request, SamplingParams
 from graphengine.buckets.mailbox import MailboxBroken
 from graphengine.host.logprobs import LogprobMailbox, Logprobs
-from graphengine.host.replay import Replay
-from graphengine.kernels import EMITTED, logprob_items, pack_state
+from graphengine.host.plan import Replay
+from graphengine.kernels.logits.logprobs_mailbox import logprob_items
+from graphengine.kernels.step.record import pack_state
+from graphengine.kernels.step.state import EMITTED
 from graphengine.requests.job import Job
 from graphengine.requests.result import Logprob
 

@@ -10,10 +10,11 @@ import torch
 
 from graphengine import Request, SamplingParams
 from graphengine.buckets.mailbox import MailboxBroken
-from graphengine.host.plan import PrefillChunk
-from graphengine.host.replay import Replay
+from graphengine.host.plan import PrefillChunk, Replay
 from graphengine.host.routes import RouteMailbox, RouteTable, Routing
-from graphengine.kernels import EMITTED, pack_state, route_items
+from graphengine.kernels.experts.records import route_items
+from graphengine.kernels.step.record import pack_state
+from graphengine.kernels.step.state import EMITTED
 from graphengine.models.weights import RoutedExperts
 from graphengine.requests.job import Job
 from graphengine.requests.routes import RecordedRoutes

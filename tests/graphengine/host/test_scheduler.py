@@ -34,8 +34,8 @@ from hypothesis.stateful import (
 )
 
 from extent import extent
+from graphengine.host.block_pool import BlockPool
 from graphengine.host.plan import Plan
-from graphengine.host.pool import BlockPool
 from graphengine.host.scheduler import Scheduler
 from graphengine.program.fields import host_updates
 from graphengine.requests.guided import Guide

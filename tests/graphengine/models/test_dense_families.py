@@ -18,7 +18,7 @@ from graphengine.models.checkpoints.stored import destinations, read_model
 from graphengine.models.contract import Share
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.splitting.rank_cuts import cut_to
-from graphengine.models.splitting.ranks import of_rank
+from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.splitting.stages import of_stage
 
 NAMES = ("phi3", "phi3-96", "smollm3", "smollm3-marked")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from graphengine import Engine, SamplingParams
-from graphengine.kernels import groups_pairs
+from graphengine.kernels.experts.plans import groups_pairs
 from graphengine.profiles.benchmark.eager import check_against_eager
 from graphengine.speculative import NGram
 

@@ -22,7 +22,7 @@ from engines.family_checks import (
 )
 from extent import extent
 from graphengine import Engine, SamplingParams
-from graphengine.kernels import PackedExperts
+from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.checkpoints.checkpoint import Checkpoint

@@ -35,7 +35,7 @@ from graphengine.models.drafting.mtp import LAYOUTS, MtpConfig
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.splitting.rank_cuts import cut_to
-from graphengine.models.splitting.ranks import of_rank
+from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.states import Paged, Recurrent, recurrent_field, recurrent_states
 from graphengine.speculative import DraftModel, NGram, SaveHiddenStates, UserProvided
 from launches.compilation import graph_kernels

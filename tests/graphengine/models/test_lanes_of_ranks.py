@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphengine.kernels import ExpertLanes, Residual, Routes, add_to_residual
-from graphengine.kernels.linear.residual import new_residual
+from graphengine.kernels.comm.push_lanes import ExpertLanes
+from graphengine.kernels.experts.router import Routes
+from graphengine.kernels.linear.residual import Residual, new_residual
+from graphengine.kernels.linear.residual_sum import add_to_residual
 from graphengine.models.blocks.lanes_of_ranks import (
     RoutedLanes,
     add_sum_of_own,

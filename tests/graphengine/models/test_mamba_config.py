@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GraniteMoeHybridConfig, NemotronHConfig
 
-from graphengine.kernels import Mamba2Sizes
+from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import RING, STATE, Mamba2
 from graphengine.models.blocks.squared_relu import SquaredRelu

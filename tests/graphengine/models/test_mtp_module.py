@@ -29,20 +29,15 @@ from checkpoints.mtp_modules import (
     random_tensors,
     write_random,
 )
+from demo_training.checkpoint import load_model
+from demo_training.model import DEPTH
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
-from graphengine.demo.checkpoint import load_model
-from graphengine.demo.model import DEPTH
-from graphengine.kernels import (
-    DecodeLanes,
-    PrefillLanes,
-    Residual,
-    RowFamily,
-    gather_prefill,
-    linear,
-    new_residual,
-    paged_prefill_attention,
-)
+from graphengine.kernels.attention.prefill import paged_prefill_attention
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.products import linear
+from graphengine.kernels.linear.residual import Residual, new_residual
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, gather_prefill
 from graphengine.models.blocks import gqa
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import DecodeLaunch
@@ -56,7 +51,7 @@ from graphengine.models.drafting.mtp import (
 )
 from graphengine.models.drafting.mtp_reading import read_mtp_config
 from graphengine.models.families.registry import read_model_config
-from graphengine.models.plans.tuning import choose_plans
+from graphengine.models.plans.choosing import choose_plans
 from graphengine.models.states import StateTensors, cache_shape
 from graphengine.text.tokenizer import Tokenizer
 

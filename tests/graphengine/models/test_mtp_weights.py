@@ -25,14 +25,15 @@ from checkpoints.mtp_modules import (
     write_random,
 )
 from graphengine.demo import checkpoint_path
-from graphengine.kernels import LinearPlan
+from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.drafting import mtp
 from graphengine.models.drafting.mtp import MtpConfig, allocate_mtp_weights
 from graphengine.models.drafting.mtp_reading import read_mtp_config
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.linears import Linear, heuristic_plans
-from graphengine.models.plans import tuning, tuning_tables
+from graphengine.models.plans import choosing as tuning
+from graphengine.models.plans import tuning_tables
 from graphengine.models.states import Paged
 
 Edit = Callable[[dict[str, Any], Tensors], object]

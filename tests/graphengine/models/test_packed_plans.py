@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from graphengine.kernels import LinearPlan, WeightFormat
+from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.linears import Linear, LinearPlans
+from graphengine.models.plans.choosing import choose_plan, numerics_id
 from graphengine.models.plans.plan_limits import packed_shared_bytes
-from graphengine.models.plans.tuning import choose_plan, numerics_id
 from graphengine.models.plans.tuning_tables import TunedPlan, TuningKey
 from launches.tuning_cases import BF16
 

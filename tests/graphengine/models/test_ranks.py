@@ -17,18 +17,13 @@ import torch
 from events import GENEROUS_S
 from torch import Tensor
 
-from graphengine.kernels import (
-    ClampedSwiglu,
-    DecodeLanes,
-    PrefillLanes,
-    RopeConfig,
-    Router,
-    Routes,
-    gather_prefill,
-    linear,
-    new_residual,
-    paged_prefill_attention,
-)
+from graphengine.kernels.attention.prefill import paged_prefill_attention
+from graphengine.kernels.experts.router import Router, Routes
+from graphengine.kernels.linear.products import linear
+from graphengine.kernels.linear.residual import new_residual
+from graphengine.kernels.norm_rope.activation import ClampedSwiglu
+from graphengine.kernels.norm_rope.rope import RopeConfig
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, gather_prefill
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.streams import add_product
@@ -57,7 +52,7 @@ from graphengine.models.drafting.mtp import (
 from graphengine.models.families.gpt_oss import NAMES
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.routing import observed_routes
-from graphengine.models.splitting.ranks import modules_of_rank, of_rank
+from graphengine.models.splitting.rank_sizes import modules_of_rank, of_rank
 from graphengine.models.states import StateTensors, cache_shape
 from graphengine.models.weights import StoredWeights
 from graphengine.parallel.split_stream import GatheredStream

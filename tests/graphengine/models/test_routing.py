@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from graphengine import Engine, Result, SamplingParams
-from graphengine.kernels import Router, route
+from graphengine.kernels.experts.router import Router, route
 from graphengine.models.routing import StepRoutes, layer_ids
 from graphengine.speculative import NGram
 

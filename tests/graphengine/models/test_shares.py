@@ -12,7 +12,8 @@ from torch import Tensor
 
 from checkpoints.toy_family import CONFIG as TOY
 from checkpoints.toy_family import read_config
-from graphengine.kernels import RopeConfig, Router
+from graphengine.kernels.experts.router import Router
+from graphengine.kernels.norm_rope.rope import RopeConfig
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.checkpoints.checkpoint import Checkpoint
@@ -20,7 +21,7 @@ from graphengine.models.contract import ModelConfig, ModelWeights, Share
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.gpt_oss import NAMES
 from graphengine.models.splitting.rank_cuts import cut_to
-from graphengine.models.splitting.ranks import of_rank
+from graphengine.models.splitting.rank_sizes import of_rank
 
 EXPERTS = Experts(hidden_size=6, ffn_size=4, experts=3, router=Router(top_k=2), norm_eps=1e-5)
 CONFIG = DecoderConfig(

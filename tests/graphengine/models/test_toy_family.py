@@ -16,7 +16,8 @@ from torch import Tensor
 from checkpoints import toy_family
 from engines.small_engine import assert_idle, greedy, run, sampled, step_until
 from graphengine import Engine, Request, SamplingParams, SessionSnapshot
-from graphengine.kernels import SamplingTensors, sample_reference
+from graphengine.kernels.sample.candidates import SamplingTensors
+from graphengine.kernels.sample.sampling import sample_reference
 from graphengine.models.families import registry
 from graphengine.models.states import recurrent_field
 from graphengine.speculative import SaveHiddenStates

@@ -19,16 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphengine.buckets import BucketLadder
-from graphengine.kernels import (
-    LinearKind,
-    LinearPlan,
-    RowFamily,
-    heuristic_plan,
-)
 from graphengine.kernels.core.devices import H200, assumed
+from graphengine.kernels.linear.plans import LinearKind, LinearPlan, RowFamily, heuristic_plan
 from graphengine.models.linears import LinearPlans, heuristic_plans
-from graphengine.models.plans import plan_limits, tuning, tuning_tables
-from graphengine.models.plans.tuning import numerics_id
+from graphengine.models.plans import choosing as tuning
+from graphengine.models.plans import plan_limits, tuning_tables
+from graphengine.models.plans.choosing import numerics_id
 from graphengine.models.plans.tuning_tables import TunedPlan, TuningKey
 from graphengine.opening.workspace import step_bytes
 from graphengine.profiles.benchmark.shapes import model_shape

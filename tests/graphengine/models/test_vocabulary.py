@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphengine.kernels import SamplingTensors, linear, linear_sample, pack
+from graphengine.kernels.linear.packed import pack
+from graphengine.kernels.linear.products import linear, linear_sample
+from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import check_tiles, token_of_tiles_reference
 from graphengine.models.contract import Share
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise

@@ -15,7 +15,7 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 from engines.small_engine import run
 from graphengine import Engine, SamplingParams
 from graphengine.core.chunk_times import ChunkTimer
-from graphengine.kernels import BITS
+from graphengine.kernels.core.lanes import BITS
 from graphengine.program.graph_key import GraphKey
 from graphengine.speculative import DraftModel, NGram
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from graphengine.kernels import Device, assumed
 from graphengine.kernels.attention.gluon import decode_gluon, prefill_gluon
+from graphengine.kernels.core.devices import Device, assumed
 from graphengine.kernels.core.triton_versions import NEWEST
 from graphengine.observe import doctor
 from graphengine.observe.doctor import PACKAGES, examine, problems, verdict

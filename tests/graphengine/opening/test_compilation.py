@@ -17,8 +17,8 @@ import triton
 from checkpoints.vanilla_modules import write_agreeing
 from engines.small_engine import open_engine
 from graphengine.demo import checkpoint_path
-from graphengine.kernels import KernelCompilation, assumed
-from graphengine.kernels.core.devices import H200
+from graphengine.kernels.core.devices import H200, assumed
+from graphengine.kernels.core.launching import KernelCompilation
 from graphengine.opening.allocation import compile_steps, graph_steps
 from graphengine.program.graph_key import decode_key, draft_key, note_key, prefill_key
 from graphengine.speculative import (

@@ -14,9 +14,12 @@ from engines.small_engine import open_engine
 from graphengine import EngineConfig
 from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
-from graphengine.draft_vocabulary import DraftVocabulary
 from graphengine.drafters import NoDrafter, make_drafter
-from graphengine.kernels import MAX_LANES, Device, ExpertLanes, WeightFormat, assumed, packed_form
+from graphengine.kernels.comm.push_lanes import ExpertLanes
+from graphengine.kernels.core.devices import Device, assumed
+from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.packed import packed_form
+from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models import contract
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.families.registry import read_model_config
@@ -29,6 +32,7 @@ from graphengine.opening.calibration import calibrate
 from graphengine.opening.host_memory import host_bytes
 from graphengine.opening.memory import MemoryPlan, plan_memory
 from graphengine.opening.workspace import _KERNELS_PER_PROMPT_PART, graph_bytes
+from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.speculative import (
     MTP,

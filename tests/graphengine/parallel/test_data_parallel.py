@@ -27,8 +27,11 @@ from engines.logit_options import HAS_GRAMMARS, consistent, random_options
 from engines.small_engine import run, step_until
 from graphengine import Engine, EngineConfig, Request, Result, SamplingParams
 from graphengine.host.rank_schedulers import RankSchedulers
-from graphengine.kernels import MAX_LANES, PUSH_UNIT, PeerItems, Peers, push_units
+from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
+from graphengine.kernels.comm.items import PeerItems, Peers
+from graphengine.kernels.comm.push_residual import push_units
 from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.linear.linear import MAX_LANES
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.parallel import ranks
 from graphengine.parallel.data_core import DataParallelCore

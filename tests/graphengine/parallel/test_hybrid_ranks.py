@@ -22,7 +22,7 @@ from graphengine import Engine, SamplingParams
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, Share
 from graphengine.models.families.registry import read_model_config
-from graphengine.models.splitting.ranks import of_rank
+from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, NGram
 

@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from graphengine.config import EngineConfig
-from graphengine.kernels import (
-    PUSH_UNIT,
-    ExpertLanes,
-    PeerLayout,
-    push_own_to_residual,
-)
+from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
+from graphengine.kernels.comm.layout import PeerLayout
+from graphengine.kernels.comm.push_lanes import ExpertLanes
+from graphengine.kernels.comm.push_residual import push_own_to_residual
 from graphengine.models.contract import Share
 from graphengine.parallel import meeting as meetings
 from graphengine.parallel import peer_memory

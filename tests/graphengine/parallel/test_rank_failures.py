@@ -301,7 +301,7 @@ def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PROGRAM = """
 import sys
-from graphengine import Engine, SamplingParams
+from graphengine import (Engine, SamplingParams)
 
 def main():
     with Engine.from_pretrained(sys.argv[1], device="cpu", tensor_parallel=2, max_seq_len=256,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphengine.kernels import split_lanes
+from graphengine.kernels.comm.add_parts_norm import split_lanes
 from graphengine.models.contract import Share
 from graphengine.parallel.meeting import Meeting
 from launches.split_chunks import EPS, SplitChunk

@@ -30,8 +30,11 @@ from engines.churn import Owners, come_and_go, write_tokenizer
 from engines.family_checks import assert_rewinds
 from engines.small_engine import assert_idle, run
 from graphengine import Engine, SamplingParams
-from graphengine.kernels import MAX_LANES, PUSH_UNIT, PeerItems, Peers, push_units
+from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
+from graphengine.kernels.comm.items import PeerItems, Peers
+from graphengine.kernels.comm.push_residual import push_units
 from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.linear.linear import MAX_LANES
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, NGram, Speculative, UserProvided
 from launches.compilation import graph_kernels

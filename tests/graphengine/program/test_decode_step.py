@@ -27,7 +27,6 @@ from extent import extent
 from graphengine import Engine, Request, SamplingParams
 from graphengine.buckets import inspect_graph, programmatic_edges
 from graphengine.demo import checkpoint_path
-from graphengine.devices import DTYPES
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.models.blocks import gqa
@@ -42,6 +41,7 @@ from graphengine.models.plans.tuning_tables import (
     user_table_path,
     write_table,
 )
+from graphengine.options.devices import DTYPES
 from graphengine.program.graph_key import Sampler, decode_key
 from graphengine.program.step import StepOutputs, StepProgram
 from graphengine.speculative import NGram

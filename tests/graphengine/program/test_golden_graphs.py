@@ -22,12 +22,12 @@ from engines.named_graphs import graph_names
 from graphengine import Engine
 from graphengine.buckets import GraphStructure
 from graphengine.core.recorded_rows import record_rows
-from graphengine.kernels import own_kernels
+from graphengine.kernels.core.op import own_kernels
 from graphengine.observe.op_table import align
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import DEMO, SHAPES, Subject
 from graphengine.speculative import MTP
-from graphengine.testing.snapshot import GraphSnapshot, environment_key
+from graphengine.testing.snapshots.snapshot import GraphSnapshot, environment_key
 from launches.compilation import GraphKernel, graph_kernels
 
 SNAPSHOTS = Path(__file__).parent / "__snapshots__" / Path(__file__).stem

@@ -18,7 +18,7 @@ from checkpoints.vanilla_modules import target_model, write_agreeing
 from engines.logit_options import Expected, assert_greedy, assert_logprobs, each_option, expect
 from engines.small_engine import OTHER, PROMPT, assert_idle, greedy, open_engine, run
 from graphengine import Engine, Result, SamplingParams
-from graphengine.kernels import SamplingTensors
+from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_reference
 from graphengine.sampling_params import SAMPLER_FIELDS
 from graphengine.speculative import MTP, NGram, Speculative

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from graphengine.testing.golden import GoldenFiles
+from graphengine.testing.snapshots.golden import GoldenFiles
 
 pytest_plugins = ["pytester"]
 

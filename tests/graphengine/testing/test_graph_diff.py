@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphengine.buckets import GraphEdge, GraphNode, GraphStructure
-from graphengine.testing.graph_diff import (
+from graphengine.testing.snapshots.graph_diff import (
     GraphChange,
     diff_structures,
     diff_text,

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.testing import GraphCheckError, latency, latency_budget
+from graphengine.testing import GraphCheckError, latency_budget
+from graphengine.testing.checks import latency
 
 
 class Clock:

@@ -51,7 +51,8 @@ def test_loading_imports_next_to_nothing() -> None:
     )
     imported = json.loads(done.stdout)
     ours = [name for name in imported if name.startswith("graphengine")]
-    own = ["graphengine.testing", "graphengine.testing.golden", "graphengine.testing.plugin"]
+    snapshots = ["graphengine.testing.snapshots", "graphengine.testing.snapshots.golden"]
+    own = ["graphengine.testing", "graphengine.testing.plugin", *snapshots]
     assert ours == ["graphengine", *own]
     assert len(imported) <= 10, imported
 

@@ -12,9 +12,9 @@ import torch
 
 from graphengine.buckets import CapturedGraph, GraphNode, GraphStructure
 from graphengine.testing.errors import GraphCheckError
-from graphengine.testing.golden import file_name, unique_name
-from graphengine.testing.snapshot import RECORD, GraphSnapshot, environment_key
-from graphengine.testing.structures import read_structure
+from graphengine.testing.snapshots.golden import file_name, unique_name
+from graphengine.testing.snapshots.snapshot import RECORD, GraphSnapshot, environment_key
+from graphengine.testing.snapshots.structures import read_structure
 from planted.graphs import PLANTED, chain, nested, with_node
 
 pytest_plugins = ["pytester"]

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from graphengine.buckets import CapturedGraph
-from graphengine.testing import GraphCheckError, check_no_alloc, no_alloc, no_sync, watch
+from graphengine.testing import GraphCheckError, check_no_alloc, no_alloc, no_sync
+from graphengine.testing.checks import watch
 
 
 class Device:

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extent import extent
-from graphengine.kernels import linear, linear_residual, linear_squares
 from graphengine.kernels.comm.items import Peers
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
@@ -22,6 +21,7 @@ from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.packed_linear import packed_linear_residual, packed_linear_squares
 from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.products import linear, linear_residual, linear_squares
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference, new_residual
 from launches.push_world import World
 from launches.quantised import random_quantised

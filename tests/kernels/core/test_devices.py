@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphengine.kernels import heuristic_plan
 from graphengine.kernels.attention import prefill
 from graphengine.kernels.attention.decode import longest_split
 from graphengine.kernels.attention.gluon import decode_gluon
@@ -23,7 +22,7 @@ from graphengine.kernels.core.dispatch import INTERPRETED, use_gluon, use_triton
 from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.linear.packed_cut import PackedArgs, new_cut
-from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.plans import LinearPlan, heuristic_plan
 from launches.quantised import random_quantised
 
 BF16 = torch.bfloat16

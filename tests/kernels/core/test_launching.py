@@ -20,12 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime._async_compile import active_mode
 
-from graphengine.kernels import compile_kernels, swiglu
 from graphengine.kernels.core import launching
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.launching import compile_kernels, launcher
 from graphengine.kernels.core.triton_versions import OPTIONS
 from graphengine.kernels.norm_rope import activation
+from graphengine.kernels.norm_rope.activation import swiglu
 
 KERNELS = Path(__file__).resolve().parents[3] / "kernels"
 # Seconds: only a test that has hung waits for so long.

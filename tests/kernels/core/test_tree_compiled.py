@@ -16,8 +16,9 @@ from graphengine.kernels.attention import decode
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.tree import TreeLanes, TreeTables
-from graphengine.kernels.draft import defer, draft, dynamic_tree, top_drafts, tree
-from graphengine.kernels.draft.tree_candidates import Candidates, Children
+from graphengine.kernels.draft import defer, draft
+from graphengine.kernels.draft.trees import dynamic_tree, top_drafts, tree
+from graphengine.kernels.draft.trees.tree_candidates import Candidates, Children
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.logits import logits, logprobs
 from graphengine.kernels.sample import cutoff

@@ -7,9 +7,8 @@ import warnings
 import pytest
 import triton
 
-from graphengine.kernels import bits_of_triton, warn_if_untried
 from graphengine.kernels.core.launching import launcher
-from graphengine.kernels.core.triton_versions import NEWEST
+from graphengine.kernels.core.triton_versions import NEWEST, bits_of_triton, warn_if_untried
 
 
 def test_a_version_that_was_never_tried_is_named() -> None:

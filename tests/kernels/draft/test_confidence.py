@@ -22,7 +22,7 @@ from graphengine.kernels.draft.confidence import (
     withhold_drafts_reference,
 )
 from graphengine.kernels.draft.draft import commit_draft_reference
-from graphengine.kernels.draft.top_drafts import TopDrafts
+from graphengine.kernels.draft.trees.top_drafts import TopDrafts
 from graphengine.kernels.step.state import DecodeLanes
 from launches.compilation import assert_waits_before_it_shows, compile_launch, record_launch
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphengine.kernels.draft.defer import defer_filtered, defer_filtered_reference
-from graphengine.kernels.draft.top_drafts import top_drafts_reference
+from graphengine.kernels.draft.trees.top_drafts import top_drafts_reference
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample_reference
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from extent import extent
 from graphengine.kernels.core.tree import TreeLanes, TreeTables
 from graphengine.kernels.draft.draft import Fusion, combine_hidden_reference
-from graphengine.kernels.draft.dynamic_tree import (
+from graphengine.kernels.draft.trees.dynamic_tree import (
     DraftedTrees,
     Expanded,
     expand_tree,
@@ -22,8 +22,8 @@ from graphengine.kernels.draft.dynamic_tree import (
     keep_best,
     keep_best_reference,
 )
-from graphengine.kernels.draft.top_drafts import TopDrafts
-from graphengine.kernels.draft.tree_candidates import Candidates, Children
+from graphengine.kernels.draft.trees.top_drafts import TopDrafts
+from graphengine.kernels.draft.trees.tree_candidates import Candidates, Children
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.step.state import DecodeLanes
 

@@ -7,20 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from graphengine.kernels import (
+from graphengine.kernels.draft.spread import spread_logits, spread_logits_reference
+from graphengine.kernels.logits.logits import (
+    LogitsTensors,
+    process_logits,
+    process_logits_reference,
+)
+from graphengine.kernels.logits.logits_triton import (
     USES_BAD_WORDS,
     USES_BIAS,
     USES_COUNTS,
     USES_GRAMMAR,
     USES_MASK,
     USES_REPETITION,
-    DecodeLanes,
-    LogitsTensors,
-    process_logits,
-    process_logits_reference,
-    spread_logits,
-    spread_logits_reference,
 )
+from graphengine.kernels.step.state import DecodeLanes
 
 NAN = float("nan")
 

@@ -20,8 +20,12 @@ from graphengine.kernels.draft.draft import (
     begin_module_draft_reference,
     combine_hidden_reference,
 )
-from graphengine.kernels.draft.top_drafts import MAX_CHILDREN, top_drafts, top_drafts_reference
-from graphengine.kernels.draft.tree import (
+from graphengine.kernels.draft.trees.top_drafts import (
+    MAX_CHILDREN,
+    top_drafts,
+    top_drafts_reference,
+)
+from graphengine.kernels.draft.trees.tree import (
     ParentRun,
     TreeLevel,
     grow_tree,

@@ -10,7 +10,7 @@ import torch
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.grouping import Grouping, group_pairs, most_blocks
-from graphengine.kernels.experts.packed import empty_experts
+from graphengine.kernels.experts.packed.weights import empty_experts
 from graphengine.kernels.experts.plans import DECODE_BLOCK, chunk_tile, expert_plan
 from graphengine.kernels.experts.records import given_routes, publish_routes, route_items
 from graphengine.kernels.experts.router import Router, Routes, route
@@ -33,7 +33,7 @@ HIDDEN, FFN, EXPERTS, TOP_K = 2048, 768, 128, 8
 experts = importlib.import_module("graphengine.kernels.experts.experts")
 launchers = [
     importlib.import_module(f"graphengine.kernels.experts.{name}")
-    for name in ("launches", "packed_decode")
+    for name in ("launches", "packed.packed_decode")
 ]
 
 

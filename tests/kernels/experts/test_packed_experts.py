@@ -14,7 +14,7 @@ from graphengine.kernels.experts.experts import (
     residual_arrivals,
 )
 from graphengine.kernels.experts.grouping import group_pairs
-from graphengine.kernels.experts.packed import PackedExperts, empty_experts, fill_expert
+from graphengine.kernels.experts.packed.weights import PackedExperts, empty_experts, fill_expert
 from graphengine.kernels.experts.plans import PACKED_BLOCK, chunk_tile, expert_plan
 from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
 from graphengine.kernels.experts.router import Routes

@@ -17,7 +17,7 @@ from graphengine.kernels.experts.experts import (
     residual_arrivals,
 )
 from graphengine.kernels.experts.grouping import Grouping, group_pairs_reference, most_blocks
-from graphengine.kernels.experts.packed import PackedExperts, fill_expert
+from graphengine.kernels.experts.packed.weights import PackedExperts, fill_expert
 from graphengine.kernels.experts.plans import check_expert_plan, decode_block, expert_plan
 from graphengine.kernels.experts.reference import expert_product_reference, expert_sum_reference
 from graphengine.kernels.experts.router import Routes
@@ -31,7 +31,7 @@ from launches.emulation import run_launch
 from launches.quantised import FORMATS, random_quantised
 
 EXPERTS = importlib.import_module("graphengine.kernels.experts.experts")
-DECODE = importlib.import_module("graphengine.kernels.experts.packed_decode")
+DECODE = importlib.import_module("graphengine.kernels.experts.packed.packed_decode")
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 

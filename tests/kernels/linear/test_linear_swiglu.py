@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extent import examples
-from graphengine.kernels import linear_swiglu_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.linear_swiglu import (
     _STAGES,
@@ -23,6 +22,7 @@ from graphengine.kernels.linear.linear_swiglu import (
     _swiglu_kernel,
     fuses_swiglu,
     linear_swiglu,
+    linear_swiglu_reference,
     tile_outputs,
 )
 

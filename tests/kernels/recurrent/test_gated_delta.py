@@ -11,8 +11,14 @@ from torch.nn import functional
 from extent import LONG, examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.recurrent.conv import causal_conv_chunk
-from graphengine.kernels.recurrent.gated_delta import gated_delta_decode, gated_delta_prefill
-from graphengine.kernels.recurrent.gated_delta_sizes import GatedDeltaParams, GatedDeltaSizes
+from graphengine.kernels.recurrent.gated_delta.gated_delta import (
+    gated_delta_decode,
+    gated_delta_prefill,
+)
+from graphengine.kernels.recurrent.gated_delta.gated_delta_sizes import (
+    GatedDeltaParams,
+    GatedDeltaSizes,
+)
 
 # Triton's interpreter multiplies poison with numpy, which warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

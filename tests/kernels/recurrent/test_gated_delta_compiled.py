@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.recurrent.gated_delta_sizes import GatedDeltaParams, GatedDeltaSizes
+from graphengine.kernels.recurrent.gated_delta.gated_delta_sizes import (
+    GatedDeltaParams,
+    GatedDeltaSizes,
+)
 from launches.compilation import (
     Op,
     assert_waits_before_it_shows,
@@ -21,7 +24,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel canno
 
 # Of Qwen3.5-4B.
 SIZES = GatedDeltaSizes(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4)
-gated_delta = importlib.import_module("graphengine.kernels.recurrent.gated_delta")
+gated_delta = importlib.import_module("graphengine.kernels.recurrent.gated_delta.gated_delta")
 
 
 def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

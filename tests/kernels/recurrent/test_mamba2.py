@@ -1,6 +1,6 @@
 """Mamba2 against its definition in float64, poisoned, in any company, and what is compiled.
 
-Letters: as of `kernels/recurrent/mamba2.py`.
+Letters: as of `kernels/recurrent/mamba2/mamba2.py`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import torch
 from torch.nn import functional
 
 from extent import some_of
-from graphengine.kernels import (
-    Mamba2Params,
-    Mamba2Sizes,
+from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.megatron.rewind import mamba_state_selective_copy
+from graphengine.kernels.recurrent.mamba2.mamba2 import (
     mamba2_decode,
     mamba2_decode_gated,
-    mamba2_decode_reference,
     mamba2_norm,
-    mamba2_norm_reference,
     mamba2_prefill,
-    mamba2_prefill_reference,
-    mamba_state_selective_copy,
 )
-from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.recurrent.mamba2.mamba2_reference import (
+    mamba2_decode_reference,
+    mamba2_norm_reference,
+    mamba2_prefill_reference,
+)
+from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Params, Mamba2Sizes
 from launches.compilation import (
     assert_waits_before_it_shows,
     compile_launch,
@@ -34,7 +35,7 @@ from launches.compilation import (
 )
 from launches.emulation import run_launch
 
-MODULE = importlib.import_module("graphengine.kernels.recurrent.mamba2")
+MODULE = importlib.import_module("graphengine.kernels.recurrent.mamba2.mamba2")
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SIZES = {
     "odd": Mamba2Sizes(heads=4, head_dim=20, groups=2, state_size=24, width=4),

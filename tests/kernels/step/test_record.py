@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphengine.kernels import MAX_DRAFTS, MAX_LANES
+from graphengine.kernels.linear.linear import MAX_LANES
 from graphengine.kernels.step.record import (
     COUNT_MASK,
     EPOCH_BITS,
@@ -20,6 +20,7 @@ from graphengine.kernels.step.record import (
     FLAG_MASK,
     FLAGS_AND_COUNT,
     FLAGS_AND_COUNT_MASK,
+    MAX_DRAFTS,
     LaneState,
     fed_of,
     pack_state,

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from graphengine import Engine, EngineConfig, SamplingParams
 from graphengine.core.recorded_rows import record_rows
-from graphengine.kernels import KernelCompilation, PackedForm, WeightFormat, empty_packed
 from graphengine.kernels.attention.triton.decode_triton import decode_attention_kernel
-from graphengine.kernels.linear.packed import unpack
-from graphengine.kernels.linear.quantised import dequantise
+from graphengine.kernels.core.launching import KernelCompilation
+from graphengine.kernels.linear.packed import PackedForm, empty_packed, unpack
+from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.models.composition import DecoderModel
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.plans.chains import link_bytes
@@ -27,12 +27,12 @@ from graphengine.models.quantised.rounding import KIND_FORMATS, ROUNDED_KINDS
 from graphengine.models.weights import StoredLinear
 from graphengine.observe.op_table import OpRow
 from graphengine.profiles.benchmark import eager, engines, measure
-from graphengine.profiles.benchmark.ceiling import (
+from graphengine.profiles.benchmark.engines import build_engine, engine_options, rounded_model
+from graphengine.profiles.benchmark.floor.ceiling import (
     ReadCeiling,
     measure_read_ceiling,
     sum_stream_reference,
 )
-from graphengine.profiles.benchmark.engines import build_engine, engine_options, rounded_model
 from graphengine.profiles.benchmark.kernel_times import (
     decode_launches,
     expert_reads,
@@ -56,7 +56,7 @@ from graphengine.profiles.benchmark.shapes import (
     step_bytes,
     weight_bytes,
 )
-from graphengine.profiles.percentiles import SHARES, percentiles, supports
+from graphengine.profiles.tables.percentiles import SHARES, percentiles, supports
 from timelines.fake_clock import result
 from timelines.small_bench import CPU, corrupt_eager_steps, launch_captured, tiny_engine, tiny_work
 

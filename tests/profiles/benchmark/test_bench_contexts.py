@@ -15,9 +15,8 @@ import torch
 from graphengine import Engine, EngineConfig
 from graphengine.drafters import NoDrafter
 from graphengine.opening import memory
-from graphengine.profiles import bench, text
+from graphengine.profiles import bench
 from graphengine.profiles.benchmark import context_rows
-from graphengine.profiles.benchmark.ceiling import ReadCeiling
 from graphengine.profiles.benchmark.context_rows import (
     ContextRows,
     fill_blocks,
@@ -26,7 +25,9 @@ from graphengine.profiles.benchmark.context_rows import (
 )
 from graphengine.profiles.benchmark.contexts import Contexts, measure_contexts
 from graphengine.profiles.benchmark.engines import build_engine
+from graphengine.profiles.benchmark.floor.ceiling import ReadCeiling
 from graphengine.profiles.benchmark.shapes import Subject
+from graphengine.profiles.tables import text
 from graphengine.speculative import MTP
 from timelines.small_bench import Bench, bench_command, tiny_work
 

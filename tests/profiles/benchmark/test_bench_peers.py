@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from graphengine.profiles import bench, text
+from graphengine.profiles import bench
 from graphengine.profiles.benchmark import peers
 from graphengine.profiles.benchmark.measure import Work
 from graphengine.profiles.benchmark.peers import PeerRun
 from graphengine.profiles.benchmark.shapes import SHAPES, Subject
+from graphengine.profiles.tables import text
 from timelines.small_bench import Bench, bench_command
 from timelines.vllm_stand_in import write_vllm
 

@@ -17,7 +17,7 @@ from graphengine.profiles.benchmark.engines import build_engine, freed
 from graphengine.profiles.benchmark.lone_rank import LoneRank
 from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.profiles.benchmark.stored_shape import stored_shape
-from graphengine.profiles.text import describe_document
+from graphengine.profiles.tables.text import describe_document
 
 SHORT = ("--prompt-tokens", "4", "--new-tokens", "5", "--runs", "1", "--ttft-tokens", "4")
 SMALL = ("--shape", "tiny", "--device", "cpu", "--batch", "1", "--max-batch", "1", *SHORT)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphengine.profiles.percentiles import percentiles
 from graphengine.profiles.report import make_document
 from graphengine.profiles.runs.compare import (
     LEAST_BLOCKS,
@@ -23,6 +22,7 @@ from graphengine.profiles.runs.compare import (
 )
 from graphengine.profiles.runs.run_file import Floats, Run, gaps_of
 from graphengine.profiles.sources import read_run
+from graphengine.profiles.tables.percentiles import percentiles
 from timelines.nsys_files import Export
 from timelines.simulated_run import simulate, write_recording
 

@@ -216,8 +216,8 @@ def test_long_lines_keep_their_peaks() -> None:
 
 # Colours and marks.
 
-CSS = files("graphengine.profiles.runs").joinpath("page.css").read_text()
-SYMBOLS = files("graphengine.profiles.runs").joinpath("page.html").read_text()
+CSS = files("graphengine.profiles.runs").joinpath("page/page.css").read_text()
+SYMBOLS = files("graphengine.profiles.runs").joinpath("page/page.html").read_text()
 
 
 def palette(dark: bool) -> dict[str, tuple[float, float, float]]:

@@ -22,17 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from graphengine.kernels import (
-    AnyWeight,
-    DecodeLanes,
-    PrefillLanes,
-    Residual,
-    RopeConfig,
-    RowFamily,
-    embed,
-    linear,
-    rms_norm,
-)
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.embedding import embed
+from graphengine.kernels.norm_rope.norm import rms_norm
+from graphengine.kernels.norm_rope.rope import RopeConfig
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from graphengine import Engine, SamplingParams
-from graphengine.kernels import PUSH_UNIT, PeerItems, Peers
+from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
+from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.models.contract import Share
 from graphengine.parallel import joined
 from graphengine.parallel.leading import LeadingRuntime

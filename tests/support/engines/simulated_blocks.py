@@ -19,7 +19,7 @@ from graphengine import SamplingParams
 from graphengine.host.plan import Plan, PrefillChunk
 from graphengine.host.rings import WindowRing
 from graphengine.host.scheduler import Scheduler
-from graphengine.prefill_cut import PrefillCut
+from graphengine.options.prefill_cut import PrefillCut
 from graphengine.program.fields import host_updates
 from graphengine.prompt_embeds import PromptTokens
 from graphengine.requests.context import Context

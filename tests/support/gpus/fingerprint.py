@@ -26,7 +26,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gpus.subjects import SUBJECTS, open_subject
 from graphengine import Engine
-from graphengine.kernels import H200, Op, assumed
+from graphengine.kernels.core.devices import H200, assumed
+from graphengine.kernels.core.op import Op
 from graphengine.opening.allocation import graph_steps
 from graphengine.program.schedule import record_schedule
 

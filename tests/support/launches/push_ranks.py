@@ -9,28 +9,22 @@ from pathlib import Path
 
 import torch
 
-from graphengine.kernels import (
-    ExpertLanes,
-    Launch,
-    add_parts_rms_norm,
-    add_rms_norm,
-    all_reduce,
-    heuristic_plan,
-    linear_residual,
-    linear_squares,
-    push_candidates,
-    push_gather,
-    push_lanes,
-    push_own_sum,
+from graphengine.kernels.comm.add_parts_norm import add_parts_rms_norm, split_lanes
+from graphengine.kernels.comm.all_reduce import all_reduce
+from graphengine.kernels.comm.push import push_gather, push_own_sum, push_sum
+from graphengine.kernels.comm.push_candidates import push_candidates
+from graphengine.kernels.comm.push_lanes import ExpertLanes, push_lanes, push_lanes_reference
+from graphengine.kernels.comm.push_residual import (
     push_own_to_residual,
-    push_sum,
     push_to_residual,
     push_units,
-    split_lanes,
 )
-from graphengine.kernels.comm.push_lanes import push_lanes_reference
 from graphengine.kernels.comm.sums import sum_parts_reference
+from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.linear.plans import heuristic_plan
+from graphengine.kernels.linear.products import linear_residual, linear_squares
 from graphengine.kernels.linear.residual import new_residual
+from graphengine.kernels.norm_rope.norm import add_rms_norm
 from graphengine.models.contract import Share
 from graphengine.parallel.peer_memory import PeerMemory
 from launches.split_chunks import SplitChunk

@@ -7,13 +7,9 @@ from typing import get_args
 import torch
 from hypothesis import strategies as st
 
-from graphengine.kernels import (
-    LinearKind,
-    LinearPlan,
-    RopeConfig,
-    RowFamily,
-    WeightFormat,
-)
+from graphengine.kernels.linear.plans import LinearKind, LinearPlan, RowFamily
+from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.kernels.norm_rope.rope import RopeConfig
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.plans.tuning_tables import TuningKey
 

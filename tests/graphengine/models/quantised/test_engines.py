@@ -33,13 +33,13 @@ from checkpoints.quantised_models import (
 )
 from checkpoints.successors import continuation, write_successors
 from graphengine import Engine, Result, SamplingParams
-from graphengine.draft_vocabulary import DraftVocabulary
-from graphengine.kernels import PackedWeight
+from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.quantised.rounding import quantise
 from graphengine.models.quantised.writer import compressed_tensors
+from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.speculative import MTP, DraftModel
 
 Eager = Callable[[Engine], dict[tuple[int, int], Tensor]]

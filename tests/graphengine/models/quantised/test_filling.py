@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphengine.kernels import empty_packed, packed_form
+from graphengine.kernels.linear.packed import empty_packed, packed_form
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.quantised import filling
 from graphengine.models.quantised.config import read_quantisation

@@ -14,7 +14,8 @@ from transformers import Qwen3MoeForCausalLM
 
 from checkpoints.quantised_models import KINDS, Tensors, Written, write_model
 from graphengine import Engine, SamplingParams
-from graphengine.kernels import PackedExperts, PackedWeight
+from graphengine.kernels.experts.packed.weights import PackedExperts
+from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.mla import LatentAttentionWeights

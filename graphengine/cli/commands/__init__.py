@@ -1,0 +1,1 @@
+"""The commands of `graphengine`: a file for each."""

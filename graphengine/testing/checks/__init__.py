@@ -1,0 +1,1 @@
+"""The checks of captured graphs that tests call: a file for each kind of fault."""

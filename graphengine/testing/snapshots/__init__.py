@@ -1,0 +1,1 @@
+"""Golden files of captured graphs, and what differs from them."""

@@ -1,0 +1,1 @@
+"""Draft trees: of a fixed shape, or grown by the drafts' probabilities."""

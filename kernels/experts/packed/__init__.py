@@ -1,0 +1,1 @@
+"""Experts with quantised weights: their layout, and the kernels that decode them."""

@@ -1,0 +1,1 @@
+"""Gated delta rule: decode, chunks of a prompt, and their reference."""

@@ -1,0 +1,1 @@
+"""Mamba2: decode, chunks of a prompt, and their reference."""

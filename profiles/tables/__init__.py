@@ -1,0 +1,1 @@
+"""Figures as text and as pages: percentiles, tables, docs/numbers.md."""
