@@ -55,6 +55,7 @@ from graphengine.kernels.linear.plans import dot_columns
 from graphengine.kernels.norm_rope.rope import (
     check_norm_weights,
     check_rope,
+    check_rope_rows,
 )
 
 SPLIT_TOKENS = 64
@@ -106,6 +107,7 @@ def decode_attention(
     split_tokens: int = SPLIT_TOKENS,
     tokens_per_row: int = 1,
     tree: TreeLanes | None = None,
+    rope_shift_S: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append one token per lane to the cache and attend keys 0..position of the lane's slot.
@@ -138,12 +140,15 @@ def decode_attention(
             tokens. With rows of several tokens lane r*W + j is node j of row r's tree, and the
             ancestors of a live lane are live; with W = 1 the ancestors are in the cache already,
             and lanes may share a slot. Must be written as early as the positions.
+        rope_shift_S: int32 [S], added to the positions of a slot's lanes to find their rows of the
+            tables (`rope.py`, `RopeRows`); None: positions are rows. As early as the slots.
         out: [N, Q * D] in qkv's dtype; may not share memory with qkv or kv.
 
     Returns:
         [N, Q * D] in qkv's dtype. Rotation in float32, rounded once; softmax and sums in float32.
         Padded lanes are ignored and not written. A live lane is NaN and appends nothing if its
-        position or entry is negative, max_seq_len or more, past the tables or past its block table.
+        position or entry is negative, max_seq_len or more, past the tables or past its block table;
+        so is one whose row of the tables is none of theirs.
     """
     call = DecodeCall(
         qkv_NX=qkv_NX,
@@ -165,6 +170,7 @@ def decode_attention(
         sinks=sinks,
         softcap=softcap,
         tree=tree,
+        rope_shift_S=rope_shift_S,
     )
     _check_call(call)
     _check_rows(call, split_tokens, tokens_per_row)
@@ -259,6 +265,7 @@ def _attend(
         table,
         call.slot_N,
         call.position_N,
+        call.rope_shift_S,
         call.q_norm_weight,
         call.k_norm_weight,
         call.kv_scales,
@@ -323,6 +330,7 @@ def _shape(call: DecodeCall, split: int, row_lanes: int) -> Shape:
         fp8=call.kv.dtype == FP8_KV,
         window=call.window,
         softcap=float(call.softcap),
+        table_rows=0 if call.rope_shift_S is None else call.cos.shape[0],
         split=split,
         row_lanes=row_lanes,
         depth=call.depth,
@@ -360,6 +368,7 @@ def _check_call(call: DecodeCall) -> None:
     if call.max_seq_len < 1:
         raise ValueError(f"max_seq_len={call.max_seq_len} must be at least 1")
     check_norm_weights(call.q_norm_weight, call.k_norm_weight, qkv, head_dim)
+    check_rope_rows(None, call.rope_shift_S, lanes=call.lanes, head_dim=head_dim)
     check_scores(
         window=call.window,
         sinks=call.sinks,

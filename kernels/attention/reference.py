@@ -47,6 +47,7 @@ class DecodeCall(NamedTuple):
     sinks: torch.Tensor | None
     softcap: float
     tree: TreeLanes | None
+    rope_shift_S: torch.Tensor | None
 
     @property
     def lanes(self) -> int:
@@ -83,6 +84,7 @@ def decode_attention_reference(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     tree: TreeLanes | None = None,
+    rope_shift_S: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_attention` in plain PyTorch, lane by lane so that no lane's bits depend on others.
@@ -94,6 +96,7 @@ def decode_attention_reference(
     out = checked_output(out, (qkv_NX.shape[0], num_heads * head_dim), like=qkv_NX)
     limit = position_limit(cos, kv, block_table_SB, max_seq_len)
     slots, positions = slot_N.tolist(), position_N.tolist()
+    shifts = None if rope_shift_S is None else rope_shift_S.tolist()
     sinks_GH = None if sinks is None else sinks.view(num_kv_heads, -1)
     paths: dict[int, list[int]] = {}
     length_of: dict[tuple[int, int], int] = {}
@@ -101,7 +104,8 @@ def decode_attention_reference(
         if slot < 0:
             continue
         path = [] if tree is None else _path_entries(tree, lane, position)
-        if not 0 <= position < limit or max(path, default=0) >= limit:
+        row = position if shifts is None else position + shifts[slot]
+        if not 0 <= position < limit or max(path, default=0) >= limit or not 0 <= row < len(cos):
             out[lane] = math.nan
             continue
         first = first_key_of(position, window)
@@ -125,6 +129,7 @@ def decode_attention_reference(
         k_norm_weight=k_norm_weight,
         eps=eps,
         kv_scales=kv_scales,
+        shift_S=rope_shift_S,
         entry_N=torch.tensor(last, device=kv.device),
     )
     # Lanes of one slot with the same first key read parts of the same copy.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import triton
 import triton.language as tl
 
 from graphengine.kernels.core.dispatch import use_triton
-from graphengine.kernels.core.lanes import check_lanes, live_rows
+from graphengine.kernels.core.lanes import check_int32, check_lanes, live_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.paged import (
     append_to_cache,
@@ -27,6 +27,22 @@ from graphengine.kernels.core.paged import (
     token_capacity,
 )
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
+
+
+class RopeRows(NamedTuple):
+    """Rows of the tables that lanes turn by, where these are not their positions: M-RoPE.
+
+    A picture's tokens have three positions each, in time, height and width, and a head's pairs
+    turn by one of the three (Wang et al. 2024, "Qwen2-VL"). The tokens after it turn as if it were
+    shorter.
+
+    of_axis     int32 [3, N]: the row of each lane along each axis
+    axis_of     int32 [D/2]: the axis by which a pair turns, 0..2
+    """
+
+    of_axis: torch.Tensor
+    axis_of: torch.Tensor
+
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -184,6 +200,8 @@ def rope_append(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     kv_scales: torch.Tensor | None = None,
+    rows: RopeRows | None = None,
+    shift_S: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -199,6 +217,8 @@ def rope_append(
             before the rotation, rounded where Qwen3's reference rounds. Weights may also be in
             float32, as in Gemma 3, whose reference rounds once.
         kv_scales: float32 [2, G], all positive, for a cache of FP8_KV.
+        rows: the rows of the tables by which each lane turns. None: those of its position, plus
+            its slot's entry of `shift_S`, int32 [S], where there is one.
         out: [N, Q, D] in qkv's dtype; any memory that is not qkv's.
         pdl: the launch before, whatever it is, may still run.
 
@@ -208,6 +228,7 @@ def rope_append(
         or past its block table appends nothing and its queries are NaN.
     """
     head_dim = check_rope(qkv_NX, cos, sin, kv, num_heads, num_kv_heads, kv_scales)
+    check_rope_rows(rows, shift_S, lanes=qkv_NX.shape[0], head_dim=head_dim)
     check_cache(kv, block_table_SB, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim)
     check_norm_weights(q_norm_weight, k_norm_weight, qkv_NX, head_dim)
     lanes = qkv_NX.shape[0]
@@ -228,6 +249,8 @@ def rope_append(
             k_norm_weight=k_norm_weight,
             eps=eps,
             kv_scales=kv_scales,
+            rows=rows,
+            shift_S=shift_S,
             out=out,
         )
     all_heads = num_heads + 2 * num_kv_heads
@@ -244,6 +267,9 @@ def rope_append(
         q_norm_weight,
         k_norm_weight,
         kv_scales,
+        None if rows is None else rows.of_axis,
+        None if rows is None else rows.axis_of,
+        shift_S,
         out,
         qkv_NX.stride(0),
         kv.stride(0),
@@ -258,6 +284,7 @@ def rope_append(
         BLOCK_SIZE=kv.shape[2],
         NORMED=q_norm_weight is not None,
         FP8=kv_scales is not None,
+        TABLE_ROWS=0 if rows is None and shift_S is None else cos.shape[0],
         num_warps=4,
         **launch_options(pdl),
     )
@@ -276,6 +303,9 @@ def _rope_append_kernel(
     q_norm_ptr,
     k_norm_ptr,
     kv_scales_ptr,
+    row_ptr,
+    axis_ptr,
+    shift_ptr,
     out_ptr,
     qkv_stride,
     kv_block_stride,
@@ -290,6 +320,7 @@ def _rope_append_kernel(
     BLOCK_SIZE: tl.constexpr,
     NORMED: tl.constexpr,
     FP8: tl.constexpr,
+    TABLE_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a lane and BLOCK_HEADS heads, counted through queries, then keys, then values."""
@@ -312,8 +343,19 @@ def _rope_append_kernel(
     upper = tl.load(source + HALF, mask=mask, other=0.0)
     # A position without an angle gives NaN queries: an error that shows, not a read out of bounds.
     angle = position.to(tl.int64) * HALF + pair
-    cos = tl.load(cos_ptr + angle, mask=pair_mask & inside, other=float("nan"))[None, :]
-    sin = tl.load(sin_ptr + angle, mask=pair_mask & inside, other=float("nan"))[None, :]
+    if TABLE_ROWS:
+        if row_ptr is not None:
+            axis = tl.load(axis_ptr + pair, mask=pair_mask, other=0)
+            lanes = tl.num_programs(0)
+            row = tl.load(row_ptr + axis.to(tl.int64) * lanes + lane, mask=pair_mask, other=0)
+        else:
+            row = position + tl.load(shift_ptr + slot) + tl.zeros_like(pair)
+        angle = row.to(tl.int64) * HALF + pair
+        row = tl.where(pair_mask, row, 0)
+        inside = inside & (tl.min(row, axis=0) >= 0) & (tl.max(row, axis=0) < TABLE_ROWS)
+    known = pair_mask & inside
+    cos = tl.load(cos_ptr + angle, mask=known, other=float("nan"))[None, :]
+    sin = tl.load(sin_ptr + angle, mask=known, other=float("nan"))[None, :]
     table_row_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
     entry = cache_offsets(table_row_ptr, position, inside, kv_block_stride, BLOCK_SIZE, G * D)
 
@@ -387,6 +429,8 @@ def rope_append_reference(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     kv_scales: torch.Tensor | None = None,
+    rows: RopeRows | None = None,
+    shift_S: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     entry_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -399,16 +443,19 @@ def rope_append_reference(
     live = live_rows(slot_N)
     position = position_N[live].long()
     inside = (position >= 0) & (position < min(cos.shape[0], token_capacity(kv, block_table_SB)))
+    row_3N = _table_rows(position, slot_N[live], live, rows, shift_S)
+    inside &= ((row_3N >= 0) & (row_3N < cos.shape[0])).all(0)
     # The usual case, for each layer of each lane of a CPU engine, has nothing to mask.
     all_inside = bool(inside.all())
     if not all_inside:
-        position = torch.where(inside, position, 0)
+        position, row_3N = (torch.where(inside, each, 0) for each in (position, row_3N))
 
     heads = qkv_NX[live].view(len(position), num_heads + 2 * num_kv_heads, head_dim)
     turned, v = heads.tensor_split([num_heads + num_kv_heads], dim=1)
     if q_norm_weight is not None and k_norm_weight is not None:
         turned = _norm_heads_reference(turned, q_norm_weight, k_norm_weight, num_heads, eps)
-    cos_live, sin_live = cos[position][:, None], sin[position][:, None]
+    axis = None if rows is None else rows.axis_of.long()
+    cos_live, sin_live = (_angles_of(each, row_3N, axis)[:, None] for each in (cos, sin))
     if not all_inside:
         unknown = ~inside[:, None, None]
         cos_live = cos_live.masked_fill(unknown, math.nan)
@@ -425,6 +472,28 @@ def rope_append_reference(
         block, entry, k, v = (each[inside] for each in (block, entry, k, v))
     append_to_cache(kv, block, entry, k, v, kv_scales)
     return out
+
+
+def _table_rows(
+    position: torch.Tensor,
+    slot: torch.Tensor,
+    live: torch.Tensor,
+    rows: RopeRows | None,
+    shift_S: torch.Tensor | None,
+) -> torch.Tensor:
+    """The rows of the tables of live lanes: int64 [3, lanes], or [1, lanes] if all axes agree."""
+    if rows is not None:
+        return rows.of_axis[:, live].long()
+    return (position if shift_S is None else position + shift_S[slot.long()])[None]
+
+
+def _angles_of(
+    table: torch.Tensor, row_3N: torch.Tensor, axis: torch.Tensor | None
+) -> torch.Tensor:
+    """A table's rows for lanes [lanes, D/2], each pair's along its own axis."""
+    if axis is None:
+        return table[row_3N[0]]
+    return table[row_3N[axis].T, torch.arange(len(axis), device=table.device)]
 
 
 def _norm_heads_reference(
@@ -447,6 +516,24 @@ def _norm_heads_reference(
 def _rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     lower, upper = x.float().chunk(2, dim=-1)
     return torch.cat((lower * cos - upper * sin, upper * cos + lower * sin), dim=-1)
+
+
+def check_rope_rows(
+    rows: RopeRows | None, shift_S: torch.Tensor | None, *, lanes: int, head_dim: int
+) -> None:
+    """Raise ValueError unless rows and shifts fit this many lanes of heads of this size."""
+    if rows is not None:
+        check_int32(of_axis=rows.of_axis, axis_of=rows.axis_of)
+        if rows.of_axis.shape != (3, lanes) or not rows.of_axis.is_contiguous():
+            raise ValueError(f"of_axis must be dense [3, {lanes}], not {tuple(rows.of_axis.shape)}")
+        if rows.axis_of.shape != (head_dim // 2,) or not rows.axis_of.is_contiguous():
+            raise ValueError(
+                f"axis_of must be dense [{head_dim // 2}], not {tuple(rows.axis_of.shape)}"
+            )
+    if shift_S is not None:
+        check_int32(shift_S=shift_S)
+        if shift_S.dim() != 1 or not shift_S.is_contiguous():
+            raise ValueError(f"shift_S must be a dense vector, not {tuple(shift_S.shape)}")
 
 
 def check_rope(

@@ -45,6 +45,7 @@ from graphengine.kernels.attention.gluon.decode_gluon_tile import (
 from graphengine.kernels.attention.gluon.decode_gluon_units import (
     Shape,
     heads_of,
+    is_inside,
     is_seen,
     schedule_of,
     unit_after,
@@ -143,6 +144,7 @@ def attend(
         normed=call.q_norm_weight is not None,
         window=call.window,
         softcap=call.softcap,
+        table_rows=0 if call.rope_shift_S is None else call.cos.shape[0],
     )
     supers = -(-splits // shape.super)
     units = rows * call.num_kv_heads * shape.row_tiles * live
@@ -154,6 +156,7 @@ def attend(
         table,
         call.slot_N,
         call.position_N,
+        call.rope_shift_S,
         call.q_norm_weight,
         call.k_norm_weight,
         call.kv_scales,
@@ -205,6 +208,7 @@ def _shape(
     normed: bool,
     window: int,
     softcap: float,
+    table_rows: int,
 ) -> Shape:
     block_size, kv_heads, head_dim = kv.shape[2:]
     padded = dot_columns(head_dim)
@@ -235,6 +239,7 @@ def _shape(
         combine_splits=_COMBINE_SPLITS,
         window=window,
         softcap=float(softcap),
+        table_rows=table_rows,
     )
 
 
@@ -261,6 +266,7 @@ def decode_attention_kernel(
     block_table_ptr,
     slot_ptr,
     position_ptr,
+    shift_ptr,
     q_norm_ptr,
     k_norm_ptr,
     kv_scales_ptr,
@@ -294,7 +300,8 @@ def decode_attention_kernel(
     source = (kv_ptr, block_table_ptr, kv_pitch, table_stride, kv_scales_ptr)
 
     # Neither of the last two launches writes slots, positions, tables, older keys and values.
-    schedule, failed = schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED, shape)
+    lanes = (slot_ptr, position_ptr, shift_ptr)
+    schedule, failed = schedule_of(lanes, rows, position_limit, ROWS_PADDED, shape)
     first, end = units_of_program(schedule)
     tiles = (end - first) * TILES
     unit = unit_at(schedule, first, shape)
@@ -302,11 +309,11 @@ def decode_attention_kernel(
 
     _wait_for_inputs(PDL, True)
     if failed:
-        _fail_lanes(slot_ptr, position_ptr, out_ptr, rows * shape.row_lanes, position_limit, shape)
+        _fail_lanes(lanes, out_ptr, rows * shape.row_lanes, position_limit, shape)
     if first >= end:
         return
 
-    qkv = (qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, qkv_stride, eps)
+    qkv = (qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, qkv_stride, eps, shift_ptr)
     results = (parts, super_parts, arrivals_ptr, out_ptr, sinks_ptr, splits, supers)
     queries = new_queries(qkv_ptr.dtype.element_ty, shape)
     keys = gl.zeros([BLOCK, shape.padded], dtype, copied)
@@ -358,15 +365,17 @@ def decode_attention_kernel(
 
 
 @gluon.jit
-def _fail_lanes(slot_ptr, position_ptr, out_ptr, lanes, position_limit, shape):
+def _fail_lanes(of_lanes, out_ptr, lanes, position_limit, shape):
     """Store NaN for live lanes at positions outside the cache."""
     WIDTH: gl.constexpr = shape.Q * shape.D
     at = gl.arange(0, _CHUNK, gl.BlockedLayout([4], [32], [4], [0]))
     nothing = gl.full([_CHUNK], float("nan"), out_ptr.dtype.element_ty, at.type.layout)
+    slot_ptr, position_ptr, shift_ptr = of_lanes
     for lane in range(gl.program_id(0), lanes, gl.num_programs(0)):
         slot = gl.load(slot_ptr + lane, cache_modifier=".cg")
         position = gl.load(position_ptr + lane, cache_modifier=".cg")
-        if (slot >= 0) & ((position < 0) | (position >= position_limit)):
+        inside = is_inside(slot, position, shift_ptr, position_limit, shape)
+        if (slot >= 0) & ~inside:
             for start in range(0, WIDTH, _CHUNK):
                 ptrs = out_ptr + lane * WIDTH + start + at
                 gl.store(ptrs, nothing, mask=start + at < WIDTH)

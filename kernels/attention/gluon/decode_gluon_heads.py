@@ -158,8 +158,14 @@ def _angles(qkv, unit, position, live, shape, copied: gl.constexpr):
     HALF: gl.constexpr = shape.D // 2
     dim, is_lower, pair, _ = _halves(shape, copied)
     mask = (dim < shape.D)[None, :]
+    base = unit.base
+    if shape.table_rows > 0:
+        shift = gl.load(qkv[7] + unit.slot)
+        base += shift
+        position += shift
+        live = live & (position >= 0)
     if shape.row_lanes == 1:
-        at = unit.base.to(gl.int64) * HALF + pair[None, :]
+        at = base.to(gl.int64) * HALF + pair[None, :]
     else:
         at = (position.to(gl.int64) * HALF)[:, None] + pair[None, :]
         mask = mask & live[:, None]

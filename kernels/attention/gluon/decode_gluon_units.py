@@ -42,6 +42,8 @@ class Shape(NamedTuple):
     window: Any
     """0: a lane sees all tokens up to its own."""
     softcap: Any
+    table_rows: Any
+    """Rows of RoPE's tables, where slots have shifts; 0: positions are rows."""
 
 
 class Unit(NamedTuple):
@@ -76,9 +78,20 @@ def _add(a, b):
 
 
 @gluon.jit
-def schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED: gl.constexpr, shape):
+def is_inside(slot, position, shift_ptr, position_limit, shape):
+    """Whether lanes are live, and the cache and RoPE's tables have their positions."""
+    inside = (slot >= 0) & (position >= 0) & (position < position_limit)
+    if shape.table_rows > 0:
+        row = position + gl.load(shift_ptr + slot, mask=slot >= 0, other=0)
+        inside = inside & (row >= 0) & (row < shape.table_rows)
+    return inside
+
+
+@gluon.jit
+def schedule_of(of_lanes, rows, position_limit, ROWS_PADDED: gl.constexpr, shape):
     """For every row its index, slot, first lane's position, tokens, last unit + 1 and splits; and
     whether any live lane is at a position outside the cache."""
+    slot_ptr, position_ptr, shift_ptr = of_lanes
     row = gl.arange(0, ROWS_PADDED, _schedule_layout(ROWS_PADDED))
     slot = gl.zeros_like(row)
     base = gl.zeros_like(row)
@@ -88,7 +101,7 @@ def schedule_of(slot_ptr, position_ptr, rows, position_limit, ROWS_PADDED: gl.co
         lane = row * shape.row_lanes + j
         lane_slot = gl.load(slot_ptr + lane, mask=row < rows, other=-1, cache_modifier=".cg")
         position = gl.load(position_ptr + lane, mask=row < rows, other=0, cache_modifier=".cg")
-        inside = (lane_slot >= 0) & (position >= 0) & (position < position_limit)
+        inside = is_inside(lane_slot, position, shift_ptr, position_limit, shape)
         failed = gl.where((lane_slot >= 0) & ~inside, 1, failed)
         slot = gl.where(inside, lane_slot, slot)
         base = gl.where(inside, position - j, base)

@@ -69,6 +69,7 @@ def decode_attention_kernel(
     block_table_ptr,
     slot_ptr,
     position_ptr,
+    shift_ptr,
     q_norm_ptr,
     k_norm_ptr,
     kv_scales_ptr,
@@ -102,7 +103,7 @@ def decode_attention_kernel(
     programs = tl.num_programs(2)
     kv_head = tl.program_id(1) // shape.head_tiles
     first_row = (tl.program_id(1) % shape.head_tiles) * shape.group_rows
-    lane = load_lane(index, slot_ptr, position_ptr, tree, position_limit, shape)
+    lane = load_lane(index, slot_ptr, position_ptr, shift_ptr, tree, position_limit, shape)
     early = early_split(lane, first_split, programs, shape)
 
     # Neither of the last two launches writes these: older keys and values, tables, norm weights.
@@ -115,7 +116,8 @@ def decode_attention_kernel(
     if shape.fp8:
         scale_log2 *= scales[0]
     keys, values = load_older(cache, lane, token, dim, dtype, shape)
-    rotation = load_rotation(cos_ptr, sin_ptr, lane.position, lane.inside, dim, shape)
+    row = lane.position + lane.shift
+    rotation = load_rotation(cos_ptr, sin_ptr, row, lane.inside, dim, shape)
     own_entry = cache_offsets(
         table_row_ptr, lane.entry, lane.inside, kv_block_stride, shape.block_size, shape.G * shape.D
     )

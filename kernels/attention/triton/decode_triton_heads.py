@@ -36,12 +36,12 @@ def _partner_of(dim, shape):
 
 
 @triton.jit
-def load_rotation(cos_ptr, sin_ptr, position, mask, dim, shape):
-    """Load the rotation to `position`; its cosines and sines are 0 unless `mask`."""
+def load_rotation(cos_ptr, sin_ptr, row, mask, dim, shape):
+    """Load the rotation of a `row` of the tables; its cosines and sines are 0 unless `mask`."""
     HALF: tl.constexpr = shape.D // 2
     partner = _partner_of(dim, shape)
     is_lower = dim.number < HALF
-    angle = position.to(tl.int64) * HALF + tl.where(is_lower, dim.number, dim.number - HALF)
+    angle = row.to(tl.int64) * HALF + tl.where(is_lower, dim.number, dim.number - HALF)
     angle_mask = dim.mask & mask
     cos = tl.load(cos_ptr + angle, mask=angle_mask, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=angle_mask, other=0.0)
@@ -111,7 +111,9 @@ def load_sibling_keys(first_ptr, qkv_stride, cos_ptr, sin_ptr, lane, split, dim,
         head_ptrs = first_ptr + row_lane * qkv_stride + tl.zeros([1], tl.int32)[:, None]
         x = tl.load(head_ptrs + dim.number[None, :], mask=mask, other=0.0)
         other = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0)
-        rotation = load_rotation(cos_ptr, sin_ptr, lane.cached + i, wanted, dim, shape)
+        row = lane.cached + i + lane.shift
+        turned = wanted & (row >= 0) if shape.table_rows > 0 else wanted
+        rotation = load_rotation(cos_ptr, sin_ptr, row, turned, dim, shape)
         raw_keys += ((x, other, rotation),)  # type: ignore[assignment]
     return raw_keys
 

@@ -35,6 +35,8 @@ class Shape(NamedTuple):
     window: Any
     """0: a lane sees all tokens up to its own."""
     softcap: Any
+    table_rows: Any
+    """Rows of RoPE's tables, where slots have shifts; 0: positions are rows."""
     split: Any
     """Tokens of a split."""
     row_lanes: Any
@@ -61,6 +63,8 @@ class Lane(NamedTuple):
     """Whether the lane is live, and the cache has its position and entry."""
     position: Any
     """The lane's position; 0 unless it is inside."""
+    shift: Any
+    """What is added to a position to find its row of RoPE's tables."""
     entry: Any
     """Where the lane's own key and value belong, as the position of that entry in a chain."""
     used: Any
@@ -106,13 +110,17 @@ def dimensions_of(shape):
 
 
 @triton.jit
-def load_lane(index, slot_ptr, position_ptr, tree, limit, shape):
+def load_lane(index, slot_ptr, position_ptr, shift_ptr, tree, limit, shape):
     """Load lane number `index` of the launch; positions and entries must stay below `limit`."""
     # Loaded together: one after the other would cost another trip to L2.
     slot = tl.load(slot_ptr + index, cache_modifier=".cg")
     position = tl.load(position_ptr + index, cache_modifier=".cg")
     live = slot >= 0
     inside = live & (position >= 0) & (position < limit)
+    shift = 0
+    if shape.table_rows > 0:
+        shift = tl.load(shift_ptr + slot, mask=live, other=0)
+        inside = inside & (position + shift >= 0) & (position + shift < shape.table_rows)
     entry = position
     depth = 0
     ancestors = 0
@@ -133,6 +141,7 @@ def load_lane(index, slot_ptr, position_ptr, tree, limit, shape):
         live=live,
         inside=inside,
         position=position,
+        shift=shift,
         entry=entry,
         used=used,
         skipped=skipped,
