@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphengine.options.draft_trees import DynamicTree
     from graphengine.options.draft_vocabulary import DraftVocabulary
     from graphengine.parallel.ranks import RankFailed
+    from graphengine.prompt_embeds import GridEmbeds
     from graphengine.prompts import Chat, PromptParts
     from graphengine.requests.request import Event, QueueFull, Request
     from graphengine.requests.result import Logprob, Result, Segment, Timings
@@ -56,6 +57,7 @@ __all__ = [
     "EngineConfig",
     "Event",
     "GateOptions",
+    "GridEmbeds",
     "Logprob",
     "NGram",
     "PromptParts",
@@ -91,6 +93,7 @@ _HOMES = {
     "GateOptions": "graphengine.speculative",
     "Logprob": "graphengine.requests.result",
     "NGram": "graphengine.speculative",
+    "GridEmbeds": "graphengine.prompt_embeds",
     "PromptParts": "graphengine.prompts",
     "QueueFull": "graphengine.requests.request",
     "RankFailed": "graphengine.parallel.ranks",

@@ -3,6 +3,11 @@
 `EMBEDDED` stands for each of them among the token ids. Rows are on the host, in the model's dtype:
 a prompt is cut into chunks, kept by a session and fed again after a rewind or an eviction.
 
+A picture's rows may be a grid (`GridEmbeds`), for models whose positions have three axes, in time,
+height and width (M-RoPE; Wang et al. 2024, "Qwen2-VL"). Rows of RoPE's tables are counted as
+transformers' `get_rope_index` counts them: each axis of a grid begins at the row that a token would
+have there, and what follows the grid begins after the greatest row of any axis.
+
 Letters: n rows, H hidden.
 """
 
@@ -10,14 +15,17 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from graphengine.kernels.norm_rope.embedding import GIVEN
+from graphengine.options.checks import is_int, is_number
 
 EMBEDDED = -1
 """The id of a position that has an embedding and no token."""
@@ -28,13 +36,44 @@ class EmbedsSpec(NamedTuple):
 
     hidden_size: int
     dtype: torch.dtype
+    grids: bool = False
+    """Whether positions have three axes, so that embeddings may be a grid."""
+
+
+class Grid(NamedTuple):
+    """The places of embeddings in time, height and width, the width running fastest.
+
+    step  rows of RoPE's tables from one time to the next, rounded down for each time
+    """
+
+    time: int
+    height: int
+    width: int
+    step: float = 1.0
+
+    @property
+    def size(self) -> int:
+        return self.time * self.height * self.width
+
+    def places(self, first: int, stop: int) -> npt.NDArray[np.int32]:
+        """Rows [stop - first, 3] by axis, of the grid's embeddings first .. stop - 1, from 0 on."""
+        index = np.arange(first, stop)
+        time, place = np.divmod(index, self.height * self.width)
+        height, width = np.divmod(place, self.width)
+        return np.stack([np.floor(time * self.step), height, width], axis=1).astype(np.int32)
 
 
 class Run(NamedTuple):
-    """Embeddings of consecutive positions: `rows` is [n, H], dense, on the CPU, never changed."""
+    """Embeddings of consecutive positions: `rows` is [n, H], dense, on the CPU, never changed.
+
+    grid    their places; None: they follow one another as tokens do
+    offset  the grid's embeddings that come before them, in the run before
+    """
 
     start: int
     rows: Tensor
+    grid: Grid | None = None
+    offset: int = 0
 
     @property
     def stop(self) -> int:
@@ -63,13 +102,55 @@ class Embeds:
         for run in self.runs:
             start, end = max(run.start, first), min(run.stop, stop)
             if start < end:
-                cut.append(Run(start, run.rows[start - run.start : end - run.start]))
+                skipped = start - run.start
+                rows = run.rows[skipped : end - run.start]
+                cut.append(Run(start, rows, run.grid, run.offset + skipped if run.grid else 0))
         return Embeds(tuple(cut))
 
     def rows(self) -> Tensor:
         """All rows in order, [n, H]; only for an `Embeds` that has some."""
         parts = [run.rows for run in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def shift(self) -> int:
+        """The row of RoPE's tables minus the position, past these embeddings."""
+        *_, (_, _, shift) = ((None, None, 0), *self._placed())
+        return shift
+
+    def last_row(self) -> int:
+        """The greatest row of RoPE's tables that a grid's embeddings turn by; -1 without grids."""
+        return max((int(places.max()) for _, places, _ in self._placed()), default=-1)
+
+    def has_grids(self) -> bool:
+        return any(run.grid is not None for run in self.runs)
+
+    def rope_rows(self, first: int, stop: int) -> npt.NDArray[np.int32]:
+        """The rows of RoPE's tables [stop - first, 3], by axis, of positions first .. stop - 1.
+
+        All embeddings before them must be here.
+        """
+        rows = np.repeat(np.arange(first, stop, dtype=np.int32)[:, None], 3, axis=1)
+        for run, places, shift in self._placed():
+            begin, end = max(run.start, first), min(run.stop, stop)
+            if begin < end:
+                rows[begin - first : end - first] = places[begin - run.start : end - run.start]
+            rows[max(run.stop - first, 0) :] = (
+                np.arange(max(run.stop, first), stop, dtype=np.int32)[:, None] + shift
+            )
+        return rows
+
+    def _placed(self) -> Iterator[tuple[Run, npt.NDArray[np.int32], int]]:
+        """Each run of a grid, its rows of RoPE's tables, and the shift of what follows it."""
+        shift = base = 0
+        for run in self.runs:
+            if run.grid is None:
+                continue
+            if run.offset == 0:
+                base = run.start + shift
+            # A grid that was cut is as large as what there is of it.
+            there = base + run.grid.places(0, run.offset + len(run.rows))
+            shift = int(there.max()) + 1 - run.stop
+            yield run, there[run.offset :], shift
 
     def tokens(self, ids: Sequence[int], first: int) -> list[int]:
         """The `ids` of positions from `first` on, as the device gets them (`kernels.GIVEN`)."""
@@ -86,10 +167,19 @@ class Embeds:
         """
         made = array("q", ids)
         for run in self.within(0, len(made)).runs:
+            # The same rows on another grid have other keys.
+            salt = b"" if run.grid is None else repr(run.grid).encode()
+            begin = run.start - run.offset
             for position, row in enumerate(run.rows.view(torch.uint8).numpy(), run.start):
-                digest = hashlib.blake2b(row.data, digest_size=8).digest()
+                place = salt and salt + str(position - begin).encode()
+                digest = hashlib.blake2b(row.data, digest_size=8, key=_key(place)).digest()
                 made[position] = -1 - (int.from_bytes(digest, "little") >> 2)
         return made
+
+
+def _key(place: bytes) -> bytes:
+    """A key of BLAKE2 from the place of an embedding; none without a grid."""
+    return place and hashlib.blake2b(place, digest_size=16).digest()
 
 
 NO_EMBEDS = Embeds()
@@ -100,6 +190,62 @@ class PromptTokens(NamedTuple):
 
     ids: tuple[int, ...]
     embeds: Embeds = NO_EMBEDS
+
+
+class GridEmbeds:
+    """Embeddings of a picture or a video as a part of a prompt, with their places.
+
+        PromptParts("Describe: ", GridEmbeds(image, (1, 12, 16)))
+
+    For models whose positions have three axes (M-RoPE), as Qwen2-VL's.
+
+    Args:
+        rows: [n, H] of floating point, on the CPU or a GPU, the width running fastest; what a
+            vision tower gives for the picture, merged.
+        grid: times, height and width of the merged picture; n is their product.
+        time_step: rows of RoPE's tables from one time to the next, rounded down for each:
+            `second_per_grid_t * tokens_per_second` of Qwen2.5-VL.
+
+    Arguments are checked only when the prompt is used; then every error is a ValueError.
+    """
+
+    __slots__ = ("grid", "rows", "time_step")
+
+    def __init__(self, rows: Tensor, grid: tuple[int, int, int], *, time_step: float = 1.0) -> None:
+        self.rows, self.grid, self.time_step = rows, grid, time_step
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"GridEmbeds(tensor{list(self.rows.shape)}, {self.grid})"
+
+
+def grid_at(part: GridEmbeds, position: int, spec: EmbedsSpec | None) -> Embeds:
+    """A caller's grid as the embeddings from `position` on; ValueError for one that is wrong."""
+    found = embeds_at(part.rows, position, spec)
+    if spec is not None and not spec.grids:
+        raise ValueError(
+            f"a grid of embeddings {part.grid} is for a model whose positions have three axes "
+            f"(M-RoPE): give this one the tensor alone"
+        )
+    grid = part.grid
+    if not isinstance(grid, tuple | list) or len(grid) != 3 or not all(map(_is_size, grid)):
+        raise ValueError(f"grid={grid!r} must be three sizes of 1 or more: time, height and width")
+    step = part.time_step
+    if not is_number(step) or not 0 <= step <= 1e6:
+        raise ValueError(f"time_step={step!r} must be a number from 0 to 1e6")
+    time, height, width = map(int, grid)
+    placed = Grid(time, height, width, float(step))
+    if placed.size != len(part.rows):
+        raise ValueError(
+            f"grid={tuple(grid)} has {placed.size} places for {len(part.rows)} embeddings"
+        )
+    return Embeds(tuple(run._replace(grid=placed) for run in found.runs))
+
+
+def _is_size(value: object) -> bool:
+    return is_int(value) and value >= 1
 
 
 def embeds_at(tensor: Tensor, position: int, spec: EmbedsSpec | None) -> Embeds:

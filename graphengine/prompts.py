@@ -17,8 +17,10 @@ from graphengine.prompt_embeds import (
     EMBEDDED,
     NO_EMBEDS,
     EmbedsSpec,
+    GridEmbeds,
     PromptTokens,
     embeds_at,
+    grid_at,
 )
 from graphengine.text.chat import Messages, Tools
 from graphengine.text.tokenizer import Tokenizer
@@ -86,7 +88,8 @@ class PromptParts:
     A tensor's rows replace the output of `embed_tokens`, like `inputs_embeds` of transformers. Each
     text is tokenised by itself. Only as the first part does it get special tokens, or what
     `add_bos` says; after other text it does not get the space that a tokenizer puts before a text.
-    A `Chat` can only be first. Parts may be empty, but not all of them. A tensor alone is a prompt,
+    A `GridEmbeds` is such a tensor with the places of its rows in a picture. A `Chat` can only be
+    first. Parts may be empty, but not all of them. A tensor alone is a prompt,
     too.
 
     Parts are checked only when the prompt is used; then every error is a ValueError.
@@ -94,7 +97,7 @@ class PromptParts:
 
     __slots__ = ("parts",)
 
-    def __init__(self, *parts: str | Sequence[int] | Chat | Tensor) -> None:
+    def __init__(self, *parts: str | Sequence[int] | Chat | Tensor | GridEmbeds) -> None:
         self.parts = parts
 
     def __repr__(self) -> str:
@@ -105,7 +108,7 @@ def _short(part: object) -> str:
     return f"tensor{list(part.shape)}" if isinstance(part, Tensor) else repr(part)
 
 
-Prompt = str | Sequence[int] | Messages | Chat | PromptParts | Tensor
+Prompt = str | Sequence[int] | Messages | Chat | PromptParts | Tensor | GridEmbeds
 
 
 def read_prompt(
@@ -124,7 +127,7 @@ def read_prompt(
     The other arguments, and the errors, are those of `prompt_ids`.
     """
     if _is_embeddings(prompt):
-        prompt = PromptParts(cast(Tensor, prompt))
+        prompt = PromptParts(cast("Tensor | GridEmbeds", prompt))
     ids_of = partial(
         prompt_ids, tokenizer=tokenizer, vocab_size=vocab_size, max_seq_len=max_seq_len, room=room
     )
@@ -138,13 +141,13 @@ def read_prompt(
         if isinstance(part, Sized) and not len(part):
             continue
         if _is_embeddings(part):
-            rows = cast(Tensor, part)
             if add_bos is not None and not ids:
                 raise ValueError(
                     f"add_bos={add_bos} is for a prompt of text: this one begins with embeddings"
                 )
-            held = held.then(embeds_at(rows, at, embeds))
-            ids += (EMBEDDED,) * len(rows)
+            at_place = grid_at if isinstance(part, GridEmbeds) else embeds_at
+            held = held.then(at_place(cast(Any, part), at, embeds))
+            ids += (EMBEDDED,) * len(cast(Sized, part))
             if len(ids) > max_seq_len - known - room:
                 raise ValueError(_too_long(len(ids), known, max_seq_len, room))
         else:
@@ -156,6 +159,8 @@ def read_prompt(
 
 
 def _is_embeddings(prompt: object) -> bool:
+    if isinstance(prompt, GridEmbeds):
+        return True
     return isinstance(prompt, Tensor) and (prompt.dim() > 1 or prompt.is_floating_point())
 
 

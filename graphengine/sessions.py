@@ -263,6 +263,8 @@ class Session:
         reuse, context = self._reuse, self._context
         blocks = [] if reuse.rings else context.blocks
         state = context.states[-1] if context.states else None
+        if self._embeds.has_grids():
+            raise ValueError("the session has a grid of embeddings, which a snapshot cannot hold")
         rows = self._embeds.rows() if self._embeds else None
         made = copy_out(self._core, self._tokens, rows, blocks, state)
         if path is not None:

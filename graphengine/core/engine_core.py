@@ -34,7 +34,7 @@ from graphengine.host.scheduling import Scheduling
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
 from graphengine.opening.memory import MemoryPlan
-from graphengine.program.fields import draft_updates, host_updates, ring_updates
+from graphengine.program.fields import draft_updates, host_updates, ring_updates, rope_updates
 from graphengine.program.graph_key import (
     GraphKey,
     PrefillKind,
@@ -340,6 +340,8 @@ class EngineCore:
             updates |= ring_updates(slots, self.memory.rings, self.memory.table_blocks)
         if plan.slots_changed:
             updates |= runtime.load_routes(slots)
+        if self.intake.embeds is not None and self.intake.embeds.grids:
+            updates |= rope_updates(plan, slots)
         if plan.masks_changed:
             # Before `draft_updates` uses up the host's drafts.
             updates |= runtime.masks.updates(plan, slots)
@@ -539,7 +541,8 @@ def _embeds_spec(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> 
     """Shape and dtype of embeddings in prompts; None for an engine that takes none."""
     if not config.prompt_embeds:
         return None
-    return EmbedsSpec(runtime.model.config.hidden_size, memory.dtype)
+    model = runtime.model.config
+    return EmbedsSpec(model.hidden_size, memory.dtype, grids=model.rope_axes is not None)
 
 
 def prefill_kind(request: Request) -> PrefillKind:

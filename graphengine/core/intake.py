@@ -169,6 +169,7 @@ class Intake:
                 max_len=self._max_len(len(prompt.ids), params),
                 min_tokens=params.min_tokens,
                 embeds=prompt.embeds,
+                rope_shift=self._rope_shift(prompt, self._max_len(len(prompt.ids), params)),
                 stops=stops,
                 processing=processing,
                 full=params.filtered or processing is not None,
@@ -180,6 +181,19 @@ class Intake:
                 scores=not params.room,
             ),
         )
+
+    def _rope_shift(self, prompt: PromptTokens, max_len: int) -> int:
+        """The row of RoPE's tables minus the position, past a prompt.
+
+        ValueError for a grid of embeddings with rows past the tables.
+        """
+        shift, last = prompt.embeds.shift(), prompt.embeds.last_row()
+        if max(last + 1, max_len + shift) > self._max_seq_len:
+            raise ValueError(
+                f"the grids of embeddings in the prompt take RoPE to row "
+                f"{max(last, max_len + shift - 1)}, past max_seq_len={self._max_seq_len}"
+            )
+        return shift
 
     def _stops(self, params: SamplingParams) -> Stops:
         """The tokens that end a request; ValueError for too many, and for an id without a token."""

@@ -29,7 +29,7 @@ from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import embed
 from graphengine.kernels.norm_rope.norm import rms_norm
-from graphengine.kernels.norm_rope.rope import RopeConfig
+from graphengine.kernels.norm_rope.rope import RopeConfig, rope_axes
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gated_delta import GatedDelta
@@ -250,6 +250,13 @@ class Composition:
     def with_state_dtype(self: ComposedConfig, dtype: torch.dtype) -> ModelConfig:
         """This model: no block of it has heads with states."""
         return self
+
+    @property
+    def rope_axes(self: ComposedConfig) -> tuple[int, ...] | None:
+        """The axis by which each pair of a head turns; None: positions have one axis."""
+        if self.rope is None:
+            return None
+        return rope_axes(self.rope, head_dim=attention_of(self).table_dim)
 
     @property
     def linears(self: ComposedConfig) -> Linears:

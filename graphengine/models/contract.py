@@ -34,6 +34,7 @@ from graphengine.kernels.linear.plans import LinearPlan, RowFamily
 from graphengine.kernels.linear.products import AnyWeight
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import GivenRows
+from graphengine.kernels.norm_rope.rope import RopeRows
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.linears import (
     LinearPlans,
@@ -215,6 +216,7 @@ class PrefillLaunch(Launch):
     activations  format to which inputs are rounded for linears that support it; None: none
     routes       keeps the experts of each lane, and may prescribe them; None: nothing does
     given        embeddings of lanes that have no token; None: every lane has a token
+    rope_rows    the rows of RoPE's tables by which lanes turn; None: those of their positions
     """
 
     reduce: Reduce | None = None
@@ -224,6 +226,7 @@ class PrefillLaunch(Launch):
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None
     given: GivenRows | None = None
+    rope_rows: RopeRows | None = None
 
 
 ONE_RANK = PrefillLaunch()
@@ -242,7 +245,8 @@ class DecodeLaunch(Launch):
     the model. With `experts` each rank has its own lanes, and ranks communicate only in layers with
     experts.
     `activations` and `split` are for prefill: decode does not round inputs, and all ranks have all
-    lanes. `routes` belong to one decode step: chunks have their own.
+    lanes. `routes` belong to one decode step: chunks have their own. `rope_shift` is what each slot
+    adds to a position to find its row of RoPE's tables, int32 [S]; None: positions are rows.
     """
 
     plans: LinearPlans
@@ -256,6 +260,7 @@ class DecodeLaunch(Launch):
     experts: RankGroup | None = None
     activations: ActivationKind | None = None
     routes: StepRoutes | None = None
+    rope_shift: Tensor | None = None
 
     def plan(self, name: str, weight: AnyWeight | PackedExperts) -> LinearPlan:
         """The plan of a linear, by its name and by how its weight is stored."""
@@ -337,6 +342,11 @@ class ModelConfig(Protocol):
     @property
     def max_positions(self) -> int:
         """Tokens of the longest sequence that the model is made for."""
+        ...
+
+    @property
+    def rope_axes(self) -> tuple[int, ...] | None:
+        """The axis, 0..2, by which each pair of a head turns; None: positions have one axis."""
         ...
 
     @property

@@ -23,6 +23,7 @@ from graphengine.kernels.core.devices import overlaps_launches
 from graphengine.kernels.core.launching import KernelCompilation, compile_kernels
 from graphengine.kernels.core.triton_versions import warn_if_untried
 from graphengine.kernels.norm_rope.embedding import GivenRows
+from graphengine.kernels.norm_rope.rope import RopeRows
 from graphengine.kernels.step.swap import copy_blocks
 from graphengine.models.contract import WHOLE, DecodeLaunch, Model, RankGroup, arrival_counters
 from graphengine.models.linears import LinearPlans
@@ -34,7 +35,7 @@ from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.records import RecordMemory, Records, new_records
 from graphengine.program.early_stage import EarlyStage
-from graphengine.program.fields import EMBEDS_FIELD, engine_fields
+from graphengine.program.fields import EMBEDS_FIELD, ROPE_ROWS, ROPE_SHIFT, engine_fields
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
@@ -152,6 +153,7 @@ def _new_setting(
         share=WHOLE if group is None else group.share,
         experts=experts,
         activations=memory.activations,
+        rope_shift=buffers[ROPE_SHIFT] if _takes_grids(model, config) else None,
     )
     return DraftSetting(model, buffers, launch, group, most_split)
 
@@ -191,6 +193,7 @@ def _new_program(
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
         routing=_routing_step(buffers, records.routing),
         given=_given_rows(model, buffers) if config.prompt_embeds else None,
+        rope_rows=_rope_rows(model, buffers) if _takes_grids(model, config) else None,
         forced_acceptance=config.forced_acceptance,
         flow=flow,
     )
@@ -221,6 +224,17 @@ def _given_rows(model: Model, buffers: StaticBuffers) -> GivenRows:
     return GivenRows(rows, buffers["prefill_start"], model.weights.given_scale)
 
 
+def _takes_grids(model: Model, config: EngineConfig) -> bool:
+    """Whether prompts may have grids of embeddings, whose positions have three axes."""
+    return config.prompt_embeds and model.config.rope_axes is not None
+
+
+def _rope_rows(model: Model, buffers: StaticBuffers) -> RopeRows:
+    """The rows of RoPE's tables for a chunk's lanes."""
+    axes = torch.tensor(model.config.rope_axes, dtype=torch.int32, device=buffers.device)
+    return RopeRows(buffers[ROPE_ROWS], axes)
+
+
 def _new_buffers(
     model: Model,
     memory: MemoryPlan,
@@ -240,6 +254,7 @@ def _new_buffers(
         hidden_size=model.config.hidden_size,
         table_blocks=memory.table_blocks,
         rings=memory.rings,
+        rope_axes=model.config.rope_axes is not None,
         # Each request copies its own, also of shared blocks: more pairs than blocks are possible.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
         # A field has at least one lane, even if no kernel counts arrivals.

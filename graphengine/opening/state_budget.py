@@ -51,6 +51,7 @@ def _most_fields(shape: EngineShape) -> list[Field]:
         rings=shape.rings,
         swap_pairs=swap_pairs,
         arrivals=arrivals,
+        rope_axes=model.rope_axes is not None,
     )
 
 

@@ -33,7 +33,7 @@ class EarlyStage(StepProgram):
             self._prefill_attention(chunk),
             all_lanes=True,
             stream=self.flow.arrive_chunk(chunk),
-            launch=self.launch.prefill,
+            launch=replace(self.launch.prefill, rope_rows=self._rows_of(chunk)),
         )
         assert end.stream is not None, "the stream of all lanes was asked for"
         self.flow.leave_chunk(end.stream)

@@ -28,6 +28,7 @@ from graphengine.requests.request import Request
 from graphengine.sampling_params import SAMPLER_FIELDS
 
 EMBEDS_FIELD = "prefill_embeds"
+ROPE_SHIFT, ROPE_ROWS = "rope_shift", "prefill_rope_rows"
 
 
 def field_table(
@@ -135,6 +136,7 @@ def engine_fields(
     swap_pairs: int,
     arrivals: int,
     rings: Sequence[WindowRing] = (),
+    rope_axes: bool = False,
 ) -> list[Field]:
     """All static fields of an engine: what it allocates, and what its budget adds up."""
     drafts = drafter.needs.length
@@ -160,7 +162,43 @@ def engine_fields(
         fields.append(relaxed_field(sizes.slots))
     if config.prompt_embeds:
         fields.append(_embeds_field(sizes, hidden_size))
+        if rope_axes:
+            fields += _rope_fields(sizes)
     return fields
+
+
+def _rope_fields(sizes: FieldSizes) -> list[Field]:
+    """The rows of RoPE's tables by which tokens turn, in prompts with grids of embeddings."""
+    return [
+        Field(
+            name=ROPE_SHIFT,
+            shape=(sizes.slots,),
+            dtype=torch.int32,
+            owner="host",
+            pad=0,
+            meaning="row of RoPE's tables minus position, past the prompt",
+        ),
+        Field(
+            name=ROPE_ROWS,
+            shape=(sizes.prefill_tokens, 3),
+            dtype=torch.int32,
+            owner="host",
+            pad=0,
+            meaning="rows of RoPE's tables of the chunk, by axis",
+        ),
+    ]
+
+
+def rope_updates(plan: Plan, slots: Sequence[Request | None]) -> dict[str, Any]:
+    """The fields of `_rope_fields` that a plan changes."""
+    updates: dict[str, Any] = {}
+    if plan.slots_changed:
+        updates[ROPE_SHIFT] = [request and request.job.rope_shift for request in slots]
+    chunk = plan.prefill
+    if chunk is not None:
+        end = chunk.start + chunk.count
+        updates[ROPE_ROWS] = chunk.request.job.embeds.rope_rows(chunk.start, end)
+    return updates
 
 
 def _embeds_field(sizes: FieldSizes, hidden_size: int) -> Field:

@@ -33,6 +33,7 @@ from graphengine.kernels.core.tree import TreeLanes
 from graphengine.kernels.linear.products import linear, linear_sample
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.norm_rope.embedding import GivenRows
+from graphengine.kernels.norm_rope.rope import RopeRows
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample, sample_tiles
 from graphengine.kernels.step.begin import RowTrees, gather_and_embed
@@ -90,6 +91,7 @@ class StepProgram:
         relaxation: Relaxation | None = None,
         routing: RoutingStep | None = None,
         given: GivenRows | None = None,
+        rope_rows: RopeRows | None = None,
         forced_acceptance: int | None = None,
         flow: StepFlow | None = None,
     ) -> None:
@@ -100,6 +102,8 @@ class StepProgram:
         self.routing = routing
         # Embeddings for a chunk's positions that have no token; None where each has one.
         self.given = given
+        # Rows of RoPE's tables for the lanes of the largest chunk; None where these are positions.
+        self.rope_rows = rope_rows
         self.samplers = samplers(relaxed=relaxation is not None)
         self.forced_acceptance = forced_acceptance
         self.model = model
@@ -302,7 +306,7 @@ class StepProgram:
         if self.routing is not None:
             routes = self.routing.begin(chunk.slot, chunk.position)
             last = routes.of_last_layer(chunk.last)
-        launch = replace(self.launch.prefill, given=self.given)
+        launch = replace(self.launch.prefill, given=self.given, rope_rows=self._rows_of(chunk))
         end = self.model.prefill(
             chunk,
             self.states,
@@ -318,6 +322,11 @@ class StepProgram:
         if routes is not None and last is not None:
             routes.replace_last_layer(last, chunk.last)
         return vocabulary.logits(logits), end.hidden, routes
+
+    def _rows_of(self, chunk: PrefillLanes) -> RopeRows | None:
+        """The rows of RoPE's tables by which a chunk's lanes turn; None: their positions."""
+        rows = self.rope_rows
+        return rows and rows._replace(of_axis=rows.of_axis[: len(chunk.slot)])
 
     def note(self, tokens: int) -> None:
         """Take in a part of a prompt, of at most `tokens`, whose KV already exists.

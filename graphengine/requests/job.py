@@ -68,6 +68,7 @@ class Job:
 
     prompt_len   tokens of the prompt
     embeds       embeddings of the prompt, at positions without a token
+    rope_shift   row of RoPE's tables minus position, past the prompt
     max_len      most tokens of prompt and output; `max_new_tokens` of output alone
     min_tokens   tokens of output before any stop token may end it; `min_len` includes the prompt
     stops        its stop tokens
@@ -98,6 +99,7 @@ class Job:
     min_tokens: int = 0
     stops: Stops = field(default_factory=Stops)
     embeds: Embeds = NO_EMBEDS
+    rope_shift: int = 0
     processing: Processing | None = None
     full: bool = False
     deadline: float | None = None

@@ -36,7 +36,7 @@ class RopeRows(NamedTuple):
     turn by one of the three (Wang et al. 2024, "Qwen2-VL"). The tokens after it turn as if it were
     shorter.
 
-    of_axis     int32 [3, N]: the row of each lane along each axis
+    of_axis     int32 [N, 3]: the row of each lane along each axis
     axis_of     int32 [D/2]: the axis by which a pair turns, 0..2
     """
 
@@ -59,7 +59,9 @@ class RopeConfig:
     `beta_slow`, `truncate`, `original_max_position_embeddings`, and the attention factor, which
     follows from `factor` (and `mscale` over `mscale_all_dim` where both are given) unless stated.
 
-    `rotated` is the part of a head that turns; its other pairs stay as they are.
+    `rotated` is the part of a head that turns; its other pairs stay as they are. `sections` are the
+    pairs that turn by time, height and width (M-RoPE), one section after the other, or, where they
+    are `interleaved`, in turn until height and width have theirs; None: positions have one axis.
     """
 
     theta: float = 10_000.0
@@ -75,6 +77,8 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     rotated: float = 1.0
+    sections: tuple[int, int, int] | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.rotated <= 1:
@@ -93,6 +97,26 @@ class RopeConfig:
                 f"low_freq_factor={self.low_freq_factor} must be below "
                 f"high_freq_factor={self.high_freq_factor}"
             )
+
+
+def rope_axes(config: RopeConfig, *, head_dim: int) -> tuple[int, ...] | None:
+    """The axis, 0..2, by which each pair of a head turns; None where positions have one axis.
+
+    Pairs that do not turn have axis 0. ValueError where sections that follow one another do not
+    add up to the pairs that turn.
+    Source: `apply_multimodal_rotary_pos_emb` of transformers' Qwen2-VL, `apply_interleaved_mrope`
+    of its Qwen3-VL.
+    """
+    sections = config.sections
+    if sections is None:
+        return None
+    pairs = int(head_dim * config.rotated) // 2
+    axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
+    if not config.interleaved:
+        if sum(sections) != pairs:
+            raise ValueError(f"RoPE's sections {sections} must add up to {pairs} pairs that turn")
+        axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
+    return (*axes, *[0] * (head_dim // 2 - pairs))
 
 
 def rope_tables(
@@ -346,8 +370,7 @@ def _rope_append_kernel(
     if TABLE_ROWS:
         if row_ptr is not None:
             axis = tl.load(axis_ptr + pair, mask=pair_mask, other=0)
-            lanes = tl.num_programs(0)
-            row = tl.load(row_ptr + axis.to(tl.int64) * lanes + lane, mask=pair_mask, other=0)
+            row = tl.load(row_ptr + lane * 3 + axis, mask=pair_mask, other=0)
         else:
             row = position + tl.load(shift_ptr + slot) + tl.zeros_like(pair)
         angle = row.to(tl.int64) * HALF + pair
@@ -443,19 +466,19 @@ def rope_append_reference(
     live = live_rows(slot_N)
     position = position_N[live].long()
     inside = (position >= 0) & (position < min(cos.shape[0], token_capacity(kv, block_table_SB)))
-    row_3N = _table_rows(position, slot_N[live], live, rows, shift_S)
-    inside &= ((row_3N >= 0) & (row_3N < cos.shape[0])).all(0)
+    row_NA = _table_rows(position, slot_N[live], live, rows, shift_S)
+    inside &= ((row_NA >= 0) & (row_NA < cos.shape[0])).all(1)
     # The usual case, for each layer of each lane of a CPU engine, has nothing to mask.
     all_inside = bool(inside.all())
     if not all_inside:
-        position, row_3N = (torch.where(inside, each, 0) for each in (position, row_3N))
+        position, row_NA = torch.where(inside, position, 0), torch.where(inside[:, None], row_NA, 0)
 
     heads = qkv_NX[live].view(len(position), num_heads + 2 * num_kv_heads, head_dim)
     turned, v = heads.tensor_split([num_heads + num_kv_heads], dim=1)
     if q_norm_weight is not None and k_norm_weight is not None:
         turned = _norm_heads_reference(turned, q_norm_weight, k_norm_weight, num_heads, eps)
     axis = None if rows is None else rows.axis_of.long()
-    cos_live, sin_live = (_angles_of(each, row_3N, axis)[:, None] for each in (cos, sin))
+    cos_live, sin_live = (_angles_of(each, row_NA, axis)[:, None] for each in (cos, sin))
     if not all_inside:
         unknown = ~inside[:, None, None]
         cos_live = cos_live.masked_fill(unknown, math.nan)
@@ -477,23 +500,23 @@ def rope_append_reference(
 def _table_rows(
     position: torch.Tensor,
     slot: torch.Tensor,
-    live: torch.Tensor,
+    live: torch.Tensor | slice,
     rows: RopeRows | None,
     shift_S: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The rows of the tables of live lanes: int64 [3, lanes], or [1, lanes] if all axes agree."""
+    """The rows of the tables of live lanes: int64 [lanes, 3], or [lanes, 1] if all axes agree."""
     if rows is not None:
-        return rows.of_axis[:, live].long()
-    return (position if shift_S is None else position + shift_S[slot.long()])[None]
+        return rows.of_axis[live].long()
+    return (position if shift_S is None else position + shift_S[slot.long()])[:, None]
 
 
 def _angles_of(
-    table: torch.Tensor, row_3N: torch.Tensor, axis: torch.Tensor | None
+    table: torch.Tensor, row_NA: torch.Tensor, axis: torch.Tensor | None
 ) -> torch.Tensor:
     """A table's rows for lanes [lanes, D/2], each pair's along its own axis."""
     if axis is None:
-        return table[row_3N[0]]
-    return table[row_3N[axis].T, torch.arange(len(axis), device=table.device)]
+        return table[row_NA[:, 0]]
+    return table[row_NA[:, axis], torch.arange(len(axis), device=table.device)]
 
 
 def _norm_heads_reference(
@@ -524,8 +547,8 @@ def check_rope_rows(
     """Raise ValueError unless rows and shifts fit this many lanes of heads of this size."""
     if rows is not None:
         check_int32(of_axis=rows.of_axis, axis_of=rows.axis_of)
-        if rows.of_axis.shape != (3, lanes) or not rows.of_axis.is_contiguous():
-            raise ValueError(f"of_axis must be dense [3, {lanes}], not {tuple(rows.of_axis.shape)}")
+        if rows.of_axis.shape != (lanes, 3) or not rows.of_axis.is_contiguous():
+            raise ValueError(f"of_axis must be dense [{lanes}, 3], not {tuple(rows.of_axis.shape)}")
         if rows.axis_of.shape != (head_dim // 2,) or not rows.axis_of.is_contiguous():
             raise ValueError(
                 f"axis_of must be dense [{head_dim // 2}], not {tuple(rows.axis_of.shape)}"

@@ -379,6 +379,7 @@ class AttentionWeights:
             split_tokens=self._split_tokens(launch, qkv.dtype),
             tokens_per_row=launch.tokens_per_row,
             tree=launch.tree,
+            rope_shift_S=launch.rope_shift,
         )
         self._gate(attended, qkv, row.slot, pdl=launch.pdl)
         return add_product(
@@ -415,7 +416,7 @@ class AttentionWeights:
         else:
             out = fed.new_empty(len(fed), 2 * block.kv_size)
             made = chunk_product(fed, weight, bias, out=out, pdl=launch.pdl)
-        self._append(made, 0, slot, position, kv, block_table, tables, pdl=launch.pdl)
+        self._append(made, 0, slot, position, kv, block_table, tables, launch)
 
     def _rows_of_kv(self, qkv: AnyWeight) -> Tensor:
         block = self.block
@@ -431,9 +432,8 @@ class AttentionWeights:
         kv: Tensor,
         block_table: Tensor,
         tables: RopeTables,
-        *,
+        launch: DecodeLaunch | PrefillLaunch,
         out: Tensor | None = None,
-        pdl: bool,
     ) -> Tensor:
         """Return a product's queries, of so many `heads`, rotated; append the rest to `kv`."""
         block = self.block
@@ -451,8 +451,10 @@ class AttentionWeights:
             k_norm_weight=self.k_norm,
             eps=block.norm_eps,
             kv_scales=self._scales_of(kv),
+            rows=launch.rope_rows if isinstance(launch, PrefillLaunch) else None,
+            shift_S=launch.rope_shift if isinstance(launch, DecodeLaunch) else None,
             out=out,
-            pdl=pdl,
+            pdl=launch.pdl,
         )
 
     def decode_block(
@@ -490,7 +492,7 @@ class AttentionWeights:
             kv,
             block_table,
             tables,
-            pdl=launch.pdl,
+            launch,
         )
         attended = paged_prefill_attention(
             heads,
@@ -553,8 +555,8 @@ class AttentionWeights:
             kv,
             block_table,
             tables,
+            scratch.launch,
             out=q.view(-1, block.num_heads, block.head_dim),
-            pdl=scratch.launch.pdl,
         )
         attended = scratch.take(block.q_size, after=block.attended_after)
         attended = attention(

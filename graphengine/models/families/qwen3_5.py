@@ -53,7 +53,7 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
     if not settings["attn_output_gate"]:
         raise unsupported("attn_output_gate", False, "true")
     hidden, eps = settings["hidden_size"], settings["rms_norm_eps"]
-    rope = hf_config.rope(settings)
+    rope = hf_config.with_axes(hf_config.rope(settings), config)
     attention = GroupedQueryAttention(
         hidden_size=hidden,
         num_heads=settings["num_attention_heads"],

@@ -463,7 +463,11 @@ generation and the number of draft modules."""
 _OF_IMAGES = (
     "vision_config",
     "mm_tokens_per_image",
-    *(f"{which}_token_{end}" for which in ("image", "boi", "eoi") for end in ("id", "index")),
+    *(
+        f"{which}_token_{end}"
+        for which in ("image", "video", "vision_start", "vision_end", "boi", "eoi")
+        for end in ("id", "index")
+    ),
 )
 
 

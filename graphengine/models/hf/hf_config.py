@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -225,6 +225,21 @@ def of_one_axis(config: HfConfig) -> dict[str, Any]:
                 del kept["type"]
             told[name] = kept
     return told
+
+
+def with_axes(rope: RopeConfig, config: HfConfig) -> RopeConfig:
+    """A model's RoPE with the axes that its config gives, if it gives any (M-RoPE)."""
+    for name in ("rope_scaling", "rope_parameters"):
+        given = config.get(name)
+        if not isinstance(given, dict) or (sections := given.get("mrope_section")) is None:
+            continue
+        sizes = sections if isinstance(sections, list) else []
+        if len(sizes) != 3 or not all(isinstance(size, int) and size >= 0 for size in sizes):
+            raise unsupported(f"{name}.mrope_section", sections, "three numbers of pairs, or null")
+        return replace(
+            rope, sections=tuple(sizes), interleaved=bool(given.get("mrope_interleaved"))
+        )
+    return rope
 
 
 def state_dtype(settings: dict[str, Any], name: str) -> torch.dtype:

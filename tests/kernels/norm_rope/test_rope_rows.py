@@ -66,7 +66,7 @@ def test_each_pair_turns_along_its_own_axis(kernel: tuple[bool, str]) -> None:
     of_axis = [[5, 40, 41, 90, 7], [5, 42, 43, 90, 8], [5, 44, 40, 90, 9]]
     axis_of = [pair % 3 for pair in range(HEAD_DIM // 2)]
     slot, position = [0, 0, 0, 0, -1], [5, 40, 41, 42, 0]
-    rows = RopeRows(int32(of_axis, device), int32(axis_of, device))
+    rows = RopeRows(int32(of_axis, device).T.contiguous(), int32(axis_of, device))
     qkv = products(5, device, torch.float32)
     turned_kv, plain_kv = (cache(1, device, torch.float32) for _ in range(2))
     table = block_table(1, device)
@@ -93,8 +93,8 @@ def test_a_row_outside_the_tables_appends_nothing(
 ) -> None:
     twin, device = kernel
     append = rope_append_reference if twin else rope_append
-    of_axis = torch.full((3, 2), 3, dtype=torch.int32, device=device)
-    of_axis[axis, 1] = row
+    of_axis = torch.full((2, 3), 3, dtype=torch.int32, device=device)
+    of_axis[1, axis] = row
     axis_of = int32([pair % 3 for pair in range(HEAD_DIM // 2)], device)
     kv = cache(1, device, torch.float32)
     before = kv.clone()
@@ -207,8 +207,8 @@ def test_a_shift_out_of_the_tables_is_nan_and_appends_nothing(
 @pytest.mark.parametrize(
     ("rows", "shift", "message"),
     [
-        (((3, 3), (32,)), None, r"of_axis must be dense \[3, 2\], not \(3, 3\)"),
-        (((3, 2), (64,)), None, r"axis_of must be dense \[32\], not \(64,\)"),
+        (((3, 3), (32,)), None, r"of_axis must be dense \[2, 3\], not \(3, 3\)"),
+        (((2, 3), (64,)), None, r"axis_of must be dense \[32\], not \(64,\)"),
         (None, (2, 2), r"shift_S must be a dense vector, not \(2, 2\)"),
     ],
 )

@@ -1,0 +1,31 @@
+"""The language models of Qwen2-VL and Qwen2.5-VL: Qwen2, with RoPE of three axes.
+
+Published configs have the language model's keys beside `vision_config`, newer ones under
+`text_config`. For text alone RoPE has one axis: a token has the same position on all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families.llama import decoder_config
+from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import HfConfig, check_neutral, language_model
+
+DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, windows="switched")
+_BESIDE = ("vision_config", "text_config")
+
+
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `Qwen2VLForConditionalGeneration` or `Qwen2_5_VL...` checkpoint."""
+    told: dict[str, Any] = {
+        name: value for name, value in language_model(config).items() if name not in _BESIDE
+    }
+    if told is not config:
+        check_neutral({**config, "quantization_config": None}, ("rope_scaling",))
+        told["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
+    settings = hf_config.read_settings(hf_config.of_one_axis(told), DEFAULTS)
+    made = decoder_config(settings, architecture, attention_bias=False, qkv_bias=True)
+    return replace(made, rope=hf_config.with_axes(made.rope, told))

@@ -1,0 +1,320 @@
+"""RoPE of three axes (M-RoPE): tokens after pictures and videos, against transformers' models with
+their own vision towers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engines.small_engine import assert_idle, greedy, open_engine
+from extent import examples
+from graphengine import GridEmbeds, NGram, PromptParts
+from graphengine.kernels.norm_rope.rope import RopeConfig, rope_axes
+from graphengine.prompt_embeds import EMBEDDED, Embeds, EmbedsSpec, Grid, Run, grid_at
+
+SIZES: dict[str, Any] = {"dtype": "float32", "prompt_embeds": True}
+IMAGE, VIDEO, START, END = 250, 251, 252, 253
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
+PATCH = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+SAID = 24
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A model of transformers, as it is in its folder."""
+
+    model: Any
+    path: Path
+
+    def features(self, kind: str, grid: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
+        """Random pixels of a picture or video of `grid` merged places, and its embeddings."""
+        patches = torch.tensor([[grid[0], 2 * grid[1], 2 * grid[2]]])
+        width = 3 * PATCH["temporal_patch_size"] * PATCH["patch_size"] ** 2
+        dice = torch.Generator().manual_seed(seed)
+        pixels = torch.randn(int(patches.prod()), width, generator=dice)
+        get = getattr(self.model.model, f"get_{kind}_features")
+        with torch.no_grad():
+            found = get(pixels, patches).pooler_output
+        return pixels, torch.cat(tuple(found))
+
+    def says(self, ids: Sequence[int], **pixels: Any) -> list[int]:
+        """Greedy tokens after these ids, among which `IMAGE` and `VIDEO` are places."""
+        kinds = [int(each == IMAGE) + 2 * int(each == VIDEO) for each in ids]
+        with torch.no_grad():
+            made = self.model.generate(
+                input_ids=torch.tensor([ids]),
+                mm_token_type_ids=torch.tensor([kinds]),
+                max_new_tokens=SAID,
+                min_new_tokens=SAID,
+                do_sample=False,
+                **pixels,
+            )
+        said: list[int] = made[0, len(ids) :].tolist()
+        return said
+
+
+def _qwen2_vl() -> Any:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 192, "num_heads": 2, "mlp_ratio": 2}
+    return Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(text_config=_text([8, 11, 13]), vision_config=vision | PATCH, **IDS)
+    )
+
+
+def _qwen2_5_vl() -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 192, "num_heads": 2}
+    vision |= {"intermediate_size": 40, "window_size": 16, "tokens_per_second": 3}
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config=_text([16, 8, 8]), vision_config=vision | PATCH, **IDS)
+    )
+
+
+def _text(sections: list[int]) -> dict[str, Any]:
+    return {
+        "vocab_size": 263,
+        "hidden_size": 192,
+        "intermediate_size": 76,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections},
+    }
+
+
+def _qwen3_5() -> Any:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = _text([6, 5, 5]) | {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text["rope_parameters"] |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
+    text |= {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
+    text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    text |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 192, "num_heads": 2}
+    vision |= {"intermediate_size": 40, "num_position_embeddings": 64}
+    return Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=text, vision_config=vision | PATCH, **IDS)
+    )
+
+
+MODELS = {"qwen2_vl": _qwen2_vl, "qwen2_5_vl": _qwen2_5_vl, "qwen3_5": _qwen3_5}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    torch.manual_seed(7)
+    model = MODELS[request.param]().eval()
+    # Random weights that say more than one token.
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2 if "visual" not in name else 0.3)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return Oracle(model, folder)
+
+
+def test_tokens_after_pictures_are_those_of_transformers(oracle: Oracle, device: str) -> None:
+    """Two pictures in one prompt, fed in one chunk and in several; text before, between, after."""
+    pixels, first = oracle.features("image", (1, 3, 5), 1)
+    others, second = oracle.features("image", (1, 4, 2), 2)
+    head, middle, tail = [5, 17, 8, START], [END, 31, 40, START], [END, 9, 77, 5, 17]
+    ids = [*head, *[IMAGE] * 15, *middle, *[IMAGE] * 8, *tail]
+    wanted = oracle.says(
+        ids,
+        pixel_values=torch.cat([pixels, others]),
+        image_grid_thw=torch.tensor([[1, 6, 10], [1, 8, 4]]),
+    )
+    assert len(set(wanted)) > 3
+    pictures = GridEmbeds(first, (1, 3, 5)), GridEmbeds(second, (1, 4, 2))
+    prompt = PromptParts(head, pictures[0], middle, pictures[1], tail)
+    plain = PromptParts(head, first, middle, second, tail)
+    for buckets in ([64], [8]):
+        with open_engine(oracle.path, device=device, prefill_buckets=buckets, **SIZES) as engine:
+            assert engine.generate(prompt, greedy(SAID)).token_ids == tuple(wanted)
+            # Without their places the same rows are another prompt.
+            assert engine.generate(plain, greedy(SAID)).token_ids != tuple(wanted)
+            assert_idle(engine)
+
+
+def test_tokens_after_a_video_are_those_of_transformers(oracle: Oracle, device: str) -> None:
+    if "3_5" in oracle.path.name:
+        pytest.skip("its videos are pictures with times in text between them")
+    pixels, rows = oracle.features("video", (3, 2, 4), 3)
+    ids = [5, 17, START, *[VIDEO] * 24, END, 8, 9]
+    more, step = {}, 1.0
+    if "2_5" in oracle.path.name:
+        more, step = {"second_per_grid_ts": torch.tensor([0.5])}, 1.5
+    wanted = oracle.says(
+        ids, pixel_values_videos=pixels, video_grid_thw=torch.tensor([[3, 4, 8]]), **more
+    )
+    prompt = PromptParts(ids[:3], GridEmbeds(rows, (3, 2, 4), time_step=step), ids[-3:])
+    with open_engine(oracle.path, device=device, prefill_buckets=[16], **SIZES) as engine:
+        assert engine.generate(prompt, greedy(SAID)).token_ids == tuple(wanted)
+
+
+def _prompts(oracle: Oracle) -> list[Any]:
+    """Prompts with a picture, with a larger one, and of text alone."""
+    _, small = oracle.features("image", (1, 2, 3), 4)
+    _, large = oracle.features("image", (1, 6, 5), 5)
+    return [
+        PromptParts([5, 17, START], GridEmbeds(small, (1, 2, 3)), [END, 8, 17, 8]),
+        [5, 17, 8, 31, 8, 17, 40],
+        PromptParts([9], GridEmbeds(large, (1, 6, 5)), [8, 31, 8, 31]),
+    ]
+
+
+def test_neighbours_pauses_and_drafts_change_no_token(oracle: Oracle, device: str) -> None:
+    prompts = _prompts(oracle)
+    with open_engine(oracle.path, device=device, max_batch=1, **SIZES) as engine:
+        alone = [engine.generate(each, greedy(SAID)).token_ids for each in prompts]
+    assert len(set(alone)) == 3
+    options: dict[str, Any] = {"max_batch": 3, **SIZES}
+    for more in (
+        {},
+        {"speculative": NGram(k=3)},
+        # Too few blocks for all three: one is paused.
+        {"kv_blocks": 11, "block_size": 8, "swap_blocks": 32, "max_seq_len": 64},
+    ):
+        with open_engine(oracle.path, device=device, **options, **more) as engine:
+            together = [each.token_ids for each in engine.generate(prompts, greedy(SAID))]
+            assert together == alone, more
+            if "kv_blocks" in more:
+                assert engine.counters["pauses"] > 0
+            assert_idle(engine)
+
+
+def test_a_session_goes_on_after_a_picture(oracle: Oracle, device: str) -> None:
+    """A turn after a picture, and one after another picture in its place, as whole prompts."""
+    _, rows = oracle.features("image", (1, 4, 5), 6)
+    picture = GridEmbeds(rows, (1, 4, 5))
+    with open_engine(oracle.path, device=device, **SIZES) as engine:
+        session = engine.session()
+        session.append(PromptParts([5, START], picture, [END, 9]))
+        first = session.generate(greedy(6)).token_ids
+        session.append([44, 45])
+        second = session.generate(greedy(SAID)).token_ids
+        whole = PromptParts([5, START], picture, [END, 9, *first, 44, 45])
+        assert engine.generate(whole, greedy(SAID)).token_ids == second
+        with pytest.raises(ValueError, match="a grid of embeddings, which a snapshot cannot hold"):
+            session.snapshot()
+        # The same rows on another grid have other keys from the first row on.
+        changed = PromptParts([5, START], GridEmbeds(rows, (5, 2, 2)), [END, 9])
+        session.update(changed)
+        again = session.generate(greedy(6)).token_ids
+        assert again != first
+        assert engine.generate(changed, greedy(6)).token_ids == again
+        session.close()
+
+
+@pytest.mark.parametrize(
+    ("sections", "interleaved", "axes"),
+    [
+        ((1, 2, 1), False, (0, 1, 1, 2)),
+        ((2, 1, 1), True, (0, 1, 2, 0)),
+        ((4, 0, 0), True, (0, 0, 0, 0)),
+        ((0, 2, 2), True, (0, 1, 2, 0)),
+    ],
+)
+def test_axes_of_pairs(
+    sections: tuple[int, int, int], interleaved: bool, axes: tuple[int, ...]
+) -> None:
+    rope = RopeConfig(sections=sections, interleaved=interleaved)
+    assert rope_axes(rope, head_dim=8) == axes
+    half = RopeConfig(sections=sections, interleaved=interleaved, rotated=0.5)
+    assert rope_axes(half, head_dim=16) == (*axes, 0, 0, 0, 0)
+
+
+def test_sections_of_another_size_are_named() -> None:
+    with pytest.raises(ValueError, match=r"\(1, 2, 2\) must add up to 4 pairs"):
+        rope_axes(RopeConfig(sections=(1, 2, 2)), head_dim=8)
+
+
+def _counted(parts: Sequence[tuple[int, int, int] | int]) -> tuple[Embeds, list[list[int]], int]:
+    """Embeddings, their rows of the tables counted one by one, and how many positions there are."""
+    rows: list[list[int]] = []
+    embeds, following = Embeds(), 0
+    for part in parts:
+        if isinstance(part, int):
+            rows += [[following + index] * 3 for index in range(part)]
+            following += part
+            continue
+        start, n = len(rows), part[0] * part[1] * part[2]
+        rows += [
+            [following + t, following + h, following + w]
+            for t in range(part[0])
+            for h in range(part[1])
+            for w in range(part[2])
+        ]
+        following += max(part)
+        embeds = embeds.then(Embeds((Run(start, torch.zeros(n, 2), Grid(*part)),)))
+    return embeds, rows, following
+
+
+@settings(deadline=None, max_examples=examples(40, 200))
+@given(st.lists(st.integers(0, 5) | st.tuples(*[st.integers(1, 4)] * 3), max_size=5), st.data())
+def test_rows_are_those_of_get_rope_index(
+    parts: list[tuple[int, int, int] | int], data: st.DataObject
+) -> None:
+    embeds, rows, following = _counted(parts)
+    assert embeds.shift() == following - len(rows)
+    rows += [[following + index] * 3 for index in range(4)]
+    first = data.draw(st.integers(0, len(rows)))
+    stop = data.draw(st.integers(first, len(rows)))
+    assert embeds.rope_rows(first, stop).tolist() == rows[first:stop]
+    # Runs that were cut and put together again are what they were.
+    at = data.draw(st.integers(0, len(rows)))
+    joined = embeds.within(0, at).then(embeds.within(at, len(rows)))
+    assert np.array_equal(joined.rope_rows(0, len(rows)), embeds.rope_rows(0, len(rows)))
+    assert joined.identity([EMBEDDED] * len(rows)) == embeds.identity([EMBEDDED] * len(rows))
+
+
+def test_the_same_rows_on_another_grid_are_others() -> None:
+    rows = torch.ones(6, 2)
+    kinds = [None, Grid(1, 2, 3), Grid(1, 3, 2), Grid(1, 2, 3, 2.0)]
+    ids = [EMBEDDED] * 6
+    digests = {Embeds((Run(0, rows, grid),)).identity(ids).tobytes() for grid in kinds}
+    assert len(digests) == 4
+
+
+SPEC = EmbedsSpec(4, torch.float32, grids=True)
+
+
+@pytest.mark.parametrize(
+    ("grid", "step", "spec", "message"),
+    [
+        ((1, 2, 3), 1.0, SPEC, r"grid=\(1, 2, 3\) has 6 places for 8 embeddings"),
+        ((1, 2), 1.0, SPEC, r"grid=\(1, 2\) must be three sizes of 1 or more"),
+        ((0, 2, 4), 1.0, SPEC, r"grid=\(0, 2, 4\) must be three sizes of 1 or more"),
+        ((1, 2, 4.0), 1.0, SPEC, r"grid=\(1, 2, 4.0\) must be three sizes of 1 or more"),
+        ((1, 2, 4), -1, SPEC, "time_step=-1 must be a number from 0 to 1e6"),
+        ((1, 2, 4), "x", SPEC, "time_step='x' must be a number from 0 to 1e6"),
+        ((1, 2, 4), 1.0, EmbedsSpec(4, torch.float32), r"whose positions have three axes"),
+        ((1, 2, 4), 1.0, None, "an engine that is opened with prompt_embeds=True"),
+    ],
+)
+def test_wrong_grids_are_named(grid: Any, step: Any, spec: EmbedsSpec | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grid_at(GridEmbeds(torch.zeros(8, 4), grid, time_step=step), 0, spec)
+
+
+def test_a_grid_past_the_tables_is_refused(oracle: Oracle) -> None:
+    rows = torch.zeros(4, 192)
+    with open_engine(oracle.path, device="cpu", max_seq_len=64, **SIZES) as engine:
+        prompt = PromptParts([1], GridEmbeds(rows, (2, 1, 2), time_step=80.0), [2])
+        with pytest.raises(ValueError, match=r"take RoPE to row 8\d, past max_seq_len=64"):
+            engine.submit(prompt, greedy(4))
+        assert not engine.busy
