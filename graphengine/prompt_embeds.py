@@ -227,7 +227,7 @@ def grid_at(part: GridEmbeds, position: int, spec: EmbedsSpec | None) -> Embeds:
     if spec is not None and not spec.grids:
         raise ValueError(
             f"a grid of embeddings {part.grid} is for a model whose positions have three axes "
-            f"(M-RoPE): give this one the tensor alone"
+            f"(M-RoPE), without data_parallel: give this one the tensor alone"
         )
     grid = part.grid
     if not isinstance(grid, tuple | list) or len(grid) != 3 or not all(map(_is_size, grid)):

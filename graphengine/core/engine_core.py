@@ -34,7 +34,13 @@ from graphengine.host.scheduling import Scheduling
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
 from graphengine.opening.memory import MemoryPlan
-from graphengine.program.fields import draft_updates, host_updates, ring_updates, rope_updates
+from graphengine.program.fields import (
+    draft_updates,
+    host_updates,
+    ring_updates,
+    rope_updates,
+    takes_grids,
+)
 from graphengine.program.graph_key import (
     GraphKey,
     PrefillKind,
@@ -542,7 +548,7 @@ def _embeds_spec(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> 
     if not config.prompt_embeds:
         return None
     model = runtime.model.config
-    return EmbedsSpec(model.hidden_size, memory.dtype, grids=model.rope_axes is not None)
+    return EmbedsSpec(model.hidden_size, memory.dtype, grids=takes_grids(config, model))
 
 
 def prefill_kind(request: Request) -> PrefillKind:

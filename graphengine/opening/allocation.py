@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -35,7 +35,13 @@ from graphengine.opening.kept_tensors import KeptTensors
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.records import RecordMemory, Records, new_records
 from graphengine.program.early_stage import EarlyStage
-from graphengine.program.fields import EMBEDS_FIELD, ROPE_ROWS, ROPE_SHIFT, engine_fields
+from graphengine.program.fields import (
+    EMBEDS_FIELD,
+    ROPE_ROWS,
+    ROPE_SHIFT,
+    engine_fields,
+    takes_grids,
+)
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
 from graphengine.program.relaxed import Relaxation
@@ -153,7 +159,6 @@ def _new_setting(
         share=WHOLE if group is None else group.share,
         experts=experts,
         activations=memory.activations,
-        rope_shift=buffers[ROPE_SHIFT] if _takes_grids(model, config) else None,
     )
     return DraftSetting(model, buffers, launch, group, most_split)
 
@@ -181,19 +186,24 @@ def _new_program(
     model, buffers = setting.model, setting.buffers
     samples = flow is None or flow.last
     relaxed = config.relaxed_acceptance
+    launch, rope_rows = setting.launch, None
+    if takes_grids(config, model.config):
+        # Only for the target: draft modules count a picture's rows as tokens.
+        launch = replace(launch, rope_shift=buffers[ROPE_SHIFT])
+        rope_rows = _rope_rows(model, buffers)
     return (StepProgram if samples else EarlyStage)(
         model,
         buffers,
         states,
         records.mailbox,
-        setting.launch,
+        launch,
         _logits_step(config, buffers, records.logprobs),
         vocabulary=vocabulary_of(model.lm_head, setting.group if samples else None),
         drafter=drafter,
         relaxation=None if relaxed is None else Relaxation(relaxed, buffers),
         routing=_routing_step(buffers, records.routing),
         given=_given_rows(model, buffers) if config.prompt_embeds else None,
-        rope_rows=_rope_rows(model, buffers) if _takes_grids(model, config) else None,
+        rope_rows=rope_rows,
         forced_acceptance=config.forced_acceptance,
         flow=flow,
     )
@@ -224,11 +234,6 @@ def _given_rows(model: Model, buffers: StaticBuffers) -> GivenRows:
     return GivenRows(rows, buffers["prefill_start"], model.weights.given_scale)
 
 
-def _takes_grids(model: Model, config: EngineConfig) -> bool:
-    """Whether prompts may have grids of embeddings, whose positions have three axes."""
-    return config.prompt_embeds and model.config.rope_axes is not None
-
-
 def _rope_rows(model: Model, buffers: StaticBuffers) -> RopeRows:
     """The rows of RoPE's tables for a chunk's lanes."""
     axes = torch.tensor(model.config.rope_axes, dtype=torch.int32, device=buffers.device)
@@ -254,7 +259,7 @@ def _new_buffers(
         hidden_size=model.config.hidden_size,
         table_blocks=memory.table_blocks,
         rings=memory.rings,
-        rope_axes=model.config.rope_axes is not None,
+        grids=takes_grids(config, model.config),
         # Each request copies its own, also of shared blocks: more pairs than blocks are possible.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
         # A field has at least one lane, even if no kernel counts arrivals.

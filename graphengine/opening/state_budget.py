@@ -10,7 +10,7 @@ from graphengine.models.states import kv_scale_bytes
 from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.host_memory import host_bytes
 from graphengine.opening.inventory import RingShape, mailboxes
-from graphengine.program.fields import EMBEDS_FIELD, engine_fields
+from graphengine.program.fields import EMBEDS_FIELD, engine_fields, takes_grids
 from graphengine.requests.processing import processing_fields
 
 
@@ -51,7 +51,7 @@ def _most_fields(shape: EngineShape) -> list[Field]:
         rings=shape.rings,
         swap_pairs=swap_pairs,
         arrivals=arrivals,
-        rope_axes=model.rope_axes is not None,
+        grids=takes_grids(config, model),
     )
 
 

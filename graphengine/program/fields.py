@@ -19,6 +19,7 @@ from graphengine.drafters import Drafter, FieldSizes
 from graphengine.host.plan import Plan, PrefillChunk
 from graphengine.host.rings import WindowRing
 from graphengine.kernels.core.lanes import BITS
+from graphengine.models.contract import ModelConfig
 from graphengine.models.states import LayerStates, recurrent_fields
 from graphengine.program.relaxed import relaxed_field
 from graphengine.prompt_embeds import Embeds
@@ -136,7 +137,7 @@ def engine_fields(
     swap_pairs: int,
     arrivals: int,
     rings: Sequence[WindowRing] = (),
-    rope_axes: bool = False,
+    grids: bool = False,
 ) -> list[Field]:
     """All static fields of an engine: what it allocates, and what its budget adds up."""
     drafts = drafter.needs.length
@@ -162,9 +163,15 @@ def engine_fields(
         fields.append(relaxed_field(sizes.slots))
     if config.prompt_embeds:
         fields.append(_embeds_field(sizes, hidden_size))
-        if rope_axes:
-            fields += _rope_fields(sizes)
+    if grids:
+        fields += _rope_fields(sizes)
     return fields
+
+
+def takes_grids(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether prompts may have grids of embeddings, whose positions have three axes."""
+    axes = model.rope_axes is not None
+    return config.prompt_embeds and axes and config.data_parallel == 1
 
 
 def _rope_fields(sizes: FieldSizes) -> list[Field]:

@@ -204,7 +204,7 @@ def test_a_session_goes_on_after_a_picture(oracle: Oracle, device: str) -> None:
     with open_engine(oracle.path, device=device, **SIZES) as engine:
         session = engine.session()
         session.append(PromptParts([5, START], picture, [END, 9]))
-        first = session.generate(greedy(6)).token_ids
+        first = session.generate(greedy(SAID)).token_ids
         session.append([44, 45])
         second = session.generate(greedy(SAID)).token_ids
         whole = PromptParts([5, START], picture, [END, 9, *first, 44, 45])
@@ -212,11 +212,11 @@ def test_a_session_goes_on_after_a_picture(oracle: Oracle, device: str) -> None:
         with pytest.raises(ValueError, match="a grid of embeddings, which a snapshot cannot hold"):
             session.snapshot()
         # The same rows on another grid have other keys from the first row on.
-        changed = PromptParts([5, START], GridEmbeds(rows, (5, 2, 2)), [END, 9])
+        changed = PromptParts([5, START], GridEmbeds(rows, (20, 1, 1), time_step=4.0), [END, 9])
         session.update(changed)
-        again = session.generate(greedy(6)).token_ids
+        again = session.generate(greedy(SAID)).token_ids
         assert again != first
-        assert engine.generate(changed, greedy(6)).token_ids == again
+        assert engine.generate(changed, greedy(SAID)).token_ids == again
         session.close()
 
 
