@@ -11,9 +11,9 @@ import torch
 
 from graphengine.buckets import WaitMode
 from graphengine.engine_sizes import USUAL_SEQ_LEN, EngineSizes
-from graphengine.kernels.linear.lane_codes import ActivationKind
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import FMA_LANES, RowFamily
+from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
 from graphengine.options.checks import INT32_MAX, is_finite, is_int, shown
 from graphengine.options.devices import DTYPES, check_device, usual_device

@@ -11,8 +11,8 @@ import torch
 
 from graphengine.buckets import WaitMode
 from graphengine.config import KvDtype, LoadFormat, LogprobsMode, RoundedKind, StateDtype
-from graphengine.kernels.linear.lane_codes import ActivationKind
 from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.speculative import GateOptions, RelaxedAcceptance, Speculative
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from graphengine.buckets import BucketLadder
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import RowFamily, row_family
 from graphengine.options.devices import DEVICE_DEFAULTS, DTYPES, DeviceDefaults
 from graphengine.options.draft_schedule import DraftSchedule

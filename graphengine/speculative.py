@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.step.record import MAX_DRAFTS
 from graphengine.options.checks import (
     INT32_MAX,

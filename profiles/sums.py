@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import spawn
 
 from graphengine.kernels.comm.push_residual import push_units
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.norm_rope.norm import add_rms_norm
 from graphengine.models.contract import Share

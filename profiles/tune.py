@@ -41,7 +41,7 @@ import triton
 from graphengine.cli.option_flags import add_flags
 from graphengine.config import EngineConfig
 from graphengine.kernels.core.devices import device_of
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import FMA_LANES, RowFamily
 from graphengine.models.checkpoints.checkpoint import Checkpoint, stored_dtype
 from graphengine.models.contract import ModelConfig

@@ -21,8 +21,8 @@ from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels.draft.block import BlockDraft, begin_block_draft, commit_block_draft
 from graphengine.kernels.draft.draft import DraftTiles, commit_draft
 from graphengine.kernels.draft.markov import MarkovHead, markov_draft, markov_logits
+from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.plans import RowFamily
-from graphengine.kernels.linear.products import AnyWeight
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
@@ -44,7 +44,7 @@ from graphengine.models.drafting.dflash import (
     keep_context,
     run_block,
 )
-from graphengine.models.linears import Linears, in_formats, linear_name
+from graphengine.models.linears import Linears, in_formats
 from graphengine.models.plans.choosing import choose_plans
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.splitting.rank_cuts import checkpoint_of_rank
@@ -159,7 +159,7 @@ class BlockDrafter(Drafter):
             head,
             None,
             setting,
-            linear=linear_name(HEAD, head),
+            linear=HEAD,
             eps=config.output_eps,
             group=setting.group,
         )

@@ -37,7 +37,7 @@ from graphengine.models.contract import (
     ModelWeights,
     most_arrival_counters,
 )
-from graphengine.models.linears import linear_name, stream_groups
+from graphengine.models.linears import stream_groups
 from graphengine.models.states import StateTensors, recurrent_fields, recurrent_tensors
 from graphengine.models.weights import Destinations
 
@@ -138,7 +138,7 @@ class DraftModelDrafter(Drafter):
             self.weights.lm_head,
             None,
             setting,
-            linear=linear_name("lm_head", self.weights.lm_head),
+            linear="lm_head",
             eps=self.config.norm_eps,
         )
         self._drafts = self._choice.opened(head, buffers)

@@ -25,7 +25,7 @@ from graphengine.drafters.modules import (
     TargetHidden,
 )
 from graphengine.kernels.draft.draft import Fusion, combine_hidden
-from graphengine.kernels.linear.products import AnyWeight
+from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ from graphengine.models.drafting.eagle3 import (
     fuse_streams,
 )
 from graphengine.models.drafting.eagle3_reading import Eagle3Checkpoint
-from graphengine.models.linears import LinearPlans, Linears, in_formats, linear_name
+from graphengine.models.linears import LinearPlans, Linears, in_formats
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.splitting.rank_cuts import checkpoint_of_rank
 from graphengine.models.splitting.rank_sizes import eagle3_of_rank
@@ -152,7 +152,7 @@ class OpenEagle3(OpenModules):
             weight,
             None if ids is None else ids.to(device, torch.int32),
             setting,
-            linear=linear_name(HEAD, weight),
+            linear=HEAD,
             eps=config.output_eps,
             group=setting.group,
         )

@@ -26,8 +26,10 @@ from graphengine.kernels.draft.defer import defer_filtered
 from graphengine.kernels.draft.draft import DraftTiles
 from graphengine.kernels.draft.spread import spread_logits
 from graphengine.kernels.draft.trees.top_drafts import TopDrafts, top_drafts
+from graphengine.kernels.linear.call import AnyWeight, LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS, SampleTiles
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import empty_packed, select_rows
-from graphengine.kernels.linear.products import AnyWeight, linear, linear_sample
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.logits.logits import process_logits
 from graphengine.kernels.logits.logits_triton import (
@@ -88,7 +90,7 @@ class DraftHead:
     weight    [D, H], the rows of the draft vocabulary
     token_ids int32 [D], ascending: the token of each row; None: row v is token v
     setting   has the target's sampling parameters and options on logits, which apply
-    linear    the name of its product among a launch's plans
+    linear    the name of its product, without its weight's format
     eps       of the norm that the stream fed to it is scaled for
     group     the ranks that share its rows; None: there is one
     """
@@ -139,20 +141,15 @@ class DraftHead:
             pdl=launch.pdl,
         )
 
+    def _call(
+        self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch
+    ) -> LinearCall:
+        head = self._vocabulary.head
+        return launch.call(self._linear, hidden, head, lanes.slot, eps=self._eps)
+
     def logits(self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
         """Float32 [N, D], of all ranks; `hidden` as in `tiles`. Padded lanes hold anything."""
-        x, squares = _stream(hidden)
-        own = linear(
-            x,
-            self._vocabulary.head,
-            lanes.slot,
-            squares_TN=squares,
-            eps=self._eps,
-            out_dtype=torch.float32,
-            plan=launch.plans[self._linear],
-            launch=launch,
-        )
-        return self._vocabulary.logits(own)
+        return self._vocabulary.logits(linear(self._call(hidden, lanes, launch), LOGITS))
 
     def tiles(
         self,
@@ -170,20 +167,9 @@ class DraftHead:
         """
         if filtered:
             return self._filtered(hidden, lanes, launch, ahead)
-        x, squares = _stream(hidden)
-        best, health = linear_sample(
-            x,
-            self._vocabulary.head,
-            lanes.slot,
-            lanes.position,
-            self._sampling,
-            ahead=ahead,
-            token_ids=self._vocabulary.token_ids,
-            squares_TN=squares,
-            eps=self._eps,
-            plan=launch.plans[self._linear],
-            launch=launch,
-        )
+        ids = self._vocabulary.token_ids
+        sampling = SampleTiles(lanes.position, self._sampling, ahead=ahead, token_ids=ids)
+        best, health = linear(self._call(hidden, lanes, launch), sampling)
         return DraftTiles(*self._vocabulary.candidates(best, health))
 
     def _filtered(
@@ -214,10 +200,3 @@ class DraftHead:
             )
         process_logits(logits, lanes, self._options, steps=_STEPS, pdl=launch.pdl)
         return logits
-
-
-def _stream(hidden: Residual | Tensor) -> tuple[Tensor, Tensor | None]:
-    """What lm_head multiplies, and the sums of squares that it divides by."""
-    if isinstance(hidden, Tensor):
-        return hidden, None
-    return hidden.scaled, hidden.squares

@@ -31,7 +31,7 @@ from graphengine.drafters.tree_eagle import TreeEagle
 from graphengine.drafters.tree_growth import StaticGrowth
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter, vanilla_lanes
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.models.checkpoints.checkpoint import DEMO, Checkpoint
 from graphengine.models.checkpoints.stored import read_eos_ids, read_model
 from graphengine.models.contract import WHOLE, ModelConfig, Share

@@ -24,7 +24,7 @@ from graphengine.models.drafting.mtp import (
     mtp_prefill,
     rope_of,
 )
-from graphengine.models.linears import LinearPlans, Linears, linear_name
+from graphengine.models.linears import LinearPlans, Linears
 from graphengine.models.splitting.rank_cuts import cut_linears, cut_to
 from graphengine.models.splitting.rank_sizes import modules_of_rank
 from graphengine.models.weights import Destinations, StoredLinear
@@ -116,7 +116,7 @@ class OpenMtp(OpenModules):
             self._head,
             token_ids,
             setting,
-            linear=linear_name("lm_head", target.lm_head),
+            linear="lm_head",
             eps=config.output_eps,
             group=setting.group,
         )

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels.experts.experts import residual_arrivals
+from graphengine.kernels.linear.call import AnyWeight, LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import first_rows
 from graphengine.kernels.linear.plans import RowFamily
-from graphengine.kernels.linear.products import AnyWeight, linear
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import embed
@@ -693,4 +695,4 @@ class DecoderModel:
             rms_norm(x_1H, last.next_norm, slot_1, eps=eps, out_dtype=self.dtype, out=scratch.h)
         for step in rest:
             prefill_feed_forward(step.block, step.next_norm, x_1H, slot_1, scratch)
-        return linear(scratch.h, head, slot_1, out_dtype=torch.float32, launch=launch)
+        return linear(LinearCall(scratch.h, head, slot_1, launch=launch), LOGITS)

@@ -29,9 +29,9 @@ from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.tree import TreeLanes
 from graphengine.kernels.experts.packed.weights import PackedExperts
-from graphengine.kernels.linear.lane_codes import ActivationKind
+from graphengine.kernels.linear.call import AnyWeight, LinearCall
 from graphengine.kernels.linear.plans import LinearPlan, RowFamily
-from graphengine.kernels.linear.products import AnyWeight
+from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import GivenRows
 from graphengine.kernels.norm_rope.rope import RopeRows
@@ -265,6 +265,27 @@ class DecodeLaunch(Launch):
     def plan(self, name: str, weight: AnyWeight | PackedExperts) -> LinearPlan:
         """The plan of a linear, by its name and by how its weight is stored."""
         return self.plans[linear_name(name, weight)]
+
+    def call(
+        self,
+        name: str,
+        inputs: Tensor | Residual,
+        weight: AnyWeight,
+        slot: Tensor,
+        *,
+        eps: float = 0.0,
+        bias: Tensor | None = None,
+    ) -> LinearCall:
+        """A product with the weight of a linear, by its name.
+
+        inputs  `[N, K]`, or the stream that was scaled for a norm before the linear
+        eps     of that norm
+        """
+        plan = self.plan(name, weight)
+        if isinstance(inputs, Tensor):
+            return LinearCall(inputs, weight, slot, None, eps, bias, plan, self)
+        x, squares = inputs.scaled, inputs.squares
+        return LinearCall(x, weight, slot, squares, eps, bias, plan, self)
 
     @property
     def prefill(self) -> PrefillLaunch:

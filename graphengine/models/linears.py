@@ -10,17 +10,18 @@ from torch import Tensor
 
 from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.experts.plans import expert_plan
-from graphengine.kernels.linear.linear import arrivals_needed, residual_groups
+from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedForm, PackedWeight
-from graphengine.kernels.linear.packed_linear import packed_plan
+from graphengine.kernels.linear.packed_cut import packed_plan
 from graphengine.kernels.linear.plans import (
     USUAL_PROCESSORS,
     LinearKind,
     LinearPlan,
     RowFamily,
+    arrivals_needed,
     heuristic_plan,
+    residual_groups,
 )
-from graphengine.kernels.linear.products import AnyWeight
 from graphengine.kernels.linear.quantised import WeightFormat
 
 ShardAxis = Literal["rows", "columns"]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.kernels.linear.products import AnyWeight
+from graphengine.kernels.linear.call import AnyWeight
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.gated_delta import GatedDelta, GatedDeltaWeights
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention

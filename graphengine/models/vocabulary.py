@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import BLOCK_ROWS, rows_of
-from graphengine.kernels.linear.products import AnyWeight
 from graphengine.models.contract import RankGroup
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedWeight
-from graphengine.kernels.linear.products import AnyWeight
 from graphengine.models.checkpoints.tensor_files import Cut
 
 Destinations = dict[str, Tensor]

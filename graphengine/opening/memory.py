@@ -13,8 +13,8 @@ from graphengine.host.rings import WindowRing
 from graphengine.kernels.comm.layout import PeerLayout
 from graphengine.kernels.comm.push_lanes import lane_units
 from graphengine.kernels.comm.push_residual import push_units
-from graphengine.kernels.linear.lane_codes import ActivationKind
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
+from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import kept_bytes, recurrent_states
 from graphengine.models.weights import RoutedExperts

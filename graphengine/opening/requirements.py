@@ -10,9 +10,9 @@ import torch
 from graphengine.config import EngineConfig
 from graphengine.drafters import DraftNeeds
 from graphengine.kernels.core.devices import device_of
-from graphengine.kernels.linear.lane_codes import ActivationKind
-from graphengine.kernels.linear.packed_chunk_fp8 import takes_fp8
-from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS
+from graphengine.kernels.linear.packed_cut import PACKED_COLUMNS
+from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
+from graphengine.kernels.linear.prefill.packed_chunk_fp8 import takes_fp8
 from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import Linear
 from graphengine.models.states import LayerStates, paged_states, recurrent_states

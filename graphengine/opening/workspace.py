@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from graphengine.buckets import BucketLadder
-from graphengine.kernels.linear.lane_codes import code_bytes
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
+from graphengine.kernels.linear.prefill.lane_codes import code_bytes
 from graphengine.models.contract import ModelConfig
 from graphengine.models.plans.plan_limits import MAX_SPLITS
 from graphengine.opening.engine_shape import EngineShape

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from graphengine.core.fingerprints import fingerprint_of, packed_linears
+from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedWeight
-from graphengine.kernels.linear.products import AnyWeight
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import reader_of
 from graphengine.models.quantised.filling import Reader, dequantised_names, fill_packed

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from graphengine.buckets import StaticBuffers
 from graphengine.kernels.core.tree import TreeLanes
-from graphengine.kernels.linear.linear import MAX_LANES
-from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.call import MAX_LANES, AnyWeight, LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.logits.logits import process_logits
 from graphengine.kernels.logits.logprobs import (
     LogprobTensors,
@@ -166,7 +167,7 @@ class LogitsStep:
         for start in range(0, len(following), MAX_LANES):
             part = slice(start, start + MAX_LANES)
             slot = chunk.slot[part]
-            logits = linear(hidden[part], lm_head, slot, out_dtype=torch.float32)
+            logits = linear(LinearCall(hidden[part], lm_head, slot), LOGITS)
             ranked = rank_logits(logits, slot, wants)
             tokens = token_log_probabilities(
                 logits, following[part], count[part], slot, wants, ranked

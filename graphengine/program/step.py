@@ -30,7 +30,8 @@ from graphengine.buckets import Mailbox, StaticBuffers
 from graphengine.drafters import Drafter, OfTree, Prefilled, Verified
 from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.core.tree import TreeLanes
-from graphengine.kernels.linear.products import linear, linear_sample
+from graphengine.kernels.linear.epilogues import LOGITS, SampleTiles
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.norm_rope.embedding import GivenRows
 from graphengine.kernels.norm_rope.rope import RopeRows
@@ -222,31 +223,13 @@ class StepProgram:
         out of memory: None.
         """
         launch, model, vocabulary = self.launch, self.model, self.vocabulary
+        eps = model.config.norm_eps
+        call = launch.call("lm_head", residual, vocabulary.head, lanes.slot, eps=eps)
         if sampler == "fast":
-            best, health = linear_sample(
-                residual.scaled,
-                vocabulary.head,
-                lanes.slot,
-                lanes.position,
-                self.sampling,
-                token_ids=vocabulary.token_ids,
-                squares_TN=residual.squares,
-                eps=model.config.norm_eps,
-                plan=launch.plan("lm_head", vocabulary.head),
-                launch=launch,
-            )
-            return None, *vocabulary.candidates(best, health)
-        logits = linear(
-            residual.scaled,
-            vocabulary.head,
-            lanes.slot,
-            squares_TN=residual.squares,
-            eps=model.config.norm_eps,
-            out_dtype=torch.float32,
-            plan=launch.plan("lm_head", vocabulary.head),
-            launch=launch,
-        )
-        logits = vocabulary.logits(logits)
+            ids = vocabulary.token_ids
+            sampling = SampleTiles(lanes.position, self.sampling, token_ids=ids)
+            return None, *vocabulary.candidates(*linear(call, sampling))
+        logits = vocabulary.logits(linear(call, LOGITS))
         processed = self.logits_step.process(logits, lanes, drafts, tree=tree, pdl=launch.pdl)
         best, health = sample_tiles(
             logits, lanes.slot, lanes.position, self.sampling, pdl=launch.pdl

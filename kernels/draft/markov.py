@@ -54,7 +54,7 @@ def markov_draft(
 ) -> DraftTiles:
     """Draw the draft after each live lane, tile by tile; one launch.
 
-    It is drawn as by `linear_sample`: greedily or by temperature, with the noise of its position.
+    It is drawn as by `SampleTiles`: greedily or by temperature, with the noise of its position.
 
     Args:
         logits_MV: float32 [R * B, V], of the lanes of R blocks; row r uses those of lane

@@ -45,7 +45,7 @@ from graphengine.kernels.linear.plans import LinearPlan
 from graphengine.kernels.linear.residual import (
     Residual,
     add_to_residual_reference,
-    check_kept,
+    check_residual,
     check_squares,
 )
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
@@ -157,16 +157,7 @@ def expert_residual(
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
     _check_bias(bias_EH, weight_EHF, a_PF.dtype)
     check_weight("next_norm", next_norm_H, hidden)
-    for name, tensor, dtype in (
-        ("x", residual.x, torch.float32),
-        ("scaled", residual.scaled, a_PF.dtype),
-    ):
-        if tensor.shape != (lanes, hidden) or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"residual.{name} must be a dense {dtype} [{lanes}, {hidden}], not {tensor.dtype} "
-                f"{list(tensor.shape)}"
-            )
-    check_kept(residual)
+    check_residual(residual, (lanes, hidden), a_PF.dtype)
     squares = residual.x.new_empty(-(-hidden // plan.block_m), lanes)
     residual = residual._replace(squares=squares)
     if not use_triton(a_PF):

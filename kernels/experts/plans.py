@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from graphengine.kernels.experts.packed.weights import step_columns
-from graphengine.kernels.linear.packed_linear import check_packed_plan, packed_plan
+from graphengine.kernels.linear.packed_cut import check_packed_plan, packed_plan
 from graphengine.kernels.linear.plans import (
     FMA_THREAD_BYTES,
     LinearKind,

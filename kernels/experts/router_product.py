@@ -26,6 +26,8 @@ from graphengine.kernels.experts.router import (
     choose,
     route_reference,
 )
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS
 from graphengine.kernels.linear.plans import dot_columns
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import check_squares
@@ -76,15 +78,8 @@ def route_product(
     if squares_TN is not None:
         check_squares(squares_TN, lanes)
     if not use_triton(x_NH):
-        logits = linear_reference(
-            x_NH,
-            gate_EH,
-            slot_N,
-            squares_TN=squares_TN,
-            eps=eps,
-            bias=bias_E,
-            out_dtype=torch.float32,
-        )
+        call = LinearCall(x_NH, gate_EH, slot_N, squares_TN, eps, bias_E)
+        logits = linear_reference(call, LOGITS)
         return route_reference(
             logits, slot_N, router, correction_E=correction_E, given_Nk=given_Nk, out=routes
         )

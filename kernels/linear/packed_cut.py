@@ -6,6 +6,7 @@ a program.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,22 @@ from triton.experimental.gluon import language as gl
 from graphengine.kernels.core.devices import stages_that_fit
 from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.packed import BLOCK_ROWS, block_columns
-from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.plans import (
+    USUAL_PROCESSORS,
+    LinearPlan,
+    RowFamily,
+    least_programs,
+)
 from graphengine.kernels.linear.quantised import WeightFormat
+
+PACKED_COLUMNS = linear_gluon.ALIGNMENT
+"""On a GPU the number of a weight's columns must be a multiple of this."""
+
+LEAST_STREAM = 64
+"""Fewest columns of a tile that a stream takes."""
+
+# Bytes of a program's ring: two programs fit an SM, and with `fma` their successors do too.
+_RING_BYTES: Mapping[RowFamily, int] = {"fma": 48 * 1024, "dot": 96 * 1024}
 
 
 class PackedArgs(NamedTuple):
@@ -87,6 +102,41 @@ class Part(NamedTuple):
 def streams(plan: LinearPlan) -> int:
     """Parts of a tile's columns: warps that outnumber the blocks of rows divide the columns."""
     return max(1, plan.warps * BLOCK_ROWS // plan.block_m)
+
+
+def check_packed_plan(plan: LinearPlan, kind: WeightFormat) -> None:
+    """ValueError for a plan that the kernel cannot run with a weight of this format."""
+    rows, parts = plan.block_m, streams(plan)
+    if rows < BLOCK_ROWS or rows & (rows - 1) or plan.warps & (plan.warps - 1):
+        raise ValueError(
+            f"{plan}: packed weights take a power of two of at least {BLOCK_ROWS} rows a program "
+            "and of warps"
+        )
+    least = max(LEAST_STREAM, block_columns(kind))
+    if plan.block_k & (plan.block_k - 1) or plan.block_k < parts * least:
+        raise ValueError(
+            f"{plan}: {parts} streams of packed {kind.code} want a power of two of at least "
+            f"{parts * least} columns a tile"
+        )
+
+
+def packed_plan(
+    kind: WeightFormat, M: int, K: int, family: RowFamily, processors: int = USUAL_PROCESSORS
+) -> LinearPlan:
+    """A plan for a weight that no tuning table knows, on so many multiprocessors."""
+    warps, lanes = 4, 1 if family == "fma" else 32
+    if family == "fma":
+        block_m = BLOCK_ROWS
+    else:
+        block_m = 64 if least_programs(processors) <= -(-M // 64) else 32
+    parts = warps * BLOCK_ROWS // block_m
+    column_bytes = block_m * kind.bits // 8
+    # With one lane a stream needs enough columns to hide the other costs of a tile.
+    block_k = parts * (max(LEAST_STREAM, 2048 // column_bytes) if lanes == 1 else 128)
+    while block_k > LEAST_STREAM * parts and block_k >= 2 * K:
+        block_k //= 2
+    stages = max(2, min(8, _RING_BYTES[family] // (block_k * (column_bytes + 2 * lanes))))
+    return LinearPlan(family, block_m, block_k, stages=stages, warps=warps)
 
 
 def new_cut(

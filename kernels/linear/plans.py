@@ -154,6 +154,16 @@ def _fma_plan(kind: LinearKind, M: int, K: int, dtype: torch.dtype, processors: 
     return LinearPlan("fma", block_m=block_m, block_k=block_k, warps=warps)
 
 
+def residual_groups(plan: LinearPlan, M: int) -> int:
+    """T of the squares that a product leaves: one sum for each program's rows."""
+    return -(-M // plan.block_m)
+
+
+def arrivals_needed(plan: LinearPlan, M: int) -> int:
+    """Counters that a launch with this plan uses, for any number of lanes."""
+    return 2 * -(-M // plan.block_m) if plan.splits > 1 else 0
+
+
 def check_kind(kind: str, family: str) -> None:
     """ValueError for a name that is none of the kinds or families."""
     if kind not in _KINDS:

@@ -39,9 +39,9 @@ def take_sums(
 ) -> None:
     """Add the sum of what all ranks pushed, float32 [N, H] from the first word on, to a stream.
 
-    The operands are those of `linear_residual`, or of `linear_squares`, whose product becomes the
-    sum; all have been checked. `into.squares` has a group for each BLOCK_H columns. Padded lanes
-    are not written, but their words are taken.
+    The operands are those of `AddResidual`, or of `StoreSquares`, whose product becomes the sum;
+    all have been checked. `into.squares` has a group for each BLOCK_H columns. Padded lanes are not
+    written, but their words are taken.
     """
     x = into.x
     next_norm = scaled = kept = None

@@ -4,99 +4,31 @@ from __future__ import annotations
 
 import torch
 
-from graphengine.kernels.core.lanes import (
-    live_rows,
-    output_rows,
-)
-from graphengine.kernels.linear.residual import (
-    Product,
-    Residual,
-    add_live_rows,
-    sums_of_squares,
-)
-from graphengine.kernels.norm_rope.activation import Activation, activated_reference
+from graphengine.kernels.core.lanes import live_rows
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import Epilogue, Result
+from graphengine.kernels.linear.packed import unpack
+from graphengine.kernels.linear.quantised import dequantise
 
 REFERENCE_ROWS = 4
 
 
-def linear_reference(
-    x_NK: torch.Tensor,
-    weight_MK: torch.Tensor,
-    slot_N: torch.Tensor,
-    *,
-    squares_TN: torch.Tensor | None = None,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-    swiglu: bool = False,
-    activation: Activation = "silu",
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`linear` in plain PyTorch, for any number of lanes: what a CPU engine decodes with.
+def linear_reference(call: LinearCall, epilogue: Epilogue[Result]) -> Result:
+    """`linear` in plain PyTorch, for any number of lanes, whose arguments are not checked.
 
     On a CPU as well a lane's bits do not depend on N, on its index, or on its neighbours.
     """
-    outputs = weight_MK.shape[0] // 2 if swiglu else weight_MK.shape[0]
-    out_dtype = x_NK.dtype if out_dtype is None else out_dtype
-    if out is None:
-        out = output_rows(None, (x_NK.shape[0], outputs), dtype=out_dtype, like=x_NK)
-    live = live_rows(slot_N)
-    y = _product_of_rows(x_NK, weight_MK, live, squares_TN=squares_TN, eps=eps, bias=bias)
-    if swiglu:
-        gate, up = y.chunk(2, dim=1)
-        y = activated_reference(gate, activation) * up
-    out[live] = y.to(out.dtype)
-    return out
-
-
-def linear_residual_reference(
-    x_NK: torch.Tensor,
-    weight_MK: torch.Tensor,
-    slot_N: torch.Tensor,
-    residual: Residual,
-    next_norm_M: torch.Tensor,
-    *,
-    squares_TN: torch.Tensor | None = None,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-) -> Residual:
-    """`linear_residual` in plain PyTorch; writes into all three tensors of `residual`."""
-    live = live_rows(slot_N)
-    y = _product_of_rows(x_NK, weight_MK, live, squares_TN=squares_TN, eps=eps, bias=bias)
-    return add_live_rows(y, live, residual, next_norm_M)
-
-
-def linear_squares_reference(
-    x_NK: torch.Tensor,
-    weight_MK: torch.Tensor,
-    slot_N: torch.Tensor,
-    product: Product,
-    *,
-    bias: torch.Tensor | None = None,
-) -> Product:
-    """`linear_squares` in plain PyTorch; writes into both tensors of `product`."""
-    live = live_rows(slot_N)
-    y = _product_of_rows(x_NK, weight_MK, live, bias=bias)
-    product.y[live] = y
-    product.squares[:, live] = sums_of_squares(y, product.squares.shape[0])
-    return product
-
-
-def _product_of_rows(
-    x_NK: torch.Tensor,
-    weight_MK: torch.Tensor,
-    live: slice | torch.Tensor,
-    *,
-    squares_TN: torch.Tensor | None = None,
-    eps: float = 0.0,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Float32 [L, M], dense, of the L lanes that `live` picks."""
-    y = matmul_groups(x_NK[live].float(), weight_MK.float())
-    if squares_TN is not None:
-        mean = sum_in_order(squares_TN[:, live]) / x_NK.shape[1]
-        y = y * torch.rsqrt(mean + eps)[:, None]
-    return y if bias is None else y + bias.float()
+    call, weight_MK = call.planned(epilogue.kind), call.weight_MK
+    if not isinstance(weight_MK, torch.Tensor):
+        weight_MK = dequantise(unpack(weight_MK))
+    live = live_rows(call.slot_N)
+    y = matmul_groups(call.x_NK[live].float(), weight_MK.float())
+    if call.squares_TN is not None:
+        mean = sum_in_order(call.squares_TN[:, live]) / call.x_NK.shape[1]
+        y = y * torch.rsqrt(mean + call.eps)[:, None]
+    if call.bias is not None:
+        y = y + call.bias.float()
+    return epilogue.finish(y, live, call)
 
 
 def sum_in_order(squares: torch.Tensor) -> torch.Tensor:

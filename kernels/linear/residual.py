@@ -50,6 +50,20 @@ class Product(NamedTuple):
     """float32 [T, N]: partial sums of y * y, as a `Residual` has them."""
 
 
+def check_residual(residual: Residual, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Raise ValueError unless products in `dtype` can be added to this stream of `shape`."""
+    for name, tensor, wanted in (
+        ("x", residual.x, torch.float32),
+        ("scaled", residual.scaled, dtype),
+    ):
+        if tensor.shape != shape or tensor.dtype != wanted or not tensor.is_contiguous():
+            raise ValueError(
+                f"residual.{name} must be a dense {wanted} {list(shape)}, not {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+    check_kept(residual)
+
+
 def check_kept(residual: Residual) -> None:
     """Raise ValueError unless the rows that are kept have the stream's lanes, width and dtype."""
     if residual.kept is not None:

@@ -1,6 +1,6 @@
 """Add a whole product to the residual stream, x += y, and leave what the next norm needs.
 
-On one rank the product's own kernel does this (`linear_residual`). Where ranks have parts of the
+On one rank the product's own kernel does this (`AddResidual`). Where ranks have parts of the
 product, it has to wait for their sum.
 
 Letters: N lanes, H hidden.

@@ -51,7 +51,7 @@ def add_normed(
     """residual.x += post_norm * y / sqrt(mean(y**2) + eps), and what the norm after it needs.
 
     Args:
-        product: as `linear_squares` leaves it.
+        product: as the epilogue `StoreSquares` leaves it.
         post_norm_H, next_norm_H: any float dtype.
         residual: `x` is updated and `scaled` written, both in place; `squares` is not read. The new
             `x` goes to `kept` too, if there is one.

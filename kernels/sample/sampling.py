@@ -135,7 +135,7 @@ def sample_tiles(
         slot_R: int32 [R], -1 for a padded row.
         position_R: int32 [R], the query's position.
         params: indexed by slot; host-owned.
-        ahead: positions from the query to the sampled token, as in `linear_sample`.
+        ahead: positions from the query to the sampled token, as in `epilogues.SampleTiles`.
         pdl: the launches may overlap the ones before, by the rules of `core.pdl`. `slot_R` and
             `position_R` must be older than the launch before.
 
@@ -206,7 +206,7 @@ def sample_tiles_reference(
     token_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain twin of `sample_tiles`, for tiles of any width; `ahead` and `token_ids` are those of
-    `linear_sample`.
+    `epilogues.SampleTiles`.
     """
     rows, vocabulary = logits_RV.shape
     id_V = np.arange(vocabulary) if token_ids is None else token_ids.numpy(force=True)

@@ -21,8 +21,10 @@ from graphengine.buckets import CapturedGraph, ReplayTimer
 from graphengine.kernels.comm.items import Peers
 from graphengine.kernels.comm.push_residual import push_to_residual
 from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import AddResidual, Store
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.linear.products import linear, linear_residual
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.models.linears import LinearPlans, Linears
 
@@ -126,26 +128,13 @@ class Chain:
         return self._product(weight, self._peers)
 
     def _product(self, weight: Tensor, peers: Peers | None) -> Residual:
-        return linear_residual(
-            self._x,
-            weight,
-            self._slot,
-            self._stream,
-            self._norm,
-            peers=peers,
-            plan=self._plan,
-            launch=self._launch,
-        )
+        return linear(self._call(weight), AddResidual(self._stream, self._norm, peers))
+
+    def _call(self, weight: Tensor) -> LinearCall:
+        return LinearCall(self._x, weight, self._slot, plan=self._plan, launch=self._launch)
 
     def apart(self, weight: Tensor) -> Residual:
-        part = linear(
-            self._x,
-            weight,
-            self._slot,
-            out_dtype=torch.float32,
-            plan=self._plan,
-            launch=self._launch,
-        )
+        part = linear(self._call(weight), Store(dtype=torch.float32))
         pdl = self._launch.pdl
         return push_to_residual(self._peers, part, self._slot, self._stream, self._norm, pdl=pdl)
 

@@ -21,10 +21,17 @@ from graphengine.buckets import CapturedGraph
 from graphengine.kernels.attention.decode import SPLIT_TOKENS
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.experts.experts import residual_arrivals
-from graphengine.kernels.linear.packed import unpack
-from graphengine.kernels.linear.products import linear, linear_residual, linear_sample
-from graphengine.kernels.linear.quantised import dequantise
-from graphengine.kernels.linear.reference import linear_reference, linear_residual_reference
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import (
+    LOGITS,
+    STORE,
+    AddResidual,
+    Epilogue,
+    SampleTiles,
+    StoreSwiglu,
+)
+from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import token_of_tiles_reference
@@ -138,24 +145,21 @@ class ChainBench:
     ) -> Any:
         config, slot = self.model.config, self._slot[: len(x)]
         kind = config.linears[name].kind
-        stored, bias, norm = self.model.linear(layer, name)
-        weight: Any = stored
-        options: dict[str, Any] = {}
+        weight, bias, norm = self.model.linear(layer, name)
+        call = LinearCall(x, weight, slot, bias=bias)
         if plans is not None:
-            options = {"plan": plans[name], "launch": Launch(arrivals=self._arrivals, pdl=True)}
-        elif not isinstance(stored, Tensor):
-            weight = dequantise(unpack(stored))
+            launch = Launch(arrivals=self._arrivals, pdl=True)
+            call = call._replace(plan=plans[name], launch=launch)
+        epilogue: Epilogue[Any] = StoreSwiglu() if kind == "swiglu" else STORE
         if kind == "residual":
             assert norm is not None, f"{name=}"
-            add = linear_residual if plans else linear_residual_reference
-            return add(x, weight, slot, residual, norm, bias=bias, **options)
-        options |= {"squares_TN": residual.squares, "eps": config.norm_eps}
+            epilogue = AddResidual(residual, norm)
+        else:
+            call = call._replace(squares_TN=residual.squares, eps=config.norm_eps)
         if kind == "sample":
-            if plans is None:
-                return linear_reference(x, weight, slot, out_dtype=torch.float32, **options)
-            return linear_sample(x, weight, slot, slot, self._sampling, **options)
-        multiply = linear if plans else linear_reference
-        return multiply(x, weight, slot, bias=bias, swiglu=kind == "swiglu", **options)
+            # Of logits one can tell how far a token falls short of the best.
+            epilogue = LOGITS if plans is None else SampleTiles(slot, self._sampling)
+        return (linear_reference if plans is None else linear)(call, epilogue)
 
     def _launch_experts(
         self, plans: LinearPlans | None, layer: int, residual: Residual

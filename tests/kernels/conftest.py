@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
+from graphengine.kernels.linear.call import LinearCall
 
 _HERE = Path(__file__).parent
 
@@ -136,6 +138,11 @@ class LinearCase:
     bias: torch.Tensor | None
     next_norm: torch.Tensor
     """dtype [M]"""
+
+    def call(self, **changes: Any) -> LinearCall:
+        """The product of these lanes, with some of its arguments changed."""
+        call = LinearCall(self.x, self.weight, self.slot, self.squares, bias=self.bias)
+        return call._replace(**changes)
 
     def take(self, lane_of: torch.Tensor, padded: torch.Tensor | None = None) -> LinearCase:
         """Lanes `lane_of` [L] of this case, in that order; those `padded` [L] lose their slot."""

@@ -16,8 +16,11 @@ from graphengine import EngineConfig
 from graphengine.cli import main as cli
 from graphengine.kernels.core.devices import H200, SHARED_BYTES, Device, assumed
 from graphengine.kernels.experts.plans import expert_plan
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import Epilogue, SampleTiles
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import PackedWeight
-from graphengine.kernels.linear.packed_linear import packed_plan
+from graphengine.kernels.linear.packed_cut import packed_plan
 from graphengine.kernels.linear.plans import LinearKind, LinearPlan, RowFamily, heuristic_plan
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
@@ -477,30 +480,21 @@ def test_right_results_pass() -> None:
     assert bench.prepare([PLANS, other], seconds=1) == {}
 
 
-@pytest.mark.parametrize(
-    ("function", "kind", "named"),
-    [
-        ("linear", "store", "qkv"),
-        ("linear", "swiglu", "gate_up"),
-        ("linear_residual", "output", "output"),
-        ("linear_residual", "down", "down"),
-        ("linear_sample", "sample", "lm_head"),
-    ],
-)
+@pytest.mark.parametrize("named", ["qkv", "gate_up", "output", "down", "lm_head"])
 @pytest.mark.parametrize("spoil", ["value", "nan"])
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_wrong_results_are_refused(
-    function: str, kind: str, named: str, part: int, spoil: str, monkeypatch: pytest.MonkeyPatch
+    named: str, part: int, spoil: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One wrong row of 20 in one plan of two."""
     bench = bench_of()
-    right, changed = getattr(chain_bench, function), DOT._replace(block_m=16)
+    changed = DOT._replace(block_m=16)
 
-    def wrong(x: torch.Tensor, *operands: Any, plan: LinearPlan, **options: Any) -> Any:
-        result = right(x, *operands, plan=plan, **options)
-        if plan != changed or len(x) < 20:
+    def wrong(call: LinearCall, epilogue: Epilogue[Any]) -> Any:
+        result = linear(call, epilogue)
+        if call.plan != changed or call.lanes < 20:
             return result
-        if kind == "sample":
+        if isinstance(epilogue, SampleTiles):
             # Another token of the row, or none.
             best, health = result
             best[-1] = best[-1] ^ 5 if spoil == "value" else best[-1]
@@ -510,7 +504,7 @@ def test_wrong_results_are_refused(
         target[..., -1] += 0.25 * target.abs().max() if spoil == "value" else math.nan
         return result
 
-    monkeypatch.setattr(chain_bench, function, wrong)
+    monkeypatch.setattr(chain_bench, "linear", wrong)
     variant = PLANS.replace({named: changed})
     refused = bench.prepare([PLANS, variant], seconds=1)
     assert list(refused) == [variant]

@@ -30,8 +30,8 @@ from graphengine.kernels.experts.packed.weights import PackedExperts, empty_expe
 from graphengine.kernels.experts.plans import ProductTile, chunk_tile, decode_block, groups_pairs
 from graphengine.kernels.experts.router import Router, Routes, route
 from graphengine.kernels.experts.router_product import route_product
+from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedForm
-from graphengine.kernels.linear.products import AnyWeight
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.call import AnyWeight
+from graphengine.kernels.linear.epilogues import Store
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.recurrent.conv import causal_conv_chunk
 from graphengine.kernels.recurrent.gated_delta.gated_delta import (
@@ -234,16 +236,8 @@ class GatedDeltaWeights:
             tokens_per_row=launch.tokens_per_row,
             pdl=launch.pdl,
         )
-        return add_product(
-            mixed,
-            self.output,
-            row.slot,
-            residual,
-            next_norm,
-            bias=None,
-            plan=launch.plan("delta_out", self.output),
-            launch=launch,
-        )
+        call = launch.call("delta_out", mixed, self.output, row.slot)
+        return add_product(call, residual, next_norm, launch)
 
     def _project(self, row: DecodeLanes, residual: Residual, launch: DecodeLaunch) -> Tensor:
         """`[N, projected]`: all products of the block's normed inputs."""
@@ -252,16 +246,8 @@ class GatedDeltaWeights:
         for name, weight, out in zip(
             block.linears, self.projections, self._columns(projected), strict=False
         ):
-            linear(
-                x,
-                weight,
-                row.slot,
-                squares_TN=residual.squares,
-                eps=block.norm_eps,
-                out=out,
-                plan=launch.plan(name, weight),
-                launch=launch,
-            )
+            call = launch.call(name, residual, weight, row.slot, eps=block.norm_eps)
+            linear(call, Store(out=out))
         return projected
 
     def _columns(self, projected: Tensor) -> tuple[Tensor, ...]:

@@ -24,8 +24,10 @@ from graphengine.kernels.attention.prefill import (
 )
 from graphengine.kernels.core.paged import FP8_KV
 from graphengine.kernels.draft.block import BlockDraft
+from graphengine.kernels.linear.call import AnyWeight
+from graphengine.kernels.linear.epilogues import STORE
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import RowFamily, attention_split
-from graphengine.kernels.linear.products import AnyWeight, linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.rope import rope_append
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
@@ -346,17 +348,7 @@ class AttentionWeights:
              stream; the stream is then only added to
         """
         block = self.block
-        x, squares = (residual.scaled, residual.squares) if fed is None else (fed, None)
-        qkv = linear(
-            x,
-            self.qkv,
-            row.slot,
-            squares_TN=squares,
-            eps=block.norm_eps,
-            bias=self.qkv_bias,
-            plan=launch.plan("qkv", self.qkv),
-            launch=launch,
-        )
+        qkv = self._qkv_product(residual if fed is None else fed, row.slot, launch)
         attended = decode_attention(
             qkv[:, : block.qkv_size],
             tables.cos,
@@ -382,16 +374,8 @@ class AttentionWeights:
             rope_shift_S=launch.rope_shift,
         )
         self._gate(attended, qkv, row.slot, pdl=launch.pdl)
-        return add_product(
-            attended,
-            self.output,
-            row.slot,
-            residual,
-            next_norm,
-            bias=self.output_bias,
-            plan=launch.plan("output", self.output),
-            launch=launch,
-        )
+        call = launch.call("output", attended, self.output, row.slot, bias=self.output_bias)
+        return add_product(call, residual, next_norm, launch)
 
     def keep(
         self,
@@ -411,8 +395,8 @@ class AttentionWeights:
         block, weight, bias = self.block, self._rows_of_kv(self.qkv), self.qkv_bias
         bias = None if bias is None else self._rows_of_kv(bias)
         if isinstance(launch, DecodeLaunch):
-            plan = launch.plan("context", weight)
-            made = linear(fed, weight, slot, bias=bias, plan=plan, launch=launch)
+            call = launch.call("context", fed, weight, slot, bias=bias)
+            made = linear(call, STORE)
         else:
             out = fed.new_empty(len(fed), 2 * block.kv_size)
             made = chunk_product(fed, weight, bias, out=out, pdl=launch.pdl)
@@ -474,16 +458,7 @@ class AttentionWeights:
         A row's lanes also see what `kv` has of its slot before them. Four kernels.
         """
         block, lanes = self.block, begun.lanes
-        qkv = linear(
-            residual.scaled,
-            self.qkv,
-            lanes.slot,
-            squares_TN=residual.squares,
-            eps=block.norm_eps,
-            bias=self.qkv_bias,
-            plan=launch.plan("qkv", self.qkv),
-            launch=launch,
-        )
+        qkv = self._qkv_product(residual, lanes.slot, launch)
         heads = self._append(
             qkv,
             block.num_heads,
@@ -507,16 +482,14 @@ class AttentionWeights:
             window=block.window,
             launch=launch,
         )
-        return add_product(
-            attended,
-            self.output,
-            lanes.slot,
-            residual,
-            next_norm,
-            bias=self.output_bias,
-            plan=launch.plan("output", self.output),
-            launch=launch,
-        )
+        call = launch.call("output", attended, self.output, lanes.slot, bias=self.output_bias)
+        return add_product(call, residual, next_norm, launch)
+
+    def _qkv_product(self, inputs: Tensor | Residual, slot: Tensor, launch: DecodeLaunch) -> Tensor:
+        """Queries, keys and values of decode lanes, side by side, and gates after them."""
+        eps, bias = self.block.norm_eps, self.qkv_bias
+        call = launch.call("qkv", inputs, self.qkv, slot, eps=eps, bias=bias)
+        return linear(call, STORE)
 
     def _split_tokens(self, launch: DecodeLaunch, dtype: torch.dtype) -> int:
         """`launch.split_tokens`, or the window's own, as it is short however long sequences get."""

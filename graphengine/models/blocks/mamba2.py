@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.call import AnyWeight
+from graphengine.kernels.linear.epilogues import STORE
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.recurrent.conv import causal_conv_chunk
 from graphengine.kernels.recurrent.mamba2.mamba2 import (
@@ -215,16 +217,11 @@ class Mamba2Weights:
         place except for its squares. `states` are the layer's, by name: each token leaves an entry.
         """
         block, sizes = self.block, self.block.sizes
-        projected = linear(
-            residual.scaled,
-            self.projection,
-            row.slot,
-            squares_TN=residual.squares,
-            eps=block.norm_eps,
-            bias=self.projection_bias,
-            plan=launch.plan("mamba_in", self.projection),
-            launch=launch,
+        bias = self.projection_bias
+        call = launch.call(
+            "mamba_in", residual, self.projection, row.slot, eps=block.norm_eps, bias=bias
         )
+        projected = linear(call, STORE)
         kept, pdl = (states[RING], states[STATE]), launch.pdl
         lanes, tokens = (row.slot, row.position), launch.tokens_per_row
         squares = None
@@ -253,18 +250,9 @@ class Mamba2Weights:
                 out_dtype=projected.dtype,
                 pdl=pdl,
             )
-        return add_product(
-            inputs,
-            self.output,
-            row.slot,
-            residual,
-            next_norm,
-            squares_TN=squares,
-            eps=block.gate_eps,
-            bias=self.output_bias,
-            plan=launch.plan("mamba_out", self.output),
-            launch=launch,
-        )
+        call = launch.call("mamba_out", inputs, self.output, row.slot, bias=self.output_bias)
+        call = call._replace(squares_TN=squares, eps=block.gate_eps)
+        return add_product(call, residual, next_norm, launch)
 
     def prefill(
         self,

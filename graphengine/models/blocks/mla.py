@@ -23,8 +23,10 @@ from graphengine.kernels.attention.latent import (
     latent_attention,
 )
 from graphengine.kernels.attention.latent_decode import latent_values, latent_values_workspace_bytes
+from graphengine.kernels.linear.call import AnyWeight
+from graphengine.kernels.linear.epilogues import STORE
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import RowFamily
-from graphengine.kernels.linear.products import AnyWeight, linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
@@ -255,19 +257,12 @@ class LatentAttentionWeights:
         each live lane's entry at its position, through `block_table` `[S, B]`.
         """
         block, slot, pdl = self.block, row.slot, launch.pdl
-        projected = linear(
-            residual.scaled,
-            self.q_kv_a,
-            slot,
-            squares_TN=residual.squares,
-            eps=block.norm_eps,
-            plan=launch.plan("q_kv_a", self.q_kv_a),
-            launch=launch,
-        )
+        call = launch.call("q_kv_a", residual, self.q_kv_a, slot, eps=block.norm_eps)
+        projected = linear(call, STORE)
         q, latent = torch.split(projected, [block.first_size, block.entry], dim=1)
         if self.q_norm is not None and self.q_b is not None:
             q = rms_norm(q, self.q_norm, slot, eps=_EPS, out_dtype=q.dtype, pdl=pdl)
-            q = linear(q, self.q_b, slot, plan=launch.plan("q_b", self.q_b), launch=launch)
+            q = linear(launch.call("q_b", q, self.q_b, slot), STORE)
         lanes, heads = len(q), block.num_heads
         absorbed = q.new_empty(lanes, heads, block.entry)
         latent_append(
@@ -298,16 +293,8 @@ class LatentAttentionWeights:
             scale=block.scale,
             pdl=pdl,
         )
-        return add_product(
-            values.flatten(1),
-            self.output,
-            slot,
-            residual,
-            next_norm,
-            bias=None,
-            plan=launch.plan("output", self.output),
-            launch=launch,
-        )
+        call = launch.call("output", values.flatten(1), self.output, slot)
+        return add_product(call, residual, next_norm, launch)
 
     def attend(
         self,

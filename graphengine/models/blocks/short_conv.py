@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.call import AnyWeight
+from graphengine.kernels.linear.epilogues import STORE
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.recurrent.short_conv import short_conv_decode, short_conv_prefill
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
@@ -159,16 +161,9 @@ class ShortConvWeights:
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place except for its squares. `states` are the layer's, by name: each token leaves an entry.
         """
-        projected = linear(
-            residual.scaled,
-            self.projection,
-            row.slot,
-            squares_TN=residual.squares,
-            eps=self.block.norm_eps,
-            bias=self.projection_bias,
-            plan=launch.plan("conv_in", self.projection),
-            launch=launch,
-        )
+        eps, bias = self.block.norm_eps, self.projection_bias
+        call = launch.call("conv_in", residual, self.projection, row.slot, eps=eps, bias=bias)
+        projected = linear(call, STORE)
         mixed = short_conv_decode(
             projected,
             self.conv_weight,
@@ -179,16 +174,8 @@ class ShortConvWeights:
             tokens_per_row=launch.tokens_per_row,
             pdl=launch.pdl,
         )
-        return add_product(
-            mixed,
-            self.output,
-            row.slot,
-            residual,
-            next_norm,
-            bias=self.output_bias,
-            plan=launch.plan("conv_out", self.output),
-            launch=launch,
-        )
+        call = launch.call("conv_out", mixed, self.output, row.slot, bias=self.output_bias)
+        return add_product(call, residual, next_norm, launch)
 
     def prefill(
         self,

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.call import AnyWeight
+from graphengine.kernels.linear.epilogues import STORE
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.activation import squared_relu
 from graphengine.kernels.step.state import DecodeLanes
@@ -125,26 +127,12 @@ class SquaredReluWeights:
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place except for its squares.
         """
-        up = linear(
-            residual.scaled,
-            self.up,
-            row.slot,
-            squares_TN=residual.squares,
-            eps=self.block.norm_eps,
-            bias=self.up_bias,
-            plan=launch.plan("up", self.up),
-            launch=launch,
-        )
-        return add_product(
-            squared_relu(up, row.slot, out=up, pdl=launch.pdl),
-            self.down,
-            row.slot,
-            residual,
-            next_norm,
-            bias=self.down_bias,
-            plan=launch.plan("down", self.down),
-            launch=launch,
-        )
+        eps = self.block.norm_eps
+        call = launch.call("up", residual, self.up, row.slot, eps=eps, bias=self.up_bias)
+        up = linear(call, STORE)
+        squared = squared_relu(up, row.slot, out=up, pdl=launch.pdl)
+        call = launch.call("down", squared, self.down, row.slot, bias=self.down_bias)
+        return add_product(call, residual, next_norm, launch)
 
     def prefill(
         self, stream: Tensor, next_norm: NextNorm, slot: Tensor, scratch: PrefillScratch

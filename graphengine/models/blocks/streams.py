@@ -16,23 +16,18 @@ from torch import Tensor
 
 from graphengine.kernels.comm.push_residual import push_to_residual
 from graphengine.kernels.experts.packed.weights import PackedExperts
-from graphengine.kernels.linear.lane_codes import (
+from graphengine.kernels.linear.call import AnyWeight, LinearCall, in_order
+from graphengine.kernels.linear.epilogues import AddResidual, Store, StoreSquares
+from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.linear.packed import PackedWeight, empty_packed
+from graphengine.kernels.linear.prefill.lane_codes import (
     ActivationKind,
     code_bytes,
     new_lane_codes,
     quantise_lanes,
 )
-from graphengine.kernels.linear.packed import PackedWeight, empty_packed
-from graphengine.kernels.linear.packed_chunk import packed_chunk_product
-from graphengine.kernels.linear.packed_chunk_fp8 import packed_chunk_fp8_product, takes_fp8
-from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.linear.products import (
-    AnyWeight,
-    in_order,
-    linear,
-    linear_residual,
-    linear_squares,
-)
+from graphengine.kernels.linear.prefill.packed_chunk import packed_chunk_product
+from graphengine.kernels.linear.prefill.packed_chunk_fp8 import packed_chunk_fp8_product, takes_fp8
 from graphengine.kernels.linear.residual import Kept, Product, Residual, sums_of_squares
 from graphengine.kernels.linear.residual_sum import add_to_residual
 from graphengine.kernels.norm_rope.activation import Activation
@@ -70,50 +65,24 @@ def tensors_of(*weights: AnyWeight | PackedExperts | None) -> list[Tensor]:
 
 
 def add_product(
-    x_NK: Tensor,
-    weight_HK: AnyWeight,
-    slot_N: Tensor,
-    residual: Residual,
-    next_norm_H: NextNorm,
-    *,
-    squares_TN: Tensor | None = None,
-    eps: float = 0.0,
-    bias: Tensor | None,
-    plan: LinearPlan,
-    launch: DecodeLaunch,
+    call: LinearCall, residual: Residual, next_norm_H: NextNorm, launch: DecodeLaunch
 ) -> Residual:
-    """Add the product of all ranks to `residual`, scaled for `next_norm`; see `linear_residual`.
+    """Add the product of all ranks to `residual`, scaled for `next_norm`; see `AddResidual`.
 
     A weight that ranks split by columns has a part of every sum; the bias is added to the whole.
     With `reduce` the product is one kernel, and the sum another. A product with a norm of its own
-    is one kernel, and its norm and the sum are another.
-
-    squares_TN, eps  of a norm of the inputs; None where inputs need no norm, and where the product
-                     has one. With several ranks, squares that each rank divides by its own K
+    is one kernel, and its norm and the sum are another; its inputs have none. With several ranks,
+    each divides the squares of the inputs by its own K.
     """
     if isinstance(next_norm_H, Sandwich):
-        assert squares_TN is None, "no norm of the inputs here"
-        product = _whole_product(x_NK, weight_HK, slot_N, bias=bias, plan=plan, launch=launch)
+        assert call.squares_TN is None, "no norm of the inputs here"
         post, following, eps = next_norm_H
-        return add_normed(product, post, residual, following, slot_N, eps=eps, pdl=launch.pdl)
+        product, slot = _whole_product(call, launch), call.slot_N
+        return add_normed(product, post, residual, following, slot, eps=eps, pdl=launch.pdl)
     if launch.reduce is None or launch.peers is not None:
-        return linear_residual(
-            x_NK,
-            weight_HK,
-            slot_N,
-            residual,
-            next_norm_H,
-            squares_TN=squares_TN,
-            eps=eps,
-            bias=bias,
-            peers=launch.peers,
-            plan=plan,
-            launch=launch,
-        )
-    part = part_product(
-        x_NK, weight_HK, slot_N, squares_TN=squares_TN, eps=eps, plan=plan, launch=launch
-    )
-    return add_part(part, slot_N, residual, next_norm_H, bias=bias, launch=launch)
+        return linear(call, AddResidual(residual, next_norm_H, launch.peers))
+    part = part_product(call)
+    return add_part(part, call.slot_N, residual, next_norm_H, bias=call.bias, launch=launch)
 
 
 def add_part(
@@ -135,48 +104,17 @@ def add_part(
     return add_to_residual(whole, slot_N, residual, next_norm_H, bias_H=bias, pdl=launch.pdl)
 
 
-def part_product(
-    x_NK: Tensor,
-    weight_HK: AnyWeight,
-    slot_N: Tensor,
-    *,
-    squares_TN: Tensor | None = None,
-    eps: float = 0.0,
-    plan: LinearPlan,
-    launch: DecodeLaunch,
-) -> Tensor:
-    """Float32 `[N, H]`: this rank's part of a product, without a bias.
-
-    squares_TN, eps  as in `add_product`
-    """
-    return linear(
-        x_NK,
-        weight_HK,
-        slot_N,
-        squares_TN=squares_TN,
-        eps=eps,
-        out_dtype=torch.float32,
-        plan=plan,
-        launch=launch,
-    )
+def part_product(call: LinearCall) -> Tensor:
+    """Float32 `[N, H]`: this rank's part of a product, without a bias."""
+    return linear(call._replace(bias=None), Store(dtype=torch.float32))
 
 
-def _whole_product(
-    x_NK: Tensor,
-    weight_HK: AnyWeight,
-    slot_N: Tensor,
-    *,
-    bias: Tensor | None,
-    plan: LinearPlan,
-    launch: DecodeLaunch,
-) -> Product:
+def _whole_product(call: LinearCall, launch: DecodeLaunch) -> Product:
     """The product of all ranks, and the sums of its squares."""
     if launch.reduce is None or launch.peers is not None:
-        return linear_squares(
-            x_NK, weight_HK, slot_N, bias=bias, peers=launch.peers, plan=plan, launch=launch
-        )
-    whole = launch.reduce(part_product(x_NK, weight_HK, slot_N, plan=plan, launch=launch))
-    whole = whole if bias is None else whole + bias.float()
+        return linear(call, StoreSquares(peers=launch.peers))
+    whole = launch.reduce(part_product(call))
+    whole = whole if call.bias is None else whole + call.bias.float()
     return Product(whole, sums_of_squares(whole, 1).contiguous())
 
 

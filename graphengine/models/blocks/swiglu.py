@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphengine.kernels.linear.linear_swiglu import fuses_swiglu, linear_swiglu
-from graphengine.kernels.linear.products import AnyWeight, linear
+from graphengine.kernels.linear.call import AnyWeight
+from graphengine.kernels.linear.epilogues import StoreSwiglu
+from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.linear.prefill.linear_swiglu import fuses_swiglu, linear_swiglu
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.activation import Activation, swiglu
 from graphengine.kernels.step.state import DecodeLanes
@@ -167,18 +169,16 @@ class SwigluWeights:
         """Run the first half: what `add` multiplies by down. `residual` is scaled for the block's
         norm.
         """
-        return linear(
-            residual.scaled,
+        block = self.block
+        call = launch.call(
+            f"{block.role}gate_up",
+            residual,
             self.gate_up,
             row.slot,
-            squares_TN=residual.squares,
-            eps=self.block.norm_eps,
+            eps=block.norm_eps,
             bias=self.gate_up_bias,
-            swiglu=True,
-            activation=self.block.activation,
-            plan=launch.plan(f"{self.block.role}gate_up", self.gate_up),
-            launch=launch,
         )
+        return linear(call, StoreSwiglu(activation=block.activation))
 
     def add(
         self,
@@ -189,21 +189,14 @@ class SwigluWeights:
         launch: DecodeLaunch,
     ) -> Residual:
         """Run the other half: add the block's output to `residual`, scaled for `next_norm`."""
-        return add_product(
-            gated,
-            self.down,
-            row.slot,
-            residual,
-            next_norm,
-            bias=self.down_bias,
-            plan=launch.plan(f"{self.block.role}down", self.down),
-            launch=launch,
+        call = launch.call(
+            f"{self.block.role}down", gated, self.down, row.slot, bias=self.down_bias
         )
+        return add_product(call, residual, next_norm, launch)
 
     def part(self, gated: Tensor, row: DecodeLanes, launch: DecodeLaunch) -> Tensor:
         """This rank's part of the block's output, as `part_product` returns it."""
-        plan = launch.plan(f"{self.block.role}down", self.down)
-        return part_product(gated, self.down, row.slot, plan=plan, launch=launch)
+        return part_product(launch.call(f"{self.block.role}down", gated, self.down, row.slot))
 
     def prefill(
         self, stream: Tensor, next_norm: NextNorm, slot: Tensor, scratch: PrefillScratch

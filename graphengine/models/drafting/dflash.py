@@ -34,7 +34,8 @@ from torch import Tensor
 
 from graphengine.kernels.draft.block import BlockDraft
 from graphengine.kernels.draft.markov import MarkovHead
-from graphengine.kernels.linear.products import linear
+from graphengine.kernels.linear.epilogues import Store
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
@@ -264,14 +265,8 @@ def dflash_context(
 
     streams_NS  the streams that the target's layers left, side by side
     """
-    product = linear(
-        streams_NS,
-        weights.fc,
-        slot_N,
-        out_dtype=torch.float32,
-        plan=launch.plan("fc", weights.fc),
-        launch=launch,
-    )
+    call = launch.call("fc", streams_NS, weights.fc, slot_N)
+    product = linear(call, Store(dtype=torch.float32))
     return _normed(weights, product, slot_N, streams_NS.dtype, pdl=launch.pdl)
 
 

@@ -27,7 +27,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from graphengine.kernels.linear.products import linear_squares
+from graphengine.kernels.linear.epilogues import StoreSquares
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
@@ -240,15 +241,9 @@ def fuse_streams(
 
     streams_NS  the streams that the target's layers left, side by side
     """
-    product = linear_squares(
-        _normed_streams(weights, streams_NS, slot_N, launch.pdl),
-        weights.fc,
-        slot_N,
-        bias=weights.fc_bias,
-        plan=launch.plan("fc", weights.fc),
-        launch=launch,
-    )
-    return product.y
+    normed = _normed_streams(weights, streams_NS, slot_N, launch.pdl)
+    call = launch.call("fc", normed, weights.fc, slot_N, bias=weights.fc_bias)
+    return linear(call, StoreSquares()).y
 
 
 def fuse_chunk(

@@ -25,7 +25,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from graphengine.kernels.linear.products import AnyWeight, linear_residual
+from graphengine.kernels.linear.call import AnyWeight
+from graphengine.kernels.linear.epilogues import AddResidual
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
@@ -422,15 +424,8 @@ def mtp_decode(
     the hidden state that the next run reads.
     """
     # Each rank has the whole projection and its whole input, so there is nothing to all-reduce.
-    residual = linear_residual(
-        combined_N2H,
-        module.projection,
-        row.slot,
-        residual,
-        module.layer.input_norm,
-        plan=launch.plan("projection", module.projection),
-        launch=launch,
-    )
+    call = launch.call("projection", combined_N2H, module.projection, row.slot)
+    residual = linear(call, AddResidual(residual, module.layer.input_norm))
     return decode_layer(
         module.layer, module.final_norm, row, residual, kv, block_table, tables, launch
     )

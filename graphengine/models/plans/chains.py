@@ -18,8 +18,9 @@ from graphengine.kernels.experts.reference import (
     expert_sum_reference,
 )
 from graphengine.kernels.experts.router import route_reference
+from graphengine.kernels.linear.call import AnyWeight, LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS
 from graphengine.kernels.linear.packed import PackedForm
-from graphengine.kernels.linear.products import AnyWeight
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
 from graphengine.kernels.step.state import DecodeLanes
@@ -163,9 +164,8 @@ def chain_experts_reference(
     weights, norm = _experts(chain, layer)
     block, x = weights.block, residual.scaled
     of_stream: dict[str, Any] = {"squares_TN": residual.squares, "eps": block.norm_eps}
-    logits = linear_reference(
-        x, weights.gate, slot_N, bias=weights.gate_bias, out_dtype=torch.float32, **of_stream
-    )
+    call = LinearCall(x, weights.gate, slot_N, bias=weights.gate_bias, **of_stream)
+    logits = linear_reference(call, LOGITS)
     routes = route_reference(
         logits, slot_N, block.router, correction_E=weights.correction, given_Nk=chosen_Nk
     )

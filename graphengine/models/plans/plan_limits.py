@@ -6,8 +6,7 @@ import torch
 
 from graphengine.kernels.core.devices import H200
 from graphengine.kernels.experts.plans import DECODE_BLOCK, check_expert_plan
-from graphengine.kernels.linear.packed_cut import streams
-from graphengine.kernels.linear.packed_linear import check_packed_plan
+from graphengine.kernels.linear.packed_cut import check_packed_plan, streams
 from graphengine.kernels.linear.plans import FMA_LANES, LinearKind, LinearPlan
 from graphengine.kernels.linear.quantised import WeightFormat
 

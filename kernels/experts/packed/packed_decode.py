@@ -17,8 +17,7 @@ from graphengine.kernels.experts.pairs import NO_SWIGLU, PairProduct, SwigluArgs
 from graphengine.kernels.experts.plans import check_expert_plan
 from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs
-from graphengine.kernels.linear.packed_cut import PackedArgs, new_cut
-from graphengine.kernels.linear.packed_linear import PACKED_COLUMNS
+from graphengine.kernels.linear.packed_cut import PACKED_COLUMNS, PackedArgs, new_cut
 from graphengine.kernels.linear.plans import LinearPlan
 
 _DTYPES = (torch.float16, torch.bfloat16)

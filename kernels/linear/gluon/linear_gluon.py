@@ -54,11 +54,11 @@ _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 def takes(
     weight_MK: torch.Tensor, plan: LinearPlan, *, swiglu: bool, out_dtype: torch.dtype
 ) -> bool:
-    """Whether `dot_kernel` serves a linear other than `linear_sample`.
+    """Whether `dot_kernel` serves a linear other than a sampler's.
 
     The two kernels need not agree in the last bit, so nothing here may depend on the number of
     lanes or on the address of the inputs. It does not serve logits, which are float32, because
-    `linear_sample` promises the same bits as theirs.
+    `SampleTiles` promises the same bits as theirs.
     """
     outputs = plan.block_m // 2 if swiglu else plan.block_m
     return (

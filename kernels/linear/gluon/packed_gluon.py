@@ -1,4 +1,4 @@
-"""The kernel of `packed_linear.py`: products with weights of 8 and 4 bits, in Gluon.
+"""Decode products with weights of 8 and 4 bits, in Gluon.
 
 As in `linear_gluon.py` a ring of tiles of codes in shared memory is filled before the launch waits
 for its inputs. `packed_gluon_product.py` describes how tiles are multiplied.

@@ -7,7 +7,7 @@ import pytest
 from engines.small_engine import greedy
 from engines.speculation import ENDLESS, Job, open_plain, open_speculating, script, serve, step_with
 from graphengine import Result
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.step.record import MAX_DRAFTS
 from graphengine.speculative import NGram, UserProvided
 

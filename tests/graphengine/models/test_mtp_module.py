@@ -34,8 +34,9 @@ from demo_training.model import DEPTH
 from graphengine import Engine, SamplingParams
 from graphengine.demo import checkpoint_path, heldout_text
 from graphengine.kernels.attention.prefill import paged_prefill_attention
+from graphengine.kernels.linear.epilogues import STORE
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import RowFamily
-from graphengine.kernels.linear.products import linear
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, gather_prefill
 from graphengine.models.blocks import gqa
@@ -155,14 +156,8 @@ class Drafter:
         return end.scaled * torch.rsqrt(mean + self.config.norm_eps)[:, None]
 
     def _logits(self, end: Residual, slot_N: Tensor, launch: DecodeLaunch) -> Tensor:
-        return linear(
-            end.scaled,
-            self.model.weights.lm_head,
-            slot_N,
-            squares_TN=end.squares,
-            eps=self.config.norm_eps,
-            plan=launch.plans["lm_head"],
-        )
+        head, eps = self.model.weights.lm_head, self.config.norm_eps
+        return linear(launch.call("lm_head", end, head, slot_N, eps=eps), STORE)
 
     def chunk(self, slot: int, start: int, tokens: list[int], size: int) -> PrefillLanes:
         """`tokens` in a bucket of `size`, whose other lanes hold no token of the vocabulary."""

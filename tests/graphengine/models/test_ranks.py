@@ -19,7 +19,9 @@ from torch import Tensor
 
 from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.experts.router import Router, Routes
-from graphengine.kernels.linear.products import linear
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from graphengine.kernels.norm_rope.rope import RopeConfig
@@ -411,14 +413,13 @@ def test_one_rank_that_reduces_computes_what_the_fused_kernel_does() -> None:
             arrivals=int32(*[0] * 1024),
             reduce=reduce,
         )
-        out = add_product(
-            x, weight, slot, residual, norm, bias=bias, plan=plans["down"], launch=launch
-        )
+        call = launch.call("down", x, weight, slot, bias=bias)
+        out = add_product(call, residual, norm, launch)
         assert torch.equal(out.x[1], stream[1])
         # Their kernels have groups of columns of their own.
         squares = out.squares[:, [0, 2]].sum(0)
         found.append([squares if part is out.squares else part for part in out[:3]])
-    product = linear(x, weight, slot, out_dtype=torch.float32)
+    product = linear(LinearCall(x, weight, slot), LOGITS)
     torch.testing.assert_close(found[0][0][0], stream[0] + product[0] + bias)
     for fused, apart in zip(*found, strict=True):
         torch.testing.assert_close(fused, apart, rtol=1e-6, atol=1e-6)

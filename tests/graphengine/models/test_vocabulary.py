@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS, SampleTiles
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import pack
-from graphengine.kernels.linear.products import linear, linear_sample
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import check_tiles, token_of_tiles_reference
 from graphengine.models.contract import Share
@@ -53,18 +55,17 @@ def test_the_best_and_the_logits_are_those_of_one_rank(
     params.temperature[1:] = 1.0
 
     def best_of(vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-        return linear_sample(
-            x, vocabulary.head, slot, position, params, token_ids=vocabulary.token_ids
-        )
+        sampling = SampleTiles(position, params, token_ids=vocabulary.token_ids)
+        return linear(LinearCall(x, vocabulary.head, slot), sampling)
 
     ids = torch.arange(tokens, dtype=torch.int32) * 3 + 1 if trimmed else None
     whole = vocabulary_of(head, None, ids)
     expected = token_of_tiles_reference(*whole.candidates(*best_of(whole)))
-    logits = whole.logits(linear(x, head, slot, out_dtype=torch.float32))
+    logits = whole.logits(linear(LinearCall(x, head, slot), LOGITS))
     groups = [Absent(Share(rank, ranks)) for rank in range(ranks)]
     parts = [vocabulary_of(head, group, ids) for group in groups]
     found = [best_of(part) for part in parts]
-    products = [linear(x, part.head, slot, out_dtype=torch.float32) for part in parts]
+    products = [linear(LinearCall(x, part.head, slot), LOGITS) for part in parts]
     for part, group, own, product in zip(parts, groups, found, products, strict=True):
         # In the order in which a rank asks.
         group.parts = [best for best, _ in found]

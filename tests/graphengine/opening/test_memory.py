@@ -17,7 +17,7 @@ from graphengine.demo import checkpoint_path
 from graphengine.drafters import NoDrafter, make_drafter
 from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.kernels.core.devices import Device, assumed
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.packed import packed_form
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models import contract

@@ -31,7 +31,7 @@ from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.kernels.comm.push_residual import push_units
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.parallel import ranks
 from graphengine.parallel.data_core import DataParallelCore

@@ -34,7 +34,7 @@ from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.kernels.comm.push_residual import push_units
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.parallel.leading import LeadingRuntime
 from graphengine.speculative import MTP, NGram, Speculative, UserProvided
 from launches.compilation import graph_kernels

@@ -13,9 +13,11 @@ from graphengine.kernels.comm.flags import FlaggedMemory
 from graphengine.kernels.comm.items import UNIT, PeerItems, Peers
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear.linear import arrivals_needed
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import AddResidual, StoreSquares
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import pack
-from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed
 from graphengine.kernels.linear.residual import new_residual
 from launches.compilation import (
     Op,
@@ -29,9 +31,8 @@ from launches.quantised import random_quantised
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 
-linear = importlib.import_module("graphengine.kernels.linear.linear")
+linear_launches = importlib.import_module("graphengine.kernels.linear.launches")
 linear_gluon = importlib.import_module("graphengine.kernels.linear.gluon.linear_gluon")
-packed_linear = importlib.import_module("graphengine.kernels.linear.packed_linear")
 pushed_sums = importlib.import_module("graphengine.kernels.linear.pushed_sums")
 push = importlib.import_module("graphengine.kernels.comm.push")
 push_candidates = importlib.import_module("graphengine.kernels.comm.push_candidates")
@@ -154,27 +155,20 @@ def test_a_product_pushes_its_part(
 ) -> None:
     """Stores and polls whole pairs, and before it waits for its inputs reads weights alone."""
     monkeypatch.setattr(linear_gluon, "use_gluon", lambda tensor: True)
-    monkeypatch.setattr(packed_linear, "_is_launched", lambda tensor: True)
     plan, peers, lanes = PLANS[name], peers_of(2), 9
     packed = name == "packed"
-    module = packed_linear if packed else linear
     weight = pack(random_quantised("e4m3", 1024, 512)) if packed else new(1024, 512)
     residual = new_residual(lanes, 1024, 1, dtype=torch.bfloat16, device="cpu")
     counters = new(arrivals_needed(plan, 1024), dtype=torch.int32)
-    kind = "squares" if squares else "residual"
-    call = getattr(module, f"packed_linear_{kind}" if packed else f"linear_{kind}")
-    launch = record_launch(
-        module,
-        lambda: call(
-            *(new(lanes, 512), weight, new(lanes, dtype=torch.int32)),
-            *(() if squares else (residual, new(1024))),
-            bias=new(1024),
-            peers=peers,
-            plan=plan,
-            launch=Launch(arrivals=counters, pdl=True),
-        ),
-        linear_gluon,
+    call = LinearCall(
+        *(new(lanes, 512), weight, new(lanes, dtype=torch.int32)),
+        bias=new(1024),
+        plan=plan,
+        launch=Launch(arrivals=counters, pdl=True),
     )
+    add = AddResidual(residual, new(1024), peers)
+    epilogue = StoreSquares(peers=peers) if squares else add
+    launch = record_launch(linear_launches, lambda: linear(call, epilogue), linear_gluon)
     assert launch.kernel.is_gluon()
     ptx, names = compile_launch(launch)
     assert_waits_before_it_shows(ptx)
@@ -189,19 +183,14 @@ def test_a_product_pushes_its_part(
 @pytest.mark.parametrize("squares", [False, True])
 def test_a_product_of_many_programs_leaves_the_wait_to_few(squares: bool) -> None:
     """Its kernel pushes and polls nothing; the next one takes what all ranks have pushed."""
-    plan, peers, launches = LinearPlan("fma", block_m=1, block_k=512), peers_of(2), []
+    plan, peers, ops = LinearPlan("fma", block_m=1, block_k=512), peers_of(2), []
     residual = new_residual(1, 1024, 1, dtype=torch.bfloat16, device="cpu")
-    call = linear.linear_squares if squares else linear.linear_residual
-    with launches_handed_to(launches.append, linear, pushed_sums):
-        call(
-            *(new(1, 512), new(1024, 512), new(1, dtype=torch.int32)),
-            *(() if squares else (residual, new(1024))),
-            bias=new(1024),
-            peers=peers,
-            plan=plan,
-            launch=Launch(pdl=True),
-        )
-    product, sums = launches
+    operands = (new(1, 512), new(1024, 512), new(1, dtype=torch.int32))
+    call = LinearCall(*operands, bias=new(1024), plan=plan, launch=Launch(pdl=True))
+    add = AddResidual(residual, new(1024), peers)
+    with launches_handed_to(ops.append, linear_launches, pushed_sums):
+        linear(call, StoreSquares(peers=peers) if squares else add)
+    product, sums = ops
     assert (product.kernel.__name__, product.grid) == ("fma_kernel", (1024,))
     ptx, names = compile_launch(product)
     assert_waits_before_it_shows(ptx)

@@ -5,8 +5,6 @@ addition, in whatever order ranks come.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +16,11 @@ from graphengine.kernels.comm.items import Peers
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.linear.call import AnyWeight, LinearCall
+from graphengine.kernels.linear.epilogues import AddResidual, Store, StoreSquares
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import pack
-from graphengine.kernels.linear.packed_linear import packed_linear_residual, packed_linear_squares
 from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.linear.products import linear, linear_residual, linear_squares
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference, new_residual
 from launches.push_world import World
 from launches.quantised import random_quantised
@@ -51,37 +50,29 @@ class Product:
         self.bias, self.norm = torch.randn(M), torch.randn(M)
         self.stream = torch.randn(lanes, M)
 
-    def parts(self, rank: int, *, normed: bool) -> torch.Tensor:
-        """float32 [lanes, M]: what a rank pushes, with anything in padded lanes."""
-        out = torch.full_like(self.stream, float("nan"))
-        return linear(
+    def call(self, rank: int, *, normed: bool, bias: bool) -> LinearCall:
+        return LinearCall(
             self.x[rank],
             self.weight[rank],
             self.slot,
             squares_TN=self.squares if normed else None,
             eps=1e-5,
-            out=out,
+            bias=self.bias if bias else None,
             plan=self.plan,
             launch=self.launch,
         )
+
+    def parts(self, rank: int, *, normed: bool) -> torch.Tensor:
+        """float32 [lanes, M]: what a rank pushes, with anything in padded lanes."""
+        out = torch.full_like(self.stream, float("nan"))
+        return linear(self.call(rank, normed=normed, bias=False), Store(out=out))
 
     def to_stream(self, peers: Peers, *, normed: bool, bias: bool) -> Residual:
         residual = new_residual(*self.stream.shape, 1, dtype=torch.float32, device="cpu")
         residual.x.copy_(self.stream)
         residual.scaled.fill_(7.0)
-        return linear_residual(
-            self.x[peers.rank],
-            self.weight[peers.rank],
-            self.slot,
-            residual,
-            self.norm,
-            squares_TN=self.squares if normed else None,
-            eps=1e-5,
-            bias=self.bias if bias else None,
-            peers=peers,
-            plan=self.plan,
-            launch=self.launch,
-        )
+        call = self.call(peers.rank, normed=normed, bias=bias)
+        return linear(call, AddResidual(residual, self.norm, peers))
 
 
 @interpreted
@@ -141,16 +132,8 @@ def test_a_product_with_a_norm_of_its_own_is_of_all_parts(plan: LinearPlan) -> N
     parts = [product.parts(rank, normed=False) for rank in range(2)]
 
     def launch(peers: Peers, _: torch.Tensor):
-        x, weight = product.x[peers.rank], product.weight[peers.rank]
-        return linear_squares(
-            x,
-            weight,
-            product.slot,
-            bias=product.bias,
-            peers=peers,
-            plan=plan,
-            launch=product.launch,
-        )
+        call = product.call(peers.rank, normed=False, bias=True)
+        return linear(call, StoreSquares(peers=peers))
 
     def store(rank: int, part: torch.Tensor, row: int) -> None:
         world.store_words(world.items, rank, part.view(torch.int32))
@@ -199,20 +182,17 @@ def test_a_wait_that_is_over_leaves_indices_valid() -> None:
     assert torch.equal(world.items[1], pushed)
 
 
-STREAM = {linear_residual, packed_linear_residual}
-
-
-def call_with(peers: Peers, function: Callable[..., object], weight: Any) -> None:
+def call_with(peers: Peers, weight: AnyWeight, squares: bool) -> None:
     """A product of two lanes."""
     M, K = weight.shape
-    x, slot = torch.zeros(2, K), torch.zeros(2, dtype=torch.int32)
+    call = LinearCall(torch.zeros(2, K), weight, torch.zeros(2, dtype=torch.int32))
     residual = new_residual(2, M, 1, dtype=torch.float32, device="cpu")
-    stream = (residual, torch.ones(M)) if function in STREAM else ()
-    function(x, weight, slot, *stream, peers=peers)
+    add = AddResidual(residual, torch.ones(M), peers)
+    linear(call, StoreSquares(peers=peers) if squares else add)
 
 
 @interpreted
-@pytest.mark.parametrize("function", [linear_residual, linear_squares])
+@pytest.mark.parametrize("squares", [False, True])
 @pytest.mark.parametrize(
     ("M", "message"),
     [
@@ -220,18 +200,16 @@ def call_with(peers: Peers, function: Callable[..., object], weight: Any) -> Non
         (33, r"a part \[2, 33\] has an odd number of columns: words go in pairs"),
     ],
 )
-def test_a_part_that_does_not_fit_is_an_error(function, M: int, message: str) -> None:
+def test_a_part_that_does_not_fit_is_an_error(squares: bool, M: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call_with(World(2, 1).peers[0], function, torch.zeros(M, 16))
+        call_with(World(2, 1).peers[0], torch.zeros(M, 16), squares)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels of plain products run there")
-@pytest.mark.parametrize(
-    "function", [linear_residual, linear_squares, packed_linear_residual, packed_linear_squares]
-)
-def test_nothing_is_pushed_without_a_kernel(function) -> None:
-    packed = function in {packed_linear_residual, packed_linear_squares}
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("squares", [False, True])
+def test_nothing_is_pushed_without_a_kernel(packed: bool, squares: bool) -> None:
     weight = pack(random_quantised("int8", 32, 64)) if packed else torch.zeros(32, 64)
     message = r"a part \[2, 32\] for 2 ranks is not on a GPU"
     with pytest.raises(ValueError, match=message):
-        call_with(World(2, 1).peers[0], function, weight)
+        call_with(World(2, 1).peers[0], weight, squares)

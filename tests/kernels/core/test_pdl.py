@@ -19,14 +19,10 @@ from extent import some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
-from graphengine.kernels.linear.linear import (
-    arrivals_needed,
-    linear,
-    linear_residual,
-    linear_sample,
-    residual_groups,
-)
-from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import STORE, AddResidual, SampleTiles, StoreSwiglu
+from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed, residual_groups
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.sample.candidates import SamplingTensors
 from launches.compilation import (
@@ -74,24 +70,22 @@ def launch_linear(
     slot = new(lanes, dtype=torch.int32)
     squares = new(groups, lanes, dtype=torch.float32) if groups else None
     counters = new(arrivals_needed(plan, M), dtype=torch.int32)
-    options: dict[str, Any] = {"plan": plan, "launch": Launch(arrivals=counters, pdl=True)}
-    x, weight = new(lanes, K), new(M, K)
+    launch = Launch(arrivals=counters, pdl=True)
+    call = LinearCall(new(lanes, K), new(M, K), slot, squares, plan=plan, launch=launch)
 
-    def call() -> None:
+    def run() -> None:
         if kind == "residual":
             stream = Residual(new(lanes, M, dtype=torch.float32), new(lanes, M), new(0))
-            linear_residual(x, weight, slot, stream, new(M), **options)
+            linear(call._replace(squares_TN=None), AddResidual(stream, new(M)))
         elif kind in ("sample", "draft"):
             params = params_of_slots(lanes, "meta")
             ids = new(M, dtype=torch.int32) if kind == "draft" else None
-            linear_sample(
-                x, weight, slot, slot, params, token_ids=ids, squares_TN=squares, **options
-            )
+            linear(call, SampleTiles(slot, params, token_ids=ids))
         else:
-            swiglu = kind == "swiglu"
-            linear(x, weight, slot, squares_TN=squares, bias=new(M), swiglu=swiglu, **options)
+            store = StoreSwiglu() if kind == "swiglu" else STORE
+            linear(call._replace(bias=new(M)), store)
 
-    return record_launch(importlib.import_module("graphengine.kernels.linear.linear"), call)
+    return record_launch(importlib.import_module("graphengine.kernels.linear.launches"), run)
 
 
 def compile_linear(
@@ -233,16 +227,8 @@ def test_linear_gives_the_same_bits(make_linear_case, counters, plan, lanes, swi
     case = make_linear_case(lanes, 3072, 2048, torch.bfloat16, device="cuda", groups=64)
 
     def run(pdl: bool) -> torch.Tensor:
-        return linear(
-            case.x,
-            case.weight,
-            case.slot,
-            squares_TN=case.squares,
-            eps=EPS,
-            swiglu=swiglu,
-            plan=plan,
-            launch=Launch(arrivals=counters, pdl=pdl),
-        )
+        call = case.call(eps=EPS, plan=plan, launch=Launch(arrivals=counters, pdl=pdl))
+        return linear(call, StoreSwiglu() if swiglu else STORE)
 
     plain = run(False)
     for _ in range(20):
@@ -258,15 +244,8 @@ def test_linear_residual_gives_the_same_bits(make_linear_case, counters, plan, l
     def run(pdl: bool) -> Residual:
         nothing = torch.empty(0, device="cuda")
         stream = Residual(case.stream.clone(), torch.zeros_like(case.x), nothing)
-        return linear_residual(
-            case.x,
-            case.weight,
-            case.slot,
-            stream,
-            case.next_norm,
-            plan=plan,
-            launch=Launch(arrivals=counters, pdl=pdl),
-        )
+        call = case.call(plan=plan, launch=Launch(arrivals=counters, pdl=pdl))
+        return linear(call, AddResidual(stream, case.next_norm))
 
     plain = run(False)
     for _ in range(20):
@@ -283,17 +262,8 @@ def test_linear_sample_gives_the_same_bits(make_linear_case, counters, plan, lan
     params = params_of_slots(lanes, "cuda")
 
     def run(pdl: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return linear_sample(
-            case.x,
-            case.weight,
-            case.slot,
-            position,
-            params,
-            squares_TN=case.squares,
-            eps=EPS,
-            plan=plan,
-            launch=Launch(arrivals=counters, pdl=pdl),
-        )
+        call = case.call(eps=EPS, plan=plan, launch=Launch(arrivals=counters, pdl=pdl))
+        return linear(call, SampleTiles(position, params))
 
     plain = run(False)
     for _ in range(20):
@@ -318,28 +288,15 @@ class Chain(NamedTuple):
 
     def run(self, plan: LinearPlan, arrivals: torch.Tensor, pdl: bool) -> Residual:
         options: dict[str, Any] = {"plan": plan, "launch": Launch(arrivals=arrivals, pdl=pdl)}
-        slot = self.first.slot
-        middle = linear_residual(
-            self.first.x,
-            self.first.weight,
-            slot,
-            self.stream,
-            self.first.next_norm,
-            **options,
-        )
+        slot, norm = self.first.slot, self.first.next_norm
+        middle = linear(self.first.call(**options), AddResidual(self.stream, norm))
+        gate_up, down = self.gate_up.weight, self.down.weight
         linear(
-            middle.scaled,
-            self.gate_up.weight,
-            slot,
-            squares_TN=middle.squares,
-            eps=EPS,
-            swiglu=True,
-            out=self.ffn,
-            **options,
+            LinearCall(middle.scaled, gate_up, slot, middle.squares, EPS, **options),
+            StoreSwiglu(out=self.ffn),
         )
-        return linear_residual(
-            self.ffn, self.down.weight, slot, middle, self.down.next_norm, **options
-        )
+        call = LinearCall(self.ffn, down, slot, **options)
+        return linear(call, AddResidual(middle, self.down.next_norm))
 
 
 @gpu

@@ -13,6 +13,8 @@ from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.router import Router, Routes, route_reference
 from graphengine.kernels.experts.router_product import route_product
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS
 from graphengine.kernels.linear.reference import linear_reference
 from launches.compilation import (
     assert_waits_before_it_shows,
@@ -45,9 +47,7 @@ def operands(lanes, experts, hidden, seed, device, dtype=torch.float32, groups=3
 
 
 def logits_of(x, gate, slot, squares, bias=None):
-    return linear_reference(
-        x, gate, slot, squares_TN=squares, eps=EPS, bias=bias, out_dtype=torch.float32
-    )
+    return linear_reference(LinearCall(x, gate, slot, squares, EPS, bias), LOGITS)
 
 
 @settings(deadline=None, max_examples=extent(20, 60))

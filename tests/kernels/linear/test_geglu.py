@@ -11,14 +11,15 @@ from torch.nn import functional
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear.lane_codes import lane_values, quantise_lanes
-from graphengine.kernels.linear.linear import arrivals_needed
-from graphengine.kernels.linear.linear_swiglu import linear_swiglu
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import StoreSwiglu
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import pack
-from graphengine.kernels.linear.packed_chunk import ChunkTile, packed_chunk_product
-from graphengine.kernels.linear.packed_chunk_fp8 import packed_chunk_fp8_product
-from graphengine.kernels.linear.plans import LinearPlan
-from graphengine.kernels.linear.products import linear
+from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed
+from graphengine.kernels.linear.prefill.lane_codes import lane_values, quantise_lanes
+from graphengine.kernels.linear.prefill.linear_swiglu import linear_swiglu
+from graphengine.kernels.linear.prefill.packed_chunk import ChunkTile, packed_chunk_product
+from graphengine.kernels.linear.prefill.packed_chunk_fp8 import packed_chunk_fp8_product
 from graphengine.kernels.linear.quantised import dequantise
 from launches import emulation, hopper_emulation
 from launches.compilation import record_launch
@@ -32,7 +33,7 @@ hopper = pytest.mark.skipif(
 )
 MODULES = {
     name: importlib.import_module(f"graphengine.kernels.linear.{name}")
-    for name in ("packed_linear", "packed_chunk", "packed_chunk_fp8")
+    for name in ("launches", "prefill.packed_chunk", "prefill.packed_chunk_fp8")
 }
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 
@@ -56,8 +57,8 @@ def test_decode(device, dtypes, make_linear_case, assert_products_close, plan):
     for dtype in dtypes:
         case = make_linear_case(2, 80, 136, dtype, device=device)
         counters = torch.zeros(arrivals_needed(plan, 80), dtype=torch.int32, device=device)
-        options = {"plan": plan, "launch": Launch(arrivals=counters)}
-        actual = linear(case.x, case.weight, case.slot, swiglu=True, activation=GELU, **options)
+        call = case.call(plan=plan, launch=Launch(arrivals=counters))
+        actual = linear(call, StoreSwiglu(activation=GELU))
         expected = geglu(case.x, case.weight).to(dtype)
         assert_products_close(actual, expected, dtype)
 
@@ -67,21 +68,21 @@ def run_packed(module: str, call: Any) -> None:
     if ON_GPU:
         call()
         return
-    emulator: Any = emulation if module == "packed_linear" else hopper_emulation
+    emulator: Any = emulation if module == "launches" else hopper_emulation
     emulator.run_launch(record_launch(MODULES[module], call))
 
 
 @pytest.fixture
 def few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
-        for name in ("packed_chunk", "packed_chunk_fp8"):
+        for name in ("prefill.packed_chunk", "prefill.packed_chunk_fp8"):
             monkeypatch.setattr(MODULES[name], "processors_of", lambda tensor: 3)
 
 
 @compiles
 @pytest.mark.parametrize("name", ["e4m3", "int4"])
-@pytest.mark.parametrize("swiglu", ["packed_linear", "packed_chunk"])
-def test_packed(assert_products_close, few_processors, name, swiglu):
+@pytest.mark.parametrize("module", ["launches", "prefill.packed_chunk"])
+def test_packed(assert_products_close, few_processors, name, module):
     device = "cuda" if ON_GPU else "cpu"
     quantised = random_quantised(name, 64, 328)
     weight = to_device(pack(quantised, swiglu=True), device)
@@ -91,13 +92,13 @@ def test_packed(assert_products_close, few_processors, name, swiglu):
     slot = torch.arange(9, dtype=torch.int32, device=device)
 
     def decode() -> None:
-        linear(x, weight, slot, swiglu=True, activation=GELU, out=out)
+        linear(LinearCall(x, weight, slot), StoreSwiglu(activation=GELU, out=out))
 
     def chunk() -> None:
         tile = ChunkTile(16, 1)
         packed_chunk_product(x, weight, None, out=out, swiglu=True, activation=GELU, tile=tile)
 
-    run_packed(swiglu, decode if swiglu == "packed_linear" else chunk)
+    run_packed(module, decode if module == "launches" else chunk)
     expected = geglu(x.cpu(), floats).to(torch.bfloat16)
     assert_products_close(out.cpu(), expected, torch.bfloat16)
 
@@ -114,7 +115,7 @@ def test_packed_with_rounded_lanes(assert_products_close, few_processors):
     def call() -> None:
         packed_chunk_fp8_product(codes, weight, None, out=out, swiglu=True, activation=GELU)
 
-    run_packed("packed_chunk_fp8", call)
+    run_packed("prefill.packed_chunk_fp8", call)
     expected = geglu(lane_values(codes).cpu(), floats).to(torch.bfloat16)
     assert_products_close(out.cpu(), expected, torch.bfloat16)
 
@@ -139,7 +140,8 @@ def test_references(assert_products_close):
     expected = geglu(x, floats).float()
     options: dict[str, Any] = {"swiglu": True, "activation": GELU}
     for each in (weight, floats):
-        actual = linear(x, each, slot, out_dtype=torch.float32, **options)
+        store = StoreSwiglu(activation=GELU, dtype=torch.float32)
+        actual = linear(LinearCall(x, each, slot), store)
         assert_products_close(actual, expected, torch.float32)
     assert_products_close(
         packed_chunk_product(x, weight, None, out=out, **options), expected, torch.float32

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.linear import lane_codes
-from graphengine.kernels.linear.lane_codes import (
+from graphengine.kernels.linear.prefill import lane_codes
+from graphengine.kernels.linear.prefill.lane_codes import (
     LaneCodes,
     code_bytes,
     lane_values,

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from extent import examples, some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear.linear import (
-    MAX_LANES,
-    arrivals_needed,
-    linear,
-)
-from graphengine.kernels.linear.plans import LinearPlan, heuristic_plan
+from graphengine.kernels.linear.call import MAX_LANES, LinearCall
+from graphengine.kernels.linear.epilogues import STORE, Store, StoreSwiglu
+from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed, heuristic_plan
 from graphengine.kernels.linear.reference import REFERENCE_ROWS, linear_reference
 from launches.split_plans import SPLIT_PLANS
 
@@ -40,38 +38,28 @@ LLAMA_WEIGHTS = [
 ]
 
 
-def arguments(case, *, swiglu=False, out_dtype=None):
-    """Keyword arguments of `linear` for a case; the output is filled with the sentinel."""
+def epilogue(case, *, swiglu=False, dtype=None):
+    """Where a case's product is stored; the output is filled with the sentinel."""
     lanes, M = case.x.shape[0], case.weight.shape[0]
-    out_dtype = out_dtype or case.x.dtype
+    dtype = dtype or case.x.dtype
     shape = (lanes, M // 2 if swiglu else M)
-    return {
-        "squares_TN": case.squares,
-        "eps": EPS,
-        "bias": case.bias,
-        "swiglu": swiglu,
-        "out_dtype": out_dtype,
-        "out": torch.full(shape, SENTINEL, dtype=out_dtype, device=case.x.device),
-    }
+    out = torch.full(shape, SENTINEL, dtype=dtype, device=case.x.device)
+    return (StoreSwiglu if swiglu else Store)(dtype=dtype, out=out)
 
 
-def run(case, plan=None, *, swiglu=False, out_dtype=None, **options):
+def run(case, plan=None, *, launch=None, **options):
     """`linear` with counters of its own, which it must leave at zero."""
     needed = 0 if plan is None else arrivals_needed(plan, case.weight.shape[0])
     arrivals = torch.zeros(needed, dtype=torch.int32, device=case.x.device)
-    options = {
-        "launch": Launch(arrivals=arrivals),
-        **arguments(case, swiglu=swiglu, out_dtype=out_dtype),
-        **options,
-    }
-    out = linear(case.x, case.weight, case.slot, plan=plan, **options)
-    assert out is options["out"]
+    call = case.call(eps=EPS, plan=plan, launch=launch or Launch(arrivals=arrivals))
+    store = epilogue(case, **options)
+    assert linear(call, store) is store.out
     assert not arrivals.any()
-    return out
+    return store.out
 
 
 def reference(case, **options):
-    return linear_reference(case.x, case.weight, case.slot, **arguments(case, **options))
+    return linear_reference(case.call(eps=EPS), epilogue(case, **options))
 
 
 @settings(deadline=None, max_examples=examples(10, 30))
@@ -108,7 +96,7 @@ def test_matches_reference(
     case = make_linear_case(
         lanes, M, K, dtype, device=device, groups=groups, bias=bias, padded=tuple(padded)
     )
-    options = {"swiglu": swiglu, "out_dtype": torch.float32 if wide_output else None}
+    options = {"swiglu": swiglu, "dtype": torch.float32 if wide_output else None}
     assert_products_close(run(case, **options), reference(case, **options), dtype)
 
 
@@ -150,7 +138,7 @@ def test_fma_matches_reference(
     case = make_linear_case(
         lanes, M, K, dtype, device=device, groups=groups, bias=bias, padded=padded
     )
-    options = {"swiglu": swiglu, "out_dtype": torch.float32 if wide_output else None}
+    options = {"swiglu": swiglu, "dtype": torch.float32 if wide_output else None}
     actual = run(case, LinearPlan("fma", block_m, block_k, warps=2), **options)
     assert_products_close(actual, reference(case, **options), dtype)
 
@@ -197,13 +185,8 @@ def test_strided_operands(device, make_linear_case, plan):
     x[:, :64], weight[:, 16:] = case.x, case.weight
     out = torch.zeros(2, 60, dtype=torch.float16, device=device)
     counters = torch.zeros(8, dtype=torch.int32, device=device)
-    linear(
-        *(x[:, :64], weight[:, 16:], case.slot),
-        out=out[:, :48],
-        plan=plan,
-        eps=EPS,
-        launch=Launch(arrivals=counters),
-    )
+    call = case.call(x_NK=x[:, :64], weight_MK=weight[:, 16:], plan=plan)
+    linear(call._replace(launch=Launch(arrivals=counters)), Store(out=out[:, :48]))
     assert torch.equal(out[:, :48], run(case, plan))
     assert (out[:, 48:] == 0).all()
 
@@ -311,8 +294,8 @@ def test_weight_beyond_int32_offsets(device, make_linear_case, assert_products_c
     assert M * K > 2**31
     weight = torch.empty(M, K, dtype=torch.bfloat16, device=device).normal_(std=K**-0.5)
     case = make_linear_case(2, 64, K, torch.bfloat16, device=device)
-    last = linear(case.x, weight, case.slot, plan=plan)[:, -64:]
-    expected = linear_reference(case.x, weight[-64:].clone(), case.slot)
+    last = linear(case.call(weight_MK=weight, plan=plan), STORE)[:, -64:]
+    expected = linear_reference(case.call(weight_MK=weight[-64:].clone()), STORE)
     assert_products_close(last, expected, torch.bfloat16)
 
 
@@ -325,16 +308,16 @@ def test_capture_holds_kernels_that_replay_the_same_bits(device, make_linear_cas
     plan = heuristic_plan("store", M, K, torch.bfloat16, family)
     case = make_linear_case(lanes, M, K, torch.bfloat16, device=device, groups=64, padded=(1,))
     expected = run(case, plan)
-    options = arguments(case)
+    store = epilogue(case)
     counters = torch.zeros(arrivals_needed(plan, M), dtype=torch.int32, device=device)
-    launch = Launch(arrivals=counters)
+    call = case.call(eps=EPS, plan=plan, launch=Launch(arrivals=counters))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        linear(case.x, case.weight, case.slot, plan=plan, launch=launch, **options)
+        linear(call, store)
     for _ in range(3):
-        options["out"].fill_(SENTINEL)
+        store.out.fill_(SENTINEL)
         graph.replay()
-        assert torch.equal(options["out"], expected)
+        assert torch.equal(store.out, expected)
 
 
 def test_reference_matches_float64(make_linear_case):
@@ -355,13 +338,9 @@ def test_reference_of_a_scaled_stream_is_a_linear_of_its_norm(make_linear_case):
     x, weight = case.x, case.weight
     norm = torch.randn(40, dtype=torch.float64)
     expected = torch.nn.functional.rms_norm(x, (40,), norm, eps=EPS) @ weight.T
-    actual = linear_reference(
-        (x * norm).float(),
-        weight.float(),
-        case.slot,
-        squares_TN=torch.stack([part.square().sum(1).float() for part in x.split(15, dim=1)]),
-        eps=EPS,
-    )
+    squares = torch.stack([part.square().sum(1).float() for part in x.split(15, dim=1)])
+    call = LinearCall((x * norm).float(), weight.float(), case.slot, squares, EPS)
+    actual = linear_reference(call, STORE)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -425,17 +404,12 @@ def operands() -> dict[str, object]:
         ({"weight_MK": torch.zeros(8, 16).int()}, "weight_MK is torch.int32"),
         ({"slot_N": torch.zeros(3).int()}, r"slot_N must be a dense \[2\], not \(3,\)"),
         ({"slot_N": torch.zeros(2).long()}, "slot_N must be int32, not torch.int64"),
-        ({"squares_TN": torch.zeros(4, 3)}, r"float32 \[T, 2\], not torch.float32 \[4, 3\]"),
-        ({"squares_TN": torch.zeros(2)}, r"float32 \[T, 2\], not torch.float32 \[2\]"),
-        ({"squares_TN": torch.zeros(4, 2).half()}, r"\[T, 2\], not torch.float16 \[4, 2\]"),
+        ({"squares_TN": torch.zeros(4, 3)}, r"float32 \[T, 2\], not torch.float32 \(4, 3\)"),
+        ({"squares_TN": torch.zeros(2)}, r"float32 \[T, 2\], not torch.float32 \(2,\)"),
+        ({"squares_TN": torch.zeros(4, 2).half()}, r"\[T, 2\], not torch.float16 \(4, 2\)"),
         ({"squares_TN": torch.zeros(2, 4).t()}, r"must be a dense float32 \[T, 2\]"),
         ({"bias": torch.zeros(7)}, r"bias.*\[8\].*\(7,\)"),
         ({"bias": torch.zeros(8).half()}, "bias must be a dense torch.float32.*float16"),
-        ({"weight_MK": torch.zeros(7, 16), "swiglu": True}, "not 7 rows"),
-        ({"out": torch.zeros(2, 7)}, r"\[2, 8\].*\[2, 7\]"),
-        ({"out": torch.zeros(2, 8), "swiglu": True}, r"\[2, 4\].*\[2, 8\]"),
-        ({"out": torch.zeros(2, 8).half()}, "out must be torch.float32.*float16"),
-        ({"out_dtype": torch.int32}, "out_dtype is torch.int32"),
         (
             {"x_NK": torch.zeros(3, 16), "slot_N": torch.zeros(3).int(), "plan": FMA},
             "the fma family takes 1 to 2 lanes, not 3",
@@ -446,7 +420,24 @@ def operands() -> dict[str, object]:
 )
 def test_bad_operands_are_errors_with_numbers(changes, message):
     with pytest.raises(ValueError, match=message):
-        linear(**{**operands(), **changes})
+        linear(LinearCall(**{**operands(), **changes}), STORE)
+
+
+@pytest.mark.parametrize(
+    "rows, epilogue, message",
+    [
+        (7, StoreSwiglu(), "not 7 rows"),
+        (8, Store(out=torch.zeros(2, 7)), r"\[2, 8\].*\[2, 7\]"),
+        (8, StoreSwiglu(out=torch.zeros(2, 8)), r"\[2, 4\].*\[2, 8\]"),
+        (8, Store(out=torch.zeros(2, 8).half()), "out must be torch.float32.*float16"),
+        (8, Store(dtype=torch.int32), "out_dtype is torch.int32"),
+        (8, StoreSwiglu(activation="relu"), "activation='relu' must be 'silu' or 'gelu_tanh'"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_errors(rows, epilogue, message):
+    call = LinearCall(**{**operands(), "weight_MK": torch.zeros(rows, 16)})
+    with pytest.raises(ValueError, match=message):
+        linear(call, epilogue)
 
 
 # 70 weight rows make three tiles, for two lane tiles each.
@@ -462,4 +453,4 @@ def test_split_k_wants_counters(device, make_linear_case, arrivals, message):
     case = make_linear_case(2, 70, 64, torch.float32, device=device)
     arrivals = None if arrivals is None else arrivals.to(device)
     with pytest.raises(ValueError, match=message):
-        linear(case.x, case.weight, case.slot, plan=DOT_SPLIT, launch=Launch(arrivals=arrivals))
+        linear(case.call(plan=DOT_SPLIT, launch=Launch(arrivals=arrivals)), STORE)

@@ -21,9 +21,11 @@ from extent import examples, some_of
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.linear.call import MAX_LANES, LinearCall
+from graphengine.kernels.linear.epilogues import STORE, AddResidual, Store, StoreSwiglu
 from graphengine.kernels.linear.gluon import linear_gluon
-from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed, linear, linear_residual
-from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Kept, Residual
 from launches.compilation import Op, compile_kernel, record_launch
@@ -60,25 +62,26 @@ def launch_of(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     counters = new(arrivals_needed(plan, M), dtype=torch.int32)
-    options: dict[str, Any] = {
-        "plan": plan,
-        "launch": Launch(arrivals=counters, pdl=pdl),
-        "bias": new(M) if bias else None,
-    }
-    x, weight, slot = new(lanes, K), new(M, K), new(lanes, dtype=torch.int32)
+    call = LinearCall(
+        *(new(lanes, K), new(M, K), new(lanes, dtype=torch.int32)),
+        bias=new(M) if bias else None,
+        plan=plan,
+        launch=Launch(arrivals=counters, pdl=pdl),
+    )
 
-    def call() -> None:
+    def run() -> None:
         if kind in ("residual", "keeping"):
             kept = Kept(new(lanes, 3 * M)[:, :M], 0.5) if kind == "keeping" else None
             stream = Residual(new(lanes, M, dtype=torch.float32), new(lanes, M), new(0), kept)
-            linear_residual(x, weight, slot, stream, new(M), **options)
+            linear(call, AddResidual(stream, new(M)))
         else:
             squares = new(groups, lanes, dtype=torch.float32) if groups else None
-            linear(x, weight, slot, squares_TN=squares, swiglu=kind == "swiglu", **options)
+            store = StoreSwiglu() if kind == "swiglu" else STORE
+            linear(call._replace(squares_TN=squares), store)
 
     with assumed(H200):
-        module = importlib.import_module("graphengine.kernels.linear.linear")
-        return record_launch(module, call, linear_gluon)
+        module = importlib.import_module("graphengine.kernels.linear.launches")
+        return record_launch(module, run, linear_gluon)
 
 
 def compile_linear(kind: str, M: int, K: int, plan: LinearPlan, **case: Any) -> Any:
@@ -107,7 +110,7 @@ def test_takes_half_precision_with_aligned_rows():
     assert not takes(torch.empty(80, 84, dtype=BF16)[:, :80]), "some rows start within 16 bytes"
 
 
-def test_leaves_logits_to_the_kernel_of_linear_sample():
+def test_leaves_logits_to_the_kernel_of_the_sampler():
     """The sampler inside lm_head promises the token of these logits, to the last bit."""
     assert not takes(torch.empty(80, 80, dtype=BF16), out_dtype=torch.float32)
 
@@ -264,17 +267,15 @@ def outputs_of(
         arrivals_needed(plan, case.weight.shape[0]), dtype=torch.int32, device="cuda"
     )
     launch = Launch(arrivals=counters, pdl=pdl)
-    options: dict[str, Any] = {"plan": plan, "launch": launch, "bias": case.bias}
-    options |= {"squares_TN": case.squares, "eps": 1e-5}
+    call = case.call(eps=1e-5, plan=plan, launch=launch)
     if kind == "residual":
         before = Residual(
             case.stream.clone(), torch.zeros_like(case.stream, dtype=case.x.dtype), case.x
         )
-        after = linear_residual(case.x, case.weight, case.slot, before, case.next_norm, **options)
+        after = linear(call, AddResidual(before, case.next_norm))
         found: tuple[torch.Tensor, ...] = (after.x, after.scaled, after.squares.t())
     else:
-        swiglu = kind == "swiglu"
-        found = (linear(case.x, case.weight, case.slot, swiglu=swiglu, **options),)
+        found = (linear(call, StoreSwiglu() if kind == "swiglu" else STORE),)
     assert not counters.any()
     return found
 
@@ -317,9 +318,8 @@ def test_matches_reference(
     case = make_linear_case(lanes, M, K, dtype, device="cuda", groups=5, bias=bias, padded=padding)
     assert linear_gluon.takes(case.weight, plan, swiglu=kind == "swiglu", out_dtype=dtype)
     actual, *_ = outputs_of(kind, plan, case, pdl=pdl)
-    options = {"bias": case.bias, "out_dtype": torch.float32, "swiglu": kind == "swiglu"}
-    options |= {"squares_TN": case.squares, "eps": 1e-5}
-    expected = linear_reference(case.x, case.weight, case.slot, **options)
+    store = StoreSwiglu if kind == "swiglu" else Store
+    expected = linear_reference(case.call(eps=1e-5), store(dtype=torch.float32))
     expected = case.stream + expected if kind == "residual" else expected.to(dtype)
     live = case.slot >= 0
     assert_products_close(actual[live], expected[live], dtype)

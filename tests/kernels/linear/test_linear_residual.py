@@ -1,4 +1,4 @@
-"""`linear_residual`: the stream in place, what the next norm reads, and what sees it."""
+"""`AddResidual`: the stream in place, what the next norm reads, and what sees it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,22 @@ from hypothesis import strategies as st
 from extent import examples, some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear.linear import arrivals_needed, linear_residual, residual_groups
-from graphengine.kernels.linear.plans import LinearPlan, heuristic_plan
-from graphengine.kernels.linear.reference import linear_residual_reference
-from graphengine.kernels.linear.residual import Kept, Residual, new_residual
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import AddResidual
+from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.linear.plans import (
+    LinearPlan,
+    arrivals_needed,
+    heuristic_plan,
+    residual_groups,
+)
+from graphengine.kernels.linear.reference import linear_reference
+from graphengine.kernels.linear.residual import (
+    Kept,
+    Residual,
+    add_to_residual_reference,
+    new_residual,
+)
 from launches.split_plans import SPLIT_PLANS
 
 # Triton's interpreter multiplies and rounds poison with numpy, which warns.
@@ -42,41 +54,21 @@ def stream_of(case):
     )
 
 
-def run(case, plan=None, kept=None, **options):
-    """`linear_residual` with counters of its own, which it must leave at zero."""
+def run(case, plan=None, kept=None, launch=None):
+    """`linear` with counters of its own, which it must leave at zero."""
     needed = 0 if plan is None else arrivals_needed(plan, case.weight.shape[0])
     arrivals = torch.zeros(needed, dtype=torch.int32, device=case.x.device)
-    options = {"launch": Launch(arrivals=arrivals), **options}
     before = stream_of(case)._replace(kept=kept)
-    after = linear_residual(
-        case.x,
-        case.weight,
-        case.slot,
-        before,
-        case.next_norm,
-        squares_TN=case.squares,
-        eps=EPS,
-        bias=case.bias,
-        plan=plan,
-        **options,
-    )
+    call = case.call(eps=EPS, plan=plan, launch=launch or Launch(arrivals=arrivals))
+    after = linear(call, AddResidual(before, case.next_norm))
     assert after.x is before.x and after.scaled is before.scaled, "written in place"
     assert not arrivals.any()
     return after
 
 
-def reference(case, groups):
-    stream = stream_of(case)._replace(squares=case.stream.new_empty(groups, len(case.slot)))
-    return linear_residual_reference(
-        case.x,
-        case.weight,
-        case.slot,
-        stream,
-        case.next_norm,
-        squares_TN=case.squares,
-        eps=EPS,
-        bias=case.bias,
-    )
+def reference(case, plan):
+    call = case.call(eps=EPS, plan=plan)
+    return linear_reference(call, AddResidual(stream_of(case), case.next_norm))
 
 
 def by_lane(residual):
@@ -86,7 +78,7 @@ def by_lane(residual):
 
 def assert_right(case, actual, plan, assert_products_close):
     groups = residual_groups(plan, case.weight.shape[0])
-    expected = reference(case, groups)
+    expected = reference(case, plan)
     assert_products_close(actual.x, expected.x, case.x.dtype)
     live = case.slot >= 0
     # One rounding of the very x that was stored.
@@ -259,8 +251,8 @@ def test_reference_fills_any_number_of_groups(make_linear_case, groups):
     case = make_linear_case(5, 80, 30, torch.float32, bias=True, padded=(3,))
     live = case.slot >= 0
     stream = stream_of(case)._replace(squares=torch.full((groups, 5), SENTINEL))
-    arguments = (case.x, case.weight, case.slot, stream, case.next_norm)
-    after = linear_residual_reference(*arguments, bias=case.bias)
+    y = case.x @ case.weight.T + case.bias
+    after = add_to_residual_reference(y, case.slot, stream, case.next_norm)
     wide = case.stream.double() + case.x.double() @ case.weight.double().T + case.bias.double()
     torch.testing.assert_close(after.x[live].double(), wide[live], rtol=1e-5, atol=1e-5)
     total = after.squares[:, live].double().sum(0)
@@ -281,13 +273,12 @@ def test_reference_fills_any_number_of_groups(make_linear_case, groups):
 def test_reference_bits_do_not_depend_on_company(
     make_linear_case, assert_lanes_keep_their_bits, lanes, M, K, num_threads
 ):
-    groups = residual_groups(DOT, M)
     case = make_linear_case(lanes, M, K, torch.float32, bias=True)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         assert_lanes_keep_their_bits(
-            case, lambda each: by_lane(reference(each, groups)), (lanes, 4, 16, 33)
+            case, lambda each: by_lane(reference(each, DOT)), (lanes, 4, 16, 33)
         )
     finally:
         torch.set_num_threads(before)
@@ -298,7 +289,7 @@ def test_dispatches_to_the_reference_on_a_cpu(make_linear_case, plan):
     if INTERPRETED:
         pytest.skip("the interpreter runs the kernel")
     case = make_linear_case(2, 20, 30, torch.bfloat16, bias=True, padded=(0,))
-    expected = reference(case, residual_groups(plan, 20))
+    expected = reference(case, plan)
     actual = run(case, plan)
     assert torch.equal(actual.x, expected.x)
     assert torch.equal(actual.scaled, expected.scaled)
@@ -334,6 +325,10 @@ def operands() -> dict[str, object]:
     }
 
 
+def add_with(residual, next_norm_M, **operands):
+    return linear(LinearCall(**operands), AddResidual(residual, next_norm_M))
+
+
 @pytest.mark.parametrize(
     "tensors, message",
     [
@@ -350,7 +345,7 @@ def test_bad_streams_are_errors_with_numbers(tensors, message):
     changed = operands()
     changed["residual"] = changed["residual"]._replace(**tensors)
     with pytest.raises(ValueError, match=message):
-        linear_residual(**changed)
+        add_with(**changed)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +365,7 @@ def test_bad_streams_are_errors_with_numbers(tensors, message):
 )
 def test_bad_operands_are_errors_with_numbers(changes, message):
     with pytest.raises(ValueError, match=message):
-        linear_residual(**{**operands(), **changes})
+        add_with(**{**operands(), **changes})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`linear_sample`: its token is the one that the sampler draws from the logits of `linear`."""
+"""`SampleTiles`: its token is the one that the sampler draws from the logits of `linear`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear.linear import arrivals_needed, linear, linear_sample
-from graphengine.kernels.linear.plans import LinearPlan, heuristic_plan
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS, SampleTiles
+from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed, heuristic_plan
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.sample.sampling import sample, sample_reference
@@ -69,18 +71,8 @@ def counters(plan, vocabulary, device):
 def tokens(case, position, params, plan=None, **options):
     """Tokens of the live lanes, reduced as a step's last kernel does it."""
     arrivals = counters(plan, case.weight.shape[0], case.x.device)
-    best, health = linear_sample(
-        case.x,
-        case.weight,
-        case.slot,
-        position,
-        params,
-        squares_TN=case.squares,
-        eps=EPS,
-        plan=plan,
-        launch=Launch(arrivals=arrivals),
-        **options,
-    )
+    call = case.call(eps=EPS, plan=plan, launch=Launch(arrivals=arrivals))
+    best, health = linear(call, SampleTiles(position, params, **options))
     assert best.dtype == torch.int64 and health.dtype == torch.int32
     assert best.shape == health.shape and best.shape[0] == case.x.shape[0]
     assert not arrivals.any()
@@ -91,11 +83,9 @@ def tokens(case, position, params, plan=None, **options):
 
 def expected_tokens(case, position, params, plan=None):
     """What the sampler draws from the logits of `linear` with the same plan."""
-    arguments = {"squares_TN": case.squares, "eps": EPS, "out_dtype": torch.float32}
     arrivals = counters(plan, case.weight.shape[0], case.x.device)
-    logits = linear(
-        case.x, case.weight, case.slot, plan=plan, launch=Launch(arrivals=arrivals), **arguments
-    )
+    call = case.call(eps=EPS, plan=plan, launch=Launch(arrivals=arrivals))
+    logits = linear(call, LOGITS)
     # A GPU's logarithm differs from numpy's by some ulps.
     draw = sample if case.x.is_cuda else sample_reference
     token = draw(logits, case.slot, position, without_filters(params))
@@ -153,16 +143,7 @@ def test_a_part_of_the_vocabulary(device, make_linear_case, plan, ids, seed):
     params.stop_ids[:, 0] = min(ids)
     position = positions(2, device)
     arrivals = counters(plan, len(ids), device)
-    part = linear(
-        case.x,
-        case.weight,
-        case.slot,
-        squares_TN=case.squares,
-        eps=EPS,
-        out_dtype=torch.float32,
-        plan=plan,
-        launch=Launch(arrivals=arrivals),
-    )
+    part = linear(case.call(eps=EPS, plan=plan, launch=Launch(arrivals=arrivals)), LOGITS)
     token_ids = torch.tensor(sorted(ids), device=device)
     logits = part.new_full((2, 200), -INF).index_copy_(1, token_ids, part)
     draw = sample if case.x.is_cuda else sample_reference
@@ -266,9 +247,7 @@ def test_dispatches_to_the_reference_on_a_cpu(make_linear_case, plan):
         pytest.skip("the interpreter runs the kernel")
     case = make_linear_case(2, 50, 30, torch.bfloat16, groups=2, padded=(0,))
     params, position = make_params(2, 50), positions(2)
-    logits = linear_reference(
-        case.x, case.weight, case.slot, squares_TN=case.squares, eps=EPS, out_dtype=torch.float32
-    )
+    logits = linear_reference(case.call(eps=EPS), LOGITS)
     expected = sample_reference(logits, case.slot, position, without_filters(params))
     assert tokens(case, position, params, plan) == expected[1:].tolist()
 
@@ -276,11 +255,18 @@ def test_dispatches_to_the_reference_on_a_cpu(make_linear_case, plan):
 def operands() -> dict[str, object]:
     return {
         "x_NK": torch.zeros(2, 16),
-        "weight_VK": torch.zeros(8, 16),
+        "weight_MK": torch.zeros(8, 16),
         "slot_N": torch.zeros(2, dtype=torch.int32),
         "position_N": torch.zeros(2, dtype=torch.int32),
         "params": make_params(2, 8),
     }
+
+
+def sample_with(**changes):
+    given = {**operands(), **changes}
+    names = ("position_N", "params", "token_ids")
+    options = {name: given.pop(name) for name in names if name in given}
+    return linear(LinearCall(**given), SampleTiles(**options))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +276,7 @@ def operands() -> dict[str, object]:
         ({"position_N": torch.zeros(2).long()}, "position must be int32, not torch.int64"),
         ({"token_ids": torch.arange(8)}, r"token_ids must be a dense torch.int32 \[8\].*int64"),
         ({"token_ids": torch.arange(7).int()}, r"token_ids must be a dense torch.int32 \[8\]"),
-        ({"squares_TN": torch.zeros(4, 3)}, r"float32 \[T, 2\], not torch.float32 \[4, 3\]"),
+        ({"squares_TN": torch.zeros(4, 3)}, r"float32 \[T, 2\], not torch.float32 \(4, 3\)"),
         ({"x_NK": torch.zeros(2, 15)}, "K=15 input features, the weight 16"),
         ({"slot_N": torch.zeros(2).long()}, "slot_N must be int32, not torch.int64"),
         (
@@ -308,7 +294,7 @@ def operands() -> dict[str, object]:
 )
 def test_bad_operands_are_errors_with_numbers(changes, message):
     with pytest.raises(ValueError, match=message):
-        linear_sample(**{**operands(), **changes})
+        sample_with(**changes)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +312,7 @@ def test_bad_operands_are_errors_with_numbers(changes, message):
 def test_bad_parameters_are_errors_with_numbers(changes, message):
     params = make_params(3, 8)._replace(**changes)
     with pytest.raises(ValueError, match=message):
-        linear_sample(**{**operands(), "params": params})
+        sample_with(params=params)
 
 
 @pytest.mark.parametrize(
@@ -341,9 +327,6 @@ def test_split_k_wants_counters(device, make_linear_case, arrivals, message):
     case = make_linear_case(2, 70, 64, torch.float32, device=device)
     arrivals = None if arrivals is None else arrivals.to(device)
     position, params = positions(2, device), make_params(2, 70, device=device)
+    call = case.call(plan=DOT_SPLIT, launch=Launch(arrivals=arrivals))
     with pytest.raises(ValueError, match=message):
-        linear_sample(
-            *(case.x, case.weight, case.slot, position, params),
-            plan=DOT_SPLIT,
-            launch=Launch(arrivals=arrivals),
-        )
+        linear(call, SampleTiles(position, params))

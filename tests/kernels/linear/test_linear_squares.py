@@ -1,4 +1,4 @@
-"""`linear_squares`: the very product that `linear_residual` adds, from every kernel."""
+"""`StoreSquares`: the very product that `AddResidual` adds, from every kernel."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ import torch
 from extent import some_of
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear.linear import (
-    arrivals_needed,
-    linear_residual,
-    linear_squares,
-    residual_groups,
-)
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import AddResidual, Epilogue, StoreSquares
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import PackedWeight, pack
-from graphengine.kernels.linear.packed_linear import packed_linear_residual, packed_linear_squares
-from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed, residual_groups
 from graphengine.kernels.linear.residual import Product, Residual
 from launches.compilation import assert_waits_before_it_shows, compile_launch, record_launch
 from launches.emulation import run_launch
@@ -28,8 +24,7 @@ from launches.quantised import random_quantised, to_device
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 
-PACKED = importlib.import_module("graphengine.kernels.linear.packed_linear")
-PLAIN = importlib.import_module("graphengine.kernels.linear.linear")
+LAUNCHES = importlib.import_module("graphengine.kernels.linear.launches")
 DOT = LinearPlan("dot", block_m=32, block_k=32, stages=2)
 SPLIT = DOT._replace(splits=2)
 FMA = LinearPlan("fma", block_m=4, block_k=64, warps=2)
@@ -45,29 +40,20 @@ def both(
     """The product, and a stream of zeros after it; what is not written is NaN."""
     needed = arrivals_needed(plan, case.weight.shape[0])
     arrivals = torch.zeros(needed, dtype=torch.int32, device=case.x.device)
-    options: dict[str, Any] = {"bias": case.bias, "plan": plan, "launch": Launch(arrivals=arrivals)}
+    product = case.call(weight_MK=weight, plan=plan, launch=Launch(arrivals=arrivals))
     stream = Residual(
         torch.zeros_like(case.stream), torch.zeros_like(case.stream, dtype=case.x.dtype), case.x
     )
     found: list[Any] = []
+    for epilogue in (StoreSquares(), AddResidual(stream, case.next_norm)):
 
-    def product() -> None:
-        operands = (case.x, weight, case.slot)
-        packed = isinstance(weight, PackedWeight)
-        call: Any = packed_linear_squares if packed else linear_squares
-        found.append(call(*operands, **options))
+        def run(epilogue: Epilogue[Any] = epilogue) -> None:
+            found.append(linear(product, epilogue))
 
-    def residual() -> None:
-        operands = (case.x, weight, case.slot, stream, case.next_norm)
-        packed = isinstance(weight, PackedWeight)
-        call: Any = packed_linear_residual if packed else linear_residual
-        found.append(call(*operands, **options))
-
-    for call in (product, residual):
         if emulated:
-            run_launch(record_launch(PACKED, call))
+            run_launch(record_launch(LAUNCHES, run))
         else:
-            call()
+            run()
     assert not arrivals.any()
     return found[0], found[1]
 
@@ -98,10 +84,9 @@ def test_padded_lanes_are_not_written(device, make_linear_case):
     again, _ = both(case, case.weight, DOT)
     for tensor in (product.y, product.squares.t()):
         tensor[~(case.slot >= 0)] = 5.0
-    written = PLAIN.ProductArgs(product.y, product.squares)
-    options = {"residual": written, "launch": Launch()}
-    if PLAIN.use_triton(case.x):
-        PLAIN._launch(case.x, case.weight, case.slot, DOT, **options)
+    call = case.call(plan=DOT)
+    if LAUNCHES.is_launched(call):
+        LAUNCHES.launch_linear(call, StoreSquares().targets(product))
     live = case.slot >= 0
     assert torch.equal(product.y[live], again.y[live])
     assert (product.y[~live] == 5.0).all() and (product.squares[:, ~live] == 5.0).all()
@@ -124,8 +109,8 @@ def test_product_of_packed_weights(make_linear_case, name, lanes):
 def test_a_swiglu_has_no_norm(make_linear_case):
     case = make_linear_case(1, 40, 328, torch.float32)
     weight = pack(random_quantised("e4m3", 40, 328), swiglu=True)
-    with pytest.raises(ValueError, match="a SwiGLU of 40 rows is no sum for a residual stream"):
-        packed_linear_squares(case.x, weight, case.slot)
+    with pytest.raises(ValueError, match=r"40 packed rows with swiglu=True do not fit .* residual"):
+        linear(case.call(weight_MK=weight), StoreSquares())
 
 
 @compiles
@@ -140,14 +125,9 @@ def test_gluon_stores_the_product_alone(monkeypatch, gluon, plan):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     counters = new(arrivals_needed(plan, 2560), dtype=torch.int32)
-    launch = record_launch(
-        PLAIN,
-        lambda: linear_squares(
-            new(8, 2048), new(2560, 2048), new(8, dtype=torch.int32), plan=plan,
-            launch=Launch(arrivals=counters, pdl=True),
-        ),
-        linear_gluon,
-    )  # fmt: skip
+    operands = (new(8, 2048), new(2560, 2048), new(8, dtype=torch.int32))
+    call = LinearCall(*operands, plan=plan, launch=Launch(arrivals=counters, pdl=True))
+    launch = record_launch(LAUNCHES, lambda: linear(call, StoreSquares()), linear_gluon)
     assert launch.kernel.is_gluon() == gluon
     ptx, _ = compile_launch(launch)
     assert_waits_before_it_shows(ptx)

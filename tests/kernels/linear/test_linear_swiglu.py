@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.linear.linear_swiglu import (
+from graphengine.kernels.linear.prefill.linear_swiglu import (
     _STAGES,
     LANES,
     _swiglu_kernel,
@@ -32,7 +32,7 @@ hopper = pytest.mark.skipif(
     reason="needs a Hopper GPU",
 )
 
-linear_swiglu_module = importlib.import_module("graphengine.kernels.linear.linear_swiglu")
+linear_swiglu_module = importlib.import_module("graphengine.kernels.linear.prefill.linear_swiglu")
 
 BF16 = torch.bfloat16
 H200 = 132

@@ -14,14 +14,14 @@ import torch
 
 from graphengine.kernels.core.devices import SHARED_BYTES, Device, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.linear.linear import MAX_LANES
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.packed import PackedWeight, empty_packed, pack, packed_form
-from graphengine.kernels.linear.packed_chunk import (
+from graphengine.kernels.linear.prefill.packed_chunk import (
     ChunkTile,
+    decodes_chunk,
     packed_chunk_product,
     packed_chunk_reference,
 )
-from graphengine.kernels.linear.packed_linear import takes_chunk
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.norm_rope.activation import silu_reference
 from launches import emulation
@@ -29,8 +29,8 @@ from launches.compilation import Op, compile_kernel, record_launch
 from launches.hopper_emulation import run_launch
 from launches.quantised import FORMATS, inputs_of, random_quantised, to_device
 
-MODULE = importlib.import_module("graphengine.kernels.linear.packed_chunk")
-packed_linear = importlib.import_module("graphengine.kernels.linear.packed_linear")
+MODULE = importlib.import_module("graphengine.kernels.linear.prefill.packed_chunk")
+LAUNCHES = importlib.import_module("graphengine.kernels.linear.launches")
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -172,7 +172,7 @@ def decoded_product_of(
             call()
         else:
             with assumed(RTX_3090):
-                recorded = record_launch(packed_linear, call)
+                recorded = record_launch(LAUNCHES, call)
             assert recorded.arguments["PDL"] is False, "slots are written right before"
             emulation.run_launch(recorded)
     return out
@@ -213,12 +213,12 @@ def test_what_the_kernel_of_decode_does_not_take_is_for_the_reference():
     weight, x = pack(random_quantised("int4", 16, 64)), torch.zeros(2, 64, dtype=BF16)
     for device, taken in ((RTX_3090, True), (T4, False)):
         with assumed(device):
-            assert takes_chunk(x, weight) == taken
+            assert decodes_chunk(x, weight) == taken
     with assumed(RTX_3090):
-        assert not takes_chunk(x.float(), weight)
-        assert not takes_chunk(x, weight._replace(order=torch.arange(64).int()))
-        assert not takes_chunk(x, pack(random_quantised("int4", 16, 68)))
-    assert not takes_chunk(x, weight) or x.is_cuda
+        assert not decodes_chunk(x.float(), weight)
+        assert not decodes_chunk(x, weight._replace(order=torch.arange(64).int()))
+        assert not decodes_chunk(x, pack(random_quantised("int4", 16, 68)))
+    assert not decodes_chunk(x, weight) or x.is_cuda
 
 
 @gpu

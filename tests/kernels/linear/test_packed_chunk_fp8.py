@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.linear.lane_codes import lane_values, quantise_lanes
 from graphengine.kernels.linear.packed import PackedWeight, pack
-from graphengine.kernels.linear.packed_chunk_fp8 import (
+from graphengine.kernels.linear.prefill.lane_codes import lane_values, quantise_lanes
+from graphengine.kernels.linear.prefill.packed_chunk_fp8 import (
     Fp8Tile,
     fp8_tile,
     packed_chunk_fp8_product,
@@ -28,7 +28,7 @@ from launches.compilation import compile_kernel, record_launch
 from launches.hopper_emulation import run_launch
 from launches.quantised import FORMATS, inputs_of, random_quantised, to_device
 
-MODULE = importlib.import_module("graphengine.kernels.linear.packed_chunk_fp8")
+MODULE = importlib.import_module("graphengine.kernels.linear.prefill.packed_chunk_fp8")
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -18,17 +18,12 @@ from hypothesis import strategies as st
 from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.linear.linear import MAX_LANES, arrivals_needed
+from graphengine.kernels.linear.call import MAX_LANES, LinearCall
+from graphengine.kernels.linear.epilogues import STORE, AddResidual, SampleTiles, Store, StoreSwiglu
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import PackedWeight, pack
-from graphengine.kernels.linear.packed_cut import streams
-from graphengine.kernels.linear.packed_linear import (
-    check_packed_plan,
-    packed_linear,
-    packed_linear_residual,
-    packed_linear_sample,
-    packed_plan,
-)
-from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.packed_cut import check_packed_plan, packed_plan, streams
+from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Kept, Residual
@@ -43,7 +38,8 @@ from launches.compilation import (
 from launches.emulation import run_launch
 from launches.quantised import FORMATS, random_quantised
 
-MODULE = importlib.import_module("graphengine.kernels.linear.packed_linear")
+MODULE = importlib.import_module("graphengine.kernels.linear.launches")
+LINEAR = importlib.import_module("graphengine.kernels.linear.linear")
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -77,6 +73,7 @@ def outputs_of(
     """What a linear leaves, with lanes first; what it leaves alone holds the sentinel."""
     lanes, M = len(case.x), weight.shape[0]
     counters = torch.zeros(arrivals_needed(plan, M), dtype=torch.int32, device=case.x.device)
+    product = case.call(weight_MK=weight, eps=EPS, plan=plan)
     if residual:
         scaled = torch.full_like(case.stream, SENTINEL, dtype=case.x.dtype)
         kept = Kept(torch.cat([scaled, scaled], dim=1)[:, : scaled.shape[1]], 0.3)
@@ -84,11 +81,8 @@ def outputs_of(
         found: list[Residual] = []
 
         def call(launch: Launch) -> None:
-            after = packed_linear_residual(
-                case.x, weight, case.slot, stream, case.next_norm, squares_TN=case.squares,
-                eps=EPS, bias=case.bias, plan=plan, launch=launch,
-            )  # fmt: skip
-            found.append(after)
+            epilogue = AddResidual(stream, case.next_norm)
+            found.append(linear(product._replace(launch=launch), epilogue))
 
         launch_with(call, case, counters, pdl)
         (after,) = found
@@ -102,10 +96,8 @@ def outputs_of(
         out = room.to(out_dtype or case.x.dtype)[:, :width]
 
         def call(launch: Launch) -> None:
-            packed_linear(
-                case.x, weight, case.slot, squares_TN=case.squares, eps=EPS, bias=case.bias,
-                out_dtype=out_dtype, out=out, plan=plan, launch=launch,
-            )  # fmt: skip
+            store = StoreSwiglu if weight.swiglu else Store
+            linear(product._replace(launch=launch), store(dtype=out_dtype, out=out))
 
         launch_with(call, case, counters, pdl)
         outputs = (out,)
@@ -114,9 +106,8 @@ def outputs_of(
 
 
 def expected_of(case: Any, floats: torch.Tensor, *, swiglu: bool, residual: bool) -> torch.Tensor:
-    options: dict[str, Any] = {"bias": case.bias, "out_dtype": torch.float32, "swiglu": swiglu}
-    options |= {"squares_TN": case.squares, "eps": EPS}
-    product = linear_reference(case.x, floats, case.slot, **options)
+    store = StoreSwiglu if swiglu else Store
+    product = linear_reference(case.call(weight_MK=floats, eps=EPS), store(dtype=torch.float32))
     return case.stream + product if residual else product.to(case.x.dtype)
 
 
@@ -220,12 +211,12 @@ def test_the_sampler_takes_the_token_of_the_logits(make_linear_case, name, lanes
     weight, params = pack(random_quantised(name, 100, K)), sampling(lanes)
     ids = (torch.arange(100) * 3).int() if part else None
     counters = torch.zeros(arrivals_needed(plan, 100), dtype=torch.int32)
-    options = {"squares_TN": case.squares, "eps": EPS, "plan": plan, "token_ids": ids, "ahead": 2}
+    product = case.call(weight_MK=weight, eps=EPS, plan=plan)
+    sampler = SampleTiles(case.slot, params, ahead=2, token_ids=ids)
     found: list[Any] = []
 
     def call(launch: Launch) -> None:
-        arguments = (case.x, weight, case.slot, case.slot, params)
-        found.extend(packed_linear_sample(*arguments, **options, launch=launch))
+        found.extend(linear(product._replace(launch=launch), sampler))
 
     launch_with(call, case, counters, True)
     (logits,) = outputs_of(case, weight, plan, out_dtype=torch.float32)
@@ -236,15 +227,15 @@ def test_the_sampler_takes_the_token_of_the_logits(make_linear_case, name, lanes
     tokens = token_of_tiles_reference(*found)[live]
     assert torch.equal(tokens, token_of_tiles_reference(*expected)[live])
     assert len(set(tokens.tolist())) > lanes // 3
-    on_a_cpu = packed_linear_sample(case.x, weight, case.slot, case.slot, params, **options)
+    on_a_cpu = linear(product, sampler)
     assert torch.equal(tokens, token_of_tiles_reference(*on_a_cpu)[live])
 
 
 def test_a_swiglu_makes_no_logits():
     weight = pack(random_quantised("int4", 16, 64), swiglu=True)
     slot = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="a SwiGLU of 16 rows makes no logits"):
-        packed_linear_sample(torch.zeros(1, 64), weight, slot, slot, sampling(1))
+    with pytest.raises(ValueError, match=r"16 packed rows with swiglu=True do not fit .* sample"):
+        linear(LinearCall(torch.zeros(1, 64), weight, slot), SampleTiles(slot, sampling(1)))
 
 
 # What a CPU engine runs, and what is refused.
@@ -256,17 +247,15 @@ def test_a_cpu_multiplies_by_what_the_weight_means(make_linear_case, name):
     quantised = random_quantised(name, 40, 66)
     for swiglu in (False, True):
         weight = pack(quantised, swiglu=swiglu)
-        found = packed_linear(
-            case.x, weight, case.slot, squares_TN=case.squares, eps=EPS, bias=case.bias
-        )
+        store = StoreSwiglu() if swiglu else STORE
+        found = linear(case.call(weight_MK=weight, eps=EPS), store)
         live = case.slot >= 0
         expected = expected_of(case, dequantise(quantised), swiglu=swiglu, residual=False)
         assert torch.equal(found[live], expected[live])
     weight = pack(quantised)
     stream = Residual(case.stream.clone(), torch.zeros(3, 40, dtype=BF16), case.stream)
-    after = packed_linear_residual(
-        case.x, weight, case.slot, stream, case.next_norm, squares_TN=case.squares, eps=EPS
-    )
+    call = case.call(weight_MK=weight, eps=EPS, bias=None)
+    after = linear(call, AddResidual(stream, case.next_norm))
     without_bias = replace(case, bias=None)
     expected = expected_of(without_bias, dequantise(quantised), swiglu=False, residual=True)
     assert torch.equal(after.x[case.slot >= 0], expected[case.slot >= 0])
@@ -276,7 +265,7 @@ def test_a_cpu_multiplies_by_what_the_weight_means(make_linear_case, name):
 @pytest.mark.parametrize(
     "lanes, K, plan, message",
     [
-        (65, 64, None, "packed_linear takes 1 to 64 lanes, not 65"),
+        (65, 64, None, "linear takes 1 to 64 lanes, not 65"),
         (2, 62, None, "x has K=62 input features, the weight 64"),
         (3, 64, FMA, "the fma family takes 1 to 2 lanes, not 3"),
         (2, 64, FMA._replace(block_m=8), "packed weights take a power of two of at least 16 rows"),
@@ -289,15 +278,30 @@ def test_operands_that_do_not_fit_are_errors(lanes, K, plan, message):
     weight = pack(random_quantised("int4", 16, 64))
     x, slot = torch.zeros(lanes, K), torch.zeros(lanes, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
-        packed_linear(x, weight, slot, plan=plan)
+        linear(LinearCall(x, weight, slot, plan=plan), STORE)
 
 
 def test_a_swiglu_is_no_sum_for_the_stream(make_linear_case):
     case = make_linear_case(1, 16, 64, BF16)
     weight = pack(random_quantised("int4", 16, 64), swiglu=True)
     stream = Residual(case.stream, case.stream.to(BF16), case.stream)
-    with pytest.raises(ValueError, match="a SwiGLU of 16 rows is no sum"):
-        packed_linear_residual(case.x, weight, case.slot, stream, case.next_norm)
+    with pytest.raises(ValueError, match=r"16 packed rows with swiglu=True do not fit .* residual"):
+        linear(case.call(weight_MK=weight), AddResidual(stream, case.next_norm))
+
+
+def test_rows_in_order_are_no_swiglu(make_linear_case):
+    case = make_linear_case(1, 16, 64, BF16)
+    weight = pack(random_quantised("int4", 16, 64))
+    with pytest.raises(ValueError, match=r"16 packed rows with swiglu=False do not fit .* swiglu"):
+        linear(case.call(weight_MK=weight), StoreSwiglu())
+
+
+def test_inputs_follow_the_order_of_columns():
+    quantised = random_quantised("int4", 16, 64)
+    quantised = quantised._replace(order=torch.arange(64).flip(0).int())
+    x, slot = torch.randn(3, 64), torch.zeros(3, dtype=torch.int32)
+    found = linear(LinearCall(x, pack(quantised), slot), STORE)
+    torch.testing.assert_close(found, x @ dequantise(quantised).t())
 
 
 @pytest.mark.parametrize(
@@ -305,26 +309,23 @@ def test_a_swiglu_is_no_sum_for_the_stream(make_linear_case):
     [
         ({"dtype": torch.float32}, "take float16 and bfloat16 inputs, not torch.float32"),
         ({"K": 68}, "a multiple of 8 input features on a GPU, not K=68"),
-        ({"order": True}, "take columns in order, and 64 have another"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_an_error_where_it_runs(monkeypatch, changes, message):
-    monkeypatch.setattr(MODULE, "_is_launched", lambda x: True)
+    monkeypatch.setattr(LINEAR, "is_launched", lambda call: True)
     K = changes.get("K", 64)
     weight = pack(random_quantised("int4", 16, K))
-    if changes.get("order"):
-        weight = weight._replace(order=torch.arange(K).int())
     x = torch.zeros(2, K, dtype=changes.get("dtype", BF16))
     with pytest.raises(ValueError, match=message):
-        packed_linear(x, weight, torch.zeros(2, dtype=torch.int32))
+        linear(LinearCall(x, weight, torch.zeros(2, dtype=torch.int32)), STORE)
 
 
 def test_split_k_wants_counters(monkeypatch):
-    monkeypatch.setattr(MODULE, "_is_launched", lambda x: True)
+    monkeypatch.setattr(LINEAR, "is_launched", lambda call: True)
     weight = pack(random_quantised("int4", 64, 256))
     x, slot = torch.zeros(2, 256, dtype=BF16), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="wants 4 int32 arrivals"):
-        packed_linear(x, weight, slot, plan=SPLIT)
+        linear(LinearCall(x, weight, slot, plan=SPLIT), STORE)
 
 
 @pytest.mark.parametrize("family", ["fma", "dot"])
@@ -347,13 +348,13 @@ def compiled(name: str, plan: LinearPlan, *, lanes: int = 1, kind: str = "store"
 
     def call() -> None:
         launch = Launch(arrivals=slot.new_empty(64), pdl=True)
+        call = LinearCall(x, weight, slot, plan=plan, launch=launch)
         if kind == "residual":
             stream = Residual(new(lanes, 256), x[:, :256].contiguous(), x, Kept(x[:, 512:768]))
-            norm = new(256, dtype=BF16)
-            packed_linear_residual(x, weight, slot, stream, norm, plan=plan, launch=launch)
+            linear(call, AddResidual(stream, new(256, dtype=BF16)))
         else:
-            squares = new(64, lanes)
-            packed_linear(x, weight, slot, squares_TN=squares, plan=plan, launch=launch)
+            store = StoreSwiglu() if kind == "swiglu" else STORE
+            linear(call._replace(squares_TN=new(64, lanes)), store)
 
     recorded: Op = record_launch(MODULE, call)
     return compile_kernel(recorded)[0]

@@ -22,8 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from graphengine.kernels.linear.call import AnyWeight, LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS, STORE
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import RowFamily
-from graphengine.kernels.linear.products import AnyWeight, linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import embed
 from graphengine.kernels.norm_rope.norm import rms_norm
@@ -258,15 +260,8 @@ class ToyModel:
         (kv,) = states.cache.unbind(0)
         residual = residual._replace(kept=kept_rows(streams, 0, residual))
         residual = weights.attention.decode(row, residual, norms[1], kv, table, self.tables, launch)
-        fed = linear(
-            residual.scaled,
-            weights.mix_in,
-            row.slot,
-            squares_TN=residual.squares,
-            eps=self.config.norm_eps,
-            plan=launch.plans["mix_in"],
-            launch=launch,
-        )
+        eps = self.config.norm_eps
+        fed = linear(launch.call("mix_in", residual, weights.mix_in, row.slot, eps=eps), STORE)
         state = states.recurrent[RECURRENT]
         slot, width = row.slot[:: launch.tokens_per_row], launch.tokens_per_row
         position = row.position[::width]
@@ -281,16 +276,8 @@ class ToyModel:
             passed.append(last)
         after = torch.stack(passed, dim=1).flatten(0, 1)
         residual = residual._replace(kept=kept_rows(streams, 1, residual))
-        residual = add_product(
-            after.to(self.dtype),
-            weights.mix_out,
-            row.slot,
-            residual,
-            norms[2],
-            bias=None,
-            plan=launch.plans["mix_out"],
-            launch=launch,
-        )
+        call = launch.call("mix_out", after.to(self.dtype), weights.mix_out, row.slot)
+        residual = add_product(call, residual, norms[2], launch)
         residual = residual._replace(kept=kept_rows(streams, 2, residual))
         return weights.mlp.decode(row, residual, norms[3], launch)
 
@@ -340,7 +327,7 @@ class ToyModel:
     ) -> Tensor:
         (x_1H,) = end.last
         h = rms_norm(x_1H, self.weights.norms[3], slot_1, eps=EPS, out_dtype=self.dtype)
-        return linear(h, head, slot_1, out_dtype=torch.float32, launch=launch)
+        return linear(LinearCall(h, head, slot_1, launch=launch), LOGITS)
 
     def _mix(self, lanes: PrefillLanes, state: Tensor, x: Tensor, scratch: PrefillScratch) -> None:
         """The recurrent layer for a chunk, a token after the other."""

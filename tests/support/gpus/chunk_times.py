@@ -22,8 +22,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 import torch
 
 from graphengine.kernels.linear.packed import PackedWeight, pack
-from graphengine.kernels.linear.packed_chunk import packed_chunk_product, packed_chunk_reference
-from graphengine.kernels.linear.packed_linear import packed_linear_chunk
+from graphengine.kernels.linear.prefill.packed_chunk import (
+    decode_chunk,
+    packed_chunk_product,
+    packed_chunk_reference,
+)
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.observe.environment import environment
 from launches.quantised import inputs_of, random_quantised, to_device
@@ -55,7 +58,7 @@ def measure(x: torch.Tensor, weight: PackedWeight, whole: torch.Tensor) -> dict[
     out, other, plain = (x.new_empty(len(x), len(whole)) for _ in range(3))
     calls: dict[str, Callable[[], object]] = {
         "hopper": lambda: packed_chunk_product(x, weight, None, out=out),
-        "portable": lambda: packed_linear_chunk(x, weight, None, activation="silu", out=other),
+        "portable": lambda: decode_chunk(x, weight, None, out=other),
         "reference": lambda: packed_chunk_reference(x, weight, None, out=plain),
         "cublas_bf16": lambda: torch.mm(x, whole.t()),
     }

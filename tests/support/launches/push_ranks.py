@@ -21,8 +21,10 @@ from graphengine.kernels.comm.push_residual import (
 )
 from graphengine.kernels.comm.sums import sum_parts_reference
 from graphengine.kernels.core.launching import Launch
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import AddResidual, StoreSquares
+from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import heuristic_plan
-from graphengine.kernels.linear.products import linear_residual, linear_squares
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.norm_rope.norm import add_rms_norm
 from graphengine.models.contract import Share
@@ -173,19 +175,12 @@ class _Step:
         options = {"plan": self.plan, "launch": self.launch}
         y = None
         for x, weight in zip(x_RNK, self.weights, strict=True):
-            part = linear_squares(x, weight, self.slot, **options).y
+            part = linear(LinearCall(x, weight, self.slot, **options), StoreSquares()).y
             y = part if y is None else y + part
         found = new_residual(len(self.slot), HIDDEN, 1, dtype=self.dtype, device=self.device)
         found.x.copy_(self.base[0])
-        linear_residual(
-            x_RNK[self.rank],
-            self.weights[self.rank],
-            self.slot,
-            found,
-            self.norm,
-            peers=self.peers,
-            **options,
-        )
+        call = LinearCall(x_RNK[self.rank], self.weights[self.rank], self.slot, **options)
+        linear(call, AddResidual(found, self.norm, self.peers))
         self.wrong[7] += (found.x != self.base[0] + y).sum()
 
     def _push_own(self, parts: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from checkpoints.successors import continuation, write_successors
 from engines import small_engine
 from engines.small_engine import LONG, PROMPT, greedy
 from graphengine import Engine
-from graphengine.kernels.linear.lane_codes import LaneCodes, code_bytes
+from graphengine.kernels.linear.prefill.lane_codes import LaneCodes, code_bytes
 from graphengine.models.blocks import streams
 from graphengine.models.contract import ONE_RANK, PrefillLaunch
 from graphengine.speculative import MTP, DraftModel

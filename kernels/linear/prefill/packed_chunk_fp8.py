@@ -31,9 +31,14 @@ from graphengine.kernels.linear.gluon.packed_chunk_fp8_gluon import (
     packed_chunk_fp8_kernel,
 )
 from graphengine.kernels.linear.gluon.packed_chunk_gluon import Factors
-from graphengine.kernels.linear.lane_codes import LANES_AT_ONCE, WORD, LaneCodes, lane_values
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight
-from graphengine.kernels.linear.packed_chunk import packed_chunk_reference
+from graphengine.kernels.linear.prefill.lane_codes import (
+    LANES_AT_ONCE,
+    WORD,
+    LaneCodes,
+    lane_values,
+)
+from graphengine.kernels.linear.prefill.packed_chunk import packed_chunk_reference
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.norm_rope.activation import Activation, gate_code
 

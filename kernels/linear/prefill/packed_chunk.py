@@ -20,15 +20,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine.kernels.core.devices import processors_of
-from graphengine.kernels.core.dispatch import use_wgmma
+from graphengine.kernels.core.dispatch import use_gluon, use_wgmma
 from graphengine.kernels.core.lanes import check_rows, check_vector, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options
+from graphengine.kernels.linear.call import LinearCall
+from graphengine.kernels.linear.epilogues import Targets
 from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.gluon.packed_chunk_codes import UNIT
 from graphengine.kernels.linear.gluon.packed_chunk_gluon import Factors, packed_chunk_kernel
+from graphengine.kernels.linear.launches import launch_linear, packed_misfit
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, unpack
-from graphengine.kernels.linear.packed_linear import packed_linear_chunk, takes_chunk
+from graphengine.kernels.linear.packed_cut import packed_plan
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.norm_rope.activation import Activation, activated_reference, gate_code
 
@@ -105,11 +108,35 @@ def packed_chunk_product(
     out = output_rows(out, (lanes, M // 2 if swiglu else M), dtype=x_NK.dtype, like=x_NK)
     if use_wgmma(x_NK):
         _launch(x_NK, weight, bias, out, swiglu and activation, pdl, tile)
-    elif takes_chunk(x_NK, weight) and swiglu == weight.swiglu:
-        packed_linear_chunk(x_NK, weight, bias, activation=activation, out=out)
+    elif decodes_chunk(x_NK, weight) and swiglu == weight.swiglu:
+        decode_chunk(x_NK, weight, bias, out=out, swiglu=swiglu and activation)
     else:
         packed_chunk_reference(x_NK, weight, bias, out=out, swiglu=swiglu, activation=activation)
     return out
+
+
+def decodes_chunk(x_NK: torch.Tensor, weight: PackedWeight) -> bool:
+    """Whether `decode_chunk` can run."""
+    return use_gluon(x_NK) and packed_misfit(x_NK, weight) is None
+
+
+def decode_chunk(
+    x_NK: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    swiglu: Activation | Literal[False] = False,
+) -> None:
+    """The product of any number of lanes by decode's kernel; operands have been checked.
+
+    Programs that read the same weights for different lanes run together, so weights are read from
+    memory about once.
+    """
+    plan = packed_plan(weight.format, *weight.shape, "dot", processors_of(x_NK))
+    live = torch.zeros(len(x_NK), dtype=torch.int32, device=x_NK.device)
+    call = LinearCall(x_NK, weight, live, bias=bias, plan=plan)
+    launch_linear(call, Targets(out=out, gate=gate_code(swiglu)))
 
 
 def packed_chunk_reference(

@@ -1,0 +1,1 @@
+"""Products of prefill: any number of lanes, all of which are computed."""
