@@ -22,12 +22,13 @@ from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import PackedWeight, empty_packed
 from graphengine.kernels.linear.prefill.lane_codes import (
     ActivationKind,
+    LaneCodes,
     code_bytes,
     new_lane_codes,
     quantise_lanes,
 )
 from graphengine.kernels.linear.prefill.packed_chunk import packed_chunk_product
-from graphengine.kernels.linear.prefill.packed_chunk_fp8 import packed_chunk_fp8_product, takes_fp8
+from graphengine.kernels.linear.prefill.packed_chunk_fp8 import takes_fp8
 from graphengine.kernels.linear.residual import Kept, Product, Residual, sums_of_squares
 from graphengine.kernels.linear.residual_sum import add_to_residual
 from graphengine.kernels.norm_rope.activation import Activation
@@ -251,14 +252,12 @@ def chunk_product(
     """
     if not isinstance(weight, Tensor):
         x, weight = in_order(x, weight)
-        if not _is_coded(weight, activations):
-            return packed_chunk_product(
-                x, weight, bias, out=out, swiglu=swiglu, activation=activation, pdl=pdl
-            )
-        rounded = None if codes is None else new_lane_codes(codes, *x.shape)
-        rounded = quantise_lanes(x, out=rounded, pdl=pdl)
-        return packed_chunk_fp8_product(
-            rounded, weight, bias, out=out, swiglu=swiglu, activation=activation, pdl=pdl
+        inputs: Tensor | LaneCodes = x
+        if _is_coded(weight, activations):
+            rounded = None if codes is None else new_lane_codes(codes, *x.shape)
+            inputs = quantise_lanes(x, out=rounded, pdl=pdl)
+        return packed_chunk_product(
+            inputs, weight, bias, out=out, swiglu=swiglu, activation=activation, pdl=pdl
         )
     assert not swiglu, f"{swiglu=} of a weight that is not packed"
     if bias is None:

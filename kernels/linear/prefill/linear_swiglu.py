@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine.kernels.core.devices import device_of, processors_of
 from graphengine.kernels.core.dispatch import use_wgmma
@@ -33,6 +32,7 @@ from graphengine.kernels.core.lanes import check_rows, output_rows
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.core.pdl import launch_options, wait_for_inputs
 from graphengine.kernels.core.triton_versions import load_tile, store_tile, sync_threads
+from graphengine.kernels.linear.prefill.chunk_tiles import described
 from graphengine.kernels.norm_rope.activation import (
     Activation,
     activated,
@@ -148,12 +148,12 @@ def _launch(
     N, F = out.shape
     processors = processors_of(out)
     B = tile_outputs(N, F, processors) or 128
-    options = launch_options(pdl)
+    dtype = _DTYPES[out.dtype]
     tiles = triton.cdiv(N, LANES) * triton.cdiv(F, B)
     launcher(_swiglu_kernel, (min(processors, tiles),))(
-        _tiled(x_NK, LANES, _COLUMNS),
-        _tiled(weight_MK, B, _COLUMNS),
-        _tiled(out, LANES, B),
+        described(x_NK, [LANES, _COLUMNS], dtype),
+        described(weight_MK, [B, _COLUMNS], dtype),
+        described(out, [LANES, B], dtype),
         LANE_TILES=triton.cdiv(N, LANES),
         F=F,
         K=x_NK.shape[1],
@@ -164,14 +164,8 @@ def _launch(
         WARPS=_WARPS,
         ACTIVATION=gate_code(activation),
         num_warps=_WARPS,
-        **options,
+        **launch_options(pdl),
     )
-
-
-def _tiled(rows: torch.Tensor, height: int, width: int) -> TensorDescriptor:
-    """A matrix's descriptor for the TMA. Past the edges it reads zeros and writes nothing."""
-    layout = gl.NVMMASharedLayout.get_default_for([height, width], _DTYPES[rows.dtype])
-    return TensorDescriptor.from_tensor(rows, [height, width], layout)
 
 
 @gluon.jit

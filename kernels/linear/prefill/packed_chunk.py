@@ -12,12 +12,12 @@ Letters: N lanes, K input features, M weight rows, F ffn width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphengine.kernels.core.devices import processors_of
 from graphengine.kernels.core.dispatch import use_gluon, use_wgmma
@@ -32,39 +32,33 @@ from graphengine.kernels.linear.gluon.packed_chunk_gluon import Factors, packed_
 from graphengine.kernels.linear.launches import launch_linear, packed_misfit
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, unpack
 from graphengine.kernels.linear.packed_cut import packed_plan
+from graphengine.kernels.linear.prefill.chunk_tiles import (
+    ChunkProduct,
+    Tile,
+    described,
+)
+from graphengine.kernels.linear.prefill.lane_codes import LaneCodes, lane_values
+from graphengine.kernels.linear.prefill.packed_chunk_fp8 import (
+    Fp8Tile,
+    check_lane_codes,
+    launch_fp8,
+)
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.norm_rope.activation import Activation, activated_reference, gate_code
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-# Programs a multiprocessor -> bytes of shared memory that each may use.
-_SHARED = {1: 226 * 1024, 2: 113 * 1024 - 512}
-# Registers a thread when a program of one warp group begins; it then takes those of other threads.
-_REGISTERS = 128
-_LEAST_STAGES, _MOST_STAGES = 3, 8
 # Blocks of rows of a weight that the reference holds in float32 at a time.
 _REFERENCE_BLOCKS = 128
 
 
-class ChunkTile(NamedTuple):
-    """What a program multiplies at a time; no part of the numerics.
+@dataclass(frozen=True, slots=True)
+class ChunkTile(Tile):
+    """A `Tile`, of up to 128 lanes if sums are scaled by groups.
 
-    lanes        a power of two from 16 to 256, or to 128 if sums are scaled by groups
-    warp_groups  1 or 2, of 64 rows each
-    depth        1, 2 or 4: columns of a step, in multiples of what the format needs
+    depth  1, 2 or 4: columns of a step, in multiples of what the format needs
     """
 
-    lanes: int
-    warp_groups: int = 2
     depth: int = 1
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.warp_groups
-
-    @property
-    def programs(self) -> int:
-        """Programs of a multiprocessor."""
-        return 2 if self.warp_groups == 1 and self.lanes <= 64 else 1
 
 
 # Relative times of a tile, with e4m3 weights on an H200.
@@ -72,7 +66,7 @@ _TILE_TIMES = {ChunkTile(256): 1.5, ChunkTile(128): 1.0, ChunkTile(128, 1): 0.62
 
 
 def packed_chunk_product(
-    x_NK: torch.Tensor,
+    x_NK: torch.Tensor | LaneCodes,
     weight: PackedWeight,
     bias: torch.Tensor | None,
     *,
@@ -80,36 +74,44 @@ def packed_chunk_product(
     swiglu: bool = False,
     activation: Activation = "silu",
     pdl: bool = False,
-    tile: ChunkTile | None = None,
+    tile: ChunkTile | Fp8Tile | None = None,
 ) -> torch.Tensor:
     """`x @ weight^T` (+ bias) into `out`.
 
     Args:
         x_NK: dense rows, any number of them. Padded lanes hold anything, and so do their results.
+            Lanes in 8 bits are multiplied as they are, if `takes_fp8` accepts the weight.
         weight: in any format.
-        bias: [M] in x's dtype.
-        out: [N, M] in x's dtype, dense rows; for a SwiGLU gates, then ups. With `swiglu` [N, F]:
-            silu(gate) * up in float32, rounded once.
+        bias: [M] in the dtype of `out`.
+        out: [N, M] in x's dtype, with lanes in 8 bits in any; dense rows; for a SwiGLU gates, then
+            ups. With `swiglu` [N, F]: silu(gate) * up in float32, rounded once.
         activation: of the gates, in place of silu.
         pdl: the launch before may still run, and does not write the weight.
 
-    The kernel runs on Hopper GPUs, and wants x in float16 or bfloat16, K a multiple of 8, and
-    columns in order. With these operands other GPUs run the decode kernel; otherwise the reference
+    The kernels run on Hopper GPUs, and want x or `out` in float16 or bfloat16, K a multiple of 8,
+    and columns in order. With such an x other GPUs run the decode kernel; otherwise the reference
     runs. ValueError for what does not fit.
     """
-    check_rows(x_NK=x_NK)
-    (lanes, columns), (M, K) = x_NK.shape, weight.shape
+    if isinstance(x_NK, LaneCodes):
+        check_lane_codes(x_NK, weight)
+        rows, dtype = x_NK.codes, out.dtype
+    else:
+        check_rows(x_NK=x_NK)
+        rows, dtype = x_NK, x_NK.dtype
+    (lanes, columns), (M, K) = rows.shape, weight.shape
     if columns != K:
         raise ValueError(f"x has K={columns} input features, the weight {K}")
     if swiglu and not weight.swiglu:
         raise ValueError(f"a weight of {M} rows is not laid out as a SwiGLU")
     if bias is not None:
-        check_vector("bias", bias, M, x_NK.dtype)
-    out = output_rows(out, (lanes, M // 2 if swiglu else M), dtype=x_NK.dtype, like=x_NK)
-    if use_wgmma(x_NK):
-        _launch(x_NK, weight, bias, out, swiglu and activation, pdl, tile)
-    elif decodes_chunk(x_NK, weight) and swiglu == weight.swiglu:
-        decode_chunk(x_NK, weight, bias, out=out, swiglu=swiglu and activation)
+        check_vector("bias", bias, M, dtype)
+    out = output_rows(out, (lanes, M // 2 if swiglu else M), dtype=dtype, like=out)
+    gate: Activation | Literal[False] = swiglu and activation
+    product = ChunkProduct(rows, weight, bias, out, gate, pdl)
+    if use_wgmma(rows):
+        _launch(product, x_NK, tile)
+    elif rows is x_NK and decodes_chunk(rows, weight) and swiglu == weight.swiglu:
+        decode_chunk(rows, weight, bias, out=out, swiglu=gate)
     else:
         packed_chunk_reference(x_NK, weight, bias, out=out, swiglu=swiglu, activation=activation)
     return out
@@ -140,7 +142,7 @@ def decode_chunk(
 
 
 def packed_chunk_reference(
-    x_NK: torch.Tensor,
+    x_NK: torch.Tensor | LaneCodes,
     weight: PackedWeight,
     bias: torch.Tensor | None,
     *,
@@ -152,7 +154,8 @@ def packed_chunk_reference(
 
     Only some rows of the weight are in float32 at a time.
     """
-    x, M = x_NK.float(), weight.shape[0]
+    x = lane_values(x_NK) if isinstance(x_NK, LaneCodes) else x_NK.float()
+    M = weight.shape[0]
     for first in range(0, len(weight.codes), _REFERENCE_BLOCKS):
         part = _blocks_of(weight, first, _REFERENCE_BLOCKS)
         y = x @ dequantise(unpack(part)).t()
@@ -237,39 +240,35 @@ def chunk_tile(form: ChunkForm, M: int, lanes: int, processors: int) -> ChunkTil
 
 
 def _launch(
-    x_NK: torch.Tensor,
-    weight: PackedWeight,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    swiglu: Activation | Literal[False],
-    pdl: bool,
-    tile: ChunkTile | None,
+    product: ChunkProduct, x: torch.Tensor | LaneCodes, tile: ChunkTile | Fp8Tile | None
 ) -> None:
-    """Launch the kernel on operands that fit each other."""
-    if x_NK.dtype not in _DTYPES:
-        raise ValueError(f"packed weights take float16 and bfloat16 inputs, not {x_NK.dtype}")
-    (lanes, K), M, kind = x_NK.shape, weight.shape[0], weight.format
-    if K % linear_gluon.ALIGNMENT:
-        raise ValueError(
-            f"packed weights take a multiple of {linear_gluon.ALIGNMENT} input features on a GPU, "
-            f"not K={K}"
-        )
-    if weight.order is not None:
-        raise ValueError(
-            f"the prefill kernel takes columns in order, and {weight.order.numel()} have another"
-        )
-    if not linear_gluon.is_aligned(x_NK):
+    """Launch the Hopper kernel for these inputs."""
+    if product.weight.order is not None:
+        columns = product.weight.order.numel()
+        raise ValueError(f"the prefill kernel takes columns in order, and {columns} have another")
+    if isinstance(x, LaneCodes):
+        assert not isinstance(tile, ChunkTile), f"{tile=}"
+        launch_fp8(product, x.scales, tile)
+    else:
+        assert not isinstance(tile, Fp8Tile), f"{tile=}"
+        _launch_halves(product, tile)
+
+
+def _launch_halves(product: ChunkProduct, tile: ChunkTile | None) -> None:
+    x, weight, bias, out, gate, pdl = product
+    if (misfit := packed_misfit(x, weight)) is not None:
+        raise ValueError(misfit)
+    (lanes, K), M, kind = x.shape, weight.shape[0], weight.format
+    if not linear_gluon.is_aligned(x):
         # The address of the inputs must not change the bits of the result.
-        x_NK = x_NK.clone(memory_format=torch.contiguous_format)
-    processors = processors_of(x_NK)
-    form = _chunk_form(weight, x_NK.dtype)
+        x = x.clone(memory_format=torch.contiguous_format)
+    processors = processors_of(x)
+    form = _chunk_form(weight, x.dtype)
     tile = tile or chunk_tile(form, M, lanes, processors)
     lines, blocks = UNIT * kind.bits // 64, tile.rows // BLOCK_ROWS
-    tiles = triton.cdiv(len(weight.codes), blocks) * triton.cdiv(lanes, tile.lanes)
-    programs = min(tiles, processors * tile.programs)
-    launcher(packed_chunk_kernel, (programs,))(
-        _described(x_NK, [tile.lanes, form.width], _DTYPES[x_NK.dtype]),
-        _described(weight.codes.view(len(weight.codes), -1, 64), [blocks, lines, 64], gl.int16),
+    launcher(packed_chunk_kernel, product.grid(tile, processors))(
+        described(x, [tile.lanes, form.width], _DTYPES[x.dtype]),
+        described(weight.codes.view(len(weight.codes), -1, 64), [blocks, lines, 64], gl.int16),
         Factors(weight.scales, weight.zeros, weight.row_scales, bias),
         out,
         lanes,
@@ -279,14 +278,13 @@ def _launch(
         CODE=kind.code,
         GROUP=form.group,
         FOLD=form.folded,
-        SWIGLU=gate_code(swiglu),
-        SPLIT_ROWS=weight.swiglu and not swiglu,
+        SWIGLU=gate_code(gate),
+        SPLIT_ROWS=weight.swiglu and not gate,
         WARP_GROUPS=tile.warp_groups,
         PART=form.units,
         DEPTH=form.units * tile.depth,
         STAGES=_stages(form, kind.bits, tile),
-        num_warps=4,
-        maxnreg=_REGISTERS if tile.warp_groups == 1 else None,
+        **tile.options,
         **launch_options(pdl),
     )
 
@@ -294,13 +292,4 @@ def _launch(
 def _stages(form: ChunkForm, bits: int, tile: ChunkTile) -> int:
     """Steps that fit shared memory beside the outputs on their way to memory."""
     step = form.units * tile.depth * UNIT * (tile.lanes * 2 + tile.rows * bits // 8)
-    stages = min(_MOST_STAGES, (_SHARED[tile.programs] - tile.lanes * tile.rows * 2) // step)
-    if stages < _LEAST_STAGES:
-        raise ValueError(f"{tile}: {stages} of {_LEAST_STAGES} steps of {step} bytes fit")
-    return stages
-
-
-def _described(tensor: torch.Tensor, box: list[int], dtype: gl.dtype) -> TensorDescriptor:
-    """A tensor's descriptor for the TMA, which reads zeros past the edges."""
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
-    return TensorDescriptor.from_tensor(tensor, box, layout)
+    return tile.stages_of(step, tile.lanes * tile.rows * 2)

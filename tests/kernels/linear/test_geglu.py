@@ -19,7 +19,6 @@ from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed
 from graphengine.kernels.linear.prefill.lane_codes import lane_values, quantise_lanes
 from graphengine.kernels.linear.prefill.linear_swiglu import linear_swiglu
 from graphengine.kernels.linear.prefill.packed_chunk import ChunkTile, packed_chunk_product
-from graphengine.kernels.linear.prefill.packed_chunk_fp8 import packed_chunk_fp8_product
 from graphengine.kernels.linear.quantised import dequantise
 from launches import emulation, hopper_emulation
 from launches.compilation import record_launch
@@ -69,7 +68,7 @@ def run_packed(module: str, call: Any) -> None:
         call()
         return
     emulator: Any = emulation if module == "launches" else hopper_emulation
-    emulator.run_launch(record_launch(MODULES[module], call))
+    emulator.run_launch(record_launch(MODULES[module], call, *MODULES.values()))
 
 
 @pytest.fixture
@@ -113,9 +112,9 @@ def test_packed_with_rounded_lanes(assert_products_close, few_processors):
     out = torch.zeros(9, 32, dtype=torch.bfloat16, device=device)
 
     def call() -> None:
-        packed_chunk_fp8_product(codes, weight, None, out=out, swiglu=True, activation=GELU)
+        packed_chunk_product(codes, weight, None, out=out, swiglu=True, activation=GELU)
 
-    run_packed("prefill.packed_chunk_fp8", call)
+    run_packed("prefill.packed_chunk", call)
     expected = geglu(lane_values(codes).cpu(), floats).to(torch.bfloat16)
     assert_products_close(out.cpu(), expected, torch.bfloat16)
 
@@ -148,5 +147,5 @@ def test_references(assert_products_close):
     )
     assert_products_close(linear_swiglu(x, floats, activation=GELU), expected, torch.float32)
     codes = quantise_lanes(x)
-    packed_chunk_fp8_product(codes, weight, None, out=out, **options)
+    packed_chunk_product(codes, weight, None, out=out, **options)
     assert_products_close(out, geglu(lane_values(codes), floats).float(), torch.float32)

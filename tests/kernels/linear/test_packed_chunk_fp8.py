@@ -16,10 +16,10 @@ import torch
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.packed import PackedWeight, pack
 from graphengine.kernels.linear.prefill.lane_codes import lane_values, quantise_lanes
+from graphengine.kernels.linear.prefill.packed_chunk import packed_chunk_product
 from graphengine.kernels.linear.prefill.packed_chunk_fp8 import (
     Fp8Tile,
     fp8_tile,
-    packed_chunk_fp8_product,
     takes_fp8,
 )
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
@@ -29,6 +29,7 @@ from launches.hopper_emulation import run_launch
 from launches.quantised import FORMATS, inputs_of, random_quantised, to_device
 
 MODULE = importlib.import_module("graphengine.kernels.linear.prefill.packed_chunk_fp8")
+CHUNK = importlib.import_module("graphengine.kernels.linear.prefill.packed_chunk")
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -67,7 +68,7 @@ def product_of(
     codes.scales[lanes:] = NAN
 
     def call() -> None:
-        found = packed_chunk_fp8_product(
+        found = packed_chunk_product(
             codes, weight, bias, out=out, swiglu=swiglu, pdl=True, tile=tile
         )
         assert found is out
@@ -75,7 +76,7 @@ def product_of(
     if x.is_cuda:
         call()
     else:
-        run_launch(record_launch(MODULE, call), late=late)
+        run_launch(record_launch(CHUNK, call, MODULE), late=late)
     result = out.clone()
     out.fill_(SENTINEL)
     assert bool((room == SENTINEL).all()), "something past the outputs was written"
@@ -169,7 +170,7 @@ def test_a_cpu_multiplies_by_what_codes_mean(name):
     for swiglu, fused in ((False, False), (True, False), (True, True)):
         out = torch.empty(3, 36 if fused else 72)
         weight = pack(quantised, swiglu=swiglu)
-        found = packed_chunk_fp8_product(codes, weight, bias, out=out, swiglu=fused)
+        found = packed_chunk_product(codes, weight, bias, out=out, swiglu=fused)
         assert found is out
         torch.testing.assert_close(out, expected_of(x, floats, bias, fused))
 
@@ -200,7 +201,7 @@ def test_operands_that_do_not_fit_are_errors(changes, message):
     codes = quantise_lanes(x)
     codes = codes._replace(scales=codes.scales[: changes.get("scales")])
     with pytest.raises(ValueError, match=re.escape(message)):
-        packed_chunk_fp8_product(codes, weight, bias, out=out, swiglu=changes.get("swiglu", False))
+        packed_chunk_product(codes, weight, bias, out=out, swiglu=changes.get("swiglu", False))
 
 
 @pytest.mark.parametrize(
@@ -208,18 +209,21 @@ def test_operands_that_do_not_fit_are_errors(changes, message):
     [
         ({"dtype": torch.float32}, "have float16 and bfloat16 outputs, not torch.float32"),
         ({"order": True}, "takes columns in order, and 64 have another"),
-        ({"tile": Fp8Tile(256, 4)}, "Fp8Tile(lanes=256, warp_groups=4): 2 of 3 steps fit"),
+        (
+            {"tile": Fp8Tile(256, 4)},
+            "Fp8Tile(lanes=256, warp_groups=4): 2 of 3 steps of",
+        ),
     ],
 )
 def test_what_the_kernel_cannot_do_is_an_error_where_it_runs(monkeypatch, changes, message):
     x = torch.zeros(2, 64, dtype=changes.get("dtype", BF16))
     codes = quantise_lanes(x)
-    monkeypatch.setattr(MODULE, "use_wgmma", lambda x: True)
+    monkeypatch.setattr(CHUNK, "use_wgmma", lambda x: True)
     weight = pack(random_quantised("e4m3", 16, 64))
     if changes.get("order"):
         weight = weight._replace(order=torch.arange(64).int())
     with pytest.raises(ValueError, match=re.escape(message)):
-        packed_chunk_fp8_product(codes, weight, None, out=x[:, :16], tile=changes.get("tile"))
+        packed_chunk_product(codes, weight, None, out=x[:, :16], tile=changes.get("tile"))
 
 
 @pytest.mark.parametrize("M, lanes", [(16, 1), (28672, 32), (4096, 65), (4096, 128), (4096, 4096)])
@@ -262,11 +266,11 @@ def test_codes_go_to_the_tensor_cores_as_they_are(name, swiglu):
     out = torch.empty(1024, 128 if swiglu else 256, dtype=BF16)
 
     def call() -> None:
-        packed_chunk_fp8_product(
+        packed_chunk_product(
             codes, weight, None, out=out, swiglu=swiglu, pdl=True, tile=Fp8Tile(256)
         )
 
-    ptx = compile_kernel(record_launch(MODULE, call))[0].asm["ptx"]
+    ptx = compile_kernel(record_launch(CHUNK, call, MODULE))[0].asm["ptx"]
     products = re.findall(r"wgmma\.mma_async\S+m64n128k32\.f32\.e4m3\.e4m3 \{[^}]*\}, (.)", ptx)
     # Of two warp groups, two parts of lanes, 4 times 32 columns; from registers.
     assert products == ["{"] * 16
@@ -372,7 +376,7 @@ def test_a_gpu_replays_both_kernels_from_a_graph():
     def step() -> None:
         for _ in range(3):
             quantise_lanes(x, out=codes, pdl=True)
-            packed_chunk_fp8_product(codes, weight, None, out=out, pdl=True)
+            packed_chunk_product(codes, weight, None, out=out, pdl=True)
 
     step()
     graph = torch.cuda.CUDAGraph()
