@@ -98,7 +98,7 @@ def test_a_planted_circle_is_found(source: str) -> None:
 def test_a_planted_import_upwards_is_found() -> None:
     graph = {
         "graphengine.host.reuse": {"graphengine.core.runtime", "graphengine.requests.request"},
-        "graphengine.models.drafting.mtp": {
+        "graphengine.drafters.mtp.layer": {
             "graphengine.models.contract",
             "graphengine.kernels.linear",
         },

@@ -42,6 +42,9 @@ from graphengine.models.contract import DecodeLaunch, RankGroup
 from graphengine.models.linears import WeightForms, refill
 from graphengine.models.vocabulary import vocabulary_of
 
+Hidden = Residual | Tensor
+"""A stream scaled for its final norm, or plain rows."""
+
 # The processing that the logits of drafts get.
 _STEPS = USES_MASK | USES_BIAS | USES_REPETITION | USES_COUNTS
 
@@ -110,7 +113,7 @@ class DraftHead:
 
     def top(
         self,
-        hidden: Residual | Tensor,
+        hidden: Hidden,
         lanes: DecodeLanes,
         launch: DecodeLaunch,
         *,
@@ -139,7 +142,7 @@ class DraftHead:
             pdl=launch.pdl,
         )
 
-    def logits(self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
+    def logits(self, hidden: Hidden, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
         """Float32 [N, D], of all ranks; `hidden` as in `tiles`. Padded lanes hold anything."""
         x, squares = _stream(hidden)
         own = linear(
@@ -156,7 +159,7 @@ class DraftHead:
 
     def tiles(
         self,
-        hidden: Residual | Tensor,
+        hidden: Hidden,
         lanes: DecodeLanes,
         launch: DecodeLaunch,
         *,
@@ -187,7 +190,7 @@ class DraftHead:
         return DraftTiles(*self._vocabulary.candidates(best, health))
 
     def _filtered(
-        self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch, ahead: int
+        self, hidden: Hidden, lanes: DecodeLanes, launch: DecodeLaunch, ahead: int
     ) -> DraftTiles:
         logits = self.logits(hidden, lanes, launch)
         return self.drawn(logits, lanes, launch, ahead=ahead)
@@ -216,7 +219,7 @@ class DraftHead:
         return logits
 
 
-def _stream(hidden: Residual | Tensor) -> tuple[Tensor, Tensor | None]:
+def _stream(hidden: Hidden) -> tuple[Tensor, Tensor | None]:
     """What lm_head multiplies, and the sums of squares that it divides by."""
     if isinstance(hidden, Tensor):
         return hidden, None

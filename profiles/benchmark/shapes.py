@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from graphengine.demo import checkpoint_path
+from graphengine.drafters.eagle3.layer import Eagle3Config
+from graphengine.drafters.eagle3.reading import Eagle3Checkpoint
+from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig, allocate_mtp_weights
 from graphengine.kernels.linear.packed import POWER_FACTOR, PackedWeight, packed_form
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.random_values import (
@@ -27,9 +30,6 @@ from graphengine.models.checkpoints.random_values import (
 )
 from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.contract import ModelConfig
-from graphengine.models.drafting.eagle3 import Eagle3Config
-from graphengine.models.drafting.eagle3_reading import Eagle3Checkpoint
-from graphengine.models.drafting.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.config import read_quantisation

@@ -20,8 +20,8 @@ from typing import Any
 
 from graphengine import Engine, EngineConfig, Result
 from graphengine.drafters.draft_model import DraftModelDrafter
-from graphengine.drafters.modules import ModuleDrafter
-from graphengine.drafters.mtp import MtpModules
+from graphengine.drafters.modules.base import ModuleDrafter
+from graphengine.drafters.mtp.module import MtpModules
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import measure

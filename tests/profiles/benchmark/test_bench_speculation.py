@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from graphengine import DynamicTree, Engine, EngineConfig, SamplingParams
-from graphengine.drafters import EagleDrafter, OwnGraphEagle
-from graphengine.drafters.block import BlockDrafter
-from graphengine.drafters.eagle3 import Eagle3Module
-from graphengine.drafters.mtp import MtpModules
-from graphengine.models.drafting.dflash import usual_layers
-from graphengine.models.drafting.mtp import allocate_mtp_weights
+from graphengine.drafters.block.drafter import BlockDrafter
+from graphengine.drafters.block.layers import usual_layers
+from graphengine.drafters.eagle3.module import Eagle3Module
+from graphengine.drafters.modules.eagle import EagleDrafter
+from graphengine.drafters.modules.own_graph import OwnGraphEagle
+from graphengine.drafters.mtp.layer import allocate_mtp_weights
+from graphengine.drafters.mtp.module import MtpModules
 from graphengine.profiles import bench
 from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.eager import comparable
