@@ -1,6 +1,7 @@
 """What the embedding program chooses about speculation: the drafter, and which drafts it accepts.
 
-Each drafter's options are one `Mode` here; `graphengine.drafters` has the drafters themselves. With
+Each drafter's options are one `Mode` here (`options/mode.py` says what modes have in common);
+`graphengine.drafters` has the drafters themselves. With
 options alone nothing is read and nothing allocated: whether a mode fits a checkpoint is found out
 when an engine opens.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
@@ -27,6 +27,7 @@ from graphengine.options.checks import (
 )
 from graphengine.options.draft_trees import StaticTree, Tree, TreeOption, check_tree, read_tree
 from graphengine.options.draft_vocabulary import DraftVocabulary, describe_vocabulary
+from graphengine.options.mode import Mode, check_drafts
 
 log = logging.getLogger(__name__)
 
@@ -40,30 +41,6 @@ FORCE_ACCEPTED = "GRAPHENGINE_FORCE_ACCEPTED"
 Style = Literal["eagle", "vanilla"]
 Feed = Literal["chained", "target"]
 PathName = str | os.PathLike[str]
-
-
-class Mode(ABC):
-    """A drafter's options: a frozen, slotted dataclass derives from this.
-
-    What the configuration must know before the drafter is made is here; the drafter's `needs` have
-    the rest, and must agree.
-    """
-
-    __slots__ = ()
-
-    lockstep: ClassVar[bool] = False
-    """Whether each step is read before the next is launched: `lookahead` is then 0."""
-    whole_prompts: ClassVar[bool] = False
-    """Whether every prompt is prefilled from its first token, and has one new token."""
-
-    @property
-    @abstractmethod
-    def k(self) -> int:
-        """Most drafts a step; for a tree, its number of nodes."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """One line for reports, such as "mtp eagle, k=3"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +74,8 @@ class MTP(Mode):
     tree: TreeOption | None = None
     min_confidence: float | None = None
 
+    trims_vocabulary: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         _keep_tree(self, style=self.style)
         check_drafts(self.k)
@@ -119,6 +98,14 @@ class MTP(Mode):
     def shape(self) -> Tree | None:
         """The shape of the drafts' tree; None: chains."""
         return read_tree(self.tree)
+
+    @property
+    def any_length(self) -> bool:
+        return self.shape is None and self.style == "eagle"
+
+    @property
+    def on_data_ranks(self) -> bool:
+        return self.shape is None and self.min_confidence is None
 
     def describe(self) -> str:
         parts = [f"mtp {self.style}, {describe_drafts(self)}"]
@@ -149,6 +136,10 @@ class NGram(Mode):
         if not is_int(self.max_n) or not 1 <= self.max_n <= MAX_NGRAM:
             raise ValueError(f"max_n={self.max_n!r} must be an integer in [1, {MAX_NGRAM}]")
         keep_plain_numbers(self)
+
+    @property
+    def on_data_ranks(self) -> bool:
+        return True
 
     def describe(self) -> str:
         return f"n-gram, k={self.k}, max_n={self.max_n}"
@@ -220,6 +211,9 @@ class DraftModel(Mode):
         parts = [f"draft model {os.fspath(self.path)}, k={self.k}"]
         return ", ".join(parts + _describe_confidence(self.min_confidence))
 
+    def describe_state(self) -> str:
+        return f"draft model, k={self.k}"
+
 
 @dataclass(frozen=True, slots=True)
 class Eagle3(Mode):
@@ -244,6 +238,10 @@ class Eagle3(Mode):
     tree: TreeOption | None = None
     min_confidence: float | None = None
 
+    # It reads the stream after layers of several stages.
+    in_stages: ClassVar[bool] = False
+    trims_vocabulary: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check_path("path", self.path)
         _keep_tree(self)
@@ -260,6 +258,10 @@ class Eagle3(Mode):
         """The shape of the drafts' tree; None: chains."""
         return read_tree(self.tree)
 
+    @property
+    def on_data_ranks(self) -> bool:
+        return self.shape is None and self.min_confidence is None
+
     def describe(self) -> str:
         parts = [f"eagle3 {os.fspath(self.path)}, {describe_drafts(self)}"]
         if self.layers is not None:
@@ -268,6 +270,9 @@ class Eagle3(Mode):
             parts.append("own graph")
         parts += _describe_confidence(self.min_confidence)
         return ", ".join(parts)
+
+    def describe_state(self) -> str:
+        return f"eagle3, {describe_drafts(self)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +293,9 @@ class DFlash(Mode):
     _: KW_ONLY
     layers: Sequence[int] | None = None
 
+    # It reads the stream after layers of several stages.
+    in_stages: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         check_path("path", self.path)
         check_drafts(self.k)
@@ -300,6 +308,9 @@ class DFlash(Mode):
         if self.layers is not None:
             parts.append(f"after layers {', '.join(map(str, self.layers))}")
         return ", ".join(parts)
+
+    def describe_state(self) -> str:
+        return f"dflash, k={self.k}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +339,10 @@ class UserProvided(Mode):
         check_drafts(self.k)
         keep_plain_numbers(self)
 
+    @property
+    def on_data_ranks(self) -> bool:
+        return True
+
     def describe(self) -> str:
         return f"user-provided, k={self.k}"
 
@@ -353,6 +368,8 @@ class SaveHiddenStates(Mode):
     # Hidden states are copied out before those of the next prompt overwrite them.
     lockstep: ClassVar[bool] = True
     whole_prompts: ClassVar[bool] = True
+    # It reads the stream after layers of several stages.
+    in_stages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_path("directory", self.directory)
@@ -465,12 +482,6 @@ class GateOptions:
         if self.max_live is not None:
             check_at_least("max_live", self.max_live, 1)
         keep_plain_numbers(self)
-
-
-def check_drafts(k: int) -> None:
-    """Raise ValueError unless a step may have `k` drafts a row."""
-    if not is_int(k) or not 1 <= k <= MAX_DRAFTS:
-        raise ValueError(f"k={k!r} drafts a step must be an integer in [1, {MAX_DRAFTS}]")
 
 
 def check_rows(rows: int, k: int, max_live: int | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from graphengine.options.draft_trees import DynamicTree
 from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.mode import Mode
 from graphengine.options.table import read_integers
 from graphengine.speculative import (
     MTP,
@@ -51,10 +52,12 @@ def parse_speculative(text: str) -> Speculative | None:
     if mark:
         chain = parse_speculative(front)
         numbers = [_number(value, text) for value in sizes.split(":")]
-        if not isinstance(chain, MTP | Eagle3) or chain.tree is not None or len(numbers) != 3:
+        if not isinstance(chain, Mode) or not chain.takes("tree"):
+            raise _wrong(text)
+        if chain.shape is not None or len(numbers) != 3:
             raise _wrong(text)
         nodes, top_k, depth = numbers
-        return replace(chain, tree=DynamicTree(nodes=nodes, top_k=top_k, depth=depth))
+        return chain.with_options(tree=DynamicTree(nodes=nodes, top_k=top_k, depth=depth))
     name, *values = text.split(":")
     match name, values:
         case "off", []:
@@ -112,9 +115,9 @@ def with_draft_vocabulary(
     speculative: Speculative | None, vocabulary: DraftVocabulary
 ) -> Speculative:
     """The mode, scoring only this part of the vocabulary. ValueError if it has no vocabulary."""
-    if not isinstance(speculative, MTP):
+    if not isinstance(speculative, Mode) or not speculative.takes("draft_vocab"):
         raise ValueError(f"a draft vocabulary is for mtp, not for speculative={speculative!r}")
-    return replace(speculative, draft_vocab=vocabulary)
+    return speculative.with_options(draft_vocab=vocabulary)
 
 
 def _number(value: str, text: str) -> int:

@@ -28,6 +28,7 @@ from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels.core.tree import TreeTables
 from graphengine.kernels.draft.draft import Fusion
 from graphengine.kernels.linear.plans import RowFamily
+from graphengine.kernels.linear.products import AnyWeight
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.logits.logits import LogitsTensors
 from graphengine.kernels.norm_rope.embedding import GivenRows, embed
@@ -164,6 +165,19 @@ class DraftSetting(NamedTuple):
         return logits_tensors(self.buffers)
 
 
+class StepSizes(NamedTuple):
+    """A step whose bytes are counted."""
+
+    rows: int
+    context: float
+    """Mean number of tokens that a row attends to."""
+    kv_dtype: torch.dtype
+    lm_head: AnyWeight
+    """The target's."""
+    experts: float
+    """Experts that all runs of draft modules read together."""
+
+
 class Drafter(ABC):
     """A way to propose `needs.length` tokens a step; `graphengine.speculative` has its options.
 
@@ -232,6 +246,13 @@ class Drafter(ABC):
         The engine asks this once the drafter is allocated.
         """
         return 0
+
+    def bytes_read(self, step: StepSizes) -> int | None:
+        """Bytes that the drafts of a step must read. None: with these weights it is not known.
+
+        Known once it is allocated.
+        """
+        return None if self.needs.states else 0
 
     # Opening.
 

@@ -20,12 +20,12 @@ from graphengine.drafters.target import Target
 from graphengine.drafters.user import UserDrafter
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import WHOLE, ModelConfig, Share
+from graphengine.options.mode import Mode
 from graphengine.speculative import (
     MTP,
     DFlash,
     DraftModel,
     Eagle3,
-    Mode,
     NGram,
     SaveHiddenStates,
     Suffix,

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from graphengine.buckets import Field
-from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, OfTree, Prefilled
+from graphengine.drafters.base import (
+    Drafter,
+    DraftSetting,
+    FieldSizes,
+    OfTree,
+    Prefilled,
+    StepSizes,
+)
 from graphengine.drafters.chain_plans import ChainPlans
 from graphengine.drafters.head import DraftHead, Hidden
 from graphengine.drafters.needs import DraftNeeds
@@ -116,6 +123,10 @@ class DraftModules(ABC):
 
     def table_bytes(self, max_seq_len: int) -> int:
         return 0
+
+    def bytes_read(self, length: int, step: StepSizes) -> int | None:
+        """See `Drafter.bytes_read`; `length` drafts are made."""
+        return None
 
     def fields(self, sizes: FieldSizes, lanes: int) -> list[Field]:
         """The modules' static fields; `lanes` are those of the widest step."""
@@ -282,6 +293,9 @@ class ModuleDrafter(Drafter):
 
     def table_bytes(self, max_seq_len: int) -> int:
         return self.modules.table_bytes(max_seq_len)
+
+    def bytes_read(self, step: StepSizes) -> int | None:
+        return self.modules.bytes_read(self.length, step)
 
     def fields(self, sizes: FieldSizes) -> list[Field]:
         return self.modules.fields(sizes, sizes.slots * (1 + self.length))

@@ -5,10 +5,12 @@ Letters: T tokens of a chunk, H hidden, D draft vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from graphengine.drafters.base import DraftSetting, Prefilled
+from graphengine.drafters.base import DraftSetting, Prefilled, StepSizes
 from graphengine.drafters.head import DraftHead, head_bytes, trim_again, trimmed
 from graphengine.drafters.modules.base import DraftModules, ModuleOutput, OpenModules
 from graphengine.drafters.mtp.layer import (
@@ -26,6 +28,7 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import WHOLE, ChunkAttention, DecodeLaunch, Share
 from graphengine.models.linears import LinearPlans, Linears, linear_name
 from graphengine.models.splitting.rank_cuts import cut_linears, cut_to
+from graphengine.models.states import paged_states
 from graphengine.models.weights import Destinations, StoredLinear
 
 
@@ -68,6 +71,20 @@ class MtpModules(DraftModules):
 
     def table_bytes(self, max_seq_len: int) -> int:
         return self.config.table_bytes
+
+    def bytes_read(self, length: int, step: StepSizes) -> int:
+        """Each run reads a module's weights, the rows' KV and the kept rows of lm_head."""
+        held, states = self.weights, paged_states(self.config.states)
+        routed, rows = held.routed, len(step.lm_head)
+        expert = 0 if routed is None else routed.nbytes // (routed.layers * routed.experts)
+        weights = held.nbytes - (0 if routed is None else routed.nbytes)
+        entries = sum(math.prod(state.block_shape(1)) for state in states)
+        kv = step.rows * step.context * entries * step.kv_dtype.itemsize
+        kept = rows if self.vocabulary is None else self.vocabulary.numel()
+        head = step.lm_head.nbytes * kept // rows
+        # With a module for each draft, each is run once.
+        runs = length / self.config.modules
+        return round(runs * (weights + kv) + step.experts * expert) + length * head
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> Destinations:
         self.weights = allocate_mtp_weights(self.config, device=str(device), dtype=dtype)

@@ -19,7 +19,8 @@ from engines.speculation import (
 )
 from graphengine import Engine
 from graphengine.kernels.draft import confidence
-from graphengine.speculative import MTP, GateOptions, Mode
+from graphengine.options.mode import Mode
+from graphengine.speculative import MTP, GateOptions
 
 LEAST = 0.4
 MODES: dict[str, Mode] = {
