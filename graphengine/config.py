@@ -35,15 +35,9 @@ from graphengine.options.table import (
     within,
 )
 from graphengine.speculative import (
-    MTP,
-    DFlash,
-    Eagle3,
     GateOptions,
-    NGram,
     RelaxedAcceptance,
-    SaveHiddenStates,
     Speculative,
-    UserProvided,
     check_rows,
     check_speculative,
     forced_acceptance,
@@ -531,9 +525,7 @@ class EngineConfig(EngineSizes):
 
     def _keep_schedule(self, given: object) -> None:
         schedule, mode = DraftSchedule.read(given), self.mode
-        tree = isinstance(mode, MTP | Eagle3) and mode.shape is not None
-        vanilla = isinstance(mode, MTP) and mode.style == "vanilla"
-        schedule.check_mode(self.drafts, every_length=not (tree or vanilla))
+        schedule.check_mode(self.drafts, every_length=mode is None or mode.any_length)
         object.__setattr__(self, "draft_len_schedule", schedule.steps)
 
     def _check_ranks(self) -> None:
@@ -559,9 +551,7 @@ class EngineConfig(EngineSizes):
                 f"have whole experts anyway"
             )
         mode = self.mode
-        simple = mode is None or isinstance(mode, MTP | Eagle3 | NGram | UserProvided)
-        if isinstance(mode, MTP | Eagle3):
-            simple = mode.shape is None and mode.min_confidence is None
+        simple = mode is None or mode.on_data_ranks
         self._check_alone("ranks that have the same requests", speculative=not simple)
 
     def _check_stages(self) -> None:
@@ -578,7 +568,7 @@ class EngineConfig(EngineSizes):
                 f"stages on GPUs have one rank each"
             )
         mode = self.mode
-        if isinstance(mode, Eagle3 | DFlash | SaveHiddenStates):
+        if mode is not None and not mode.in_stages:
             raise ValueError(
                 f"speculative={mode!r} reads the stream after layers of several stages: it is for "
                 f"an engine of one stage, not for pipeline_parallel={stages}"
@@ -586,7 +576,7 @@ class EngineConfig(EngineSizes):
         self._check_alone(
             "an engine of one stage",
             record_routing=self.record_routing,
-            speculative=isinstance(mode, MTP) and (mode.shape is not None or mode.own_graph),
+            speculative=mode is not None and mode.shape is not None,
         )
 
     def _check_alone(self, others: str, **more: bool) -> None:

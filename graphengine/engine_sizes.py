@@ -11,11 +11,11 @@ from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import RowFamily, row_family
 from graphengine.options.devices import DEVICE_DEFAULTS, DTYPES, DeviceDefaults
 from graphengine.options.draft_schedule import DraftSchedule
+from graphengine.options.mode import Mode
 from graphengine.speculative import (
     AUTO_MAX_LIVE,
     Auto,
     GateOptions,
-    Mode,
     Speculative,
     resolve_auto,
 )

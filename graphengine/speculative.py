@@ -1,6 +1,7 @@
 """What the embedding program chooses about speculation: the drafter, and which drafts it accepts.
 
-Each drafter's options are one `Mode` here; `graphengine.drafters` has the drafters themselves. With
+Each drafter's options are one `Mode` here (`options/mode.py` says what modes have in common);
+`graphengine.drafters` has the drafters themselves. With
 options alone nothing is read and nothing allocated: whether a mode fits a checkpoint is found out
 when an engine opens.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
@@ -27,6 +27,7 @@ from graphengine.options.checks import (
 )
 from graphengine.options.draft_trees import StaticTree, Tree, TreeOption, check_tree, read_tree
 from graphengine.options.draft_vocabulary import DraftVocabulary, describe_vocabulary
+from graphengine.options.mode import Mode, check_drafts
 
 log = logging.getLogger(__name__)
 
@@ -42,37 +43,31 @@ Feed = Literal["chained", "target"]
 PathName = str | os.PathLike[str]
 
 
-class Mode(ABC):
-    """A drafter's options: a frozen, slotted dataclass derives from this.
-
-    What the configuration must know before the drafter is made is here; the drafter's `needs` have
-    the rest, and must agree.
-    """
+class ModuleMode(Mode):
+    """Options of a module, which drafts chains or a tree."""
 
     __slots__ = ()
 
-    lockstep: ClassVar[bool] = False
-    """Whether each step is read before the next is launched: `lookahead` is then 0."""
-    whole_prompts: ClassVar[bool] = False
-    """Whether every prompt is prefilled from its first token, and has one new token."""
+    tree: TreeOption | None
+    min_confidence: float | None
+
+    trims_vocabulary: ClassVar[bool] = True
 
     @property
-    @abstractmethod
-    def k(self) -> int:
-        """Most drafts a step; for a tree, its number of nodes."""
+    def shape(self) -> Tree | None:
+        return read_tree(self.tree)
 
-    @abstractmethod
-    def describe(self) -> str:
-        """One line for reports, such as "mtp eagle, k=3"."""
+    @property
+    def on_data_ranks(self) -> bool:
+        return self.shape is None and self.min_confidence is None
 
 
 @dataclass(frozen=True, slots=True)
-class MTP(Mode):
+class MTP(ModuleMode):
     """The checkpoint's multi-token-prediction (MTP) modules draft.
 
     k            drafts per step; with a tree its number of nodes, which may be left out
     style        "eagle": the first module, k times; "vanilla": k modules, each with its own KV
-    own_graph    run an eagle module in a separate graph after the step's, not inside it
     draft_vocab  the part of the vocabulary that is scored; None: all of it
     feed         hidden state that vanilla modules after the first read with a verified token:
                  "chained" takes the previous module's, as DeepSeek-V3 trains modules and
@@ -91,7 +86,6 @@ class MTP(Mode):
     k: int = _USUAL_DRAFTS
     _: KW_ONLY
     style: Style = "eagle"
-    own_graph: bool = False
     draft_vocab: DraftVocabulary | None = None
     feed: Feed = "chained"
     tree: TreeOption | None = None
@@ -102,10 +96,6 @@ class MTP(Mode):
         check_drafts(self.k)
         if self.style not in ("eagle", "vanilla"):
             raise ValueError(f"style={self.style!r} must be 'eagle' or 'vanilla'")
-        if not isinstance(self.own_graph, bool):
-            raise ValueError(f"own_graph={self.own_graph!r} must be True or False")
-        if self.own_graph and self.style != "eagle":
-            raise ValueError(f"own_graph=True goes with style='eagle', not {self.style!r}")
         if self.feed not in ("chained", "target"):
             raise ValueError(f"feed={self.feed!r} must be 'chained' or 'target'")
         if self.feed == "target" and self.style != "vanilla":
@@ -116,16 +106,13 @@ class MTP(Mode):
         keep_plain_numbers(self)
 
     @property
-    def shape(self) -> Tree | None:
-        """The shape of the drafts' tree; None: chains."""
-        return read_tree(self.tree)
+    def any_length(self) -> bool:
+        return self.shape is None and self.style == "eagle"
 
     def describe(self) -> str:
         parts = [f"mtp {self.style}, {describe_drafts(self)}"]
         if self.feed == "target":
             parts.append("the target's hidden states")
-        if self.own_graph:
-            parts.append("own graph")
         if self.draft_vocab is not None:
             parts.append(describe_vocabulary(self.draft_vocab))
         parts += _describe_confidence(self.min_confidence)
@@ -143,6 +130,8 @@ class NGram(Mode):
     k: int = 3
     _: KW_ONLY
     max_n: int = 5
+
+    on_data_ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_drafts(self.k)
@@ -220,15 +209,17 @@ class DraftModel(Mode):
         parts = [f"draft model {os.fspath(self.path)}, k={self.k}"]
         return ", ".join(parts + _describe_confidence(self.min_confidence))
 
+    def describe_state(self) -> str:
+        return f"draft model, k={self.k}"
+
 
 @dataclass(frozen=True, slots=True)
-class Eagle3(Mode):
+class Eagle3(ModuleMode):
     """An EAGLE3 checkpoint drafts: a layer that reads the target's residual stream after a few of
     its layers, with KV of its own.
 
     path       its checkpoint: a directory or a hub id; "demo": the demo model's
     k          drafts per step
-    own_graph  run it in a separate graph after the step's, not inside it
     layers     layers of the target after which its stream is read, in the order of fc's columns;
                None: those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n.
                Wrong ones cost acceptance, but never change a token
@@ -239,35 +230,31 @@ class Eagle3(Mode):
     path: PathName
     k: int = _USUAL_DRAFTS
     _: KW_ONLY
-    own_graph: bool = False
     layers: Sequence[int] | None = None
     tree: TreeOption | None = None
     min_confidence: float | None = None
+
+    # It reads the stream after layers of several stages.
+    in_stages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_path("path", self.path)
         _keep_tree(self)
         _check_confidence(self.min_confidence, self.tree)
         check_drafts(self.k)
-        if not isinstance(self.own_graph, bool):
-            raise ValueError(f"own_graph={self.own_graph!r} must be True or False")
         if self.layers is not None:
             object.__setattr__(self, "layers", _ids("layers", self.layers, "layer numbers"))
         keep_plain_numbers(self)
-
-    @property
-    def shape(self) -> Tree | None:
-        """The shape of the drafts' tree; None: chains."""
-        return read_tree(self.tree)
 
     def describe(self) -> str:
         parts = [f"eagle3 {os.fspath(self.path)}, {describe_drafts(self)}"]
         if self.layers is not None:
             parts.append(f"after layers {', '.join(map(str, self.layers))}")
-        if self.own_graph:
-            parts.append("own graph")
         parts += _describe_confidence(self.min_confidence)
         return ", ".join(parts)
+
+    def describe_state(self) -> str:
+        return f"eagle3, {describe_drafts(self)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +275,9 @@ class DFlash(Mode):
     _: KW_ONLY
     layers: Sequence[int] | None = None
 
+    # It reads the stream after layers of several stages.
+    in_stages: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         check_path("path", self.path)
         check_drafts(self.k)
@@ -300,6 +290,9 @@ class DFlash(Mode):
         if self.layers is not None:
             parts.append(f"after layers {', '.join(map(str, self.layers))}")
         return ", ".join(parts)
+
+    def describe_state(self) -> str:
+        return f"dflash, k={self.k}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +316,7 @@ class UserProvided(Mode):
 
     # Drafts depend on the tokens of the step before.
     lockstep: ClassVar[bool] = True
+    on_data_ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_drafts(self.k)
@@ -353,6 +347,8 @@ class SaveHiddenStates(Mode):
     # Hidden states are copied out before those of the next prompt overwrite them.
     lockstep: ClassVar[bool] = True
     whole_prompts: ClassVar[bool] = True
+    # It reads the stream after layers of several stages.
+    in_stages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_path("directory", self.directory)
@@ -467,12 +463,6 @@ class GateOptions:
         keep_plain_numbers(self)
 
 
-def check_drafts(k: int) -> None:
-    """Raise ValueError unless a step may have `k` drafts a row."""
-    if not is_int(k) or not 1 <= k <= MAX_DRAFTS:
-        raise ValueError(f"k={k!r} drafts a step must be an integer in [1, {MAX_DRAFTS}]")
-
-
 def check_rows(rows: int, k: int, max_live: int | None = None) -> None:
     """Raise ValueError unless the kernels hold `rows` rows of `k` drafts and a token each.
 
@@ -549,18 +539,18 @@ def describe(speculative: Speculative | None) -> str:
             return mode.describe()
 
 
-def _keep_tree(mode: MTP | Eagle3, style: Style = "eagle") -> None:
+def _keep_tree(mode: ModuleMode, style: Style = "eagle") -> None:
     """Set what follows from a tree, where there is one. ValueError for options without trees."""
     tree = mode.shape
     if tree is None:
         return
-    check_tree(tree, mode.k, usual=_USUAL_DRAFTS, style=style, own_graph=mode.own_graph)
+    check_tree(tree, mode.k, usual=_USUAL_DRAFTS, style=style)
     object.__setattr__(mode, "k", tree.nodes)
     if isinstance(tree, StaticTree):
         object.__setattr__(mode, "tree", tree.paths)
 
 
-def describe_drafts(mode: MTP | Eagle3) -> str:
+def describe_drafts(mode: ModuleMode) -> str:
     """Text for reports: the number of drafts, such as "k=3", or the shape of their tree."""
     tree = mode.shape
     return f"k={mode.k}" if tree is None else tree.describe()

@@ -7,6 +7,7 @@ from typing import Any
 
 from graphengine.options.draft_trees import DynamicTree
 from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.mode import Mode
 from graphengine.options.table import read_integers
 from graphengine.speculative import (
     MTP,
@@ -22,7 +23,7 @@ from graphengine.speculative import (
 )
 
 GRAMMAR = (
-    "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], suffix[:K], "
+    "off, auto, mtp[:K[:eagle|vanilla|target]], ngram[:K[:MAX_N]], suffix[:K], "
     "model:PATH[:K], eagle3:PATH[:K], dflash:PATH[:K], mtp:tree:NODES:TOP_K:DEPTH, "
     "eagle3:PATH:tree:NODES:TOP_K:DEPTH or save-hidden:FOLDER"
 )
@@ -41,20 +42,21 @@ VOCABULARY_GRAMMAR = "TEXT:SIZE, a UTF-8 file and how many of its most frequent 
 def parse_speculative(text: str) -> Speculative | None:
     """The options that a `GRAMMAR` text names, with defaults for what it omits; None for "off".
 
-    `mtp:K:own` is eagle in a separate graph; `mtp:K:target` is vanilla with modules that all read
-    the target's hidden states. The last part of `model:PATH:K`, `eagle3:PATH:K` and `dflash:PATH:K`
-    is K where it is a number, so that a path may hold colons. With `:tree:` and three numbers it is
-    a `DynamicTree` of these. ValueError shows the text and the grammar, or says which value is
-    invalid.
+    `mtp:K:target` is vanilla with modules that all read the target's hidden states. The last part
+    of `model:PATH:K`, `eagle3:PATH:K` and `dflash:PATH:K` is K where it is a number, so that a path
+    may hold colons. With `:tree:` and three numbers it is a `DynamicTree` of these. ValueError
+    shows the text and the grammar, or says which value is invalid.
     """
     front, mark, sizes = text.rpartition(":tree:")
     if mark:
         chain = parse_speculative(front)
         numbers = [_number(value, text) for value in sizes.split(":")]
-        if not isinstance(chain, MTP | Eagle3) or chain.tree is not None or len(numbers) != 3:
+        if not isinstance(chain, Mode) or not chain.takes("tree"):
+            raise _wrong(text)
+        if chain.shape is not None or len(numbers) != 3:
             raise _wrong(text)
         nodes, top_k, depth = numbers
-        return replace(chain, tree=DynamicTree(nodes=nodes, top_k=top_k, depth=depth))
+        return chain.with_options(tree=DynamicTree(nodes=nodes, top_k=top_k, depth=depth))
     name, *values = text.split(":")
     match name, values:
         case "off", []:
@@ -112,9 +114,9 @@ def with_draft_vocabulary(
     speculative: Speculative | None, vocabulary: DraftVocabulary
 ) -> Speculative:
     """The mode, scoring only this part of the vocabulary. ValueError if it has no vocabulary."""
-    if not isinstance(speculative, MTP):
+    if not isinstance(speculative, Mode) or not speculative.takes("draft_vocab"):
         raise ValueError(f"a draft vocabulary is for mtp, not for speculative={speculative!r}")
-    return replace(speculative, draft_vocab=vocabulary)
+    return speculative.with_options(draft_vocab=vocabulary)
 
 
 def _number(value: str, text: str) -> int:
@@ -129,8 +131,6 @@ def _styled(options: MTP, value: str, text: str) -> MTP:
             return replace(options, style=value)
         case "target":
             return replace(options, style="vanilla", feed="target")
-        case "own":
-            return replace(options, own_graph=True)
     raise _wrong(text)
 
 

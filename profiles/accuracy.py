@@ -29,8 +29,8 @@ from typing import Any
 from graphengine import EngineConfig, Result, SamplingParams
 from graphengine.cli.option_flags import add_flags
 from graphengine.demo import heldout_text
+from graphengine.drafters.mtp.reading import read_mtp_config
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.drafting.mtp_reading import read_mtp_config
 from graphengine.models.quantised.rounding import ROUNDED_KINDS
 from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_out, write_out

@@ -78,6 +78,34 @@ def test_families_are_named_in_models_alone() -> None:
     assert found == []
 
 
+def test_nobody_but_who_makes_it_asks_which_drafter_it_is() -> None:
+    sources = {shown(path): path.read_text("utf-8") for path in package_files()}
+    where = ("graphengine/drafters/", "graphengine/speculative.py")
+    classes = house.drafter_classes(
+        source for path, source in sources.items() if path.startswith(where)
+    )
+    assert {"MTP", "NoDrafter", "TreeEagle", "Eagle3Module"} < classes
+    found = [
+        f"{path}:{where}"
+        for path, source in sources.items()
+        for where in house.class_tests(path, source, classes)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["isinstance(mode, MTP)", "isinstance(d, Drafter | speculative.MTP)", "type(mode) is MTP",
+     "type(mode) in (NGram, MTP)", "match mode:\n    case MTP(k=1):\n        pass"],
+)  # fmt: skip
+def test_a_planted_question_is_found(source: str) -> None:
+    classes = house.drafter_classes(["class MTP(Mode): ...", "class Fewer(MTP): ..."])
+    assert classes == {"MTP", "Fewer"}
+    assert len(house.class_tests("graphengine/config.py", source, classes)) == 1
+    assert house.class_tests("graphengine/drafters/making.py", source, classes) == []
+    assert house.class_tests("graphengine/config.py", "isinstance(MTP(), Mode)", classes) == []
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -98,7 +126,7 @@ def test_a_planted_circle_is_found(source: str) -> None:
 def test_a_planted_import_upwards_is_found() -> None:
     graph = {
         "graphengine.host.reuse": {"graphengine.core.runtime", "graphengine.requests.request"},
-        "graphengine.models.drafting.mtp": {
+        "graphengine.drafters.mtp.layer": {
             "graphengine.models.contract",
             "graphengine.kernels.linear",
         },

@@ -44,14 +44,20 @@ ALLOWED = {
 FORBIDDEN = {"graphengine": {"graphengine.profiles"}}
 
 # What all but `graphengine/models` may know of it: the contract, and what finds, reads, chains and
-# watches models by it. None of these names a family, and neither do the draft modules of several.
+# watches models by it. None of these names a family.
 MODELS = "graphengine.models"
 MODEL_DOORS = {
     f"{MODELS}.{name}"
     for name in (
         *("contract", "linears", "states", "families.registry", "routing", "vocabulary", "weights"),
-        *("checkpoints", "drafting", "plans", "quantised", "splitting"),
+        *("checkpoints", "plans", "quantised", "splitting"),
     )
+}
+# Layers of drafters are composed of the same blocks as those of models.
+DRAFTERS = "graphengine.drafters"
+DRAFTER_DOORS = {
+    f"{MODELS}.{name}"
+    for name in ("blocks", "composition", "decoder", "decoder_layer", "hf", "sublayers")
 }
 
 # Packages on disk that must never be imported by their folder's name.
@@ -139,10 +145,11 @@ def family_violations(source: str, module: str) -> list[str]:
     """Imports of what a model is made of, in a file that is no part of `graphengine/models`."""
     if within(module, {MODELS}):
         return []
+    doors = MODEL_DOORS | (DRAFTER_DOORS if within(module, {DRAFTERS}) else set())
     return [
         f"line {line}: imports {name}"
         for line, name in imports(source, module)
-        if within(name, {MODELS}) and not within(name, MODEL_DOORS)
+        if within(name, {MODELS}) and not within(name, doors)
     ]
 
 
@@ -323,4 +330,5 @@ def test_models_and_the_contracts_users_are_no_violation() -> None:
     stored = "from .models.checkpoints.stored import read_model"
     assert family_violations(f"{contract}\n{stored}", "graphengine.planted") == []
     own = "from graphengine.models.decoder import DecoderConfig"
+    assert family_violations(own, "graphengine.drafters.mtp.layer") == []
     assert family_violations(own, "graphengine.models.families.llama") == []

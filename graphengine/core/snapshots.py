@@ -29,14 +29,7 @@ from graphengine.models.checkpoints.tensor_files import save_whole
 from graphengine.options.checks import is_int
 from graphengine.prompt_embeds import EMBEDDED
 from graphengine.requests.context import Context, KeptState
-from graphengine.speculative import (
-    DFlash,
-    DraftModel,
-    Eagle3,
-    Speculative,
-    describe,
-    describe_drafts,
-)
+from graphengine.speculative import describe
 
 # Schema 3 was the first with digests, and 4 is the first with ranks.
 _SCHEMA = 4
@@ -375,13 +368,14 @@ def origin_of(core: EngineCore) -> Origin:
     device = core.memory.device
     on_gpu = device.type == "cuda"
     model, drafter = core.runtime.fingerprints()
+    mode = core.config.mode if core.needs.states else None
     return Origin(
         device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
         dtype=_dtypes(core),
         block_size=core.memory.block_size,
         model=model,
         caches=core.runtime.block_shapes,
-        speculative=_without_path(core.config.mode) if core.needs.states else describe(None),
+        speculative=describe(None) if mode is None else mode.describe_state(),
         drafter=drafter,
         numerics_id=core.runtime.numerics_id,
         ranks=core.config.ranks,
@@ -413,13 +407,3 @@ def copy_out(
     parts = runtime.read_states(state.place)
     caches = runtime.read_blocks(state.blocks)
     return SessionSnapshot.make(origin, token_ids, caches, parts, state.position, embeds)
-
-
-def _without_path(mode: Speculative | None) -> str:
-    if isinstance(mode, DraftModel):
-        return f"draft model, k={mode.k}"
-    if isinstance(mode, Eagle3):
-        return f"eagle3, {describe_drafts(mode)}"
-    if isinstance(mode, DFlash):
-        return f"dflash, k={mode.k}"
-    return describe(mode)

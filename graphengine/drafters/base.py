@@ -27,6 +27,7 @@ from graphengine.buckets import Field, StaticBuffers
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.kernels.core.tree import TreeTables
 from graphengine.kernels.draft.draft import Fusion
+from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.logits.logits import LogitsTensors
@@ -164,6 +165,19 @@ class DraftSetting(NamedTuple):
         return logits_tensors(self.buffers)
 
 
+class StepSizes(NamedTuple):
+    """A step whose bytes are counted."""
+
+    rows: int
+    context: float
+    """Mean number of tokens that a row attends to."""
+    kv_dtype: torch.dtype
+    lm_head: AnyWeight
+    """The target's."""
+    experts: float
+    """Experts that all runs of draft modules read together."""
+
+
 class Drafter(ABC):
     """A way to propose `needs.length` tokens a step; `graphengine.speculative` has its options.
 
@@ -233,6 +247,13 @@ class Drafter(ABC):
         """
         return 0
 
+    def bytes_read(self, step: StepSizes) -> int | None:
+        """Bytes that the drafts of a step must read. None: with these weights it is not known.
+
+        Known once it is allocated.
+        """
+        return None if self.needs.states else 0
+
     # Opening.
 
     def allocate(
@@ -289,13 +310,6 @@ class Drafter(ABC):
         that verified fewer drafts than it can make, it need make only as many: the next step most
         often has the same number.
         """
-
-    def draft(self, rows: int, drafts: int, *, filtered: bool) -> None:
-        """Do what `propose` left to a separate graph, after a step of that many rows and drafts.
-
-        filtered  as in `Verified`
-        """
-        raise NotImplementedError(f"{type(self).__name__} drafts in the step's graph")
 
     # On the host.
 

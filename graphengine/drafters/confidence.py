@@ -15,8 +15,7 @@ from torch import Tensor
 
 from graphengine.buckets import Field, StaticBuffers
 from graphengine.drafters.base import FieldSizes
-from graphengine.drafters.head import DraftHead
-from graphengine.drafters.modules import Hidden
+from graphengine.drafters.head import DraftHead, Hidden
 from graphengine.kernels.draft.confidence import follow_acceptance, withhold_drafts
 from graphengine.kernels.draft.draft import DraftTiles
 from graphengine.kernels.step.state import DecodeLanes

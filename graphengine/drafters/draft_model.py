@@ -11,6 +11,7 @@ Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K draft
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,16 +21,18 @@ from torch import Tensor
 from graphengine.buckets import Field
 from graphengine.drafters.base import Drafter, DraftSetting, FieldSizes, Prefilled, Verified
 from graphengine.drafters.chain_plans import ChainPlans
-from graphengine.drafters.confidence import EveryDraft
+from graphengine.drafters.confidence import EveryDraft, drafts_from
 from graphengine.drafters.head import DraftHead
 from graphengine.drafters.needs import DraftNeeds
+from graphengine.drafters.target import Target
 from graphengine.kernels.draft.draft import DraftTiles, commit_draft
 from graphengine.kernels.draft.model_draft import advance_model_draft, begin_model_draft
+from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.checkpoints.stored import destinations, load_weights
+from graphengine.models.checkpoints.stored import destinations, load_weights, read_model
 from graphengine.models.contract import (
     WHOLE,
     DecodeLaunch,
@@ -40,6 +43,7 @@ from graphengine.models.contract import (
 from graphengine.models.linears import stream_groups
 from graphengine.models.states import StateTensors, recurrent_fields, recurrent_tensors
 from graphengine.models.weights import Destinations
+from graphengine.speculative import DraftModel
 
 _WHOSE = "draft_"
 """Prefix of the names of its static fields."""
@@ -277,3 +281,46 @@ def _without_last(prefilled: Prefilled) -> PrefillLanes:
     slot = torch.where(final & (lane == chunk.last), -1, chunk.slot)
     last = torch.where(final, chunk.last - 1, chunk.last).clamp(min=0)
     return chunk._replace(slot=slot, last=last)
+
+
+def make_draft_model(options: DraftModel, target: Target) -> Drafter:
+    """The drafter of a smaller model. ValueError where it does not fit the target."""
+    config, target_checkpoint, model, _ = target
+    checkpoint = Checkpoint.open(options.path)
+    if config.prompt_embeds:
+        raise ValueError(
+            f"prompt_embeds=True, but the draft model {checkpoint.path} has embeddings of its own, "
+            f"and nothing for those of a prompt: other drafters take them"
+        )
+    draft = read_model(checkpoint)
+    if draft.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the draft model {checkpoint.path} has {draft.vocab_size} tokens, the target "
+            f"{model.vocab_size}: they must share a tokenizer"
+        )
+    if _token_ids(checkpoint) != _token_ids(target_checkpoint):
+        raise ValueError(
+            f"the draft model {checkpoint.path} has another tokenizer than "
+            f"{target_checkpoint.path}: a token id must mean the same to both"
+        )
+    wanted = config.sequence_limit(model.max_positions)
+    if draft.max_positions < wanted:
+        raise ValueError(
+            f"the draft model {checkpoint.path} has max_position_embeddings="
+            f"{draft.max_positions}, and max_seq_len is {wanted}"
+        )
+    lanes = DraftModelDrafter.lanes_of(config.max_batch)
+    if lanes > MAX_LANES:
+        raise ValueError(
+            f"a draft model reads two tokens of each row, {lanes} of max_batch={config.max_batch}, "
+            f"and at most {MAX_LANES} fit, whatever the gate: max_batch={MAX_LANES // 2} does"
+        )
+    return DraftModelDrafter(draft, options.k, checkpoint, drafts_from(options.min_confidence))
+
+
+def _token_ids(checkpoint: Checkpoint) -> object:
+    """The tokens of `tokenizer.json` with their ids; None where there is none."""
+    if not checkpoint.has_tokenizer:
+        return None
+    parsed = json.loads((checkpoint.path / "tokenizer.json").read_text(encoding="utf-8"))
+    return parsed.get("model", {}).get("vocab"), parsed.get("added_tokens")

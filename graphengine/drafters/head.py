@@ -44,6 +44,9 @@ from graphengine.models.contract import DecodeLaunch, RankGroup
 from graphengine.models.linears import WeightForms, refill
 from graphengine.models.vocabulary import vocabulary_of
 
+Hidden = Residual | Tensor
+"""A stream scaled for its final norm, or plain rows."""
+
 # The processing that the logits of drafts get.
 _STEPS = USES_MASK | USES_BIAS | USES_REPETITION | USES_COUNTS
 
@@ -112,7 +115,7 @@ class DraftHead:
 
     def top(
         self,
-        hidden: Residual | Tensor,
+        hidden: Hidden,
         lanes: DecodeLanes,
         launch: DecodeLaunch,
         *,
@@ -141,19 +144,17 @@ class DraftHead:
             pdl=launch.pdl,
         )
 
-    def _call(
-        self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch
-    ) -> LinearCall:
+    def _call(self, hidden: Hidden, lanes: DecodeLanes, launch: DecodeLaunch) -> LinearCall:
         head = self._vocabulary.head
         return launch.call(self._linear, hidden, head, lanes.slot, eps=self._eps)
 
-    def logits(self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
+    def logits(self, hidden: Hidden, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
         """Float32 [N, D], of all ranks; `hidden` as in `tiles`. Padded lanes hold anything."""
         return self._vocabulary.logits(linear(self._call(hidden, lanes, launch), LOGITS))
 
     def tiles(
         self,
-        hidden: Residual | Tensor,
+        hidden: Hidden,
         lanes: DecodeLanes,
         launch: DecodeLaunch,
         *,
@@ -173,7 +174,7 @@ class DraftHead:
         return DraftTiles(*self._vocabulary.candidates(best, health))
 
     def _filtered(
-        self, hidden: Residual | Tensor, lanes: DecodeLanes, launch: DecodeLaunch, ahead: int
+        self, hidden: Hidden, lanes: DecodeLanes, launch: DecodeLaunch, ahead: int
     ) -> DraftTiles:
         logits = self.logits(hidden, lanes, launch)
         return self.drawn(logits, lanes, launch, ahead=ahead)

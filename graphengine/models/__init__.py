@@ -11,9 +11,9 @@
     hf/           what is read of `config.json`
     checkpoints/  files, names and tensors, and a checkpoint checked as a whole (`stored`)
     quantised/    weights in 8 and 4 bits as checkpoints have them
-    drafting/     layers of draft modules: MTP, EAGLE3, block drafters
     splitting/    a rank's part of a model
     plans/        plans of linears, tables of them, and chains to measure them with
 
-Nothing outside this folder names a family; a test checks that.
+Nothing outside this folder names a family; a test checks that. `graphengine.drafters` composes its
+layers of the same blocks.
 """

@@ -15,17 +15,19 @@ from typing import Any, cast
 import torch
 
 from graphengine import Engine, EngineConfig
-from graphengine.drafters import Drafter, NGramDrafter, NoDrafter
-from graphengine.drafters.block import BlockDrafter
-from graphengine.drafters.eagle3 import Eagle3Module
-from graphengine.drafters.making import beside_target, module_drafter
-from graphengine.drafters.mtp import MtpModules
+from graphengine.drafters import Drafter, NoDrafter
+from graphengine.drafters.block.drafter import BlockDrafter
+from graphengine.drafters.block.layers import DFlashConfig
+from graphengine.drafters.eagle3.module import Eagle3Module
+from graphengine.drafters.modules.making import module_drafter
+from graphengine.drafters.mtp.making import beside_target
+from graphengine.drafters.mtp.module import MtpModules
+from graphengine.drafters.ngram import NGramDrafter
 from graphengine.engine_options import EngineOptions
 from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.checkpoints.random_values import SEED
 from graphengine.models.checkpoints.stored import with_state_dtype
 from graphengine.models.contract import ModelConfig
-from graphengine.models.drafting.dflash import DFlashConfig
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from graphengine.demo import checkpoint_path
+from graphengine.drafters.eagle3.layer import Eagle3Config
+from graphengine.drafters.eagle3.reading import Eagle3Checkpoint
+from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig
 from graphengine.kernels.linear.packed import POWER_FACTOR, PackedWeight, packed_form
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.random_values import (
@@ -27,9 +30,6 @@ from graphengine.models.checkpoints.random_values import (
 )
 from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.contract import ModelConfig
-from graphengine.models.drafting.eagle3 import Eagle3Config
-from graphengine.models.drafting.eagle3_reading import Eagle3Checkpoint
-from graphengine.models.drafting.mtp import LAYOUTS, MtpConfig, allocate_mtp_weights
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.config import read_quantisation
@@ -433,34 +433,6 @@ def weight_bytes(model: ModelConfig, dtype: torch.dtype, *, experts: float | Non
     return round(read)
 
 
-def drafts_bytes(
-    config: MtpConfig,
-    *,
-    length: int,
-    lm_head: int,
-    context: float,
-    rows: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    experts: float,
-) -> int:
-    """Bytes that the drafts of a step must read: `length` runs of a module, each with lm_head, and
-    each row's KV in each run.
-
-    lm_head  bytes of lm_head, or of its rows in the draft vocabulary
-    experts  experts that all runs read together
-    """
-    held = allocate_mtp_weights(config, device="meta", dtype=dtype)
-    routed = held.routed
-    expert = 0 if routed is None else routed.nbytes // (routed.layers * routed.experts)
-    weights = held.nbytes - (0 if routed is None else routed.nbytes)
-    entries = sum(math.prod(state.block_shape(1)) for state in _paged(config))
-    kv = rows * context * entries * kv_dtype.itemsize
-    # With a module for each draft, each is run once.
-    runs = length / config.modules
-    return round(runs * (weights + kv) + experts * expert) + length * lm_head
-
-
 def kv_bytes(model: ModelConfig, *, rows: int, tokens: float, itemsize: int) -> int:
     """Bytes of the KV that a step reads in all layers, for rows of `tokens` tokens together.
 
@@ -486,7 +458,7 @@ def attention_layers(model: ModelConfig) -> int:
     return len(_paged(model))
 
 
-def _paged(model: ModelConfig | MtpConfig) -> list[Paged]:
+def _paged(model: ModelConfig) -> list[Paged]:
     return [state for layer in model.states for state in layer if isinstance(state, Paged)]
 
 

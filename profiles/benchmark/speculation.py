@@ -15,29 +15,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from graphengine import Engine, EngineConfig, Result
-from graphengine.drafters.draft_model import DraftModelDrafter
-from graphengine.drafters.modules import ModuleDrafter
-from graphengine.drafters.mtp import MtpModules
+from graphengine.drafters.base import StepSizes
 from graphengine.kernels.linear.plans import RowFamily
+from graphengine.options.mode import Mode
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark import measure
 from graphengine.profiles.benchmark.eager import comparable, drain, with_launches
 from graphengine.profiles.benchmark.engines import engine_options, random_drafter
 from graphengine.profiles.benchmark.floor.experts_read import step_experts
 from graphengine.profiles.benchmark.measure import Run, Work
-from graphengine.profiles.benchmark.shapes import Subject, drafts_bytes, step_bytes
+from graphengine.profiles.benchmark.shapes import Subject, step_bytes
 from graphengine.speculative import (
     FORCE_ACCEPTED,
-    MTP,
     Auto,
-    DFlash,
-    DraftModel,
-    Eagle3,
-    NGram,
     Speculative,
     describe,
     resolve_auto,
@@ -70,14 +64,13 @@ class Sweep:
     forced: tuple[int, ...] | None
     random_vocab: int | None
 
-    def modes(self, max_batch: int) -> list[MTP | NGram | DraftModel | Eagle3 | DFlash | None]:
+    def modes(self, max_batch: int) -> list[Mode | None]:
         """The mode at each draft length; None for length 0."""
         mode = resolve_auto(max_batch) if isinstance(self.mode, Auto) else self.mode
-        modes = MTP | NGram | DraftModel | Eagle3 | DFlash
-        assert isinstance(mode, modes), f"{mode=} has no length to choose"
+        assert mode.k, f"{mode=} has no length to choose"
         if self.lengths is None:
             return [mode]
-        return [replace(mode, k=length) if length else None for length in self.lengths]
+        return [mode.with_options(k=length) if length else None for length in self.lengths]
 
     def forced_of(self, length: int) -> list[int]:
         every = range(length + 1) if self.forced is None else self.forced
@@ -110,7 +103,7 @@ def read_sweep(options: argparse.Namespace, subject: Subject) -> Sweep | None:
     if options.draft_vocab is not None:
         if subject.checkpoint is not None:
             mode = with_draft_vocabulary(mode, parse_draft_vocabulary(options.draft_vocab))
-        elif not isinstance(mode, MTP | Eagle3):
+        elif not (isinstance(mode, Mode) and mode.trims_vocabulary):
             raise ValueError(f"--draft-vocab is for mtp and eagle3, not for {describe(mode)}")
         else:
             random_vocab, *more = integers(options.draft_vocab, "draft-vocab")
@@ -295,10 +288,9 @@ def measure_drafts(
 
 def _bytes_read(engine: Engine, work: Work) -> dict[str, Any]:
     """`step_bytes` and the experts read; None for what does not exist or is not known."""
-    memory, drafter = engine.memory, engine.core.drafter
-    weights, experts = engine.model.weights, step_experts(engine, work)
+    memory, experts = engine.memory, step_experts(engine, work)
     context = work.prompt_tokens + work.new_tokens / 2
-    size: int | None = step_bytes(
+    size = step_bytes(
         engine.model.config,
         context=context,
         rows=work.live,
@@ -306,24 +298,17 @@ def _bytes_read(engine: Engine, work: Work) -> dict[str, Any]:
         kv_dtype=memory.kv_dtype,
         experts=None if experts is None else experts.layer,
     )
-    modules = drafter.modules if isinstance(drafter, ModuleDrafter) else None
-    if isinstance(modules, MtpModules) and size is not None:
-        vocabulary, head = modules.vocabulary, weights.lm_head
-        rows = head.shape[0] if vocabulary is None else vocabulary.numel()
-        size += drafts_bytes(
-            modules.config,
-            length=drafter.length,
-            lm_head=head.nbytes * rows // head.shape[0],
-            context=context,
+    drafts = engine.core.drafter.bytes_read(
+        StepSizes(
             rows=work.live,
-            dtype=memory.dtype,
+            context=context,
             kv_dtype=memory.kv_dtype,
+            lm_head=engine.model.weights.lm_head,
             experts=0.0 if experts is None else experts.drafter,
         )
-    elif modules is not None or isinstance(drafter, DraftModelDrafter):
-        size = None
+    )
     return {
-        "step_bytes": size,
+        "step_bytes": None if drafts is None else size + drafts,
         "experts_read": None if experts is None else experts.layer,
         "drafter_experts_read": None if experts is None else experts.drafter,
     }

@@ -9,7 +9,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -178,6 +178,53 @@ def family_names(path: str, source: str) -> list[str]:
             name = node.name
         if any(FAMILIES.search(word) for word in re.split(r"[ .]", name)):
             found.append(f"{node.lineno}: {name.strip()}")  # type: ignore[attr-defined]
+    return found
+
+
+MAY_CHOOSE_DRAFTERS = ("graphengine/drafters/", "profiles/benchmark/engines.py")
+"""Who makes drafters, and so asks which one it is to make."""
+_DRAFTER_BASES = {"Mode", "Drafter", "DraftModules"}
+
+
+def drafter_classes(sources: Iterable[str]) -> set[str]:
+    """Names of the classes that derive from a mode, a drafter or its modules, which may be asked
+    what they can do but not which they are.
+    """
+    bases = {
+        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    }
+    found: set[str] = set()
+    while more := {name for name, of in bases.items() if of & (_DRAFTER_BASES | found)} - found:
+        found |= more
+    return found - _DRAFTER_BASES
+
+
+def class_tests(path: str, source: str, classes: set[str]) -> list[str]:
+    """`line: text` where `source`, the file at `path`, asks whether something is of `classes`."""
+    # Most files have no such word.
+    if path.startswith(MAY_CHOOSE_DRAFTERS) or not any(name in source for name in classes):
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func) in ("isinstance", "issubclass"):
+                asked = list(node.args[1:])
+        elif isinstance(node, ast.Compare):
+            if any("type(" in ast.unparse(side) for side in (node.left, *node.comparators)):
+                asked = [node]
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        names = {
+            getattr(each, "id", getattr(each, "attr", None))
+            for top in asked
+            for each in ast.walk(top)
+        }
+        if names & classes:
+            found.append(f"{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
     return found
 
 

@@ -17,7 +17,7 @@ CASES = {
     "tests/graphengine/core/test_chunk_times.py": {
         "test_a_measurement_leaves_nothing_behind": 2,
     },
-    "tests/graphengine/drafters/test_block.py": {
+    "tests/graphengine/drafters/block/test_block.py": {
         "test_on_a_gpu_graphs_hold_kernels_alone": 1,
         "test_tokens_are_those_without": 1,
     },
@@ -34,7 +34,7 @@ CASES = {
     "tests/graphengine/drafters/test_drafts.py": {
         "test_all_drafts_of_who_cannot_be_wrong_are_accepted": 2,
     },
-    "tests/graphengine/drafters/test_eagle3.py": {
+    "tests/graphengine/drafters/eagle3/test_eagle3.py": {
         "test_on_a_gpu_graphs_hold_kernels_alone": 1,
         "test_tokens_are_those_without": 1,
         "test_tokens_with_trees_are_those_without": 1,
@@ -69,10 +69,10 @@ CASES = {
         "test_relaxed_steps_are_those_of_a_plain_simulation": 2,
         "test_without_slack_relaxed_is_strict": 2,
     },
-    "tests/graphengine/drafters/test_suffix_drafts.py": {
+    "tests/graphengine/drafters/suffix/test_suffix_drafts.py": {
         "test_drafts_are_those_of_a_plain_search": 2,
     },
-    "tests/graphengine/drafters/test_trees.py": {
+    "tests/graphengine/drafters/modules/test_trees.py": {
         "test_every_depth_of_who_cannot_be_wrong_is_accepted": 1,
         "test_the_first_path_is_a_chain": 1,
     },
@@ -125,7 +125,7 @@ CASES = {
         "test_logits_and_greedy_tokens": 1,
         "test_records_are_transformers_own_routes_and_are_replayed": 2,
     },
-    "tests/graphengine/models/test_mtp_module.py": {
+    "tests/graphengine/drafters/mtp/test_layer.py": {
         "test_decode_one_token_at_a_time": 2,
     },
     "tests/graphengine/models/test_parity.py": {

@@ -1,7 +1,7 @@
 """A block drafter for the demo model in plain PyTorch, DFlash's or DSpark's: for training, and its
 checkpoint.
 
-The formulae are those of `graphengine.models.drafting.dflash`, and parameters have the names of
+The formulae are those of `graphengine.drafters.block.layers`, and parameters have the names of
 published checkpoints. Trained as DFlash (arXiv:2602.06036) and DSpark (deepseek-ai/DeepSpec) are:
 at anchors anywhere in a window, blocks of a known token and masks are run at once; DSpark's
 sequential head is fed the text's own tokens.

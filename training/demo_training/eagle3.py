@@ -1,6 +1,6 @@
 """An EAGLE3 head for the demo model in plain PyTorch: for training, and its checkpoint.
 
-The formulae are those of `graphengine.models.drafting.eagle3`, and parameters have the names of
+The formulae are those of `graphengine.drafters.eagle3.layer`, and parameters have the names of
 published checkpoints. Trained by training-time test (Y. Li et al., "EAGLE-3", arXiv:2503.01840):
 several runs are unrolled, and in each the head reads its own output of the run before.
 

@@ -18,9 +18,9 @@ from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.llama import decoder_config
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import LATENT_KEYS, HfConfig, unsupported
+from graphengine.models.hf.decoder_config import decoder_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

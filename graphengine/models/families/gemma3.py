@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.llama import decoder_config
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import (
     GEMMA_KEYS,
@@ -22,6 +21,7 @@ from graphengine.models.hf.config_schema import (
     read_keys,
     unsupported,
 )
+from graphengine.models.hf.decoder_config import decoder_config
 
 # transformers' defaults for missing keys; other families require these keys.
 _SIZES = {

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.deepseek import Version, with_experts
-from graphengine.models.families.llama import decoder_config
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import ROUTED_KEYS, HfConfig, Key, unsupported
+from graphengine.models.hf.decoder_config import decoder_config
 
 # Defaults for missing keys, where transformers' differ from those of other families.
 _MISSING = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}

@@ -12,7 +12,6 @@ from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.llama import decoder_config
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import (
     GPT_OSS_KEYS,
@@ -21,6 +20,7 @@ from graphengine.models.hf.config_schema import (
     read_key,
     unsupported,
 )
+from graphengine.models.hf.decoder_config import decoder_config
 
 # Defaults for missing keys, where transformers' differ from those of other families.
 _MISSING = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.llama import decoder_config
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig
+from graphengine.models.hf.decoder_config import decoder_config
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, windows="all", biases=())
 # transformers' defaults for missing keys, where other families have different ones.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.llama import decoder_config
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig
+from graphengine.models.hf.decoder_config import decoder_config
 
 DEFAULTS = hf_config.FamilyDefaults(
     max_positions=32768, windows="switched", fixed={"qkv_bias": (True,)}

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.llama import decoder_config
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig, check_neutral, language_model
+from graphengine.models.hf.decoder_config import decoder_config
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, windows="switched")
 _BESIDE = ("vision_config", "text_config")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.llama import decoder_config
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig
+from graphengine.models.hf.decoder_config import decoder_config
 
 NORMED = {"use_qk_norm": (True,), "qk_norm": (True,)}
 """What a config may say of the norms of queries and keys, which are always there."""

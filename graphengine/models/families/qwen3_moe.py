@@ -8,10 +8,10 @@ from typing import Any
 from graphengine.kernels.experts.router import MAX_EXPERTS, Router
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.llama import decoder_config
 from graphengine.models.families.qwen3 import NORMED
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import EXPERT_KEYS, HfConfig, unsupported
+from graphengine.models.hf.decoder_config import decoder_config
 
 # transformers' default where neither key is there.
 _EXPERTS = 128

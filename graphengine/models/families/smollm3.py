@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.llama import decoder_config
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import SMOLLM3_KEYS, HfConfig, unsupported
+from graphengine.models.hf.decoder_config import decoder_config
 
 DEFAULTS = hf_config.FamilyDefaults(
     max_positions=32_768,

@@ -29,9 +29,6 @@ from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.composition import experts_of
 from graphengine.models.contract import ModelConfig, Share
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.drafting.dflash import DFlashConfig
-from graphengine.models.drafting.eagle3 import Eagle3Config
-from graphengine.models.drafting.mtp import MtpConfig, allocate_mtp_weights
 from graphengine.models.hybrid import HybridConfig
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_rows
@@ -63,60 +60,13 @@ def of_rank(
             f"expert_parallel=True, but no layer of this {config.architecture} has experts"
         )
     part = _layers_of_rank(config, share, expert_parallel)
-    return part.stored_as(_forms_of_rank(part.forms, _meta(config), _meta(part), share.ranks))
-
-
-def modules_of_rank(
-    modules: MtpConfig,
-    share: Share,
-    *,
-    expert_parallel: bool = False,
-    data_parallel: bool = False,
-) -> MtpConfig:
-    """The draft modules with layers split as the model's are; each rank has whole projections.
-
-    ValueError as in `of_rank`.
-    """
-    if share.ranks == 1:
-        return modules
-    if data_parallel:
-        return replace(modules, layer=_whole_but_experts(modules.layer, share))
-    layer = _decoder_of_rank(modules.layer, modules.modules, share, expert_parallel)
-    part = replace(modules, layer=layer)
-    whole, own = (
-        allocate_mtp_weights(each, device="meta", dtype=torch.float32) for each in (modules, part)
-    )
-    return part.stored_as(_forms_of_rank(part.forms, whole, own, share.ranks))
-
-
-def eagle3_of_rank(config: Eagle3Config, share: Share) -> Eagle3Config:
-    """EAGLE3's layer, split as the model's are; each rank has all of fc and lm_head.
-
-    ValueError as in `of_rank`.
-    """
-    if share.ranks == 1:
-        return config
-    return replace(config, layer=_dense_of_rank(config.layer, share))
-
-
-def dflash_of_rank(config: DFlashConfig, share: Share) -> DFlashConfig:
-    """A block drafter's layers, split as the model's are; each rank has all of fc and the heads.
-
-    ValueError as in `of_rank`.
-    """
-    if share.ranks == 1:
-        return config
-    return replace(config, decoder=_dense_of_rank(config.decoder, share))
-
-
-def _dense_of_rank(config: DecoderConfig, share: Share) -> DecoderConfig:
-    return _decoder_of_rank(config, config.num_layers, share, False)
+    return part.stored_as(forms_of_rank(part.forms, _meta(config), _meta(part), share.ranks))
 
 
 def _layers_of_rank(config: ModelConfig, share: Share, expert_parallel: bool) -> ModelConfig:
     """The model with the sizes of a rank's layers; weights are stored as they were."""
     if isinstance(config, DecoderConfig):
-        return _decoder_of_rank(config, config.num_layers, share, expert_parallel)
+        return decoder_of_rank(config, config.num_layers, share, expert_parallel)
     if isinstance(config, HybridConfig):
         return _hybrid_of_rank(config, share, expert_parallel)
     raise ValueError(
@@ -128,10 +78,13 @@ def _layers_of_rank(config: ModelConfig, share: Share, expert_parallel: bool) ->
 # Decoders.
 
 
-def _decoder_of_rank(
-    config: DecoderConfig, layers: int, share: Share, expert_parallel: bool
+def decoder_of_rank(
+    config: DecoderConfig, layers: int, share: Share, expert_parallel: bool = False
 ) -> DecoderConfig:
-    """A rank's part of a decoder, or of draft modules with `layers` of its layers."""
+    """A rank's part of a decoder, or of draft modules with `layers` of its layers.
+
+    ValueError as in `of_rank`.
+    """
     split = replace(config, **_heads_of_rank(config, share.ranks))
     if any(layer not in config.expert_layers for layer in range(layers)):
         split = replace(split, ffn_size=_divided(config.ffn_size, share.ranks, "ffn columns"))
@@ -168,7 +121,7 @@ def _experts_of_rank(experts: Experts, share: Share, expert_parallel: bool) -> E
 def _with_experts_of_rank(config: ModelConfig, share: Share) -> ModelConfig:
     """The whole model, with only this rank's experts. ValueError if it has none."""
     if isinstance(config, DecoderConfig) and config.expert_layers:
-        return _whole_but_experts(config, share)
+        return whole_but_experts(config, share)
     if isinstance(config, HybridConfig) and experts_of(config) is not None:
         return config.with_blocks(
             lambda block: _spread(block, share) if isinstance(block, Experts) else block
@@ -180,7 +133,7 @@ def _with_experts_of_rank(config: ModelConfig, share: Share) -> ModelConfig:
     )
 
 
-def _whole_but_experts(config: DecoderConfig, share: Share) -> DecoderConfig:
+def whole_but_experts(config: DecoderConfig, share: Share) -> DecoderConfig:
     """A decoder, or a draft module's layer, with only this rank's experts, if it has any."""
     experts = config.experts
     if experts is None or not config.expert_layers:
@@ -278,7 +231,7 @@ def _meta(config: ModelConfig) -> StoredWeights:
     return config.allocate(device="meta", dtype=torch.float32)
 
 
-def _forms_of_rank(
+def forms_of_rank(
     forms: WeightForms, whole: StoredWeights, part: StoredWeights, ranks: int
 ) -> WeightForms:
     """How each rank stores its parts of packed weights.

@@ -19,7 +19,7 @@ from engines.speculation import (
 )
 from graphengine.config import EngineConfig
 from graphengine.drafters.draft_model import DraftModelDrafter
-from graphengine.drafters.modules import ModuleDrafter
+from graphengine.drafters.modules.base import ModuleDrafter
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.contract import DecodeLaunch

@@ -22,8 +22,9 @@ from graphengine.drafters import (
     Verified,
     making,
 )
+from graphengine.options.mode import Mode, check_drafts
 from graphengine.program.graph_key import decode_key
-from graphengine.speculative import MODES, GateOptions, Mode, check_drafts
+from graphengine.speculative import MODES, GateOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from checkpoints import toy_family
+from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig
 from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed, residual_groups
 from graphengine.models.contract import arrival_counters, most_arrival_counters
-from graphengine.models.drafting.mtp import LAYOUTS, MtpConfig
 from graphengine.models.families.registry import FAMILIES, read_model_config
 from graphengine.models.linears import (
     ByLinear,

@@ -10,9 +10,9 @@ import torch
 from transformers import Gemma3Config, Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
+from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig
 from graphengine.kernels.norm_rope.rope import rope_frequencies
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.drafting.mtp import LAYOUTS, MtpConfig
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import GEMMA_KEYS, KEYS, NEUTRAL, unknown_keys
 

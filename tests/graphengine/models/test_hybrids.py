@@ -21,6 +21,7 @@ from engines.speculation import script, step_with
 from extent import extent
 from graphengine import Engine, Request, SamplingParams, Session
 from graphengine.config import RoundedKind
+from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig
 from graphengine.kernels.linear.packed import unpack
 from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.recurrent import short_conv_reference
@@ -31,7 +32,6 @@ from graphengine.models.blocks.mamba2 import RING, STATE
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.tensor_files import Cut
 from graphengine.models.contract import Share
-from graphengine.models.drafting.mtp import LAYOUTS, MtpConfig
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.splitting.rank_cuts import cut_to

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from checkpoints.few_layers import few_layers
 from engines.small_engine import LONG, PROMPT, greedy, open_engine
 from graphengine import Engine
+from graphengine.drafters.mtp.reading import read_mtp_config
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.kv_scales import calibrate_kv_scales, scales_id
-from graphengine.models.drafting.mtp_reading import read_mtp_config
 from graphengine.models.weights import StoredWeights
 from graphengine.speculative import MTP, DraftModel
 

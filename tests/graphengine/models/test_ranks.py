@@ -17,6 +17,15 @@ import torch
 from events import GENEROUS_S
 from torch import Tensor
 
+from graphengine.drafters.mtp.layer import (
+    LAYOUTS,
+    MtpConfig,
+    MtpWeights,
+    allocate_mtp_weights,
+    mtp_decode,
+    mtp_prefill,
+    rope_of,
+)
 from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.experts.router import Router, Routes
 from graphengine.kernels.linear.call import LinearCall
@@ -42,19 +51,10 @@ from graphengine.models.contract import (
     SplitStream,
 )
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.drafting.mtp import (
-    LAYOUTS,
-    MtpConfig,
-    MtpWeights,
-    allocate_mtp_weights,
-    mtp_decode,
-    mtp_prefill,
-    rope_of,
-)
 from graphengine.models.families.gpt_oss import NAMES
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.routing import observed_routes
-from graphengine.models.splitting.rank_sizes import modules_of_rank, of_rank
+from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.states import StateTensors, cache_shape
 from graphengine.models.weights import StoredWeights
 from graphengine.parallel.split_stream import GatheredStream
@@ -196,7 +196,7 @@ def modules(
     weights = allocate_mtp_weights(of_all, device="cpu", dtype=torch.float32)
     fill(weights)
     if not whole:
-        of_one = modules_of_rank(of_all, Share(rank, RANKS), **how)
+        of_one = of_all.of_rank(Share(rank, RANKS), **how)
         parts = allocate_mtp_weights(of_one, device="cpu", dtype=torch.float32)
         split(weights, parts, rank)
         weights = parts

@@ -1,1 +1,0 @@
-"""The layers of draft modules: MTP, EAGLE3 and block drafters, and how checkpoints have them."""
