@@ -20,7 +20,7 @@ from graphengine.opening.loading import (
 )
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.updating import LoadedWeights
-from graphengine.parallel.leading import LeadingRuntime, lead_ranks
+from graphengine.parallel.driver_runtime import DriverRuntime, lead_ranks
 from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.parallel.torchrun import processes_of_torchrun
 from graphengine.program.graph_key import GraphKey
@@ -28,7 +28,7 @@ from graphengine.program.graph_key import GraphKey
 
 def open_pipeline(
     path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
-) -> tuple[Opened, LeadingRuntime]:
+) -> tuple[Opened, DriverRuntime]:
     """Open a checkpoint as the last of `config.pipeline_parallel` stages, like `open_checkpoint`,
     with the runtime that leads all ranks.
 
@@ -71,7 +71,7 @@ def plan_stages(found: Found, config: EngineConfig) -> list[MemoryPlan]:
     ]
 
 
-class PipelineRuntime(LeadingRuntime):
+class PipelineRuntime(DriverRuntime):
     """The runtime of the last stage, which sends the earlier stages each load, swap and replay.
 
     On a CPU its own work is queued, and done when the caller waits for it: until then it sends the

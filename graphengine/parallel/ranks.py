@@ -21,11 +21,11 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
-from graphengine.parallel.exchange import MeetingFailed
+from graphengine.parallel.collectives.exchange import GroupError
 from graphengine.parallel.link import ALL, DriverEnd, Kind, LinkMemory, Stage
-from graphengine.parallel.processes import RankProcess, SpawnedRank, check_may_start
-from graphengine.parallel.rank import RankStart, run_rank
+from graphengine.parallel.rank_processes import RankProcess, SpawnedRank, check_may_start
 from graphengine.parallel.torchrun import lead
+from graphengine.parallel.worker import RankStart, run_rank
 
 # Longest wait for a rank that loads or captures longer than the driver.
 _LOAD_LIMIT_S = 600.0
@@ -38,7 +38,7 @@ _PAUSE_S = 1e-3
 # Linux keeps files in memory there.
 _MEMORY = Path("/dev/shm")
 # Errors that the driver gets when a rank has ended.
-_ABOUT_RANKS = (MeetingFailed, MailboxBroken, TimeoutError)
+_ABOUT_RANKS = (GroupError, MailboxBroken, TimeoutError)
 
 
 ONE_DEVICE = "GRAPHENGINE_RANKS_ON_ONE_DEVICE"
@@ -99,7 +99,7 @@ class Ranks:
         self.before_waiting: Callable[[], object] = lambda: None
         self._limit = config.wait_limit_s
         self._folder = Path(tempfile.mkdtemp(prefix="graphengine-ranks-", dir=_place(config)))
-        self.meeting = str(self._folder / "meeting")
+        self.rendezvous = str(self._folder / "rendezvous")
         self._devices = list(devices)
         self._processes: list[RankProcess] = []
         # At the end of the program, this runs before multiprocessing waits for its children.
@@ -132,7 +132,7 @@ class Ranks:
                 config=config.of_rank(device),
                 memory=replace(memories[rank], device=torch.device(device)),
                 link=link,
-                meeting=self.meeting,
+                rendezvous=self.rendezvous,
                 driver=os.getpid(),
                 threads=torch.get_num_threads(),
             )
@@ -169,8 +169,8 @@ class Ranks:
         """Let all ranks go on to this stage."""
         self._end.let(stage)
 
-    def forget_meeting(self) -> None:
-        """Remove the folder of the file through which ranks have met; nothing needs it any more."""
+    def remove_folder(self) -> None:
+        """Remove the folder of the rendezvous, once all ranks have joined."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def wait_for(self, stage: Stage) -> None:
@@ -285,7 +285,7 @@ class Ranks:
             ending = process.ending()
             if self._end.stage(rank) is Stage.FAILED:
                 text = self._end.text(rank)
-                follows = text.startswith(MeetingFailed.__name__)
+                follows = text.startswith(GroupError.__name__)
                 what = f"{self._named(rank)} failed: {text}"
                 reasons.append((follows, self._end.failed_at(rank), what))
             elif ending is not None:
@@ -338,7 +338,7 @@ class Ranks:
             process.join()
             process.close()
         self._processes.clear()
-        self.forget_meeting()
+        self.remove_folder()
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -33,12 +33,13 @@ from graphengine import EngineConfig
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
-from graphengine.parallel import exchange, rank
-from graphengine.parallel.exchange import Exchange
+from graphengine.parallel import worker
+from graphengine.parallel.collectives import exchange
+from graphengine.parallel.collectives.exchange import Exchange
 from graphengine.parallel.link import DriverEnd, Kind, LinkMemory, Stage
-from graphengine.parallel.processes import SpawnedRank
-from graphengine.parallel.rank import RankStart, run_rank
+from graphengine.parallel.rank_processes import SpawnedRank
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
+from graphengine.parallel.worker import RankStart, run_rank
 
 PROMPT = "def fib(n):"
 
@@ -108,7 +109,7 @@ def test_a_fault_of_a_rank_is_the_next_calls_error(
 
 def test_a_rank_that_waits_in_vain_says_for_whom(forked_ranks: None) -> None:
     """Here for the driver, which never comes to the replay that it has told."""
-    message = r"rank 1 .* failed: MeetingFailed: rank 1 of 2 waited 0\.2 s for rank 0 in exchange "
+    message = r"rank 1 .* failed: GroupError: rank 1 of 2 waited 0\.2 s for rank 0 in exchange "
     with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=0.2) as engine:
         ranks = ranks_of(engine)
         with pytest.raises(RankFailed, match=message + r"\d+, gather of \d+ bytes"):
@@ -155,7 +156,7 @@ def test_what_a_rank_says_while_it_opens(
         return ending(process)
 
     monkeypatch.setattr(SpawnedRank, "ending", after_its_end)
-    monkeypatch.setattr("graphengine.parallel.rank._DRIVER_STAYS_S", 0.0)
+    monkeypatch.setattr("graphengine.parallel.worker._DRIVER_STAYS_S", 0.0)
     config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
     found = read_checkpoint(few_layers(), config)
     memory, gone = plan_checkpoint(found, config), replace(found.checkpoint, path=tmp_path)
@@ -186,9 +187,9 @@ def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(
 ) -> None:
     """It says why, too, where it finds that out while something else does not return."""
     if blocked:
-        monkeypatch.setattr(rank, "read_checkpoint", lambda *_: threading.Event().wait())
+        monkeypatch.setattr(worker, "read_checkpoint", lambda *_: threading.Event().wait())
     else:
-        monkeypatch.setattr(rank, "_LONG_LOOK_S", GENEROUS_S)
+        monkeypatch.setattr(worker, "_LONG_LOOK_S", GENEROUS_S)
     config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
     found = read_checkpoint(few_layers(), config)
     memory = plan_checkpoint(found, config)
@@ -203,7 +204,7 @@ def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(
         config=config,
         memory=memory,
         link=link,
-        meeting=str(folder / "meeting"),
+        rendezvous=str(folder / "rendezvous"),
         driver=0,  # Nobody's parent.
         threads=1,
     )
@@ -250,7 +251,7 @@ def test_a_checkpoint_that_changes_while_ranks_open_is_an_error(
 def test_what_ranks_cannot_do_is_an_error(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr("graphengine.parallel.leading.Ranks", None)
+    monkeypatch.setattr("graphengine.parallel.driver_runtime.Ranks", None)
     with pytest.raises(ValueError, match=message):
         open_engine(**{"device": "cpu", "tensor_parallel": 2} | options)
 
@@ -351,7 +352,7 @@ def fork_driver(
 ) -> Iterator[Callable[..., tuple[ForkProcess, Connection]]]:
     """`fork_driver(work)`: a process that calls `work(connection)`, and the other end of that."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(rank, "_DRIVER_STAYS_S", GENEROUS_S)
+    monkeypatch.setattr(worker, "_DRIVER_STAYS_S", GENEROUS_S)
     context, started = multiprocessing.get_context("fork"), list[ForkProcess]()
 
     def fork(work: Callable[[Connection], None]) -> tuple[ForkProcess, Connection]:
@@ -376,7 +377,7 @@ def decode(connection: Connection) -> None:
 
 
 def stand_where_ranks_meet(connection: Connection) -> None:
-    """All have met, and wait for the driver's first part."""
+    """All are connected, and wait for the driver's first part."""
 
     def stand(*_: object) -> None:
         connection.send(None)

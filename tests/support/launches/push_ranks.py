@@ -26,7 +26,7 @@ from graphengine.kernels.linear.products import linear_residual, linear_squares
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.norm_rope.norm import add_rms_norm
 from graphengine.models.contract import Share
-from graphengine.parallel.peer_memory import PeerMemory
+from graphengine.parallel.collectives.peer_memory import PeerMemory
 from launches.split_chunks import SplitChunk
 
 HIDDEN, _COLUMNS = 1536, 512
@@ -38,7 +38,7 @@ def run_ranks(folder: Path, ranks: int, replays: dict[tuple[int, torch.dtype], i
     """Exit codes of ranks that replay a graph of pushes so often, for each number of lanes."""
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_run, args=(str(folder / "meeting"), Share(rank, ranks), replays))
+        context.Process(target=_run, args=(str(folder / "rendezvous"), Share(rank, ranks), replays))
         for rank in range(ranks)
     ]
     for process in processes:

@@ -33,13 +33,13 @@ from graphengine.opening.loading import (
 )
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.updating import LoadedWeights
-from graphengine.parallel.joined import Joined
 from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.link import ALL, Kind, Stage
-from graphengine.parallel.rank import state_digest
+from graphengine.parallel.process_groups import ProcessGroups
 from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.parallel.torchrun import follow, launched_share
 from graphengine.parallel.whole_weights import whole_fingerprint
+from graphengine.parallel.worker import state_digest
 from graphengine.program.graph_key import GraphKey
 from graphengine.requests.request import Request
 from graphengine.requests.result import TokenLogprobs
@@ -49,8 +49,8 @@ def open_with_ranks(
     path: str | Path,
     config: EngineConfig,
     progress: Callable[[int, int], None] | None,
-    kind: type[LeadingRuntime],
-) -> tuple[Opened, LeadingRuntime]:
+    kind: type[DriverRuntime],
+) -> tuple[Opened, DriverRuntime]:
     """Open a checkpoint as rank 0 of `config.ranks`, like `open_checkpoint`, with a runtime of this
     `kind` that leads all ranks.
 
@@ -74,8 +74,8 @@ def lead_ranks(
     memory: MemoryPlan,
     config: EngineConfig,
     progress: Callable[[int, int], None] | None,
-    kind: type[LeadingRuntime],
-) -> tuple[Opened, LeadingRuntime]:
+    kind: type[DriverRuntime],
+) -> tuple[Opened, DriverRuntime]:
     """Load rank 0's weights, and open its runtime once all ranks have loaded theirs. RankFailed if
     a rank fails; any error ends all ranks.
     """
@@ -91,7 +91,7 @@ def lead_ranks(
         raise
 
 
-class LeadingRuntime(Runtime):
+class DriverRuntime(Runtime):
     """A runtime that sends `ranks` each load, swap and replay, before or while it does the same.
 
     Its waits watch the ranks, too: RankFailed once a rank has ended.
@@ -108,8 +108,10 @@ class LeadingRuntime(Runtime):
         found: Found,
     ) -> None:
         self.ranks = ranks
-        self._joined = joined = Joined(ranks.meeting, Share(0, config.ranks), memory, config)
-        group, stages = joined.group, joined.stages
+        self.groups = groups = ProcessGroups(
+            ranks.rendezvous, Share(0, config.ranks), memory, config
+        )
+        group, stages = groups.tensor, groups.stages
         try:
             if found.calibration:
                 ids = found.calibration
@@ -119,17 +121,17 @@ class LeadingRuntime(Runtime):
             )
             ranks.wait_for(Stage.FOLLOWING)
         except BaseException:
-            joined.abandon()
-            joined.close()
+            groups.abandon()
+            groups.close()
             raise
-        ranks.forget_meeting()
-        joined.wait_up_to(config.wait_limit_s)
+        ranks.remove_folder()
+        groups.wait_up_to(config.wait_limit_s)
         # The ids are int16, and a command carries no more bytes than the largest load.
         self.record_piece = memory.load_bytes // 2
         self._found, self._dtype = found, memory.dtype
         self._fingerprints: dict[str, str] = {}
-        self._parts = joined.kept_parts(self, found)
-        self.rank_times = _Times(ranks, joined, config)
+        self._parts = groups.kept_parts(self, found)
+        self.rank_times = _Times(ranks, groups, config)
         self._numbers = {key: number for number, key in enumerate(memory.graphs)}
         if self.stream is not None:
             self._watched = _Watched(self.stream, ranks)
@@ -215,7 +217,7 @@ class LeadingRuntime(Runtime):
             self.ranks.send(Kind.READ_SCALES)
             assert isinstance(self._parts, KeptParts), "stages have no fp8 KV"
             found = self._parts.scales_id()
-            self._joined.check()
+            self.groups.check()
             return found
 
     @property
@@ -238,7 +240,7 @@ class LeadingRuntime(Runtime):
         with self.ranks.explained():
             self.ranks.send(Kind.READ_BLOCKS, data=_packed(blocks))
             found = self._parts.read_blocks(blocks)
-            self._joined.check()
+            self.groups.check()
             return found
 
     def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
@@ -246,14 +248,14 @@ class LeadingRuntime(Runtime):
         with self.ranks.explained():
             self.ranks.send(Kind.WRITE_BLOCKS, data=_packed(blocks))
             self._parts.write_blocks(blocks, kept)
-            self._joined.check()
+            self.groups.check()
 
     def read_states(self, place: int) -> tuple[Tensor, ...]:
         """Copy the states kept at this place to the host, in the layout of one model."""
         with self.ranks.explained():
             self.ranks.send(Kind.READ_STATES, (place,))
             found = self._parts.read_states(place)
-            self._joined.check()
+            self.groups.check()
             return found
 
     def write_states(self, place: int, parts: Sequence[Tensor]) -> None:
@@ -261,7 +263,7 @@ class LeadingRuntime(Runtime):
         with self.ranks.explained():
             self.ranks.send(Kind.WRITE_STATES, (place,))
             self._parts.write_states(place, parts)
-            self._joined.check()
+            self.groups.check()
 
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on all ranks; on a CPU they run it together."""
@@ -273,7 +275,7 @@ class LeadingRuntime(Runtime):
         """The first `lanes` lanes published by replay `sequence`."""
         with self.ranks.explained():
             found = super().wait_tokens(sequence, lanes, timeout)
-            self._joined.check()
+            self.groups.check()
             return found
 
     def wait_logprobs(
@@ -282,7 +284,7 @@ class LeadingRuntime(Runtime):
         """The log-probabilities of each lane of a replay that published `record`."""
         with self.ranks.explained():
             found = super().wait_logprobs(replay, record, timeout)
-            self._joined.check()
+            self.groups.check()
             return found
 
     def digests(self) -> list[str]:
@@ -303,11 +305,11 @@ class LeadingRuntime(Runtime):
         if self.ranks.broken:
             # A replay may wait for ranks that are gone.
             self.ranks.close()
-            self._joined.abandon()
+            self.groups.abandon()
         super().close()
-        self._joined.leave()
+        self.groups.leave()
         self.ranks.close()
-        self._joined.close()
+        self.groups.close()
 
 
 def _packed(blocks: Sequence[int]) -> bytes:
@@ -320,8 +322,8 @@ def _packed(blocks: Sequence[int]) -> bytes:
 class _Times:
     """Times of the other ranks, for the recorder; see `RankTimes`."""
 
-    def __init__(self, ranks: Ranks, joined: Joined, config: EngineConfig) -> None:
-        self._ranks, self._joined = ranks, joined
+    def __init__(self, ranks: Ranks, groups: ProcessGroups, config: EngineConfig) -> None:
+        self._ranks, self._groups = ranks, groups
         self.count, self.option = config.ranks, config.ranks_option
 
     def last_launch(self, sequence: int, when: int) -> tuple[float, int]:
@@ -330,7 +332,7 @@ class _Times:
 
     def waited_s(self) -> float | None:
         # Do not read a device that has failed, or that waits for a rank that is gone.
-        return None if self._ranks.broken else self._joined.waited_s()
+        return None if self._ranks.broken else self._groups.waited_s()
 
 
 class _Watched:

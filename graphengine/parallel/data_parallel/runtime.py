@@ -21,18 +21,18 @@ from graphengine.models.contract import Share
 from graphengine.opening.loading import Found, Opened
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.records import new_records
-from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.collectives.process_group import check_watch
+from graphengine.parallel.data_parallel.shared_records import SharedRecords
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.parallel.link import Kind
-from graphengine.parallel.meeting import check_watch
 from graphengine.parallel.ranks import Ranks
-from graphengine.parallel.shared_records import SharedRecords
 from graphengine.requests.request import Request
 from graphengine.requests.result import TokenLogprobs
 
 _DRAFTS = "draft_tokens"
 
 
-class DataParallelRuntime(LeadingRuntime):
+class DataParallelRuntime(DriverRuntime):
     """The runtime of rank 0, which has requests like the others; it also leads all ranks' replays.
 
     others  the runtimes of the other ranks, rank 1 first
@@ -48,12 +48,12 @@ class DataParallelRuntime(LeadingRuntime):
     ) -> None:
         # Map them before `super().__init__` removes the ranks' folder.
         mapped = [
-            SharedRecords.of_rank(ranks.meeting, rank, config, memory)
+            SharedRecords.of_rank(ranks.rendezvous, rank, config, memory)
             for rank in range(1, config.ranks)
         ]
         super().__init__(opened, memory, config, ranks, found)
         self.others = tuple(
-            RankRuntime(rank, self, shared, config, memory)
+            RemoteRank(rank, self, shared, config, memory)
             for rank, shared in enumerate(mapped, start=1)
         )
 
@@ -99,7 +99,7 @@ class DataParallelRuntime(LeadingRuntime):
             each.close()
 
 
-class RankRuntime(Waits):
+class RemoteRank(Waits):
     """The driver's side of rank `rank`, led by `leading`: loads go to the rank, results come back.
 
     buffers  copies of the rank's host-owned fields and its draft tokens, which are as the rank

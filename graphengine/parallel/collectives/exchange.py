@@ -32,7 +32,7 @@ _PAUSE_S = 2e-3
 _LONGEST_S = 1e6
 
 
-class MeetingFailed(RuntimeError):
+class GroupError(RuntimeError):
     """A rank is gone, or did not come in time."""
 
 
@@ -42,7 +42,7 @@ class Exchange:
     limit_s   seconds that this rank waits for others; a change holds from the next exchange on
     waited_s  seconds that this rank has spent in exchanges
 
-    Raises MeetingFailed, with their numbers, where ranks are gone or do not come within the limit.
+    Raises GroupError, with their numbers, where ranks are gone or do not come within the limit.
     """
 
     def __init__(self, file: str, share: Share, limit_s: float) -> None:
@@ -61,7 +61,7 @@ class Exchange:
 
         name  what the exchange is for, in messages
 
-        Raises MeetingFailed where a rank is gone, does not come within the limit, or is at another
+        Raises GroupError where a rank is gone, does not come within the limit, or is at another
         exchange. Only `close` may be called after that.
         """
         assert len(self._peers) == self.share.ranks - 1, "it is closed"
@@ -76,7 +76,7 @@ class Exchange:
         while waiting := [peer for peer in waiting if not self._advance(peer, header)]:
             left = deadline - time.perf_counter()
             if left <= 0:
-                raise MeetingFailed(
+                raise GroupError(
                     f"rank {own} of {self.share.ranks} waited {self.limit_s:g} s for "
                     f"{_named([peer.rank for peer in waiting])} in {_described(header)}"
                 )
@@ -101,8 +101,8 @@ class Exchange:
         who, here = f"rank {self.share.rank} of {self.share.ranks}", _described(header)
         if peer.told is not None and apart:
             there = _described(peer.told)
-            raise MeetingFailed(f"{who} is at {here}, and rank {peer.rank} at {there}")
-        raise MeetingFailed(f"{who} lost rank {peer.rank} in {here}: {lost}") from lost
+            raise GroupError(f"{who} is at {here}, and rank {peer.rank} at {there}")
+        raise GroupError(f"{who} lost rank {peer.rank} in {here}: {lost}") from lost
 
     def _connect(self, file: Path, deadline: float) -> None:
         """Connect to the ranks before this one, and accept connections from the ranks after it."""
@@ -117,8 +117,8 @@ class Exchange:
                 try:
                     peer.greet(own)
                 except OSError as error:
-                    raise MeetingFailed(
-                        f"rank {own} of {ranks} lost rank {rank} when they met: {error}"
+                    raise GroupError(
+                        f"rank {own} of {ranks} lost rank {rank} at the rendezvous: {error}"
                     ) from error
             while len(self._peers) < ranks - 1:
                 missing = sorted({*range(own + 1, ranks)} - {*self._peers})
@@ -149,12 +149,12 @@ class Exchange:
                 return connection
 
     def _left(self, missing: Sequence[int], deadline: float) -> float:
-        """Seconds left for these ranks to come. Raises MeetingFailed where none are left."""
+        """Seconds left for these ranks to come. Raises GroupError where none are left."""
         left = deadline - time.perf_counter()
         if left <= 0:
-            raise MeetingFailed(
+            raise GroupError(
                 f"rank {self.share.rank} of {self.share.ranks} waited {self.limit_s:g} s for "
-                f"{_named(missing)} to meet"
+                f"{_named(missing)} at the rendezvous"
             )
         return min(left, _LONGEST_S)
 

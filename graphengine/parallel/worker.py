@@ -26,11 +26,11 @@ from graphengine.opening.calibration import calibrate
 from graphengine.opening.loading import load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
 from graphengine.opening.updating import LoadedWeights
-from graphengine.parallel.joined import Joined
+from graphengine.parallel.data_parallel.shared_records import SharedRecords
 from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.link import ALL, Command, Kind, LinkMemory, RankEnd, Stage
-from graphengine.parallel.processes import is_running
-from graphengine.parallel.shared_records import SharedRecords
+from graphengine.parallel.process_groups import ProcessGroups
+from graphengine.parallel.rank_processes import is_running
 from graphengine.parallel.stage_parts import StageParts
 from graphengine.program.graph_key import GraphKey
 
@@ -58,7 +58,7 @@ class RankStart(NamedTuple):
     digest   the checkpoint's digest, as the driver has read it
     config   the engine's config, with this rank's device
     memory   the driver's plan, with this rank's device
-    meeting  the file through which ranks find each other
+    rendezvous  the file through which ranks find each other
     driver   the driver's process id
     threads  torch's threads, as many as the driver's: sums on a CPU may depend on their number
     spawned  whether the driver has started this process
@@ -70,7 +70,7 @@ class RankStart(NamedTuple):
     config: EngineConfig
     memory: MemoryPlan
     link: LinkMemory
-    meeting: str
+    rendezvous: str
     driver: int
     threads: int
     spawned: bool = True
@@ -121,9 +121,9 @@ class _Rank:
         self._start, self._end = start, end
         self._spin = _SPIN_S if start.memory.device.type == "cuda" else 0.0
         self._acknowledged = 0
-        # The driver's folders, which it removes unless it is killed: the meeting's, and the one
+        # The driver's folders, which it removes unless it is killed: the rendezvous's, and the one
         # with an update's values.
-        self._folders = [Path(start.meeting).parent]
+        self._folders = [Path(start.rendezvous).parent]
         self._failing = threading.Lock()
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -174,37 +174,37 @@ class _Rank:
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
         shared = None
         if config.data_parallel > 1:
-            file = self._start.meeting
+            file = self._start.rendezvous
             shared = SharedRecords.of_rank(file, share.rank, config, memory, written=True)
         watch = None if shared is None else shared.watch
-        joined = Joined(self._start.meeting, share, memory, config, watch)
+        groups = ProcessGroups(self._start.rendezvous, share, memory, config, watch)
         if found.calibration:
             ids = found.calibration
-            calibrate(loaded.model, memory, config, loaded.drafter, ids, joined.group)
+            calibrate(loaded.model, memory, config, loaded.drafter, ids, groups.tensor)
         runtime = Runtime(
             loaded.model,
             memory,
             config,
             loaded.drafter,
-            group=joined.group,
-            stages=joined.stages,
+            group=groups.tensor,
+            stages=groups.stages,
             records=None if shared is None else shared.mailboxes,
         )
-        joined.wait_up_to(config.wait_limit_s if joined.stages is None else _STAGE_LIMIT_S)
+        groups.wait_up_to(config.wait_limit_s if groups.stages is None else _STAGE_LIMIT_S)
         self._end.reach(Stage.FOLLOWING)
         opened.set()
-        parts = joined.kept_parts(runtime, found)
-        self._follow(runtime, joined, parts, loaded.loaded, shared)
+        parts = groups.kept_parts(runtime, found)
+        self._follow(runtime, groups, parts, loaded.loaded, shared)
         runtime.close()
         # Other ranks may still map this rank's own memory: the end of the process frees it.
-        joined.leave()
+        groups.leave()
         if shared is not None:
             shared.mailboxes.close()
 
     def _follow(
         self,
         runtime: Runtime,
-        joined: Joined,
+        groups: ProcessGroups,
         parts: KeptParts | StageParts,
         loaded: LoadedWeights,
         shared: SharedRecords | None,
@@ -212,7 +212,7 @@ class _Rank:
         """Repeat the driver's actions, command by command, until it closes."""
 
         def due() -> Command | None:
-            joined.check()
+            groups.check()
             return self._end.take()
 
         graphs = self._start.memory.graphs

@@ -1,7 +1,7 @@
 """GPU memory of all ranks of one host, mapped by each of them, so that kernels can push into it.
 
-Ranks send each other handles through the store of their meeting, and agree whether mapping worked:
-if one rank cannot map another's memory, all ranks do without.
+Ranks send each other handles through the store of their rendezvous, and agree whether mapping
+worked: if one rank cannot map another's memory, all ranks do without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The groups a rank belongs to: the ranks that split its layers, and the other pipeline stages."""
+"""The process groups of a rank: the ranks that split its layers, and the other pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from graphengine.models.contract import WHOLE, AddOwn, RankGroup, Share
 from graphengine.models.splitting.stages import place_of_rank
 from graphengine.opening.loading import Found
 from graphengine.opening.memory import MemoryPlan
+from graphengine.parallel.collectives.process_group import ProcessGroup
 from graphengine.parallel.kept_parts import KeptParts
-from graphengine.parallel.meeting import Meeting
 from graphengine.parallel.stage_link import StageLink
 from graphengine.parallel.stage_parts import StageParts
 
 
-class Joined:
-    """The groups that rank `share.rank` of an engine joins; waits until their other ranks join.
+class ProcessGroups:
+    """The groups of rank `share.rank` of an engine; waits until all their ranks have joined.
 
     Each stage of a pipeline is a group of ranks that split its layers. All ranks of a stage have
-    the same residual stream, to the bit. So each rank meets only the ranks of other stages that
-    have the same share of the layers as itself.
+    the same residual stream, to the bit. So each rank communicates only with the ranks of other
+    stages that have the same share of the layers as itself.
 
     file    the beginning of the names of files through which ranks find each other
-    watch   see `Meeting`; used for the ranks that split this rank's layers
-    group   the ranks that split this rank's layers; None: it has them alone
+    watch   see `ProcessGroup`; used for `tensor`
+    tensor  the ranks that split this rank's layers, or its experts; None: it has them alone
     stages  the ranks of the other stages; None: there are none
+    all     the groups that there are
 
-    Raises MeetingFailed where a rank does not come; nothing is left open then.
+    Raises GroupError where a rank does not come; nothing is left open then.
     """
 
     def __init__(
@@ -44,23 +45,23 @@ class Joined:
         watch: Tensor | None = None,
     ) -> None:
         place = place_of_rank(share, config.pipeline_parallel)
-        self.group: Meeting | None = None
+        self.tensor: ProcessGroup | None = None
         self.stages: StageLink | None = None
-        self._meetings: list[Meeting] = []
+        self.all: list[ProcessGroup] = []
         try:
             if place.shard.ranks > 1:
                 name = f"{file}-{place.pipe.rank}"
-                self.group = self._meet(name, place.shard, memory, config, watch)
+                self.tensor = self._join(name, place.shard, memory, config, watch)
             if place.pipe.ranks > 1:
                 name = f"{file}-stages-{place.shard.rank}"
-                pipe = self._meet(name, place.pipe, memory, config, stages=True)
+                pipe = self._join(name, place.pipe, memory, config, stages=True)
                 self.stages = StageLink(pipe, config.mailbox_entries)
         except BaseException:
             self.abandon()
             self.close()
             raise
 
-    def _meet(
+    def _join(
         self,
         file: str,
         share: Share,
@@ -69,8 +70,8 @@ class Joined:
         watch: Tensor | None = None,
         *,
         stages: bool = False,
-    ) -> Meeting:
-        meeting = Meeting(
+    ) -> ProcessGroup:
+        group = ProcessGroup(
             file,
             share,
             memory.device,
@@ -80,13 +81,13 @@ class Joined:
             watch=watch,
             stages=stages,
         )
-        self._meetings.append(meeting)
-        return meeting
+        self.all.append(group)
+        return group
 
     def wait_up_to(self, limit_s: float) -> None:
         """Wait at most `limit_s` seconds for other ranks from now on."""
-        for meeting in self._meetings:
-            meeting.limit_s = limit_s
+        for group in self.all:
+            group.limit_s = limit_s
 
     def waited_s(self) -> float | None:
         """Seconds spent waiting for the parts of the ranks that split this rank's layers; on a GPU,
@@ -94,35 +95,35 @@ class Joined:
 
         None where nothing counts it: there are no other ranks, or NCCL carries all sums.
         """
-        return None if self.group is None else self.group.waited_s
+        return None if self.tensor is None else self.tensor.waited_s
 
     def check(self) -> None:
-        """Raise MeetingFailed once this rank has waited in vain."""
-        for meeting in self._meetings:
-            meeting.check()
+        """Raise GroupError once this rank has waited in vain."""
+        for group in self.all:
+            group.check()
 
     def abandon(self) -> None:
         """End the communication under way, which other ranks may never answer."""
-        for meeting in self._meetings:
-            meeting.abandon()
+        for group in self.all:
+            group.abandon()
 
     def leave(self) -> None:
         """Unmap the other ranks' memory, once nothing is under way."""
-        for meeting in self._meetings:
-            meeting.leave()
+        for group in self.all:
+            group.leave()
 
     def close(self) -> None:
         """Free this rank's own memory, once the other ranks no longer map it."""
         if self.stages is not None:
             self.stages.close()
-        for meeting in self._meetings:
-            meeting.close()
+        for group in self.all:
+            group.close()
 
     def kept_parts(self, runtime: Runtime, found: Found) -> KeptParts | StageParts:
         """This rank's parts of the KV and states that the model of `found` and its drafter keep."""
         model, drafter = found.model, found.drafter
         whole = found.whole_stage.states, drafter.whole_states
-        group = _Alone() if self.group is None else self.group
+        group = _Alone() if self.tensor is None else self.tensor
         parts = KeptParts(runtime, group, whole=whole, own=(model.states, drafter.needs.states))
         if self.stages is None:
             return parts
