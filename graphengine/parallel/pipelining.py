@@ -9,7 +9,6 @@ from pathlib import Path
 from graphengine.buckets import HostQueue
 from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
-from graphengine.models.checkpoints.given_tensors import GivenTensors
 from graphengine.models.contract import Share
 from graphengine.opening.loading import (
     Found,
@@ -19,7 +18,6 @@ from graphengine.opening.loading import (
     read_checkpoint,
 )
 from graphengine.opening.memory import MemoryPlan
-from graphengine.opening.updating import LoadedWeights
 from graphengine.parallel.driver_runtime import DriverRuntime, lead_ranks
 from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.parallel.torchrun import processes_of_torchrun
@@ -115,11 +113,6 @@ class PipelineRuntime(DriverRuntime):
         with self.ranks.explained():
             self.queue.run()
             super().synchronize()
-
-    def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
-        """Fill the weights of all stages, after everything that was queued."""
-        self.synchronize()
-        super().update_weights(loaded, given)
 
     def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
         """The first `lanes` lanes published by replay `sequence`."""

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from graphengine.config import EngineConfig
-from graphengine.core.runtime import Runtime
-from graphengine.kernels.comm.items import Peers
-from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.kernels.core.devices import overlaps_launches
-from graphengine.models.contract import WHOLE, AddOwn, RankGroup, Share
+from graphengine.models.contract import Share
 from graphengine.models.splitting.stages import place_of_rank
-from graphengine.opening.loading import Found
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.collectives.process_group import ProcessGroup
-from graphengine.parallel.kept_parts import KeptParts
 from graphengine.parallel.stage_link import StageLink
-from graphengine.parallel.stage_parts import StageParts
 
 
 class ProcessGroups:
@@ -118,40 +111,3 @@ class ProcessGroups:
             self.stages.close()
         for group in self.all:
             group.close()
-
-    def kept_parts(self, runtime: Runtime, found: Found) -> KeptParts | StageParts:
-        """This rank's parts of the KV and states that the model of `found` and its drafter keep."""
-        model, drafter = found.model, found.drafter
-        whole = found.whole_stage.states, drafter.whole_states
-        group = _Alone() if self.tensor is None else self.tensor
-        parts = KeptParts(runtime, group, whole=whole, own=(model.states, drafter.needs.states))
-        if self.stages is None:
-            return parts
-        return StageParts(runtime, self.stages, found.whole, parts, leads=group.share.rank == 0)
-
-
-class _Alone(RankGroup):
-    """The group of a rank that has its layers alone."""
-
-    share = WHOLE
-    waited_s = 0.0
-    peers: Peers | None = None
-    add_own: AddOwn | None = None
-
-    def reduce(self, part_NH: Tensor) -> Tensor:
-        return part_NH
-
-    def split_stream(self, lanes: int, hidden: int, dtype: torch.dtype) -> None:
-        return None
-
-    def gather(self, part_NC: Tensor) -> Tensor:
-        return part_NC.unsqueeze(0)
-
-    def sum_own(self, parts_RNC: Tensor) -> Tensor:
-        return parts_RNC[0]
-
-    def push_candidates(self, best_NC: Tensor, health_NC: Tensor) -> None:
-        return None
-
-    def push_lanes(self, lanes: ExpertLanes) -> ExpertLanes | None:
-        return None

@@ -17,12 +17,13 @@ import torch
 
 from graphengine.buckets import MailboxBroken
 from graphengine.config import EngineConfig
+from graphengine.core.commands import Close, Command
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.collectives.exchange import GroupError
-from graphengine.parallel.link import ALL, DriverEnd, Kind, LinkMemory, Stage
+from graphengine.parallel.link import ALL, DriverEnd, LinkMemory, Stage
 from graphengine.parallel.rank_processes import RankProcess, SpawnedRank, check_may_start
 from graphengine.parallel.torchrun import lead
 from graphengine.parallel.worker import RankStart, run_rank
@@ -114,7 +115,7 @@ class Ranks:
             self.broken = True
             self.close()
             raise
-        self._end = DriverEnd(link)
+        self._end = DriverEnd(link, memories[0].graphs)
 
     def _spawn(
         self, checkpoint: Checkpoint, config: EngineConfig, memories: Sequence[MemoryPlan]
@@ -149,21 +150,14 @@ class Ranks:
 
     # Commands.
 
-    def send(
-        self,
-        kind: Kind,
-        numbers: Sequence[int] = (),
-        data: memoryview | bytes = b"",
-        *,
-        to: int = ALL,
-    ) -> int:
+    def send(self, command: Command, *, to: int = ALL) -> int:
         """Write a command, for all ranks or one, once the slowest rank has room for it, and return
         its number. RankFailed after the limit.
         """
         if not self._end.has_room():
             self.before_waiting()
             self._wait(self._end.has_room, self._limit, f"room for command {self._end.sent + 1}")
-        return self._end.send(kind, numbers, data, to=to)
+        return self._end.send(command, to=to)
 
     def let(self, stage: Stage) -> None:
         """Let all ranks go on to this stage."""
@@ -196,10 +190,10 @@ class Ranks:
             f"{self._limit:g} and {reading:.3g} s for the bytes)",
         )
 
-    def tell(self) -> list[str]:
-        """Digests of all other ranks' device-owned state, after all that was sent."""
-        number = self.send(Kind.TELL)
-        self._wait(lambda: self._end.least_done() >= number, self._limit, "digests")
+    def texts(self) -> list[str]:
+        """The texts that the last command, which returns one, has on all other ranks."""
+        number = self._end.sent
+        self._wait(lambda: self._end.least_done() >= number, self._limit, f"command {number}")
         return [self._end.text(rank) for rank in range(1, 1 + len(self._processes))]
 
     def wait_done(self, rank: int, number: int, timeout: float | None) -> bool:
@@ -329,7 +323,7 @@ class Ranks:
         atexit.unregister(self._kill)
         if not self.broken:
             with suppress(RankFailed):
-                self.send(Kind.CLOSE)
+                self.send(Close())
             deadline = time.perf_counter() + _CLOSE_S
             for process in self._processes:
                 process.join(max(0.0, deadline - time.perf_counter()))

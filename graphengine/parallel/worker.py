@@ -1,8 +1,7 @@
-"""The process of a rank: a runtime in a loop. The driver decides; a rank repeats its actions."""
+"""The process of a rank: a runtime in a loop. The driver decides; a rank executes its commands."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -12,27 +11,23 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import ClassVar, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from graphengine.buckets import Copied
 from graphengine.config import EngineConfig
-from graphengine.core.runtime import Runtime
-from graphengine.host.kept_states import BlockCopy, StateCopy
+from graphengine.core.commands import Close, Command, FetchDrafts, Load, PutRoutes, Replay
+from graphengine.core.runtime import Operation
 from graphengine.models.contract import Share
-from graphengine.opening.calibration import calibrate
-from graphengine.opening.loading import load_checkpoint, read_checkpoint
+from graphengine.opening.loading import Found, Opened, load_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan, available_bytes
-from graphengine.opening.updating import LoadedWeights
 from graphengine.parallel.data_parallel.shared_records import SharedRecords
-from graphengine.parallel.kept_parts import KeptParts
-from graphengine.parallel.link import ALL, Command, Kind, LinkMemory, RankEnd, Stage
+from graphengine.parallel.link import ALL, LinkMemory, RankEnd, Stage, Taken
 from graphengine.parallel.process_groups import ProcessGroups
 from graphengine.parallel.rank_processes import is_running
-from graphengine.parallel.stage_parts import StageParts
-from graphengine.program.graph_key import GraphKey
+from graphengine.parallel.rank_runtime import RankRuntime
 
 # A rank on a GPU polls for its next command without a pause for so long, as a launch must not wait.
 # On a CPU it does not spin: the other ranks compute meanwhile.
@@ -99,13 +94,13 @@ def run_rank(start: RankStart) -> NoReturn:
     # The driver has logged the same messages.
     logging.disable(logging.WARNING)
     torch.set_num_threads(start.threads)
-    end = RankEnd(start.link, start.share.rank)
-    rank = _Rank(start, end)
+    end = RankEnd(start.link, start.share.rank, start.memory.graphs)
+    worker = _Worker(start, end)
     try:
-        rank.run()
+        worker.run()
         end.reach(Stage.ENDED)
     except BaseException as error:
-        rank.fail(error)
+        worker.fail(error)
     # Exit at once: wait for nothing under way, and let the others see that this rank is gone.
     os._exit(0)
 
@@ -114,16 +109,74 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
 
 
-class _Rank:
-    """Loads its part, joins the others and follows the driver."""
+class WorkerRuntime(RankRuntime):
+    """The runtime of a rank whose process is not the driver's.
+
+    end     tells the driver when this rank launched what
+    shared  memory that the driver maps; None where all requests are the driver's
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        found: Found,
+        config: EngineConfig,
+        groups: ProcessGroups,
+        end: RankEnd,
+        shared: SharedRecords | None,
+    ) -> None:
+        self._end, self._shared = end, shared
+        mailboxes = None if shared is None else shared.mailboxes
+        super().__init__(opened, found, config, groups, records=mailboxes)
+
+    def _repeat_load(self, command: Load) -> None:
+        acknowledged, buffers = command.acknowledged, self.buffers
+        if acknowledged > buffers.acknowledged:
+            # This rank has published the replay that the driver has read, or is about to.
+            self.wait_tokens(acknowledged, 1, None)
+            buffers.acknowledge(acknowledged)
+        copied = Copied(command.group, command.start, command.stop)
+        sequence, stream = command.sequence, self.stream
+        buffers.repeat(copied, command.data, sequence=sequence, stream=stream)
+
+    def _put_routes(self, command: PutRoutes) -> None:
+        assert self.routing is not None, f"{command.slot=}"
+        ids = np.frombuffer(command.ids, dtype=np.int16)
+        self.routing.table.put(command.slot, command.start, ids)
+
+    def _timed_replay(self, command: Replay) -> None:
+        """Replay, and note when this device could begin: a GPU after the launch, a CPU before it.
+
+        A drafter's own graph has no sequence number, so nobody asks for its time.
+        """
+        number, on_gpu = self.next_replay, self.stream is not None
+        publishes = command.key.kind != "draft"
+        if publishes and not on_gpu:
+            self._end.launched(number, time.perf_counter_ns())
+        self._replay(command)
+        if publishes and on_gpu:
+            self._end.launched(number, time.perf_counter_ns())
+
+    def _fetch_drafts(self, command: FetchDrafts) -> None:
+        assert self._shared is not None, "these ranks have one driver's requests"
+        with self.on_stream():
+            self._shared.drafts.copy_(self.buffers["draft_tokens"])
+
+    operations: ClassVar[dict[type[Command], Operation]] = RankRuntime.operations | {
+        Load: _repeat_load,
+        PutRoutes: _put_routes,
+        Replay: _timed_replay,
+        FetchDrafts: _fetch_drafts,
+    }
+
+
+class _Worker:
+    """Loads its part of the weights, joins the others and executes the driver's commands."""
 
     def __init__(self, start: RankStart, end: RankEnd) -> None:
         self._start, self._end = start, end
         self._spin = _SPIN_S if start.memory.device.type == "cuda" else 0.0
-        self._acknowledged = 0
-        # The driver's folders, which it removes unless it is killed: the rendezvous's, and the one
-        # with an update's values.
-        self._folders = [Path(start.rendezvous).parent]
+        self._runtime: WorkerRuntime | None = None
         self._failing = threading.Lock()
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -138,9 +191,10 @@ class _Rank:
             traceback.print_exception(error)
         self._end.fail(_described(error), when)
         if not (self._start.spawned and self._start.driver_stays()):
-            # The driver is gone, or torchrun may end it before it can remove them.
-            for folder in self._folders:
-                shutil.rmtree(folder, ignore_errors=True)
+            # The driver is gone, or torchrun may end it before it can remove its folders.
+            shutil.rmtree(Path(self._start.rendezvous).parent, ignore_errors=True)
+            if self._runtime is not None and self._runtime.temporary is not None:
+                shutil.rmtree(self._runtime.temporary, ignore_errors=True)
         os._exit(1)
 
     def _end_with_driver(self, opened: threading.Event) -> None:
@@ -172,121 +226,39 @@ class _Rank:
         loaded = load_checkpoint(found, memory, config)
         self._end.reach(Stage.LOADED)
         self._wait(lambda: self._end.allowed() >= Stage.LOADED or None)
-        shared = None
+        shared, rendezvous = None, self._start.rendezvous
         if config.data_parallel > 1:
-            file = self._start.rendezvous
-            shared = SharedRecords.of_rank(file, share.rank, config, memory, written=True)
+            shared = SharedRecords.of_rank(rendezvous, share.rank, config, memory, written=True)
         watch = None if shared is None else shared.watch
-        groups = ProcessGroups(self._start.rendezvous, share, memory, config, watch)
-        if found.calibration:
-            ids = found.calibration
-            calibrate(loaded.model, memory, config, loaded.drafter, ids, groups.tensor)
-        runtime = Runtime(
-            loaded.model,
-            memory,
-            config,
-            loaded.drafter,
-            group=groups.tensor,
-            stages=groups.stages,
-            records=None if shared is None else shared.mailboxes,
-        )
+        groups = ProcessGroups(rendezvous, share, memory, config, watch)
+        runtime = WorkerRuntime(loaded, found, config, groups, self._end, shared)
         groups.wait_up_to(config.wait_limit_s if groups.stages is None else _STAGE_LIMIT_S)
+        self._runtime = runtime
         self._end.reach(Stage.FOLLOWING)
         opened.set()
-        parts = groups.kept_parts(runtime, found)
-        self._follow(runtime, groups, parts, loaded.loaded, shared)
+        self._follow(runtime)
         runtime.close()
         # Other ranks may still map this rank's own memory: the end of the process frees it.
         groups.leave()
         if shared is not None:
             shared.mailboxes.close()
 
-    def _follow(
-        self,
-        runtime: Runtime,
-        groups: ProcessGroups,
-        parts: KeptParts | StageParts,
-        loaded: LoadedWeights,
-        shared: SharedRecords | None,
-    ) -> None:
-        """Repeat the driver's actions, command by command, until it closes."""
+    def _follow(self, runtime: WorkerRuntime) -> None:
+        """Execute the driver's commands until it closes."""
 
-        def due() -> Command | None:
-            groups.check()
+        def due() -> Taken | None:
+            runtime.groups.check()
             return self._end.take()
 
-        graphs = self._start.memory.graphs
         while True:
-            kind, numbers, data, to = self._wait(due)
-            if to not in (ALL, self._start.share.rank):
-                self._end.finish()
-                continue
-            if kind is Kind.CLOSE:
+            command, to = self._wait(due)
+            if isinstance(command, Close):
                 return
-            if kind is Kind.LOAD:
-                self._load(runtime, numbers, data)
-            elif kind is Kind.ROUTES:
-                assert runtime.routing is not None, f"{numbers=}"
-                ids = np.frombuffer(data, dtype=np.int16)
-                runtime.routing.table.put(numbers[0], numbers[1], ids)
-            elif kind is Kind.SWAP:
-                runtime.swap(numbers[0], numbers[1])
-            elif kind is Kind.COPY_STATE:
-                place, slot, position, back = numbers[:4]
-                runtime.copy_kept([StateCopy(place, slot, position, bool(back))])
-            elif kind is Kind.COPY_BLOCK:
-                runtime.copy_kept([BlockCopy(numbers[0], numbers[1])])
-            elif kind is Kind.REPLAY:
-                self._replay(runtime, graphs[numbers[0]])
-            elif kind is Kind.READ_BLOCKS:
-                parts.read_blocks(_blocks(data))
-            elif kind is Kind.WRITE_BLOCKS:
-                parts.write_blocks(_blocks(data), None)
-            elif kind is Kind.READ_STATES:
-                parts.read_states(numbers[0])
-            elif kind is Kind.WRITE_STATES:
-                parts.write_states(numbers[0], None)
-            elif kind is Kind.DRAFTS:
-                assert shared is not None, "these ranks have one driver's requests"
-                with runtime.on_stream():
-                    shared.drafts.copy_(runtime.buffers["draft_tokens"])
-            elif kind is Kind.READ_SCALES:
-                assert isinstance(parts, KeptParts), "stages have no fp8 KV"
-                parts.scales_id()
-            elif kind is Kind.UPDATE:
-                folder = Path(os.fsdecode(data))
-                self._folders[1:] = [folder] if numbers[0] else []
-                runtime.update_weights(loaded, loaded.in_folder(folder))
-            elif kind is Kind.TELL:
-                runtime.synchronize()
-                with runtime.on_stream():
-                    runtime.program.flow.begin()
-                runtime.synchronize()
-                self._end.say(state_digest(runtime))
+            if to in (ALL, self._start.share.rank):
+                result = runtime.run(command)
+                if isinstance(result, str):
+                    self._end.say(result)
             self._end.finish()
-
-    def _load(self, runtime: Runtime, numbers: tuple[int, ...], data: bytes) -> None:
-        group, first, stop, sequence, acknowledged = numbers
-        if acknowledged > self._acknowledged:
-            # This rank has published the replay that the driver has read, or is about to.
-            runtime.wait_tokens(acknowledged, 1, None)
-            runtime.buffers.acknowledge(acknowledged)
-            self._acknowledged = acknowledged
-        copied = Copied(group, first, stop)
-        runtime.buffers.repeat(copied, data, sequence=sequence, stream=runtime.stream)
-
-    def _replay(self, runtime: Runtime, key: GraphKey) -> None:
-        """Replay, and note when this device could begin: a GPU after the launch, a CPU before it.
-
-        A drafter's own graph has no sequence number, so nobody asks for its time.
-        """
-        number, on_gpu = runtime.launched + 1, runtime.stream is not None
-        publishes = key.kind != "draft"
-        if publishes and not on_gpu:
-            self._end.launched(number, time.perf_counter_ns())
-        runtime.replay(key)
-        if publishes and on_gpu:
-            self._end.launched(number, time.perf_counter_ns())
 
     def _wait(self, look: Callable[[], Thing | None]) -> Thing:
         """Poll `look` until it finds something. DriverGone if the driver has ended."""
@@ -301,20 +273,3 @@ class _Rank:
             if not self._start.driver_is_there():
                 raise self._driver_gone()
             time.sleep(_PAUSE_S if idle < _IDLE_AFTER_S else _LONG_PAUSE_S)
-
-
-def _blocks(data: bytes) -> list[int]:
-    found: list[int] = np.frombuffer(data, dtype=np.int32).tolist()
-    return found
-
-
-def state_digest(runtime: Runtime) -> str:
-    """SHA-256 of every device-owned field that is equal on all ranks, in hexadecimal digits; waits
-    for the current stream.
-    """
-    digest, buffers = hashlib.sha256(), runtime.buffers
-    for field in buffers.fields:
-        if runtime.program.flow.is_common(field):
-            values = buffers[field.name].cpu().contiguous().view(torch.uint8)
-            digest.update(field.name.encode() + values.numpy().tobytes())
-    return digest.hexdigest()

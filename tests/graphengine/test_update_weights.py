@@ -31,6 +31,7 @@ from checkpoints.mtp_chains import HAS_CHAINS, SIZES, VOCAB, Chains
 from engines.failing_ranks import limit_waits, stop
 from engines.forked_ranks import ranks_are_forked
 from graphengine import Engine, SamplingParams
+from graphengine.core.commands import UpdateWeights
 from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoints import given_tensors
@@ -39,7 +40,6 @@ from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkp
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.parallel.driver_runtime import DriverRuntime
-from graphengine.parallel.link import Kind
 from graphengine.parallel.ranks import RankFailed, Ranks
 from graphengine.speculative import MTP, Eagle3
 
@@ -269,7 +269,7 @@ def test_values_without_room_say_how_many_bytes_they_have(
 
 
 def send_elsewhere(ranks: Ranks) -> None:
-    ranks.send(Kind.UPDATE, (False,), b"/nowhere")
+    ranks.send(UpdateWeights("/nowhere", temporary=False))
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,11 @@ publishes its requests' tokens into a mailbox that the driver maps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from graphengine.buckets import Copied, StaticBuffers
-from graphengine.buckets.mailbox import Payloads
+from graphengine.buckets import StaticBuffers
 from graphengine.config import EngineConfig
-from graphengine.core.runtime import Runtime
-from graphengine.core.waits import Waits, deadline_after, seconds_to
-from graphengine.host.kept_states import Copy, StateCopy
+from graphengine.core.commands import Command, FetchDrafts, OfSlots, SlotOperations
+from graphengine.core.waits import deadline_after, seconds_to
 from graphengine.host.masks import MaskTable
-from graphengine.host.plan import Replay
 from graphengine.models.contract import Share
 from graphengine.opening.loading import Found, Opened
 from graphengine.opening.memory import MemoryPlan
@@ -24,10 +18,8 @@ from graphengine.opening.records import new_records
 from graphengine.parallel.collectives.process_group import check_watch
 from graphengine.parallel.data_parallel.shared_records import SharedRecords
 from graphengine.parallel.driver_runtime import DriverRuntime
-from graphengine.parallel.link import Kind
 from graphengine.parallel.ranks import Ranks
-from graphengine.requests.request import Request
-from graphengine.requests.result import TokenLogprobs
+from graphengine.parallel.watched_waits import WatchedStream, WatchedWaits
 
 _DRAFTS = "draft_tokens"
 
@@ -57,25 +49,10 @@ class DataParallelRuntime(DriverRuntime):
             for rank, shared in enumerate(mapped, start=1)
         )
 
-    # Operations on rank 0 alone.
-
-    def load(self, updates: Mapping[str, Any]) -> list[Copied]:
-        """Copy host-owned fields that changed to this rank's device."""
-        return Runtime.load(self, updates)
-
-    def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
-        """Store the expert routes that this rank's requests replay; returns the fields to load."""
-        return Runtime.load_routes(self, slots)
-
-    def swap(self, out: int, back: int) -> None:
-        """Queue the copies of `Runtime.swap` on this rank."""
-        Runtime.swap(self, out, back)
-
-    def copy_kept(self, copies: list[Copy]) -> None:
-        """Queue the copies of `Runtime.copy_kept` on this rank."""
-        Runtime.copy_kept(self, copies)
-
-    # Operations on all ranks.
+    def _send(self, command: Command) -> None:
+        """Send a command to all other ranks, unless it is about the requests of rank 0."""
+        if not isinstance(command, OfSlots):
+            super()._send(command)
 
     def wait_drafts(self, timeout: float | None) -> bool | None:
         """True once the requested drafts of the last replay are on the host."""
@@ -99,8 +76,8 @@ class DataParallelRuntime(DriverRuntime):
             each.close()
 
 
-class RemoteRank(Waits):
-    """The driver's side of rank `rank`, led by `leading`: loads go to the rank, results come back.
+class RemoteRank(SlotOperations, WatchedWaits):
+    """The driver's side of rank `rank`: commands go to the rank, results come back.
 
     buffers  copies of the rank's host-owned fields and its draft tokens, which are as the rank
              copied them last
@@ -109,15 +86,15 @@ class RemoteRank(Waits):
     def __init__(
         self,
         rank: int,
-        leading: DataParallelRuntime,
+        driver: DataParallelRuntime,
         shared: SharedRecords,
         config: EngineConfig,
         memory: MemoryPlan,
     ) -> None:
-        self._rank, self._leading, self._ranks = rank, leading, leading.ranks
+        self._rank, self._driver, self.ranks = rank, driver, driver.ranks
         fields = [
             field
-            for field in leading.buffers.fields
+            for field in driver.buffers.fields
             if field.owner == "host" or field.name == _DRAFTS
         ]
         self.buffers = StaticBuffers(fields, "cpu", staging_blocks=config.staging_blocks)
@@ -128,93 +105,45 @@ class RemoteRank(Waits):
         # The number of the command that asked for drafts, until they arrive.
         self._asked: int | None = None
         self.mailbox, self.logprobs, self.routing = new_records(config, memory, shared.mailboxes)
+        self.data_room = driver.data_room
         self._mode, self._limit = config.wait, config.wait_limit_s
-        self._watched = _Working(self._ranks)
+        self._watched = WatchedStream(driver.ranks)
 
-    def load(self, updates: Mapping[str, Any]) -> None:
-        """Send the rank the host-owned fields that changed; see `Runtime.load`."""
-        sequence, acknowledged = self._leading.launched + 1, self.buffers.acknowledged
-        with self._ranks.explained():
-            for each in self.buffers.load(updates, sequence=sequence):
-                numbers = (*each, sequence, acknowledged)
-                self._ranks.send(Kind.LOAD, numbers, self.buffers.image(each), to=self._rank)
+    @property
+    def next_replay(self) -> int:
+        """The sequence number of the next replay that publishes."""
+        return self._driver.next_replay
 
-    def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
-        """Send the rank the expert routes that its requests replay; see `Runtime.load_routes`."""
-        if self.routing is None:
-            return {}
-        updates = self.routing.table.updates(slots)
-        with self._ranks.explained():
-            for slot in self.routing.table.written:
-                self._leading.send_record(
-                    self.routing.table, slot, updates["routing_len"][slot], to=self._rank
-                )
-        return updates
+    def run(self, command: Command) -> int:
+        """Have the rank execute a command; returns its number."""
+        with self.ranks.explained():
+            return self.ranks.send(command, to=self._rank)
 
-    def swap(self, out: int, back: int) -> None:
-        """Have the rank queue the copies of `Runtime.swap`."""
-        with self._ranks.explained():
-            self._ranks.send(Kind.SWAP, (out, back), to=self._rank)
-
-    def copy_kept(self, copies: list[Copy]) -> None:
-        """Have the rank queue the copies of `Runtime.copy_kept`."""
-        with self._ranks.explained():
-            for each in copies:
-                kind = Kind.COPY_STATE if isinstance(each, StateCopy) else Kind.COPY_BLOCK
-                self._ranks.send(kind, tuple(map(int, each)), to=self._rank)
-        copies.clear()
+    def _send(self, command: Command) -> None:
+        self.run(command)
 
     def fetch_drafts(self) -> None:
         """Ask for the drafts of the rank's last replay."""
         if not self._host_drafts:
-            with self._ranks.explained():
-                self._asked = self._ranks.send(Kind.DRAFTS, to=self._rank)
+            self._asked = self.run(FetchDrafts())
 
     def wait_drafts(self, timeout: float | None) -> bool | None:
         """True once the requested drafts have arrived; see `Runtime.wait_drafts`."""
         if self._asked is None:
             return True
-        with self._ranks.explained():
-            if not self._ranks.wait_done(self._rank, self._asked, timeout):
+        with self.ranks.explained():
+            if not self.ranks.wait_done(self._rank, self._asked, timeout):
                 return None
         self.buffers[_DRAFTS].copy_(self._drafts)
         self.masks.fetch_drafts()
         self._asked = None
         return True
 
-    def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
-        """The first `lanes` lanes that the rank published in replay `sequence`."""
-        with self._ranks.explained():
-            found = super().wait_tokens(sequence, lanes, timeout)
-            check_watch(self._waits, self._share, self._limit)
-            return found
-
-    def wait_logprobs(
-        self, replay: Replay, record: Payloads, timeout: float | None
-    ) -> list[tuple[TokenLogprobs, ...] | None] | None:
-        """The log-probabilities of each lane of a replay that published `record`."""
-        with self._ranks.explained():
-            found = super().wait_logprobs(replay, record, timeout)
-            check_watch(self._waits, self._share, self._limit)
-            return found
-
-    def wait_routes(self, replay: Replay, record: Payloads, timeout: float | None) -> bool | None:
-        """True once the requests of a replay that published `record` have their tokens' experts."""
-        with self._ranks.explained():
-            return super().wait_routes(replay, record, timeout)
+    def check_group(self) -> None:
+        """Raise GroupError once the rank has waited in vain for the others."""
+        check_watch(self._waits, self._share, self._limit)
 
     def close(self) -> None:
         """Release the mapped memory."""
         self.buffers.close()
         del self.mailbox, self.logprobs, self.routing, self.masks, self._drafts, self._waits
-
-
-class _Working:
-    """A stand-in for a stream that the mailbox queries: never idle, raises once a rank failed."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def query(self) -> bool:
-        self._ranks.check()
-        return False

@@ -30,13 +30,15 @@ from checkpoints.few_layers import few_layers
 from engines.failing_ranks import limit_waits, ranks_of, stop
 from engines.small_engine import greedy, open_engine
 from graphengine import EngineConfig
+from graphengine.core.commands import Replay
+from graphengine.host.kept_states import BlockCopy
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel import worker
 from graphengine.parallel.collectives import exchange
 from graphengine.parallel.collectives.exchange import Exchange
-from graphengine.parallel.link import DriverEnd, Kind, LinkMemory, Stage
+from graphengine.parallel.link import DriverEnd, LinkMemory, Stage
 from graphengine.parallel.rank_processes import SpawnedRank
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
 from graphengine.parallel.worker import RankStart, run_rank
@@ -61,8 +63,8 @@ def kill(ranks: Ranks) -> None:
 
 
 def confuse(ranks: Ranks) -> None:
-    """A rank is told to replay what it does not have."""
-    ranks.send(Kind.REPLAY, (999,))
+    """A rank is told to copy a block that it does not have."""
+    ranks.send(BlockCopy(0, 999_999))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def confuse(ranks: Ranks) -> None:
         (
             confuse,
             GENEROUS_S,
-            r"rank 1 \(process \d+, cpu\) failed: IndexError: tuple index out of range",
+            r"rank 1 \(process \d+, cpu\) failed: IndexError: index 999999 is out of bounds",
         ),
         (
             stop,
@@ -113,7 +115,7 @@ def test_a_rank_that_waits_in_vain_says_for_whom(forked_ranks: None) -> None:
     with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=0.2) as engine:
         ranks = ranks_of(engine)
         with pytest.raises(RankFailed, match=message + r"\d+, gather of \d+ bytes"):
-            ranks.wait_done(1, ranks.send(Kind.REPLAY, (0,)), GENEROUS_S)
+            ranks.wait_done(1, ranks.send(Replay(engine.memory.graphs[0])), GENEROUS_S)
         ranks.broken = True
 
 
@@ -211,7 +213,7 @@ def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(
     process = context.Process(target=run_rank, args=(start,))
     process.start()
     process.join()
-    said = DriverEnd(link).text(1)
+    said = DriverEnd(link, memory.graphs).text(1)
     assert process.exitcode == 1 and said.startswith("DriverGone: the driver, process 0, has ended")
     assert not folder.exists()
 

@@ -258,7 +258,7 @@ def test_records_of_experts(expert_checkpoints: dict[str, Any]) -> None:
         found = engine.generate(prompts, greedy(12))
         assert isinstance(engine.runtime, DriverRuntime)
         # As longer records go, in pieces that end within a token's ids.
-        engine.runtime.record_piece = 49
+        engine.runtime.data_room = 98
         found.append(engine.generate(prompts[1], greedy(12, routing=given)))
         assert_equal_ranks(engine)
     for result, wanted in zip(found, [*expected, replayed], strict=True):
