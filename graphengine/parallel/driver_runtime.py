@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.parallel.torchrun import follow, launched_share
 from graphengine.parallel.watched_waits import WatchedStream, WatchedWaits
 from graphengine.parallel.whole_weights import whole_fingerprint
-from graphengine.requests.request import Request
 
 
 def open_with_ranks(
@@ -94,7 +93,8 @@ class DriverRuntime(WatchedWaits, RankRuntime):
         found: Found,
     ) -> None:
         self.ranks = ranks
-        groups = ProcessGroups(ranks.rendezvous, Share(0, config.ranks), memory, config)
+        share = Share(0, config.ranks)
+        groups = ProcessGroups(ranks.rendezvous, share, memory, config, check=ranks.check)
         try:
             super().__init__(opened, found, config, groups)
             ranks.wait_for(Stage.FOLLOWING)
@@ -122,17 +122,13 @@ class DriverRuntime(WatchedWaits, RankRuntime):
 
     def _send(self, command: Command) -> None:
         """Send a command to all other ranks."""
-        self.ranks.send(command)
+        with self.ranks.explained():
+            self.ranks.send(command)
 
     def load(self, updates: Mapping[str, Any]) -> None:
         """Copy host-owned fields that changed to the devices of all ranks."""
         with self.ranks.explained():
             super().load(updates)
-
-    def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
-        """Store the expert routes that requests replay on all ranks; returns the fields to load."""
-        with self.ranks.explained():
-            return super().load_routes(slots)
 
     def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
         """Fill the weights of all ranks, each with its part of the values."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from graphengine.config import EngineConfig
@@ -22,6 +25,7 @@ class ProcessGroups:
 
     file    the beginning of the names of files through which ranks find each other
     watch   see `ProcessGroup`; used for `tensor`
+    check   see `Rendezvous`
     tensor  the ranks that split this rank's layers, or its experts; None: it has them alone
     stages  the ranks of the other stages; None: there are none
     all     the groups that there are
@@ -36,46 +40,37 @@ class ProcessGroups:
         memory: MemoryPlan,
         config: EngineConfig,
         watch: Tensor | None = None,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         place = place_of_rank(share, config.pipeline_parallel)
         self.tensor: ProcessGroup | None = None
         self.stages: StageLink | None = None
         self.all: list[ProcessGroup] = []
+
+        def join(name: str, share: Share, **options: Any) -> ProcessGroup:
+            group = ProcessGroup(
+                f"{file}-{name}",
+                share,
+                memory.device,
+                units=memory.push_units,
+                summed_words=memory.summed_words,
+                pdl=config.pdl and overlaps_launches(memory.device),
+                check=check,
+                **options,
+            )
+            self.all.append(group)
+            return group
+
         try:
             if place.shard.ranks > 1:
-                name = f"{file}-{place.pipe.rank}"
-                self.tensor = self._join(name, place.shard, memory, config, watch)
+                self.tensor = join(f"{place.pipe.rank}", place.shard, watch=watch)
             if place.pipe.ranks > 1:
-                name = f"{file}-stages-{place.shard.rank}"
-                pipe = self._join(name, place.pipe, memory, config, stages=True)
+                pipe = join(f"stages-{place.shard.rank}", place.pipe, stages=True)
                 self.stages = StageLink(pipe, config.mailbox_entries)
         except BaseException:
             self.abandon()
             self.close()
             raise
-
-    def _join(
-        self,
-        file: str,
-        share: Share,
-        memory: MemoryPlan,
-        config: EngineConfig,
-        watch: Tensor | None = None,
-        *,
-        stages: bool = False,
-    ) -> ProcessGroup:
-        group = ProcessGroup(
-            file,
-            share,
-            memory.device,
-            units=memory.push_units,
-            summed_words=memory.summed_words,
-            pdl=config.pdl and overlaps_launches(memory.device),
-            watch=watch,
-            stages=stages,
-        )
-        self.all.append(group)
-        return group
 
     def wait_up_to(self, limit_s: float) -> None:
         """Wait at most `limit_s` seconds for other ranks from now on."""

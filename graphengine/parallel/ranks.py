@@ -22,7 +22,7 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
-from graphengine.parallel.collectives.exchange import GroupError
+from graphengine.parallel.collectives.rendezvous import GroupError
 from graphengine.parallel.link import ALL, DriverEnd, LinkMemory, Stage
 from graphengine.parallel.rank_processes import RankProcess, SpawnedRank, check_may_start
 from graphengine.parallel.torchrun import lead

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from graphengine.models.splitting.stages import rank_of_stage, stage_of_rank
-from graphengine.parallel.collectives.exchange import GroupError
 from graphengine.parallel.collectives.process_group import ProcessGroup
+from graphengine.parallel.collectives.rendezvous import GroupError
 
 
 class StageLink:

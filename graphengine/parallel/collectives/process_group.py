@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -35,8 +35,9 @@ from graphengine.kernels.comm.push_lanes import ExpertLanes, push_lanes
 from graphengine.kernels.comm.push_residual import push_own_to_residual
 from graphengine.kernels.comm.sums import sum_parts
 from graphengine.models.contract import AddOwn, Share, SplitStream
-from graphengine.parallel.collectives.exchange import Exchange, GroupError
+from graphengine.parallel.collectives.exchange import Exchange
 from graphengine.parallel.collectives.peer_memory import PeerMemory, devices_of
+from graphengine.parallel.collectives.rendezvous import GroupError, Rendezvous
 from graphengine.parallel.collectives.split_stream import GatheredStream, PushedStream
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class ProcessGroup:
     watch         int64 [2], where kernels note that this rank has waited in vain; given where
                   another process reads it. None: in memory of its own
     stages        whether ranks also send tensors to other stages, by NCCL or gloo
+    check         see `Rendezvous`
 
     Raises GroupError where a rank is gone or does not come to the rendezvous, and where
     ranks share a GPU and cannot map each other's memory.
@@ -90,39 +92,38 @@ class ProcessGroup:
         pdl: bool = False,
         watch: Tensor | None = None,
         stages: bool = False,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
-        self.share = share
-        limit = timedelta(seconds=limit_s)
+        self.share, rendezvous = share, Rendezvous(file, share, limit_s, check)
         self._on_gpu, self._pdl = device.type == "cuda", pdl
         self._memory: PeerMemory | None = None
         self._torch_group: Any = None
         self._exchange: Exchange | None = None
         self._ending: threading.Thread | None = None
         if self._on_gpu:
-            store = _store(file, share, limit)
-            self._memory = PeerMemory(store, share, device, units, watch, summed_words=summed_words)
+            self._memory = PeerMemory(rendezvous, device, units, watch, summed_words=summed_words)
             problem = self._memory.problem
             if problem or stages:
-                self._torch_group = _nccl_group(store, share, device, problem)
+                self._torch_group = _nccl_group(rendezvous, device, problem)
         else:
-            self._exchange = Exchange(file, share, limit_s)
+            self._exchange = Exchange(rendezvous)
             if stages:
-                self._torch_group = self._connect_stages(file, limit)
+                self._torch_group = self._connect_stages(rendezvous)
         peers = self.peers
         # The host reads it through NumPy: reading an element of a tensor takes microseconds.
         self._watch = None if peers is None else peers.tensors.watch.numpy()
         self.limit_s = limit_s
 
-    def _connect_stages(self, file: str, limit: timedelta) -> Any:
+    def _connect_stages(self, rendezvous: Rendezvous) -> Any:
         """Gloo's group. GroupError where a rank does not connect to gloo, too."""
         assert self._exchange is not None
         try:
-            return _gloo_group(_store(file, self.share, limit), self.share, limit)
+            return _gloo_group(rendezvous)
         except RuntimeError as error:
             self._exchange.close()
             raise GroupError(
                 f"rank {self.share.rank} of {self.share.ranks} waited, for at most "
-                f"{limit.total_seconds():g} s, to connect with the other stages by gloo: "
+                f"{rendezvous.limit_s:g} s, to connect with the other stages by gloo: "
                 f"{str(error).partition(chr(10))[0]}"
             ) from error
 
@@ -311,28 +312,22 @@ def check_watch(watch: NDArray[np.int64], share: Share, limit_s: float) -> None:
         )
 
 
-def _store(file: str, share: Share, limit: timedelta) -> Any:
-    store = torch.distributed.FileStore(file, share.ranks)  # type: ignore[attr-defined]
-    store.set_timeout(limit)
-    return store
-
-
-def _gloo_group(store: Any, share: Share, limit: timedelta) -> Any:
+def _gloo_group(rendezvous: Rendezvous) -> Any:
     options = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     device = torch.distributed.ProcessGroupGloo.create_device(hostname=_LOOPBACK)
     # torch has no public names for these. By default it takes the interface that the host's name
     # resolves to.
     setattr(options, "_devices", [device])  # noqa: B010
-    setattr(options, "_timeout", limit)  # noqa: B010
-    return torch.distributed.ProcessGroupGloo(store, share.rank, share.ranks, options)
+    setattr(options, "_timeout", timedelta(seconds=rendezvous.limit_s))  # noqa: B010
+    return torch.distributed.ProcessGroupGloo(rendezvous.store, *rendezvous.share, options)
 
 
-def _nccl_group(store: Any, share: Share, device: torch.device, problem: str) -> Any:
+def _nccl_group(rendezvous: Rendezvous, device: torch.device, problem: str) -> Any:
     """The NCCL group of ranks that have a GPU each; None where some share one.
 
     problem  why ranks cannot push; "": they can
     """
-    devices = devices_of(store, share, device)
+    share, devices = rendezvous.share, devices_of(rendezvous, device)
     if len(set(devices)) < share.ranks:
         if problem:
             raise GroupError(
@@ -344,7 +339,7 @@ def _nccl_group(store: Any, share: Share, device: torch.device, problem: str) ->
         log.warning("NCCL carries the sums of all steps: %s", problem)
     options = torch.distributed.ProcessGroupNCCL.Options()
     with _unwatched():
-        return torch.distributed.ProcessGroupNCCL(store, share.rank, share.ranks, options)
+        return torch.distributed.ProcessGroupNCCL(rendezvous.store, *share, options)
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.kernels.comm.push_residual import push_own_to_residual
 from graphengine.models.contract import Share
 from graphengine.parallel.collectives import peer_memory, process_group
-from graphengine.parallel.collectives.exchange import GroupError
 from graphengine.parallel.collectives.process_group import OPENING_LIMIT_S, ProcessGroup
+from graphengine.parallel.collectives.rendezvous import GroupError, Rendezvous
 from graphengine.parallel.ranks import ONE_DEVICE, rank_devices
 
 Result = TypeVar("Result")
@@ -89,8 +89,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     """The GPU of each rank."""
     named = {0: "GPU-a", 1: "GPU-b"}
 
-    def devices_of(store: Any, share: Share, device: torch.device) -> list[str]:
-        return [named[rank] for rank in range(share.ranks)]
+    def devices_of(rendezvous: Rendezvous, device: torch.device) -> list[str]:
+        return [named[rank] for rank in range(rendezvous.share.ranks)]
 
     monkeypatch.setattr(peer_memory, "ExportedMemory", Exported)
     monkeypatch.setattr(peer_memory, "MappedMemory", Mapped)

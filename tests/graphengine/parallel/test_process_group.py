@@ -20,8 +20,9 @@ from torch import Tensor
 
 from graphengine.models.contract import Share
 from graphengine.parallel.collectives import exchange, process_group
-from graphengine.parallel.collectives.exchange import Exchange, GroupError
+from graphengine.parallel.collectives.exchange import Exchange
 from graphengine.parallel.collectives.process_group import ProcessGroup
+from graphengine.parallel.collectives.rendezvous import GroupError, Rendezvous
 from timelines.fake_clock import Clock
 
 Result = TypeVar("Result")
@@ -163,12 +164,42 @@ def test_a_rank_that_answers_no_more_is_named(
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, "ranks 1, 2"), (1, "rank 0"), (2, "rank 0")])
-def test_a_rank_that_does_not_meet_is_named(tmp_path: Path, rank: int, missing: str) -> None:
+def test_a_rank_that_does_not_join_is_named(tmp_path: Path, rank: int, missing: str) -> None:
     text = failure_of(lambda: ProcessGroup(str(tmp_path / "rendezvous"), Share(rank, 3), CPU, 0.05))
     assert text == f"rank {rank} of 3 waited 0.05 s for {missing} at the rendezvous"
 
 
-def test_a_rank_that_is_gone_when_others_meet_is_named(
+@pytest.mark.parametrize("where", ["socket", "store"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_looks_whether_the_others_will_come(tmp_path: Path, rank: int, where: str) -> None:
+    """Every now and then, and at once."""
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            raise RuntimeError("they will not")
+
+    rendezvous = Rendezvous(str(tmp_path / "rendezvous"), Share(rank, 2), GENEROUS_S, look)
+    with pytest.raises(RuntimeError, match="they will not"):
+        if where == "socket":
+            Exchange(rendezvous)
+        else:
+            rendezvous.exchange("name", b"own")
+    assert looks == 3
+
+
+def test_ranks_exchange_values(tmp_path: Path) -> None:
+    def values(rank: int) -> list[bytes]:
+        rendezvous = Rendezvous(str(tmp_path / "rendezvous"), Share(rank, 3), GENEROUS_S)
+        return rendezvous.exchange("name", b"%d" % rank) + rendezvous.exchange("other", b"x")
+
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(values, range(3))] == [[b"0", b"1", b"2", b"x", b"x", b"x"]] * 3
+
+
+def test_a_rank_that_is_gone_when_others_join_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = socket.socketpair()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -38,6 +39,7 @@ from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel import worker
 from graphengine.parallel.collectives import exchange
 from graphengine.parallel.collectives.exchange import Exchange
+from graphengine.parallel.collectives.process_group import OPENING_LIMIT_S
 from graphengine.parallel.link import DriverEnd, LinkMemory, Stage
 from graphengine.parallel.rank_processes import SpawnedRank
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
@@ -216,6 +218,22 @@ def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(
     said = DriverEnd(link, memory.graphs).text(1)
     assert process.exitcode == 1 and said.startswith("DriverGone: the driver, process 0, has ended")
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel", "pipeline_parallel"])
+def test_a_rank_that_is_killed_before_the_rendezvous_is_not_waited_for(
+    forked_ranks: None, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """The driver waits for it there; without a look at it, for two minutes."""
+
+    def end(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(worker, "ProcessGroups", end)
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 \(process \d+, cpu\) was ended by .*KILL\)$"):
+        open_engine(device="cpu", **{option: 2})
+    assert time.monotonic() - began < OPENING_LIMIT_S / 2
 
 
 def test_a_checkpoint_that_changes_while_ranks_open_is_an_error(
