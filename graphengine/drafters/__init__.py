@@ -23,13 +23,13 @@ from graphengine.drafters.base import (
 )
 from graphengine.drafters.draft_model import DraftModelDrafter
 from graphengine.drafters.eagle import EagleDrafter
-from graphengine.drafters.elsewhere import DraftsElsewhere
 from graphengine.drafters.hidden_states import HiddenStatesDrafter
 from graphengine.drafters.making import make_drafter
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.ngram import NGramDrafter
 from graphengine.drafters.none import NoDrafter
 from graphengine.drafters.own_graph import OwnGraphEagle
+from graphengine.drafters.remote import RemoteDrafter
 from graphengine.drafters.suffix import SuffixDrafter
 from graphengine.drafters.user import UserDrafter
 from graphengine.drafters.vanilla import VanillaDrafter
@@ -39,7 +39,6 @@ __all__ = [
     "DraftNeeds",
     "DraftSetting",
     "Drafter",
-    "DraftsElsewhere",
     "EagleDrafter",
     "FieldSizes",
     "HiddenStatesDrafter",
@@ -48,6 +47,7 @@ __all__ = [
     "OfTree",
     "OwnGraphEagle",
     "Prefilled",
+    "RemoteDrafter",
     "SuffixDrafter",
     "UserDrafter",
     "VanillaDrafter",
