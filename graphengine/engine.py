@@ -34,9 +34,9 @@ from graphengine.opening.loading import Opened, open_checkpoint
 from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.updating import LoadedWeights
 from graphengine.options.checks import check_callable, seconds
-from graphengine.parallel.data_core import DataParallelCore
-from graphengine.parallel.data_runtime import DataParallelRuntime
-from graphengine.parallel.leading import LeadingRuntime, open_with_ranks
+from graphengine.parallel.data_parallel.core import DataParallelCore
+from graphengine.parallel.data_parallel.runtime import DataParallelRuntime
+from graphengine.parallel.driver_runtime import DriverRuntime, open_with_ranks
 from graphengine.parallel.pipelining import open_pipeline
 from graphengine.prompts import Prompt
 from graphengine.requests.acceptance import Acceptance
@@ -465,6 +465,6 @@ def _open(
     if config.pipeline_parallel > 1:
         return open_pipeline(path, config, progress)
     if config.ranks > 1:
-        kind = DataParallelRuntime if config.data_parallel > 1 else LeadingRuntime
+        kind = DataParallelRuntime if config.data_parallel > 1 else DriverRuntime
         return open_with_ranks(path, config, progress, kind)
     return open_checkpoint(path, config, progress), None

@@ -32,7 +32,7 @@ from graphengine.models.linears import Linears, linear_arrivals
 from graphengine.models.plans.choosing import choose_plans
 from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.observe.environment import environment
-from graphengine.parallel.meeting import Meeting
+from graphengine.parallel.collectives.process_group import ProcessGroup
 from graphengine.profiles.arguments import check_out, integers, write_out
 from graphengine.profiles.benchmark.collectives import (
     CALLS,
@@ -81,8 +81,8 @@ def _run(rank: int, ranks: int, shape: str, lanes: Sequence[int], folder: str) -
     hidden = model.hidden_size
     words = max(CHUNKS) * hidden * DTYPE.itemsize // 4
     units = push_units(MAX_LANES, hidden, torch.float32)
-    pushed = Meeting(f"{folder}/pushed", share, device, units=units, summed_words=words)
-    nccl = Meeting(f"{folder}/nccl", share, device, stages=True)
+    pushed = ProcessGroup(f"{folder}/pushed", share, device, units=units, summed_words=words)
+    nccl = ProcessGroup(f"{folder}/nccl", share, device, stages=True)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     products = [
         each._asdict()
@@ -99,15 +99,15 @@ def _run(rank: int, ranks: int, shape: str, lanes: Sequence[int], folder: str) -
     # All ranks are done before any of them frees memory.
     pushed.reduce(torch.zeros(1, 2, device=device))
     torch.cuda.synchronize(device)
-    for meeting in (pushed, nccl):
-        meeting.check()
-        meeting.leave()
+    for group in (pushed, nccl):
+        group.check()
+        group.leave()
 
 
 def _products(
-    meeting: Meeting, linears: Linears, lanes: int, stream: torch.cuda.Stream
+    group: ProcessGroup, linears: Linears, lanes: int, stream: torch.cuda.Stream
 ) -> Iterator[CollectiveTime]:
-    peers = meeting.peers
+    peers = group.peers
     family: RowFamily = "fma" if lanes == 1 else "dot"
     assert peers is not None, "these GPUs cannot map each other's memory"
     plans, _ = choose_plans(linears, DTYPE, family, stream.device)
@@ -117,20 +117,20 @@ def _products(
 
 
 def _sums(
-    meetings: Sequence[Meeting], lanes: Sequence[int], hidden: int, stream: torch.cuda.Stream
+    groups: Sequence[ProcessGroup], lanes: Sequence[int], hidden: int, stream: torch.cuda.Stream
 ) -> Iterator[dict[str, Any]]:
     sizes = [(count, torch.float32) for count in lanes] + [(count, DTYPE) for count in CHUNKS]
     for count, dtype in sizes:
         part = torch.ones(count, hidden, dtype=dtype, device=stream.device)
-        chains = [partial(_repeat, partial(meeting.reduce, part)) for meeting in meetings]
+        chains = [partial(_repeat, partial(group.reduce, part)) for group in groups]
         pushed, nccl = microseconds_of(stream, *chains)
         yield _chunk(count, hidden, dtype) | {"pushed_us": pushed, "nccl_us": nccl}
 
 
-def _norms(meeting: Meeting, hidden: int, stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
+def _norms(group: ProcessGroup, hidden: int, stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
     """Time chunks with residual and norm; also small ones, which two ranks do not split in use."""
     for count in CHUNKS:
-        split = meeting.pushed_stream(count, hidden, DTYPE)
+        split = group.pushed_stream(count, hidden, DTYPE)
         if split is None:
             continue
         part = torch.full((count, hidden), 1e-3, dtype=DTYPE, device=stream.device)
@@ -138,7 +138,7 @@ def _norms(meeting: Meeting, hidden: int, stream: torch.cuda.Stream) -> Iterator
         norm = torch.ones(hidden, dtype=DTYPE, device=stream.device)
         slot = torch.zeros(count, dtype=torch.int32, device=stream.device)
         in_one = partial(split.add, part, x, norm, slot, None, _EPS)
-        in_two = partial(_add_apart, meeting.reduce, part, x, norm, slot)
+        in_two = partial(_add_apart, group.reduce, part, x, norm, slot)
         chains = [partial(_repeat, call) for call in (in_one, in_two)]
         split_us, apart_us = microseconds_of(stream, *chains)
         yield _chunk(count, hidden, DTYPE) | {"split_us": split_us, "apart_us": apart_us}

@@ -13,11 +13,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from graphengine.buckets import BucketLadder
 from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
+from graphengine.core.commands import SlotOperations
 from graphengine.core.delivery import Delivery
 from graphengine.core.intake import Intake, QueueOptions
 from graphengine.core.interrupts import HeldInterrupts
@@ -27,7 +28,6 @@ from graphengine.core.waits import Waits, deadline_after, seconds_to
 from graphengine.drafters import Drafter, DraftNeeds, NoDrafter
 from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
-from graphengine.host.masks import MaskTable
 from graphengine.host.plan import Plan, PrefillChunk, Replay
 from graphengine.host.scheduler import Scheduler
 from graphengine.host.scheduling import Scheduling
@@ -66,14 +66,6 @@ def _counts(core: EngineCore, plan: Plan) -> tuple[int, int]:
 def _counts_of_oldest(core: EngineCore, timeout: float | None) -> tuple[int, int]:
     oldest = core.in_flight[0][-1]
     return oldest.rows, len(oldest.requests)
-
-
-class LoadsSlots(Protocol):
-    """The part of `Runtime` that serves requests entering slots."""
-
-    masks: MaskTable
-
-    def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]: ...
 
 
 class EngineCore:
@@ -336,7 +328,7 @@ class EngineCore:
             self.counters["loads"] += 1
 
     def _updates(
-        self, plan: Plan, slots: Sequence[Request | None], runtime: LoadsSlots
+        self, plan: Plan, slots: Sequence[Request | None], runtime: SlotOperations
     ) -> dict[str, Any]:
         """The host-owned fields that a rank's plan changes."""
         drafts = self.memory.tokens_per_step > 1

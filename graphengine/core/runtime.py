@@ -2,24 +2,35 @@
 
 It owns the static buffers, the caches, the mailboxes, the captured graphs and the stream. The host
 decides; a runtime loads what the host changed, replays a graph by its key, and waits for what the
-graph published. One of them serves one rank.
+graph published. One of them serves one rank. What all ranks do alike is a command (`commands.py`).
 
 On a CPU device there is no stream, and a replay calls the step that would have been captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from graphengine.buckets import CapturedGraph, CaptureReport, Copied, HostQueue, capture_all
+from graphengine.buckets import CapturedGraph, CaptureReport, capture_all
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import ChunkTimer, longest_prompt
+from graphengine.core.commands import (
+    Command,
+    ReadBlocks,
+    ReadScales,
+    ReadStates,
+    Replay,
+    SlotOperations,
+    Swap,
+    WriteBlocks,
+    WriteStates,
+)
 from graphengine.core.fingerprints import fingerprint, updated_fingerprint
 from graphengine.core.waits import Waits
 from graphengine.drafters import Drafter
@@ -47,7 +58,6 @@ from graphengine.opening.updating import LoadedWeights
 from graphengine.options.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.stages import StageGroup
-from graphengine.requests.request import Request
 
 
 class Graph(Protocol):
@@ -57,9 +67,11 @@ class Graph(Protocol):
 
 
 StandIn = TypeVar("StandIn", bound=Graph)
+Operation = Callable[[Any, Any], Any]
+"""Executes a command on a runtime."""
 
 
-class Runtime(Waits):
+class Runtime(SlotOperations, Waits):
     """Allocates what `memory` planned for `model`, and captures every graph.
 
     All tensors keep their addresses until `close()`. Only one thread may call it. `group` has the
@@ -89,6 +101,7 @@ class Runtime(Waits):
     device        the device of all of this
     launched      publishing replays so far: the sequence number of the last one
     rank_times    times of other ranks, for the recorder
+    operations    executes each command, on this rank alone
     """
 
     rank_times: RankTimes = OneRank()
@@ -111,11 +124,9 @@ class Runtime(Waits):
         self.masks, self.routing = held.masks, held.routing
         self.caches, self.program, self.kept = held.caches, held.program, held.kept
         self.stream = held.stream
-        # The stream or queue that takes copies.
-        self._copies: torch.cuda.Stream | HostQueue | None = held.stream
-        self._watched = held.stream
+        self._copies = self._watched = held.stream
         self._has_scales = memory.kv_dtype == FP8_KV
-        self.launched = 0
+        self.launched, self.data_room = 0, memory.load_bytes
         self._updated = ""
         self.device = memory.device
         self._mode, self._limit = config.wait, config.wait_limit_s
@@ -200,30 +211,21 @@ class Runtime(Waits):
 
     # Calls of a step.
 
-    def load(self, updates: Mapping[str, Any]) -> list[Copied]:
-        """Copy host-owned fields that changed to the device: one staging block, one copy."""
-        return self.buffers.load(updates, sequence=self.launched + 1, stream=self._copies)
+    def run(self, command: Command) -> Any:
+        """Execute a command on all ranks; returns its result on this one."""
+        return self.operations[type(command)](self, command)
 
-    def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
-        """Store the expert routes that the slots' requests replay; returns the fields to load."""
-        return {} if self.routing is None else self.routing.table.updates(slots)
+    def _send(self, command: Command) -> None:
+        """Send a command to the other ranks; does nothing, as there are none."""
 
-    def swap(self, out: int, back: int) -> None:
-        """Queue the copy of the first `out` of `swap_pairs` to the swap area, or `back` from it."""
-        with self.on_stream():
-            self._launch(partial(swap_blocks, self.caches, self.buffers, out, back))
-
-    def copy_kept(self, copies: list[Copy]) -> None:
-        """Queue these copies, and empty the list."""
-        if copies:
-            with self.on_stream():
-                self._launch(partial(self.kept.copy, [*copies]))
-            copies.clear()
+    @property
+    def next_replay(self) -> int:
+        """The sequence number of the next replay."""
+        return self.launched + 1
 
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on the stream; it takes the next sequence number."""
-        self._launch(self.graphs[key].replay)
-        self.launched += 1
+        self.run(Replay(key))
 
     def acknowledge(self, sequence: int) -> None:
         """Note that replays up to this one have published, so their loads have arrived."""
@@ -308,8 +310,11 @@ class Runtime(Waits):
             return [scales_of_ranks(each, group) for each in held]
 
     def scales_id(self) -> str:
-        """Digest of the scales of fp8 caches."""
-        return scales_id(layer for cache in self.kv_scales() for layer in cache[0])
+        """Digest of the scales of fp8 caches that one rank with all heads would have."""
+        found: str = self.run(ReadScales())
+        return found
+
+    # Saved KV and states, in the layout of one rank that has the whole model.
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -328,28 +333,74 @@ class Runtime(Waits):
 
     def read_blocks(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
         """Copy KV blocks to the host, [layers, blocks, ...] for each cache; waits for it."""
-        with self.on_stream():
-            index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-            # A layer at a time, as the gathered blocks take device memory outside the budget.
-            return tuple(_read_cache(cache, index) for cache, _ in self.caches)
+        found: tuple[Tensor, ...] = self.run(ReadBlocks(tuple(blocks)))
+        return found
+
+    def write_blocks(self, blocks: Sequence[int], whole: Sequence[Tensor]) -> None:
+        """Copy what `read_blocks` returned into these blocks, after everything that was queued."""
+        self.run(WriteBlocks(tuple(blocks), whole))
 
     def read_states(self, place: int) -> tuple[Tensor, ...]:
         """Copy the states kept at this place to the host, [D, ...] each; waits for it."""
-        with self.on_stream():
-            return self.kept.read(place)
+        found: tuple[Tensor, ...] = self.run(ReadStates(place))
+        return found
 
-    def write_states(self, place: int, parts: Sequence[Tensor]) -> None:
+    def write_states(self, place: int, whole: Sequence[Tensor]) -> None:
         """Copy what `read_states` returned to this place, after everything that was queued."""
-        with self.on_stream():
-            self.kept.write(place, parts)
+        self.run(WriteStates(place, whole))
 
-    def write_blocks(self, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
-        """Copy what `read_blocks` returned into these blocks, after everything that was queued."""
+    # Operations on this rank, by command.
+
+    def _swap(self, command: Swap) -> None:
         with self.on_stream():
-            index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-            for (cache, _), parts in zip(self.caches, kept, strict=True):
+            self._launch(partial(swap_blocks, self.caches, self.buffers, *command))
+
+    def _copy(self, command: Copy) -> None:
+        with self.on_stream():
+            self._launch(partial(self.kept.copy, (command,)))
+
+    def _replay(self, command: Replay) -> None:
+        self._launch(self.graphs[command.key].replay)
+        if command.key.kind != "draft":
+            self.launched += 1
+
+    def _scales_id(self, command: ReadScales) -> str:
+        return scales_id(layer for cache in self.kv_scales() for layer in cache[0])
+
+    def _read_blocks(self, command: ReadBlocks) -> tuple[Tensor, ...]:
+        with self.on_stream():
+            index = torch.tensor(command.blocks, dtype=torch.int64, device=self.device)
+            # A layer at a time, as the gathered blocks take device memory outside the budget.
+            return tuple(_read_cache(cache, index) for cache, _ in self.caches)
+
+    def _write_blocks(self, command: WriteBlocks) -> None:
+        assert command.whole is not None, f"{command.blocks=}"
+        with self.on_stream():
+            index = torch.tensor(command.blocks, dtype=torch.int64, device=self.device)
+            for (cache, _), parts in zip(self.caches, command.whole, strict=True):
                 for layer, part in zip(_bits(cache), _bits(parts), strict=True):
                     layer.index_copy_(0, index, part.to(self.device))
+
+    def _read_states(self, command: ReadStates) -> tuple[Tensor, ...]:
+        with self.on_stream():
+            return self.kept.read(command.place)
+
+    def _write_states(self, command: WriteStates) -> None:
+        assert command.whole is not None, f"{command.place=}"
+        with self.on_stream():
+            self.kept.write(command.place, command.whole)
+
+    operations: ClassVar[dict[type[Command], Operation]] = {
+        Swap: _swap,
+        StateCopy: _copy,
+        BlockCopy: _copy,
+        Replay: _replay,
+        ReadScales: _scales_id,
+        ReadBlocks: _read_blocks,
+        WriteBlocks: _write_blocks,
+        ReadStates: _read_states,
+        WriteStates: _write_states,
+    }
 
     @contextmanager
     def replaced(

@@ -28,20 +28,20 @@ from graphengine.drafters.base import (
     Prefilled,
     Verified,
 )
-from graphengine.drafters.elsewhere import DraftsElsewhere
 from graphengine.drafters.making import make_drafter
 from graphengine.drafters.needs import DraftNeeds
 from graphengine.drafters.none import NoDrafter
+from graphengine.drafters.remote import RemoteDrafter
 
 __all__ = [
     "DraftNeeds",
     "DraftSetting",
     "Drafter",
-    "DraftsElsewhere",
     "FieldSizes",
     "NoDrafter",
     "OfTree",
     "Prefilled",
+    "RemoteDrafter",
     "Verified",
     "make_drafter",
 ]

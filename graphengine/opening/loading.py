@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from graphengine.config import EngineConfig
-from graphengine.drafters import Drafter, DraftsElsewhere, make_drafter
+from graphengine.drafters import Drafter, RemoteDrafter, make_drafter
 from graphengine.kernels.core.paged import FP8_KV
 from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.checkpoints.checkpoint import Checkpoint, stored_dtype
@@ -137,7 +137,7 @@ def found_of_stage(found: Found, pipe: Share) -> Found:
         of_stage(each, stage, whole=found.whole, embeds=embeds)
         for each in (found.whole, found.split)
     )
-    drafter = DraftsElsewhere(found.drafter) if early else found.drafter
+    drafter = RemoteDrafter(found.drafter) if early else found.drafter
     return found._replace(whole_stage=whole, model=model, drafter=drafter)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Sequence
-from enum import IntEnum, unique
+from enum import IntEnum
 from mmap import mmap
 from multiprocessing.context import SpawnContext
 from pathlib import Path
@@ -24,8 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from graphengine.core.commands import Command
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.records import make_room
+from graphengine.parallel.command_codec import CommandCodec, Encoded
+from graphengine.program.graph_key import GraphKey
 
 _NUMBERS = 5
 ALL = 0
@@ -51,51 +54,11 @@ class Stage(IntEnum):
     ENDED = 5
 
 
-@unique
-class Kind(IntEnum):
-    """What a rank is to do, with the command's numbers in parentheses.
+class Taken(NamedTuple):
+    """A command as it was taken; `to` is the rank it is addressed to, or `ALL`."""
 
-    LOAD        (group, start, stop, sequence, acknowledged): `StaticBuffers.repeat`; data are the
-                bytes
-    ROUTES      (slot, start): `RouteTable.put`; data are the ids
-    SWAP        (out, back): `Runtime.swap`
-    REPLAY      (index): replay the plan's graph of this index
-    TELL        (): put a digest of the state that is equal on all ranks into the text
-    CLOSE       ()
-    COPY_STATE  the numbers of a `StateCopy`, for `Runtime.copy_kept`
-    COPY_BLOCK  the numbers of a `BlockCopy`, for `Runtime.copy_kept`
-    READ_BLOCKS, WRITE_BLOCKS  (): methods of `KeptParts`; data are the blocks, int32
-    READ_STATES, WRITE_STATES  (place): methods of `KeptParts`
-    DRAFTS      (): copy the drafts of all slots to the memory that the driver maps
-    UPDATE      (temporary): `Runtime.update_weights`; data are the path of a checkpoint with the
-                tensors; if temporary, the driver has made it for this update
-    READ_SCALES (): `KeptParts.scales_id`
-    """
-
-    LOAD = 1
-    SWAP = 2
-    REPLAY = 3
-    TELL = 4
-    CLOSE = 5
-    ROUTES = 6
-    COPY_STATE = 7
-    COPY_BLOCK = 8
-    READ_BLOCKS = 9
-    WRITE_BLOCKS = 10
-    READ_STATES = 11
-    WRITE_STATES = 12
-    UPDATE = 13
-    DRAFTS = 14
-    READ_SCALES = 15
-
-
-class Command(NamedTuple):
-    """A copy of an entry; `to` is the rank it is addressed to, or `ALL`."""
-
-    kind: Kind
-    numbers: tuple[int, ...]
-    data: bytes
-    to: int = ALL
+    command: Command
+    to: int
 
 
 class LinkMemory(NamedTuple):
@@ -146,8 +109,8 @@ class _Views:
 class DriverEnd:
     """The driver's side: writes commands, and reads the ranks' answers. Ranks count from 1."""
 
-    def __init__(self, memory: LinkMemory) -> None:
-        self._views = _Views(memory)
+    def __init__(self, memory: LinkMemory, graphs: Sequence[GraphKey]) -> None:
+        self._views, self._codec = _Views(memory), CommandCodec(graphs)
         self.sent = 0
 
     def has_room(self) -> bool:
@@ -162,18 +125,12 @@ class DriverEnd:
         """The number of the last command that this rank has done."""
         return int(self._views.stages[rank, _DONE])
 
-    def send(
-        self,
-        kind: Kind,
-        numbers: Sequence[int] = (),
-        data: bytes | memoryview = b"",
-        *,
-        to: int = ALL,
-    ) -> int:
+    def send(self, command: Command, *, to: int = ALL) -> int:
         """Write the next command, for which there must be room, and return its number.
 
         All ranks take it; ranks that it is not addressed to do nothing.
         """
+        kind, numbers, data = self._codec.encode(command)
         views, number = self._views, self.sent + 1
         assert self.has_room() and len(data) <= views.room, f"{number=} of {len(data)} bytes"
         at = number % views.entries
@@ -220,8 +177,8 @@ class DriverEnd:
 class RankEnd:
     """The side of rank `rank`, which takes commands in their order."""
 
-    def __init__(self, memory: LinkMemory, rank: int) -> None:
-        self._views = _Views(memory)
+    def __init__(self, memory: LinkMemory, rank: int, graphs: Sequence[GraphKey]) -> None:
+        self._views, self._codec = _Views(memory), CommandCodec(graphs)
         self._own = self._views.stages[rank]
         self._text = self._views.texts[rank - 1]
         self._launches = self._views.launches[rank - 1]
@@ -234,7 +191,7 @@ class RankEnd:
         """Tell the driver how far this rank is."""
         self._own[_STAGE] = stage
 
-    def take(self) -> Command | None:
+    def take(self) -> Taken | None:
         """The command that is due, or None until it has arrived completely."""
         views, number = self._views, int(self._own[_DONE]) + 1
         at = number % views.entries
@@ -247,7 +204,7 @@ class RankEnd:
         data = views.data[at, :size].tobytes()
         if views.check_of(number, data) != check:
             return None
-        return Command(Kind(kind), tuple(numbers), data, to)
+        return Taken(self._codec.decode(Encoded(kind, numbers, data)), to)
 
     def finish(self) -> None:
         """Mark the command that was taken as done."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from graphengine.buckets import HostQueue
 from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
-from graphengine.models.checkpoints.given_tensors import GivenTensors
 from graphengine.models.contract import Share
 from graphengine.opening.loading import (
     Found,
@@ -19,8 +18,7 @@ from graphengine.opening.loading import (
     read_checkpoint,
 )
 from graphengine.opening.memory import MemoryPlan
-from graphengine.opening.updating import LoadedWeights
-from graphengine.parallel.leading import LeadingRuntime, lead_ranks
+from graphengine.parallel.driver_runtime import DriverRuntime, lead_ranks
 from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.parallel.torchrun import processes_of_torchrun
 from graphengine.program.graph_key import GraphKey
@@ -28,7 +26,7 @@ from graphengine.program.graph_key import GraphKey
 
 def open_pipeline(
     path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None
-) -> tuple[Opened, LeadingRuntime]:
+) -> tuple[Opened, DriverRuntime]:
     """Open a checkpoint as the last of `config.pipeline_parallel` stages, like `open_checkpoint`,
     with the runtime that leads all ranks.
 
@@ -71,7 +69,7 @@ def plan_stages(found: Found, config: EngineConfig) -> list[MemoryPlan]:
     ]
 
 
-class PipelineRuntime(LeadingRuntime):
+class PipelineRuntime(DriverRuntime):
     """The runtime of the last stage, which sends the earlier stages each load, swap and replay.
 
     On a CPU its own work is queued, and done when the caller waits for it: until then it sends the
@@ -115,11 +113,6 @@ class PipelineRuntime(LeadingRuntime):
         with self.ranks.explained():
             self.queue.run()
             super().synchronize()
-
-    def update_weights(self, loaded: LoadedWeights, given: GivenTensors) -> None:
-        """Fill the weights of all stages, after everything that was queued."""
-        self.synchronize()
-        super().update_weights(loaded, given)
 
     def wait_tokens(self, sequence: int, lanes: int, timeout: float | None) -> Payloads | None:
         """The first `lanes` lanes published by replay `sequence`."""

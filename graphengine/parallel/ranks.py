@@ -17,15 +17,16 @@ import torch
 
 from graphengine.buckets import MailboxBroken
 from graphengine.config import EngineConfig
+from graphengine.core.commands import Close, Command
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.memory import MemoryPlan
-from graphengine.parallel.exchange import MeetingFailed
-from graphengine.parallel.link import ALL, DriverEnd, Kind, LinkMemory, Stage
-from graphengine.parallel.processes import RankProcess, SpawnedRank, check_may_start
-from graphengine.parallel.rank import RankStart, run_rank
+from graphengine.parallel.collectives.rendezvous import GroupError
+from graphengine.parallel.link import ALL, DriverEnd, LinkMemory, Stage
+from graphengine.parallel.rank_processes import RankProcess, SpawnedRank, check_may_start
 from graphengine.parallel.torchrun import lead
+from graphengine.parallel.worker import RankStart, run_rank
 
 # Longest wait for a rank that loads or captures longer than the driver.
 _LOAD_LIMIT_S = 600.0
@@ -38,7 +39,7 @@ _PAUSE_S = 1e-3
 # Linux keeps files in memory there.
 _MEMORY = Path("/dev/shm")
 # Errors that the driver gets when a rank has ended.
-_ABOUT_RANKS = (MeetingFailed, MailboxBroken, TimeoutError)
+_ABOUT_RANKS = (GroupError, MailboxBroken, TimeoutError)
 
 
 ONE_DEVICE = "GRAPHENGINE_RANKS_ON_ONE_DEVICE"
@@ -99,7 +100,7 @@ class Ranks:
         self.before_waiting: Callable[[], object] = lambda: None
         self._limit = config.wait_limit_s
         self._folder = Path(tempfile.mkdtemp(prefix="graphengine-ranks-", dir=_place(config)))
-        self.meeting = str(self._folder / "meeting")
+        self.rendezvous = str(self._folder / "rendezvous")
         self._devices = list(devices)
         self._processes: list[RankProcess] = []
         # At the end of the program, this runs before multiprocessing waits for its children.
@@ -114,7 +115,7 @@ class Ranks:
             self.broken = True
             self.close()
             raise
-        self._end = DriverEnd(link)
+        self._end = DriverEnd(link, memories[0].graphs)
 
     def _spawn(
         self, checkpoint: Checkpoint, config: EngineConfig, memories: Sequence[MemoryPlan]
@@ -132,7 +133,7 @@ class Ranks:
                 config=config.of_rank(device),
                 memory=replace(memories[rank], device=torch.device(device)),
                 link=link,
-                meeting=self.meeting,
+                rendezvous=self.rendezvous,
                 driver=os.getpid(),
                 threads=torch.get_num_threads(),
             )
@@ -149,28 +150,21 @@ class Ranks:
 
     # Commands.
 
-    def send(
-        self,
-        kind: Kind,
-        numbers: Sequence[int] = (),
-        data: memoryview | bytes = b"",
-        *,
-        to: int = ALL,
-    ) -> int:
+    def send(self, command: Command, *, to: int = ALL) -> int:
         """Write a command, for all ranks or one, once the slowest rank has room for it, and return
         its number. RankFailed after the limit.
         """
         if not self._end.has_room():
             self.before_waiting()
             self._wait(self._end.has_room, self._limit, f"room for command {self._end.sent + 1}")
-        return self._end.send(kind, numbers, data, to=to)
+        return self._end.send(command, to=to)
 
     def let(self, stage: Stage) -> None:
         """Let all ranks go on to this stage."""
         self._end.let(stage)
 
-    def forget_meeting(self) -> None:
-        """Remove the folder of the file through which ranks have met; nothing needs it any more."""
+    def remove_folder(self) -> None:
+        """Remove the folder of the rendezvous, once all ranks have joined."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def wait_for(self, stage: Stage) -> None:
@@ -196,10 +190,10 @@ class Ranks:
             f"{self._limit:g} and {reading:.3g} s for the bytes)",
         )
 
-    def tell(self) -> list[str]:
-        """Digests of all other ranks' device-owned state, after all that was sent."""
-        number = self.send(Kind.TELL)
-        self._wait(lambda: self._end.least_done() >= number, self._limit, "digests")
+    def texts(self) -> list[str]:
+        """The texts that the last command, which returns one, has on all other ranks."""
+        number = self._end.sent
+        self._wait(lambda: self._end.least_done() >= number, self._limit, f"command {number}")
         return [self._end.text(rank) for rank in range(1, 1 + len(self._processes))]
 
     def wait_done(self, rank: int, number: int, timeout: float | None) -> bool:
@@ -285,7 +279,7 @@ class Ranks:
             ending = process.ending()
             if self._end.stage(rank) is Stage.FAILED:
                 text = self._end.text(rank)
-                follows = text.startswith(MeetingFailed.__name__)
+                follows = text.startswith(GroupError.__name__)
                 what = f"{self._named(rank)} failed: {text}"
                 reasons.append((follows, self._end.failed_at(rank), what))
             elif ending is not None:
@@ -329,7 +323,7 @@ class Ranks:
         atexit.unregister(self._kill)
         if not self.broken:
             with suppress(RankFailed):
-                self.send(Kind.CLOSE)
+                self.send(Close())
             deadline = time.perf_counter() + _CLOSE_S
             for process in self._processes:
                 process.join(max(0.0, deadline - time.perf_counter()))
@@ -338,7 +332,7 @@ class Ranks:
             process.join()
             process.close()
         self._processes.clear()
-        self.forget_meeting()
+        self.remove_folder()
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -17,42 +17,42 @@ import torch
 from torch import Tensor
 
 from graphengine.models.splitting.stages import rank_of_stage, stage_of_rank
-from graphengine.parallel.exchange import MeetingFailed
-from graphengine.parallel.meeting import Meeting
+from graphengine.parallel.collectives.process_group import ProcessGroup
+from graphengine.parallel.collectives.rendezvous import GroupError
 
 
 class StageLink:
-    """One stage's side of the link, over the `meeting` of the stages; see `StageGroup`.
+    """One stage's side of the link, over the process `group` of the stages; see `StageGroup`.
 
     in_flight  sends that may be in flight before the next one waits for the oldest
 
-    Raises MeetingFailed where stages share a GPU.
+    Raises GroupError where stages share a GPU.
     """
 
-    def __init__(self, meeting: Meeting, in_flight: int) -> None:
-        self._meeting = meeting
-        self.share = stage_of_rank(meeting.share)
-        if meeting.group is None:
-            raise MeetingFailed(f"{self.share.ranks} stages need a GPU each: they share one")
+    def __init__(self, group: ProcessGroup, in_flight: int) -> None:
+        self._group = group
+        self.share = stage_of_rank(group.share)
+        if group.torch_group is None:
+            raise GroupError(f"{self.share.ranks} stages need a GPU each: they share one")
         self._most = in_flight
         # Sends in flight, with their stages, and their tensors, which a CPU still reads.
         self._sent: deque[tuple[Any, int, Tensor]] = deque()
 
     def receive(self, tensor: Tensor) -> None:
-        """Receive from the previous stage; on a CPU, MeetingFailed if it is gone or too late."""
+        """Receive from the previous stage; on a CPU, GroupError if it is gone or too late."""
         self.receive_from(self.share.rank - 1, tensor)
 
     def send(self, tensor: Tensor) -> None:
         """Send to the next stage, without waiting for it.
 
-        On a CPU, MeetingFailed if it is gone, or too late to take the oldest of too many sends.
+        On a CPU, GroupError if it is gone, or too late to take the oldest of too many sends.
         """
         self.send_to(self.share.rank + 1, tensor)
 
     def spread(self, tensor: Tensor) -> None:
         """Broadcast the last stage's tensor to all others.
 
-        On a CPU it raises MeetingFailed like `receive` and `send`.
+        On a CPU it raises GroupError like `receive` and `send`.
         """
         rank, stages = self.share
         if rank < stages - 1:
@@ -64,7 +64,7 @@ class StageLink:
     def receive_from(self, stage: int, tensor: Tensor) -> None:
         """Receive a tensor from this stage; it has the shape and dtype of `tensor`."""
         with self._explained(f"what stage {stage} sends", tensor):
-            work = self._meeting.group.recv(
+            work = self._group.torch_group.recv(
                 [_bytes(tensor)], rank_of_stage(stage, self.share.ranks), 0
             )
             self._wait(work, tensor)
@@ -73,7 +73,7 @@ class StageLink:
         """Send to this stage, without waiting for it; the tensor must not change afterwards."""
         sent = _bytes(tensor.contiguous())
         with self._explained(f"stage {stage} to take a tensor", sent):
-            work = self._meeting.group.send([sent], rank_of_stage(stage, self.share.ranks), 0)
+            work = self._group.torch_group.send([sent], rank_of_stage(stage, self.share.ranks), 0)
             if tensor.device.type == "cuda":
                 self._wait(work, sent)
                 return
@@ -84,18 +84,18 @@ class StageLink:
                 self._wait(oldest, sent)
 
     def close(self) -> None:
-        """Forget the sends in flight, so that the meeting's threads end with it."""
+        """Forget the sends in flight, so that the group's threads end with it."""
         self._sent.clear()
 
     @contextmanager
     def _explained(self, what: str, tensor: Tensor) -> Iterator[None]:
-        """Inside, an error of gloo or NCCL becomes a MeetingFailed that names what was awaited."""
+        """Inside, an error of gloo or NCCL becomes a GroupError that names what was awaited."""
         try:
             yield
         except RuntimeError as error:
-            raise MeetingFailed(
+            raise GroupError(
                 f"stage {self.share.rank} of {self.share.ranks} waited, for at most "
-                f"{self._meeting.limit_s:g} s, for {what}, {tensor.nbytes} bytes: "
+                f"{self._group.limit_s:g} s, for {what}, {tensor.nbytes} bytes: "
                 f"{str(error).partition(chr(10))[0]}"
             ) from error
 
@@ -105,7 +105,7 @@ class StageLink:
             # With a limit, the host would wait.
             work.wait()
         else:
-            work.wait(timedelta(seconds=self._meeting.limit_s))
+            work.wait(timedelta(seconds=self._group.limit_s))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -28,13 +28,13 @@ from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.link import LinkMemory
-from graphengine.parallel.processes import JoinedRank
-from graphengine.parallel.rank import RankStart, run_rank
+from graphengine.parallel.rank_processes import ForeignRank
+from graphengine.parallel.worker import RankStart, run_rank
 
 _STARTED = "TORCHELASTIC_RUN_ID"
 # Long, for programs that do other things first.
 _LIMIT = timedelta(seconds=600)
-_LINK, _MEETING = "link", "meeting"
+_LINK, _RENDEZVOUS = "link", "rendezvous"
 
 
 def launched_share(config: EngineConfig) -> Share | None:
@@ -63,7 +63,7 @@ def processes_of_torchrun() -> int | None:
 
 def lead(
     folder: Path, checkpoint: Checkpoint, memory: MemoryPlan, ranks: int
-) -> tuple[LinkMemory, list[JoinedRank]]:
+) -> tuple[LinkMemory, list[ForeignRank]]:
     """The driver's part: call the other ranks to `folder`, and wait until they have answered.
 
     ValueError for a second engine: the other ranks have ended with the first one.
@@ -87,7 +87,7 @@ def lead(
     }
     store.set("call", json.dumps(call))
     pids = [int(store.get(f"process/{rank}")) for rank in range(1, ranks)]
-    return link, [JoinedRank(pid) for pid in pids]
+    return link, [ForeignRank(pid) for pid in pids]
 
 
 def follow(
@@ -134,7 +134,7 @@ def _start(
         config=config,
         memory=memory,
         link=LinkMemory.of_file(folder / _LINK, shape),
-        meeting=os.fspath(folder / _MEETING),
+        rendezvous=os.fspath(folder / _RENDEZVOUS),
         driver=call["driver"],
         threads=torch.get_num_threads(),
         spawned=False,

@@ -41,7 +41,7 @@ class LoneRank:
 
     @property
     def waited_s(self) -> float:
-        """Seconds spent waiting, as `Meeting.waited_s`."""
+        """Seconds spent waiting, as `ProcessGroup.waited_s`."""
         return 0.0 if self.peers is None else self.peers.tensors.waited.item() / 1e9
 
     def reduce(self, part_NH: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from checkpoints.mtp_chains import HAS_CHAINS, SIZES, VOCAB, Chains
 from engines.failing_ranks import limit_waits, stop
 from engines.forked_ranks import ranks_are_forked
 from graphengine import Engine, SamplingParams
+from graphengine.core.commands import UpdateWeights
 from graphengine.core.weight_updates import update_weights
 from graphengine.demo import checkpoint_path
 from graphengine.models.checkpoints import given_tensors
@@ -38,8 +39,7 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkpoint
 from graphengine.models.quantised.writer import write_quantised
 from graphengine.options.draft_vocabulary import DraftVocabulary
-from graphengine.parallel.leading import LeadingRuntime
-from graphengine.parallel.link import Kind
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.parallel.ranks import RankFailed, Ranks
 from graphengine.speculative import MTP, Eagle3
 
@@ -201,7 +201,7 @@ def test_a_head_with_a_checkpoint_of_its_own_stays(tmp_path: Path) -> None:
 
 def assert_equal_ranks(engine: Engine) -> None:
     runtime = engine.runtime
-    assert isinstance(runtime, LeadingRuntime) and len(set(runtime.digests())) == 1
+    assert isinstance(runtime, DriverRuntime) and len(set(runtime.digests())) == 1
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
@@ -242,7 +242,7 @@ def test_two_ranks_take_their_parts(
                 assert session.token_ids[-12:] == expected.token_ids
         assert not list(temporary.iterdir())
         runtime = engine.runtime
-        assert isinstance(runtime, LeadingRuntime)
+        assert isinstance(runtime, DriverRuntime)
         os.kill(runtime.ranks.pids[0], signal.SIGKILL)
         with pytest.raises(RankFailed, match=r"rank 1 .*ended"):
             engine.update_weights(path)
@@ -269,7 +269,7 @@ def test_values_without_room_say_how_many_bytes_they_have(
 
 
 def send_elsewhere(ranks: Ranks) -> None:
-    ranks.send(Kind.UPDATE, (False,), b"/nowhere")
+    ranks.send(UpdateWeights("/nowhere", temporary=False))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_a_rank_that_does_not_update(
     monkeypatch.setattr("graphengine.parallel.ranks._UPDATE_BYTES_PER_S", 2 * nbytes)
     with open_engine(path, wait_limit_s=GENEROUS_S, tensor_parallel=2) as engine:
         runtime = engine.runtime
-        assert isinstance(runtime, LeadingRuntime)
+        assert isinstance(runtime, DriverRuntime)
         if fault is stop:
             limit_waits(engine, 0.2)
         fault(runtime.ranks)

@@ -40,7 +40,7 @@ FAMILIES = re.compile(r"[Ll]lama(?!3)|[Qq]wen|[Mm]i[Mm]o|^dense_|Dense")
 _FAMILY_WORD = re.compile(FAMILIES.pattern.replace("^", r"\b"))
 MAY_NAME_FAMILIES = ("graphengine/models/", "profiles/benchmark/shapes.py")
 # Methods of named tuples, which have an underscore for another reason; and what Python has so.
-_PUBLIC = {"_fields", "_replace", "_asdict", "_make", "_getframe"}
+_PUBLIC = {"_fields", "_field_defaults", "_replace", "_asdict", "_make", "_getframe"}
 _LIBRARIES = {"torch", "os", "sys"}
 
 

@@ -23,17 +23,17 @@ from graphengine.models.blocks.lanes_of_ranks import (
 )
 from graphengine.models.contract import DecodeLaunch, RankGroup, Share
 from graphengine.models.linears import LinearPlans
-from graphengine.parallel.meeting import Meeting
+from graphengine.parallel.collectives.process_group import ProcessGroup
 
 RANKS, LANES, HIDDEN, CHOSEN = 3, 2, 7, 3
 
 
-def on_all_ranks(folder: Path, work: Callable[[int, Meeting], object]) -> None:
+def on_all_ranks(folder: Path, work: Callable[[int, ProcessGroup], object]) -> None:
     def rank_of(rank: int) -> None:
         share = Share(rank, RANKS)
-        meeting = Meeting(str(folder / "meeting"), share, torch.device("cpu"), 20.0)
-        work(rank, meeting)
-        meeting.close()
+        group = ProcessGroup(str(folder / "rendezvous"), share, torch.device("cpu"), 20.0)
+        work(rank, group)
+        group.close()
 
     with ThreadPoolExecutor(RANKS) as pool:
         list(pool.map(rank_of, range(RANKS)))
@@ -62,8 +62,8 @@ def test_all_have_the_lanes_of_all(tmp_path: Path, dtype: torch.dtype, groups: i
     def whole(of: Callable[[RoutedLanes], Tensor], dim: int = 0) -> Tensor:
         return torch.cat([of(part) for part in parts], dim)
 
-    def work(rank: int, meeting: Meeting) -> None:
-        found = lanes_of_all(parts[rank], meeting)
+    def work(rank: int, group: ProcessGroup) -> None:
+        found = lanes_of_all(parts[rank], group)
         assert torch.equal(found.x, whole(lambda part: part.x)) and found.x.dtype == dtype
         assert torch.equal(found.slot, whole(lambda part: part.slot))
         assert torch.equal(found.routes.expert, whole(lambda part: part.routes.expert))
@@ -85,8 +85,8 @@ def test_each_has_the_sum_for_its_own_lanes(tmp_path: Path, dtype: torch.dtype) 
     made = torch.randn(RANKS, RANKS * LANES, HIDDEN, generator=generator)
     made = (made * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]).to(dtype)
 
-    def work(rank: int, meeting: Meeting) -> None:
-        found = sum_of_own(made[rank], meeting)
+    def work(rank: int, group: ProcessGroup) -> None:
+        found = sum_of_own(made[rank], group)
         own = made[:, rank * LANES : (rank + 1) * LANES].float()
         assert torch.equal(found, ((own[0] + own[1]) + own[2]).to(dtype))
 
@@ -110,10 +110,10 @@ def test_the_sum_for_own_lanes_is_added_to_the_stream(tmp_path: Path, more: bool
         residual.x.fill_(3.0)
         return residual
 
-    def work(rank: int, meeting: Meeting) -> None:
+    def work(rank: int, group: ProcessGroup) -> None:
         y = made[:, rank * LANES : (rank + 1) * LANES].sum(0)
         expected = add_to_residual(y if own is None else y + own, slot, stream(), norm)
-        launch = launch_of(meeting)
+        launch = launch_of(group)
         found = add_sum_of_own(made[rank], own, slot, stream(), norm, launch)
         torch.testing.assert_close(found.x, expected.x)
         torch.testing.assert_close(found.scaled[:1], expected.scaled[:1])

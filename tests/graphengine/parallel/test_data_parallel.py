@@ -34,8 +34,8 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.parallel import ranks
-from graphengine.parallel.data_core import DataParallelCore
-from graphengine.parallel.data_runtime import DataParallelRuntime
+from graphengine.parallel.data_parallel.core import DataParallelCore
+from graphengine.parallel.data_parallel.runtime import DataParallelRuntime
 from graphengine.parallel.ranks import RankFailed, rank_devices
 from graphengine.speculative import MTP, Eagle3, NGram, UserProvided
 from launches.compilation import graph_kernels
@@ -440,7 +440,7 @@ def test_what_a_step_on_gpus_launches(
         peers = Peers(0, PeerItems.over_items(0, items, [items.data_ptr()] * 2))
         with monkeypatch.context() as patch:
             patch.setattr(
-                engine.runtime._joined.group, "_memory", SimpleNamespace(peers=peers, summing=None)
+                engine.runtime.groups.tensor, "_memory", SimpleNamespace(peers=peers, summing=None)
             )
             graphs = graph_kernels(engine)
         layers = len(engine.model.config.expert_layers)
@@ -509,7 +509,7 @@ def test_what_a_rank_publishes_after_it_has_waited_in_vain_is_nothing(
 
 
 def test_what_cannot_be_shared_is_an_error(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphengine.parallel.leading.Ranks", None)
+    monkeypatch.setattr("graphengine.parallel.driver_runtime.Ranks", None)
     with pytest.raises(
         ValueError, match="data_parallel=4 does not divide the 6 experts of a layer"
     ):

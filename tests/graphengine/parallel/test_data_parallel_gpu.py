@@ -19,7 +19,7 @@ from engines.eager_steps import Eager
 from engines.small_engine import greedy, open_engine, run, sampled, step_until
 from graphengine import Engine, Request, SamplingParams
 from graphengine.host.rank_schedulers import RankSchedulers
-from graphengine.parallel.data_runtime import DataParallelRuntime
+from graphengine.parallel.data_parallel.runtime import DataParallelRuntime
 from graphengine.parallel.ranks import ONE_DEVICE, RankFailed
 from graphengine.speculative import MTP, NGram
 

@@ -20,7 +20,7 @@ from checkpoints.few_layers import HEAD_LAYERS, block_drafter, eagle3_head, few_
 from extent import extent
 from graphengine import Engine, PromptParts, SamplingParams
 from graphengine.options.draft_trees import DynamicTree
-from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.speculative import (
     MTP,
     DFlash,
@@ -80,7 +80,7 @@ def run(engine: Engine, params: Sequence[SamplingParams]) -> Said:
 def assert_equal_ranks(engine: Engine) -> None:
     """The state of all ranks is the same to the bit."""
     runtime = engine.runtime
-    assert isinstance(runtime, LeadingRuntime) and len(set(runtime.digests())) == 1
+    assert isinstance(runtime, DriverRuntime) and len(set(runtime.digests())) == 1
 
 
 @pytest.fixture(scope="module")

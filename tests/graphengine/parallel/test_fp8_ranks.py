@@ -17,7 +17,7 @@ from graphengine import Engine, SamplingParams, SessionSnapshot
 from graphengine.config import EngineConfig
 from graphengine.models.contract import Share
 from graphengine.opening.loading import load_checkpoint, plan_checkpoint, read_checkpoint
-from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.speculative import MTP, Eagle3, Speculative
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -75,7 +75,7 @@ def snapshot(engine: Engine) -> SessionSnapshot:
 
 def assert_equal_ranks(engine: Engine) -> None:
     runtime = engine.runtime
-    assert isinstance(runtime, LeadingRuntime) and len(set(runtime.digests())) == 1
+    assert isinstance(runtime, DriverRuntime) and len(set(runtime.digests())) == 1
 
 
 def test_scales_of_a_checkpoint(scaled: Path) -> None:

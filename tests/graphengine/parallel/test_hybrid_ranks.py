@@ -23,7 +23,7 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, Share
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.splitting.rank_sizes import of_rank
-from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.speculative import MTP, NGram
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -49,7 +49,7 @@ def open_engine(path: Path, **options: Any) -> Engine:
 
 def assert_equal_ranks(engine: Engine) -> None:
     runtime = engine.runtime
-    assert isinstance(runtime, LeadingRuntime) and len(set(runtime.digests())) == 1
+    assert isinstance(runtime, DriverRuntime) and len(set(runtime.digests())) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,7 +19,7 @@ from checkpoints.few_layers import HEAD_LAYERS, eagle3_head, few_layers
 from checkpoints.quantised_models import HEAD, KINDS, write_model
 from graphengine import Engine, SamplingParams
 from graphengine.core.runtime import Runtime
-from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.speculative import Eagle3
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -56,7 +56,7 @@ def open_engine(path: Path, ranks: int, **options: Any) -> Engine:
 
 
 def assert_equal_ranks(runtime: Runtime) -> None:
-    assert isinstance(runtime, LeadingRuntime) and len(set(runtime.digests())) == 1
+    assert isinstance(runtime, DriverRuntime) and len(set(runtime.digests())) == 1
 
 
 def packed_bytes(engine: Engine) -> int:

@@ -1,4 +1,4 @@
-"""How ranks on GPUs meet, with stand-ins for what a GPU does: all map all, or all do without."""
+"""Process groups on GPUs, with stand-ins for what a GPU does: all map all, or all do without."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from graphengine.kernels.comm.layout import PeerLayout
 from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.kernels.comm.push_residual import push_own_to_residual
 from graphengine.models.contract import Share
-from graphengine.parallel import meeting as meetings
-from graphengine.parallel import peer_memory
-from graphengine.parallel.exchange import MeetingFailed
-from graphengine.parallel.meeting import OPENING_LIMIT_S, Meeting
+from graphengine.parallel.collectives import peer_memory, process_group
+from graphengine.parallel.collectives.process_group import OPENING_LIMIT_S, ProcessGroup
+from graphengine.parallel.collectives.rendezvous import GroupError, Rendezvous
 from graphengine.parallel.ranks import ONE_DEVICE, rank_devices
 
 Result = TypeVar("Result")
@@ -90,13 +89,13 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     """The GPU of each rank."""
     named = {0: "GPU-a", 1: "GPU-b"}
 
-    def devices_of(store: Any, share: Share, device: torch.device) -> list[str]:
-        return [named[rank] for rank in range(share.ranks)]
+    def devices_of(rendezvous: Rendezvous, device: torch.device) -> list[str]:
+        return [named[rank] for rank in range(rendezvous.share.ranks)]
 
     monkeypatch.setattr(peer_memory, "ExportedMemory", Exported)
     monkeypatch.setattr(peer_memory, "MappedMemory", Mapped)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(meetings, "devices_of", devices_of)
+    monkeypatch.setattr(process_group, "devices_of", devices_of)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclStandIn, raising=False)
     for name in WATCHERS:
         monkeypatch.delenv(name, raising=False)
@@ -110,10 +109,12 @@ class NcclStandIn:
         return Group()
 
 
-def on_two_ranks(folder: Path, work: Callable[[Meeting], Result], **options: Any) -> list[Result]:
+def on_two_ranks(
+    folder: Path, work: Callable[[ProcessGroup], Result], **options: Any
+) -> list[Result]:
     def rank_of(rank: int) -> Result:
-        file, place = str(folder / "meeting"), torch.device("cuda", rank)
-        return work(Meeting(file, Share(rank, 2), place, 20.0, units=UNITS, **options))
+        file, place = str(folder / "rendezvous"), torch.device("cuda", rank)
+        return work(ProcessGroup(file, Share(rank, 2), place, 20.0, units=UNITS, **options))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(rank_of, range(2)))
@@ -123,48 +124,48 @@ def test_stages_push_what_is_small(
     devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("push_sum", "push_gather", "push_own_sum", "push_lanes", "_nccl_gather"):
-        monkeypatch.setattr(meetings, name, lambda *args, name=name, **options: Done(name))
-    monkeypatch.setattr(meetings, "sum_parts", lambda parts: "summed")
+        monkeypatch.setattr(process_group, name, lambda *args, name=name, **options: Done(name))
+    monkeypatch.setattr(process_group, "sum_parts", lambda parts: "summed")
     small, large = torch.zeros(UNITS, PUSH_UNIT), torch.zeros(UNITS, PUSH_UNIT + 1)
 
-    def work(meeting: Meeting) -> tuple[Any, ...]:
-        peers = meeting.peers
-        assert peers is not None and peers.rank == meeting.share.rank
+    def work(group: ProcessGroup) -> tuple[Any, ...]:
+        peers = group.peers
+        assert peers is not None and peers.rank == group.share.rank
         # Its own is last, and in it what this rank stores.
         assert peers.tensors.outboxes[1] == peers.tensors.items[0, peers.rank].data_ptr()
         assert peers.tensors.watch.tolist() == [0, 20 * 10**9]
         peers.tensors.waited.fill_(2_500_000)
-        assert meeting.waited_s == 0.0025
-        meeting.limit_s = 0.5
+        assert group.waited_s == 0.0025
+        group.limit_s = 0.5
         assert peers.tensors.watch[1] == 5 * 10**8
-        assert meeting.reduce(small) == Done("push_sum")
-        assert meeting.gather(small) == Done("push_gather")
-        assert meeting.add_own.func is push_own_to_residual and meeting.add_own.args == (peers,)
-        assert meeting.sum_own(small.repeat(2, 1, 1)) == Done("push_own_sum")
-        assert meeting.sum_own(large.repeat(2, 1, 1)) == "summed"
+        assert group.reduce(small) == Done("push_sum")
+        assert group.gather(small) == Done("push_gather")
+        assert group.add_own.func is push_own_to_residual and group.add_own.args == (peers,)
+        assert group.sum_own(small.repeat(2, 1, 1)) == Done("push_own_sum")
+        assert group.sum_own(large.repeat(2, 1, 1)) == "summed"
         # Five tensors, each of which begins a unit of its own.
-        assert meeting.push_lanes(lanes_of(32, torch.zeros(1, 32))) == Done("push_lanes")
-        assert meeting.push_lanes(lanes_of(33, torch.zeros(1, 33))) is None
-        assert meeting.reduce(large) == "summed"
-        assert meeting.gather(large).shape == (2, *large.shape)
-        return peers.tensors, meeting
+        assert group.push_lanes(lanes_of(32, torch.zeros(1, 32))) == Done("push_lanes")
+        assert group.push_lanes(lanes_of(33, torch.zeros(1, 33))) is None
+        assert group.reduce(large) == "summed"
+        assert group.gather(large).shape == (2, *large.shape)
+        return peers.tensors, group
 
-    (first, meeting), (second, _) = on_two_ranks(tmp_path, work, stages=True)
+    (first, group), (second, _) = on_two_ranks(tmp_path, work, stages=True)
     assert first.outboxes[0] == second.items[0, 0].data_ptr()
     assert second.outboxes[0] == first.items[0, 1].data_ptr()
-    meeting.check()
-    meeting.abandon()
-    with pytest.raises(MeetingFailed, match=r"rank 0 of 2 waited 0\.5 s for the others' parts"):
-        meeting.check()
-    group = meeting.group
-    assert group.aborting.wait(20.0) and not group.aborted
-    meeting.leave()
-    meeting.check()
-    assert meeting._memory._own is not None and not meeting._memory._own.closed
-    group.graphs_closed.set()
-    meeting.close()
-    assert meeting._memory._own is None and meeting.group is None
-    assert group.aborted == 1 and group.watchers == ["0", "0", "0"]
+    group.check()
+    group.abandon()
+    with pytest.raises(GroupError, match=r"rank 0 of 2 waited 0\.5 s for the others' parts"):
+        group.check()
+    torch_group = group.torch_group
+    assert torch_group.aborting.wait(20.0) and not torch_group.aborted
+    group.leave()
+    group.check()
+    assert group._memory._own is not None and not group._memory._own.closed
+    torch_group.graphs_closed.set()
+    group.close()
+    assert group._memory._own is None and group.torch_group is None
+    assert torch_group.aborted == 1 and torch_group.watchers == ["0", "0", "0"]
     assert not {*WATCHERS} & {*os.environ}
 
 
@@ -174,14 +175,14 @@ def test_nccl_that_does_not_end_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(meetings, "_END_LIMIT_S", 0.01)
+    monkeypatch.setattr(process_group, "_END_LIMIT_S", 0.01)
     monkeypatch.setenv(WATCHERS[1], "7")
-    meeting, other = on_two_ranks(tmp_path, lambda meeting: meeting, stages=True)
+    group, other = on_two_ranks(tmp_path, lambda group: group, stages=True)
     assert [os.environ.get(name) for name in WATCHERS] == [None, "7", None]
-    group = meeting.group
-    meeting.close()
+    torch_group = group.torch_group
+    group.close()
     assert caplog.messages == ["NCCL has not let go of its memory within 0.01 s"]
-    for each in (group, other.group):
+    for each in (torch_group, other.torch_group):
         each.graphs_closed.set()
     other.close()
     assert len(caplog.messages) == 1
@@ -205,15 +206,17 @@ def test_another_process_may_read_whether_a_rank_has_waited_in_vain(
 ) -> None:
     watch = torch.zeros(2, 2, dtype=torch.int64)
 
-    def rank_of(rank: int) -> Meeting:
+    def rank_of(rank: int) -> ProcessGroup:
         share, place = Share(rank, 2), torch.device("cuda", rank)
-        return Meeting(str(tmp_path / "meeting"), share, place, units=UNITS, watch=watch[rank])
+        return ProcessGroup(
+            str(tmp_path / "rendezvous"), share, place, units=UNITS, watch=watch[rank]
+        )
 
     with ThreadPoolExecutor(2) as pool:
-        meetings = list(pool.map(rank_of, range(2)))
+        groups = list(pool.map(rank_of, range(2)))
     assert watch.tolist() == [[0, int(OPENING_LIMIT_S * 1e9)]] * 2
-    meetings[1].abandon()
-    meetings[0].check()
+    groups[1].abandon()
+    groups[0].check()
     assert watch[:, 0].tolist() == [0, 1]
 
 
@@ -225,18 +228,18 @@ def test_ranks_push_all(
     if share_a_gpu:
         devices[1] = devices[0]
     for name in ("push_sum", "push_own_sum", "all_reduce"):
-        monkeypatch.setattr(meetings, name, lambda *args, name=name, **options: (name, args))
+        monkeypatch.setattr(process_group, name, lambda *args, name=name, **options: (name, args))
     small, large = torch.zeros(UNITS, PUSH_UNIT), torch.zeros(UNITS, PUSH_UNIT + 1)
 
-    def work(meeting: Meeting) -> tuple[Any, ...]:
-        memory = meeting._memory
-        assert memory is not None and memory.peers is not None and meeting.group is None
-        assert meeting.reduce(small) == ("push_sum", (memory.peers, small))
-        assert meeting.reduce(large) == ("all_reduce", (memory.peers, memory.summing, large))
-        assert meeting.sum_own(large.repeat(2, 1, 1))[0] == "push_own_sum"
-        return memory.peers.tensors.items, memory.summing, memory.split, meeting
+    def work(group: ProcessGroup) -> tuple[Any, ...]:
+        memory = group._memory
+        assert memory is not None and memory.peers is not None and group.torch_group is None
+        assert group.reduce(small) == ("push_sum", (memory.peers, small))
+        assert group.reduce(large) == ("all_reduce", (memory.peers, memory.summing, large))
+        assert group.sum_own(large.repeat(2, 1, 1))[0] == "push_own_sum"
+        return memory.peers.tensors.items, memory.summing, memory.split, group
 
-    (items, own, split, meeting), (_, *others, _) = on_two_ranks(tmp_path, work, summed_words=3000)
+    (items, own, split, group), (_, *others, _) = on_two_ranks(tmp_path, work, summed_words=3000)
     # Behind the items, at the others first.
     for kept, other in zip((own, split), others, strict=True):
         assert kept.boxes.tolist() == [other.own.data_ptr(), kept.own.data_ptr()]
@@ -244,41 +247,41 @@ def test_ranks_push_all(
     assert own.own.data_ptr() == items.data_ptr() + items.nbytes
     assert split.own.data_ptr() == own.own.data_ptr() + own.own.nbytes
     assert own.size == 128 * 4096 and split.size == 3000
-    exported, layout = meeting._memory._own.tensor, PeerLayout.of(2, UNITS, 3000)
+    exported, layout = group._memory._own.tensor, PeerLayout.of(2, UNITS, 3000)
     assert exported.nbytes == layout.nbytes == items.nbytes + own.own.nbytes + split.own.nbytes
-    meeting.close()
-    assert meeting._memory.summing is meeting._memory.split is None
-    assert meeting.split_stream(6, 1000, torch.bfloat16) is None
+    group.close()
+    assert group._memory.summing is group._memory.split is None
+    assert group.split_stream(6, 1000, torch.bfloat16) is None
 
 
 def test_streams_are_split_where_parts_are_too_large_for_items(
     devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two ranks begin later.
-    assert meetings._LEAST_SPLIT > 2 * 26 * 100
-    monkeypatch.setattr(meetings, "_LEAST_SPLIT", 2 * 26 * 100)
+    assert process_group._LEAST_SPLIT > 2 * 26 * 100
+    monkeypatch.setattr(process_group, "_LEAST_SPLIT", 2 * 26 * 100)
 
-    def work(meeting: Meeting) -> None:
+    def work(group: ProcessGroup) -> None:
         # Items hold 1,280 words, and a lane has 50.
-        assert meeting.split_stream(25, 100, torch.bfloat16) is None
-        stream = meeting.split_stream(26, 100, torch.bfloat16)
-        assert stream is not None and meeting._memory is not None
-        split = meeting._memory.split
+        assert group.split_stream(25, 100, torch.bfloat16) is None
+        stream = group.split_stream(26, 100, torch.bfloat16)
+        assert stream is not None and group._memory is not None
+        split = group._memory.split
         assert split is not None
         assert stream.normed_NH.data_ptr() == split.own.data_ptr() + 4 * 3000
         assert stream.normed_NH.shape == (26, 100)
         # 3,000 words, of one lane more.
-        assert meeting.split_stream(61, 100, torch.bfloat16) is None
+        assert group.split_stream(61, 100, torch.bfloat16) is None
 
     on_two_ranks(tmp_path, work, summed_words=3000)
     others = [tmp_path / "late", tmp_path / "none"]
     for each in others:
         each.mkdir()
-    monkeypatch.setattr(meetings, "_LEAST_SPLIT", 2 * 26 * 100 + 1)
+    monkeypatch.setattr(process_group, "_LEAST_SPLIT", 2 * 26 * 100 + 1)
     for folder, words in zip(others, (3000, 0), strict=True):
         found = on_two_ranks(
             folder,
-            lambda meeting: meeting.split_stream(26, 100, torch.bfloat16),
+            lambda group: group.split_stream(26, 100, torch.bfloat16),
             summed_words=words,
         )
         assert found == [None, None]
@@ -287,9 +290,9 @@ def test_streams_are_split_where_parts_are_too_large_for_items(
 def test_without_chunks_all_is_pushed_in_pieces(
     devices: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meetings, "push_sum", lambda *args, **options: "pushed")
+    monkeypatch.setattr(process_group, "push_sum", lambda *args, **options: "pushed")
     large = torch.zeros(UNITS, PUSH_UNIT + 1)
-    assert on_two_ranks(tmp_path, lambda meeting: meeting.reduce(large)) == ["pushed"] * 2
+    assert on_two_ranks(tmp_path, lambda group: group.reduce(large)) == ["pushed"] * 2
 
 
 def test_what_one_cannot_map_nobody_uses(
@@ -308,21 +311,21 @@ def test_what_one_cannot_map_nobody_uses(
 
     monkeypatch.setattr(peer_memory, "ExportedMemory", export)
     reason = "rank 0 (cuda:0) cannot map the memory of rank 1: a handle of nothing"
-    for meeting in on_two_ranks(tmp_path, lambda meeting: meeting, summed_words=3000):
+    for group in on_two_ranks(tmp_path, lambda group: group, summed_words=3000):
         assert (
-            meeting.peers is None
-            and meeting.add_own is None
-            and meeting.push_lanes(lanes_of(1, None)) is None
-            and meeting._memory.problem == reason
+            group.peers is None
+            and group.add_own is None
+            and group.push_lanes(lanes_of(1, None)) is None
+            and group._memory.problem == reason
         )
-        meeting.limit_s = 1.0
-        meeting.check()
+        group.limit_s = 1.0
+        group.check()
     assert [each.closed for each in made] == [True]
     assert caplog.messages == [f"NCCL carries the sums of all steps: {reason}"] * 2
     devices[1] = devices[0]
-    message = r"2 ranks on 1 GPUs meet by mapped memory alone: rank 0 \(cuda:0\) cannot map"
-    with pytest.raises(MeetingFailed, match=message):
-        on_two_ranks(tmp_path / "..", lambda meeting: meeting)
+    message = r"2 ranks on 1 GPUs communicate by mapped memory alone: rank 0 \(cuda:0\) cannot map"
+    with pytest.raises(GroupError, match=message):
+        on_two_ranks(tmp_path / "..", lambda group: group)
 
 
 def test_ranks_may_be_put_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from graphengine.models.splitting.stages import of_stage, stage_spans
 from graphengine.models.states import recurrent_states
 from graphengine.opening.loading import found_of_stage, plan_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan
-from graphengine.parallel.exchange import MeetingFailed
+from graphengine.parallel.collectives.rendezvous import GroupError
 from graphengine.parallel.pipelining import PipelineRuntime, plan_stages
 from graphengine.parallel.ranks import RankFailed, rank_devices
 from graphengine.parallel.stage_link import StageLink
@@ -465,8 +465,8 @@ def test_stages_take_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "pipeline_parallel=4 from device cuda:2 on takes 4 devices: torch finds 4, of which 2"
     with pytest.raises(ValueError, match=message):
         rank_devices(replace(config, device="cuda:2", pipeline_parallel=4))
-    shared: Any = SimpleNamespace(group=None, share=Share(0, 3))
-    with pytest.raises(MeetingFailed, match="3 stages need a GPU each: they share one"):
+    shared: Any = SimpleNamespace(torch_group=None, share=Share(0, 3))
+    with pytest.raises(GroupError, match="3 stages need a GPU each: they share one"):
         StageLink(shared, in_flight=1)
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -30,15 +31,19 @@ from checkpoints.few_layers import few_layers
 from engines.failing_ranks import limit_waits, ranks_of, stop
 from engines.small_engine import greedy, open_engine
 from graphengine import EngineConfig
+from graphengine.core.commands import Replay
+from graphengine.host.kept_states import BlockCopy
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
-from graphengine.parallel import exchange, rank
-from graphengine.parallel.exchange import Exchange
-from graphengine.parallel.link import DriverEnd, Kind, LinkMemory, Stage
-from graphengine.parallel.processes import SpawnedRank
-from graphengine.parallel.rank import RankStart, run_rank
+from graphengine.parallel import worker
+from graphengine.parallel.collectives import exchange
+from graphengine.parallel.collectives.exchange import Exchange
+from graphengine.parallel.collectives.process_group import OPENING_LIMIT_S
+from graphengine.parallel.link import DriverEnd, LinkMemory, Stage
+from graphengine.parallel.rank_processes import SpawnedRank
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
+from graphengine.parallel.worker import RankStart, run_rank
 
 PROMPT = "def fib(n):"
 
@@ -60,8 +65,8 @@ def kill(ranks: Ranks) -> None:
 
 
 def confuse(ranks: Ranks) -> None:
-    """A rank is told to replay what it does not have."""
-    ranks.send(Kind.REPLAY, (999,))
+    """A rank is told to copy a block that it does not have."""
+    ranks.send(BlockCopy(0, 999_999))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,7 @@ def confuse(ranks: Ranks) -> None:
         (
             confuse,
             GENEROUS_S,
-            r"rank 1 \(process \d+, cpu\) failed: IndexError: tuple index out of range",
+            r"rank 1 \(process \d+, cpu\) failed: IndexError: index 999999 is out of bounds",
         ),
         (
             stop,
@@ -108,11 +113,11 @@ def test_a_fault_of_a_rank_is_the_next_calls_error(
 
 def test_a_rank_that_waits_in_vain_says_for_whom(forked_ranks: None) -> None:
     """Here for the driver, which never comes to the replay that it has told."""
-    message = r"rank 1 .* failed: MeetingFailed: rank 1 of 2 waited 0\.2 s for rank 0 in exchange "
+    message = r"rank 1 .* failed: GroupError: rank 1 of 2 waited 0\.2 s for rank 0 in exchange "
     with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=0.2) as engine:
         ranks = ranks_of(engine)
         with pytest.raises(RankFailed, match=message + r"\d+, gather of \d+ bytes"):
-            ranks.wait_done(1, ranks.send(Kind.REPLAY, (0,)), GENEROUS_S)
+            ranks.wait_done(1, ranks.send(Replay(engine.memory.graphs[0])), GENEROUS_S)
         ranks.broken = True
 
 
@@ -155,7 +160,7 @@ def test_what_a_rank_says_while_it_opens(
         return ending(process)
 
     monkeypatch.setattr(SpawnedRank, "ending", after_its_end)
-    monkeypatch.setattr("graphengine.parallel.rank._DRIVER_STAYS_S", 0.0)
+    monkeypatch.setattr("graphengine.parallel.worker._DRIVER_STAYS_S", 0.0)
     config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
     found = read_checkpoint(few_layers(), config)
     memory, gone = plan_checkpoint(found, config), replace(found.checkpoint, path=tmp_path)
@@ -186,9 +191,9 @@ def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(
 ) -> None:
     """It says why, too, where it finds that out while something else does not return."""
     if blocked:
-        monkeypatch.setattr(rank, "read_checkpoint", lambda *_: threading.Event().wait())
+        monkeypatch.setattr(worker, "read_checkpoint", lambda *_: threading.Event().wait())
     else:
-        monkeypatch.setattr(rank, "_LONG_LOOK_S", GENEROUS_S)
+        monkeypatch.setattr(worker, "_LONG_LOOK_S", GENEROUS_S)
     config = EngineConfig(device="cpu", tensor_parallel=2, max_batch=2, max_seq_len=64)
     found = read_checkpoint(few_layers(), config)
     memory = plan_checkpoint(found, config)
@@ -203,16 +208,32 @@ def test_a_rank_whose_driver_is_gone_while_it_opens_removes_its_folder(
         config=config,
         memory=memory,
         link=link,
-        meeting=str(folder / "meeting"),
+        rendezvous=str(folder / "rendezvous"),
         driver=0,  # Nobody's parent.
         threads=1,
     )
     process = context.Process(target=run_rank, args=(start,))
     process.start()
     process.join()
-    said = DriverEnd(link).text(1)
+    said = DriverEnd(link, memory.graphs).text(1)
     assert process.exitcode == 1 and said.startswith("DriverGone: the driver, process 0, has ended")
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel", "pipeline_parallel"])
+def test_a_rank_that_is_killed_before_the_rendezvous_is_not_waited_for(
+    forked_ranks: None, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """The driver waits for it there; without a look at it, for two minutes."""
+
+    def end(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(worker, "ProcessGroups", end)
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 \(process \d+, cpu\) was ended by .*KILL\)$"):
+        open_engine(device="cpu", **{option: 2})
+    assert time.monotonic() - began < OPENING_LIMIT_S / 2
 
 
 def test_a_checkpoint_that_changes_while_ranks_open_is_an_error(
@@ -250,7 +271,7 @@ def test_a_checkpoint_that_changes_while_ranks_open_is_an_error(
 def test_what_ranks_cannot_do_is_an_error(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr("graphengine.parallel.leading.Ranks", None)
+    monkeypatch.setattr("graphengine.parallel.driver_runtime.Ranks", None)
     with pytest.raises(ValueError, match=message):
         open_engine(**{"device": "cpu", "tensor_parallel": 2} | options)
 
@@ -351,7 +372,7 @@ def fork_driver(
 ) -> Iterator[Callable[..., tuple[ForkProcess, Connection]]]:
     """`fork_driver(work)`: a process that calls `work(connection)`, and the other end of that."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(rank, "_DRIVER_STAYS_S", GENEROUS_S)
+    monkeypatch.setattr(worker, "_DRIVER_STAYS_S", GENEROUS_S)
     context, started = multiprocessing.get_context("fork"), list[ForkProcess]()
 
     def fork(work: Callable[[Connection], None]) -> tuple[ForkProcess, Connection]:
@@ -376,7 +397,7 @@ def decode(connection: Connection) -> None:
 
 
 def stand_where_ranks_meet(connection: Connection) -> None:
-    """All have met, and wait for the driver's first part."""
+    """All are connected, and wait for the driver's first part."""
 
     def stand(*_: object) -> None:
         connection.send(None)

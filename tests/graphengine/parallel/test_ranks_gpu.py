@@ -19,7 +19,7 @@ from engines.churn import Owners, come_and_go
 from engines.eager_steps import Eager
 from engines.small_engine import LONG, OTHER, PROMPT, greedy, open_engine, sampled
 from graphengine import Engine
-from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.parallel.ranks import ONE_DEVICE, RankFailed
 from graphengine.speculative import MTP, DFlash, DraftModel, Speculative
 from graphengine.testing import no_alloc, no_sync
@@ -51,8 +51,8 @@ def engine() -> Iterator[Engine]:
             yield engine
 
 
-def runtime_of(engine: Engine) -> LeadingRuntime:
-    assert isinstance(engine.runtime, LeadingRuntime)
+def runtime_of(engine: Engine) -> DriverRuntime:
+    assert isinstance(engine.runtime, DriverRuntime)
     return engine.runtime
 
 
@@ -213,7 +213,7 @@ def test_chunks_are_what_they_are_in_one_rank_and_end() -> None:
     with open_engine(device="cpu", max_batch=2, max_seq_len=256) as alone:
         expected = [each.token_ids for each in alone.generate(prompts, greedy())]
     with open_chunks() as engine:
-        group = runtime_of(engine)._joined.group
+        group = runtime_of(engine).groups.tensor
         assert group is not None and group.peers is not None and group.group is None
         assert not group.peers.hold(torch.zeros(96, engine.model.config.hidden_size))
         summed, split = group._memory.summing, group._memory.split

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from engines.small_engine import PROMPT, greedy, open_engine
 from graphengine import Engine
-from graphengine.parallel import exchange
-from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.collectives import exchange
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.profiles.report import make_document
 from graphengine.profiles.runs.report_text import describe_report
 from graphengine.profiles.runs.run_file import read_recording
@@ -70,7 +70,7 @@ def engine(forked_ranks: None, clock: SharedClock) -> Iterator[Engine]:
 
 def step_without(engine: Engine, rank: int, clock: SharedClock) -> None:
     """A step that begins while a rank stands still, until the driver has waited for it."""
-    assert isinstance(engine.runtime, LeadingRuntime)
+    assert isinstance(engine.runtime, DriverRuntime)
     pid, poll, waits = engine.runtime.ranks.pids[rank - 1], exchange._poll, 0
     # A replay on a CPU is over when it was launched: the rank waits for the next one.
     os.kill(pid, signal.SIGSTOP)
@@ -133,9 +133,9 @@ def test_a_rank_that_is_late_is_seen_in_its_step(
 def test_what_nothing_counts_is_not_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What NCCL carries for GPUs without mapped memory, and what failed ranks leave behind."""
     runtime = engine.runtime
-    assert isinstance(runtime, LeadingRuntime) and runtime.rank_times.waited_s() is not None
+    assert isinstance(runtime, DriverRuntime) and runtime.rank_times.waited_s() is not None
     with monkeypatch.context() as patch:
-        patch.setattr(runtime._joined.group, "_on_gpu", True)
+        patch.setattr(runtime.groups.tensor, "_on_gpu", True)
         assert runtime.rank_times.waited_s() is None
     monkeypatch.setattr(runtime.ranks, "broken", True)
     assert runtime.rank_times.waited_s() is None

@@ -25,7 +25,7 @@ from engines.family_checks import assert_rewinds
 from extent import extent
 from graphengine import Engine, Result, SamplingParams
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.speculative import MTP, Speculative
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -82,7 +82,7 @@ def greedy(max_tokens: int, **options: Any) -> SamplingParams:
 
 def assert_equal_ranks(engine: Engine) -> None:
     """What the device owns is the same to the bit on all ranks."""
-    assert isinstance(engine.runtime, LeadingRuntime)
+    assert isinstance(engine.runtime, DriverRuntime)
     found = engine.runtime.digests()
     assert len(found) == engine.config.tensor_parallel and len(set(found)) == 1
 
@@ -256,9 +256,9 @@ def test_records_of_experts(expert_checkpoints: dict[str, Any]) -> None:
         replayed = alone.generate(prompts[1], greedy(12, routing=given))
     with open_engine(oracle.path, 2, **options) as engine:
         found = engine.generate(prompts, greedy(12))
-        assert isinstance(engine.runtime, LeadingRuntime)
+        assert isinstance(engine.runtime, DriverRuntime)
         # As longer records go, in pieces that end within a token's ids.
-        engine.runtime.record_piece = 49
+        engine.runtime.data_room = 98
         found.append(engine.generate(prompts[1], greedy(12, routing=given)))
         assert_equal_ranks(engine)
     for result, wanted in zip(found, [*expected, replayed], strict=True):

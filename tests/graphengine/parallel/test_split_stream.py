@@ -10,7 +10,7 @@ import torch
 
 from graphengine.kernels.comm.add_parts_norm import split_lanes
 from graphengine.models.contract import Share
-from graphengine.parallel.meeting import Meeting
+from graphengine.parallel.collectives.process_group import ProcessGroup
 from launches.split_chunks import EPS, SplitChunk
 
 
@@ -25,8 +25,10 @@ def test_ranks_have_their_lanes_and_all_normed_ones(
     assert live.sum() > 0
 
     def work(rank: int) -> None:
-        meeting = Meeting(str(tmp_path / "meeting"), Share(rank, ranks), torch.device("cpu"), 20.0)
-        split = meeting.split_stream(lanes, 64, torch.bfloat16)
+        group = ProcessGroup(
+            str(tmp_path / "rendezvous"), Share(rank, ranks), torch.device("cpu"), 20.0
+        )
+        split = group.split_stream(lanes, 64, torch.bfloat16)
         assert split is not None
         own, stream = split_lanes(lanes, rank, ranks), chunk.stream.clone()
         split.normed_NH.fill_(7.0)
@@ -39,7 +41,7 @@ def test_ranks_have_their_lanes_and_all_normed_ones(
         for lane in live.nonzero()[:, 0].tolist():
             found = split.gather_lane(stream, torch.tensor([lane], dtype=torch.int32))
             assert torch.equal(found, expected[[lane]])
-        meeting.close()
+        group.close()
 
     with ThreadPoolExecutor(ranks) as pool:
         list(pool.map(work, range(ranks)))

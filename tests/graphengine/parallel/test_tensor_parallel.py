@@ -35,7 +35,7 @@ from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.kernels.comm.push_residual import push_units
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.linear.call import MAX_LANES
-from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.speculative import MTP, NGram, Speculative, UserProvided
 from launches.compilation import graph_kernels
 
@@ -82,7 +82,7 @@ def greedy(max_tokens: int = 16) -> SamplingParams:
 
 def digests(engine: Engine) -> list[str]:
     runtime = engine.runtime
-    assert isinstance(runtime, LeadingRuntime)
+    assert isinstance(runtime, DriverRuntime)
     found = runtime.digests()
     assert len(found) == engine.config.tensor_parallel
     return found
@@ -262,8 +262,8 @@ def test_a_step_on_gpus_launches_what_one_ranks_does(
     engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sum of ranks is in the kernel of its product; apart are gathers of logits."""
-    assert isinstance(engine.runtime, LeadingRuntime)
-    group = engine.runtime._joined.group
+    assert isinstance(engine.runtime, DriverRuntime)
+    group = engine.runtime.groups.tensor
     assert group is not None
     units = push_units(MAX_LANES, engine.model.config.hidden_size, torch.float32)
     items = torch.zeros(2, group.share.ranks, units, PUSH_UNIT, dtype=torch.int64)

@@ -23,8 +23,8 @@ from engines.pushing_ranks import PARAMS, PROMPTS, SIZES
 from graphengine import Engine, EngineConfig
 from graphengine.models.contract import Share
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
-from graphengine.parallel import rank
 from graphengine.parallel import torchrun as launching
+from graphengine.parallel import worker
 from graphengine.parallel.torchrun import _described, follow, launched_share
 
 PROGRAM = """
@@ -122,7 +122,7 @@ def open_without_room() -> None:
         raise MemoryError("no room on rank 1")
 
     if os.environ["RANK"] == "1":
-        rank.load_checkpoint = fail  # type: ignore[assignment]
+        worker.load_checkpoint = fail  # type: ignore[assignment]
     Engine.from_pretrained(few_layers(), tensor_parallel=2, **SIZES)
 
 

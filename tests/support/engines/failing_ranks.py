@@ -8,13 +8,13 @@ import signal
 from events import until_stopped
 
 from graphengine import Engine
-from graphengine.parallel.leading import LeadingRuntime
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.parallel.ranks import Ranks
 
 
 def ranks_of(engine: Engine) -> Ranks:
     """The other ranks of an engine that has some."""
-    assert isinstance(engine.runtime, LeadingRuntime)
+    assert isinstance(engine.runtime, DriverRuntime)
     return engine.runtime.ranks
 
 
@@ -30,8 +30,8 @@ def limit_waits(engine: Engine, seconds: float) -> None:
     test has a short limit for a fault alone, which a busy machine may exceed before it.
     """
     runtime = engine.runtime
-    assert isinstance(runtime, LeadingRuntime)
-    limits = {meeting.limit_s for meeting in runtime._joined._meetings}
+    assert isinstance(runtime, DriverRuntime)
+    limits = {group.limit_s for group in runtime.groups.all}
     assert {*limits, runtime.ranks._limit} == {engine.config.wait_limit_s}
-    runtime._joined.wait_up_to(seconds)
+    runtime.groups.wait_up_to(seconds)
     runtime.ranks._limit = seconds

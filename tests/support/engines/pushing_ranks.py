@@ -20,9 +20,9 @@ from graphengine import Engine, SamplingParams
 from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.models.contract import Share
-from graphengine.parallel import joined
-from graphengine.parallel.leading import LeadingRuntime
-from graphengine.parallel.meeting import Meeting
+from graphengine.parallel import process_groups
+from graphengine.parallel.collectives.process_group import ProcessGroup
+from graphengine.parallel.driver_runtime import DriverRuntime
 from launches.interpreted import prepare_interpreter
 
 PROMPTS = ["def fib(n):", "class Tree:\n"]
@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
 
 
 class FileMemory:
-    """In place of `PeerMemory`: the items of each rank are a file beside that of the meeting."""
+    """In place of `PeerMemory`: the items of each rank are a file beside that of the rendezvous."""
 
     def __init__(self, folder: Path, share: Share, units: int) -> None:
         self.problem = ""
@@ -69,7 +69,7 @@ def _mapped(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(np.memmap(path, dtype=np.int64, mode="r+", shape=shape))
 
 
-class PushingMeeting(Meeting):
+class PushingGroup(ProcessGroup):
     """One where all is pushed, but by no product: their plain twins push nothing."""
 
     limit_s = 60.0
@@ -97,14 +97,14 @@ def main(checkpoint: str) -> None:
     run_plain_twins()
     prepare_interpreter()
     torch.set_num_threads(1)
-    joined.Meeting = PushingMeeting  # type: ignore[misc]
+    process_groups.ProcessGroup = PushingGroup  # type: ignore[misc]
     options = SIZES | {"tensor_parallel": 2, "wait_limit_s": 60.0}
     with Engine.from_pretrained(checkpoint, **options) as engine:
         cancelled = engine.submit(PROMPTS[1], PARAMS[0])
         engine.step()
         cancelled.cancel()
         results = engine.generate(PROMPTS, PARAMS)
-        assert isinstance(engine.runtime, LeadingRuntime)
+        assert isinstance(engine.runtime, DriverRuntime)
         digests = engine.runtime.digests()
     print("ranks", len(digests), "states", len(set(digests)))
     for result in results:

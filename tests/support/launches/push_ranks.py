@@ -28,7 +28,9 @@ from graphengine.kernels.linear.plans import heuristic_plan
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.norm_rope.norm import add_rms_norm
 from graphengine.models.contract import Share
-from graphengine.parallel.peer_memory import PeerMemory
+from graphengine.parallel.collectives.peer_memory import PeerMemory
+from graphengine.parallel.collectives.process_group import OPENING_LIMIT_S
+from graphengine.parallel.collectives.rendezvous import Rendezvous
 from launches.split_chunks import SplitChunk
 
 HIDDEN, _COLUMNS = 1536, 512
@@ -40,7 +42,7 @@ def run_ranks(folder: Path, ranks: int, replays: dict[tuple[int, torch.dtype], i
     """Exit codes of ranks that replay a graph of pushes so often, for each number of lanes."""
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_run, args=(str(folder / "meeting"), Share(rank, ranks), replays))
+        context.Process(target=_run, args=(str(folder / "rendezvous"), Share(rank, ranks), replays))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -56,10 +58,10 @@ def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -
     # Ranks share a GPU where there are not as many.
     device = torch.device("cuda", share.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    store = torch.distributed.FileStore(file, share.ranks)
+    rendezvous = Rendezvous(file, share, OPENING_LIMIT_S)
     # With room for the lanes' experts and sums beside them.
     units = push_units(64, HIDDEN, torch.float32) + 16
-    memory = PeerMemory(store, share, device, units, summed_words=64 * _WIDER * HIDDEN)
+    memory = PeerMemory(rendezvous, device, units, summed_words=64 * _WIDER * HIDDEN)
     assert memory.peers is not None, memory.problem
     memory.peers.tensors.watch[1] = 60 * 10**9
     for (lanes, dtype), count in replays.items():
@@ -81,8 +83,7 @@ def _run(file: str, share: Share, replays: dict[tuple[int, torch.dtype], int]) -
     assert not memory.peers.tensors.watch[0]
     memory.leave()
     # The others may still have this memory.
-    store.set(f"left/{share.rank}", b"yes")
-    store.wait([f"left/{rank}" for rank in range(share.ranks)])
+    rendezvous.exchange("left", b"yes")
     memory.close()
 
 

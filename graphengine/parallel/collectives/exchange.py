@@ -13,44 +13,47 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from graphengine.models.contract import Share
+from graphengine.parallel.collectives.rendezvous import (
+    LOOK_S,
+    PAUSE_S,
+    GroupError,
+    Rendezvous,
+    named,
+)
+
+Result = TypeVar("Result")
 
 # The number of the exchange, its name, and its size in bytes.
 _HEADER = struct.Struct("=Q16sQ")
 _RANK = struct.Struct("=Q")
-# Pause between attempts to connect to a rank that does not listen yet.
-_PAUSE_S = 2e-3
 # Longest wait of one system call, which takes its milliseconds as an int.
 _LONGEST_S = 1e6
 
 
-class MeetingFailed(RuntimeError):
-    """A rank is gone, or did not come in time."""
-
-
 class Exchange:
-    """Connects this rank with all others, through sockets whose names begin with `file`.
+    """Connects this rank with all others, through sockets next to the file of the rendezvous.
 
     limit_s   seconds that this rank waits for others; a change holds from the next exchange on
     waited_s  seconds that this rank has spent in exchanges
 
-    Raises MeetingFailed, with their numbers, where ranks are gone or do not come within the limit.
+    Raises GroupError, with their numbers, where ranks are gone or do not come within the limit.
     """
 
-    def __init__(self, file: str, share: Share, limit_s: float) -> None:
-        self.share, self.limit_s, self.waited_s = share, limit_s, 0.0
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.share, self.limit_s, self.waited_s = rendezvous.share, rendezvous.limit_s, 0.0
         self._number = 0
         self._peers: dict[int, _Peer] = {}
         try:
-            self._connect(Path(file), time.perf_counter() + limit_s)
+            self._connect(rendezvous)
         except BaseException:
             self.close()
             raise
@@ -61,7 +64,7 @@ class Exchange:
 
         name  what the exchange is for, in messages
 
-        Raises MeetingFailed where a rank is gone, does not come within the limit, or is at another
+        Raises GroupError where a rank is gone, does not come within the limit, or is at another
         exchange. Only `close` may be called after that.
         """
         assert len(self._peers) == self.share.ranks - 1, "it is closed"
@@ -76,9 +79,9 @@ class Exchange:
         while waiting := [peer for peer in waiting if not self._advance(peer, header)]:
             left = deadline - time.perf_counter()
             if left <= 0:
-                raise MeetingFailed(
+                raise GroupError(
                     f"rank {own} of {self.share.ranks} waited {self.limit_s:g} s for "
-                    f"{_named([peer.rank for peer in waiting])} in {_described(header)}"
+                    f"{named([peer.rank for peer in waiting])} in {_described(header)}"
                 )
             _poll(waiting, left)
         self.waited_s += time.perf_counter() - began
@@ -101,62 +104,49 @@ class Exchange:
         who, here = f"rank {self.share.rank} of {self.share.ranks}", _described(header)
         if peer.told is not None and apart:
             there = _described(peer.told)
-            raise MeetingFailed(f"{who} is at {here}, and rank {peer.rank} at {there}")
-        raise MeetingFailed(f"{who} lost rank {peer.rank} in {here}: {lost}") from lost
+            raise GroupError(f"{who} is at {here}, and rank {peer.rank} at {there}")
+        raise GroupError(f"{who} lost rank {peer.rank} in {here}: {lost}") from lost
 
-    def _connect(self, file: Path, deadline: float) -> None:
+    def _connect(self, rendezvous: Rendezvous) -> None:
         """Connect to the ranks before this one, and accept connections from the ranks after it."""
-        own, ranks = self.share
+        (own, ranks), file = self.share, Path(rendezvous.file)
         with _short(file.parent) as folder, socket.socket(socket.AF_UNIX) as listening:
             name = f"{folder}/{file.name}"
             listening.bind(f"{name}-{own}")
             listening.listen(ranks)
             for rank in range(own):
-                peer = _Peer(rank, self._reach(f"{name}-{rank}", rank, deadline))
+                peer = _Peer(rank, self._reach(f"{name}-{rank}", rank, rendezvous))
                 self._peers[rank] = peer
                 try:
                     peer.greet(own)
                 except OSError as error:
-                    raise MeetingFailed(
-                        f"rank {own} of {ranks} lost rank {rank} when they met: {error}"
+                    raise GroupError(
+                        f"rank {own} of {ranks} lost rank {rank} at the rendezvous: {error}"
                     ) from error
-            while len(self._peers) < ranks - 1:
-                missing = sorted({*range(own + 1, ranks)} - {*self._peers})
-                listening.settimeout(self._left(missing, deadline))
-                with suppress(TimeoutError):
-                    connection, _ = listening.accept()
-                    connection.settimeout(self._left(missing, deadline))
-                    greeting = connection.recv(_RANK.size)
-                    if greeting:
-                        (rank,) = _RANK.unpack(greeting)
-                        self._peers[rank] = _Peer(rank, connection)
-                    else:
-                        # That rank is gone already.
-                        connection.close()
+            while missing := sorted({*range(own + 1, ranks)} - {*self._peers}):
+                left_s = partial(rendezvous.left_s, missing)
+                connection, _ = _patiently(listening, listening.accept, left_s)
+                greeting = _patiently(connection, partial(connection.recv, _RANK.size), left_s)
+                if greeting:
+                    (rank,) = _RANK.unpack(greeting)
+                    self._peers[rank] = _Peer(rank, connection)
+                else:
+                    # That rank is gone already.
+                    connection.close()
             os.unlink(f"{name}-{own}")
 
-    def _reach(self, name: str, rank: int, deadline: float) -> socket.socket:
+    def _reach(self, name: str, rank: int, rendezvous: Rendezvous) -> socket.socket:
         """A connection to this rank, once it listens."""
         while True:
-            self._left([rank], deadline)
+            rendezvous.left_s([rank])
             connection = socket.socket(socket.AF_UNIX)
             try:
                 connection.connect(name)
             except (FileNotFoundError, ConnectionRefusedError):
                 connection.close()
-                time.sleep(_PAUSE_S)
+                time.sleep(PAUSE_S)
             else:
                 return connection
-
-    def _left(self, missing: Sequence[int], deadline: float) -> float:
-        """Seconds left for these ranks to come. Raises MeetingFailed where none are left."""
-        left = deadline - time.perf_counter()
-        if left <= 0:
-            raise MeetingFailed(
-                f"rank {self.share.rank} of {self.share.ranks} waited {self.limit_s:g} s for "
-                f"{_named(missing)} to meet"
-            )
-        return min(left, _LONGEST_S)
 
 
 class _Peer:
@@ -222,6 +212,16 @@ class _Peer:
         self._socket.close()
 
 
+def _patiently(
+    waiting: socket.socket, call: Callable[[], Result], left_s: Callable[[], float]
+) -> Result:
+    """The result of a call that waits for this socket, until `left_s` raises."""
+    while True:
+        waiting.settimeout(min(left_s(), LOOK_S))
+        with suppress(TimeoutError):
+            return call()
+
+
 def _poll(peers: Sequence[_Peer], seconds: float) -> None:
     """Wait until a peer can advance, for at most so many seconds."""
     poll = select.poll()
@@ -250,12 +250,6 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _described(header: bytes) -> str:
     number, name, nbytes = _HEADER.unpack(header)
     return f"exchange {number}, {name.rstrip(bytes(1)).decode()} of {nbytes} bytes"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 @contextmanager

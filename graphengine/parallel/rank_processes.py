@@ -87,7 +87,7 @@ class SpawnedRank:
         self._process.close()
 
 
-class JoinedRank:
+class ForeignRank:
     """A process of this host that is not a child of this one; its parent knows how it ended."""
 
     def __init__(self, pid: int) -> None:

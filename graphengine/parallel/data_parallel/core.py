@@ -21,7 +21,7 @@ from graphengine.host.plan import NOTHING, Plan, PrefillChunk, Replay
 from graphengine.host.rank_schedulers import RankSchedulers
 from graphengine.host.scheduler import Scheduler
 from graphengine.observe.tracing import ranged
-from graphengine.parallel.data_runtime import DataParallelRuntime, RankRuntime
+from graphengine.parallel.data_parallel.runtime import DataParallelRuntime, RemoteRank
 from graphengine.program.fields import NO_CHUNK, chunk_updates
 from graphengine.program.graph_key import GraphKey, decode_key
 from graphengine.requests.request import Request
@@ -43,7 +43,7 @@ class Seat:
     fed   whether a chunk is loaded for the rank's prefill graphs
     """
 
-    def __init__(self, scheduler: Scheduler, runtime: DataParallelRuntime | RankRuntime) -> None:
+    def __init__(self, scheduler: Scheduler, runtime: DataParallelRuntime | RemoteRank) -> None:
         self.scheduler, self.runtime = scheduler, runtime
         self.rows: tuple[Request, ...] = ()
         self.fed = False

@@ -1,11 +1,11 @@
-"""What ranks keep, put together and taken apart again: any number of ranks has the same whole."""
+"""Tensors that ranks split: the shards of any number of ranks are the same whole."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from graphengine.parallel.kept_parts import Pieces
+from graphengine.parallel.sharded_state import ShardedAxis
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,13 @@ from graphengine.parallel.kept_parts import Pieces
     ],
 )
 @pytest.mark.parametrize("axis", [1, -2])
-def test_parts_are_a_whole(
+def test_shards_are_a_whole(
     whole: tuple[int, ...], own: tuple[int, ...], ranks: int, axis: int
 ) -> None:
-    pieces = Pieces(whole, own, axis)
+    split = ShardedAxis(whole, own, axis)
     shape = [3, 5, 7]
     shape[axis] = sum(whole)
     tensor = torch.randn(shape)
-    parts = [pieces.of_rank(tensor, rank, ranks) for rank in range(ranks)]
-    assert {part.shape[axis] for part in parts} == {sum(own)}
-    assert torch.equal(pieces.together(parts), tensor)
+    shards = [split.shard(tensor, rank, ranks) for rank in range(ranks)]
+    assert {shard.shape[axis] for shard in shards} == {sum(own)}
+    assert torch.equal(split.join(shards), tensor)

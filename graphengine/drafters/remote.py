@@ -9,7 +9,7 @@ from graphengine.drafters.base import Drafter, FieldSizes, Prefilled, Verified
 from graphengine.drafters.needs import DraftNeeds
 
 
-class DraftsElsewhere(Drafter):
+class RemoteDrafter(Drafter):
     """A stage's part of `other`, the drafter on the stage that has the target's last layer."""
 
     def __init__(self, other: Drafter) -> None:

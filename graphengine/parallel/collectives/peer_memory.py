@@ -1,13 +1,12 @@
 """GPU memory of all ranks of one host, mapped by each of them, so that kernels can push into it.
 
-Ranks send each other handles through the store of their meeting, and agree whether mapping worked:
-if one rank cannot map another's memory, all ranks do without.
+Ranks exchange handles at their rendezvous, and agree whether mapping worked: if one rank cannot map
+another's memory, all ranks do without.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from graphengine.kernels.comm.items import PROGRAMS as PUSH_PROGRAMS
 from graphengine.kernels.comm.items import UNIT as PUSH_UNIT
 from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.kernels.comm.layout import PeerLayout
-from graphengine.models.contract import Share
+from graphengine.parallel.collectives.rendezvous import Rendezvous
 
 _MAPPED = b"mapped"
 
@@ -39,8 +38,7 @@ class PeerMemory:
 
     def __init__(
         self,
-        store: Any,
-        share: Share,
+        rendezvous: Rendezvous,
         device: torch.device,
         units: int,
         watch: torch.Tensor | None = None,
@@ -50,6 +48,7 @@ class PeerMemory:
         self.peers: Peers | None = None
         self.summing: FlaggedMemory | None = None
         self.split: FlaggedMemory | None = None
+        share, exchange = rendezvous.share, rendezvous.exchange
         layout = PeerLayout.of(share.ranks, units, summed_words)
         self._device = device
         self._own: ExportedMemory | None = None
@@ -61,7 +60,7 @@ class PeerMemory:
         except RuntimeError as error:
             outcome = f"rank {share.rank} ({device}) exports no memory: {error}".encode()
         handle = b"none" if self._own is None else self._own.handle
-        for other, found in enumerate(_exchange(store, share, "memory", handle)):
+        for other, found in enumerate(exchange("memory", handle)):
             if other == share.rank or outcome != _MAPPED:
                 continue
             try:
@@ -72,7 +71,7 @@ class PeerMemory:
                     f"rank {share.rank} ({device}) cannot map the memory of rank {other}: {error}"
                 ).encode()
         # No rank pushes before all ranks have mapped everything.
-        outcomes = _exchange(store, share, "mapped", outcome)
+        outcomes = exchange("mapped", outcome)
         self.problem = next((each.decode() for each in outcomes if each != _MAPPED), "")
         if self.problem:
             self.close()
@@ -108,13 +107,7 @@ class PeerMemory:
         self._own = None
 
 
-def devices_of(store: Any, share: Share, device: torch.device) -> list[str]:
+def devices_of(rendezvous: Rendezvous, device: torch.device) -> list[str]:
     """The identity of each rank's GPU."""
     own = str(torch.cuda.get_device_properties(device).uuid)
-    return [each.decode() for each in _exchange(store, share, "device", own.encode())]
-
-
-def _exchange(store: Any, share: Share, name: str, own: bytes) -> list[bytes]:
-    """The value of each rank under this name, `own` for this one; waits for all ranks."""
-    store.set(f"{name}/{share.rank}", own)
-    return [bytes(store.get(f"{name}/{rank}")) for rank in range(share.ranks)]
+    return [each.decode() for each in rendezvous.exchange("device", own.encode())]

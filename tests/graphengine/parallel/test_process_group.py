@@ -1,4 +1,4 @@
-"""Ranks that meet on a CPU: all have the sum in the order of the ranks, or an error in time."""
+"""Process groups on a CPU: all have the sum in the order of the ranks, or an error in time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from events import GENEROUS_S
 from torch import Tensor
 
 from graphengine.models.contract import Share
-from graphengine.parallel import exchange
-from graphengine.parallel import meeting as meetings
-from graphengine.parallel.exchange import Exchange, MeetingFailed
-from graphengine.parallel.meeting import Meeting
+from graphengine.parallel.collectives import exchange, process_group
+from graphengine.parallel.collectives.exchange import Exchange
+from graphengine.parallel.collectives.process_group import ProcessGroup
+from graphengine.parallel.collectives.rendezvous import GroupError, Rendezvous
 from timelines.fake_clock import Clock
 
 Result = TypeVar("Result")
@@ -30,12 +30,15 @@ CPU = torch.device("cpu")
 
 
 def on_all_ranks(
-    folder: Path, ranks: int, work: Callable[[int, Meeting], Result], limit_s: float = GENEROUS_S
+    folder: Path,
+    ranks: int,
+    work: Callable[[int, ProcessGroup], Result],
+    limit_s: float = GENEROUS_S,
 ) -> list[Result]:
     def rank_of(rank: int) -> Result:
-        meeting = Meeting(str(folder / "meeting"), Share(rank, ranks), CPU, limit_s)
-        result = work(rank, meeting)
-        meeting.close()
+        group = ProcessGroup(str(folder / "rendezvous"), Share(rank, ranks), CPU, limit_s)
+        result = work(rank, group)
+        group.close()
         return result
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -47,9 +50,9 @@ def test_all_have_the_sum_in_the_order_of_the_ranks(tmp_path: Path, ranks: int) 
     generator = torch.Generator().manual_seed(ranks)
     parts = [torch.randn(3, 50, generator=generator) * 10**rank for rank in range(ranks)]
 
-    def work(rank: int, meeting: Meeting) -> list[Tensor]:
+    def work(rank: int, group: ProcessGroup) -> list[Tensor]:
         return [
-            meeting.reduce(parts[rank].to(dtype))
+            group.reduce(parts[rank].to(dtype))
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
         ]
 
@@ -66,14 +69,14 @@ def test_all_have_the_sum_in_the_order_of_the_ranks(tmp_path: Path, ranks: int) 
 
 def test_parts_that_no_socket_holds_are_exchanged(tmp_path: Path) -> None:
     parts = torch.arange(3 * 3 * 500_000, dtype=torch.float32).view(3, 3, 1, -1)
-    results = on_all_ranks(tmp_path, 3, lambda rank, meeting: meeting.sum_own(parts[rank]))
+    results = on_all_ranks(tmp_path, 3, lambda rank, group: group.sum_own(parts[rank]))
     for rank, found in enumerate(results):
         assert torch.equal(found, parts[0][rank] + parts[1][rank] + parts[2][rank])
 
 
 def test_each_has_the_sum_of_what_all_have_for_it(tmp_path: Path) -> None:
     parts = [torch.randn(3, 2, 2) * 10**rank for rank in range(3)]
-    results = on_all_ranks(tmp_path, 3, lambda rank, meeting: meeting.sum_own(parts[rank]))
+    results = on_all_ranks(tmp_path, 3, lambda rank, group: group.sum_own(parts[rank]))
     for rank, found in enumerate(results):
         assert torch.equal(found, parts[0][rank] + parts[1][rank] + parts[2][rank])
 
@@ -82,7 +85,7 @@ def test_each_has_the_sum_of_what_all_have_for_it(tmp_path: Path) -> None:
 
 
 def failure_of(work: Callable[[], object]) -> str:
-    with pytest.raises(MeetingFailed) as error:
+    with pytest.raises(GroupError) as error:
         work()
     return str(error.value)
 
@@ -99,9 +102,9 @@ def test_a_rank_that_does_not_come_is_named(
             comes.set()
         poll(peers, seconds)
 
-    def work(rank: int, meeting: Meeting) -> str:
-        assert meeting.add_own is None
-        meeting.gather(torch.ones(1, 4))
+    def work(rank: int, group: ProcessGroup) -> str:
+        assert group.add_own is None
+        group.gather(torch.ones(1, 4))
         if rank == 2:
             monkeypatch.setattr(exchange, "_poll", waiting)
         if rank == 1:
@@ -109,8 +112,8 @@ def test_a_rank_that_does_not_come_is_named(
             return ""
         if rank == 0:
             assert comes.wait(GENEROUS_S)
-            meeting.limit_s = 0.2
-        text = failure_of(lambda: meeting.sum_own(torch.ones(3, 1, 4)))
+            group.limit_s = 0.2
+        text = failure_of(lambda: group.sum_own(torch.ones(3, 1, 4)))
         failed.set()
         return text
 
@@ -120,10 +123,10 @@ def test_a_rank_that_does_not_come_is_named(
 
 
 def test_ranks_that_are_at_different_exchanges_are_told(tmp_path: Path) -> None:
-    def work(rank: int, meeting: Meeting) -> str:
+    def work(rank: int, group: ProcessGroup) -> str:
         if rank == 0:
-            return failure_of(lambda: meeting.gather(torch.ones(1, 4)))
-        return failure_of(lambda: meeting.sum_own(torch.ones(2, 1, 2)))
+            return failure_of(lambda: group.gather(torch.ones(1, 4)))
+        return failure_of(lambda: group.sum_own(torch.ones(2, 1, 2)))
 
     gather, own = "exchange 1, gather of 16 bytes", "exchange 1, sum of own of 8 bytes"
     assert on_all_ranks(tmp_path, 2, work) == [
@@ -145,35 +148,67 @@ def test_a_rank_that_answers_no_more_is_named(
     """It stands, or is gone, between two exchanges."""
 
     def other() -> None:
-        meeting = Meeting(str(tmp_path / "meeting"), Share(1, 2), CPU, GENEROUS_S)
+        group = ProcessGroup(str(tmp_path / "rendezvous"), Share(1, 2), CPU, GENEROUS_S)
         os.kill(os.getpid(), sent)
-        meeting.close()
+        group.close()
 
     process = multiprocessing.get_context("fork").Process(target=other)
     process.start()
-    meeting = Meeting(str(tmp_path / "meeting"), Share(0, 2), CPU, GENEROUS_S)
-    meeting.limit_s = 0.2 if sent is signal.SIGSTOP else GENEROUS_S
-    text = failure_of(lambda: meeting.gather(torch.ones(1, 1_000_000)))
+    group = ProcessGroup(str(tmp_path / "rendezvous"), Share(0, 2), CPU, GENEROUS_S)
+    group.limit_s = 0.2 if sent is signal.SIGSTOP else GENEROUS_S
+    text = failure_of(lambda: group.gather(torch.ones(1, 1_000_000)))
     process.kill()
     process.join()
-    meeting.close()
+    group.close()
     assert text.startswith(said) and "\n" not in text
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, "ranks 1, 2"), (1, "rank 0"), (2, "rank 0")])
-def test_a_rank_that_does_not_meet_is_named(tmp_path: Path, rank: int, missing: str) -> None:
-    text = failure_of(lambda: Meeting(str(tmp_path / "meeting"), Share(rank, 3), CPU, 0.05))
-    assert text == f"rank {rank} of 3 waited 0.05 s for {missing} to meet"
+def test_a_rank_that_does_not_join_is_named(tmp_path: Path, rank: int, missing: str) -> None:
+    text = failure_of(lambda: ProcessGroup(str(tmp_path / "rendezvous"), Share(rank, 3), CPU, 0.05))
+    assert text == f"rank {rank} of 3 waited 0.05 s for {missing} at the rendezvous"
 
 
-def test_a_rank_that_is_gone_when_others_meet_is_named(
+@pytest.mark.parametrize("where", ["socket", "store"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_looks_whether_the_others_will_come(tmp_path: Path, rank: int, where: str) -> None:
+    """Every now and then, and at once."""
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            raise RuntimeError("they will not")
+
+    rendezvous = Rendezvous(str(tmp_path / "rendezvous"), Share(rank, 2), GENEROUS_S, look)
+    with pytest.raises(RuntimeError, match="they will not"):
+        if where == "socket":
+            Exchange(rendezvous)
+        else:
+            rendezvous.exchange("name", b"own")
+    assert looks == 3
+
+
+def test_ranks_exchange_values(tmp_path: Path) -> None:
+    def values(rank: int) -> list[bytes]:
+        rendezvous = Rendezvous(str(tmp_path / "rendezvous"), Share(rank, 3), GENEROUS_S)
+        return rendezvous.exchange("name", b"%d" % rank) + rendezvous.exchange("other", b"x")
+
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(values, range(3))] == [[b"0", b"1", b"2", b"x", b"x", b"x"]] * 3
+
+
+def test_a_rank_that_is_gone_when_others_join_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     monkeypatch.setattr(Exchange, "_reach", lambda *_: ours)
-    text = failure_of(lambda: Meeting(str(tmp_path / "meeting"), Share(1, 2), CPU, GENEROUS_S))
-    assert text.startswith("rank 1 of 2 lost rank 0 when they met: ") and ours.fileno() == -1
+    text = failure_of(
+        lambda: ProcessGroup(str(tmp_path / "rendezvous"), Share(1, 2), CPU, GENEROUS_S)
+    )
+    assert text.startswith("rank 1 of 2 lost rank 0 at the rendezvous: ") and ours.fileno() == -1
 
 
 def test_a_rank_without_the_others_stages_says_so(
@@ -182,8 +217,10 @@ def test_a_rank_without_the_others_stages_says_so(
     def fail(*_: object) -> None:
         raise RuntimeError("Connection reset by peer\nand where")
 
-    monkeypatch.setattr(meetings, "_gloo_group", fail)
-    text = failure_of(lambda: Meeting(str(tmp_path / "meeting"), Share(0, 1), CPU, 9, stages=True))
+    monkeypatch.setattr(process_group, "_gloo_group", fail)
+    text = failure_of(
+        lambda: ProcessGroup(str(tmp_path / "rendezvous"), Share(0, 1), CPU, 9, stages=True)
+    )
     assert text == (
         "rank 0 of 1 waited, for at most 9 s, to connect with the other stages by gloo: "
         "Connection reset by peer"
@@ -191,10 +228,10 @@ def test_a_rank_without_the_others_stages_says_so(
 
 
 def test_nothing_is_met_once_it_is_closed(tmp_path: Path) -> None:
-    def work(rank: int, meeting: Meeting) -> None:
-        meeting.close()
+    def work(rank: int, group: ProcessGroup) -> None:
+        group.close()
         with pytest.raises(AssertionError, match="it is closed"):
-            meeting.gather(torch.ones(1, 4))
+            group.gather(torch.ones(1, 4))
 
     on_all_ranks(tmp_path, 2, work)
 
@@ -215,14 +252,14 @@ def test_a_rank_knows_for_how_long_it_has_waited(
     monkeypatch.setattr(exchange, "time", clock.module)
     monkeypatch.setattr(exchange, "_poll", waiting)
 
-    def work(rank: int, meeting: Meeting) -> float | None:
-        assert meeting.waited_s == 0.0
-        meeting.reduce(torch.ones(1, 4))
+    def work(rank: int, group: ProcessGroup) -> float | None:
+        assert group.waited_s == 0.0
+        group.reduce(torch.ones(1, 4))
         if rank == 1:
             second.set()
             assert waits.wait(GENEROUS_S)
         assert second.wait(GENEROUS_S)
-        meeting.gather(torch.ones(1, 4))
-        return meeting.waited_s
+        group.gather(torch.ones(1, 4))
+        return group.waited_s
 
     assert on_all_ranks(tmp_path, 2, work) == [3.0, 0.0]

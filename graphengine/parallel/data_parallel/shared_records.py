@@ -21,7 +21,7 @@ class SharedRecords(NamedTuple):
 
     mailboxes  memory for `new_records`
     drafts     int32 `[S, K]`, a copy of the table from when the driver last asked for it
-    watch      int64 `[2]`, the `watch` of the rank's `Meeting`
+    watch      int64 `[2]`, the `watch` of the rank's `ProcessGroup`
     """
 
     mailboxes: RecordMemory
@@ -31,21 +31,21 @@ class SharedRecords(NamedTuple):
     @classmethod
     def of_rank(
         cls,
-        meeting: str,
+        rendezvous: str,
         rank: int,
         config: EngineConfig,
         memory: MemoryPlan,
         *,
         written: bool = False,
     ) -> SharedRecords:
-        """Map a rank's memory in a file next to the ranks' `meeting`. Raises like `RecordMemory`.
+        """Map a rank's memory in a file next to the `rendezvous`. Raises like `RecordMemory`.
 
         written  whether this process's graphs write the memory, as the rank's own do
         """
         slots, drafts = config.max_batch, memory.tokens_per_step - 1
         # In 64-bit words of two int32 drafts.
         table, watch = RingShape(1, slots, -(-drafts // 2)), RingShape(1, 1, 2)
-        path = Path(meeting).with_name(f"records-{rank}")
+        path = Path(rendezvous).with_name(f"records-{rank}")
         device = memory.device if written and memory.device.type == "cuda" else None
         nbytes = watch.nbytes + table.nbytes + record_bytes(config, memory)
         shared = RecordMemory(path, nbytes, device)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -35,16 +35,17 @@ from graphengine.kernels.comm.push_lanes import ExpertLanes, push_lanes
 from graphengine.kernels.comm.push_residual import push_own_to_residual
 from graphengine.kernels.comm.sums import sum_parts
 from graphengine.models.contract import AddOwn, Share, SplitStream
-from graphengine.parallel.exchange import Exchange, MeetingFailed
-from graphengine.parallel.peer_memory import PeerMemory, devices_of
-from graphengine.parallel.split_stream import GatheredStream, PushedStream
+from graphengine.parallel.collectives.exchange import Exchange
+from graphengine.parallel.collectives.peer_memory import PeerMemory, devices_of
+from graphengine.parallel.collectives.rendezvous import GroupError, Rendezvous
+from graphengine.parallel.collectives.split_stream import GatheredStream, PushedStream
 
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 # Torch starts a watchdog thread for each NCCL group, unless these are "0" in the environment. It
 # ends the process where NCCL waits for long or has failed, and polls the store for what other ranks
-# report of that. Here the store's file is removed once all ranks have met, and ranks report
+# report of that. Here the store's file is removed once all ranks have joined, and ranks report
 # failures in another way.
 _WATCHERS = (
     "TORCH_NCCL_ENABLE_MONITORING",
@@ -64,8 +65,8 @@ OPENING_LIMIT_S = 120.0
 """Seconds that a rank waits for the others while they open."""
 
 
-class Meeting:
-    """Joins the other ranks, through a file that all of them name.
+class ProcessGroup:
+    """The group of ranks that rendezvous through the same file; waits until all have joined.
 
     units         units of memory for pushes, on GPUs
     summed_words  words of the largest part that pushes sum
@@ -73,9 +74,10 @@ class Meeting:
     watch         int64 [2], where kernels note that this rank has waited in vain; given where
                   another process reads it. None: in memory of its own
     stages        whether ranks also send tensors to other stages, by NCCL or gloo
+    check         see `Rendezvous`
 
-    Raises MeetingFailed where a rank is gone or does not come to meet on a CPU, and where ranks
-    share a GPU and cannot map each other's memory.
+    Raises GroupError where a rank is gone or does not come to the rendezvous, and where
+    ranks share a GPU and cannot map each other's memory.
     """
 
     def __init__(
@@ -90,39 +92,38 @@ class Meeting:
         pdl: bool = False,
         watch: Tensor | None = None,
         stages: bool = False,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
-        self.share = share
-        limit = timedelta(seconds=limit_s)
+        self.share, rendezvous = share, Rendezvous(file, share, limit_s, check)
         self._on_gpu, self._pdl = device.type == "cuda", pdl
         self._memory: PeerMemory | None = None
-        self._group: Any = None
+        self._torch_group: Any = None
         self._exchange: Exchange | None = None
         self._ending: threading.Thread | None = None
         if self._on_gpu:
-            store = _store(file, share, limit)
-            self._memory = PeerMemory(store, share, device, units, watch, summed_words=summed_words)
+            self._memory = PeerMemory(rendezvous, device, units, watch, summed_words=summed_words)
             problem = self._memory.problem
             if problem or stages:
-                self._group = _nccl_group(store, share, device, problem)
+                self._torch_group = _nccl_group(rendezvous, device, problem)
         else:
-            self._exchange = Exchange(file, share, limit_s)
+            self._exchange = Exchange(rendezvous)
             if stages:
-                self._group = self._connect_stages(file, limit)
+                self._torch_group = self._connect_stages(rendezvous)
         peers = self.peers
         # The host reads it through NumPy: reading an element of a tensor takes microseconds.
         self._watch = None if peers is None else peers.tensors.watch.numpy()
         self.limit_s = limit_s
 
-    def _connect_stages(self, file: str, limit: timedelta) -> Any:
-        """Gloo's group. MeetingFailed where a rank that has met does not connect to gloo, too."""
+    def _connect_stages(self, rendezvous: Rendezvous) -> Any:
+        """Gloo's group. GroupError where a rank does not connect to gloo, too."""
         assert self._exchange is not None
         try:
-            return _gloo_group(_store(file, self.share, limit), self.share, limit)
+            return _gloo_group(rendezvous)
         except RuntimeError as error:
             self._exchange.close()
-            raise MeetingFailed(
+            raise GroupError(
                 f"rank {self.share.rank} of {self.share.ranks} waited, for at most "
-                f"{limit.total_seconds():g} s, to connect with the other stages by gloo: "
+                f"{rendezvous.limit_s:g} s, to connect with the other stages by gloo: "
                 f"{str(error).partition(chr(10))[0]}"
             ) from error
 
@@ -161,14 +162,14 @@ class Meeting:
         return None if self._memory is None else self._memory.peers
 
     @property
-    def group(self) -> Any:
+    def torch_group(self) -> Any:
         """Torch's process group, of gloo or NCCL; None where there is none, and after `close`."""
-        return self._group
+        return self._torch_group
 
     def reduce(self, part_NH: Tensor) -> Tensor:
         """All-reduce into a new tensor; see `Reduce`.
 
-        On a CPU it raises MeetingFailed like `Exchange.swap`.
+        On a CPU it raises GroupError like `Exchange.swap`.
         """
         peers = self._pushes(part_NH)
         if peers is None:
@@ -202,7 +203,7 @@ class Meeting:
     def gather(self, part_NC: Tensor) -> Tensor:
         """All-gather into a new `[ranks, N, C]`, in rank order.
 
-        On a CPU it raises MeetingFailed like `Exchange.swap`.
+        On a CPU it raises GroupError like `Exchange.swap`.
         """
         part_NC = part_NC.contiguous()
         peers = self._pushes(part_NC)
@@ -210,7 +211,7 @@ class Meeting:
             return push_gather(peers, part_NC, pdl=self._pdl)
         gathered = part_NC.new_empty((self.share.ranks, *part_NC.shape))
         if self._on_gpu:
-            _nccl_gather(self._group, gathered.flatten(0, 1), part_NC).wait()
+            _nccl_gather(self._torch_group, gathered.flatten(0, 1), part_NC).wait()
         else:
             self._swap("gather", [part_NC] * self.share.ranks, gathered)
         return gathered
@@ -218,7 +219,7 @@ class Meeting:
     def sum_own(self, parts_RNC: Tensor) -> Tensor:
         """Reduce-scatter into a new `[N, C]`: all ranks' parts for this rank, summed in rank order.
 
-        On a CPU it raises MeetingFailed like `Exchange.swap`.
+        On a CPU it raises GroupError like `Exchange.swap`.
         """
         parts_RNC = parts_RNC.contiguous()
         peers = self._pushes(parts_RNC[0])
@@ -227,7 +228,7 @@ class Meeting:
         exchanged = torch.empty_like(parts_RNC)
         if self._on_gpu:
             sent, received = parts_RNC.view(torch.uint8), exchanged.view(torch.uint8)
-            self._group.alltoall_base(received, sent, [], []).wait()
+            self._torch_group.alltoall_base(received, sent, [], []).wait()
         else:
             self._swap("sum of own", parts_RNC.unbind(), exchanged)
         return sum_parts(exchanged)
@@ -259,12 +260,12 @@ class Meeting:
     def _pushes(self, part: Tensor) -> Peers | None:
         """Peer memory that a part is pushed into; None where it is not pushed."""
         peers = self.peers
-        if peers is None or self._group is None:
+        if peers is None or self._torch_group is None:
             return peers
         return peers if peers.hold(part) else None
 
     def check(self) -> None:
-        """Raise MeetingFailed once this rank has waited in vain: its results since are invalid."""
+        """Raise GroupError once this rank has waited in vain: its results since are invalid."""
         if self._watch is not None:
             check_watch(self._watch, self.share, self.limit_s)
 
@@ -288,7 +289,7 @@ class Meeting:
             self._ending.join(_END_LIMIT_S)
             if self._ending.is_alive():
                 log.warning("NCCL has not let go of its memory within %g s", _END_LIMIT_S)
-        self._group = None
+        self._torch_group = None
         if self._exchange is not None:
             self._exchange.close()
         if self._memory is not None:
@@ -298,53 +299,47 @@ class Meeting:
         """End NCCL's kernels and then its communicator, in a thread: NCCL waits until no captured
         graph uses it.
         """
-        if self._on_gpu and self._group is not None and self._ending is None:
-            self._ending = threading.Thread(target=self._group.abort, daemon=True)
+        if self._on_gpu and self._torch_group is not None and self._ending is None:
+            self._ending = threading.Thread(target=self._torch_group.abort, daemon=True)
             self._ending.start()
 
 
 def check_watch(watch: NDArray[np.int64], share: Share, limit_s: float) -> None:
-    """Raise MeetingFailed once a rank has waited in vain: its results since are invalid."""
+    """Raise GroupError once a rank has waited in vain: its results since are invalid."""
     if watch[0]:
-        raise MeetingFailed(
+        raise GroupError(
             f"rank {share.rank} of {share.ranks} waited {limit_s:g} s for the others' parts"
         )
 
 
-def _store(file: str, share: Share, limit: timedelta) -> Any:
-    store = torch.distributed.FileStore(file, share.ranks)  # type: ignore[attr-defined]
-    store.set_timeout(limit)
-    return store
-
-
-def _gloo_group(store: Any, share: Share, limit: timedelta) -> Any:
+def _gloo_group(rendezvous: Rendezvous) -> Any:
     options = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     device = torch.distributed.ProcessGroupGloo.create_device(hostname=_LOOPBACK)
     # torch has no public names for these. By default it takes the interface that the host's name
     # resolves to.
     setattr(options, "_devices", [device])  # noqa: B010
-    setattr(options, "_timeout", limit)  # noqa: B010
-    return torch.distributed.ProcessGroupGloo(store, share.rank, share.ranks, options)
+    setattr(options, "_timeout", timedelta(seconds=rendezvous.limit_s))  # noqa: B010
+    return torch.distributed.ProcessGroupGloo(rendezvous.store, *rendezvous.share, options)
 
 
-def _nccl_group(store: Any, share: Share, device: torch.device, problem: str) -> Any:
+def _nccl_group(rendezvous: Rendezvous, device: torch.device, problem: str) -> Any:
     """The NCCL group of ranks that have a GPU each; None where some share one.
 
     problem  why ranks cannot push; "": they can
     """
-    devices = devices_of(store, share, device)
+    share, devices = rendezvous.share, devices_of(rendezvous, device)
     if len(set(devices)) < share.ranks:
         if problem:
-            raise MeetingFailed(
-                f"{share.ranks} ranks on {len(set(devices))} GPUs meet by mapped memory alone: "
-                f"{problem}"
+            raise GroupError(
+                f"{share.ranks} ranks on {len(set(devices))} GPUs communicate by mapped memory "
+                f"alone: {problem}"
             )
         return None
     if problem:
         log.warning("NCCL carries the sums of all steps: %s", problem)
     options = torch.distributed.ProcessGroupNCCL.Options()
     with _unwatched():
-        return torch.distributed.ProcessGroupNCCL(store, share.rank, share.ranks, options)
+        return torch.distributed.ProcessGroupNCCL(rendezvous.store, *share, options)
 
 
 @contextmanager

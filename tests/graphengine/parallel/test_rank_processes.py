@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 
-from graphengine.parallel.processes import JoinedRank, is_running
+from graphengine.parallel.rank_processes import ForeignRank, is_running
 
 SLEEPS = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
 
@@ -15,7 +15,7 @@ def test_a_process_of_somebody_else_is_watched_and_ended() -> None:
     with subprocess.Popen(SLEEPS, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        rank = JoinedRank(process.pid)
+        rank = ForeignRank(process.pid)
         assert rank.pid == process.pid and rank.ending() is None and is_running(rank.pid)
         rank.join(0.05)
         assert rank.ending() is None

@@ -1,0 +1,1 @@
+"""Communication between ranks: all-reduces and gathers on sockets, mapped GPU memory or NCCL."""

@@ -1,0 +1,1 @@
+"""Ranks with requests of their own, which share a model's experts."""

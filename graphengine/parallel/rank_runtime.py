@@ -1,0 +1,124 @@
+"""The runtime of one rank of several: what the driver's rank and the others do alike."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from graphengine.config import EngineConfig
+from graphengine.core.commands import (
+    Command,
+    DigestState,
+    ReadBlocks,
+    ReadScales,
+    ReadStates,
+    UpdateWeights,
+    WriteBlocks,
+    WriteStates,
+)
+from graphengine.core.runtime import Operation, Runtime
+from graphengine.opening.calibration import calibrate
+from graphengine.opening.loading import Found, Opened
+from graphengine.opening.records import RecordMemory
+from graphengine.parallel.process_groups import ProcessGroups
+from graphengine.parallel.sharded_state import ShardedState
+
+
+class RankRuntime(Runtime):
+    """The runtime of a rank that has joined the others in `groups`.
+
+    found      what this rank has found in the checkpoint
+    records    see `Runtime`
+
+    state      this rank's shard of KV and states
+    temporary  the folder of the last update's tensors, if the driver has made it for that
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        found: Found,
+        config: EngineConfig,
+        groups: ProcessGroups,
+        records: RecordMemory | None = None,
+    ) -> None:
+        model, memory, drafter = opened.model, opened.memory, opened.drafter
+        self.groups, self._loaded = groups, opened.loaded
+        self.temporary: Path | None = None
+        group, stages = groups.tensor, groups.stages
+        if found.calibration:
+            calibrate(model, memory, config, drafter, found.calibration, group)
+        super().__init__(
+            model, memory, config, drafter, group=group, stages=stages, records=records
+        )
+        self.state = ShardedState(self, found, groups, memory.state_places)
+
+    @property
+    def block_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of a block of each cache in `read_blocks`, layers first."""
+        return self.state.block_shapes
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the tensors that `read_states` returns."""
+        return self.state.state_shapes
+
+    @property
+    def state_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of the tensors that `read_states` returns."""
+        return self.state.state_dtypes
+
+    def _gather_blocks(self, command: ReadBlocks) -> tuple[Tensor, ...]:
+        self.synchronize()
+        return self.state.gather_blocks(self._read_blocks(command))
+
+    def _scatter_blocks(self, command: WriteBlocks) -> None:
+        self.synchronize()
+        own = self.state.scatter_blocks(len(command.blocks), command.whole)
+        self._write_blocks(command._replace(whole=own))
+
+    def _gather_states(self, command: ReadStates) -> tuple[Tensor, ...]:
+        self.synchronize()
+        return self.state.gather_states(self._read_states(command))
+
+    def _scatter_states(self, command: WriteStates) -> None:
+        self.synchronize()
+        self._write_states(command._replace(whole=self.state.scatter_states(command.whole)))
+
+    def _gathered_scales_id(self, command: ReadScales) -> str:
+        return self.state.scales_id()
+
+    def _update_weights(self, command: UpdateWeights) -> None:
+        folder = Path(command.folder)
+        self.temporary = folder if command.temporary else None
+        given = command.given
+        if given is None:
+            given = self._loaded.in_folder(folder)
+        self.synchronize()
+        Runtime.update_weights(self, self._loaded, given)
+
+    def _digest_state(self, command: DigestState) -> str:
+        """SHA-256 of every device-owned field that is equal on all ranks, in hexadecimal digits."""
+        self.synchronize()
+        digest, buffers = hashlib.sha256(), self.buffers
+        with self.on_stream():
+            self.program.flow.begin()
+            for field in buffers.fields:
+                if self.program.flow.is_common(field):
+                    values = buffers[field.name].cpu().contiguous().view(torch.uint8)
+                    digest.update(field.name.encode() + values.numpy().tobytes())
+        return digest.hexdigest()
+
+    operations: ClassVar[dict[type[Command], Operation]] = Runtime.operations | {
+        ReadBlocks: _gather_blocks,
+        WriteBlocks: _scatter_blocks,
+        ReadStates: _gather_states,
+        WriteStates: _scatter_states,
+        ReadScales: _gathered_scales_id,
+        UpdateWeights: _update_weights,
+        DigestState: _digest_state,
+    }
