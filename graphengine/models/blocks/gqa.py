@@ -29,6 +29,7 @@ from graphengine.kernels.linear.products import AnyWeight, linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.rope import rope_append
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
+from graphengine.models.blocks.head_rows import HeadRows
 from graphengine.models.blocks.norms import NextNorm, plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (
@@ -108,6 +109,12 @@ class GroupedQueryAttention:
     def parts(self) -> int:
         """How many parts a head has; RoPE rotates the first."""
         return round(1 / self.rotated)
+
+    @property
+    def rows(self) -> HeadRows:
+        """The rows of queries, keys, values and gates."""
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return HeadRows(*sizes, parts=self.parts, gated=self.gated)
 
     @property
     def scale(self) -> float:
@@ -208,12 +215,7 @@ class GroupedQueryAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
-    """The block's weights; q, k, v and gates are one matrix.
-
-    Where RoPE rotates one of n parts of a head, the 2 * n pieces of queries and keys are reordered:
-    the even ones come first. Then each rotated value is half a head from its partner, as the
-    kernels have it. Scores are sums over a head, and stay the same. Gates are reordered like
-    queries, with which they share a tensor, and `gate_heads` finds them again.
+    """The block's weights; q, k, v and gates are one matrix, in the order of `HeadRows`.
 
     prefix     of the names in the checkpoint: those of Hugging Face's decoders of Llama's lineage
     kv_scales  float32 `[2, G]`, of keys and values in an fp8 cache: 1 until they are set
@@ -233,60 +235,15 @@ class AttentionWeights:
 
     def linears(self) -> list[StoredLinear]:
         """The block's products."""
-        parts = tuple((f"{self.prefix}{name}_proj", rows) for name, rows in self._qkv_rows())
+        of_heads = self.block.rows
+        parts = tuple((f"{self.prefix}{name}_proj", rows) for name, rows in of_heads.of_linears)
         output = (f"{self.prefix}{self.block.names[0]}", self.block.hidden_size)
         pieces: dict[str, tuple[int, ...]] = {}
         if self.block.one_linear:
             name, rows = f"{self.prefix}qkv_proj", tuple(rows for _, rows in parts)
             parts, pieces = ((name, sum(rows)),), {name: rows}
-        qkv = StoredLinear(self.qkv, parts, axis=0, order=self._row_order(), pieces=pieces)
+        qkv = StoredLinear(self.qkv, parts, axis=0, order=of_heads.order(), pieces=pieces)
         return [qkv, StoredLinear(self.output, (output,), axis=1)]
-
-    def _row_order(self) -> Tensor | None:
-        """The checkpoint's row for each row of `qkv`; None: `qkv` is in the checkpoint's order."""
-        if self.block.parts == 1 and not self.block.gated:
-            return None
-        order = torch.empty(self.block.projected_size, dtype=torch.int64)
-        start = 0
-        for (_, rows), view in zip(self._qkv_rows(), self._of_checkpoint(order), strict=True):
-            view.copy_(torch.arange(start, start + rows).view(view.shape))
-            start += rows
-        return order
-
-    def _qkv_rows(self) -> list[tuple[str, int]]:
-        block = self.block
-        queries = block.q_size * (2 if block.gated else 1)
-        return [("q", queries), ("k", block.kv_size), ("v", block.kv_size)]
-
-    def _of_checkpoint(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of `qkv` as a checkpoint has them: views of queries, keys and values."""
-        block = self.block
-        q, k, v, _ = torch.split(
-            rows,
-            [block.q_size, block.kv_size, block.kv_size, block.projected_size - block.qkv_size],
-        )
-        if not block.gated:
-            return self._head_of_checkpoint(q), self._head_of_checkpoint(k), v
-        # The distance from a head's query to its gates is the same for all heads.
-        of_heads = self._head_of_checkpoint(q, always=True)
-        row = rows.stride(0)
-        q = rows.as_strided(
-            (block.num_heads, 2, *of_heads.shape[1:]),
-            (block.head_dim * row, block.qkv_size * row, *of_heads.stride()[1:]),
-            rows.storage_offset(),
-        )
-        return q, self._head_of_checkpoint(k), v
-
-    def _head_of_checkpoint(self, rows: Tensor, *, always: bool = False) -> Tensor:
-        """Rows of heads as a checkpoint has them: a view `[heads, parts, 2, D / parts / 2, ...]`.
-
-        always  make the view even where the rows are in the checkpoint's order
-        """
-        parts = self.block.parts
-        if parts == 1 and not always:
-            return rows
-        width = self.block.head_dim // (2 * parts)
-        return rows.view(-1, 2, parts, width, *rows.shape[1:]).transpose(1, 2)
 
     def stored(self) -> dict[str, Weight]:
         """The tensors that are not packed, by name."""
@@ -294,7 +251,7 @@ class AttentionWeights:
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         for kind, rows in (("weight", self.qkv), ("bias", self.qkv_bias)):
             if isinstance(rows, Tensor) and not self.block.one_linear:
-                for name, part in zip("qkv", self._of_checkpoint(rows), strict=True):
+                for name, part in zip("qkv", self.block.rows.of_checkpoint(rows), strict=True):
                     names[f"{prefix}{name}_proj.{kind}"] = Weight(part, 0)
         output, norm = self.block.names
         for name, whole in (
@@ -304,7 +261,7 @@ class AttentionWeights:
         ):
             if whole is not None:
                 of_heads = whole is not self.output_bias
-                view = self._head_of_checkpoint(whole) if of_heads else whole
+                view = self.block.rows.of_heads(whole) if of_heads else whole
                 names[prefix + name] = Weight(view)
         if self.sinks is not None:
             names[f"{prefix}sinks"] = Weight(self.sinks, 0)
