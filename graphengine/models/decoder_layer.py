@@ -14,9 +14,11 @@ from torch import Tensor
 
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
+from graphengine.models.blocks.expert_steps import decode_experts, prefill_experts
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.rope_tables import RopeTables
+from graphengine.models.blocks.squared_relu import SquaredReluWeights
 from graphengine.models.blocks.streams import PrefillScratch, coded_columns
 from graphengine.models.blocks.swiglu import SwigluWeights
 from graphengine.models.contract import ChunkAttention, DecodeLaunch, PrefillLaunch
@@ -165,8 +167,8 @@ def _decode_feed_forward(
     """Run `decode_block` of a feed-forward."""
     if isinstance(block, ExpertsWeights):
         assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
-        return block.decode(row, residual, next_norm, launch)
-    assert isinstance(block, FeedForwardWeights), f"{type(block)=}"
+        return decode_experts(block, row, residual, next_norm, launch)
+    assert isinstance(block, SwigluWeights | SquaredReluWeights), f"{type(block)=}"
     return block.decode(row, residual, next_norm, launch)
 
 
@@ -267,9 +269,9 @@ def prefill_feed_forward(
     """Run `prefill_block` of a feed-forward."""
     if isinstance(block, ExpertsWeights):
         assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
-        block.prefill(stream, next_norm, slot, scratch)
+        prefill_experts(block, stream, next_norm, slot, scratch)
     else:
-        assert isinstance(block, FeedForwardWeights), f"{type(block)=}"
+        assert isinstance(block, SwigluWeights | SquaredReluWeights), f"{type(block)=}"
         block.prefill(stream, next_norm, slot, scratch)
 
 

@@ -23,6 +23,7 @@ from graphengine.kernels.linear.products import AnyWeight
 from graphengine.kernels.linear.reference import linear_reference
 from graphengine.kernels.linear.residual import Residual, add_to_residual_reference
 from graphengine.kernels.step.state import DecodeLanes
+from graphengine.models.blocks.expert_steps import decode_experts
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.composition import HEAD, DecoderModel, experts_of, named_sublayers
 from graphengine.models.contract import DecodeLaunch, Model, ModelConfig
@@ -153,7 +154,8 @@ def chain_experts(
 ) -> Residual:
     """Router, gates and ups, and down of a layer's experts, as a decode step launches them."""
     weights, norm = _experts(chain, layer)
-    return weights.decode(DecodeLanes(slot_N, slot_N, slot_N), residual, norm, launch)
+    lanes = DecodeLanes(slot_N, slot_N, slot_N)
+    return decode_experts(weights, lanes, residual, norm, launch)
 
 
 def chain_experts_reference(
