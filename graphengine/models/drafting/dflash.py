@@ -40,6 +40,7 @@ from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product
+from graphengine.models.composition import blocks_of, named_layers
 from graphengine.models.contract import DecodeLaunch, ModelConfig, PrefillLaunch
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.decoder_layer import (
@@ -47,10 +48,9 @@ from graphengine.models.decoder_layer import (
     allocate_layer,
     decode_feed_forward,
 )
-from graphengine.models.drafting.stream_readers import StreamReaders, layers_like
+from graphengine.models.drafting.stream_readers import StreamReaders, grouped_attention, layers_like
 from graphengine.models.linears import Linear, Linears
 from graphengine.models.states import LayerStates
-from graphengine.models.sublayers import layer_prefix
 from graphengine.models.weights import StoredLinear, StoredWeights, Weight
 
 USUAL_LAYERS = 5
@@ -137,9 +137,7 @@ class DFlashConfig(StreamReaders):
 
     @property
     def attention(self) -> GroupedQueryAttention:
-        attention = self.decoder.attention
-        assert isinstance(attention, GroupedQueryAttention), f"{attention=}"
-        return attention
+        return grouped_attention(self.decoder)
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
@@ -152,7 +150,7 @@ class DFlashConfig(StreamReaders):
             "fc": Linear("store", self.hidden_size, self.streams_width),
             "context": self.attention.context_linear,
             **self.attention.linears,
-            **self.decoder.mlp.linears,
+            **blocks_of(self.decoder)[-1].linears,
             "lm_head": Linear("sample", self.decoder.vocab_size, self.hidden_size),
         }
 
@@ -234,15 +232,8 @@ def allocate_dflash_weights(
         return torch.empty(shape, device=device, dtype=dtype)
 
     layers = tuple(
-        allocate_layer(
-            layer_prefix(index),
-            decoder.layer(index),
-            hidden,
-            decoder.forms,
-            device=device,
-            dtype=dtype,
-        )
-        for index in range(decoder.num_layers)
+        allocate_layer(prefix, layer, hidden, decoder.forms, device=device, dtype=dtype)
+        for prefix, layer in named_layers(decoder)
     )
     factor = (decoder.vocab_size, config.rank)
     return DFlashWeights(

@@ -34,6 +34,7 @@ from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product
+from graphengine.models.composition import blocks_of
 from graphengine.models.contract import ChunkAttention, DecodeLaunch, ModelConfig, PrefillLaunch
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.decoder_layer import (
@@ -43,10 +44,9 @@ from graphengine.models.decoder_layer import (
     finish_prefill_layer,
     prefill_scratch,
 )
-from graphengine.models.drafting.stream_readers import StreamReaders, layers_like
+from graphengine.models.drafting.stream_readers import StreamReaders, grouped_attention, layers_like
 from graphengine.models.linears import PLAIN, Linear, Linears
 from graphengine.models.states import LayerStates
-from graphengine.models.sublayers import usual_layer
 from graphengine.models.weights import StoredLinear, StoredWeights, Weight
 
 
@@ -126,9 +126,7 @@ class Eagle3Config(StreamReaders):
 
     @property
     def attention(self) -> GroupedQueryAttention:
-        attention = self.layer.attention
-        assert isinstance(attention, GroupedQueryAttention), f"{attention=}"
-        return replace(attention, fed_size=2 * self.hidden_size)
+        return replace(grouped_attention(self.layer), fed_size=2 * self.hidden_size)
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
@@ -140,7 +138,7 @@ class Eagle3Config(StreamReaders):
         return {
             "fc": Linear("residual", self.hidden_size, self.streams_width),
             **self.attention.linears,
-            **self.layer.mlp.linears,
+            **blocks_of(self.layer)[-1].linears,
             "lm_head": Linear("sample", self.draft_vocabulary, self.hidden_size),
         }
 
@@ -216,7 +214,8 @@ def allocate_eagle3_weights(
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, device=device, dtype=dtype)
 
-    sublayers = usual_layer(config.attention, config.layer.mlp, post_norms=False)
+    ((attention, mlp),) = config.layer.layers
+    sublayers = (attention._replace(block=config.attention), mlp)
     layer = allocate_layer(names.layer, sublayers, hidden, PLAIN, device=device, dtype=dtype)
     return Eagle3Weights(
         config=config,

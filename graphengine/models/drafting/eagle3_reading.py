@@ -33,7 +33,8 @@ from graphengine.models.drafting.eagle3 import (
     allocate_eagle3_weights,
     usual_layers,
 )
-from graphengine.models.families.llama import DEFAULTS, decoder_config
+from graphengine.models.families.common import attention_of, decoder_config, mlp_of
+from graphengine.models.families.llama import DEFAULTS
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig, Key, read_keys, unsupported
 from graphengine.options.checks import INT32_MAX, some
@@ -108,7 +109,8 @@ def read_eagle3(
             f"{some(sorted(checkpoint.tensors))}"
         )
     drafted = settings["draft_vocab_size"] or target.vocab_size
-    decoder = decoder_config(values, "Eagle3", mlp_bias=values["mlp_bias"])
+    mlp = mlp_of(values, bias=values["mlp_bias"])
+    decoder = decoder_config(values, "Eagle3", attention_of(values), mlp)
     chosen = _chosen(settings, target, layers)
     _check_layers(path, chosen, target)
     embedding = names.get("embed_tokens.weight")

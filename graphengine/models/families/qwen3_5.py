@@ -11,8 +11,8 @@ from typing import Any
 
 from graphengine.kernels.recurrent.gated_delta.gated_delta_sizes import GatedDeltaSizes
 from graphengine.models.blocks.gated_delta import GatedDelta
-from graphengine.models.blocks.gqa import GroupedQueryAttention
-from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families.common import attention_of, composed, mlp_of
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import (
     QWEN3_5_KEYS,
@@ -20,7 +20,6 @@ from graphengine.models.hf.config_schema import (
     check_neutral,
     unsupported,
 )
-from graphengine.models.hybrid import HybridConfig
 from graphengine.models.sublayers import Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(
@@ -45,51 +44,29 @@ _SIZES = {
 _ATTENTION, _DELTA = "full_attention", "linear_attention"
 
 
-def read_config(config: HfConfig, architecture: str) -> HybridConfig:
-    """`HybridConfig` of a `Qwen3_5ForCausalLM` checkpoint, or of one with a vision tower."""
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `Qwen3_5ForCausalLM` checkpoint, or of one with a vision tower."""
     config = _SIZES | _language_model(config)
     types = config.get("layer_types")
     settings = hf_config.read_settings(_plain(config), DEFAULTS)
     if not settings["attn_output_gate"]:
         raise unsupported("attn_output_gate", False, "true")
-    hidden, eps = settings["hidden_size"], settings["rms_norm_eps"]
     rope = hf_config.with_axes(hf_config.rope(settings), config)
-    attention = GroupedQueryAttention(
-        hidden_size=hidden,
-        num_heads=settings["num_attention_heads"],
-        num_kv_heads=settings["num_key_value_heads"],
-        head_dim=settings["head_dim"],
-        norm_eps=eps,
-        qkv_bias=settings["attention_bias"],
-        output_bias=settings["attention_bias"],
-        qk_norm=True,
-        rotated=rope.rotated,
-        gated=True,
-    )
+    attention = attention_of(settings, qk_norm=True, rotated=rope.rotated, gated=True)
     delta = GatedDelta(
-        hidden_size=hidden,
+        hidden_size=settings["hidden_size"],
         sizes=_delta_sizes(settings),
-        norm_eps=eps,
+        norm_eps=settings["rms_norm_eps"],
         state_dtype=hf_config.state_dtype(settings, "mamba_ssm_dtype"),
     )
-    mlp = Swiglu(hidden_size=hidden, ffn_size=settings["intermediate_size"], norm_eps=eps)
+    mlp = mlp_of(settings)
     mixers = {
         _ATTENTION: Sublayer("input_layernorm", "self_attn.", attention),
         _DELTA: Sublayer("input_layernorm", "linear_attn.", delta),
     }
     after = Sublayer("post_attention_layernorm", "mlp.", mlp)
-    return HybridConfig(
-        architecture=architecture,
-        vocab_size=settings["vocab_size"],
-        hidden_size=hidden,
-        norm_eps=eps,
-        max_positions=settings["max_position_embeddings"],
-        layers=tuple((mixers[kind], after) for kind in _layer_types(types, settings)),
-        attention=attention,
-        rope=rope,
-        tie_embeddings=settings["tie_word_embeddings"],
-        norms_plus_one=True,
-    )
+    layers = tuple((mixers[kind], after) for kind in _layer_types(types, settings))
+    return composed(settings, architecture, layers, mlp=mlp, rope=rope, norms_plus_one=True)
 
 
 def _language_model(config: HfConfig) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from graphengine.kernels.experts.router import MAX_EXPERTS, Router
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.llama import decoder_config
+from graphengine.models.families.common import (
+    attention_of,
+    decoder_config,
+    mlp_of,
+    with_experts,
+)
 from graphengine.models.families.qwen3 import NORMED
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import EXPERT_KEYS, HfConfig, unsupported
@@ -23,7 +27,8 @@ DEFAULTS = hf_config.FamilyDefaults(
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen3MoeForCausalLM` checkpoint."""
     settings = hf_config.read_settings(config, DEFAULTS)
-    model = decoder_config(settings, architecture, qk_norm=True)
+    attention = attention_of(settings, qk_norm=True)
+    model = decoder_config(settings, architecture, attention, mlp_of(settings))
     count = _experts(settings)
     step, dense = settings["decoder_sparse_step"], settings["mlp_only_layers"]
     layers = tuple(
@@ -41,7 +46,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         router=Router(top_k=chosen, normalised=settings["norm_topk_prob"]),
         norm_eps=model.norm_eps,
     )
-    return replace(model, experts=experts, expert_layers=layers)
+    return with_experts(model, experts, layers)
 
 
 def _experts(settings: dict[str, Any]) -> int:

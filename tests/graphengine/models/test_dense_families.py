@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.small_decoders import composed
 from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine
 from graphengine.models.blocks.gqa import AttentionWeights
@@ -56,8 +57,8 @@ def test_neighbours_chunks_drafts_and_pauses_change_no_token(
 
 
 def nope_layers(config: Any) -> list[int]:
-    assert isinstance(config, DecoderConfig)
-    return [index for index in range(config.num_layers) if config.attention_of(index).nope]
+    layers = composed(config).layers
+    return [index for index, (first, _) in enumerate(layers) if first.block.nope]
 
 
 def test_layers_without_rope(dense_checkpoints: dict[str, Any], edited: Callable[..., Any]) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.small_decoders import block_in, expert_layers
 from engines.family_checks import assert_replies, assert_same_in_any_company
 from extent import extent
 from graphengine import Engine, SamplingParams
+from graphengine.models.blocks.experts import Experts
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.decoder import DecoderConfig
@@ -64,8 +66,8 @@ def test_neighbours_chunks_drafts_and_pauses_change_no_token(
 
 def test_experts_are_as_the_config_says(expert_checkpoints: dict[str, Any]) -> None:
     models = [read_config(expert_checkpoints[name]) for name in NAMES]
-    assert [model.expert_layers for model in models] == [(0, 2), (0, 1), (1,)]
-    assert [model.experts and model.experts.router.normalised for model in models] == [
+    assert [expert_layers(model) for model in models] == [(0, 2), (0, 1), (1,)]
+    assert [block_in(model, Experts).router.normalised for model in models] == [
         True,
         False,
         True,
