@@ -6,11 +6,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from graphengine.kernels.experts.router import MAX_EXPERTS
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import unsupported
 from graphengine.models.sublayers import Attending, Layer, usual_layer
 
 
@@ -86,3 +88,14 @@ def with_experts(model: DecoderConfig, experts: Experts, where: Collection[int])
         for index, layer in enumerate(model.layers)
     )
     return replace(model, layers=layers)
+
+
+def expert_count(settings: dict[str, Any], name: str) -> int:
+    """The experts of a layer, by the key of this name; ValueError if tokens cannot choose so."""
+    count: int = settings[name]
+    chosen = settings["num_experts_per_tok"]
+    if count > MAX_EXPERTS:
+        raise unsupported(name, count, f"at most {MAX_EXPERTS}")
+    if count and not 1 <= chosen <= count:
+        raise unsupported("num_experts_per_tok", chosen, f"1 to {name}={count}")
+    return count

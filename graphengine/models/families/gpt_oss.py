@@ -5,7 +5,7 @@ Checkpoints have all experts of a layer in one tensor.
 
 from __future__ import annotations
 
-from graphengine.kernels.experts.router import MAX_EXPERTS, Router
+from graphengine.kernels.experts.router import Router
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
@@ -13,6 +13,7 @@ from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.common import (
     attention_of,
     decoder_config,
+    expert_count,
     mlp_of,
     with_experts,
 )
@@ -74,11 +75,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         if config.get(name) not in (None, only):
             raise unsupported(name, config[name], f"null or {only}")
     settings = hf_config.read_settings(_spelled_out(config), DEFAULTS)
-    count, chosen = settings["num_local_experts"], settings["num_experts_per_tok"]
-    if count > MAX_EXPERTS:
-        raise unsupported("num_local_experts", count, f"at most {MAX_EXPERTS}")
-    if chosen > count:
-        raise unsupported("num_experts_per_tok", chosen, f"at most num_local_experts={count}")
+    count, chosen = expert_count(settings, "num_local_experts"), settings["num_experts_per_tok"]
     if settings["num_experts"] not in (None, count):
         raise unsupported("num_experts", settings["num_experts"], "as num_local_experts is")
     if settings["experts_per_token"] not in (None, chosen):

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphengine.kernels.experts.router import MAX_EXPERTS, Router
+from graphengine.kernels.experts.router import Router
 from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
 from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families.common import expert_count
 from graphengine.models.families.granite import attention_of, composed, stream_eps
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import GRANITE_KEYS, HfConfig, unsupported
@@ -74,11 +75,7 @@ def _read_settings(config: HfConfig) -> dict[str, Any]:
 
 def _feed_forward(settings: dict[str, Any], eps: float) -> Sublayer:
     """A SwiGLU, which beside routed experts is the one that every token takes."""
-    count, chosen = settings["num_local_experts"], settings["num_experts_per_tok"]
-    if count > MAX_EXPERTS:
-        raise unsupported("num_local_experts", count, f"at most {MAX_EXPERTS}")
-    if count and not 1 <= chosen <= count:
-        raise unsupported("num_experts_per_tok", chosen, f"1 to num_local_experts={count}")
+    count = expert_count(settings, "num_local_experts")
     mlp = Swiglu(
         hidden_size=settings["hidden_size"],
         ffn_size=settings["shared_intermediate_size"],

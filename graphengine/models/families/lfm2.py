@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphengine.kernels.experts.router import MAX_EXPERTS, Router
+from graphengine.kernels.experts.router import Router
 from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.short_conv import ShortConv
@@ -12,6 +12,7 @@ from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.common import (
     attention_of,
     composed,
+    expert_count,
     mlp_of,
     with_experts,
 )
@@ -21,7 +22,6 @@ from graphengine.models.hf.config_schema import (
     LFM2_MOE_KEYS,
     HfConfig,
     read_keys,
-    unsupported,
 )
 from graphengine.models.sublayers import Sublayer
 
@@ -50,17 +50,12 @@ def read_moe(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Lfm2MoeForCausalLM` checkpoint: experts after the first few layers."""
     model = _read({"block_auto_adjust_ff_dim": False, **config}, architecture, MOE_DEFAULTS)
     settings = read_keys(config, LFM2_MOE_KEYS)
-    count, chosen = settings["num_experts"], settings["num_experts_per_tok"]
-    if count > MAX_EXPERTS:
-        raise unsupported("num_experts", count, f"at most {MAX_EXPERTS}")
-    if chosen > count:
-        raise unsupported("num_experts_per_tok", chosen, f"at most num_experts={count}")
     experts = Experts(
         hidden_size=model.hidden_size,
         ffn_size=settings["moe_intermediate_size"],
-        experts=count,
+        experts=expert_count(settings, "num_experts"),
         router=Router(
-            top_k=chosen,
+            top_k=settings["num_experts_per_tok"],
             scores="sigmoid",
             normalised=settings["norm_topk_prob"],
             least_sum=1e-6,

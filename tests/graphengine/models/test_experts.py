@@ -121,7 +121,7 @@ def test_either_name_of_the_number_of_experts(
     [
         ({"num_experts": 4}, "num_local_experts=5: supported: as num_experts is"),
         ({"num_local_experts": 600}, "num_local_experts=600: supported: at most 512"),
-        ({"num_experts_per_tok": 6}, "num_experts_per_tok=6: supported: at most num_experts=5"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok=6: supported: 1 to num_local_experts=5"),
         ({"mlp_only_layers": 1}, "mlp_only_layers=1: must be a list of integers"),
         ({"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\]: must be a list of integers in \[0,"),
         ({"norm_topk_prob": 1}, "norm_topk_prob=1: must be true or false"),

@@ -276,7 +276,7 @@ def test_what_is_missing_is_transformers_default() -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu': supported"),
         ({"num_local_experts": 600}, "num_local_experts=600: supported: at most 512"),
         ({"num_experts": 5}, "num_experts=5: supported: as num_local_experts is"),
-        ({"num_experts_per_tok": 129}, "supported: at most num_local_experts=128"),
+        ({"num_experts_per_tok": 129}, "supported: 1 to num_local_experts=128"),
         ({"experts_per_token": 3}, "experts_per_token=3: supported: null or 4"),
         ({"sliding_window": None}, "sliding_window=None: supported: an integer"),
         ({"layer_types": 5}, "layer_types=5: supported: a list of 'full_attention' and"),
