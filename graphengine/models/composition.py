@@ -60,7 +60,8 @@ class Composition(ABC):
     stream_scale         the model's residual stream is what is stored, times this
     logits_scale         what the logits are multiplied by
     norms_plus_one       whether every norm multiplies by 1 + its weight
-    embedding_name, final_norm_name  in the checkpoint, without ".weight"
+    embedding_name, final_norm_name  in the checkpoint, without ".weight"; the latter is "" in a
+                         pipeline stage after which layers read the stream without a norm
     span                 which layers of a model these are; None: they are a whole model
     """
 
@@ -110,7 +111,8 @@ class Composition(ABC):
         stage = replace(self, layers=self.layers[span.first : span.stop], span=span)
         if span.ends:
             return stage
-        following = layer_prefix(span.stop) + self.layers[span.stop][0].norm
+        norm = self.layers[span.stop][0].norm
+        following = layer_prefix(span.stop) + norm if norm else ""
         return replace(stage, final_norm_name=following, logits_scale=1.0)
 
     def parted(self, beginning: Collection[str]) -> Self:

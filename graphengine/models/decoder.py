@@ -90,7 +90,9 @@ class DecoderWeights(ModelWeights):
     def stored(self) -> dict[str, Weight]:
         """Tensors that are not packed, by name. Each rank has the whole vocabulary."""
         config = self.config
-        names = {f"{config.final_norm_name}.weight": Weight(self.final_norm)}
+        names: dict[str, Weight] = {}
+        if config.final_norm_name:
+            names[f"{config.final_norm_name}.weight"] = Weight(self.final_norm)
         if len(self.embedding) == config.vocab_size:
             names[f"{config.embedding_name}.weight"] = Weight(self.embedding)
         if self.lm_head is not self.embedding and isinstance(self.lm_head, Tensor):
@@ -221,7 +223,8 @@ class DecoderModel:
     def _new_steps(self) -> Iterator[_Step]:
         for index, layer in enumerate(self._layers):
             last = layer.sublayers[-1]
-            for each, next_norm in layer.followed(self.norm_after(index)):
+            norm, normed = self.norm_after(index), self._is_normed_after(index)
+            for each, next_norm in layer.followed(norm, normed=normed):
                 tables = self._tables_of(each.block.block)
                 yield _Step(index, each.block, next_norm, tables, each is last)
 
@@ -249,6 +252,13 @@ class DecoderModel:
         if following < len(self._layers):
             return self._layers[following].input_norm
         return self._final_norm
+
+    def _is_normed_after(self, layer: int) -> bool:
+        """Whether a norm reads the residual stream after a layer; else `norm_after` is all ones."""
+        following = layer + 1
+        if following < len(self._layers):
+            return self._layers[following].input_normed
+        return bool(self.config.final_norm_name)
 
     def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
         """Sizes of chunks whose gate and up are one kernel, which sums in another order."""
@@ -381,7 +391,11 @@ class DecoderModel:
             outlived=all_lanes,
             may_split=not (all_lanes or streams),
         )
-        rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
+        if self._is_normed_after(-1):
+            eps = config.norm_eps
+            rms_norm(x, self.first_norm, slot, eps=eps, out_dtype=self.dtype, out=scratch.h)
+        else:
+            scratch.h.copy_(x)
         end: tuple[Tensor, ...] = ()
         for index, (step, memory) in enumerate(self._with_memory(states)):
             block, tables = step.block, step.tables
@@ -451,8 +465,11 @@ class DecoderConfig(Composition):
         if own_head and (span is None or span.ends):
             shape = (self.vocab_size, hidden)
             lm_head = new_weight(forms, HEAD, shape, device=device, dtype=dtype)
+        final_norm = new(hidden)
+        if not self.final_norm_name:
+            final_norm = torch.ones_like(final_norm)
         return DecoderWeights(
-            config=self, embedding=embedding, layers=layers, final_norm=new(hidden), lm_head=lm_head
+            config=self, embedding=embedding, layers=layers, final_norm=final_norm, lm_head=lm_head
         )
 
 

@@ -48,8 +48,13 @@ class LayerWeights:
 
     @property
     def input_norm(self) -> Tensor:
-        """Weight of the norm that reads the stream before the layer."""
+        """Weight of the norm that reads the stream before the layer; ones where there is none."""
         return self.sublayers[0].norm
+
+    @property
+    def input_normed(self) -> bool:
+        """Whether there is a norm that reads the stream before the layer."""
+        return bool(self.sublayers[0].norm_name)
 
     @property
     def attention(self) -> AttendingWeights:
@@ -73,11 +78,18 @@ class LayerWeights:
         first, second = self.sublayers
         return first.before(second.norm)
 
-    def followed(self, following: Tensor) -> Iterator[tuple[SublayerWeights, NextNorm]]:
-        """Each sublayer with the norm, or two norms, after it; `following` is the next layer's."""
-        norms = [*(each.norm for each in self.sublayers[1:]), following]
-        for each, norm in zip(self.sublayers, norms, strict=True):
-            yield each, each.before(norm)
+    def followed(
+        self, following: Tensor, *, normed: bool = True
+    ) -> Iterator[tuple[SublayerWeights, NextNorm]]:
+        """Each sublayer with the norm, or two norms, after it; `following` is the next layer's.
+
+        normed  whether the next layer begins with a norm; else `following` is all ones
+        """
+        norms = [(each.norm, bool(each.norm_name)) for each in self.sublayers[1:]]
+        for each, (norm, is_norm) in zip(
+            self.sublayers, [*norms, (following, normed)], strict=True
+        ):
+            yield each, each.before(norm, normed=is_norm)
 
     def linears(self) -> list[StoredLinear]:
         """The layer's linears."""

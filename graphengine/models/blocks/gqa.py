@@ -27,6 +27,7 @@ from graphengine.kernels.draft.block import BlockDraft
 from graphengine.kernels.linear.plans import RowFamily, attention_split
 from graphengine.kernels.linear.products import AnyWeight, linear
 from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.norm_rope.rope import rope_append
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.head_rows import HeadRows
@@ -51,7 +52,9 @@ class GroupedQueryAttention:
     """Sizes and switches of the block.
 
     qk_norm   an RMSNorm on each head's query and key before RoPE
-    norm_eps  epsilon of these norms, and of the norm of the block's input
+    row_norm  whether these norms are each of all heads' values of a token together
+    norm_eps  epsilon of these norms, and of the norms around the block
+    normed    whether there is a norm before the block
     window    tokens that a query sees, including its own; 0: all up to its own
     nope      whether heads stay as they are where others rotate them (NoPE)
     rotated   the part of a head, one over a whole number, that RoPE rotates, as in its `RopeConfig`
@@ -74,6 +77,8 @@ class GroupedQueryAttention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    row_norm: bool = False
+    normed: bool = True
     window: int = 0
     nope: bool = False
     rotated: float = 1.0
@@ -194,6 +199,12 @@ class GroupedQueryAttention:
         def new(condition: bool, *shape: int) -> Tensor | None:
             return torch.empty(shape, device=device, dtype=dtype) if condition else None
 
+        def norm(heads: int) -> Tensor | None:
+            if not self.row_norm:
+                return new(self.qk_norm, self.head_dim)
+            # The norm's output is rounded once, after its weight.
+            return torch.empty(heads * self.head_dim, device=device, dtype=torch.float32)
+
         def weight(name: str, rows: int, columns: int) -> AnyWeight:
             first = prefix + self.first_linears[name]
             return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
@@ -204,8 +215,8 @@ class GroupedQueryAttention:
             prefix=prefix,
             qkv=weight("qkv", self.projected_size, self.fed_columns),
             qkv_bias=new(self.qkv_bias, self.projected_size),
-            q_norm=new(self.qk_norm, self.head_dim),
-            k_norm=new(self.qk_norm, self.head_dim),
+            q_norm=norm(self.num_heads),
+            k_norm=norm(self.num_kv_heads),
             kv_scales=torch.ones((2, self.num_kv_heads), device=device),
             output=weight("output", hidden, self.q_size),
             output_bias=new(self.output_bias, hidden),
@@ -304,6 +315,8 @@ class AttentionWeights:
         """
         block = self.block
         x, squares = (residual.scaled, residual.squares) if fed is None else (fed, None)
+        if not block.normed:
+            squares = None
         qkv = linear(
             x,
             self.qkv,
@@ -314,6 +327,7 @@ class AttentionWeights:
             plan=launch.plan("qkv", self.qkv),
             launch=launch,
         )
+        self._norm_rows(qkv, row.slot, pdl=launch.pdl)
         attended = decode_attention(
             qkv[:, : block.qkv_size],
             tables.cos,
@@ -327,8 +341,8 @@ class AttentionWeights:
             num_kv_heads=block.num_kv_heads,
             scale=block.scale,
             max_seq_len=tables.max_seq_len,
-            q_norm_weight=self.q_norm,
-            k_norm_weight=self.k_norm,
+            q_norm_weight=None if block.row_norm else self.q_norm,
+            k_norm_weight=None if block.row_norm else self.k_norm,
             eps=block.norm_eps,
             kv_scales=self._scales_of(kv),
             window=block.window,
@@ -404,8 +418,8 @@ class AttentionWeights:
             position,
             num_heads=heads,
             num_kv_heads=block.num_kv_heads,
-            q_norm_weight=self.q_norm,
-            k_norm_weight=self.k_norm,
+            q_norm_weight=None if block.row_norm else self.q_norm,
+            k_norm_weight=None if block.row_norm else self.k_norm,
             eps=block.norm_eps,
             kv_scales=self._scales_of(kv),
             rows=launch.rope_rows if isinstance(launch, PrefillLaunch) else None,
@@ -504,6 +518,7 @@ class AttentionWeights:
         q = scratch.take(block.q_size, after=block.projected_size)
         x = scratch.h if fed is None else fed
         scratch.product(x, self.qkv, self.qkv_bias, out=qkv)
+        self._norm_rows(qkv, lanes.slot, pdl=scratch.launch.pdl)
         heads = self._append(
             qkv[:, : block.qkv_size],
             block.num_heads,
@@ -528,6 +543,16 @@ class AttentionWeights:
         )
         self._gate(attended, qkv, lanes.slot, pdl=scratch.launch.pdl)
         return attended
+
+    def _norm_rows(self, qkv: Tensor, slot: Tensor, *, pdl: bool) -> None:
+        """Norm all queries of a lane together, and all keys, where the block does so, in place."""
+        block = self.block
+        if not block.row_norm:
+            return
+        parts = qkv[:, : block.q_size], qkv[:, block.q_size : block.q_size + block.kv_size]
+        for part, norm in zip(parts, (self.q_norm, self.k_norm), strict=True):
+            assert norm is not None
+            rms_norm(part, norm, slot, eps=block.norm_eps, out_dtype=part.dtype, out=part, pdl=pdl)
 
     def _gate(self, attended: Tensor, qkv: Tensor, slot: Tensor, *, pdl: bool) -> None:
         """Multiply attention's sums by their gates, where there are some, in place."""

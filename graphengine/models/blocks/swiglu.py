@@ -35,8 +35,9 @@ PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Swiglu:
-    """Sizes and switches of the block; `norm_eps` is the epsilon of the norm of its input.
+    """Sizes and switches of the block; `norm_eps` is the epsilon of the norms around it.
 
+    normed      whether there is a norm before the block
     role        prefix of its linears' names
     names       of gates, ups and down in a checkpoint
     one_linear  whether a checkpoint has gates and ups in one linear without biases, which has the
@@ -51,6 +52,7 @@ class Swiglu:
     role: str = ""
     names: tuple[str, str, str] = PLAIN_NAMES
     one_linear: bool = False
+    normed: bool = True
 
     @property
     def linears(self) -> Linears:
@@ -171,7 +173,7 @@ class SwigluWeights:
             residual.scaled,
             self.gate_up,
             row.slot,
-            squares_TN=residual.squares,
+            squares_TN=residual.squares if self.block.normed else None,
             eps=self.block.norm_eps,
             bias=self.gate_up_bias,
             swiglu=True,

@@ -164,6 +164,11 @@ def _block_of_rank(block: Block, share: Share, expert_parallel: bool) -> Block:
 
 
 def _attention_of_rank(block: GroupedQueryAttention, ranks: int) -> GroupedQueryAttention:
+    if block.row_norm:
+        raise ValueError(
+            f"tensor_parallel={ranks} does not split the norms of all {block.num_heads} heads' "
+            f"queries together"
+        )
     return replace(
         block,
         num_heads=_divided(block.num_heads, ranks, "attention heads"),
