@@ -119,6 +119,17 @@ def _smollm3(**options: Any) -> PreTrainedModel:
     return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**sizes | options))
 
 
+def _olmo(version: int, **options: Any) -> PreTrainedModel:
+    import transformers
+
+    heads = options["num_attention_heads"]
+    sizes = {"vocab_size": 271, "hidden_size": 64 * heads, "intermediate_size": 100}
+    sizes |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 2}
+    config = getattr(transformers, f"Olmo{version}Config")(**sizes | options)
+    model: PreTrainedModel = getattr(transformers, f"Olmo{version}ForCausalLM")(config)
+    return model
+
+
 # Odd on purpose: sizes that no tile divides, head_dim independent of hidden_size / heads.
 MODELS = {
     "llama-biases": lambda: _llama(
@@ -248,6 +259,18 @@ DENSE_MODELS = {
         num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
         no_rope_layers=[0, 1, 0], tie_word_embeddings=True, eos_token_id=3,
         rope_parameters=YARN_ROPE,
+    ),
+    "olmo2": lambda: _olmo(
+        2, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, eos_token_id=7,
+        attention_bias=True, tie_word_embeddings=True,
+    ),
+    "olmo3": lambda: _olmo(
+        3, num_hidden_layers=5, num_attention_heads=2, num_key_value_heads=2, eos_token_id=3,
+        sliding_window=23,
+        rope_parameters={
+            "full_attention": YARN_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
     "phi3": lambda: _phi3(
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, eos_token_id=7,
