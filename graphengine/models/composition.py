@@ -130,6 +130,18 @@ class Composition(ABC):
 
         return self._with_sublayers(changed)
 
+    def named_as(self, tensors: Collection[str]) -> Self:
+        """This model where experts have the names of a checkpoint with these tensors."""
+
+        def changed(prefix: str, each: Sublayer) -> Sublayer:
+            block = each.block
+            if not isinstance(block, Experts) or (other := block.names.other) is None:
+                return each
+            first = f"{prefix}{each.prefix}{other.of_expert(0)[0]}{other.ending}"
+            return each._replace(block=replace(block, names=other)) if first in tensors else each
+
+        return self._with_sublayers(changed)
+
     def with_state_dtype(self, dtype: torch.dtype) -> Self:
         """This model with heads' states in this dtype; itself where no layer has any."""
 

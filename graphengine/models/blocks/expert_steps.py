@@ -24,6 +24,7 @@ from graphengine.kernels.experts.grouping import Grouping, group_pairs
 from graphengine.kernels.experts.plans import ProductTile, chunk_tile, decode_block, groups_pairs
 from graphengine.kernels.experts.router import Routes, route
 from graphengine.kernels.experts.router_product import route_product
+from graphengine.kernels.experts.shared_gate import gate_lanes
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.norm import add_rms_norm
@@ -64,6 +65,16 @@ def decode_experts(
     block, slot = weights.block, row.slot
     # This comes first: adding the chosen experts overwrites the input of the shared ones.
     shared = None if weights.shared is None else weights.shared.gate(row, residual, launch)
+    if shared is not None and weights.shared_gate is not None:
+        gate_lanes(
+            shared,
+            residual.scaled,
+            weights.shared_gate[0],
+            slot,
+            squares_TN=residual.squares,
+            eps=block.norm_eps,
+            pdl=launch.pdl,
+        )
     given, kept = layer_ids(launch.routes)
     routes = route_product(
         residual.scaled,
@@ -296,6 +307,8 @@ def _shared_chunk(weights: ExpertsWeights, slot: Tensor, scratch: PrefillScratch
     assert weights.shared is not None
     start, hidden = weights.block.routed_width, weights.block.hidden_size
     gated = weights.shared.gate_chunk(slot, scratch, after=start + hidden)
+    if weights.shared_gate is not None:
+        gate_lanes(gated, scratch.h, weights.shared_gate[0], slot, pdl=scratch.launch.pdl)
     out = scratch.take(hidden, after=start)
     return scratch.product(gated, weights.shared.down, None, out=out)
 

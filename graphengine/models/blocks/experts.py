@@ -37,6 +37,7 @@ class Experts:
 
     ffn_size   of each expert
     shared     a SwiGLU that every token takes; its output is added after the chosen experts'
+    shared_gate  whether that output is multiplied by the sigmoid of a gate, one per token
     held       experts that this rank has whole; None: ranks split the width of all experts
     sharing    ranks with lanes of their own that share these experts
     corrected  whether experts are chosen by scores with a correction
@@ -51,6 +52,7 @@ class Experts:
     router: Router
     norm_eps: float
     shared: Swiglu | None = None
+    shared_gate: bool = False
     held: range | None = None
     sharing: int = 1
     corrected: bool = False
@@ -162,6 +164,7 @@ class Experts:
             ),
             gate_up=of_all(gates, 2 * ffn, hidden, swiglu=True),
             down=of_all(downs, hidden, ffn, swiglu=False),
+            shared_gate=new(1, hidden) if self.shared_gate else None,
             gate_bias=new(self.experts) if self.bias else None,
             gate_up_bias=new(len(self.own), 2 * ffn) if self.bias else None,
             down_bias=new(len(self.own), hidden) if self.bias else None,
@@ -174,6 +177,7 @@ class ExpertsWeights:
 
     prefix      of the names in the checkpoint, which are `block.names`
     correction  float32 `[E]`
+    shared_gate  `[1, H]`
     gate_bias   of the router's product
     """
 
@@ -184,6 +188,7 @@ class ExpertsWeights:
     down: ExpertWeight
     correction: Tensor | None = None
     shared: SwigluWeights | None = None
+    shared_gate: Tensor | None = None
     gate_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -247,14 +252,19 @@ class ExpertsWeights:
     def stored(self) -> dict[str, Weight]:
         """The tensors that are not packed, by name."""
         if self.block.stacked:
-            return self._stacked()
+            return self._stacked() | self._beside()
         names = {f"{self.prefix}{self.block.names.router}.weight": Weight(self.gate)}
         for linear in self._expert_linears():
             names |= linear.views()
         if self.correction is not None:
             names[f"{self.prefix}{self.block.names.correction}"] = Weight(self.correction)
-        if self.shared is not None:
-            names |= self.shared.stored()
+        return names | self._beside()
+
+    def _beside(self) -> dict[str, Weight]:
+        """What belongs to the shared SwiGLU."""
+        names = {} if self.shared is None else self.shared.stored()
+        if self.shared_gate is not None:
+            names[f"{self.prefix}{self.block.names.shared_gate}.weight"] = Weight(self.shared_gate)
         return names
 
     def _stacked(self) -> dict[str, Weight]:
@@ -263,8 +273,7 @@ class ExpertsWeights:
         if self.gate_bias is not None:
             names[f"{self.block.names.router}.bias"] = Weight(self.gate_bias)
         names |= self._alternating() if self.block.names.alternating else self._gates_first()
-        named = {self.prefix + name: weight for name, weight in names.items()}
-        return named if self.shared is None else named | self.shared.stored()
+        return {self.prefix + name: weight for name, weight in names.items()}
 
     def _gates_first(self) -> dict[str, Weight]:
         assert self.gate_up_bias is None, "no checkpoint has such experts with biases"
@@ -300,8 +309,8 @@ class ExpertsWeights:
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        biases = (self.gate_bias, self.gate_up_bias, self.down_bias)
-        routed = tensors_of(self.gate, self.gate_up, self.down, self.correction, *biases)
+        others = (self.gate_bias, self.gate_up_bias, self.down_bias, self.shared_gate)
+        routed = tensors_of(self.gate, self.gate_up, self.down, self.correction, *others)
         return routed + ([] if self.shared is None else self.shared.tensors())
 
     @property

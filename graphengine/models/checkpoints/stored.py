@@ -69,6 +69,8 @@ def read_model(
     is missing, unsupported or contradictory.
     """
     config = read_model_config(checkpoint.config)
+    if isinstance(config, Composition):
+        config = config.named_as(checkpoint.tensors)
     quantisation = quantisation_of(checkpoint)
     packed: list[StoredLinear] = []
     if quantisation is not None:
