@@ -85,6 +85,16 @@ def _qwen3_moe(**options: Any) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
 
 
+def _mixtral(**options: Any) -> PreTrainedModel:
+    import transformers
+
+    config = transformers.MixtralConfig(max_position_embeddings=512, **options)
+    model: PreTrainedModel = transformers.MixtralForCausalLM._from_config(
+        config, experts_implementation="eager"
+    )
+    return model
+
+
 def _deepseek_v2(**options: Any) -> DeepseekV2ForCausalLM:
     config = DeepseekV2Config(max_position_embeddings=512, **options)
     return DeepseekV2ForCausalLM._from_config(config, experts_implementation="eager")
@@ -179,6 +189,11 @@ EXPERT_MODELS = {
         num_experts=9, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=2,
         attention_bias=True, tie_word_embeddings=False, eos_token_id=3,
     ),
+    "mixtral": lambda: _mixtral(
+        vocab_size=277, hidden_size=72, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_local_experts=6,
+        num_experts_per_tok=2, sliding_window=23, tie_word_embeddings=False, eos_token_id=7,
+    ),
     # Sizes that tiles divide.
     "moe-even": lambda: _qwen3_moe(
         vocab_size=256, hidden_size=128, intermediate_size=64, moe_intermediate_size=64,
@@ -260,6 +275,14 @@ DENSE_MODELS = {
         no_rope_layers=[0, 1, 0], tie_word_embeddings=True, eos_token_id=3,
         rope_parameters=YARN_ROPE,
     ),
+    "phi3": lambda: _phi3(
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, eos_token_id=7,
+        sliding_window=23,
+    ),
+    "phi3-96": lambda: _phi3(
+        num_hidden_layers=2, hidden_size=192, num_attention_heads=2, num_key_value_heads=2,
+        tie_word_embeddings=True, eos_token_id=3,
+    ),
     "olmo2": lambda: _olmo(
         2, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, eos_token_id=7,
         attention_bias=True, tie_word_embeddings=True,
@@ -271,14 +294,6 @@ DENSE_MODELS = {
             "full_attention": YARN_ROPE,
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
-    ),
-    "phi3": lambda: _phi3(
-        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, eos_token_id=7,
-        sliding_window=23,
-    ),
-    "phi3-96": lambda: _phi3(
-        num_hidden_layers=2, hidden_size=192, num_attention_heads=2, num_key_value_heads=2,
-        tie_word_embeddings=True, eos_token_id=3,
     ),
 }  # fmt: skip
 
