@@ -361,8 +361,7 @@ class Runtime(SlotOperations, Waits):
 
     def _replay(self, command: Replay) -> None:
         self._launch(self.graphs[command.key].replay)
-        if command.key.kind != "draft":
-            self.launched += 1
+        self.launched += 1
 
     def _scales_id(self, command: ReadScales) -> str:
         return scales_id(layer for cache in self.kv_scales() for layer in cache[0])

@@ -9,9 +9,11 @@ import torch
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
-from graphengine.models.composition import is_composed
+from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.composition import attention_of
 from graphengine.models.contract import ModelConfig
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.sublayers import usual_layer
 
 
 class StreamReaders(ABC):
@@ -60,8 +62,10 @@ class StreamReaders(ABC):
 
     def tables(self, max_seq_len: int, device: torch.device) -> RopeTables:
         """The layers' cosines and sines, which are not the target's."""
+        rope = self.sizes.rope
+        assert rope is not None, "the layers know positions"
         return RopeTables.of(
-            self.sizes.rope,
+            rope,
             head_dim=self.attention.table_dim,
             max_seq_len=max_seq_len,
             device=device,
@@ -70,6 +74,13 @@ class StreamReaders(ABC):
     def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of the cosines and sines of this many positions."""
         return RopeTables.nbytes(self.attention.table_dim, max_seq_len)
+
+
+def grouped_attention(config: DecoderConfig) -> GroupedQueryAttention:
+    """The attention of every layer of a drafter, apart from its window."""
+    attention = attention_of(config)
+    assert isinstance(attention, GroupedQueryAttention), f"{attention=}"
+    return attention
 
 
 def layers_like(
@@ -85,20 +96,28 @@ def layers_like(
 
     ValueError, naming the drafter by `what`, if the target's layers are of a kind that none has.
     """
-    decoder = target.attending_decoder() if is_composed(target) else target
-    if not isinstance(decoder, DecoderConfig) or decoder.latent is not None:
+    like = target.attending_decoder() if isinstance(target, DecoderConfig) else None
+    attention = None if like is None else attention_of(like)
+    if like is None or like.mlp is None or not isinstance(attention, GroupedQueryAttention):
         raise ValueError(f"no {what} has the sizes of a {target.architecture}")
+    hidden, eps = like.hidden_size, like.norm_eps
+    plain = GroupedQueryAttention(
+        hidden_size=hidden,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        norm_eps=eps,
+        qk_norm=qk_norm,
+        rotated=attention.rotated,
+    )
+    mlp = Swiglu(hidden_size=hidden, ffn_size=like.mlp.ffn_size, norm_eps=eps)
     return DecoderConfig(
         architecture=architecture,
         vocab_size=vocab_size,
-        hidden_size=decoder.hidden_size,
-        ffn_size=decoder.ffn_size,
-        num_layers=num_layers,
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        norm_eps=decoder.norm_eps,
-        max_positions=decoder.max_positions,
-        rope=decoder.rope,
-        qk_norm=qk_norm,
+        hidden_size=hidden,
+        norm_eps=eps,
+        max_positions=like.max_positions,
+        layers=(usual_layer(plain, mlp, post_norms=False),) * num_layers,
+        mlp=mlp,
+        rope=like.rope,
     )

@@ -1,281 +1,244 @@
-"""The one composition of layers: what follows from a config's layers, their weights, and the model.
+"""The one composition of layers: what follows from the sublayers that a config lists.
 
-Each family's config lists the sublayers of each layer. All else (linears, states, workspaces,
-weights, decode and prefill) is derived from that list here.
+A family's config has its layers, each a tuple of sublayers, and the few values that all layers
+share. Linears, states and sizes are derived from them here, and so are the configs of a pipeline
+stage, of other weight formats, and of other sizes of blocks. `decoder.py` has the weights and the
+programs.
 
-`decode` runs a few rows through fused kernels: five for a layer of attention and a SwiGLU; experts,
-latents, recurrent blocks and norms after blocks take more. `prefill` runs the tokens of a chunk
-through the BLAS, except for gate and up where `linear_swiglu` is faster. The bits of both depend on
-the number of lanes, which for a chunk follows from the prompt alone.
-
-Letters: N lanes, T tokens of a chunk, H hidden, A columns of attention's sums, V vocabulary.
+Letters: N lanes, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeGuard
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
-from torch import Tensor
 
 from graphengine.kernels.experts.experts import residual_arrivals
-from graphengine.kernels.linear.call import AnyWeight, LinearCall
-from graphengine.kernels.linear.epilogues import LOGITS
-from graphengine.kernels.linear.linear import linear
-from graphengine.kernels.linear.packed import first_rows
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.quantised import WeightFormat
-from graphengine.kernels.linear.residual import Residual
-from graphengine.kernels.norm_rope.embedding import embed
-from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.norm_rope.rope import RopeConfig, rope_axes
-from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
-from graphengine.models.blocks.experts import Experts, ExpertsWeights
+from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gated_delta import GatedDelta
-from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
+from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
-from graphengine.models.blocks.norms import NextNorm, Sandwich, plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
-from graphengine.models.blocks.streams import (
-    keep_stream,
-    kept_rows,
-    new_weight,
-    tensors_of,
-)
-from graphengine.models.blocks.swiglu import SwigluWeights
-from graphengine.models.contract import (
-    ONE_RANK,
-    ChunkAttention,
-    DecodeLaunch,
-    LayerSpan,
-    ModelConfig,
-    ModelWeights,
-    PrefillEnd,
-    PrefillLaunch,
-)
-from graphengine.models.decoder_layer import (
-    LayerWeights,
-    Memory,
-    allocate_layer,
-    decode_block,
-    prefill_block,
-    prefill_feed_forward,
-    prefill_scratch,
-    routed_of,
-)
-from graphengine.models.linears import (
-    Linear,
-    Linears,
-    WeightForms,
-    in_formats,
-    linear_name,
-    names_of_linears,
-    refill,
-)
-from graphengine.models.states import LayerStates, StateTensors
+from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
+from graphengine.models.contract import LayerSpan, ModelConfig, ModelWeights
+from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats
+from graphengine.models.states import LayerStates
 from graphengine.models.sublayers import (
     Attending,
-    AttendingWeights,
     Block,
-    BlockWeights,
     Layer,
-    RecurringWeights,
     Sublayer,
     block_width,
     layer_prefix,
-    products,
     states_of,
+    usual_layer,
 )
-from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
 
 HEAD = "lm_head"
 
 
-class ComposedConfig(ModelConfig, Protocol):
-    """What a config says about a model; the rest of `ModelConfig` is `Composition`'s.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composition(ABC):
+    """The layers of a model, and what they share, as a family reads them from `config.json`.
 
-    layers               the sublayers of each layer
+    norm_eps             of the norms that read the stream
+    layers               the sublayers of each layer, in the order in which they run
+    mlp                  the feed-forward of a dense layer, which draft modules have even where
+                         every layer has experts; None: no draft module has layers like these
     rope                 of attention; None: attention knows no positions
     local_rope           of layers with a window; None: the same as in the others
-    norms_plus_one       whether every norm multiplies by 1 + its weight
     embedding_scale      what a token's embedding is multiplied by
     scales_in_embedding  whether the embedding itself scales, by a factor of the model's dtype, so
                          that given embeddings come scaled
     stream_scale         the model's residual stream is what is stored, times this
     logits_scale         what the logits are multiplied by
-    final_norm_name      in the checkpoint, without ".weight"
+    norms_plus_one       whether every norm multiplies by 1 + its weight
+    embedding_name, final_norm_name  in the checkpoint, without ".weight"; the latter is "" in a
+                         pipeline stage after which layers read the stream without a norm
     span                 which layers of a model these are; None: they are a whole model
     """
 
-    @property
-    def layers(self) -> tuple[Layer, ...]: ...
-    @property
-    def rope(self) -> RopeConfig | None: ...
-    @property
-    def local_rope(self) -> RopeConfig | None: ...
-    @property
-    def norms_plus_one(self) -> bool: ...
-    @property
-    def embedding_scale(self) -> float: ...
-    @property
-    def scales_in_embedding(self) -> bool: ...
-    @property
-    def stream_scale(self) -> float: ...
-    @property
-    def logits_scale(self) -> float: ...
-    @property
-    def final_norm_name(self) -> str: ...
-    @property
-    def span(self) -> LayerSpan | None: ...
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    norm_eps: float
+    max_positions: int
+    layers: tuple[Layer, ...]
+    mlp: Swiglu | None = None
+    rope: RopeConfig | None = None
+    local_rope: RopeConfig | None = None
+    tie_embeddings: bool = False
+    embedding_scale: float = 1.0
+    scales_in_embedding: bool = False
+    stream_scale: float = 1.0
+    logits_scale: float = 1.0
+    norms_plus_one: bool = False
+    embedding_name: str = "model.embed_tokens"
+    final_norm_name: str = "model.norm"
+    forms: WeightForms = PLAIN
+    span: LayerSpan | None = None
 
-    def stage(self, span: LayerSpan) -> ModelConfig:
-        """These layers of the model, as a pipeline stage has them."""
-        ...
+    @abstractmethod
+    def allocate(self, *, device: str, dtype: torch.dtype) -> ModelWeights:
+        """Uninitialised weights; `device="meta"` allocates nothing."""
 
-    def attending_decoder(self) -> ModelConfig:
-        """A decoder like the layers that have attention and a SwiGLU, as draft modules have them.
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
-        Returns the model itself where there is none.
+    # Other configs of the model.
+
+    def untied(self) -> Self:
+        """This model with a separate lm_head."""
+        return replace(self, tie_embeddings=False)
+
+    def stored_as(self, forms: WeightForms) -> Self:
+        """This model with its weights stored in these forms."""
+        return replace(self, forms=forms)
+
+    def stage(self, span: LayerSpan) -> Self:
+        """These layers of the model, as a pipeline stage has them.
+
+        Before the last stage, the final norm is the first norm of the next stage's first layer.
         """
-        ...
+        stage = replace(self, layers=self.layers[span.first : span.stop], span=span)
+        if span.ends:
+            return stage
+        norm = self.layers[span.stop][0].norm
+        following = layer_prefix(span.stop) + norm if norm else ""
+        return replace(stage, final_norm_name=following, logits_scale=1.0)
 
-    def parted(self, beginning: Collection[str]) -> ModelConfig:
+    def parted(self, beginning: Collection[str]) -> Self:
         """This model where each of these linears of gated delta nets begins its own product.
 
         beginning  names in the checkpoint; those of other blocks change nothing
         """
-        ...
 
-    def with_state_dtype(self, dtype: torch.dtype) -> ModelConfig:
+        def changed(prefix: str, each: Sublayer) -> Sublayer:
+            if not isinstance(each.block, GatedDelta):
+                return each
+            below = prefix + each.prefix
+            names = {name.removeprefix(below) for name in beginning if name.startswith(below)}
+            return each._replace(block=each.block.parted(names))
+
+        return self._with_sublayers(changed)
+
+    def named_as(self, tensors: Collection[str]) -> Self:
+        """This model where experts have the names of a checkpoint with these tensors."""
+
+        def changed(prefix: str, each: Sublayer) -> Sublayer:
+            block = each.block
+            if not isinstance(block, Experts) or (other := block.names.other) is None:
+                return each
+            first = f"{prefix}{each.prefix}{other.of_expert(0)[0]}{other.ending}"
+            return each._replace(block=replace(block, names=other)) if first in tensors else each
+
+        return self._with_sublayers(changed)
+
+    def with_state_dtype(self, dtype: torch.dtype) -> Self:
         """This model with heads' states in this dtype; itself where no layer has any."""
-        ...
 
+        def changed(block: Block) -> Block:
+            if isinstance(block, Mamba2 | GatedDelta):
+                return replace(block, state_dtype=dtype)
+            return block
 
-def is_composed(config: ModelConfig) -> TypeGuard[ComposedConfig]:
-    """Whether the layers of the model are known: those of all families here."""
-    return isinstance(config, Composition)
+        if not any(isinstance(block, Mamba2 | GatedDelta) for block in blocks_of(self)):
+            return self
+        return self.with_blocks(changed)
 
+    def with_blocks(self, changed: Callable[[Block], Block]) -> Self:
+        """This model with each block replaced by `changed` of it."""
+        return self._with_sublayers(lambda _, each: each._replace(block=changed(each.block)))
 
-def named_layers(config: ComposedConfig) -> list[tuple[str, Layer]]:
-    """Each layer with its prefix in the checkpoint."""
-    first = 0 if config.span is None else config.span.first
-    return [(layer_prefix(index), layer) for index, layer in enumerate(config.layers, first)]
+    def _with_sublayers(self, changed: Callable[[str, Sublayer], Sublayer]) -> Self:
+        """This model with each sublayer replaced by `changed(layer's prefix, sublayer)`."""
+        layers = tuple(
+            tuple(changed(prefix, each) for each in layer) for prefix, layer in named_layers(self)
+        )
+        return replace(self, layers=layers)
 
+    def attending_decoder(self) -> Self | None:
+        """A decoder of one dense layer with attention like here, as draft modules have it.
 
-def named_sublayers(config: ComposedConfig) -> Iterator[tuple[int, str, Sublayer]]:
-    """Each sublayer with its layer's index, and with that layer's prefix in the checkpoint."""
-    for index, (prefix, layer) in enumerate(named_layers(config)):
-        for each in layer:
-            yield index, prefix, each
+        It attends to all tokens, and its norms read a stream that is not scaled. None: draft
+        modules have no layers like the model's.
+        """
+        if self.mlp is None or self.rope is None:
+            return None
+        # The stream may be stored divided by its scale.
+        eps = self.norm_eps * self.stream_scale**2
+        attention = attention_of(self)
+        if isinstance(attention, GroupedQueryAttention):
+            attention = replace(attention, window=0, nope=False, one_linear=False)
+        layer = usual_layer(
+            replace(attention, norm_eps=eps),
+            replace(self.mlp, norm_eps=eps, names=PLAIN_NAMES, one_linear=False),
+            post_norms=False,
+        )
+        return replace(
+            self, norm_eps=eps, layers=(layer,), local_rope=None, stream_scale=1.0, logits_scale=1.0
+        )
 
-
-def blocks_of(config: ComposedConfig) -> list[Block]:
-    """The block of each sublayer."""
-    return [each.block for layer in config.layers for each in layer]
-
-
-def attention_of(config: ComposedConfig) -> Attending:
-    """The first block that attends; others differ from it at most in their window and in RoPE."""
-    return next(block for block in blocks_of(config) if isinstance(block, Attending))
-
-
-def experts_of(config: ModelConfig) -> Experts | None:
-    """The experts of the layers that have some, which are all alike; None: no layer has."""
-    blocks = blocks_of(config) if is_composed(config) else []
-    return next((block for block in blocks if isinstance(block, Experts)), None)
-
-
-def has_local_tables(config: ComposedConfig) -> bool:
-    """Whether some layers have RoPE tables of their own."""
-    return config.local_rope is not None and any(map(_window_of, blocks_of(config)))
-
-
-def _window_of(block: Block) -> int:
-    return block.window if isinstance(block, GroupedQueryAttention) else 0
-
-
-def _is_nope(block: Block) -> bool:
-    return isinstance(block, GroupedQueryAttention) and block.nope
-
-
-def linears_of(
-    layers: Sequence[tuple[str, Layer]], vocab_size: int, hidden: int, forms: WeightForms
-) -> Linears:
-    """The linears of layers with these prefixes in the checkpoint, and lm_head.
-
-    They come in the order of a layer, those of a later layer's block last: the last ones before
-    lm_head write the final residual stream.
-    """
-    prefixes: dict[tuple[int, Block], list[str]] = {}
-    for prefix, layer in layers:
-        for place, each in enumerate(layer):
-            key = (place, each.block)
-            prefixes[key] = [*prefixes.pop(key, []), prefix + each.prefix]
-    linears: dict[str, Linear] = {}
-    formats: dict[str, list[WeightFormat | None]] = {}
-    for (_, block), of_block in sorted(prefixes.items(), key=lambda item: item[0][0]):
-        # Different blocks may share a linear: its place is that of the last block to run.
-        for name, own in block.linears.items():
-            linears.pop(name, None)
-            linears[name] = own
-            first = block.first_linears.get(name)
-            found = [None if first is None else forms.format_of(p + first) for p in of_block]
-            formats.setdefault(name, []).extend(found)
-    linears[HEAD] = Linear("sample", vocab_size, hidden)
-    formats[HEAD] = [forms.format_of(HEAD)]
-    return in_formats(linears, formats)
-
-
-def embedding_rows(vocab_size: int, span: LayerSpan | None, *, own_head: bool) -> int:
-    """Rows of the embedding that these layers have.
-
-    A stage that needs it neither at its beginning nor for its head has one row, whose values nobody
-    uses.
-    """
-    if span is None or span.begins or span.embeds or (span.ends and not own_head):
-        return vocab_size
-    return 1
-
-
-class Composition:
-    """What a config's layers imply: the members of `ModelConfig` that no family writes itself."""
-
-    __slots__ = ()
-
-    def parted(self: ComposedConfig, beginning: Collection[str]) -> ModelConfig:
-        """This model: no block of it has products that can begin apart."""
-        return self
-
-    def with_state_dtype(self: ComposedConfig, dtype: torch.dtype) -> ModelConfig:
-        """This model: no block of it has heads with states."""
-        return self
+    # What follows from the layers.
 
     @property
-    def rope_axes(self: ComposedConfig) -> tuple[int, ...] | None:
+    def rope_axes(self) -> tuple[int, ...] | None:
         """The axis by which each pair of a head turns; None: positions have one axis."""
         if self.rope is None:
             return None
         return rope_axes(self.rope, head_dim=attention_of(self).table_dim)
 
     @property
-    def linears(self: ComposedConfig) -> Linears:
+    def linears(self) -> Linears:
         """The linears of a decode step: those of each kind of block, and lm_head, which is whole on
         every rank.
         """
-        return linears_of(named_layers(self), self.vocab_size, self.hidden_size, self.forms)
+        return self.linears_of([prefix for prefix, _ in named_layers(self)])
+
+    def linears_of(self, prefixes: Sequence[str]) -> Linears:
+        """`linears` where the layers have these prefixes in the checkpoint.
+
+        They come in the order of a layer, those of a later layer's block last: the last ones before
+        lm_head write the final residual stream.
+        """
+        below: dict[tuple[int, Block], list[str]] = {}
+        for prefix, layer in zip(prefixes, self.layers, strict=True):
+            for place, each in enumerate(layer):
+                key = (place, each.block)
+                below[key] = [*below.pop(key, []), prefix + each.prefix]
+        linears: dict[str, Linear] = {}
+        formats: dict[str, list[WeightFormat | None]] = {}
+        for (_, block), of_block in sorted(below.items(), key=lambda item: item[0][0]):
+            # Different blocks may share a linear: its place is that of the last block to run.
+            for name, own in block.linears.items():
+                linears.pop(name, None)
+                linears[name] = own
+                first = block.first_linears.get(name)
+                found = [
+                    None if first is None else self.forms.format_of(p + first) for p in of_block
+                ]
+                formats.setdefault(name, []).extend(found)
+        linears[HEAD] = Linear("sample", self.vocab_size, self.hidden_size)
+        formats[HEAD] = [self.forms.format_of(HEAD)]
+        return in_formats(linears, formats)
 
     @property
-    def states(self: ComposedConfig) -> tuple[LayerStates, ...]:
+    def states(self) -> tuple[LayerStates, ...]:
         """What each layer keeps of a sequence: keys and values, latents, or recurrent states."""
         return tuple(
             tuple(state for each in layer for state in states_of(each.block))
             for layer in self.layers
         )
 
-    def arrivals(self: ComposedConfig, lanes: int) -> int:
+    def arrivals(self, lanes: int) -> int:
         """Most arrival counters that attention (in decode or in a chunk) or experts use."""
         counters, experts = attention_of(self).arrivals(lanes), experts_of(self)
         if experts is None:
@@ -283,15 +246,13 @@ class Composition:
         # The router uses one per lane, which is fewer.
         return max(counters, residual_arrivals(experts.sharing * lanes, self.hidden_size))
 
-    def split_tokens(
-        self: ComposedConfig, family: RowFamily, dtype: torch.dtype, tokens: int
-    ) -> int:
+    def split_tokens(self, family: RowFamily, dtype: torch.dtype, tokens: int) -> int:
         """Tokens that a program of decode attention reads."""
         return attention_of(self).split_tokens(family, dtype, tokens)
 
-    def table_bytes(self: ComposedConfig, max_seq_len: int) -> int:
+    def table_bytes(self, max_seq_len: int) -> int:
         """Bytes of attention's tables for this many positions, and of norms that are recomputed."""
-        tables = 1 + has_local_tables(self) + any(map(_is_nope, blocks_of(self)))
+        tables = 1 + has_local_tables(self) + any(map(is_nope, blocks_of(self)))
         norms = 1 if self.logits_scale != 1 else 0
         heads = 0
         if self.norms_plus_one:
@@ -305,394 +266,58 @@ class Composition:
             width, max_seq_len
         )
 
-    def attention_bytes(self: ComposedConfig, rows: int, max_seq_len: int) -> int:
+    def attention_bytes(self, rows: int, max_seq_len: int) -> int:
         """Bytes of partial results of attention, for this many decode lanes or for a chunk."""
         return attention_of(self).workspace_bytes(rows, max_seq_len)
 
     @property
-    def prefill_width(self: ComposedConfig) -> int:
+    def prefill_width(self) -> int:
         """Values per lane in `PrefillScratch` where nothing is fused."""
         return max(map(block_width, blocks_of(self)))
 
-    def scan_bytes(self: ComposedConfig, lanes: int) -> int:
+    def scan_bytes(self, lanes: int) -> int:
         """Most bytes that a layer's kernels pass to each other in a chunk of this many lanes."""
         scans = [each for each in blocks_of(self) if isinstance(each, Mamba2 | GatedDelta)]
         return max((each.scan_bytes(lanes) for each in scans), default=0)
 
-    def allocate(self: ComposedConfig, *, device: str, dtype: torch.dtype) -> DecoderWeights:
-        """Uninitialised weights; `device="meta"` allocates nothing."""
 
-        def new(*shape: int) -> Tensor:
-            return torch.empty(shape, device=device, dtype=dtype)
-
-        hidden, forms, span = self.hidden_size, self.forms, self.span
-        layers = tuple(
-            allocate_layer(prefix, layer, hidden, forms, device=device, dtype=dtype)
-            for prefix, layer in named_layers(self)
-        )
-        own_head = not self.tie_embeddings or HEAD in forms
-        embedding = new(embedding_rows(self.vocab_size, span, own_head=own_head), hidden)
-        lm_head: AnyWeight = embedding
-        if own_head and (span is None or span.ends):
-            shape = (self.vocab_size, hidden)
-            lm_head = new_weight(forms, HEAD, shape, device=device, dtype=dtype)
-        return DecoderWeights(
-            config=self, embedding=embedding, layers=layers, final_norm=new(hidden), lm_head=lm_head
-        )
+def named_layers(config: Composition) -> list[tuple[str, Layer]]:
+    """Each layer with its prefix in the checkpoint."""
+    first = 0 if config.span is None else config.span.first
+    return [(layer_prefix(index), layer) for index, layer in enumerate(config.layers, first)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderWeights(ModelWeights):
-    """All weights of a decoder."""
-
-    config: ComposedConfig
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
-
-    def linears(self) -> list[StoredLinear]:
-        """Linears of the layers, and lm_head unless it is tied. Every rank has all of lm_head."""
-        of_layers = [each for layer in self.layers for each in layer.linears()]
-        if self.lm_head is self.embedding:
-            return of_layers
-        return [*of_layers, StoredLinear(self.lm_head, ((HEAD, self.config.vocab_size),))]
-
-    def stored(self) -> dict[str, Weight]:
-        """Tensors that are not packed, by name. Each rank has the whole vocabulary."""
-        config = self.config
-        names = {f"{config.final_norm_name}.weight": Weight(self.final_norm)}
-        if len(self.embedding) == config.vocab_size:
-            names[f"{config.embedding_name}.weight"] = Weight(self.embedding)
-        if self.lm_head is not self.embedding and isinstance(self.lm_head, Tensor):
-            names[f"{HEAD}.weight"] = Weight(self.lm_head)
-        for layer in self.layers:
-            names |= layer.stored()
-        return names
-
-    def tensors(self) -> list[Tensor]:
-        """Every weight tensor, tied ones twice."""
-        per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
-        return [self.embedding, self.final_norm, *tensors_of(self.lm_head), *per_layer]
-
-    def linear_names(self) -> Mapping[str, str]:
-        """The name in `config.linears` of each linear of the blocks."""
-        return names_of_linears(self.blocks())
-
-    def blocks(self) -> list[BlockWeights]:
-        """The weights of all blocks, in the order in which they run."""
-        return [each.block for layer in self.layers for each in layer.sublayers]
-
-    @property
-    def routed(self) -> RoutedExperts | None:
-        """The experts of all layers that have some; None: no layer has."""
-        return routed_of(self.layers)
-
-    def kv_scales(self) -> dict[str, Tensor]:
-        """Scales of every layer's keys and values, by the prefix of its attention."""
-        return {
-            block.prefix: block.kv_scales
-            for block in self.blocks()
-            if isinstance(block, AttentionWeights)
-        }
-
-    @property
-    def embedding_scale(self) -> float:
-        """What a token's embedding is multiplied by."""
-        scale = self.config.embedding_scale
-        if not self.config.scales_in_embedding:
-            return scale
-        return torch.tensor(scale, dtype=self.embedding.dtype).item()
-
-    @property
-    def given_scale(self) -> float:
-        """1 where the embedding itself scales: then embeddings that are given are its output."""
-        return 1.0 if self.config.scales_in_embedding else self.embedding_scale
-
-    def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
-        """The model, with attention's tables for sequences of at most this many tokens."""
-        return DecoderModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
+def blocks_of(config: Composition) -> list[Block]:
+    """The block of each sublayer."""
+    return [each.block for layer in config.layers for each in layer]
 
 
-def _computed(weights: DecoderWeights) -> tuple[tuple[LayerWeights, ...], Tensor]:
-    """Layers and final norm to compute with: norms with 1 added or scaled are copies.
-
-    All other tensors are those of the weights.
-    """
-    config, layers, final_norm = weights.config, weights.layers, weights.final_norm
-    if config.norms_plus_one:
-        final_norm = plus_one(final_norm)
-        layers = tuple(layer.with_norms_plus_one() for layer in layers)
-    if config.logits_scale != 1:
-        final_norm = final_norm.float() * config.logits_scale
-    return layers, final_norm
+def attention_of(config: Composition) -> Attending:
+    """The first block that attends; others differ from it at most in their window and in RoPE."""
+    return next(block for block in blocks_of(config) if isinstance(block, Attending))
 
 
-class _Step(NamedTuple):
-    """A block as it runs.
-
-    layer      the index of its layer
-    next_norm  the norm, or two norms, between it and the next block
-    ends       whether it is the last of its layer
-    """
-
-    layer: int
-    block: BlockWeights
-    next_norm: NextNorm
-    tables: RopeTables
-    ends: bool
+def experts_of(config: ModelConfig) -> Experts | None:
+    """The experts of the layers that have some, which are all alike; None: no layer has."""
+    blocks = blocks_of(config) if isinstance(config, Composition) else []
+    return next((block for block in blocks if isinstance(block, Experts)), None)
 
 
-class DecoderModel:
-    """A decoder with its weights and attention's tables.
+def windows_of(config: Composition) -> tuple[int, ...]:
+    """The attention window of each layer, 0 for a layer without one."""
+    return tuple(max(window_of(each.block) for each in layer) for layer in config.layers)
 
-    Logits have the first `vocabulary` ids; 0: all. It computes with the tensors of the weights,
-    except that norms that need 1 added are copies, and that `logits_scale` is applied to a copy of
-    the final norm, in float32, so that the norm's output times lm_head gives scaled logits.
-    """
 
-    def __init__(self, weights: DecoderWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
-        self.config = weights.config
-        self.weights = weights
-        head = weights.lm_head
-        self.lm_head: AnyWeight = head
-        if vocabulary:
-            if isinstance(head, Tensor):
-                self.lm_head = head[:vocabulary]
-            else:
-                self.lm_head = first_rows(head, vocabulary)
-        config = self.config
-        self.tables = self._new_tables(config.rope, max_seq_len)
-        self.local_tables = self.tables
-        if has_local_tables(config):
-            self.local_tables = self._new_tables(config.local_rope, max_seq_len)
-        self._still_tables = self.tables
-        if any(map(_is_nope, blocks_of(config))):
-            self._still_tables = self._new_tables(None, max_seq_len)
-        self._layers, self._final_norm = _computed(weights)
-        self._steps = tuple(self._new_steps())
-        kept = AttendingWeights | RecurringWeights
-        keeping = [index for index, step in enumerate(self._steps) if isinstance(step.block, kept)]
-        # The last block that keeps states. What comes after its states only the last lane needs.
-        self._last_kept = keeping[-1]
+def window_of(block: Block) -> int:
+    """Tokens that a query of the block sees; 0: all, or the block does not attend."""
+    return block.window if isinstance(block, GroupedQueryAttention) else 0
 
-    def refresh(self) -> None:
-        """Recompute the model's own norms in place from weights that have changed."""
-        layers, final_norm = _computed(self.weights)
-        for held, made in zip(self._layers, layers, strict=True):
-            refill(held.tensors(), made.tensors())
-        refill([self._final_norm], [final_norm])
 
-    def _new_tables(self, rope: RopeConfig | None, max_seq_len: int) -> RopeTables:
-        head_dim, device = attention_of(self.config).table_dim, self.weights.embedding.device
-        if rope is None:
-            return RopeTables.still(head_dim=head_dim, max_seq_len=max_seq_len, device=device)
-        return RopeTables.of(rope, head_dim=head_dim, max_seq_len=max_seq_len, device=device)
+def is_nope(block: Block) -> bool:
+    """Whether the block attends without RoPE where others have it."""
+    return isinstance(block, GroupedQueryAttention) and block.nope
 
-    def _new_steps(self) -> Iterator[_Step]:
-        for index, layer in enumerate(self._layers):
-            last = layer.sublayers[-1]
-            for each, next_norm in layer.followed(self.norm_after(index)):
-                tables = self._tables_of(each.block.block)
-                yield _Step(index, each.block, next_norm, tables, each is last)
 
-    def _tables_of(self, block: Block) -> RopeTables:
-        if _is_nope(block):
-            return self._still_tables
-        return self.local_tables if _window_of(block) else self.tables
-
-    @property
-    def max_seq_len(self) -> int:
-        return self.tables.max_seq_len
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weights.embedding.dtype
-
-    @property
-    def first_norm(self) -> Tensor:
-        """Weight of the norm that reads the embedding."""
-        return self.norm_after(-1)
-
-    def norm_after(self, layer: int) -> Tensor:
-        """Weight of the norm that reads the residual stream after a layer; -1: the embedding."""
-        following = layer + 1
-        if following < len(self._layers):
-            return self._layers[following].input_norm
-        return self._final_norm
-
-    def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
-        """Sizes of chunks whose gate and up are one kernel, which sums in another order."""
-        return {"fused_swiglu": ",".join(str(size) for size in prefill_sizes if self.fuses(size))}
-
-    def fuses(self, lanes: int) -> bool:
-        """Whether unpacked gates and ups are one kernel in a chunk of this many lanes.
-
-        Packed ones are one kernel at all sizes.
-        """
-        gated = [block for block in self.weights.blocks() if isinstance(block, SwigluWeights)]
-        plain = [block for block in gated if isinstance(block.gate_up, Tensor)]
-        return bool(plain) and plain[0].is_fused(lanes)
-
-    def linear(self, link: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
-        """Weight, bias and next norm of one of `config.linears`; only residuals have a norm.
-
-        link  counts the blocks that have the linear
-
-        KeyError for a linear that is not there.
-        """
-        if linear_name(HEAD, self.lm_head) == name:
-            return self.lm_head, None, None
-        found = []
-        for step in self._steps:
-            linears = step.block.block.linears.items()
-            # Experts and latents have more linears than products.
-            for (base, each), (weight, bias) in zip(linears, products(step.block), strict=False):
-                if linear_name(base, weight) == name:
-                    found.append((weight, bias, self._read_after(step, each)))
-        if link >= len(found):
-            raise KeyError(f"no linear {name} in {link=}: {', '.join(self.config.linears)}")
-        return found[link]
-
-    def _read_after(self, step: _Step, linear: Linear) -> Tensor | None:
-        """The norm, in the model's dtype, that reads the stream after a linear that adds to it."""
-        norm = step.next_norm.following if isinstance(step.next_norm, Sandwich) else step.next_norm
-        return norm.to(self.dtype) if linear.kind == "residual" else None
-
-    def experts(self, layer: int) -> tuple[ExpertsWeights, Tensor]:
-        """The experts of a layer that has some, and the weight of the norm after them."""
-        experts = self.weights.layers[layer].mlp
-        assert isinstance(experts, ExpertsWeights), f"{layer=} has no experts"
-        return experts, self.norm_after(layer)
-
-    def decode(
-        self,
-        row: DecodeLanes,
-        residual: Residual,
-        states: StateTensors,
-        launch: DecodeLaunch,
-        *,
-        streams: Mapping[int, Tensor] = MappingProxyType({}),
-    ) -> Residual:
-        """The residual stream of `row`'s tokens after the last layer, scaled for the final norm.
-
-        `residual` comes from the embedding, scaled for the first layer's norm; it is updated in
-        place. A layer's cache is `[blocks, 2, block_size, G, D]`; each live lane's keys and values
-        are written at its position through the layer's block table `[S, B]`, and so are recurrent
-        states.
-
-        `streams[layer]`, [N or more, H], receives the live lanes' stream after the layer, rounded
-        to its dtype.
-        """
-        scale = self.config.stream_scale
-        for step, memory in self._with_memory(states):
-            left = kept_rows(streams, step.layer, residual, scale) if step.ends else None
-            residual = residual._replace(kept=left)
-            residual = decode_block(
-                step.block, step.next_norm, row, residual, memory, step.tables, launch
-            )
-        return residual._replace(kept=None)
-
-    def _with_memory(self, states: StateTensors) -> Iterator[tuple[_Step, Memory]]:
-        """Each block with what it reads and writes of the sequences."""
-        caches = iter(states.paged())
-        for step in self._steps:
-            memory: Memory = None
-            if isinstance(step.block, AttendingWeights):
-                memory = next(caches)
-            elif isinstance(step.block, RecurringWeights):
-                memory = {
-                    name: kept
-                    for (layer, name), kept in states.recurrent.items()
-                    if layer == step.layer
-                }
-            yield step, memory
-
-    def prefill(
-        self,
-        lanes: PrefillLanes,
-        states: StateTensors,
-        attention: ChunkAttention,
-        *,
-        all_lanes: bool = False,
-        streams: Mapping[int, Tensor] = MappingProxyType({}),
-        stream: Tensor | None = None,
-        launch: PrefillLaunch = ONE_RANK,
-    ) -> PrefillEnd:
-        """Run a prompt chunk through all layers, up to and including the last states.
-
-        `stream`, float32 [T, H], is the residual stream that the preceding layers left, and is
-        changed in place; None: these layers begin with the tokens' embeddings.
-
-        As in `decode` the states receive those of the live lanes. What follows the last ones
-        matters only to the sampled token: `prefill_logits` does it. If the last states are
-        attention's, its sums are all that is left of it; the output product is done there, too.
-        With `all_lanes` it is done for every lane as well, for a draft module that reads them; the
-        logits' bits do not depend on it.
-
-        `streams[layer]`, [T or more, H], receives the residual stream after the layer, rounded to
-        its dtype; for layers with the last states or after them only with `all_lanes`.
-        """
-        config, weights, slot = self.config, self.weights, lanes.slot
-        x = stream
-        if x is None:
-            x = embed(
-                lanes.token,
-                weights.embedding,
-                slot,
-                scale=weights.embedding_scale,
-                given=launch.given,
-            )
-        scratch = prefill_scratch(
-            weights.layers,
-            len(x),
-            like=weights.embedding,
-            launch=launch,
-            outlived=all_lanes,
-            may_split=not (all_lanes or streams),
-        )
-        rms_norm(x, self.first_norm, slot, eps=config.norm_eps, out_dtype=self.dtype, out=scratch.h)
-        end: tuple[Tensor, ...] = ()
-        for index, (step, memory) in enumerate(self._with_memory(states)):
-            block, tables = step.block, step.tables
-            if index < self._last_kept or not isinstance(block, AttendingWeights):
-                prefill_block(block, step.next_norm, lanes, x, memory, tables, attention, scratch)
-                if index == self._last_kept:
-                    end = (scratch.lane_of(x, lanes.last),)
-            else:
-                assert isinstance(memory, tuple), "attention has a cache"
-                attended = block.attend(lanes, *memory, tables, attention, scratch)
-                end = (scratch.lane_of(x, lanes.last), attended.index_select(0, lanes.last))
-                if all_lanes:
-                    block.add_output(attended, x, step.next_norm, slot, scratch)
-            if end and not all_lanes:
-                break
-            if step.ends:
-                keep_stream(x, step.layer, streams, config.stream_scale)
-        return PrefillEnd(end, scratch.h, x) if all_lanes else PrefillEnd(end, None)
-
-    def prefill_logits(
-        self,
-        end: PrefillEnd,
-        slot_1: Tensor,
-        *,
-        head: AnyWeight,
-        launch: PrefillLaunch = ONE_RANK,
-    ) -> Tensor:
-        """Logits of the chunk's last lane, float32 `[1, V]`; the lane is of slot `slot_1`.
-
-        `end` is used up.
-
-        head  `lm_head`, or some of its rows
-        """
-        weights, (last, *rest) = self.weights, self._steps[self._last_kept :]
-        x_1H = end.last[0]
-        layers = weights.layers[last.layer :]
-        scratch = prefill_scratch(layers, 1, like=weights.embedding, launch=launch)
-        if isinstance(last.block, AttendingWeights):
-            last.block.add_output(end.last[1], x_1H, last.next_norm, slot_1, scratch)
-        else:
-            assert isinstance(last.next_norm, Tensor), "no norm follows recurrent blocks"
-            eps = self.config.norm_eps
-            rms_norm(x_1H, last.next_norm, slot_1, eps=eps, out_dtype=self.dtype, out=scratch.h)
-        for step in rest:
-            prefill_feed_forward(step.block, step.next_norm, x_1H, slot_1, scratch)
-        return linear(LinearCall(scratch.h, head, slot_1, launch=launch), LOGITS)
+def has_local_tables(config: Composition) -> bool:
+    """Whether some layers have RoPE tables of their own."""
+    return config.local_rope is not None and any(windows_of(config))

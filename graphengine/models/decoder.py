@@ -1,206 +1,486 @@
-"""A decoder whose layers are alike: attention and a feed-forward, with norms before or around them.
+"""A decoder's weights, and its two programs over the layers that its config lists.
 
-Layers differ in their attention window and with it their RoPE, and in whether they have a mixture
-of experts instead of one SwiGLU. Llama 3, Mistral, Qwen2, Qwen3 and Qwen3-MoE are this composition
-with grouped-query attention and different settings; their files map a checkpoint's config onto
-`DecoderConfig`. DeepSeek-V2 and V3 have latent attention; Gemma 3 also has norms after blocks.
+`decode` runs a few rows through fused kernels: five for a layer of attention and a SwiGLU; experts,
+latents, recurrent blocks and norms after blocks take more. `prefill` runs the tokens of a chunk
+through the BLAS, except for gate and up where `linear_swiglu` is faster. The bits of both depend on
+the number of lanes, which for a chunk follows from the prompt alone.
+
+Letters: N lanes, T tokens of a chunk, H hidden, A columns of attention's sums, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
-from graphengine.kernels.norm_rope.activation import Activation
+import torch
+from torch import Tensor
+
+from graphengine.kernels.linear.call import AnyWeight, LinearCall
+from graphengine.kernels.linear.epilogues import LOGITS
+from graphengine.kernels.linear.linear import linear
+from graphengine.kernels.linear.packed import first_rows
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.embedding import embed
+from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.norm_rope.rope import RopeConfig
-from graphengine.models.blocks.experts import Experts
-from graphengine.models.blocks.gqa import GroupedQueryAttention
-from graphengine.models.blocks.mla import LatentAttention
-from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
-from graphengine.models.composition import Composition, linears_of
-from graphengine.models.contract import LayerSpan
-from graphengine.models.linears import PLAIN, Linears, WeightForms
-from graphengine.models.sublayers import Layer, layer_prefix, usual_layer
+from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
+from graphengine.models.blocks.experts import ExpertsWeights
+from graphengine.models.blocks.gqa import AttentionWeights
+from graphengine.models.blocks.norms import NextNorm, Sandwich, plus_one
+from graphengine.models.blocks.rope_tables import RopeTables
+from graphengine.models.blocks.streams import keep_stream, kept_rows, new_weight, tensors_of
+from graphengine.models.blocks.swiglu import SwigluWeights
+from graphengine.models.composition import (
+    HEAD,
+    Composition,
+    attention_of,
+    blocks_of,
+    has_local_tables,
+    is_nope,
+    named_layers,
+    window_of,
+)
+from graphengine.models.contract import (
+    ONE_RANK,
+    ChunkAttention,
+    DecodeLaunch,
+    LayerSpan,
+    ModelWeights,
+    PrefillEnd,
+    PrefillLaunch,
+)
+from graphengine.models.decoder_layer import (
+    LayerWeights,
+    Memory,
+    allocate_layer,
+    decode_block,
+    prefill_block,
+    prefill_feed_forward,
+    prefill_scratch,
+    routed_of,
+)
+from graphengine.models.linears import Linear, linear_name, names_of_linears, refill
+from graphengine.models.states import StateTensors
+from graphengine.models.sublayers import (
+    AttendingWeights,
+    Block,
+    BlockWeights,
+    RecurringWeights,
+    products,
+)
+from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderWeights(ModelWeights):
+    """All weights of a decoder."""
+
+    config: Composition
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+
+    def linears(self) -> list[StoredLinear]:
+        """Linears of the layers, and lm_head unless it is tied. Every rank has all of lm_head."""
+        of_layers = [each for layer in self.layers for each in layer.linears()]
+        if self.lm_head is self.embedding:
+            return of_layers
+        return [*of_layers, StoredLinear(self.lm_head, ((HEAD, self.config.vocab_size),))]
+
+    def stored(self) -> dict[str, Weight]:
+        """Tensors that are not packed, by name. Each rank has the whole vocabulary."""
+        config = self.config
+        names: dict[str, Weight] = {}
+        if config.final_norm_name:
+            names[f"{config.final_norm_name}.weight"] = Weight(self.final_norm)
+        if len(self.embedding) == config.vocab_size:
+            names[f"{config.embedding_name}.weight"] = Weight(self.embedding)
+        if self.lm_head is not self.embedding and isinstance(self.lm_head, Tensor):
+            names[f"{HEAD}.weight"] = Weight(self.lm_head)
+        for layer in self.layers:
+            names |= layer.stored()
+        return names
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight tensor, tied ones twice."""
+        per_layer = [tensor for layer in self.layers for tensor in layer.tensors()]
+        return [self.embedding, self.final_norm, *tensors_of(self.lm_head), *per_layer]
+
+    def linear_names(self) -> Mapping[str, str]:
+        """The name in `config.linears` of each linear of the blocks."""
+        return names_of_linears(self.blocks())
+
+    def blocks(self) -> list[BlockWeights]:
+        """The weights of all blocks, in the order in which they run."""
+        return [each.block for layer in self.layers for each in layer.sublayers]
+
+    @property
+    def routed(self) -> RoutedExperts | None:
+        """The experts of all layers that have some; None: no layer has."""
+        return routed_of(self.layers)
+
+    def kv_scales(self) -> dict[str, Tensor]:
+        """Scales of every layer's keys and values, by the prefix of its attention."""
+        return {
+            block.prefix: block.kv_scales
+            for block in self.blocks()
+            if isinstance(block, AttentionWeights)
+        }
+
+    @property
+    def embedding_scale(self) -> float:
+        """What a token's embedding is multiplied by."""
+        scale = self.config.embedding_scale
+        if not self.config.scales_in_embedding:
+            return scale
+        return torch.tensor(scale, dtype=self.embedding.dtype).item()
+
+    @property
+    def given_scale(self) -> float:
+        """1 where the embedding itself scales: then embeddings that are given are its output."""
+        return 1.0 if self.config.scales_in_embedding else self.embedding_scale
+
+    def open(self, *, max_seq_len: int, vocabulary: int = 0) -> DecoderModel:
+        """The model, with attention's tables for sequences of at most this many tokens."""
+        return DecoderModel(self, max_seq_len=max_seq_len, vocabulary=vocabulary)
+
+
+def _computed(weights: DecoderWeights) -> tuple[tuple[LayerWeights, ...], Tensor]:
+    """Layers and final norm to compute with: norms with 1 added or scaled are copies.
+
+    All other tensors are those of the weights.
+    """
+    config, layers, final_norm = weights.config, weights.layers, weights.final_norm
+    if config.norms_plus_one:
+        final_norm = plus_one(final_norm)
+        layers = tuple(layer.with_norms_plus_one() for layer in layers)
+    if config.logits_scale != 1:
+        final_norm = final_norm.float() * config.logits_scale
+    return layers, final_norm
+
+
+class _Step(NamedTuple):
+    """A block as it runs.
+
+    layer      the index of its layer
+    next_norm  the norm, or two norms, between it and the next block
+    ends       whether it is the last of its layer
+    """
+
+    layer: int
+    block: BlockWeights
+    next_norm: NextNorm
+    tables: RopeTables
+    ends: bool
+
+
+class DecoderModel:
+    """A decoder with its weights and attention's tables.
+
+    Logits have the first `vocabulary` ids; 0: all. It computes with the tensors of the weights,
+    except that norms that need 1 added are copies, and that `logits_scale` is applied to a copy of
+    the final norm, in float32, so that the norm's output times lm_head gives scaled logits.
+    """
+
+    def __init__(self, weights: DecoderWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
+        self.config = weights.config
+        self.weights = weights
+        head = weights.lm_head
+        self.lm_head: AnyWeight = head
+        if vocabulary:
+            if isinstance(head, Tensor):
+                self.lm_head = head[:vocabulary]
+            else:
+                self.lm_head = first_rows(head, vocabulary)
+        config = self.config
+        self.tables = self._new_tables(config.rope, max_seq_len)
+        self.local_tables = self.tables
+        if has_local_tables(config):
+            self.local_tables = self._new_tables(config.local_rope, max_seq_len)
+        self._still_tables = self.tables
+        if any(map(is_nope, blocks_of(config))):
+            self._still_tables = self._new_tables(None, max_seq_len)
+        self._layers, self._final_norm = _computed(weights)
+        self._steps = tuple(self._new_steps())
+        kept = AttendingWeights | RecurringWeights
+        keeping = [index for index, step in enumerate(self._steps) if isinstance(step.block, kept)]
+        # The last block that keeps states. What comes after its states only the last lane needs.
+        self._last_kept = keeping[-1]
+
+    def refresh(self) -> None:
+        """Recompute the model's own norms in place from weights that have changed."""
+        layers, final_norm = _computed(self.weights)
+        for held, made in zip(self._layers, layers, strict=True):
+            refill(held.tensors(), made.tensors())
+        refill([self._final_norm], [final_norm])
+
+    def _new_tables(self, rope: RopeConfig | None, max_seq_len: int) -> RopeTables:
+        head_dim, device = attention_of(self.config).table_dim, self.weights.embedding.device
+        if rope is None:
+            return RopeTables.still(head_dim=head_dim, max_seq_len=max_seq_len, device=device)
+        return RopeTables.of(rope, head_dim=head_dim, max_seq_len=max_seq_len, device=device)
+
+    def _new_steps(self) -> Iterator[_Step]:
+        for index, layer in enumerate(self._layers):
+            last = layer.sublayers[-1]
+            norm, normed = self.norm_after(index), self._is_normed_after(index)
+            for each, next_norm in layer.followed(norm, normed=normed):
+                tables = self._tables_of(each.block.block)
+                yield _Step(index, each.block, next_norm, tables, each is last)
+
+    def _tables_of(self, block: Block) -> RopeTables:
+        if is_nope(block):
+            return self._still_tables
+        return self.local_tables if window_of(block) else self.tables
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.tables.max_seq_len
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+    @property
+    def first_norm(self) -> Tensor:
+        """Weight of the norm that reads the embedding."""
+        return self.norm_after(-1)
+
+    def norm_after(self, layer: int) -> Tensor:
+        """Weight of the norm that reads the residual stream after a layer; -1: the embedding."""
+        following = layer + 1
+        if following < len(self._layers):
+            return self._layers[following].input_norm
+        return self._final_norm
+
+    def _is_normed_after(self, layer: int) -> bool:
+        """Whether a norm reads the residual stream after a layer; else `norm_after` is all ones."""
+        following = layer + 1
+        if following < len(self._layers):
+            return self._layers[following].input_normed
+        return bool(self.config.final_norm_name)
+
+    def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
+        """Sizes of chunks whose gate and up are one kernel, which sums in another order."""
+        return {"fused_swiglu": ",".join(str(size) for size in prefill_sizes if self.fuses(size))}
+
+    def fuses(self, lanes: int) -> bool:
+        """Whether unpacked gates and ups are one kernel in a chunk of this many lanes.
+
+        Packed ones are one kernel at all sizes.
+        """
+        gated = [block for block in self.weights.blocks() if isinstance(block, SwigluWeights)]
+        plain = [block for block in gated if isinstance(block.gate_up, Tensor)]
+        return bool(plain) and plain[0].is_fused(lanes)
+
+    def linear(self, link: int, name: str) -> tuple[AnyWeight, Tensor | None, Tensor | None]:
+        """Weight, bias and next norm of one of `config.linears`; only residuals have a norm.
+
+        link  counts the blocks that have the linear
+
+        KeyError for a linear that is not there.
+        """
+        if linear_name(HEAD, self.lm_head) == name:
+            return self.lm_head, None, None
+        found = []
+        for step in self._steps:
+            linears = step.block.block.linears.items()
+            # Experts and latents have more linears than products.
+            for (base, each), (weight, bias) in zip(linears, products(step.block), strict=False):
+                if linear_name(base, weight) == name:
+                    found.append((weight, bias, self._read_after(step, each)))
+        if link >= len(found):
+            raise KeyError(f"no linear {name} in {link=}: {', '.join(self.config.linears)}")
+        return found[link]
+
+    def _read_after(self, step: _Step, linear: Linear) -> Tensor | None:
+        """The norm, in the model's dtype, that reads the stream after a linear that adds to it."""
+        norm = step.next_norm.following if isinstance(step.next_norm, Sandwich) else step.next_norm
+        return norm.to(self.dtype) if linear.kind == "residual" else None
+
+    def experts(self, link: int) -> tuple[ExpertsWeights, Tensor]:
+        """Experts, and the weight of the norm after them; `link` counts the blocks of experts."""
+        found = [each for each in self._steps if isinstance(each.block, ExpertsWeights)]
+        block, norm = found[link].block, found[link].next_norm
+        assert isinstance(block, ExpertsWeights) and isinstance(norm, Tensor), f"{link=}"
+        return block, norm
+
+    def decode(
+        self,
+        row: DecodeLanes,
+        residual: Residual,
+        states: StateTensors,
+        launch: DecodeLaunch,
+        *,
+        streams: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> Residual:
+        """The residual stream of `row`'s tokens after the last layer, scaled for the final norm.
+
+        `residual` comes from the embedding, scaled for the first layer's norm; it is updated in
+        place. A layer's cache is `[blocks, 2, block_size, G, D]`; each live lane's keys and values
+        are written at its position through the layer's block table `[S, B]`, and so are recurrent
+        states.
+
+        `streams[layer]`, [N or more, H], receives the live lanes' stream after the layer, rounded
+        to its dtype.
+        """
+        scale = self.config.stream_scale
+        for step, memory in self._with_memory(states):
+            left = kept_rows(streams, step.layer, residual, scale) if step.ends else None
+            residual = residual._replace(kept=left)
+            residual = decode_block(
+                step.block, step.next_norm, row, residual, memory, step.tables, launch
+            )
+        return residual._replace(kept=None)
+
+    def _with_memory(self, states: StateTensors) -> Iterator[tuple[_Step, Memory]]:
+        """Each block with what it reads and writes of the sequences."""
+        caches = iter(states.paged())
+        for step in self._steps:
+            memory: Memory = None
+            if isinstance(step.block, AttendingWeights):
+                memory = next(caches)
+            elif isinstance(step.block, RecurringWeights):
+                memory = {
+                    name: kept
+                    for (layer, name), kept in states.recurrent.items()
+                    if layer == step.layer
+                }
+            yield step, memory
+
+    def prefill(
+        self,
+        lanes: PrefillLanes,
+        states: StateTensors,
+        attention: ChunkAttention,
+        *,
+        all_lanes: bool = False,
+        streams: Mapping[int, Tensor] = MappingProxyType({}),
+        stream: Tensor | None = None,
+        launch: PrefillLaunch = ONE_RANK,
+    ) -> PrefillEnd:
+        """Run a prompt chunk through all layers, up to and including the last states.
+
+        `stream`, float32 [T, H], is the residual stream that the preceding layers left, and is
+        changed in place; None: these layers begin with the tokens' embeddings.
+
+        As in `decode` the states receive those of the live lanes. What follows the last ones
+        matters only to the sampled token: `prefill_logits` does it. If the last states are
+        attention's, its sums are all that is left of it; the output product is done there, too.
+        With `all_lanes` it is done for every lane as well, for a draft module that reads them; the
+        logits' bits do not depend on it.
+
+        `streams[layer]`, [T or more, H], receives the residual stream after the layer, rounded to
+        its dtype; for layers with the last states or after them only with `all_lanes`.
+        """
+        config, weights, slot = self.config, self.weights, lanes.slot
+        x = stream
+        if x is None:
+            x = embed(
+                lanes.token,
+                weights.embedding,
+                slot,
+                scale=weights.embedding_scale,
+                given=launch.given,
+            )
+        scratch = prefill_scratch(
+            weights.layers,
+            len(x),
+            like=weights.embedding,
+            launch=launch,
+            outlived=all_lanes,
+            may_split=not (all_lanes or streams),
+        )
+        if self._is_normed_after(-1):
+            eps = config.norm_eps
+            rms_norm(x, self.first_norm, slot, eps=eps, out_dtype=self.dtype, out=scratch.h)
+        else:
+            scratch.h.copy_(x)
+        end: tuple[Tensor, ...] = ()
+        for index, (step, memory) in enumerate(self._with_memory(states)):
+            block, tables = step.block, step.tables
+            if index < self._last_kept or not isinstance(block, AttendingWeights):
+                prefill_block(block, step.next_norm, lanes, x, memory, tables, attention, scratch)
+                if index == self._last_kept:
+                    end = (scratch.lane_of(x, lanes.last),)
+            else:
+                assert isinstance(memory, tuple), "attention has a cache"
+                attended = block.attend(lanes, *memory, tables, attention, scratch)
+                end = (scratch.lane_of(x, lanes.last), attended.index_select(0, lanes.last))
+                if all_lanes:
+                    block.add_output(attended, x, step.next_norm, slot, scratch)
+            if end and not all_lanes:
+                break
+            if step.ends:
+                keep_stream(x, step.layer, streams, config.stream_scale)
+        return PrefillEnd(end, scratch.h, x) if all_lanes else PrefillEnd(end, None)
+
+    def prefill_logits(
+        self,
+        end: PrefillEnd,
+        slot_1: Tensor,
+        *,
+        head: AnyWeight,
+        launch: PrefillLaunch = ONE_RANK,
+    ) -> Tensor:
+        """Logits of the chunk's last lane, float32 `[1, V]`; the lane is of slot `slot_1`.
+
+        `end` is used up.
+
+        head  `lm_head`, or some of its rows
+        """
+        weights, (last, *rest) = self.weights, self._steps[self._last_kept :]
+        x_1H = end.last[0]
+        layers = weights.layers[last.layer :]
+        scratch = prefill_scratch(layers, 1, like=weights.embedding, launch=launch)
+        if isinstance(last.block, AttendingWeights):
+            last.block.add_output(end.last[1], x_1H, last.next_norm, slot_1, scratch)
+        else:
+            assert isinstance(last.next_norm, Tensor), "no norm follows recurrent blocks"
+            eps = self.config.norm_eps
+            rms_norm(x_1H, last.next_norm, slot_1, eps=eps, out_dtype=self.dtype, out=scratch.h)
+        for step in rest:
+            prefill_feed_forward(step.block, step.next_norm, x_1H, slot_1, scratch)
+        return linear(LinearCall(scratch.h, head, slot_1, launch=launch), LOGITS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig(Composition):
-    """Sizes and switches of a decoder, as a family reads them from `config.json`."""
+    """The config of every family: the layers, and the weights for them."""
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    ffn_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    max_positions: int
-    rope: RopeConfig
-    tie_embeddings: bool = False
-    attention_bias: bool = False
-    """Whether q, k, v and the output have biases."""
-    qkv_bias: bool = False
-    """Whether q, k and v have biases, even if the output has none."""
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    latent: LatentAttention | None = None
-    """Latent attention in every layer, in place of grouped-query attention; None: there is none."""
-    experts: Experts | None = None
-    """The experts of `expert_layers`, in place of `mlp`."""
-    expert_layers: tuple[int, ...] = ()
-    """Indices of the layers that have experts, ascending."""
-    forms: WeightForms = PLAIN
-    windows: tuple[int, ...] = ()
-    """Attention window of each layer, 0 for a layer without one; empty: no layer has a window."""
-    nope_layers: tuple[int, ...] = ()
-    """Indices of the layers without RoPE, ascending."""
-    local_rope: RopeConfig | None = None
-    """RoPE of the layers with a window; None: the same as in the others."""
-    post_norms: bool = False
-    """Whether norms also follow attention and the feed-forward, before their sums."""
-    norms_plus_one: bool = False
-    """Whether every norm multiplies by 1 + its weight."""
-    embedding_scale: float = 1.0
-    """Factor of the embeddings; it and its product are rounded to the model's dtype."""
-    activation: Activation = "silu"
-    """Activation of the gates of `mlp`."""
-    query_scalar: float = 0.0
-    """Attention's scores are divided by its square root; 0: by that of head_dim."""
-    sinks: bool = False
-    """Whether each head has an attention sink: a learned score that belongs to no token."""
-    gated_attention: bool = False
-    """Whether attention's sums are multiplied by sigmoids of gates."""
-    stored_fused: bool = False
-    """Whether a checkpoint has q, k and v in one linear, and gates and ups in one, as Phi-3's."""
-    span: LayerSpan | None = None
-    """Which layers of a model these are; None: they are a whole model."""
+    def allocate(self, *, device: str, dtype: torch.dtype) -> DecoderWeights:
+        """Uninitialised weights; `device="meta"` allocates nothing."""
 
-    def window_of(self, layer: int) -> int:
-        """Tokens that a query of the layer sees; 0: all."""
-        return self.windows[layer] if self.windows else 0
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
 
-    @property
-    def attention(self) -> GroupedQueryAttention | LatentAttention:
-        """Every layer's attention, without what differs: its window, and whether it has RoPE."""
-        if self.latent is not None:
-            return self.latent
-        return GroupedQueryAttention(
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            norm_eps=self.norm_eps,
-            qkv_bias=self.attention_bias or self.qkv_bias,
-            output_bias=self.attention_bias,
-            qk_norm=self.qk_norm,
-            rotated=self.rope.rotated,
-            scale_of=self.query_scalar,
-            sinks=self.sinks,
-            gated=self.gated_attention,
-            one_linear=self.stored_fused,
+        hidden, forms, span = self.hidden_size, self.forms, self.span
+        layers = tuple(
+            allocate_layer(prefix, layer, hidden, forms, device=device, dtype=dtype)
+            for prefix, layer in named_layers(self)
+        )
+        own_head = not self.tie_embeddings or HEAD in forms
+        embedding = new(_embedding_rows(self.vocab_size, span, own_head=own_head), hidden)
+        lm_head: AnyWeight = embedding
+        if own_head and (span is None or span.ends):
+            shape = (self.vocab_size, hidden)
+            lm_head = new_weight(forms, HEAD, shape, device=device, dtype=dtype)
+        final_norm = new(hidden)
+        if not self.final_norm_name:
+            final_norm = torch.ones_like(final_norm)
+        return DecoderWeights(
+            config=self, embedding=embedding, layers=layers, final_norm=final_norm, lm_head=lm_head
         )
 
-    def attention_of(self, layer: int) -> GroupedQueryAttention | LatentAttention:
-        """The layer's attention, with its window."""
-        attention = self.attention
-        if isinstance(attention, LatentAttention):
-            return attention
-        return replace(attention, window=self.window_of(layer), nope=layer in self.nope_layers)
 
-    @property
-    def mlp(self) -> Swiglu:
-        """The SwiGLU of every layer without experts."""
-        return Swiglu(
-            hidden_size=self.hidden_size,
-            ffn_size=self.ffn_size,
-            norm_eps=self.norm_eps,
-            bias=self.mlp_bias,
-            activation=self.activation,
-            names=("gate_up_proj", "", "down_proj") if self.stored_fused else PLAIN_NAMES,
-            one_linear=self.stored_fused,
-        )
+def _embedding_rows(vocab_size: int, span: LayerSpan | None, *, own_head: bool) -> int:
+    """Rows of the embedding that these layers have.
 
-    def feed_forward(self, layer: int) -> Swiglu | Experts:
-        """What a layer does after its attention."""
-        if layer not in self.expert_layers:
-            return self.mlp
-        assert self.experts is not None, f"{layer=} has experts of no size"
-        return self.experts
-
-    def layer(self, index: int) -> Layer:
-        """The sublayers of a layer, or of a draft module's layer like it."""
-        return usual_layer(
-            self.attention_of(index), self.feed_forward(index), post_norms=self.post_norms
-        )
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """The sublayers of each layer."""
-        return tuple(map(self.layer, range(self.num_layers)))
-
-    def attending_decoder(self) -> DecoderConfig:
-        """This model: all its layers attend."""
-        return self
-
-    @property
-    def stream_scale(self) -> float:
-        """1: the residual stream is stored as it is."""
-        return 1.0
-
-    @property
-    def logits_scale(self) -> float:
-        """1: the logits are lm_head's."""
-        return 1.0
-
-    @property
-    def scales_in_embedding(self) -> bool:
-        """True: the embedding itself scales, as in Gemma."""
-        return True
-
-    @property
-    def embedding_name(self) -> str:
-        """The embedding's name in a checkpoint, without ".weight"."""
-        return "model.embed_tokens"
-
-    def untied(self) -> DecoderConfig:
-        """This model with a separate lm_head."""
-        return replace(self, tie_embeddings=False)
-
-    def stored_as(self, forms: WeightForms) -> DecoderConfig:
-        """This model with its weights stored in these forms."""
-        return replace(self, forms=forms)
-
-    def stage(self, span: LayerSpan) -> DecoderConfig:
-        """These layers of the model, as a pipeline stage has them."""
-        own = range(span.first, span.stop)
-        return replace(
-            self,
-            num_layers=len(own),
-            windows=self.windows[span.first : span.stop],
-            nope_layers=tuple(each - span.first for each in self.nope_layers if each in own),
-            expert_layers=tuple(each - span.first for each in self.expert_layers if each in own),
-            span=span,
-        )
-
-    @property
-    def _span(self) -> LayerSpan:
-        return self.span or LayerSpan(0, self.num_layers, self.num_layers)
-
-    @property
-    def final_norm_name(self) -> str:
-        """Name of the norm that reads the stream after the last layer, without ".weight".
-
-        For a pipeline stage before the last it is the first norm of the next stage's first layer.
-        """
-        span = self._span
-        return "model.norm" if span.ends else f"{layer_prefix(span.stop)}input_layernorm"
-
-    def linears_of(self, prefixes: Sequence[str]) -> Linears:
-        """The linears of layers with these prefixes in the checkpoint, and lm_head.
-
-        The i-th prefix belongs to a layer like the model's i-th.
-        """
-        named = [(prefix, self.layer(index)) for index, prefix in enumerate(prefixes)]
-        return linears_of(named, self.vocab_size, self.hidden_size, self.forms)
+    A stage that needs it neither at its beginning nor for its head has one row, whose values nobody
+    uses.
+    """
+    if span is None or span.begins or span.embeds or (span.ends and not own_head):
+        return vocab_size
+    return 1

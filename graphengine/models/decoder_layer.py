@@ -14,9 +14,11 @@ from torch import Tensor
 
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
+from graphengine.models.blocks.expert_steps import decode_experts, prefill_experts
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.norms import NextNorm
 from graphengine.models.blocks.rope_tables import RopeTables
+from graphengine.models.blocks.squared_relu import SquaredReluWeights
 from graphengine.models.blocks.streams import PrefillScratch, coded_columns
 from graphengine.models.blocks.swiglu import SwigluWeights
 from graphengine.models.contract import ChunkAttention, DecodeLaunch, PrefillLaunch
@@ -46,8 +48,13 @@ class LayerWeights:
 
     @property
     def input_norm(self) -> Tensor:
-        """Weight of the norm that reads the stream before the layer."""
+        """Weight of the norm that reads the stream before the layer; ones where there is none."""
         return self.sublayers[0].norm
+
+    @property
+    def input_normed(self) -> bool:
+        """Whether there is a norm that reads the stream before the layer."""
+        return bool(self.sublayers[0].norm_name)
 
     @property
     def attention(self) -> AttendingWeights:
@@ -71,11 +78,18 @@ class LayerWeights:
         first, second = self.sublayers
         return first.before(second.norm)
 
-    def followed(self, following: Tensor) -> Iterator[tuple[SublayerWeights, NextNorm]]:
-        """Each sublayer with the norm, or two norms, after it; `following` is the next layer's."""
-        norms = [*(each.norm for each in self.sublayers[1:]), following]
-        for each, norm in zip(self.sublayers, norms, strict=True):
-            yield each, each.before(norm)
+    def followed(
+        self, following: Tensor, *, normed: bool = True
+    ) -> Iterator[tuple[SublayerWeights, NextNorm]]:
+        """Each sublayer with the norm, or two norms, after it; `following` is the next layer's.
+
+        normed  whether the next layer begins with a norm; else `following` is all ones
+        """
+        norms = [(each.norm, bool(each.norm_name)) for each in self.sublayers[1:]]
+        for each, (norm, is_norm) in zip(
+            self.sublayers, [*norms, (following, normed)], strict=True
+        ):
+            yield each, each.before(norm, normed=is_norm)
 
     def linears(self) -> list[StoredLinear]:
         """The layer's linears."""
@@ -165,8 +179,8 @@ def _decode_feed_forward(
     """Run `decode_block` of a feed-forward."""
     if isinstance(block, ExpertsWeights):
         assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
-        return block.decode(row, residual, next_norm, launch)
-    assert isinstance(block, FeedForwardWeights), f"{type(block)=}"
+        return decode_experts(block, row, residual, next_norm, launch)
+    assert isinstance(block, SwigluWeights | SquaredReluWeights), f"{type(block)=}"
     return block.decode(row, residual, next_norm, launch)
 
 
@@ -267,9 +281,9 @@ def prefill_feed_forward(
     """Run `prefill_block` of a feed-forward."""
     if isinstance(block, ExpertsWeights):
         assert isinstance(next_norm, Tensor), "no norm follows experts before their sum"
-        block.prefill(stream, next_norm, slot, scratch)
+        prefill_experts(block, stream, next_norm, slot, scratch)
     else:
-        assert isinstance(block, FeedForwardWeights), f"{type(block)=}"
+        assert isinstance(block, SwigluWeights | SquaredReluWeights), f"{type(block)=}"
         block.prefill(stream, next_norm, slot, scratch)
 
 

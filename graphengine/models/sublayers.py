@@ -48,7 +48,8 @@ def layer_prefix(index: int) -> str:
 class Sublayer(NamedTuple):
     """A block of a layer; names are those in the checkpoint, below the layer's own prefix.
 
-    norm       name of the norm before the block, without ".weight"
+    norm       name of the norm before the block, without ".weight"; "": there is none, and the
+               block, which is not `normed`, reads the stream itself
     prefix     prefix of the block's tensors
     post_norm  name of the norm between the block and the sum, without ".weight"; "": there is none
     """
@@ -73,6 +74,14 @@ def usual_layer(attention: Attending, feed_forward: FeedForward, *, post_norms: 
     return (
         Sublayer("input_layernorm", ATTENTION, attention, "post_attention_layernorm"),
         Sublayer("pre_feedforward_layernorm", MLP, feed_forward, "post_feedforward_layernorm"),
+    )
+
+
+def post_normed_layer(attention: GroupedQueryAttention, mlp: Swiglu) -> Layer:
+    """Attention and a SwiGLU with norms only after them, as OLMo 2 has them."""
+    return (
+        Sublayer("", ATTENTION, replace(attention, normed=False), "post_attention_layernorm"),
+        Sublayer("", MLP, replace(mlp, normed=False), "post_feedforward_layernorm"),
     )
 
 
@@ -105,6 +114,7 @@ def weights_width(block: BlockWeights, lanes: int) -> int:
 class SublayerWeights:
     """A block's weights, and those of the norms around it; names are the checkpoint's.
 
+    norm       all ones where there is no norm before the block, whose name is "" then
     post_norm  of the norm between the block and the sum; None: there is none
     """
 
@@ -116,8 +126,8 @@ class SublayerWeights:
 
     def norms(self) -> dict[str, Tensor]:
         """The norms' weights by name."""
-        found = {self.norm_name: self.norm}
-        return found if self.post_norm is None else found | {self.post_norm_name: self.post_norm}
+        found = {self.norm_name: self.norm, self.post_norm_name: self.post_norm}
+        return {name: norm for name, norm in found.items() if name and norm is not None}
 
     def stored(self) -> dict[str, Weight]:
         """Tensors that are not packed, by name."""
@@ -126,13 +136,18 @@ class SublayerWeights:
 
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
-        return [*self.norms().values(), *self.block.tensors()]
+        norms = [self.norm] if self.post_norm is None else [self.norm, self.post_norm]
+        return [*norms, *self.block.tensors()]
 
-    def before(self, following: Tensor) -> NextNorm:
-        """The norm, or two norms, between the block and what reads the stream after `following`."""
+    def before(self, following: Tensor, *, normed: bool = True) -> NextNorm:
+        """The norm, or two norms, between the block and what reads the stream after `following`.
+
+        normed  whether it does: else `following` is all ones
+        """
         if self.post_norm is None:
+            assert normed, "a norm is before each block or after it"
             return following
-        return Sandwich(self.post_norm, following, self.block.block.norm_eps)
+        return Sandwich(self.post_norm, following, self.block.block.norm_eps, normed)
 
     def with_norms_plus_one(self) -> SublayerWeights:
         """This sublayer with 1 added to its norms, for checkpoints whose norms lack it."""
@@ -158,9 +173,9 @@ def allocate_sublayers(
     for each in layer:
         yield SublayerWeights(
             block=each.block.allocate(prefix + each.prefix, forms, device=device, dtype=dtype),
-            norm_name=prefix + each.norm,
-            norm=norm(),
-            post_norm_name=prefix + each.post_norm,
+            norm_name=prefix + each.norm if each.norm else "",
+            norm=norm() if each.norm else torch.ones_like(norm()),
+            post_norm_name=prefix + each.post_norm if each.post_norm else "",
             post_norm=norm() if each.post_norm else None,
         )
 

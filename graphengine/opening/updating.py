@@ -7,7 +7,7 @@ that the engine was opened from, and that weights to be rounded are complete and
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -243,16 +243,28 @@ def _check_same(whole: ModelConfig, found: ModelConfig, path: Path) -> None:
     """ValueError, with the first value that differs, for another model."""
     if repr(whole) == repr(found):
         return
-    if type(whole) is not type(found):
+    if whole.architecture != found.architecture:
         raise ValueError(
             f"{path} is a {found.architecture}, the engine's model a {whole.architecture}"
         )
-    name = next(
-        field.name
-        for field in fields(whole)  # type: ignore[arg-type]
-        if repr(getattr(whole, field.name)) != repr(getattr(found, field.name))
-    )
+    name, other, own = _first_difference("config", found, whole)
     raise ValueError(
-        f"{path} is another model than the engine's: its {name} is {getattr(found, name)!r:.199}, "
-        f"the engine's {getattr(whole, name)!r:.199}"
+        f"{path} is another model than the engine's: its {name} is {other!r:.199}, the engine's "
+        f"{own!r:.199}"
     )
+
+
+def _first_difference(name: str, found: Any, whole: Any) -> tuple[str, Any, Any]:
+    """Where two values, whose place has this name, differ first, and the values there."""
+    names: list[str] = []
+    if is_dataclass(whole) and type(whole) is type(found):
+        names = [field.name for field in fields(whole)]
+    elif isinstance(whole, tuple) and type(whole) is type(found) and len(whole) == len(found):
+        pairs = zip(found, whole, strict=True)
+        index = next(index for index, (a, b) in enumerate(pairs) if repr(a) != repr(b))
+        return _first_difference(f"{name}[{index}]", found[index], whole[index])
+    for each in names:
+        other, own = getattr(found, each), getattr(whole, each)
+        if repr(other) != repr(own):
+            return _first_difference(f"{name}.{each}", other, own)
+    return name, found, whole

@@ -145,7 +145,7 @@ class WorkerRuntime(RankRuntime):
         self.routing.table.put(command.slot, command.start, ids)
 
     def _timed_replay(self, command: Replay) -> None:
-        """Replay, and note when this device could begin: a GPU after the launch, a CPU before it."""
+        """Replay, and note when this device could begin: a GPU once launched, a CPU before it."""
         number, on_gpu = self.next_replay, self.stream is not None
         if not on_gpu:
             self._end.launched(number, time.perf_counter_ns())

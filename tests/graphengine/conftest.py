@@ -85,6 +85,16 @@ def _qwen3_moe(**options: Any) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
 
 
+def _mixtral(**options: Any) -> PreTrainedModel:
+    import transformers
+
+    config = transformers.MixtralConfig(max_position_embeddings=512, **options)
+    model: PreTrainedModel = transformers.MixtralForCausalLM._from_config(
+        config, experts_implementation="eager"
+    )
+    return model
+
+
 def _deepseek_v2(**options: Any) -> DeepseekV2ForCausalLM:
     config = DeepseekV2Config(max_position_embeddings=512, **options)
     return DeepseekV2ForCausalLM._from_config(config, experts_implementation="eager")
@@ -117,6 +127,17 @@ def _smollm3(**options: Any) -> PreTrainedModel:
     sizes = {"vocab_size": 271, "hidden_size": 64 * heads, "intermediate_size": 100}
     sizes |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 2}
     return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**sizes | options))
+
+
+def _olmo(version: int, **options: Any) -> PreTrainedModel:
+    import transformers
+
+    heads = options["num_attention_heads"]
+    sizes = {"vocab_size": 271, "hidden_size": 64 * heads, "intermediate_size": 100}
+    sizes |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 2}
+    config = getattr(transformers, f"Olmo{version}Config")(**sizes | options)
+    model: PreTrainedModel = getattr(transformers, f"Olmo{version}ForCausalLM")(config)
+    return model
 
 
 # Odd on purpose: sizes that no tile divides, head_dim independent of hidden_size / heads.
@@ -167,6 +188,11 @@ EXPERT_MODELS = {
         num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
         num_experts=9, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=2,
         attention_bias=True, tie_word_embeddings=False, eos_token_id=3,
+    ),
+    "mixtral": lambda: _mixtral(
+        vocab_size=277, hidden_size=72, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_local_experts=6,
+        num_experts_per_tok=2, sliding_window=23, tie_word_embeddings=False, eos_token_id=7,
     ),
     # Sizes that tiles divide.
     "moe-even": lambda: _qwen3_moe(
@@ -256,6 +282,18 @@ DENSE_MODELS = {
     "phi3-96": lambda: _phi3(
         num_hidden_layers=2, hidden_size=192, num_attention_heads=2, num_key_value_heads=2,
         tie_word_embeddings=True, eos_token_id=3,
+    ),
+    "olmo2": lambda: _olmo(
+        2, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, eos_token_id=7,
+        attention_bias=True, tie_word_embeddings=True,
+    ),
+    "olmo3": lambda: _olmo(
+        3, num_hidden_layers=5, num_attention_heads=2, num_key_value_heads=2, eos_token_id=3,
+        sliding_window=23,
+        rope_parameters={
+            "full_attention": YARN_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
 }  # fmt: skip
 

@@ -572,13 +572,20 @@ def test_another_model_is_refused(
         turned = edited(path, config={"rms_norm_eps": 0.25})
         with pytest.raises(ValueError, match=r"is another model than the engine's: its .*0\.25"):
             engine.update_weights(turned)
-        with pytest.raises(ValueError, match="is another model than the engine's: its architect"):
+        with pytest.raises(ValueError, match=r"is a Qwen3Moe\w+, the engine's model a Llama"):
             engine.update_weights(expert_checkpoints["moe-every-layer"].path)
         with pytest.raises(ValueError, match=r"is a Qwen3_5\w+, the engine's model a Llama"):
             engine.update_weights(hybrids["qwen"].path)
         with pytest.raises(FileNotFoundError, match="there is no such directory"):
             engine.update_weights(tmp_path / "nowhere")
         assert said(engine) == before
+    # What differs within a layer is named alone.
+    path = expert_checkpoints["moe-every-layer"].path
+    with open_engine(path) as engine:
+        turned = edited(path, config={"num_experts_per_tok": 1})
+        message = r"its config\.layers\[0\]\[1\]\[2\]\.router.* is 1, the engine's"
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(turned)
 
 
 def test_packed_checkpoints_are_refused(checkpoints: dict[str, Any], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from checkpoints.small_decoders import block_in, composed
 from graphengine import EngineConfig
 from graphengine.cli import main as cli
 from graphengine.kernels.core.devices import H200, SHARED_BYTES, Device, assumed
@@ -26,9 +27,11 @@ from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks import gqa
+from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.contract import DecodeLaunch
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan, heuristic_plans
 from graphengine.models.plans import plan_limits, tuning_tables
+from graphengine.models.plans.chains import chain_length
 from graphengine.models.plans.tuning_tables import TuningKey
 from graphengine.models.quantised.rounding import ROUNDED_KINDS
 from graphengine.models.routing import StepRoutes
@@ -39,7 +42,18 @@ from graphengine.profiles.benchmark.shapes import model_shape
 from graphengine.profiles.tuning import candidates, chain_bench
 from graphengine.profiles.tuning.chain_bench import ChainBench, Times
 from graphengine.profiles.tuning.search import Step, search
-from launches.tuning_cases import BF16, DENSE, DOT, FAMILIES, KINDS, MODEL, key_of, keys
+from launches.tuning_cases import (
+    ATTENTION,
+    BF16,
+    DENSE,
+    DOT,
+    FAMILIES,
+    KINDS,
+    MODEL,
+    key_of,
+    keys,
+    small_model,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -150,8 +164,8 @@ def test_a_chain_exceeds_the_cache_and_is_no_longer_than_the_model() -> None:
     assert chain_bench.chain_layers(model_shape("llama-1b"), BF16) == 9
     assert chain_bench.chain_layers(model_shape("llama-8b"), BF16) == 3
     assert chain_bench.chain_layers(MODEL, BF16) == 2
-    assert chain_bench.chain_layers(replace(MODEL, num_layers=1), BF16) == 2
-    assert chain_bench.chain_layers(replace(MODEL, num_layers=30), BF16) == 30
+    assert chain_bench.chain_layers(small_model(1), BF16) == 2
+    assert chain_bench.chain_layers(small_model(30), BF16) == 30
 
 
 def test_targets_of_a_model() -> None:
@@ -161,7 +175,7 @@ def test_targets_of_a_model() -> None:
     some = candidates.targets_of(MODEL, BF16, "dot", ["qkv", "down"])
     assert [target.names for target in some] == [("down",), ("qkv",)]
     # Linears of one shape share the entry of a table.
-    square = replace(MODEL, ffn_size=MODEL.attention.q_size)
+    square = small_model(ffn_size=ATTENTION.q_size)
     shared = candidates.targets_of(square, BF16, "dot", ["output"])[0]
     assert shared.names == ("down", "output")
     plans = heuristic_plans(square.linears, BF16, "dot")
@@ -362,8 +376,9 @@ def test_a_step_without_time_has_a_table() -> None:
 
 
 def bench_of(rows: tuple[int, ...] = (1, 20), processes: int = 0, **changes: Any) -> ChainBench:
-    config, dtype = replace(MODEL, **changes), torch.float32
+    config, dtype = small_model(**changes), torch.float32
     model = chain_bench.chain_model(config, dtype, torch.device("cpu"), layers=2)
+    assert chain_length(model.config) == 2
     return ChainBench(model, rows, processes=processes)
 
 
@@ -374,11 +389,10 @@ PLANS = LinearPlans(dict.fromkeys(LLAMA.linears, DOT))
 def test_a_chain_is_a_decode_step_without_attention(
     biases: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = bench_of(attention_bias=biases, mlp_bias=biases)
-    config = bench.model.config
+    bench = bench_of(biases=biases)
     results = list(bench.launches(PLANS, 20, layers=2, head=True))
     assert [name for name, _ in results] == ["qkv", "output", "gate_up", "down"] * 2 + ["lm_head"]
-    q_size = config.attention.q_size
+    q_size = ATTENTION.q_size
     monkeypatch.setattr(gqa, "decode_attention", lambda qkv, *_, **__: qkv[:, :q_size])
     slot = torch.arange(20, dtype=torch.int32)
     x = bench._x.clone()
@@ -387,7 +401,7 @@ def test_a_chain_is_a_decode_step_without_attention(
         DecodeLanes(**dict.fromkeys(DecodeLanes._fields, slot)),
         start,
         StateTensors(
-            torch.empty(2, 1, 2, 1, config.num_kv_heads, config.head_dim),
+            torch.empty(2, 1, 2, 1, ATTENTION.num_kv_heads, ATTENTION.head_dim),
             torch.zeros((20, 1), dtype=torch.int32),
         ),
         DecodeLaunch(plans=PLANS, split_tokens=64, arrivals=slot),
@@ -405,7 +419,7 @@ def test_a_chain_is_a_decode_step_without_attention(
 def test_a_chain_of_packed_weights(kind: Any, head: bool) -> None:
     """It has each linear under the name of its format, and notices a damaged code."""
     options = EngineConfig(device="cpu", quantize=kind, quantize_lm_head=head)
-    model = rounded_model(replace(MODEL, num_layers=3), options)
+    model = rounded_model(small_model(3), options)
     chain = chain_bench.chain_model(model, torch.float32, torch.device("cpu"), layers=2)
     bench = ChainBench(chain, (1, 20))
     targets = candidates.targets_of(model, BF16, "dot")
@@ -419,18 +433,21 @@ def test_a_chain_of_packed_weights(kind: Any, head: bool) -> None:
     # What was expected is kept; other codes are other products.
     weight, _, _ = chain.linear(0, names[0])
     assert isinstance(weight, PackedWeight)
-    weight.codes[0] ^= 0x1111
+    weight.codes[:4] ^= 0x1111
     other = plans.replace({names[1]: plans[names[1]]._replace(stages=3)})
     refused = bench.prepare([other], seconds=1)
     assert refused[other].startswith(f"{names[0]} of 1 rows is off by ")
 
 
-MOE = model_shape("tiny-moe")
+MOE = composed(model_shape("tiny-moe"))
 
 
 def expert_bench() -> ChainBench:
-    config = replace(MOE, num_layers=3, expert_layers=(1, 2))
+    routed = MOE.layers[0]
+    dense = (routed[0], routed[1]._replace(block=MOE.mlp))
+    config = replace(MOE, layers=(dense, routed, routed))
     chain = chain_bench.chain_model(config, torch.float32, torch.device("cpu"), layers=2)
+    assert chain_length(chain.config) == 2
     return ChainBench(chain, (1, 20))
 
 
@@ -444,11 +461,12 @@ def test_a_chain_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.prepare([plans], seconds=1) == {}
     results = list(bench.launches(plans, 20, layers=2, head=True))
     assert [name for name, _ in results] == ["qkv", "output", "expert_down"] * 2 + ["lm_head"]
-    q_size = config.attention.q_size
+    attention = block_in(config, GroupedQueryAttention)
+    q_size = attention.q_size
     monkeypatch.setattr(gqa, "decode_attention", lambda qkv, *_, **__: qkv[:, :q_size])
     slot = torch.arange(20, dtype=torch.int32)
     x = bench._x.clone()
-    kv = torch.empty(2, 1, 2, 1, config.num_kv_heads, config.head_dim)
+    kv = torch.empty(2, 1, 2, 1, attention.num_kv_heads, attention.head_dim)
     out = bench.model.decode(
         DecodeLanes(slot, slot, slot),
         Residual(x, x.clone(), x.square().sum(dim=1)[None]),
@@ -665,7 +683,7 @@ def test_tunes_the_demo_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_heuristic_plans_agree_with_the_reference(family: RowFamily, dtype: torch.dtype) -> None:
-    config = replace(MODEL, hidden_size=584, ffn_size=1026)
+    config = small_model(hidden_size=584, ffn_size=1026)
     model = chain_bench.chain_model(config, dtype, torch.device("cuda"), layers=2)
     bench = ChainBench(model, tune.DEFAULT_ROWS[family])
     plans = heuristic_plans(config.linears, dtype, family)

@@ -16,10 +16,11 @@ from graphengine.kernels.recurrent.gated_delta.gated_delta_sizes import GatedDel
 from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
 from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks import gated_delta, gqa, mamba2, short_conv, squared_relu
-from graphengine.models.composition import DecoderModel
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.composition import attention_of
 from graphengine.models.contract import DecodeLaunch
+from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.families.registry import read_model_config
-from graphengine.models.hybrid import HybridConfig
 from graphengine.models.linears import WeightForms, heuristic_plans
 from graphengine.models.plans import choosing as tuning
 from graphengine.models.plans.chains import chain_length
@@ -44,13 +45,13 @@ ORDERS = {
 }
 
 
-def shape(name: str) -> HybridConfig:
+def shape(name: str) -> DecoderConfig:
     config = read_model_config(LFM2) if name == "lfm2" else model_shape(name)
-    assert isinstance(config, HybridConfig)
+    assert isinstance(config, DecoderConfig)
     return config
 
 
-def bench_of(config: HybridConfig) -> ChainBench:
+def bench_of(config: DecoderConfig) -> ChainBench:
     chain = chain_bench.chain_model(config, torch.float32, torch.device("cpu"), layers=2)
     assert chain_length(chain.config) == 2
     return ChainBench(chain, (1, 20))
@@ -87,7 +88,9 @@ def test_a_chain_is_a_decode_step_of_a_block_of_each_kind(
     assert [each for each, _ in results] == [*order * 2, "lm_head"]
 
     config = model.config
-    without_what_recurs(monkeypatch, config.attention.q_size)
+    attention = attention_of(config)
+    assert isinstance(attention, GroupedQueryAttention)
+    without_what_recurs(monkeypatch, attention.q_size)
     slot = torch.arange(20, dtype=torch.int32)
     x, unused = bench._x.clone(), torch.empty(0)
     recurrent = {
@@ -96,7 +99,7 @@ def test_a_chain_is_a_decode_step_of_a_block_of_each_kind(
         for state in states
         if hasattr(state, "name")
     }
-    kv = torch.empty(2, 1, 2, 1, config.attention.num_kv_heads, config.attention.head_dim)
+    kv = torch.empty(2, 1, 2, 1, attention.num_kv_heads, attention.head_dim)
     out = model.decode(
         DecodeLanes(slot, slot, slot),
         Residual(x, x.clone(), x.square().sum(dim=1)[None]),
@@ -134,7 +137,7 @@ def test_a_chain_has_the_weights_of_a_gigabyte() -> None:
 def test_packed_weights_of_a_hybrid() -> None:
     """A damaged code is noticed, of a block in the middle of a link."""
     model = rounded_model(shape("tiny-delta"), EngineConfig(device="cpu", quantize="int8"))
-    assert isinstance(model, HybridConfig)
+    assert isinstance(model, DecoderConfig)
     bench = bench_of(model)
     plans = heuristic_plans(bench.model.config.linears, torch.float32, "dot")
     assert bench.prepare([plans], seconds=1) == {}
@@ -149,7 +152,7 @@ def test_packed_weights_of_a_hybrid() -> None:
 
 def test_blocks_that_are_stored_differently_have_no_chain() -> None:
     model = rounded_model(shape("tiny-delta"), EngineConfig(device="cpu", quantize="int8"))
-    assert isinstance(model, HybridConfig)
+    assert isinstance(model, DecoderConfig)
     forms = {name: form for name, form in model.forms.items() if "layers.0.mlp" not in name}
     assert len(forms) < len(model.forms)
     message = (

@@ -32,7 +32,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from graphengine.drafters.stream_readers import StreamReaders, layers_like
+from graphengine.drafters.stream_readers import StreamReaders, grouped_attention, layers_like
 from graphengine.kernels.draft.block import BlockDraft
 from graphengine.kernels.draft.markov import MarkovHead
 from graphengine.kernels.linear.epilogues import Store
@@ -42,6 +42,7 @@ from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product
+from graphengine.models.composition import blocks_of, named_layers
 from graphengine.models.contract import DecodeLaunch, ModelConfig, PrefillLaunch, Share
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.decoder_layer import (
@@ -50,9 +51,8 @@ from graphengine.models.decoder_layer import (
     decode_feed_forward,
 )
 from graphengine.models.linears import Linear, Linears
-from graphengine.models.splitting.rank_sizes import decoder_of_rank
+from graphengine.models.splitting.rank_sizes import split_layers
 from graphengine.models.states import LayerStates
-from graphengine.models.sublayers import layer_prefix
 from graphengine.models.weights import StoredLinear, StoredWeights, Weight
 
 USUAL_LAYERS = 5
@@ -130,7 +130,7 @@ class DFlashConfig(StreamReaders):
         ValueError for sizes that the ranks do not divide.
         """
         decoder = self.decoder
-        return replace(self, decoder=decoder_of_rank(decoder, decoder.num_layers, share))
+        return replace(self, decoder=split_layers(decoder, share))
 
     @property
     def sizes(self) -> DecoderConfig:
@@ -147,9 +147,7 @@ class DFlashConfig(StreamReaders):
 
     @property
     def attention(self) -> GroupedQueryAttention:
-        attention = self.decoder.attention
-        assert isinstance(attention, GroupedQueryAttention), f"{attention=}"
-        return attention
+        return grouped_attention(self.decoder)
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
@@ -162,7 +160,7 @@ class DFlashConfig(StreamReaders):
             "fc": Linear("store", self.hidden_size, self.streams_width),
             "context": self.attention.context_linear,
             **self.attention.linears,
-            **self.decoder.mlp.linears,
+            **blocks_of(self.decoder)[-1].linears,
             "lm_head": Linear("sample", self.decoder.vocab_size, self.hidden_size),
         }
 
@@ -244,15 +242,8 @@ def allocate_dflash_weights(
         return torch.empty(shape, device=device, dtype=dtype)
 
     layers = tuple(
-        allocate_layer(
-            layer_prefix(index),
-            decoder.layer(index),
-            hidden,
-            decoder.forms,
-            device=device,
-            dtype=dtype,
-        )
-        for index in range(decoder.num_layers)
+        allocate_layer(prefix, layer, hidden, decoder.forms, device=device, dtype=dtype)
+        for prefix, layer in named_layers(decoder)
     )
     factor = (decoder.vocab_size, config.rank)
     return DFlashWeights(

@@ -36,11 +36,11 @@ from graphengine.drafters.block.layers import DFlashConfig, allocate_dflash_weig
 from graphengine.kernels.draft.markov import MAX_RANK
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
-from graphengine.models.composition import has_local_tables
+from graphengine.models.composition import has_local_tables, windows_of
 from graphengine.models.contract import ModelConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import Key, read_keys, unsupported
-from graphengine.models.hf.decoder_config import decoder_config
+from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
 from graphengine.options.checks import INT32_MAX, some
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,8 @@ def read_dflash(
     values = hf_config.read_settings(hf_config.of_one_axis(checkpoint.config), _LAYERS)
     settings = _settings(checkpoint, values)
     chosen = settings["target_layer_ids"] if layers is None else tuple(layers)
-    decoder = decoder_config(values, "DFlash", qk_norm=True)
+    attention = attention_of(values, qk_norm=True)
+    decoder = decoder_config(values, "DFlash", attention, mlp_of(values))
     embedding = stored.get("model.embed_tokens.weight")
     config = DFlashConfig(
         decoder=replace(decoder, tie_embeddings=False),
@@ -223,7 +224,7 @@ def _check_sizes(
         )
     if has_local_tables(decoder):
         raise unsupported("rope_parameters", values["rope_parameters"], "one RoPE for all layers")
-    least = min((window for window in decoder.windows if window), default=config.trained_block)
+    least = min((window for window in windows_of(decoder) if window), default=config.trained_block)
     if least < config.trained_block:
         raise ValueError(
             f"{path} has sliding_window={least}, less than block_size={config.trained_block}"

@@ -27,7 +27,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from graphengine.drafters.stream_readers import StreamReaders, layers_like
+from graphengine.drafters.stream_readers import StreamReaders, grouped_attention, layers_like
 from graphengine.kernels.linear.epilogues import StoreSquares
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual
@@ -36,6 +36,7 @@ from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product
+from graphengine.models.composition import blocks_of
 from graphengine.models.contract import (
     ChunkAttention,
     DecodeLaunch,
@@ -52,9 +53,8 @@ from graphengine.models.decoder_layer import (
     prefill_scratch,
 )
 from graphengine.models.linears import PLAIN, Linear, Linears
-from graphengine.models.splitting.rank_sizes import decoder_of_rank
+from graphengine.models.splitting.rank_sizes import split_layers
 from graphengine.models.states import LayerStates
-from graphengine.models.sublayers import usual_layer
 from graphengine.models.weights import StoredLinear, StoredWeights, Weight
 
 
@@ -129,7 +129,7 @@ class Eagle3Config(StreamReaders):
         ValueError for sizes that the ranks do not divide.
         """
         layer = self.layer
-        return replace(self, layer=decoder_of_rank(layer, layer.num_layers, share))
+        return replace(self, layer=split_layers(layer, share))
 
     @property
     def sizes(self) -> DecoderConfig:
@@ -142,9 +142,7 @@ class Eagle3Config(StreamReaders):
 
     @property
     def attention(self) -> GroupedQueryAttention:
-        attention = self.layer.attention
-        assert isinstance(attention, GroupedQueryAttention), f"{attention=}"
-        return replace(attention, fed_size=2 * self.hidden_size)
+        return replace(grouped_attention(self.layer), fed_size=2 * self.hidden_size)
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
@@ -156,7 +154,7 @@ class Eagle3Config(StreamReaders):
         return {
             "fc": Linear("residual", self.hidden_size, self.streams_width),
             **self.attention.linears,
-            **self.layer.mlp.linears,
+            **blocks_of(self.layer)[-1].linears,
             "lm_head": Linear("sample", self.draft_vocabulary, self.hidden_size),
         }
 
@@ -232,7 +230,8 @@ def allocate_eagle3_weights(
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, device=device, dtype=dtype)
 
-    sublayers = usual_layer(config.attention, config.layer.mlp, post_norms=False)
+    ((attention, mlp),) = config.layer.layers
+    sublayers = (attention._replace(block=config.attention), mlp)
     layer = allocate_layer(names.layer, sublayers, hidden, PLAIN, device=device, dtype=dtype)
     return Eagle3Weights(
         config=config,

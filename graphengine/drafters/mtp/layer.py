@@ -31,10 +31,11 @@ from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
+from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.norms import plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import chunk_product, new_weight, tensors_of
-from graphengine.models.composition import DecoderModel, is_composed
+from graphengine.models.composition import blocks_of, experts_of, windows_of
 from graphengine.models.contract import (
     ONE_RANK,
     ChunkAttention,
@@ -44,7 +45,7 @@ from graphengine.models.contract import (
     PrefillLaunch,
     Share,
 )
-from graphengine.models.decoder import DecoderConfig
+from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.decoder_layer import (
     LayerWeights,
     allocate_layer,
@@ -55,9 +56,9 @@ from graphengine.models.decoder_layer import (
 )
 from graphengine.models.linears import Linear, Linears, WeightForms, in_formats, refill
 from graphengine.models.splitting.rank_sizes import (
-    decoder_of_rank,
     forms_of_rank,
-    whole_but_experts,
+    split_layers,
+    spread_experts,
 )
 from graphengine.models.states import LayerStates
 from graphengine.models.weights import RoutedExperts, StoredLinear, StoredWeights, Weight
@@ -149,14 +150,13 @@ class MtpConfig:
 
     layout    one of `LAYOUTS`
     prefixes  prefix of each module's tensors, in order
-    layer     config of each module's decoder layer: the target's, with one layer; its
-              `expert_layers` are the modules that have experts
+    decoder   a decoder whose layers are the modules', one each
     norm_eps  epsilon of the norms before the projection
     """
 
     layout: MtpLayout
     prefixes: tuple[str, ...]
-    layer: DecoderConfig
+    decoder: DecoderConfig
     norm_eps: float
 
     @classmethod
@@ -174,36 +174,33 @@ class MtpConfig:
         expert_modules  modules that have experts; None: all, if the target has any
         full_attention  whether modules are known to have no window though target layers have one
         """
-        if is_composed(target):
-            target = target.attending_decoder()
-        if not isinstance(target, DecoderConfig):
+        if not isinstance(target, DecoderConfig) or (like := target.attending_decoder()) is None:
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} are not supported: it has no "
                 f"layers as modules have them"
             )
-        if any(target.windows) and not full_attention:
+        windows, experts = windows_of(target), experts_of(target)
+        if any(windows) and not full_attention:
             raise ValueError(
-                f"draft modules (MTP) of a {target.architecture} with windows of "
-                f"{max(target.windows)} tokens are not supported, unless mtp_layer_types says that "
-                f"they have full attention: a module has no window"
+                f"draft modules (MTP) of a {target.architecture} with windows of {max(windows)} "
+                f"tokens are not supported, unless mtp_layer_types says that they have full "
+                f"attention: a module has no window"
             )
-        if target.post_norms:
+        if any(each.post_norm for layer in target.layers for each in layer):
             raise ValueError(
                 f"draft modules (MTP) of a {target.architecture} are not supported: norms follow "
                 f"its blocks, and no module's"
             )
         if expert_modules is None:
-            expert_modules = () if target.experts is None else tuple(range(len(prefixes)))
-        layer = replace(
-            target,
-            num_layers=1,
-            expert_layers=expert_modules,
-            windows=(),
-            nope_layers=(),
-            stored_fused=False,
-            local_rope=None,
+            expert_modules = () if experts is None else tuple(range(len(prefixes)))
+        ((attention, dense),) = like.layers
+        routed = dense if experts is None else dense._replace(block=experts)
+        layers = tuple(
+            (attention, routed if index in expert_modules else dense)
+            for index in range(len(prefixes))
         )
-        return cls(layout=layout, prefixes=prefixes, layer=layer, norm_eps=target.norm_eps)
+        decoder = replace(like, layers=layers)
+        return cls(layout=layout, prefixes=prefixes, decoder=decoder, norm_eps=like.norm_eps)
 
     @property
     def modules(self) -> int:
@@ -215,52 +212,53 @@ class MtpConfig:
 
     @property
     def hidden_size(self) -> int:
-        return self.layer.hidden_size
+        return self.decoder.hidden_size
 
     @property
     def output_eps(self) -> float:
         """The epsilon of each module's final norm."""
-        return self.layer.norm_eps
+        return self.decoder.norm_eps
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
         """The states that the modules keep, one layer per module."""
-        return self.layer.states * self.modules
+        return self.decoder.states
 
     @property
     def table_bytes(self) -> int:
         """Bytes of the copies of norms with 1 added, which are not among the weights."""
-        layer = self.layer
-        if not layer.norms_plus_one:
+        decoder = self.decoder
+        if not decoder.norms_plus_one:
             return 0
-        of_heads = 2 * layer.head_dim if layer.qk_norm else 0
-        return 4 * self.modules * (5 * layer.hidden_size + of_heads)
+        attending = [each for each in blocks_of(decoder) if isinstance(each, GroupedQueryAttention)]
+        of_heads = sum(2 * each.head_dim for each in attending if each.qk_norm)
+        return 4 * (5 * self.modules * decoder.hidden_size + of_heads)
 
     def arrivals(self, lanes: int) -> int:
         """Arrival counters that a module's attention uses."""
-        return self.layer.arrivals(lanes)
+        return self.decoder.arrivals(lanes)
 
     def linears(self, draft_vocab_size: int | None = None) -> Linears:
         """Linears of one run of a module: its projection, its layer's linears, and lm_head.
 
         draft_vocab_size  rows of a trimmed lm_head; None: the target's
         """
-        hidden, layer = self.hidden_size, self.layer
+        hidden, decoder = self.hidden_size, self.decoder
         if draft_vocab_size is not None:
-            layer = replace(layer, vocab_size=draft_vocab_size)
+            decoder = replace(decoder, vocab_size=draft_vocab_size)
         projection = {"projection": Linear("residual", hidden, 2 * hidden)}
         formats = [self.forms.format_of(self.projection(prefix)) for prefix in self.prefixes]
-        of_layers = layer.linears_of([prefix + self.layout.layer for prefix in self.prefixes])
+        of_layers = decoder.linears_of([prefix + self.layout.layer for prefix in self.prefixes])
         return {**in_formats(projection, {"projection": formats}), **of_layers}
 
     @property
     def forms(self) -> WeightForms:
         """How packed weights are stored, lm_head among them."""
-        return self.layer.forms
+        return self.decoder.forms
 
     def stored_as(self, forms: WeightForms) -> Self:
         """A copy with weights stored in `forms`, for a target that is stored in them, too."""
-        return replace(self, layer=self.layer.stored_as(forms))
+        return replace(self, decoder=self.decoder.stored_as(forms))
 
     def projection(self, prefix: str) -> str:
         """The checkpoint's name of the projection of the module with this prefix."""
@@ -276,9 +274,8 @@ class MtpConfig:
         if share.ranks == 1:
             return self
         if data_parallel:
-            return replace(self, layer=whole_but_experts(self.layer, share))
-        layer = decoder_of_rank(self.layer, self.modules, share, expert_parallel)
-        part = replace(self, layer=layer)
+            return replace(self, decoder=spread_experts(self.decoder, share))
+        part = replace(self, decoder=split_layers(self.decoder, share, expert_parallel))
         whole, own = (
             allocate_mtp_weights(each, device="meta", dtype=torch.float32) for each in (self, part)
         )
@@ -286,7 +283,8 @@ class MtpConfig:
 
     def first(self, modules: int) -> MtpConfig:
         """A copy with only the first `modules` modules."""
-        return replace(self, prefixes=self.prefixes[:modules])
+        decoder = replace(self.decoder, layers=self.decoder.layers[:modules])
+        return replace(self, prefixes=self.prefixes[:modules], decoder=decoder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -341,7 +339,7 @@ class MtpWeights(StoredWeights):
 
     def opened(self) -> tuple[MtpModuleWeights, ...]:
         """The modules ready to run: with copies of the norms where the checkpoint's lack 1."""
-        if not self.config.layer.norms_plus_one:
+        if not self.config.decoder.norms_plus_one:
             return self.modules
         return tuple(module.with_norms_plus_one() for module in self.modules)
 
@@ -401,15 +399,15 @@ def allocate_mtp_weights(config: MtpConfig, *, device: str, dtype: torch.dtype) 
             ),
             layer=allocate_layer(
                 prefix + config.layout.layer,
-                config.layer.layer(index),
+                layer,
                 hidden,
-                config.layer.forms,
+                config.forms,
                 device=device,
                 dtype=dtype,
             ),
             final_norm=new(hidden),
         )
-        for index, prefix in enumerate(config.prefixes)
+        for prefix, layer in zip(config.prefixes, config.decoder.layers, strict=True)
     )
     return MtpWeights(config=config, modules=modules)
 

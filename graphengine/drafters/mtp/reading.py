@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig, MtpLayout, allocate_mtp_weights
+from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
+from graphengine.models.composition import attention_of, experts_of
 from graphengine.models.contract import ModelConfig
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import read_model_config
@@ -107,10 +109,9 @@ def _expert_modules(
     ValueError for parts whose sizes the target does not have: it gives the reason, rather than a
     list of names.
     """
-    there: set[str] = set()
-    if isinstance(target, DecoderConfig):
-        there |= {_LATENT} if target.latent else set()
-        there |= {_EXPERTS} if target.experts else set()
+    there = set() if experts_of(target) is None else {_EXPERTS}
+    if isinstance(target, DecoderConfig) and isinstance(attention_of(target), LatentAttention):
+        there.add(_LATENT)
     found: list[int] = []
     for index, prefix in enumerate(prefixes):
         layer = prefix + layout.layer
@@ -157,5 +158,5 @@ def _check_names(checkpoint: Checkpoint, config: MtpConfig) -> None:
     if unknown:
         raise ValueError(
             f"{checkpoint.path} has a draft module of the layout {layout.name} with tensors that "
-            f"a {config.layer.architecture} layer does not have: {some(sorted(unknown))}"
+            f"a {config.decoder.architecture} layer does not have: {some(sorted(unknown))}"
         )

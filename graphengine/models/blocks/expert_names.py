@@ -20,6 +20,8 @@ class ExpertNames(NamedTuple):
                  [E, H, 2F] and [E, F, H], or in 4 bits the rows of a linear for each expert; else
                  gates come first, with outputs before inputs: [E, 2F, H] and [E, H, F]
     shared       prefix of the shared SwiGLU's tensors
+    shared_gate  of the gate on the shared SwiGLU's output, without ".weight"
+    other        the names in other checkpoints of the family; None: all have the same
     """
 
     router: str = "gate"
@@ -32,6 +34,8 @@ class ExpertNames(NamedTuple):
     ending: str = ".weight"
     alternating: bool = False
     shared: str = "shared_experts."
+    shared_gate: str = "shared_expert_gate"
+    other: ExpertNames | None = None
 
     @property
     def stacked(self) -> bool:

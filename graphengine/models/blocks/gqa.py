@@ -29,8 +29,10 @@ from graphengine.kernels.linear.epilogues import STORE
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import RowFamily, attention_split
 from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.norm import rms_norm
 from graphengine.kernels.norm_rope.rope import rope_append
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
+from graphengine.models.blocks.head_rows import HeadRows
 from graphengine.models.blocks.norms import NextNorm, plus_one
 from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import (
@@ -52,7 +54,9 @@ class GroupedQueryAttention:
     """Sizes and switches of the block.
 
     qk_norm   an RMSNorm on each head's query and key before RoPE
-    norm_eps  epsilon of these norms, and of the norm of the block's input
+    row_norm  whether these norms are each of all heads' values of a token together
+    norm_eps  epsilon of these norms, and of the norms around the block
+    normed    whether there is a norm before the block
     window    tokens that a query sees, including its own; 0: all up to its own
     nope      whether heads stay as they are where others rotate them (NoPE)
     rotated   the part of a head, one over a whole number, that RoPE rotates, as in its `RopeConfig`
@@ -75,6 +79,8 @@ class GroupedQueryAttention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    row_norm: bool = False
+    normed: bool = True
     window: int = 0
     nope: bool = False
     rotated: float = 1.0
@@ -110,6 +116,12 @@ class GroupedQueryAttention:
     def parts(self) -> int:
         """How many parts a head has; RoPE rotates the first."""
         return round(1 / self.rotated)
+
+    @property
+    def rows(self) -> HeadRows:
+        """The rows of queries, keys, values and gates."""
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return HeadRows(*sizes, parts=self.parts, gated=self.gated)
 
     @property
     def scale(self) -> float:
@@ -189,6 +201,12 @@ class GroupedQueryAttention:
         def new(condition: bool, *shape: int) -> Tensor | None:
             return torch.empty(shape, device=device, dtype=dtype) if condition else None
 
+        def norm(heads: int) -> Tensor | None:
+            if not self.row_norm:
+                return new(self.qk_norm, self.head_dim)
+            # The norm's output is rounded once, after its weight.
+            return torch.empty(heads * self.head_dim, device=device, dtype=torch.float32)
+
         def weight(name: str, rows: int, columns: int) -> AnyWeight:
             first = prefix + self.first_linears[name]
             return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
@@ -199,8 +217,8 @@ class GroupedQueryAttention:
             prefix=prefix,
             qkv=weight("qkv", self.projected_size, self.fed_columns),
             qkv_bias=new(self.qkv_bias, self.projected_size),
-            q_norm=new(self.qk_norm, self.head_dim),
-            k_norm=new(self.qk_norm, self.head_dim),
+            q_norm=norm(self.num_heads),
+            k_norm=norm(self.num_kv_heads),
             kv_scales=torch.ones((2, self.num_kv_heads), device=device),
             output=weight("output", hidden, self.q_size),
             output_bias=new(self.output_bias, hidden),
@@ -210,12 +228,7 @@ class GroupedQueryAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
-    """The block's weights; q, k, v and gates are one matrix.
-
-    Where RoPE rotates one of n parts of a head, the 2 * n pieces of queries and keys are reordered:
-    the even ones come first. Then each rotated value is half a head from its partner, as the
-    kernels have it. Scores are sums over a head, and stay the same. Gates are reordered like
-    queries, with which they share a tensor, and `gate_heads` finds them again.
+    """The block's weights; q, k, v and gates are one matrix, in the order of `HeadRows`.
 
     prefix     of the names in the checkpoint: those of Hugging Face's decoders of Llama's lineage
     kv_scales  float32 `[2, G]`, of keys and values in an fp8 cache: 1 until they are set
@@ -235,60 +248,15 @@ class AttentionWeights:
 
     def linears(self) -> list[StoredLinear]:
         """The block's products."""
-        parts = tuple((f"{self.prefix}{name}_proj", rows) for name, rows in self._qkv_rows())
+        of_heads = self.block.rows
+        parts = tuple((f"{self.prefix}{name}_proj", rows) for name, rows in of_heads.of_linears)
         output = (f"{self.prefix}{self.block.names[0]}", self.block.hidden_size)
         pieces: dict[str, tuple[int, ...]] = {}
         if self.block.one_linear:
             name, rows = f"{self.prefix}qkv_proj", tuple(rows for _, rows in parts)
             parts, pieces = ((name, sum(rows)),), {name: rows}
-        qkv = StoredLinear(self.qkv, parts, axis=0, order=self._row_order(), pieces=pieces)
+        qkv = StoredLinear(self.qkv, parts, axis=0, order=of_heads.order(), pieces=pieces)
         return [qkv, StoredLinear(self.output, (output,), axis=1)]
-
-    def _row_order(self) -> Tensor | None:
-        """The checkpoint's row for each row of `qkv`; None: `qkv` is in the checkpoint's order."""
-        if self.block.parts == 1 and not self.block.gated:
-            return None
-        order = torch.empty(self.block.projected_size, dtype=torch.int64)
-        start = 0
-        for (_, rows), view in zip(self._qkv_rows(), self._of_checkpoint(order), strict=True):
-            view.copy_(torch.arange(start, start + rows).view(view.shape))
-            start += rows
-        return order
-
-    def _qkv_rows(self) -> list[tuple[str, int]]:
-        block = self.block
-        queries = block.q_size * (2 if block.gated else 1)
-        return [("q", queries), ("k", block.kv_size), ("v", block.kv_size)]
-
-    def _of_checkpoint(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of `qkv` as a checkpoint has them: views of queries, keys and values."""
-        block = self.block
-        q, k, v, _ = torch.split(
-            rows,
-            [block.q_size, block.kv_size, block.kv_size, block.projected_size - block.qkv_size],
-        )
-        if not block.gated:
-            return self._head_of_checkpoint(q), self._head_of_checkpoint(k), v
-        # The distance from a head's query to its gates is the same for all heads.
-        of_heads = self._head_of_checkpoint(q, always=True)
-        row = rows.stride(0)
-        q = rows.as_strided(
-            (block.num_heads, 2, *of_heads.shape[1:]),
-            (block.head_dim * row, block.qkv_size * row, *of_heads.stride()[1:]),
-            rows.storage_offset(),
-        )
-        return q, self._head_of_checkpoint(k), v
-
-    def _head_of_checkpoint(self, rows: Tensor, *, always: bool = False) -> Tensor:
-        """Rows of heads as a checkpoint has them: a view `[heads, parts, 2, D / parts / 2, ...]`.
-
-        always  make the view even where the rows are in the checkpoint's order
-        """
-        parts = self.block.parts
-        if parts == 1 and not always:
-            return rows
-        width = self.block.head_dim // (2 * parts)
-        return rows.view(-1, 2, parts, width, *rows.shape[1:]).transpose(1, 2)
 
     def stored(self) -> dict[str, Weight]:
         """The tensors that are not packed, by name."""
@@ -296,7 +264,7 @@ class AttentionWeights:
         names = {name: view for each in self.linears() for name, view in each.views().items()}
         for kind, rows in (("weight", self.qkv), ("bias", self.qkv_bias)):
             if isinstance(rows, Tensor) and not self.block.one_linear:
-                for name, part in zip("qkv", self._of_checkpoint(rows), strict=True):
+                for name, part in zip("qkv", self.block.rows.of_checkpoint(rows), strict=True):
                     names[f"{prefix}{name}_proj.{kind}"] = Weight(part, 0)
         output, norm = self.block.names
         for name, whole in (
@@ -306,7 +274,7 @@ class AttentionWeights:
         ):
             if whole is not None:
                 of_heads = whole is not self.output_bias
-                view = self._head_of_checkpoint(whole) if of_heads else whole
+                view = self.block.rows.of_heads(whole) if of_heads else whole
                 names[prefix + name] = Weight(view)
         if self.sinks is not None:
             names[f"{prefix}sinks"] = Weight(self.sinks, 0)
@@ -349,6 +317,7 @@ class AttentionWeights:
         """
         block = self.block
         qkv = self._qkv_product(residual if fed is None else fed, row.slot, launch)
+        self._norm_rows(qkv, row.slot, pdl=launch.pdl)
         attended = decode_attention(
             qkv[:, : block.qkv_size],
             tables.cos,
@@ -362,8 +331,8 @@ class AttentionWeights:
             num_kv_heads=block.num_kv_heads,
             scale=block.scale,
             max_seq_len=tables.max_seq_len,
-            q_norm_weight=self.q_norm,
-            k_norm_weight=self.k_norm,
+            q_norm_weight=None if block.row_norm else self.q_norm,
+            k_norm_weight=None if block.row_norm else self.k_norm,
             eps=block.norm_eps,
             kv_scales=self._scales_of(kv),
             window=block.window,
@@ -431,8 +400,8 @@ class AttentionWeights:
             position,
             num_heads=heads,
             num_kv_heads=block.num_kv_heads,
-            q_norm_weight=self.q_norm,
-            k_norm_weight=self.k_norm,
+            q_norm_weight=None if block.row_norm else self.q_norm,
+            k_norm_weight=None if block.row_norm else self.k_norm,
             eps=block.norm_eps,
             kv_scales=self._scales_of(kv),
             rows=launch.rope_rows if isinstance(launch, PrefillLaunch) else None,
@@ -488,6 +457,8 @@ class AttentionWeights:
     def _qkv_product(self, inputs: Tensor | Residual, slot: Tensor, launch: DecodeLaunch) -> Tensor:
         """Queries, keys and values of decode lanes, side by side, and gates after them."""
         eps, bias = self.block.norm_eps, self.qkv_bias
+        if isinstance(inputs, Residual) and not self.block.normed:
+            inputs = inputs.scaled
         call = launch.call("qkv", inputs, self.qkv, slot, eps=eps, bias=bias)
         return linear(call, STORE)
 
@@ -520,6 +491,7 @@ class AttentionWeights:
         q = scratch.take(block.q_size, after=block.projected_size)
         x = scratch.h if fed is None else fed
         scratch.product(x, self.qkv, self.qkv_bias, out=qkv)
+        self._norm_rows(qkv, lanes.slot, pdl=scratch.launch.pdl)
         heads = self._append(
             qkv[:, : block.qkv_size],
             block.num_heads,
@@ -544,6 +516,16 @@ class AttentionWeights:
         )
         self._gate(attended, qkv, lanes.slot, pdl=scratch.launch.pdl)
         return attended
+
+    def _norm_rows(self, qkv: Tensor, slot: Tensor, *, pdl: bool) -> None:
+        """Norm all queries of a lane together, and all keys, where the block does so, in place."""
+        block = self.block
+        if not block.row_norm:
+            return
+        parts = qkv[:, : block.q_size], qkv[:, block.q_size : block.q_size + block.kv_size]
+        for part, norm in zip(parts, (self.q_norm, self.k_norm), strict=True):
+            assert norm is not None
+            rms_norm(part, norm, slot, eps=block.norm_eps, out_dtype=part.dtype, out=part, pdl=pdl)
 
     def _gate(self, attended: Tensor, qkv: Tensor, slot: Tensor, *, pdl: bool) -> None:
         """Multiply attention's sums by their gates, where there are some, in place."""

@@ -16,12 +16,15 @@ from torch import Tensor
 class Sandwich(NamedTuple):
     """The weights [H] of the norm after a block, and of the one that reads the stream next.
 
-    eps  of the first
+    eps     of the first
+    normed  whether there is the second; else the stream is read as it is, and `following` is all
+            ones
     """
 
     post: Tensor
     following: Tensor
     eps: float
+    normed: bool = True
 
 
 NextNorm = Tensor | Sandwich

@@ -77,7 +77,7 @@ def add_product(
     """
     if isinstance(next_norm_H, Sandwich):
         assert call.squares_TN is None, "no norm of the inputs here"
-        post, following, eps = next_norm_H
+        post, following, eps, _ = next_norm_H
         product, slot = _whole_product(call, launch), call.slot_N
         return add_normed(product, post, residual, following, slot, eps=eps, pdl=launch.pdl)
     if launch.reduce is None or launch.peers is not None:
@@ -277,7 +277,8 @@ def add_chunk_product(
     eps: float,
     out: Tensor,
 ) -> None:
-    """Add the product of all ranks to `stream` in place, and write it, normed, to `scratch.h`.
+    """Add the product of all ranks to `stream` in place, and write it, normed for what reads it
+    next, to `scratch.h`.
 
     `out`, `[N, H]`, may take the product, and may be `scratch.h`. Each rank's part is rounded to
     its dtype before the parts are summed; in decode they are float32. Where the stream is split,
@@ -296,7 +297,7 @@ def add_chunk_product(
         whole = whole if bias is None else whole + bias
     h = scratch.h
     if isinstance(next_norm_H, Sandwich):
-        post, following, post_eps = next_norm_H
+        post, following, post_eps, normed = next_norm_H
         assert eps == post_eps, f"norms of two {eps=}, {post_eps=}"
         add_normed_rms_norm(
             stream_NH,
@@ -309,6 +310,8 @@ def add_chunk_product(
             out=h,
             pdl=launch.pdl,
         )
+        if not normed:
+            h.copy_(stream_NH)
         return
     add_rms_norm(
         stream_NH, whole, next_norm_H, slot_N, eps=eps, out_dtype=h.dtype, out=h, pdl=launch.pdl

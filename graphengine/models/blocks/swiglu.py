@@ -37,8 +37,9 @@ PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Swiglu:
-    """Sizes and switches of the block; `norm_eps` is the epsilon of the norm of its input.
+    """Sizes and switches of the block; `norm_eps` is the epsilon of the norms around it.
 
+    normed      whether there is a norm before the block
     role        prefix of its linears' names
     names       of gates, ups and down in a checkpoint
     one_linear  whether a checkpoint has gates and ups in one linear without biases, which has the
@@ -53,6 +54,7 @@ class Swiglu:
     role: str = ""
     names: tuple[str, str, str] = PLAIN_NAMES
     one_linear: bool = False
+    normed: bool = True
 
     @property
     def linears(self) -> Linears:
@@ -172,7 +174,7 @@ class SwigluWeights:
         block = self.block
         call = launch.call(
             f"{block.role}gate_up",
-            residual,
+            residual if block.normed else residual.scaled,
             self.gate_up,
             row.slot,
             eps=block.norm_eps,

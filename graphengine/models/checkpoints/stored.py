@@ -15,7 +15,7 @@ import torch
 from graphengine.config import RoundedKind, StateDtype
 from graphengine.models.checkpoints.checkpoint import Checkpoint, Progress, eos_token_ids
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
-from graphengine.models.composition import is_composed
+from graphengine.models.composition import Composition
 from graphengine.models.contract import ModelConfig, ModelWeights
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
@@ -69,13 +69,15 @@ def read_model(
     is missing, unsupported or contradictory.
     """
     config = read_model_config(checkpoint.config)
+    if isinstance(config, Composition):
+        config = config.named_as(checkpoint.tensors)
     quantisation = quantisation_of(checkpoint)
     packed: list[StoredLinear] = []
     if quantisation is not None:
         for note in quantisation.notes:
             log.info("%s: %s", checkpoint.path, note)
         config = _with_own_head(checkpoint, quantisation, config)
-        if is_composed(config):
+        if isinstance(config, Composition):
             config = config.parted(parted_names(quantisation, _meta(config).linears()))
         linears = _meta(config).linears()
         config = config.stored_as(stored_forms(checkpoint, quantisation, linears))
@@ -118,7 +120,7 @@ def with_state_dtype(config: ModelConfig, dtype: StateDtype) -> ModelConfig:
     if dtype == "auto":
         return config
     changed = config
-    if is_composed(config):
+    if isinstance(config, Composition):
         changed = config.with_state_dtype(DTYPES[dtype])
     if changed is config:
         raise ValueError(

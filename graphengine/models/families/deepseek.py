@@ -8,7 +8,7 @@ results and are not implemented here are refused.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from graphengine.kernels.attention.latent import MAX_LATENT, MAX_ROTATED
@@ -20,7 +20,7 @@ from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import LATENT_KEYS, HfConfig, unsupported
-from graphengine.models.hf.decoder_config import decoder_config
+from graphengine.models.hf.decoder_config import decoder_config, mlp_of, with_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,30 +93,27 @@ def _read(config: HfConfig, architecture: str, version: Version) -> DecoderConfi
     if not settings["rope_interleave"]:
         raise unsupported("rope_interleave", False, "True")
     settings["head_dim"] = settings["qk_rope_head_dim"]
-    model = decoder_config(settings, architecture)
     q_rank = None if has_no_q_rank else settings["q_lora_rank"]
-    latent = _attention(settings, model, q_rank)
-    return with_experts(settings, replace(model, latent=latent), version)
+    model = decoder_config(settings, architecture, _attention(settings, q_rank), mlp_of(settings))
+    return with_routed_experts(settings, model, version)
 
 
-def _attention(
-    settings: dict[str, Any], model: DecoderConfig, q_rank: int | None
-) -> LatentAttention:
+def _attention(settings: dict[str, Any], q_rank: int | None) -> LatentAttention:
     plain, rotated = settings["qk_nope_head_dim"], settings["qk_rope_head_dim"]
     if settings["kv_lora_rank"] > MAX_LATENT:
         raise unsupported("kv_lora_rank", settings["kv_lora_rank"], f"at most {MAX_LATENT}")
     if rotated % 2 or rotated > MAX_ROTATED:
         raise unsupported("qk_rope_head_dim", rotated, f"even, at most {MAX_ROTATED}")
     return LatentAttention(
-        hidden_size=model.hidden_size,
-        num_heads=model.num_heads,
+        hidden_size=settings["hidden_size"],
+        num_heads=settings["num_attention_heads"],
         kv_rank=settings["kv_lora_rank"],
         q_rank=q_rank,
         plain_dim=plain,
         rotated_dim=rotated,
         value_dim=settings["v_head_dim"],
-        scale=(plain + rotated) ** -0.5 * _scale_of(model.rope),
-        norm_eps=model.norm_eps,
+        scale=(plain + rotated) ** -0.5 * _scale_of(hf_config.rope(settings)),
+        norm_eps=settings["rms_norm_eps"],
     )
 
 
@@ -127,7 +124,9 @@ def _scale_of(rope: RopeConfig) -> float:
     return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
 
 
-def with_experts(settings: dict[str, Any], model: DecoderConfig, version: Version) -> DecoderConfig:
+def with_routed_experts(
+    settings: dict[str, Any], model: DecoderConfig, version: Version
+) -> DecoderConfig:
     """The model with the experts that `settings` give it, routed as in this version."""
     count, first = settings["n_routed_experts"], settings["first_k_dense_replace"]
     layers = tuple(
@@ -161,7 +160,7 @@ def with_experts(settings: dict[str, Any], model: DecoderConfig, version: Versio
         else None,
         corrected=version.scores == "sigmoid",
     )
-    return replace(model, experts=experts, expert_layers=layers)
+    return with_experts(model, experts, layers)
 
 
 def _router(settings: dict[str, Any], version: Version) -> Router:

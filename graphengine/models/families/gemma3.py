@@ -7,7 +7,6 @@ config under `text_config`, which leaves out transformers' defaults.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from graphengine.models.decoder import DecoderConfig
@@ -21,7 +20,7 @@ from graphengine.models.hf.config_schema import (
     read_keys,
     unsupported,
 )
-from graphengine.models.hf.decoder_config import decoder_config
+from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
 
 # transformers' defaults for missing keys; other families require these keys.
 _SIZES = {
@@ -52,14 +51,15 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         if config.get(name) not in (None, wanted):
             raise unsupported(name, config[name], f"null or {wanted!r}")
     settings = hf_config.read_settings(_spelled_out(config, own), DEFAULTS)
-    model = decoder_config(settings, architecture, qk_norm=True)
-    return replace(
-        model,
+    return decoder_config(
+        settings,
+        architecture,
+        attention_of(settings, qk_norm=True, scale_of=own["query_pre_attn_scalar"]),
+        mlp_of(settings, activation="gelu_tanh"),
         post_norms=True,
         norms_plus_one=True,
-        embedding_scale=math.sqrt(model.hidden_size),
-        activation="gelu_tanh",
-        query_scalar=own["query_pre_attn_scalar"],
+        embedding_scale=math.sqrt(settings["hidden_size"]),
+        scales_in_embedding=True,
     )
 
 

@@ -5,13 +5,11 @@ RoPE rotates the first half of each head. All layers but the first ones have exp
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.deepseek import Version, with_experts
+from graphengine.models.families.deepseek import Version, with_routed_experts
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import ROUTED_KEYS, HfConfig, Key, unsupported
-from graphengine.models.hf.decoder_config import decoder_config
+from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
 
 # Defaults for missing keys, where transformers' differ from those of other families.
 _MISSING = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
@@ -45,8 +43,9 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
             settings[name] = value
     if settings["moe_layer_freq"] != 1:
         raise unsupported("moe_layer_freq", settings["moe_layer_freq"], "1")
-    model = decoder_config(
-        settings, architecture, attention_bias=False, qk_norm=settings["use_qk_norm"]
+    rope = hf_config.rope(settings)
+    attention = attention_of(
+        settings, output_bias=False, qk_norm=settings["use_qk_norm"], rotated=rope.rotated
     )
-    model = replace(model, qkv_bias=settings["attention_bias"])
-    return with_experts(settings, model, _GLM)
+    model = decoder_config(settings, architecture, attention, mlp_of(settings))
+    return with_routed_experts(settings, model, _GLM)

@@ -5,9 +5,7 @@ Checkpoints have all experts of a layer in one tensor.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from graphengine.kernels.experts.router import MAX_EXPERTS, Router
+from graphengine.kernels.experts.router import Router
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
@@ -20,7 +18,13 @@ from graphengine.models.hf.config_schema import (
     read_key,
     unsupported,
 )
-from graphengine.models.hf.decoder_config import decoder_config
+from graphengine.models.hf.decoder_config import (
+    attention_of,
+    decoder_config,
+    expert_count,
+    mlp_of,
+    with_experts,
+)
 
 # Defaults for missing keys, where transformers' differ from those of other families.
 _MISSING = {
@@ -71,27 +75,24 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         if config.get(name) not in (None, only):
             raise unsupported(name, config[name], f"null or {only}")
     settings = hf_config.read_settings(_spelled_out(config), DEFAULTS)
-    model = decoder_config(settings, architecture)
-    count, chosen = settings["num_local_experts"], settings["num_experts_per_tok"]
+    count, chosen = expert_count(settings, "num_local_experts"), settings["num_experts_per_tok"]
     if settings["num_experts"] not in (None, count):
         raise unsupported("num_experts", settings["num_experts"], "as num_local_experts is")
-    if count > MAX_EXPERTS:
-        raise unsupported("num_local_experts", count, f"at most {MAX_EXPERTS}")
-    if chosen > count:
-        raise unsupported("num_experts_per_tok", chosen, f"at most num_local_experts={count}")
     if settings["experts_per_token"] not in (None, chosen):
         raise unsupported("experts_per_token", settings["experts_per_token"], f"null or {chosen}")
     experts = Experts(
-        hidden_size=model.hidden_size,
-        ffn_size=model.ffn_size,
+        hidden_size=settings["hidden_size"],
+        ffn_size=settings["intermediate_size"],
         experts=count,
         router=Router(top_k=chosen, scores="softmax_of_chosen"),
-        norm_eps=model.norm_eps,
+        norm_eps=settings["rms_norm_eps"],
         bias=True,
         clamped=ClampedSwiglu(limit=settings["swiglu_limit"], slope=settings["swiglu_alpha"]),
         names=NAMES,
     )
-    return replace(model, experts=experts, expert_layers=tuple(range(model.num_layers)), sinks=True)
+    attention = attention_of(settings, sinks=True)
+    model = decoder_config(settings, architecture, attention, mlp_of(settings))
+    return with_experts(model, experts, range(model.num_layers))
 
 
 def _spelled_out(config: HfConfig) -> HfConfig:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphengine.kernels.experts.router import MAX_EXPERTS, Router
+from graphengine.kernels.experts.router import Router
 from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
 from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.granite import attention_of, composed, stream_eps
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import GRANITE_KEYS, HfConfig, unsupported
+from graphengine.models.hf.decoder_config import expert_count
 from graphengine.models.hf.mamba_config import time_step_limits, with_plain_limits
-from graphengine.models.hybrid import HybridConfig
 from graphengine.models.sublayers import Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=2048, keys=GRANITE_KEYS)
@@ -33,15 +34,14 @@ EXPERT_NAMES = ExpertNames(
 _MAMBA, _ATTENTION = ("linear_attention", "mamba"), ("full_attention", "attention")
 
 
-def read_config(config: HfConfig, architecture: str) -> HybridConfig:
-    """`HybridConfig` of a `GraniteMoeHybridForCausalLM` checkpoint."""
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `GraniteMoeHybridForCausalLM` checkpoint."""
     settings = _read_settings(config)
     types = _layer_types(config, settings)
     eps = stream_eps(settings)
     positions = settings["position_embedding_type"]
     if positions not in (None, "nope", "rope"):
         raise unsupported("position_embedding_type", positions, "null, 'nope', 'rope'")
-    attention = attention_of(settings)
     mamba = Mamba2(
         hidden_size=settings["hidden_size"],
         sizes=_mamba_sizes(settings),
@@ -52,12 +52,12 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
     )
     after = _feed_forward(settings, eps)
     mixers = {
-        True: Sublayer("input_layernorm", "self_attn.", attention),
+        True: Sublayer("input_layernorm", "self_attn.", attention_of(settings)),
         False: Sublayer("input_layernorm", "mamba.", mamba),
     }
     layers = tuple((mixers[kind in _ATTENTION], after) for kind in types)
     rope = hf_config.rope(settings) if positions == "rope" else None
-    return composed(settings, architecture, layers, attention, rope)
+    return composed(settings, architecture, layers, rope=rope)
 
 
 def _read_settings(config: HfConfig) -> dict[str, Any]:
@@ -70,18 +70,12 @@ def _read_settings(config: HfConfig) -> dict[str, Any]:
         told["intermediate_size"] = told.get("intermediate_size") or 1
     if told.get("mamba_d_head") == "auto":
         told["mamba_d_head"] = None
-    settings = hf_config.read_settings(told, DEFAULTS)
-    count, chosen = settings["num_local_experts"], settings["num_experts_per_tok"]
-    if count > MAX_EXPERTS:
-        raise unsupported("num_local_experts", count, f"at most {MAX_EXPERTS}")
-    if count and not 1 <= chosen <= count:
-        raise unsupported("num_experts_per_tok", chosen, f"1 to num_local_experts={count}")
-    return settings
+    return hf_config.read_settings(told, DEFAULTS)
 
 
 def _feed_forward(settings: dict[str, Any], eps: float) -> Sublayer:
     """A SwiGLU, which beside routed experts is the one that every token takes."""
-    count = settings["num_local_experts"]
+    count = expert_count(settings, "num_local_experts")
     mlp = Swiglu(
         hidden_size=settings["hidden_size"],
         ffn_size=settings["shared_intermediate_size"],

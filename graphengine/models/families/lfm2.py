@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from graphengine.kernels.experts.router import MAX_EXPERTS, Router
+from graphengine.kernels.experts.router import Router
 from graphengine.models.blocks.expert_names import ExpertNames
 from graphengine.models.blocks.experts import Experts
-from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.short_conv import ShortConv
-from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import (
     LFM2_KEYS,
     LFM2_MOE_KEYS,
     HfConfig,
     read_keys,
-    unsupported,
 )
-from graphengine.models.hybrid import HybridConfig
+from graphengine.models.hf.decoder_config import (
+    attention_of,
+    composed,
+    expert_count,
+    mlp_of,
+    with_experts,
+)
 from graphengine.models.sublayers import Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=128_000, keys=LFM2_KEYS, biases=())
@@ -38,26 +41,21 @@ EXPERT_NAMES = ExpertNames(
 )
 
 
-def read_config(config: HfConfig, architecture: str) -> HybridConfig:
-    """`HybridConfig` of a `Lfm2ForCausalLM` checkpoint."""
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `Lfm2ForCausalLM` checkpoint."""
     return _read(config, architecture, DEFAULTS)
 
 
-def read_moe(config: HfConfig, architecture: str) -> HybridConfig:
-    """`HybridConfig` of a `Lfm2MoeForCausalLM` checkpoint: experts after the first few layers."""
+def read_moe(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `Lfm2MoeForCausalLM` checkpoint: experts after the first few layers."""
     model = _read({"block_auto_adjust_ff_dim": False, **config}, architecture, MOE_DEFAULTS)
     settings = read_keys(config, LFM2_MOE_KEYS)
-    count, chosen = settings["num_experts"], settings["num_experts_per_tok"]
-    if count > MAX_EXPERTS:
-        raise unsupported("num_experts", count, f"at most {MAX_EXPERTS}")
-    if chosen > count:
-        raise unsupported("num_experts_per_tok", chosen, f"at most num_experts={count}")
     experts = Experts(
         hidden_size=model.hidden_size,
         ffn_size=settings["moe_intermediate_size"],
-        experts=count,
+        experts=expert_count(settings, "num_experts"),
         router=Router(
-            top_k=chosen,
+            top_k=settings["num_experts_per_tok"],
             scores="sigmoid",
             normalised=settings["norm_topk_prob"],
             least_sum=1e-6,
@@ -67,28 +65,15 @@ def read_moe(config: HfConfig, architecture: str) -> HybridConfig:
         corrected=settings["use_expert_bias"],
         names=EXPERT_NAMES,
     )
-    dense = settings["num_dense_layers"]
-    layers = tuple(
-        (mixer, after if index < dense else after._replace(block=experts))
-        for index, (mixer, after) in enumerate(model.layers)
-    )
-    return replace(model, layers=layers)
+    return with_experts(model, experts, range(settings["num_dense_layers"], model.num_layers))
 
 
-def _read(config: HfConfig, architecture: str, defaults: hf_config.FamilyDefaults) -> HybridConfig:
+def _read(config: HfConfig, architecture: str, defaults: hf_config.FamilyDefaults) -> DecoderConfig:
     told = _with_new_names({**_MISSING, **config})
     types = told.pop("layer_types", None)
     settings = hf_config.read_settings(told, defaults)
     hidden, eps = settings["hidden_size"], settings["norm_eps"]
-    attention = GroupedQueryAttention(
-        hidden_size=hidden,
-        num_heads=settings["num_attention_heads"],
-        num_kv_heads=settings["num_key_value_heads"],
-        head_dim=settings["head_dim"],
-        norm_eps=eps,
-        qk_norm=True,
-        names=("out_proj", "layernorm"),
-    )
+    attention = attention_of(settings, norm_eps=eps, qk_norm=True, names=("out_proj", "layernorm"))
     conv = ShortConv(
         hidden_size=hidden,
         channels=hidden,
@@ -96,28 +81,15 @@ def _read(config: HfConfig, architecture: str, defaults: hf_config.FamilyDefault
         norm_eps=eps,
         bias=settings["conv_bias"],
     )
-    mlp = Swiglu(
-        hidden_size=hidden,
-        ffn_size=_ffn_size(settings),
-        norm_eps=eps,
-        names=_NAMES,
-    )
+    mlp = mlp_of(settings, ffn_size=_ffn_size(settings), norm_eps=eps, names=_NAMES)
     mixers = {
         _ATTENTION: Sublayer("operator_norm", "self_attn.", attention),
         _CONV: Sublayer("operator_norm", "conv.", conv),
     }
     after = Sublayer("ffn_norm", "feed_forward.", mlp)
-    return HybridConfig(
-        architecture=architecture,
-        vocab_size=settings["vocab_size"],
-        hidden_size=hidden,
-        norm_eps=eps,
-        max_positions=settings["max_position_embeddings"],
-        layers=tuple((mixers[kind], after) for kind in _layer_types(types, settings)),
-        attention=attention,
-        rope=hf_config.rope(settings),
-        tie_embeddings=settings["tie_word_embeddings"],
-        final_norm_name="model.embedding_norm",
+    layers = tuple((mixers[kind], after) for kind in _layer_types(types, settings))
+    return composed(
+        settings, architecture, layers, norm_eps=eps, final_norm_name="model.embedding_norm"
     )
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
-from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.squared_relu import SquaredRelu
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import NEMOTRON_KEYS, HfConfig, unsupported
+from graphengine.models.hf.decoder_config import attention_of, composed
 from graphengine.models.hf.mamba_config import time_step_limits, with_plain_limits
-from graphengine.models.hybrid import HybridConfig
 from graphengine.models.sublayers import Block, Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, keys=NEMOTRON_KEYS, biases=("mlp_bias",))
@@ -30,20 +30,13 @@ _LETTERS = {
 }
 
 
-def read_config(config: HfConfig, architecture: str) -> HybridConfig:
-    """`HybridConfig` of a `NemotronHForCausalLM` checkpoint."""
+def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `NemotronHForCausalLM` checkpoint."""
     pattern = _pattern(config)
     settings = _read_settings(config, pattern)
     hidden, eps = settings["hidden_size"], settings["layer_norm_epsilon"]
-    attention = GroupedQueryAttention(
-        hidden_size=hidden,
-        num_heads=settings["num_attention_heads"],
-        num_kv_heads=settings["num_key_value_heads"],
-        head_dim=settings["head_dim"],
-        norm_eps=eps,
-    )
     blocks: dict[str, Block] = {
-        _ATTENTION: attention,
+        _ATTENTION: attention_of(settings, norm_eps=eps),
         _MAMBA: Mamba2(
             hidden_size=hidden,
             sizes=_mamba_sizes(settings),
@@ -60,15 +53,12 @@ def read_config(config: HfConfig, architecture: str) -> HybridConfig:
             bias=settings["mlp_bias"],
         ),
     }
-    return HybridConfig(
-        architecture=architecture,
-        vocab_size=settings["vocab_size"],
-        hidden_size=hidden,
+    return composed(
+        settings,
+        architecture,
+        tuple((Sublayer("norm", "mixer.", blocks[letter]),) for letter in pattern),
         norm_eps=eps,
-        max_positions=settings["max_position_embeddings"],
-        layers=tuple((Sublayer("norm", "mixer.", blocks[letter]),) for letter in pattern),
-        attention=attention,
-        tie_embeddings=settings["tie_word_embeddings"],
+        rope=None,
         embedding_name="model.embeddings",
         final_norm_name="model.norm_f",
     )

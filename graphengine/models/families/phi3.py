@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig
-from graphengine.models.hf.decoder_config import decoder_config
+from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, windows="all", biases=())
 # transformers' defaults for missing keys, where other families have different ones.
@@ -17,4 +15,6 @@ _MISSING = {"sliding_window": None, "rms_norm_eps": 1e-5, "tie_word_embeddings":
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Phi3ForCausalLM` checkpoint."""
     settings = hf_config.read_settings({**_MISSING, **config}, DEFAULTS)
-    return replace(decoder_config(settings, architecture), stored_fused=True)
+    attention = attention_of(settings, one_linear=True)
+    mlp = mlp_of(settings, names=("gate_up_proj", "", "down_proj"), one_linear=True)
+    return decoder_config(settings, architecture, attention, mlp)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig
-from graphengine.models.hf.decoder_config import decoder_config
+from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
 
 DEFAULTS = hf_config.FamilyDefaults(
     max_positions=32768, windows="switched", fixed={"qkv_bias": (True,)}
@@ -16,4 +16,5 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen2ForCausalLM` or `MiMoForCausalLM` checkpoint."""
     settings = hf_config.read_settings(config, DEFAULTS)
     # The architecture fixes its biases. transformers ignores a config that names `attention_bias`.
-    return decoder_config(settings, architecture, attention_bias=False, qkv_bias=True)
+    attention = attention_of(settings, qkv_bias=True, output_bias=False)
+    return decoder_config(settings, architecture, attention, mlp_of(settings))

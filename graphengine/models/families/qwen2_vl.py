@@ -6,13 +6,12 @@ Published configs have the language model's keys beside `vision_config`, newer o
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig, check_neutral, language_model
-from graphengine.models.hf.decoder_config import decoder_config
+from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, windows="switched")
 _BESIDE = ("vision_config", "text_config")
@@ -27,5 +26,6 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         check_neutral({**config, "quantization_config": None}, ("rope_scaling",))
         told["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     settings = hf_config.read_settings(hf_config.of_one_axis(told), DEFAULTS)
-    made = decoder_config(settings, architecture, attention_bias=False, qkv_bias=True)
-    return replace(made, rope=hf_config.with_axes(made.rope, told))
+    attention = attention_of(settings, qkv_bias=True, output_bias=False)
+    rope = hf_config.with_axes(hf_config.rope(settings), told)
+    return decoder_config(settings, architecture, attention, mlp_of(settings), rope=rope)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from graphengine.kernels.experts.router import MAX_EXPERTS, Router
+from graphengine.kernels.experts.router import Router
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.qwen3 import NORMED
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import EXPERT_KEYS, HfConfig, unsupported
-from graphengine.models.hf.decoder_config import decoder_config
+from graphengine.models.hf.decoder_config import (
+    attention_of,
+    decoder_config,
+    expert_count,
+    mlp_of,
+    with_experts,
+)
 
 # transformers' default where neither key is there.
 _EXPERTS = 128
@@ -23,7 +28,8 @@ DEFAULTS = hf_config.FamilyDefaults(
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen3MoeForCausalLM` checkpoint."""
     settings = hf_config.read_settings(config, DEFAULTS)
-    model = decoder_config(settings, architecture, qk_norm=True)
+    attention = attention_of(settings, qk_norm=True)
+    model = decoder_config(settings, architecture, attention, mlp_of(settings))
     count = _experts(settings)
     step, dense = settings["decoder_sparse_step"], settings["mlp_only_layers"]
     layers = tuple(
@@ -31,17 +37,14 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     )
     if not count or not layers:
         return model
-    chosen = settings["num_experts_per_tok"]
-    if chosen > count:
-        raise unsupported("num_experts_per_tok", chosen, f"at most num_experts={count}")
     experts = Experts(
         hidden_size=model.hidden_size,
         ffn_size=settings["moe_intermediate_size"],
         experts=count,
-        router=Router(top_k=chosen, normalised=settings["norm_topk_prob"]),
+        router=Router(top_k=settings["num_experts_per_tok"], normalised=settings["norm_topk_prob"]),
         norm_eps=model.norm_eps,
     )
-    return replace(model, experts=experts, expert_layers=layers)
+    return with_experts(model, experts, layers)
 
 
 def _experts(settings: dict[str, Any]) -> int:
@@ -50,7 +53,5 @@ def _experts(settings: dict[str, Any]) -> int:
     counts = {name: value for name, value in given.items() if value is not None}
     if len({*counts.values()}) > 1:
         raise unsupported("num_local_experts", counts["num_local_experts"], "as num_experts is")
-    for name, count in counts.items():
-        if count > MAX_EXPERTS:
-            raise unsupported(name, count, f"at most {MAX_EXPERTS}")
-    return next(iter(counts.values()), _EXPERTS)
+    counts = counts or {"num_experts": _EXPERTS}
+    return expert_count(settings | counts, next(iter(counts)))

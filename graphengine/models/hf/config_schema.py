@@ -431,7 +431,7 @@ _HARMLESS = """
     initializer_cutoff_factor initializer_factor initializer_range init_std
     rescale_prenorm_residual gradient_checkpointing use_gradient_checkpointing
     output_router_logits router_aux_loss_coef z_loss_coefficient max_sequence_length
-    aux_loss_alpha seq_aux ep_size qk_head_dim
+    aux_loss_alpha seq_aux ep_size qk_head_dim router_jitter_noise
     model_max_length seq_length seq_len
 
     chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label is_decoder

@@ -1,30 +1,101 @@
-"""Makes a decoder's config of the keys that nearly all decoders spell alike."""
+"""Configs of what families spell alike: Llama's attention and SwiGLU, and layers made of them."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 
+from graphengine.kernels.experts.router import MAX_EXPERTS
+from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
+from graphengine.models.hf.config_schema import unsupported
+from graphengine.models.sublayers import Attending, Layer, usual_layer
 
 
-def decoder_config(settings: dict[str, Any], architecture: str, **switches: bool) -> DecoderConfig:
-    """`DecoderConfig` of the keys that nearly all decoders spell alike, and of `switches`."""
-    switches = {"attention_bias": settings["attention_bias"], **switches}
-    return DecoderConfig(
-        architecture=architecture,
-        vocab_size=settings["vocab_size"],
-        hidden_size=settings["hidden_size"],
-        ffn_size=settings["intermediate_size"],
-        num_layers=settings["num_hidden_layers"],
-        num_heads=settings["num_attention_heads"],
-        num_kv_heads=settings["num_key_value_heads"],
-        head_dim=settings["head_dim"],
-        norm_eps=settings["rms_norm_eps"],
-        max_positions=settings["max_position_embeddings"],
-        rope=hf_config.rope(settings),
-        windows=settings["windows"],
-        local_rope=hf_config.local_rope(settings),
-        tie_embeddings=settings["tie_word_embeddings"],
-        **cast("dict[str, Any]", switches),
+def attention_of(settings: dict[str, Any], **switches: Any) -> GroupedQueryAttention:
+    """Grouped-query attention of these settings, and of `switches`, which take precedence."""
+    values = {
+        "hidden_size": settings["hidden_size"],
+        "num_heads": settings["num_attention_heads"],
+        "num_kv_heads": settings["num_key_value_heads"],
+        "head_dim": settings["head_dim"],
+        "norm_eps": settings["rms_norm_eps"],
+        "qkv_bias": settings["attention_bias"],
+        "output_bias": settings["attention_bias"],
+    }
+    return GroupedQueryAttention(**values | switches)
+
+
+def mlp_of(settings: dict[str, Any], **switches: Any) -> Swiglu:
+    """The SwiGLU of these settings, and of `switches`, which take precedence."""
+    values = {
+        "hidden_size": settings["hidden_size"],
+        "ffn_size": settings["intermediate_size"],
+        "norm_eps": settings["rms_norm_eps"],
+    }
+    return Swiglu(**values | switches)
+
+
+def composed(
+    settings: dict[str, Any], architecture: str, layers: tuple[Layer, ...], **values: Any
+) -> DecoderConfig:
+    """The model of these layers; `values` take precedence over what `settings` say."""
+    if "rope" not in values:
+        values["rope"] = hf_config.rope(settings)
+    shared = {
+        "vocab_size": settings["vocab_size"],
+        "hidden_size": settings["hidden_size"],
+        "norm_eps": settings["rms_norm_eps"],
+        "max_positions": settings["max_position_embeddings"],
+        "tie_embeddings": settings["tie_word_embeddings"],
+    }
+    return DecoderConfig(architecture=architecture, layers=layers, **shared | values)
+
+
+def decoder_config(
+    settings: dict[str, Any],
+    architecture: str,
+    attention: Attending,
+    mlp: Swiglu,
+    *,
+    post_norms: bool = False,
+    **values: Any,
+) -> DecoderConfig:
+    """The model whose layers are this attention, each with its window, and this SwiGLU."""
+    windows = settings["windows"] or (0,) * settings["num_hidden_layers"]
+    layers = tuple(
+        usual_layer(_with_window(attention, window), mlp, post_norms=post_norms)
+        for window in windows
     )
+    local_rope = hf_config.local_rope(settings)
+    return composed(settings, architecture, layers, mlp=mlp, local_rope=local_rope, **values)
+
+
+def _with_window(attention: Attending, window: int) -> Attending:
+    if isinstance(attention, GroupedQueryAttention):
+        return replace(attention, window=window)
+    return attention
+
+
+def with_experts(model: DecoderConfig, experts: Experts, where: Collection[int]) -> DecoderConfig:
+    """The model with these experts in place of the feed-forwards of some layers."""
+    layers = tuple(
+        (*layer[:-1], layer[-1]._replace(block=experts)) if index in where else layer
+        for index, layer in enumerate(model.layers)
+    )
+    return replace(model, layers=layers)
+
+
+def expert_count(settings: dict[str, Any], name: str) -> int:
+    """The experts of a layer, by the key of this name; ValueError if tokens cannot choose so."""
+    count: int = settings[name]
+    chosen = settings["num_experts_per_tok"]
+    if count > MAX_EXPERTS:
+        raise unsupported(name, count, f"at most {MAX_EXPERTS}")
+    if count and not 1 <= chosen <= count:
+        raise unsupported("num_experts_per_tok", chosen, f"1 to {name}={count}")
+    return count

@@ -14,7 +14,7 @@ them. `rank_cuts.py` finds the parts in a checkpoint. The scheme is Megatron-LM'
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -29,7 +29,6 @@ from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.composition import experts_of
 from graphengine.models.contract import ModelConfig, Share
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.hybrid import HybridConfig
 from graphengine.models.linears import WeightForms
 from graphengine.models.quantised.cutting import check_columns, keeps_groups_of_rows
 from graphengine.models.splitting.rank_cuts import cut_linears
@@ -54,78 +53,24 @@ def of_rank(
     if share.ranks == 1:
         return config
     if data_parallel:
-        return _with_experts_of_rank(config, share)
+        return _data_parallel(config, share)
     if expert_parallel and experts_of(config) is None:
         raise ValueError(
             f"expert_parallel=True, but no layer of this {config.architecture} has experts"
         )
-    part = _layers_of_rank(config, share, expert_parallel)
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(
+            f"tensor_parallel={share.ranks} is for models whose layers have attention, recurrent "
+            f"heads or channels, and feed-forwards, which this {config.architecture} has not"
+        )
+    part = split_layers(config, share, expert_parallel)
     return part.stored_as(forms_of_rank(part.forms, _meta(config), _meta(part), share.ranks))
 
 
-def _layers_of_rank(config: ModelConfig, share: Share, expert_parallel: bool) -> ModelConfig:
-    """The model with the sizes of a rank's layers; weights are stored as they were."""
-    if isinstance(config, DecoderConfig):
-        return decoder_of_rank(config, config.num_layers, share, expert_parallel)
-    if isinstance(config, HybridConfig):
-        return _hybrid_of_rank(config, share, expert_parallel)
-    raise ValueError(
-        f"tensor_parallel={share.ranks} is for models whose layers have attention, recurrent heads "
-        f"or channels, and feed-forwards, which this {config.architecture} has not"
-    )
-
-
-# Decoders.
-
-
-def decoder_of_rank(
-    config: DecoderConfig, layers: int, share: Share, expert_parallel: bool = False
-) -> DecoderConfig:
-    """A rank's part of a decoder, or of draft modules with `layers` of its layers.
-
-    ValueError as in `of_rank`.
-    """
-    split = replace(config, **_heads_of_rank(config, share.ranks))
-    if any(layer not in config.expert_layers for layer in range(layers)):
-        split = replace(split, ffn_size=_divided(config.ffn_size, share.ranks, "ffn columns"))
-    if config.experts is not None and config.expert_layers:
-        experts = _experts_of_rank(config.experts, share, expert_parallel)
-        split = replace(split, experts=experts)
-    return split
-
-
-def _heads_of_rank(config: DecoderConfig, ranks: int) -> dict[str, Any]:
-    heads = _divided(config.num_heads, ranks, "attention heads")
-    if config.latent is not None:
-        return {"num_heads": heads, "latent": _latent_of_rank(config.latent, ranks)}
-    return {"num_heads": heads, "num_kv_heads": _shared(config.num_kv_heads, ranks, "KV heads")}
-
-
-def _latent_of_rank(latent: LatentAttention, ranks: int) -> LatentAttention:
-    return replace(latent, num_heads=_divided(latent.num_heads, ranks, "attention heads"))
-
-
-def _experts_of_rank(experts: Experts, share: Share, expert_parallel: bool) -> Experts:
-    """A part of each expert, or some whole experts; shared experts are always split."""
-    ranks, shared = share.ranks, experts.shared
-    if shared is not None:
-        width = _divided(shared.ffn_size, ranks, "ffn columns of the shared experts")
-        shared = replace(shared, ffn_size=width)
-    if expert_parallel:
-        held = _whole_experts(experts.experts, share, "tensor_parallel")
-        return replace(experts, shared=shared, held=held)
-    ffn = _divided(experts.ffn_size, ranks, "ffn columns of an expert")
-    return replace(experts, shared=shared, ffn_size=ffn)
-
-
-def _with_experts_of_rank(config: ModelConfig, share: Share) -> ModelConfig:
+def _data_parallel(config: ModelConfig, share: Share) -> ModelConfig:
     """The whole model, with only this rank's experts. ValueError if it has none."""
-    if isinstance(config, DecoderConfig) and config.expert_layers:
-        return whole_but_experts(config, share)
-    if isinstance(config, HybridConfig) and experts_of(config) is not None:
-        return config.with_blocks(
-            lambda block: _spread(block, share) if isinstance(block, Experts) else block
-        )
+    if isinstance(config, DecoderConfig) and experts_of(config) is not None:
+        return spread_experts(config, share)
     raise ValueError(
         f"data_parallel={share.ranks} spreads the experts of a model over ranks, and this "
         f"{config.architecture} has none: {share.ranks} engines, each in a process of its own, "
@@ -133,32 +78,27 @@ def _with_experts_of_rank(config: ModelConfig, share: Share) -> ModelConfig:
     )
 
 
-def whole_but_experts(config: DecoderConfig, share: Share) -> DecoderConfig:
-    """A decoder, or a draft module's layer, with only this rank's experts, if it has any."""
-    experts = config.experts
-    if experts is None or not config.expert_layers:
-        return config
-    return replace(config, experts=_spread(experts, share))
+# Blocks.
 
 
-def _spread(experts: Experts, share: Share) -> Experts:
-    """The experts that this rank has whole, among ranks with lanes of their own."""
-    held = _whole_experts(experts.experts, share, "data_parallel")
-    return replace(experts, held=held, sharing=share.ranks)
+def split_layers(
+    config: DecoderConfig, share: Share, expert_parallel: bool = False
+) -> DecoderConfig:
+    """A rank's part of each block; weights are stored as they were."""
+    part = partial(_block_of_rank, share=share, expert_parallel=expert_parallel)
+    return config.with_blocks(part)
 
 
-def _whole_experts(count: int, share: Share, option: str) -> range:
-    """The experts that this rank has, of `count`."""
-    of_each = _divided(count, share.ranks, "experts of a layer", option)
-    return range(share.rank * of_each, (share.rank + 1) * of_each)
+def spread_experts(config: DecoderConfig, share: Share) -> DecoderConfig:
+    """All blocks, but of experts those that a rank has among ranks with lanes of their own."""
 
+    def own(block: Block) -> Block:
+        if not isinstance(block, Experts):
+            return block
+        held = _whole_experts(block.experts, share, "data_parallel")
+        return replace(block, held=held, sharing=share.ranks)
 
-# Hybrids.
-
-
-def _hybrid_of_rank(config: HybridConfig, share: Share, expert_parallel: bool) -> HybridConfig:
-    split = config.with_blocks(lambda block: _block_of_rank(block, share, expert_parallel))
-    return replace(split, attention=_attention_of_rank(config.attention, share.ranks))
+    return config.with_blocks(own)
 
 
 def _block_of_rank(block: Block, share: Share, expert_parallel: bool) -> Block:
@@ -167,7 +107,7 @@ def _block_of_rank(block: Block, share: Share, expert_parallel: bool) -> Block:
         case Experts():
             return _experts_of_rank(block, share, expert_parallel)
         case LatentAttention():
-            return _latent_of_rank(block, ranks)
+            return replace(block, num_heads=_divided(block.num_heads, ranks, "attention heads"))
         case GroupedQueryAttention():
             return _attention_of_rank(block, ranks)
         case Mamba2():
@@ -181,6 +121,11 @@ def _block_of_rank(block: Block, share: Share, expert_parallel: bool) -> Block:
 
 
 def _attention_of_rank(block: GroupedQueryAttention, ranks: int) -> GroupedQueryAttention:
+    if block.row_norm:
+        raise ValueError(
+            f"tensor_parallel={ranks} does not split the norms of all {block.num_heads} heads' "
+            f"queries together"
+        )
     return replace(
         block,
         num_heads=_divided(block.num_heads, ranks, "attention heads"),
@@ -205,6 +150,25 @@ def _delta_of_rank(block: GatedDelta, ranks: int) -> GatedDelta:
         value_heads=_divided(block.sizes.value_heads, ranks, "heads of values"),
     )
     return replace(block, sizes=sizes)
+
+
+def _experts_of_rank(experts: Experts, share: Share, expert_parallel: bool) -> Experts:
+    """A part of each expert, or some whole experts; shared experts are always split."""
+    ranks, shared = share.ranks, experts.shared
+    if shared is not None:
+        width = _divided(shared.ffn_size, ranks, "ffn columns of the shared experts")
+        shared = replace(shared, ffn_size=width)
+    if expert_parallel:
+        held = _whole_experts(experts.experts, share, "tensor_parallel")
+        return replace(experts, shared=shared, held=held)
+    ffn = _divided(experts.ffn_size, ranks, "ffn columns of an expert")
+    return replace(experts, shared=shared, ffn_size=ffn)
+
+
+def _whole_experts(count: int, share: Share, option: str) -> range:
+    """The experts that this rank has, of `count`."""
+    of_each = _divided(count, share.ranks, "experts of a layer", option)
+    return range(share.rank * of_each, (share.rank + 1) * of_each)
 
 
 # What they have in common.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphengine.models.composition import is_composed
+from graphengine.models.composition import Composition
 from graphengine.models.contract import LayerSpan, ModelConfig, Share
 from graphengine.models.states import paged_states
 
@@ -71,7 +71,7 @@ def stage_spans(config: ModelConfig, stages: int) -> list[LayerSpan]:
 
     Each stage has a layer that keeps keys and values, or latents. ValueError as in `of_stage`.
     """
-    if not is_composed(config):
+    if not isinstance(config, Composition):
         raise ValueError(
             f"pipeline_parallel={stages} is for models of families that tell their layers apart, "
             f"which this {config.architecture} does not"
@@ -126,5 +126,5 @@ def _bounds(weights: Sequence[int], paged: Sequence[bool], stages: int) -> list[
 
 
 def _stage(config: ModelConfig, span: LayerSpan) -> ModelConfig:
-    assert is_composed(config), f"{config=}"
+    assert isinstance(config, Composition), f"{config=}"
     return config.stage(span)

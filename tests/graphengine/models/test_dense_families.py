@@ -9,19 +9,24 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.small_decoders import composed
 from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine
+from graphengine.kernels.norm_rope.rope import RopeConfig
 from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.blocks.swiglu import SwigluWeights
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import destinations, read_model
+from graphengine.models.composition import windows_of
 from graphengine.models.contract import Share
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.hf.config_schema import unknown_keys
 from graphengine.models.splitting.rank_cuts import cut_to
 from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.splitting.stages import of_stage
 
-NAMES = ("phi3", "phi3-96", "smollm3", "smollm3-marked")
+NAMES = ("olmo2", "olmo3", "phi3", "phi3-96", "smollm3", "smollm3-marked")
 PROMPT_LENGTHS = (1, 75)
 WINDOWS = {
     "use_sliding_window": True,
@@ -47,7 +52,7 @@ def test_logits_and_greedy_tokens(
         assert_replies(engine, oracle, eager, PROMPT_LENGTHS)
 
 
-@pytest.mark.parametrize("name", ["phi3", "smollm3-marked"])
+@pytest.mark.parametrize("name", ["olmo3", "phi3", "smollm3-marked"])
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     dense_checkpoints: dict[str, Any], device: str, name: str
 ) -> None:
@@ -56,8 +61,8 @@ def test_neighbours_chunks_drafts_and_pauses_change_no_token(
 
 
 def nope_layers(config: Any) -> list[int]:
-    assert isinstance(config, DecoderConfig)
-    return [index for index in range(config.num_layers) if config.attention_of(index).nope]
+    layers = composed(config).layers
+    return [index for index, (first, _) in enumerate(layers) if first.block.nope]
 
 
 def test_layers_without_rope(dense_checkpoints: dict[str, Any], edited: Callable[..., Any]) -> None:
@@ -95,6 +100,56 @@ def test_refused_configs_of_smollm3(
     path = edited(dense_checkpoints["smollm3"].path, config=config)
     with pytest.raises(ValueError, match=message):
         read_model(Checkpoint.open(path))
+
+
+OLMO3 = {
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 11008, "max_position_embeddings": 65536, "model_type": "olmo3",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_theta": 500000, "sliding_window": 4096,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 100278,
+}  # fmt: skip
+"""The keys of Olmo-3-7B-Instruct."""
+
+
+def test_olmo_3_as_it_is_published() -> None:
+    """Layers with a window do not scale RoPE."""
+    assert unknown_keys(OLMO3) == []
+    model = composed(read_model_config(OLMO3))
+    assert windows_of(model) == (4096, 4096, 4096, 0) * 8
+    assert model.rope and model.rope.kind == "yarn" and model.rope.theta == 5e5
+    assert model.local_rope == RopeConfig(theta=5e5)
+    every = composed(read_model_config(OLMO3 | {"layer_types": ["full_attention"] * 32}))
+    assert not any(windows_of(every)) and every.local_rope is None
+    types = ["full_attention", *["sliding_attention"] * 31]
+    told = composed(read_model_config(OLMO3 | {"layer_types": types}))
+    assert windows_of(told) == (0, *[4096] * 31)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_sliding_window": False}, "use_sliding_window=False: supported: null or True"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters=.*: RoPE under 'full_atten"),
+        ({"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    ],
+)
+def test_what_olmo_3_does_not_compute_is_refused(changes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_model_config(OLMO3 | changes)
+
+
+def test_norms_of_whole_rows_are_on_one_rank(dense_checkpoints: dict[str, Any]) -> None:
+    model = read_model(Checkpoint.open(dense_checkpoints["olmo2"].path))
+    with pytest.raises(ValueError, match="tensor_parallel=3 does not split the norms of all 3 he"):
+        of_rank(model, Share(0, 3))
+    # A stage that is not the last ends without a norm.
+    assert composed(of_stage(model, Share(0, 2))).final_norm_name == ""
 
 
 def test_ranks_cut_fused_linears_piece_by_piece(dense_checkpoints: dict[str, Any]) -> None:

@@ -12,15 +12,21 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.small_decoders import block_in, composed, expert_layers
 from engines.family_checks import assert_replies, assert_same_in_any_company
 from extent import extent
 from graphengine import Engine, SamplingParams
+from graphengine.models.blocks.experts import Experts
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.composition import windows_of
 from graphengine.models.decoder import DecoderConfig
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.hf.config_schema import unknown_keys
 from graphengine.models.linears import heuristic_plans, stream_groups
 
 NAMES = ("moe-some-layers", "moe-every-layer", "moe-every-second-layer")
+MIXTRAL = "mixtral"
 PROMPT_LENGTHS = (1, 17, 75)
 TOKENS = 64
 
@@ -40,7 +46,9 @@ def read_config(oracle: Any) -> DecoderConfig:
     return model
 
 
-@pytest.mark.parametrize(("name", "max_batch"), [*((name, 4) for name in NAMES), (NAMES[0], 1)])
+@pytest.mark.parametrize(
+    ("name", "max_batch"), [*((name, 4) for name in (*NAMES, MIXTRAL)), (NAMES[0], 1)]
+)
 def test_logits_and_greedy_tokens(
     expert_checkpoints: dict[str, Any],
     device: str,
@@ -54,7 +62,7 @@ def test_logits_and_greedy_tokens(
         assert_replies(engine, oracle, eager, PROMPT_LENGTHS)
 
 
-@pytest.mark.parametrize("name", extent(NAMES[:1], NAMES[:2]))
+@pytest.mark.parametrize("name", extent((NAMES[0], MIXTRAL), (*NAMES[:2], MIXTRAL)))
 def test_neighbours_chunks_drafts_and_pauses_change_no_token(
     expert_checkpoints: dict[str, Any], device: str, name: str
 ) -> None:
@@ -64,8 +72,8 @@ def test_neighbours_chunks_drafts_and_pauses_change_no_token(
 
 def test_experts_are_as_the_config_says(expert_checkpoints: dict[str, Any]) -> None:
     models = [read_config(expert_checkpoints[name]) for name in NAMES]
-    assert [model.expert_layers for model in models] == [(0, 2), (0, 1), (1,)]
-    assert [model.experts and model.experts.router.normalised for model in models] == [
+    assert [expert_layers(model) for model in models] == [(0, 2), (0, 1), (1,)]
+    assert [block_in(model, Experts).router.normalised for model in models] == [
         True,
         False,
         True,
@@ -95,6 +103,27 @@ def test_parameters_that_a_token_does_not_meet(
     assert weights.parameters == oracle.model.num_parameters()
 
 
+def test_mixtral_as_it_is_published() -> None:
+    config = {
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+        "router_jitter_noise": 0.0, "sliding_window": None, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32000,
+    }  # fmt: skip
+    assert unknown_keys(config) == []
+    model = read_model_config(config)
+    experts = block_in(model, Experts)
+    assert model.rope.theta == 1e6 and not any(windows_of(composed(model)))
+    assert (experts.experts, experts.router.top_k, experts.router.normalised) == (8, 2, True)
+    assert 46.7e9 < model.allocate(device="meta", dtype=torch.bfloat16).parameters < 46.8e9
+    windowed = read_model_config(config | {"sliding_window": 4096})
+    assert windows_of(composed(windowed)) == (4096,) * 32
+
+
 def edited_config(oracle: Any, tmp_path: Path, **changes: Any) -> Checkpoint:
     """The checkpoint with other values in its config; None removes a key."""
     for file in oracle.path.iterdir():
@@ -119,7 +148,7 @@ def test_either_name_of_the_number_of_experts(
     [
         ({"num_experts": 4}, "num_local_experts=5: supported: as num_experts is"),
         ({"num_local_experts": 600}, "num_local_experts=600: supported: at most 512"),
-        ({"num_experts_per_tok": 6}, "num_experts_per_tok=6: supported: at most num_experts=5"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok=6: supported: 1 to num_local_experts=5"),
         ({"mlp_only_layers": 1}, "mlp_only_layers=1: must be a list of integers"),
         ({"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\]: must be a list of integers in \[0,"),
         ({"norm_topk_prob": 1}, "norm_topk_prob=1: must be true or false"),

@@ -10,8 +10,12 @@ import torch
 from transformers import Gemma3Config, Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
+from checkpoints.small_decoders import block_in
 from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig
 from graphengine.kernels.norm_rope.rope import rope_frequencies
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.composition import windows_of
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import GEMMA_KEYS, KEYS, NEUTRAL, unknown_keys
@@ -36,25 +40,30 @@ def read(**changes: Any) -> DecoderConfig:
 def assert_same(ours: DecoderConfig, theirs: Gemma3TextConfig) -> None:
     for mine, name in (
         ("vocab_size", "vocab_size"), ("hidden_size", "hidden_size"),
-        ("ffn_size", "intermediate_size"), ("num_layers", "num_hidden_layers"),
-        ("num_heads", "num_attention_heads"), ("num_kv_heads", "num_key_value_heads"),
-        ("head_dim", "head_dim"), ("norm_eps", "rms_norm_eps"),
+        ("num_layers", "num_hidden_layers"), ("norm_eps", "rms_norm_eps"),
         ("max_positions", "max_position_embeddings"), ("tie_embeddings", "tie_word_embeddings"),
-        ("attention_bias", "attention_bias"), ("query_scalar", "query_pre_attn_scalar"),
     ):  # fmt: skip
         assert getattr(ours, mine) == getattr(theirs, name), name
+    attention, mlp = block_in(ours, GroupedQueryAttention), block_in(ours, Swiglu)
+    for mine, name in (
+        ("num_heads", "num_attention_heads"), ("num_kv_heads", "num_key_value_heads"),
+        ("head_dim", "head_dim"), ("qkv_bias", "attention_bias"),
+        ("output_bias", "attention_bias"), ("scale_of", "query_pre_attn_scalar"),
+    ):  # fmt: skip
+        assert getattr(attention, mine) == getattr(theirs, name), name
     windows = [theirs.sliding_window if kind == SLIDING else 0 for kind in theirs.layer_types]
-    assert [ours.window_of(layer) for layer in range(ours.num_layers)] == windows
-    assert ours.attention.scale == theirs.query_pre_attn_scalar**-0.5
+    assert [*windows_of(ours)] == windows
+    assert attention.scale == theirs.query_pre_attn_scalar**-0.5
     assert ours.embedding_scale == theirs.hidden_size**0.5
-    assert ours.qk_norm and ours.post_norms and ours.norms_plus_one
-    assert ours.activation == ours.mlp.activation == "gelu_tanh"
+    assert attention.qk_norm and ours.norms_plus_one
+    assert all(each.post_norm for layer in ours.layers for each in layer)
+    assert mlp.activation == "gelu_tanh" and mlp.ffn_size == theirs.intermediate_size
     rotary = Gemma3RotaryEmbedding(theirs)
     local = ours.rope if ours.local_rope is None else ours.local_rope
     for kind, rope in ((FULL, ours.rope), (SLIDING, local)):
         if kind not in theirs.layer_types:
             continue
-        frequencies, factor = rope_frequencies(rope, head_dim=ours.head_dim)
+        frequencies, factor = rope_frequencies(rope, head_dim=attention.head_dim)
         torch.testing.assert_close(frequencies, getattr(rotary, f"{kind}_inv_freq"))
         assert factor == getattr(rotary, f"{kind}_attention_scaling")
 
@@ -178,10 +187,10 @@ def test_every_key_with_every_odd_value() -> None:
                 assert str(error)
                 continue
             assert isinstance(model, DecoderConfig)
-            assert model.num_layers <= 1024 and len(model.windows) in (0, model.num_layers)
+            attention = block_in(model, GroupedQueryAttention)
+            assert model.num_layers <= 1024 and attention.scale > 0
             for rope in (model.rope, model.local_rope or model.rope):
-                assert rope_frequencies(rope, head_dim=model.head_dim)[0].isfinite().all()
-            assert model.attention.scale > 0
+                assert rope_frequencies(rope, head_dim=attention.head_dim)[0].isfinite().all()
             unknown_keys(config)
 
 

@@ -66,9 +66,10 @@ def test_quarters_of_heads_are_exchanged_for_queries_and_keys_alone(
     checkpoint, model = Checkpoint.open(oracle.path), read_config(oracle)
     weights = model.allocate(device="cpu", dtype=torch.float32)
     checkpoint.load(destinations(checkpoint, weights))
-    layer, size = weights.layers[0], model.head_dim
+    layer = weights.layers[0]
     attention, theirs = layer.attention, oracle.model.model.layers[0].self_attn
     assert isinstance(attention, AttentionWeights)
+    size = attention.block.head_dim
     q = size // 4
     order = [*range(q), *range(2 * q, 3 * q), *range(q, 2 * q), *range(3 * q, size)]
     rows = attention.qkv.split([attention.block.q_size] + [attention.block.kv_size] * 2)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from checkpoints.small_decoders import block_in
 from engines.family_checks import (
     assert_half_precision_replays,
     assert_replies,
@@ -24,11 +25,12 @@ from extent import extent
 from graphengine import Engine, SamplingParams
 from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.linear.quantised import dequantise
-from graphengine.models.blocks.experts import ExpertsWeights
+from graphengine.models.blocks.experts import Experts, ExpertsWeights
+from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import destinations, load_weights, read_model
-from graphengine.models.composition import DecoderWeights
-from graphengine.models.decoder import DecoderConfig
+from graphengine.models.composition import windows_of
+from graphengine.models.decoder import DecoderConfig, DecoderWeights
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.writer import write_quantised
@@ -248,20 +250,21 @@ def test_what_is_missing_is_transformers_default() -> None:
     oracle = GptOssConfig()
     told = read_config({})
     bare = read_model_config({"architectures": ["GptOssForCausalLM"]})
-    assert bare == told and isinstance(bare, DecoderConfig) and bare.experts
+    assert bare == told and isinstance(bare, DecoderConfig)
+    attention, experts = block_in(bare, GroupedQueryAttention), block_in(bare, Experts)
     window = oracle.sliding_window
-    assert bare.windows == tuple(
+    assert windows_of(bare) == tuple(
         window if kind == "sliding_attention" else 0 for kind in oracle.layer_types
     )
-    assert (bare.num_heads, bare.num_kv_heads) == (64, oracle.num_key_value_heads)
-    assert (bare.head_dim, bare.norm_eps) == (oracle.head_dim, oracle.rms_norm_eps)
-    assert bare.attention_bias == oracle.attention_bias and bare.sinks
-    assert bare.experts.experts == oracle.num_local_experts
-    assert bare.experts.router.top_k == oracle.num_experts_per_tok
-    clamped = bare.experts.clamped
+    assert (attention.num_heads, attention.num_kv_heads) == (64, oracle.num_key_value_heads)
+    assert (attention.head_dim, bare.norm_eps) == (oracle.head_dim, oracle.rms_norm_eps)
+    assert attention.qkv_bias == attention.output_bias == oracle.attention_bias
+    assert attention.sinks and experts.experts == oracle.num_local_experts
+    assert experts.router.top_k == oracle.num_experts_per_tok
+    clamped = experts.clamped
     assert clamped and clamped.limit == oracle.swiglu_limit
     assert clamped.slope == oracle.swiglu_alpha
-    assert bare.rope.kind == "yarn" and not bare.rope.truncate
+    assert bare.rope and bare.rope.kind == "yarn" and not bare.rope.truncate
     assert bare.rope.theta == oracle.rope_parameters["rope_theta"]
 
 
@@ -273,7 +276,7 @@ def test_what_is_missing_is_transformers_default() -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu': supported"),
         ({"num_local_experts": 600}, "num_local_experts=600: supported: at most 512"),
         ({"num_experts": 5}, "num_experts=5: supported: as num_local_experts is"),
-        ({"num_experts_per_tok": 129}, "supported: at most num_local_experts=128"),
+        ({"num_experts_per_tok": 129}, "supported: 1 to num_local_experts=128"),
         ({"experts_per_token": 3}, "experts_per_token=3: supported: null or 4"),
         ({"sliding_window": None}, "sliding_window=None: supported: an integer"),
         ({"layer_types": 5}, "layer_types=5: supported: a list of 'full_attention' and"),

@@ -14,9 +14,10 @@ from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import RING, STATE, Mamba2
 from graphengine.models.blocks.squared_relu import SquaredRelu
 from graphengine.models.blocks.swiglu import Swiglu
+from graphengine.models.composition import attention_of
+from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
-from graphengine.models.hybrid import HybridConfig
 from graphengine.models.states import Paged, Recurrent
 
 GRANITE: dict[str, Any] = {
@@ -52,9 +53,9 @@ NEMOTRON: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read(config: dict[str, Any], **changes: Any) -> HybridConfig:
+def read(config: dict[str, Any], **changes: Any) -> DecoderConfig:
     model = read_model_config(config | changes)
-    assert isinstance(model, HybridConfig)
+    assert isinstance(model, DecoderConfig)
     return model
 
 
@@ -65,12 +66,12 @@ def test_granite_as_it_is_published() -> None:
     assert model.num_layers == 10 and model.tie_embeddings and model.rope is None
     assert model.embedding_scale == 12 / 0.22 and model.stream_scale == 0.22
     assert model.norm_eps == 1e-5 / 0.22**2 and model.logits_scale == 1 / 6
-    assert model.attention.scale == 0.0078125 and model.attention.head_dim == 128
+    assert attention_of(model).scale == 0.0078125 and attention_of(model).head_dim == 128
     mixers = [layer[0].block for layer in model.layers]
     assert [isinstance(each, GroupedQueryAttention) for each in mixers].index(True) == 5
     mamba = mixers[0]
     assert isinstance(mamba, Mamba2) and mamba.gate_eps == 1e-5 and mamba.conv_bias
-    assert mamba.norm_eps == model.norm_eps == model.attention.norm_eps
+    assert mamba.norm_eps == model.norm_eps == attention_of(model).norm_eps
     assert mamba.sizes == Mamba2Sizes(heads=48, head_dim=64, groups=1, state_size=128, width=4)
     mlp = model.layers[5][1].block
     assert isinstance(mlp, Swiglu) and (mlp.ffn_size, mlp.one_linear) == (4096, True)
@@ -91,7 +92,7 @@ def test_nemotron_as_it_is_published() -> None:
     sizes = Mamba2Sizes(heads=128, head_dim=64, groups=8, state_size=128, width=4)
     assert isinstance(blocks[0], Mamba2) and blocks[0].sizes == sizes
     assert blocks[0].state_dtype == torch.float32
-    assert model.attention.scale == 128**-0.5 and model.rope is None
+    assert attention_of(model).scale == 128**-0.5 and model.rope is None
     assert model.embedding_name == "model.embeddings" and model.final_norm_name == "model.norm_f"
     # The last layer's product is the last that adds to the stream.
     assert list(model.linears)[-3:] == ["up", "down", "lm_head"]
@@ -111,7 +112,7 @@ def test_other_spellings() -> None:
     for name in ("num_hidden_layers", "attention_head_dim"):
         del listed[name]
     assert read(listed) == read(NEMOTRON)
-    assert read(NEMOTRON, head_dim=64).attention.head_dim == 64
+    assert attention_of(read(NEMOTRON, head_dim=64)).head_dim == 64
     names = {"mamba": "linear_attention", "attention": "full_attention"}
     renamed = [names[kind] for kind in GRANITE["layer_types"]]
     assert read(GRANITE, layer_types=renamed, time_step_limit=None) == read(GRANITE)

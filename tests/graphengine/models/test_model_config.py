@@ -22,7 +22,12 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from checkpoints.small_decoders import block_in, expert_layers
 from graphengine.kernels.norm_rope.rope import rope_frequencies
+from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.mla import LatentAttention
+from graphengine.models.composition import attention_of, experts_of
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import FAMILIES, read_model_config
 from graphengine.models.hf.config_schema import (
@@ -82,19 +87,24 @@ def check_read(config: dict[str, Any]) -> None:
         assert str(error)
         return
     assert isinstance(model, DecoderConfig) and model.architecture in FAMILIES
-    for name in ("tie_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "qk_norm"):
-        assert isinstance(getattr(model, name), bool), name
-    for name in ("vocab_size", "hidden_size", "ffn_size", "num_layers", "max_positions"):
+    attention, mlp = attention_of(model), model.mlp
+    assert mlp and isinstance(model.tie_embeddings, bool) and isinstance(mlp.bias, bool)
+    assert type(mlp.ffn_size) is int and 1 <= mlp.ffn_size < 2**31
+    for name in ("vocab_size", "hidden_size", "num_layers", "max_positions"):
         assert type(getattr(model, name)) is int and 1 <= getattr(model, name) < 2**31, name
     assert model.num_layers <= 1024
     assert isinstance(model.norm_eps, float) and 0 <= model.norm_eps <= 1
-    if model.expert_layers:
-        assert model.experts is not None and model.num_layers > model.expert_layers[-1]
-        model.experts.router.check(model.experts.experts)
-    if model.latent:
-        assert model.attention.linears and math.isfinite(model.latent.scale)
-        assert model.attention.prefill_width > 0
-    frequencies, factor = rope_frequencies(model.rope, head_dim=model.head_dim)
+    experts = experts_of(model)
+    if experts is not None:
+        experts.router.check(experts.experts)
+    if isinstance(attention, LatentAttention):
+        assert attention.linears and math.isfinite(attention.scale)
+        assert attention.prefill_width > 0
+    else:
+        for name in ("qkv_bias", "output_bias", "qk_norm"):
+            assert isinstance(getattr(attention, name), bool), name
+    assert model.rope is not None
+    frequencies, factor = rope_frequencies(model.rope, head_dim=attention.table_dim)
     assert frequencies.isfinite().all() and math.isfinite(factor)
     unknown_keys(config)
 
@@ -460,7 +470,8 @@ def test_what_is_missing_is_transformers_default(family: str, theirs: Any) -> No
     config = small(family, **(DEEPSEEK if "Deep" in family else {}))
     del config["max_position_embeddings"]
     if family == "Qwen3":
-        assert read_model_config(config).head_dim == theirs.from_dict(config).head_dim == 128
+        attention = block_in(read_model_config(config), GroupedQueryAttention)
+        assert attention.head_dim == theirs.from_dict(config).head_dim == 128
     ours, oracle = read_model_config(config), theirs.from_dict(config)
     for key, name in DEFAULTED.items():
         assert getattr(ours, name) == getattr(oracle, key), key
@@ -470,26 +481,26 @@ def test_what_is_missing_is_transformers_default(family: str, theirs: Any) -> No
 
 def test_experts_that_a_config_says_nothing_of_are_transformers_default() -> None:
     model, oracle = read_model_config(small("Qwen3Moe")), Qwen3MoeConfig.from_dict(SMALL)
-    assert isinstance(model, DecoderConfig) and model.experts is not None
-    assert model.expert_layers == (0, 1)
-    assert (model.experts.experts, model.experts.ffn_size, model.experts.router.top_k) == (
+    experts = block_in(model, Experts)
+    assert expert_layers(model) == (0, 1)
+    assert (experts.experts, experts.ffn_size, experts.router.top_k) == (
         oracle.num_experts,
         oracle.moe_intermediate_size,
         oracle.num_experts_per_tok,
     )
-    assert model.experts.router.normalised == oracle.norm_topk_prob
-    assert model.head_dim == 64
+    assert experts.router.normalised == oracle.norm_topk_prob
+    assert block_in(model, GroupedQueryAttention).head_dim == 64
 
 
 def test_what_glm_says_nothing_of_is_transformers_default() -> None:
     config = small("Glm4Moe", num_hidden_layers=5, num_attention_heads=8, head_dim=64)
     del config["num_key_value_heads"]
     model, oracle = read_model_config(config), Glm4MoeConfig.from_dict(config)
-    assert isinstance(model, DecoderConfig) and model.experts and not model.latent
-    experts, router = model.experts, model.experts.router
-    assert model.num_kv_heads == oracle.num_key_value_heads
-    assert (model.qkv_bias, model.attention_bias, model.qk_norm) == (False, False, False)
-    assert model.expert_layers == tuple(range(oracle.first_k_dense_replace, 5))
+    attention, experts = block_in(model, GroupedQueryAttention), block_in(model, Experts)
+    router = experts.router
+    assert attention.num_kv_heads == oracle.num_key_value_heads
+    assert not (attention.qkv_bias or attention.output_bias or attention.qk_norm)
+    assert expert_layers(model) == tuple(range(oracle.first_k_dense_replace, 5))
     assert experts.corrected and router.scores == "sigmoid"
     assert (experts.experts, experts.ffn_size, router.top_k) == (
         oracle.n_routed_experts,
@@ -503,8 +514,8 @@ def test_what_glm_says_nothing_of_is_transformers_default() -> None:
     assert router.scale == oracle.routed_scaling_factor
     assert router.normalised == oracle.norm_topk_prob
     biases = read_model_config(config | {"attention_bias": True, "use_qk_norm": True})
-    assert isinstance(biases, DecoderConfig) and biases.qk_norm
-    assert biases.qkv_bias and not biases.attention_bias
+    attention = block_in(biases, GroupedQueryAttention)
+    assert attention.qk_norm and attention.qkv_bias and not attention.output_bias
 
 
 @pytest.mark.parametrize("beside", [None, 0.5, 1.0, "missing"])
@@ -530,15 +541,15 @@ def test_latents_that_a_config_says_nothing_of_are_transformers_default(
     layers = {"num_hidden_layers": 5}
     model = read_model_config(small(family, **DEEPSEEK, **layers))
     oracle = theirs.from_dict(SMALL | DEEPSEEK | layers)
-    assert isinstance(model, DecoderConfig) and model.latent and model.experts
-    latent, experts, router = model.latent, model.experts, model.experts.router
+    latent, experts = block_in(model, LatentAttention), block_in(model, Experts)
+    router = experts.router
     assert (latent.kv_rank, latent.q_rank) == (oracle.kv_lora_rank, oracle.q_lora_rank)
     assert (latent.plain_dim, latent.rotated_dim, latent.value_dim) == (
         oracle.qk_nope_head_dim,
         oracle.qk_rope_head_dim,
         oracle.v_head_dim,
     )
-    assert model.expert_layers == tuple(range(oracle.first_k_dense_replace, 5))
+    assert expert_layers(model) == tuple(range(oracle.first_k_dense_replace, 5))
     assert experts.shared and experts.shared.ffn_size == (
         oracle.n_shared_experts * oracle.moe_intermediate_size
     )
@@ -585,8 +596,7 @@ def test_latents_and_routes_that_are_not_supported(
 def test_layers_with_experts_are_as_deepseek_counts_them() -> None:
     def layers(**changes: Any) -> tuple[int, ...]:
         model = read_model_config(small("DeepseekV3", num_hidden_layers=7, **changes))
-        assert isinstance(model, DecoderConfig)
-        return model.expert_layers
+        return expert_layers(model)
 
     assert layers(first_k_dense_replace=2, moe_layer_freq=2) == (2, 4, 6)
     assert layers(first_k_dense_replace=1, moe_layer_freq=3) == (3, 6)
@@ -599,19 +609,21 @@ def test_scores_are_scaled_as_yarn_wants_them() -> None:
         for rope in (yarn, YARN, YARN | {"factor": 0.5, "mscale_all_dim": 1.0}):
             config = small(family, **DEEPSEEK, rope_scaling=rope)
             model = read_model_config(config)
-            assert isinstance(model, DecoderConfig) and model.latent
             oracle = theirs.from_dict({**config, "rope_scaling": dict(rope)})
             module = import_module(f"transformers.models.{oracle.model_type}")
             modeling = getattr(module, f"modeling_{oracle.model_type}")
             attention = getattr(modeling, f"{family}Attention")(oracle, 0)
-            assert model.latent.scale == pytest.approx(attention.scaling, rel=1e-12)
+            assert block_in(model, LatentAttention).scale == pytest.approx(
+                attention.scaling, rel=1e-12
+            )
 
 
 def test_qwen2_has_its_biases_whatever_the_config_says() -> None:
     """transformers ignores the key: the architecture has biases on q, k and v."""
     for told in (True, False, None):
         model = read_model_config(small("Qwen2", attention_bias=told))
-        assert model.qkv_bias and not model.attention_bias
+        attention = block_in(model, GroupedQueryAttention)
+        assert attention.qkv_bias and not attention.output_bias
 
 
 @pytest.mark.parametrize("architectures", [None, [], "missing", ["base"]])

@@ -17,6 +17,7 @@ import torch
 from events import GENEROUS_S
 from torch import Tensor
 
+from checkpoints.small_decoders import expert_layers, small_decoder
 from graphengine.drafters.mtp.layer import (
     LAYOUTS,
     MtpConfig,
@@ -33,13 +34,12 @@ from graphengine.kernels.linear.epilogues import LOGITS
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import new_residual
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
-from graphengine.kernels.norm_rope.rope import RopeConfig
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, gather_prefill
 from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.streams import add_product
 from graphengine.models.blocks.swiglu import Swiglu
-from graphengine.models.composition import DecoderModel
 from graphengine.models.contract import (
     WHOLE,
     ChunkAttention,
@@ -50,7 +50,7 @@ from graphengine.models.contract import (
     Share,
     SplitStream,
 )
-from graphengine.models.decoder import DecoderConfig
+from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.families.gpt_oss import NAMES
 from graphengine.models.linears import heuristic_plans, stream_groups
 from graphengine.models.routing import observed_routes
@@ -60,66 +60,57 @@ from graphengine.models.weights import StoredWeights
 from graphengine.parallel.collectives.split_stream import GatheredStream
 
 RANKS, SLOTS, BLOCK, LENGTH = 2, 2, 8, 32
-CONFIG = DecoderConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=50,
+ATTENTION = GroupedQueryAttention(
     hidden_size=48,
-    ffn_size=64,
-    num_layers=2,
     num_heads=4,
     num_kv_heads=2,
     head_dim=64,
     norm_eps=1e-5,
-    max_positions=LENGTH,
-    rope=RopeConfig(),
-    attention_bias=True,
-    mlp_bias=True,
+    qkv_bias=True,
+    output_bias=True,
     qk_norm=True,
 )
-SANDWICHED = replace(CONFIG, post_norms=True, norms_plus_one=True, activation="gelu_tanh")
+MLP = Swiglu(hidden_size=48, ffn_size=64, norm_eps=1e-5, bias=True)
+VALUES = {"vocab_size": 50, "max_positions": LENGTH, "mlp": MLP}
+CONFIG = small_decoder(ATTENTION, (MLP, MLP), **VALUES)
+GELU = replace(MLP, activation="gelu_tanh")
+SANDWICHED = small_decoder(ATTENTION, (GELU, GELU), post_norms=True, norms_plus_one=True, **VALUES)
 # As gpt-oss: what down adds of each chosen expert is biased, and weighted.
-EXPERTS = replace(
-    CONFIG,
-    experts=Experts(
-        hidden_size=48,
-        ffn_size=24,
-        experts=6,
-        router=Router(top_k=3, scores="softmax_of_chosen"),
-        norm_eps=1e-5,
-        bias=True,
-        clamped=ClampedSwiglu(limit=0.5),
-        names=NAMES,
-    ),
-    expert_layers=(0, 1),
-    sinks=True,
+OF_GPT_OSS = Experts(
+    hidden_size=48,
+    ffn_size=24,
+    experts=6,
+    router=Router(top_k=3, scores="softmax_of_chosen"),
+    norm_eps=1e-5,
+    bias=True,
+    clamped=ClampedSwiglu(limit=0.5),
+    names=NAMES,
 )
+EXPERTS = small_decoder(replace(ATTENTION, sinks=True), (OF_GPT_OSS, OF_GPT_OSS), **VALUES)
 # As DeepSeek-V3, with a dense layer.
-LATENTS = replace(
-    CONFIG,
-    latent=LatentAttention(
-        hidden_size=48,
-        num_heads=4,
-        kv_rank=24,
-        q_rank=20,
-        plain_dim=12,
-        rotated_dim=8,
-        value_dim=10,
-        scale=0.2,
-        norm_eps=1e-5,
-    ),
-    experts=Experts(
-        hidden_size=48,
-        ffn_size=16,
-        experts=6,
-        router=Router(top_k=2, scores="sigmoid", normalised=True, scale=1.5),
-        norm_eps=1e-5,
-        shared=Swiglu(hidden_size=48, ffn_size=32, norm_eps=1e-5, role="shared_"),
-        corrected=True,
-    ),
-    expert_layers=(1,),
+LATENT = LatentAttention(
+    hidden_size=48,
+    num_heads=4,
+    kv_rank=24,
+    q_rank=20,
+    plain_dim=12,
+    rotated_dim=8,
+    value_dim=10,
+    scale=0.2,
+    norm_eps=1e-5,
 )
+OF_DEEPSEEK = Experts(
+    hidden_size=48,
+    ffn_size=16,
+    experts=6,
+    router=Router(top_k=2, scores="sigmoid", normalised=True, scale=1.5),
+    norm_eps=1e-5,
+    shared=Swiglu(hidden_size=48, ffn_size=32, norm_eps=1e-5, role="shared_"),
+    corrected=True,
+)
+LATENTS = small_decoder(LATENT, (MLP, OF_DEEPSEEK), **VALUES)
 # Rows of heads' queries lie beside those of latents.
-LATENTS_ALONE = replace(LATENTS, latent=replace(LATENTS.latent, q_rank=None))
+LATENTS_ALONE = small_decoder(replace(LATENT, q_rank=None), (MLP, OF_DEEPSEEK), **VALUES)
 
 Result = TypeVar("Result")
 
@@ -309,7 +300,7 @@ def run(
     ],
 )  # fmt: skip
 def test_two_ranks_compute_what_one_does(config: DecoderConfig, expert_parallel: bool) -> None:
-    of_modules = CONFIG if config.post_norms else config
+    of_modules = CONFIG if config is SANDWICHED else config
     whole = run(decoder(config=config), modules(config=of_modules), None)
     ranks, met = on_all_ranks(
         lambda rank, reduce: run(
@@ -319,7 +310,7 @@ def test_two_ranks_compute_what_one_does(config: DecoderConfig, expert_parallel:
             Share(rank, RANKS),
         )
     )
-    assert sum(name.startswith("experts") for name in whole) == 2 * len(config.expert_layers)
+    assert sum(name.startswith("experts") for name in whole) == 2 * len(expert_layers(config))
     for name, expected in whole.items():
         first, second = (found[name] for found in ranks)
         assert torch.equal(first, second), name
@@ -334,7 +325,7 @@ def test_two_ranks_compute_what_one_does(config: DecoderConfig, expert_parallel:
     ("config", "splits"),
     [
         (CONFIG, True),
-        (replace(LATENTS, experts=None, expert_layers=()), True),
+        (small_decoder(LATENT, (MLP, MLP), **VALUES), True),
         (SANDWICHED, False),
         (EXPERTS, False),
     ],

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoints.small_decoders import small_decoder
 from checkpoints.toy_family import CONFIG as TOY
 from checkpoints.toy_family import read_config
 from graphengine.kernels.experts.router import Router
-from graphengine.kernels.norm_rope.rope import RopeConfig
 from graphengine.models.blocks.experts import Experts
+from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import ModelConfig, ModelWeights, Share
@@ -22,24 +23,29 @@ from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.gpt_oss import NAMES
 from graphengine.models.splitting.rank_cuts import cut_to
 from graphengine.models.splitting.rank_sizes import of_rank
+from graphengine.models.sublayers import FeedForward
 
 EXPERTS = Experts(hidden_size=6, ffn_size=4, experts=3, router=Router(top_k=2), norm_eps=1e-5)
-CONFIG = DecoderConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=10,
+ATTENTION = GroupedQueryAttention(
     hidden_size=6,
-    ffn_size=8,
-    num_layers=2,
     num_heads=8,
     num_kv_heads=2,
     head_dim=8,
     norm_eps=1e-5,
-    max_positions=32,
-    rope=RopeConfig(),
-    attention_bias=True,
-    mlp_bias=True,
+    qkv_bias=True,
+    output_bias=True,
     qk_norm=True,
 )
+MLP = Swiglu(hidden_size=6, ffn_size=8, norm_eps=1e-5, bias=True)
+
+
+def decoder(
+    *feed_forwards: FeedForward, attention: GroupedQueryAttention = ATTENTION
+) -> DecoderConfig:
+    return small_decoder(attention, feed_forwards, vocab_size=10, max_positions=32)
+
+
+CONFIG = decoder(MLP, MLP)
 
 
 def meta(config: ModelConfig) -> ModelWeights:
@@ -80,11 +86,11 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
             continue
         if ".k_proj" in name or ".v_proj" in name:
             # Each head is on as many ranks as share it.
-            found = found[:: max(1, ranks // CONFIG.num_kv_heads)]
+            found = found[:: max(1, ranks // ATTENTION.num_kv_heads)]
             for rank, part in enumerate(parts):
-                head = rank * CONFIG.num_kv_heads // ranks
-                rows = whole[head * CONFIG.head_dim :][: CONFIG.head_dim]
-                assert torch.equal(part[name][: CONFIG.head_dim], rows)
+                head = rank * ATTENTION.num_kv_heads // ranks
+                rows = whole[head * ATTENTION.head_dim :][: ATTENTION.head_dim]
+                assert torch.equal(part[name][: ATTENTION.head_dim], rows)
         assert torch.equal(torch.cat(found, axis), whole), name
 
 
@@ -92,9 +98,13 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
     ("config", "ranks", "message"),
     [
         (CONFIG, 3, "tensor_parallel=3 does not divide the 8 attention heads"),
-        (replace(CONFIG, ffn_size=6), 4, "tensor_parallel=4 does not divide the 6 ffn columns"),
         (
-            replace(CONFIG, num_heads=12, num_kv_heads=6),
+            decoder(replace(MLP, ffn_size=6)),
+            4,
+            "tensor_parallel=4 does not divide the 6 ffn columns",
+        ),
+        (
+            decoder(MLP, attention=replace(ATTENTION, num_heads=12, num_kv_heads=6)),
             4,
             "tensor_parallel=4 neither divides the 6 KV heads nor is a multiple of them",
         ),
@@ -105,17 +115,14 @@ def test_ranks_have_the_parts_of_a_whole(tmp_path: Path, ranks: int) -> None:
             "channels, and feed-forwards, which this Toy has not",
         ),
         (
-            replace(CONFIG, experts=replace(EXPERTS, ffn_size=10), expert_layers=(1,)),
+            decoder(MLP, replace(EXPERTS, ffn_size=10)),
             4,
             "tensor_parallel=4 does not divide the 10 ffn columns of an expert",
         ),
         (
-            replace(
-                CONFIG,
-                experts=replace(
-                    EXPERTS, shared=Swiglu(hidden_size=6, ffn_size=6, norm_eps=1e-5, role="s")
-                ),
-                expert_layers=(1,),
+            decoder(
+                MLP,
+                replace(EXPERTS, shared=Swiglu(hidden_size=6, ffn_size=6, norm_eps=1e-5, role="s")),
             ),
             4,
             "tensor_parallel=4 does not divide the 6 ffn columns of the shared experts",
@@ -133,7 +140,7 @@ def test_models_that_ranks_cannot_split(config: ModelConfig, ranks: int, message
     [
         (CONFIG, "expert_parallel=True, but no layer of this LlamaForCausalLM has experts"),
         (
-            replace(CONFIG, experts=EXPERTS, expert_layers=(1,)),
+            decoder(MLP, EXPERTS),
             "tensor_parallel=2 does not divide the 3 experts of a layer",
         ),
     ],
@@ -147,7 +154,7 @@ def test_experts_that_ranks_cannot_share(config: DecoderConfig, message: str) ->
 def test_ranks_have_whole_experts(tmp_path: Path, stacked: bool) -> None:
     experts = replace(EXPERTS, experts=4, bias=stacked)
     experts = replace(experts, names=NAMES if stacked else experts.names)
-    config = replace(CONFIG, experts=experts, expert_layers=(0, 1))
+    config = decoder(experts, experts)
     tensors = rows_of(config)
     checkpoint = opened(tmp_path, tensors)
     whole = config.allocate(device="cpu", dtype=torch.float32)

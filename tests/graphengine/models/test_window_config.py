@@ -10,7 +10,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from graphengine.kernels.norm_rope.rope import rope_frequencies
-from graphengine.models.composition import has_local_tables
+from graphengine.models.composition import attention_of, blocks_of, has_local_tables, windows_of
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import FAMILIES, read_model_config
 from graphengine.models.hf.config_schema import unknown_keys
@@ -54,8 +54,7 @@ def test_windows_of_some_layers_are_transformers(
     oracle = theirs(**SMALL | changes)
     windows = tuple(oracle.sliding_window if kind == SLIDING else 0 for kind in oracle.layer_types)
     config = read(family, **changes)
-    assert config.windows == (windows if any(windows) else ())
-    assert [config.window_of(layer) for layer in range(4)] == list(windows)
+    assert windows_of(config) == windows
     assert unknown_keys(SMALL | changes) == []
 
 
@@ -64,8 +63,9 @@ def test_a_window_of_mistral_is_that_of_all_layers(changes: dict[str, Any]) -> N
     oracle = MistralConfig(**SMALL | changes)
     window = oracle.sliding_window
     config = read("Mistral", **changes)
-    assert config.windows == ((window,) * 4 if window else ())
-    assert not (config.attention_bias or config.qkv_bias or config.mlp_bias or config.qk_norm)
+    assert windows_of(config) == (window or 0,) * 4
+    attention, mlp = blocks_of(config)[:2]
+    assert not (attention.qkv_bias or attention.output_bias or attention.qk_norm or mlp.bias)
 
 
 def test_what_is_missing_in_mistral_is_transformers_default() -> None:
@@ -75,8 +75,8 @@ def test_what_is_missing_in_mistral_is_transformers_default() -> None:
     oracle = MistralConfig(**config)
     assert isinstance(ours, DecoderConfig) and ours.architecture == "MistralForCausalLM"
     assert ours.max_positions == oracle.max_position_embeddings
-    assert ours.head_dim == oracle.head_dim and ours.norm_eps == oracle.rms_norm_eps
-    assert ours.windows == (oracle.sliding_window,) * 4
+    assert attention_of(ours).head_dim == oracle.head_dim and ours.norm_eps == oracle.rms_norm_eps
+    assert windows_of(ours) == (oracle.sliding_window,) * 4
     assert unknown_keys(oracle.to_dict()) == []
 
 
@@ -91,7 +91,7 @@ def test_what_is_missing_in_mistral_is_transformers_default() -> None:
 def test_a_window_as_long_as_any_text_is_none(family: str, changes: dict[str, Any]) -> None:
     longest = SMALL["max_position_embeddings"]
     assert read(family, **changes, sliding_window=longest) == read(family, sliding_window=None)
-    assert any(read(family, **changes, sliding_window=longest - 1).windows)
+    assert any(windows_of(read(family, **changes, sliding_window=longest - 1)))
 
 
 @pytest.mark.parametrize("changes", [{"sliding_window": -1}, {"sliding_window": 0}, UNUSED])
@@ -99,7 +99,7 @@ def test_a_window_as_long_as_any_text_is_none(family: str, changes: dict[str, An
 def test_a_family_without_windows_has_none(family: str, changes: dict[str, Any]) -> None:
     """Where the config says that a window is not used, and where it says so by a number."""
     assert read(family, **changes) == read(family)
-    assert read(family, **changes).windows == ()
+    assert not any(windows_of(read(family, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -179,4 +179,4 @@ def test_every_family_says_which_windows_it_has() -> None:
         except ValueError as error:
             assert "sliding" in str(error)
         else:
-            assert isinstance(config, DecoderConfig) and config.windows == (9, 0, 9, 0)
+            assert windows_of(config) == (9, 0, 9, 0)

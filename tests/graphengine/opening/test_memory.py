@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.small_decoders import composed
 from engines.small_engine import open_engine
 from graphengine import EngineConfig
 from graphengine.buckets import OutOfBudget, format_bytes
@@ -21,6 +22,7 @@ from graphengine.kernels.linear.call import MAX_LANES
 from graphengine.kernels.linear.packed import packed_form
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models import contract
+from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.linears import WeightForms
@@ -261,7 +263,9 @@ def test_what_a_gpu_does_not_multiply_is_refused_before_it_is_loaded(
     """Packed weights in float32, and those of odd columns; a CPU takes both."""
     down = "model.layers.2.mlp.down_proj"
     packed = MODEL.stored_as(WeightForms({down: packed_form(INT8, torch.float32)}))
-    odd = replace(packed, ffn_size=556)  # type: ignore[type-var]
+    odd = composed(packed).with_blocks(
+        lambda block: replace(block, ffn_size=556) if isinstance(block, Swiglu) else block
+    )
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     for model, dtype, message in (
         (

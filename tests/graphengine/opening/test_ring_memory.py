@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from checkpoints.small_decoders import with_windows
 from graphengine import EngineConfig
 from graphengine.buckets import OutOfBudget, format_bytes
 from graphengine.demo import checkpoint_path
@@ -35,7 +35,7 @@ RINGS = (WindowRing(20, (1,), 5), WindowRing(50, (3, 5), 9))
 def planned(windows: tuple[int, ...], **options: Any) -> MemoryPlan:
     config = EngineConfig(device="cpu", **SIZES | options)
     drafter = make_drafter(config, DEMO, MODEL)
-    model = replace(MODEL, windows=windows)  # type: ignore[type-var]
+    model = with_windows(MODEL, windows)
     return plan_memory(model, config, checkpoint_dtype=torch.bfloat16, drafter=drafter)
 
 
@@ -122,7 +122,7 @@ def test_what_does_not_fit_without_rings_may_fit_with_them(
 def test_what_is_planned_is_allocated(windows: tuple[int, ...], drafts: DraftModel | None) -> None:
     config = EngineConfig(device="cpu", speculative=drafts, **SIZES | {"swap_blocks": 7})
     drafter = make_drafter(config, DEMO, MODEL)
-    model = replace(MODEL, windows=windows)  # type: ignore[type-var]
+    model = with_windows(MODEL, windows)
     plan = plan_memory(model, config, checkpoint_dtype=torch.float32, drafter=drafter)
     weights = model.allocate(device="cpu", dtype=plan.dtype)
     drafter.allocate(plan.device, plan.dtype, config.family, config.chain_family)

@@ -20,6 +20,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3M
 from checkpoints.eagle3_heads import Shape, head_config, head_tensors, write_head
 from checkpoints.few_layers import few_layers
 from checkpoints.mtp_chains import HAS_CHAINS, VOCAB, Chains
+from checkpoints.small_decoders import expert_layers
 from engines.churn import Owners, write_tokenizer
 from engines.failing_ranks import limit_waits, ranks_of, stop
 from engines.family_checks import assert_rewinds
@@ -443,7 +444,7 @@ def test_what_a_step_on_gpus_launches(
                 engine.runtime.groups.tensor, "_memory", SimpleNamespace(peers=peers, summing=None)
             )
             graphs = graph_kernels(engine)
-        layers = len(engine.model.config.expert_layers)
+        layers = len(expert_layers(engine.model.config))
         for name, kernels in graphs.items():
             pushes = [each.name for each in kernels if each.name.startswith("_push")]
             added = "_push_to_residual_kernel" if name.startswith("decode") else "_push_kernel"

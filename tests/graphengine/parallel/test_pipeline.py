@@ -91,7 +91,12 @@ def replies(engine: Engine, prompts: list[list[int]]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("checkpoints", "llama-tied-yarn"), ("expert_checkpoints", "moe-some-layers")],
+    [
+        ("checkpoints", "llama-tied-yarn"),
+        ("expert_checkpoints", "moe-some-layers"),
+        # No norm lies between its stages.
+        ("dense_checkpoints", "olmo2"),
+    ],
 )
 def test_two_stages_say_what_one_process_says(
     request: pytest.FixtureRequest, kind: str, name: str

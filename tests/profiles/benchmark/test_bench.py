@@ -14,13 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoints.small_decoders import block_in
 from graphengine import Engine, EngineConfig, SamplingParams
 from graphengine.core.recorded_rows import record_rows
 from graphengine.kernels.attention.triton.decode_triton import decode_attention_kernel
 from graphengine.kernels.core.launching import KernelCompilation
 from graphengine.kernels.linear.packed import PackedForm, empty_packed, unpack
 from graphengine.kernels.linear.quantised import WeightFormat, dequantise
-from graphengine.models.composition import DecoderModel
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.decoder import DecoderModel
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.plans.chains import link_bytes
 from graphengine.models.quantised.rounding import KIND_FORMATS, ROUNDED_KINDS
@@ -393,7 +395,8 @@ def test_step_bytes_count_the_experts_that_are_read() -> None:
 
 def test_step_bytes_of_biases_at_the_attentions_entrance_alone() -> None:
     model = read_model_config({**SHAPES["tiny"], "architectures": ["Qwen2ForCausalLM"]})
-    assert model.qkv_bias and not model.attention_bias
+    attention = block_in(model, GroupedQueryAttention)
+    assert attention.qkv_bias and not attention.output_bias
     weights = model.allocate(device="meta", dtype=torch.float16)
     read = step_bytes(model, context=0, rows=1, dtype=torch.float16)
     assert read == weights.nbytes - weights.embedding.nbytes

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.small_decoders import composed
 from graphengine import DynamicTree, Engine, EngineConfig, SamplingParams
 from graphengine.drafters.block.drafter import BlockDrafter
 from graphengine.drafters.block.layers import usual_layers
@@ -84,7 +85,7 @@ def test_a_shape_gets_a_module_of_its_layers() -> None:
     weights = allocate_mtp_weights(module, device="meta", dtype=torch.bfloat16).named()
     assert weights["mtp.fc.weight"].shape == (4096, 8192)
     assert weights["mtp.layers.0.mlp.down_proj.weight"].shape == (4096, 14336)
-    assert (module.modules, module.layer.num_layers, module.norm_eps) == (1, 1, model.norm_eps)
+    assert (module.modules, module.decoder.num_layers, module.norm_eps) == (1, 1, model.norm_eps)
 
 
 def test_random_draft_tokens_ascend() -> None:
@@ -156,8 +157,9 @@ def test_a_shape_may_draft_trees(mode: MTP | Eagle3) -> None:
 def test_a_published_drafter_s_layers() -> None:
     """Those of z-lab/Qwen3-8B-DFlash-b16 and of deepseek-ai/dspark_qwen3_8b_block7."""
     model = Subject.of_shape("llama-8b").model
-    assert usual_layers(replace(model, num_layers=36)) == (1, 9, 17, 25, 33)
-    assert usual_layers(replace(model, num_layers=2)) == (0,)
+    layer = composed(model).layers[:1]
+    assert usual_layers(replace(composed(model), layers=layer * 36)) == (1, 9, 17, 25, 33)
+    assert usual_layers(replace(composed(model), layers=layer * 2)) == (0,)
 
 
 @pytest.mark.parametrize(

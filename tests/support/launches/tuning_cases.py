@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import torch
 from hypothesis import strategies as st
 
+from checkpoints.small_decoders import small_decoder
 from graphengine.kernels.linear.plans import LinearKind, LinearPlan, RowFamily
 from graphengine.kernels.linear.quantised import WeightFormat
-from graphengine.kernels.norm_rope.rope import RopeConfig
+from graphengine.models.blocks.gqa import GroupedQueryAttention
+from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.plans.tuning_tables import TuningKey
 
@@ -17,19 +20,21 @@ FAMILIES: tuple[RowFamily, ...] = get_args(RowFamily)
 KINDS: tuple[LinearKind, ...] = get_args(LinearKind)
 BF16 = torch.bfloat16
 
-MODEL = DecoderConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=331,
-    hidden_size=72,
-    ffn_size=100,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=80,
-    norm_eps=1e-5,
-    max_positions=512,
-    rope=RopeConfig(kind="default", theta=1e4),
+ATTENTION = GroupedQueryAttention(
+    hidden_size=72, num_heads=6, num_kv_heads=2, head_dim=80, norm_eps=1e-5
 )
+
+
+def small_model(
+    layers: int = 2, *, hidden_size: int = 72, ffn_size: int = 100, biases: bool = False
+) -> DecoderConfig:
+    """A small Llama."""
+    attention = replace(ATTENTION, hidden_size=hidden_size, qkv_bias=biases, output_bias=biases)
+    mlp = Swiglu(hidden_size=hidden_size, ffn_size=ffn_size, norm_eps=1e-5, bias=biases)
+    return small_decoder(attention, (mlp,) * layers, vocab_size=331, max_positions=512)
+
+
+MODEL = small_model()
 
 FORMATS = [
     *(WeightFormat("e4m3", 0, 0), WeightFormat("e4m3", 1, 0), WeightFormat("e4m3", 128, 128)),

@@ -24,12 +24,15 @@ from checkpoints.mtp_modules import (
     write_checkpoint,
     write_random,
 )
+from checkpoints.small_decoders import block_in, expert_layers
 from graphengine.demo import checkpoint_path
 from graphengine.drafters.mtp import layer
 from graphengine.drafters.mtp.layer import MtpConfig, allocate_mtp_weights
 from graphengine.drafters.mtp.reading import read_mtp_config
 from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.composition import windows_of
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.linears import Linear, heuristic_plans
 from graphengine.models.plans import choosing as tuning
@@ -57,17 +60,18 @@ def random_config(folder: Path, name: str) -> tuple[Checkpoint, MtpConfig]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_layout_is_recognised(tmp_path: Path, name: str) -> None:
     checkpoint, config = random_config(tmp_path, name)
-    layout, layer = LAYOUTS[name], config.layer
+    layout, decoder = LAYOUTS[name], config.decoder
     assert config.layout.name == name
     assert config.prefixes == layout.prefixes and config.modules == len(layout.prefixes)
     assert config.hidden_first is layout.hidden_first
-    assert config.norm_eps == layer.norm_eps == SIZES["rms_norm_eps"]
+    assert config.norm_eps == decoder.norm_eps == SIZES["rms_norm_eps"]
     # The module's layer is one of the target's.
     target = read_model_config(checkpoint.config)
-    assert layer.num_layers == 1 and target.num_layers == SIZES["num_hidden_layers"]
-    assert layer.qk_norm is layout.qk_norm
-    assert (layer.attention_bias or layer.qkv_bias) is layout.qkv_bias
-    assert layer.attention_bias is layout.output_bias
+    assert decoder.num_layers == config.modules and target.num_layers == SIZES["num_hidden_layers"]
+    attention = block_in(decoder, GroupedQueryAttention)
+    assert attention.qk_norm is layout.qk_norm
+    assert attention.qkv_bias is layout.qkv_bias
+    assert attention.output_bias is layout.output_bias
 
 
 def test_the_demo_checkpoint_has_one_module() -> None:
@@ -252,7 +256,7 @@ def test_modules_with_experts_and_latents_have_the_targets_sizes(tmp_path: Path)
 
     checkpoint, chains = write_deepseek(tmp_path, copies)
     config = read_mtp_config(checkpoint)
-    assert config.modules == 2 and config.layer.expert_layers == (0, 1)
+    assert config.modules == 2 and expert_layers(config.decoder) == (0, 1)
     assert config.states == ((Paged(1, (64,)),),) * 2
     own = [*chains.mtp.layers.parameters()]
     own += [each for name, each in chains.mtp.layers.named_buffers() if "correction" in name]
@@ -274,9 +278,9 @@ def test_a_module_may_be_dense_beside_one_with_experts(tmp_path: Path) -> None:
             tensors[f"model.layers.3.{name}"] = tensors[f"model.layers.0.{name}"].clone()
 
     config = read_mtp_config(write_deepseek(tmp_path, dense)[0])
-    assert config.layer.expert_layers == (0,)
+    assert expert_layers(config.decoder) == (0,)
     assert {"gate_up", "expert_gate_up"} <= config.linears().keys()
-    assert config.first(1).layer.expert_layers == (0,)
+    assert expert_layers(config.first(1).decoder) == (0,)
 
 
 @pytest.mark.skipif(not HAS_CHAINS, reason="this version of transformers cannot run one module")
@@ -303,8 +307,9 @@ def test_qwen2_has_biases_on_queries_keys_and_values(architecture: str) -> None:
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     sizes |= {"architectures": [architecture], "hidden_size": 256}
     config = read_model_config(sizes)
-    assert config.architecture == architecture and config.head_dim == 256 // 4
-    assert config.qkv_bias and not (config.attention_bias or config.mlp_bias or config.qk_norm)
+    block = block_in(config, GroupedQueryAttention)
+    assert config.architecture == architecture and block.head_dim == 256 // 4
+    assert block.qkv_bias and not (block.output_bias or block.qk_norm)
     (layer, _) = config.allocate(device="meta", dtype=torch.float32).layers
     attention = layer.attention
     assert attention.qkv_bias is not None and attention.qkv_bias.shape == (256 + 2 * 128,)
@@ -319,7 +324,7 @@ def test_modules_of_a_target_with_windows_are_refused() -> None:
     with pytest.raises(ValueError, match=message):
         MtpConfig.of_target(target, layer.LAYOUTS[0], ("mtp.",))
     target = read_model_config(config | {"sliding_window": None})
-    assert MtpConfig.of_target(target, layer.LAYOUTS[0], ("mtp.",)).layer.num_layers == 1
+    assert MtpConfig.of_target(target, layer.LAYOUTS[0], ("mtp.",)).decoder.num_layers == 1
 
 
 def test_modules_with_full_attention_may_have_a_target_with_windows(tmp_path: Path) -> None:
@@ -330,7 +335,7 @@ def test_modules_with_full_attention_may_have_a_target_with_windows(tmp_path: Pa
         config |= {"mtp_layer_types": ["full_attention"]}
 
     config = read_mtp_config(edited(tmp_path, "qwen3", windows))
-    assert not any(config.layer.windows)
+    assert not any(windows_of(config.decoder))
     weights = allocate_mtp_weights(config, device="meta", dtype=torch.float32)
     assert weights.modules[0].layer.attention.block.window == 0
 
@@ -342,7 +347,7 @@ def test_shapes_are_the_targets_and_the_projection(tmp_path: Path) -> None:
     _, config = random_config(tmp_path, "mimo")
     shapes = dict(config.linears())
     assert shapes.pop("projection") == Linear("residual", HIDDEN, 2 * HIDDEN)
-    assert shapes == config.layer.linears
+    assert shapes == config.decoder.linears
     assert shapes["lm_head"] == Linear("sample", VOCAB, HIDDEN)
     trimmed = config.linears(draft_vocab_size=32)
     assert trimmed["lm_head"] == Linear("sample", 32, HIDDEN)

@@ -1,0 +1,333 @@
+"""The programs of a mixture of experts, for a few rows and for a chunk of a prompt.
+
+Decode runs one kernel for the router and its product and two over the chosen experts; where (lane,
+expert) pairs are grouped, another one before these two. A chunk of a prompt always groups them.
+
+Letters: N lanes, H hidden, F ffn width of an expert, E experts, k experts of a lane, P = N * k
+pairs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphengine.kernels.experts.experts import (
+    expert_part,
+    expert_residual,
+    expert_sum,
+    expert_swiglu,
+)
+from graphengine.kernels.experts.grouping import Grouping, group_pairs
+from graphengine.kernels.experts.plans import ProductTile, chunk_tile, decode_block, groups_pairs
+from graphengine.kernels.experts.router import Routes, route
+from graphengine.kernels.experts.router_product import route_product
+from graphengine.kernels.experts.shared_gate import gate_lanes
+from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.kernels.linear.residual import Residual
+from graphengine.kernels.norm_rope.norm import add_rms_norm
+from graphengine.kernels.step.state import DecodeLanes
+from graphengine.models.blocks.experts import ExpertsWeights, ExpertWeight
+from graphengine.models.blocks.lanes_of_ranks import (
+    RoutedLanes,
+    add_sum_of_own,
+    lanes_of_all,
+    sum_of_own,
+)
+from graphengine.models.blocks.streams import PrefillScratch, add_part
+from graphengine.models.contract import DecodeLaunch, Reduce, Share
+from graphengine.models.routing import layer_ids, tell_routes
+
+
+class Chosen(NamedTuple):
+    """The first half of the chosen experts: `gated`, `[P, F]`, is what down multiplies."""
+
+    gated: Tensor
+    slot: Tensor
+    routes: Routes
+    grouping: Grouping | None
+
+
+def decode_experts(
+    weights: ExpertsWeights,
+    row: DecodeLanes,
+    residual: Residual,
+    next_norm: Tensor,
+    launch: DecodeLaunch,
+) -> Residual:
+    """Run the block on `row`'s tokens: three or four kernels, two more with a shared SwiGLU.
+
+    `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
+    place except for its squares.
+    """
+    block, slot = weights.block, row.slot
+    # This comes first: adding the chosen experts overwrites the input of the shared ones.
+    shared = None if weights.shared is None else weights.shared.gate(row, residual, launch)
+    if shared is not None and weights.shared_gate is not None:
+        gate_lanes(
+            shared,
+            residual.scaled,
+            weights.shared_gate[0],
+            slot,
+            squares_TN=residual.squares,
+            eps=block.norm_eps,
+            pdl=launch.pdl,
+        )
+    given, kept = layer_ids(launch.routes)
+    routes = route_product(
+        residual.scaled,
+        weights.gate,
+        slot,
+        block.router,
+        arrivals=launch.arrivals,
+        squares_TN=residual.squares,
+        eps=block.norm_eps,
+        bias_E=weights.gate_bias,
+        correction_E=weights.correction,
+        given_Nk=given,
+        expert_Nk=kept,
+        pdl=launch.pdl,
+    )
+    tell_routes(routes, slot)
+    lanes = RoutedLanes(residual.scaled, slot, routes, residual.squares)
+    if launch.experts is not None:
+        lanes = lanes_of_all(lanes, launch.experts)
+    chosen = _choose(weights, lanes, launch)
+    if launch.reduce is None and launch.experts is None:
+        return _add(weights, chosen, shared, row, residual, next_norm, launch)
+    part, own = _part(weights, chosen, launch), None
+    if weights.shared is not None and shared is not None:
+        own = weights.shared.part(shared, row, launch)
+    if launch.experts is not None:
+        return add_sum_of_own(part, own, slot, residual, next_norm, launch)
+    if own is not None:
+        # One all-reduce for both.
+        part += own
+    return add_part(part, slot, residual, next_norm, launch=launch)
+
+
+def _choose(weights: ExpertsWeights, lanes: RoutedLanes, launch: DecodeLaunch) -> Chosen:
+    """Run the first half of this rank's experts on the lanes that chose them."""
+    block, slot = weights.block, lanes.slot
+    routes, experts = lanes.routes, len(block.own)
+    gate_up_plan = launch.plan("expert_gate_up", weights.gate_up)
+    down_plan = launch.plan("expert_down", weights.down)
+    # The family `fma` takes pairs one by one, and the bits depend on the family.
+    in_dot = gate_up_plan.family == down_plan.family == "dot"
+    grouping = None
+    pairs = (len(slot), block.router.top_k, block.experts)
+    if in_dot and groups_pairs(*pairs, launch.tokens_per_row):
+        size = decode_block(*pairs, _format(weights.gate_up))
+        grouping = group_pairs(
+            routes.expert,
+            slot,
+            experts=experts,
+            size=size,
+            held=block.held,
+            pdl=launch.pdl,
+        )
+    gated = expert_swiglu(
+        lanes.x,
+        weights.gate_up,
+        slot,
+        routes,
+        tile=gate_up_plan,
+        squares_TN=lanes.squares,
+        eps=block.norm_eps,
+        bias_E2F=weights.gate_up_bias,
+        clamped=block.clamped,
+        grouping=grouping,
+        held=block.held,
+        pdl=launch.pdl,
+    )
+    return Chosen(gated, slot, routes, grouping)
+
+
+def _add(
+    weights: ExpertsWeights,
+    chosen: Chosen,
+    shared: Tensor | None,
+    row: DecodeLanes,
+    residual: Residual,
+    next_norm: Tensor,
+    launch: DecodeLaunch,
+) -> Residual:
+    """`residual` plus what down makes of the chosen experts, and of the `shared` ones."""
+    residual = expert_residual(
+        chosen.gated,
+        weights.down,
+        row.slot,
+        chosen.routes,
+        residual,
+        next_norm,
+        plan=launch.plan("expert_down", weights.down),
+        arrivals=launch.arrivals,
+        bias_EH=weights.down_bias,
+        grouping=chosen.grouping,
+        pdl=launch.pdl,
+    )
+    if weights.shared is None or shared is None:
+        return residual
+    return weights.shared.add(shared, row, residual, next_norm, launch)
+
+
+def _part(weights: ExpertsWeights, chosen: Chosen, launch: DecodeLaunch) -> Tensor:
+    """Float32, a row for each lane: the part of the output that this rank's experts make."""
+    return expert_part(
+        chosen.gated,
+        weights.down,
+        chosen.slot,
+        chosen.routes,
+        plan=launch.plan("expert_down", weights.down),
+        arrivals=launch.arrivals,
+        bias_EH=_own_bias(weights, launch.share),
+        grouping=chosen.grouping,
+        held=weights.block.held,
+        pdl=launch.pdl,
+    )
+
+
+def _own_bias(weights: ExpertsWeights, share: Share) -> Tensor | None:
+    """Down biases, added weighted for the chosen experts. Where ranks split the experts' width,
+    rank 0 adds them for all; other ranks get None.
+    """
+    return weights.down_bias if share.rank == 0 or weights.block.held is not None else None
+
+
+def prefill_experts(
+    weights: ExpertsWeights,
+    stream: Tensor,
+    next_norm: Tensor,
+    slot: Tensor,
+    scratch: PrefillScratch,
+) -> None:
+    """Run the block on a chunk, whose normed stream is `scratch.h`.
+
+    `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
+    """
+    h, launch = scratch.h, scratch.launch
+    routes = _chunk_routes(weights, slot, scratch)
+    shared = None
+    if weights.shared is not None:
+        shared = _shared_chunk(weights, slot, scratch)
+    lanes = RoutedLanes(h, slot, routes)
+    if launch.experts is None:
+        summed = _chunk_sum(weights, lanes, scratch, out=h)
+    else:
+        lanes = lanes_of_all(lanes, launch.experts)
+        out = lanes.x.new_empty(lanes.x.shape)
+        summed = sum_of_own(_chunk_sum(weights, lanes, scratch, out=out), launch.experts)
+    eps, pdl = weights.block.norm_eps, launch.pdl
+    for y in _summands(summed, shared, launch.reduce):
+        add_rms_norm(stream, y, next_norm, slot, eps=eps, out_dtype=h.dtype, out=h, pdl=pdl)
+
+
+def _chunk_routes(weights: ExpertsWeights, slot: Tensor, scratch: PrefillScratch) -> Routes:
+    """The experts of each lane of the normed `scratch.h`."""
+    logits = _router_logits(scratch.h, weights.gate)
+    if weights.gate_bias is not None:
+        logits += weights.gate_bias
+    given, kept = layer_ids(scratch.launch.routes)
+    return route(
+        logits,
+        slot,
+        weights.block.router,
+        correction_E=weights.correction,
+        given_Nk=given,
+        expert_Nk=kept,
+        pdl=scratch.launch.pdl,
+    )
+
+
+def _chunk_sum(
+    weights: ExpertsWeights, lanes: RoutedLanes, scratch: PrefillScratch, *, out: Tensor
+) -> Tensor:
+    """The sum of each lane's experts that this rank has."""
+    block, pdl = weights.block, scratch.launch.pdl
+    ffn, hidden, held = block.ffn_size, block.hidden_size, block.held
+    up_tile, down_tile = _chunk_tiles(weights, len(lanes.slot), out.dtype)
+    pairs = block.sharing * block.router.top_k
+    grouping = group_pairs(
+        lanes.routes.expert,
+        lanes.slot,
+        experts=len(block.own),
+        size=up_tile.lanes,
+        held=held,
+        pdl=pdl,
+    )
+    gated = expert_swiglu(
+        lanes.x,
+        weights.gate_up,
+        lanes.slot,
+        lanes.routes,
+        tile=up_tile,
+        bias_E2F=weights.gate_up_bias,
+        clamped=block.clamped,
+        grouping=grouping,
+        held=held,
+        out=scratch.take(pairs * ffn).view(-1, ffn),
+        pdl=pdl,
+    )
+    return expert_sum(
+        gated,
+        weights.down,
+        lanes.slot,
+        lanes.routes,
+        tile=down_tile,
+        grouping=grouping,
+        held=held,
+        bias_EH=_own_bias(weights, scratch.launch.share),
+        products=scratch.take(pairs * hidden, after=pairs * ffn).view(-1, hidden),
+        out=out,
+        pdl=pdl,
+    )
+
+
+def _chunk_tiles(
+    weights: ExpertsWeights, lanes: int, dtype: torch.dtype
+) -> tuple[ProductTile, ProductTile]:
+    """Tiles of gates and ups, and of down; both take the pairs of one grouping."""
+    block = weights.block
+    tiles = [
+        chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
+        for weight, columns in (
+            (weights.gate_up, block.hidden_size),
+            (weights.down, block.ffn_size),
+        )
+    ]
+    least = min(tile.lanes for tile in tiles)
+    up, down = (tile._replace(lanes=least) for tile in tiles)
+    return up, down
+
+
+def _shared_chunk(weights: ExpertsWeights, slot: Tensor, scratch: PrefillScratch) -> Tensor:
+    """The shared SwiGLU's output for the normed `scratch.h`, in `scratch` past the experts'."""
+    assert weights.shared is not None
+    start, hidden = weights.block.routed_width, weights.block.hidden_size
+    gated = weights.shared.gate_chunk(slot, scratch, after=start + hidden)
+    if weights.shared_gate is not None:
+        gate_lanes(gated, scratch.h, weights.shared_gate[0], slot, pdl=scratch.launch.pdl)
+    out = scratch.take(hidden, after=start)
+    return scratch.product(gated, weights.shared.down, None, out=out)
+
+
+def _format(weight: ExpertWeight) -> WeightFormat | None:
+    return None if isinstance(weight, Tensor) else weight.format
+
+
+def _router_logits(h_NH: Tensor, gate_EH: Tensor) -> Tensor:
+    """Router logits in float32, `[N, E]`: rounded to 16 bits they would tie."""
+    if h_NH.dtype == torch.float32:
+        return torch.mm(h_NH, gate_EH.t())
+    if h_NH.is_cuda:
+        return torch.mm(h_NH, gate_EH.t(), out_dtype=torch.float32)
+    return torch.mm(h_NH.float(), gate_EH.float().t())
+
+
+def _summands(routed: Tensor, shared: Tensor | None, reduce: Reduce | None) -> tuple[Tensor, ...]:
+    """What is added to the stream of a chunk; with several ranks, one sum over all of them."""
+    if reduce is None:
+        return (routed,) if shared is None else (routed, shared)
+    return (reduce(routed if shared is None else routed.add_(shared)),)

@@ -1,0 +1,81 @@
+"""In which order the rows of queries, keys, values and gates lie in one matrix.
+
+Where RoPE rotates one of n parts of a head, the 2 * n pieces of queries and keys are reordered: the
+even ones come first. Then each rotated value is half a head from its partner, as the kernels have
+it. Scores are sums over a head, and stay the same. Gates are reordered like queries, with which
+they share a tensor in checkpoints, and `gate_heads` finds them again.
+
+Letters: D head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class HeadRows(NamedTuple):
+    """Sizes of a matrix of queries, keys and values, and gates after them.
+
+    parts  how many parts a head has; RoPE rotates the first
+    gated  whether there are gates; each head's follow its query in a checkpoint
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    parts: int
+    gated: bool
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def of_linears(self) -> list[tuple[str, int]]:
+        """The rows of each of a checkpoint's linears, by the first letter of its name."""
+        queries = self.q_size * (2 if self.gated else 1)
+        return [("q", queries), ("k", self.kv_size), ("v", self.kv_size)]
+
+    def order(self) -> Tensor | None:
+        """The checkpoint's row for each row; None: rows are in the checkpoint's order."""
+        if self.parts == 1 and not self.gated:
+            return None
+        order = torch.empty(sum(rows for _, rows in self.of_linears), dtype=torch.int64)
+        start = 0
+        for (_, rows), view in zip(self.of_linears, self.of_checkpoint(order), strict=True):
+            view.copy_(torch.arange(start, start + rows).view(view.shape))
+            start += rows
+        return order
+
+    def of_checkpoint(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows as a checkpoint has them: views of queries, keys and values."""
+        gates = self.q_size if self.gated else 0
+        q, k, v, _ = torch.split(rows, [self.q_size, self.kv_size, self.kv_size, gates])
+        if not self.gated:
+            return self.of_heads(q), self.of_heads(k), v
+        # The distance from a head's query to its gates is the same for all heads.
+        of_heads = self.of_heads(q, always=True)
+        row = rows.stride(0)
+        q = rows.as_strided(
+            (self.num_heads, 2, *of_heads.shape[1:]),
+            (self.head_dim * row, (self.q_size + 2 * self.kv_size) * row, *of_heads.stride()[1:]),
+            rows.storage_offset(),
+        )
+        return q, self.of_heads(k), v
+
+    def of_heads(self, rows: Tensor, *, always: bool = False) -> Tensor:
+        """Rows of heads as a checkpoint has them: a view `[heads, parts, 2, D / parts / 2, ...]`.
+
+        always  make the view even where the rows are in the checkpoint's order
+        """
+        if self.parts == 1 and not always:
+            return rows
+        width = self.head_dim // (2 * self.parts)
+        return rows.view(-1, 2, self.parts, width, *rows.shape[1:]).transpose(1, 2)
