@@ -7,7 +7,10 @@ from __future__ import annotations
 import pytest
 
 import house
+from graphengine.kernels.linear.kinds import CODES, KINDS
 from house import ROOT, package_files
+
+KIND_NAMES = {*CODES, *KINDS}
 
 
 def shown(path: object) -> str:
@@ -104,6 +107,34 @@ def test_a_planted_question_is_found(source: str) -> None:
     assert len(house.class_tests("graphengine/config.py", source, classes)) == 1
     assert house.class_tests("graphengine/drafters/making.py", source, classes) == []
     assert house.class_tests("graphengine/config.py", "isinstance(MTP(), Mode)", classes) == []
+
+
+def test_kinds_of_weights_are_named_in_their_table_decoders_and_readers_alone() -> None:
+    found = [
+        f"{shown(path)}:{where}"
+        for path in package_files()
+        for where in house.kind_comparisons(shown(path), path.read_text("utf-8"), KIND_NAMES)
+    ]
+    assert found == []
+    assert all((ROOT / file).is_file() for file in house.MAY_NAME_KINDS)
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('kind.code == "int4"', 1),
+        ('if code not in ("e4m3", "int8"): ...', 2),
+        ('kind == "fp8"', 1),
+        ('{"mxfp4": 32}', 1),
+        ('match code:\n    case "e2m1": ...', 1),
+        ('config.kv_dtype == "fp8"', 0),
+        ('f(kind="int4")', 0),
+        ('"""int4"""', 0),
+    ],
+)
+def test_a_planted_comparison_with_a_kind_is_found(source: str, count: int) -> None:
+    assert len(house.kind_comparisons("profiles/accuracy.py", source, KIND_NAMES)) == count
+    assert house.kind_comparisons(house.MAY_NAME_KINDS[0], source, KIND_NAMES) == []
 
 
 @pytest.mark.parametrize(

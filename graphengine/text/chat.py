@@ -72,10 +72,13 @@ class ChatTemplate:
         template = self._template
         self._sandbox.reset()
         try:
-            text = "".join(self._sandbox.limited(template.generate(variables)))
+            text = template.render(variables)
         except Exception as error:
             # A template may raise anything: KeyError, RecursionError, MemoryError, ...
             raise ValueError(f"the chat template failed: {_describe(error)}") from error
+        finally:
+            # It holds what was rendered.
+            self._sandbox.reset()
         return _up_to_mark(text, final) if continue_final_message else text
 
     @cached_property

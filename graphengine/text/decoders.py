@@ -1,18 +1,18 @@
 """The decoders of `tokenizers`, one token at a time.
 
 The library decodes all tokens at once: each member of a decoder turns a list of texts into another
-list, and the last list is joined. Here each member is a stage that takes the texts in pieces and
-passes on what later tokens can no longer change. Everything that a stage passes on, `flush`
-included, equals what the library makes of the same texts. What each stage holds back:
+list, and the last list is joined. Here each member that a language model's decoder has is a stage,
+which takes the texts in pieces and passes on what later tokens can no longer change. Everything
+that a stage passes on, `flush` included, equals what the library makes of the same texts. What each
+stage holds back:
 
     ByteFallback  an incomplete character: up to three bytes
-    BPEDecoder    what follows the first suffix in the last token, usually nothing
-    Strip, Fuse   after Fuse or ByteLevel: characters at the end that may be stripped
-    Replace       after those: what may begin the pattern; everything if it is a regular expression
-    others        after those: everything, as a member may do anything to a text that has not ended.
-                  A decoder that is not known here always holds back everything
+    Strip         characters at the end of a joined text that may be stripped
+    Replace       what may begin the pattern at the end of a joined text
 
-Where the library has a member of its own, a stage passes whole texts to it: same text, same errors.
+Decoders with another member, such as BERT's, are streamed by the library's `DecodeStream`. It does
+not serve the members above: it fails where a broken byte follows a line break that is a byte
+fallback token, too, and of a run of broken bytes it shows nothing, in quadratic time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -50,34 +50,47 @@ class Stage(Protocol):
         """The remaining pieces, as no more will come. Call it once."""
 
 
-class Pipeline:
-    """The stages of a library's decoder. ValueError and panics of the library pass through.
-
-    continues  whether the text follows other text: no stage then treats it as a beginning. Members
-               that are not known here and regular expressions see only the new text
-    """
-
-    def __init__(self, library: tokenizers.Tokenizer, *, continues: bool = False) -> None:
-        self._stages: list[Stage] = []
-        members = decoder_members(library)
-        begins = first = not continues
-        for index, member in enumerate(members):
-            stage = _make_stage(member, first=first, begins=begins)
-            self._stages.append(_Held(members[index:]) if stage is None else stage)
-            if stage is None:
-                break
-            # A joined text begins with what came before.
-            first |= isinstance(stage, _Joined)
-        self._stages = self._stages or [_Spaced(first=not continues)]
-        self._began = False
+class TextDecoder(Protocol):
+    """Turns one text's tokens into text."""
 
     def push(self, token: str) -> str:
         """The text that this token made certain."""
+
+    def flush(self) -> str:
+        """The rest of the text. Call it once."""
+
+
+def text_decoder(library: tokenizers.Tokenizer, *, continues: bool = False) -> TextDecoder:
+    """The decoder of a tokenizer. ValueError and panics of the library pass through.
+
+    continues  whether the text follows other text: no stage then treats it as a beginning. The
+               library's own stream sees only the new text
+    """
+    members = decoder_members(library)
+    stages: list[Stage] = []
+    first = not continues
+    for member in members:
+        stage = _make_stage(member, first=first, begins=not continues)
+        if stage is None:
+            return LibraryStream(library)
+        stages.append(stage)
+        # A joined text begins with what came before.
+        first |= isinstance(stage, _Joined)
+    return Pipeline(stages) if stages else LibraryStream(library)
+
+
+class Pipeline:
+    """The stages of a decoder, each of which takes what the one before it passes on."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self._began = False
+
+    def push(self, token: str) -> str:
         self._began = True
         return self._through([Piece(token)], 0)
 
     def flush(self) -> str:
-        """The rest of the text."""
         if not self._began:
             return ""
         return "".join(
@@ -88,6 +101,34 @@ class Pipeline:
         for stage in self._stages[first:]:
             pieces = [made for piece in pieces for made in stage.push(piece)]
         return "".join(piece.text for piece in pieces)
+
+
+class LibraryStream:
+    """The library's stream, which holds back a text that ends in U+FFFD.
+
+    It fails where a token changes text that was passed on, as no token of BERT does.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
+        self._library = library
+        self._stream = decoders.DecodeStream(skip_special_tokens=False)
+        self._ids: list[int] = []
+        self._pieces: list[str] = []
+
+    def push(self, token: str) -> str:
+        index = self._library.token_to_id(token)
+        assert index is not None, f"{token=}"
+        text = self._stream.step(self._library, index) or ""
+        self._ids.append(index)
+        self._pieces.append(text)
+        return text
+
+    def flush(self) -> str:
+        whole: str = self._library.decode(self._ids, skip_special_tokens=False) if self._ids else ""
+        so_far = "".join(self._pieces)
+        if not whole.startswith(so_far):
+            raise ValueError(f"{len(so_far)} characters were passed on that {len(whole)} replace")
+        return whole[len(so_far) :]
 
 
 def decoder_members(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
@@ -106,7 +147,7 @@ def _flatten(description: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _make_stage(member: dict[str, Any], *, first: bool, begins: bool) -> Stage | None:
-    """The stage of this member; None for an unknown kind.
+    """The stage of this member; None if there is none.
 
     first   whether the text that comes next is the first of the list
     begins  whether the next piece of a text in pieces is the first of that text
@@ -123,35 +164,17 @@ def _make_stage(member: dict[str, Any], *, first: bool, begins: bool) -> Stage |
         case {"type": "Strip", "content": content, "start": start, "stop": stop}:
             return _Strip(content, start, stop, begins=begins)
         case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
-            if not pattern:
-                return _Whole(decoders.Replace("", content))
-            return _Replace(pattern, content, begins=begins)
-        case {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}:
-            return _Whole(decoders.Replace(tokenizers.Regex(pattern), content))
-        case {"type": "WordPiece", "prefix": prefix, "cleanup": cleanup}:
-            return _WordPiece(decoders.WordPiece(prefix=prefix, cleanup=cleanup), first=first)
-        case {"type": "BPEDecoder", "suffix": suffix}:
-            return _Suffixed(suffix)
-        case {
-            "type": "CTC",
-            "pad_token": pad,
-            "word_delimiter_token": delimiter,
-            "cleanup": cleanup,
-        }:
-            return _CTC(decoders.CTC(pad, delimiter, cleanup))
+            return _Replace(pattern, content, begins=begins) if pattern else None
     return None
 
 
 class _Whole:
-    """A member that treats each text by itself and needs the whole of it."""
+    """A stage that needs the whole of each text."""
 
-    def __init__(self, member: Any) -> None:
-        self._member = member
+    def __init__(self) -> None:
         self._parts: list[str] = []
 
     def push(self, piece: Piece) -> Iterable[Piece]:
-        if piece.begins and piece.ends:
-            return self.take(piece.text)
         self._parts.append(piece.text)
         if not piece.ends:
             return ()
@@ -160,81 +183,15 @@ class _Whole:
         return self.take(text)
 
     def take(self, text: str) -> Iterable[Piece]:
-        """The next text, decoded."""
-        return [Piece(self._member.decode([text]))]
-
-    def flush(self) -> Iterable[Piece]:
-        return ()
-
-
-class _WordPiece(_Whole):
-    """All texts but the first get a space in front, or lose their prefix."""
-
-    def __init__(self, member: Any, *, first: bool) -> None:
-        super().__init__(member)
-        self._first = first
-
-    def take(self, text: str) -> Iterable[Piece]:
-        texts = [text] if self._first else ["", text]
-        self._first = False
-        return [Piece(self._member.decode(texts))]
-
-
-class _CTC(_Whole):
-    """A text that repeats the one before it is dropped, and so is one that becomes empty."""
-
-    _last: str | None = None
-
-    def take(self, text: str) -> Iterable[Piece]:
-        if text == self._last:
-            return ()
-        self._last = text
-        made = self._member.decode([text])
-        return [Piece(made)] if made else ()
-
-
-class _Suffixed(_Whole):
-    """BPEDecoder: the suffix becomes a space, or nothing in the last text."""
-
-    def __init__(self, suffix: str) -> None:
-        super().__init__(None)
-        self._suffix = suffix
-        self._rest: str | None = None
-
-    def take(self, text: str) -> Iterable[Piece]:
-        before = self._end(" ")
-        at = text.find(self._suffix)
-        cut = len(text) if at < 0 else at
-        self._rest = text[cut:]
-        return [*before, Piece(text[:cut], True, False)]
-
-    def flush(self) -> Iterable[Piece]:
-        return self._end("")
-
-    def _end(self, written: str) -> list[Piece]:
-        if self._rest is None:
-            return []
-        return [Piece(self._rest.replace(self._suffix, written), False, True)]
-
-
-class _Spaced(_Whole):
-    """No decoder: the texts are joined with spaces."""
-
-    def __init__(self, *, first: bool) -> None:
-        super().__init__(None)
-        self._first = first
-
-    def take(self, text: str) -> Iterable[Piece]:
-        text = text if self._first else f" {text}"
-        self._first = False
-        return [Piece(text)]
+        """The pieces that the next text makes certain."""
+        raise NotImplementedError
 
 
 class _Joined(_Whole):
     """A member that makes one text of all texts; it begins with the first piece that has text."""
 
     def __init__(self, *, begins: bool) -> None:
-        super().__init__(None)
+        super().__init__()
         self._begun = not begins
 
     def grow(self, text: str) -> list[Piece]:
@@ -281,7 +238,7 @@ class _ByteFallback(_Whole):
     _byte = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
 
     def __init__(self) -> None:
-        super().__init__(None)
+        super().__init__()
         # Surrogates distinguish a byte that belongs to no character from U+FFFD in the text.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._running = False
@@ -403,24 +360,6 @@ class _Strip:
 
     def flush(self) -> Iterable[Piece]:
         return ()
-
-
-class _Held(_Whole):
-    """The members from an unknown one on: the library runs them over all texts at once."""
-
-    def __init__(self, members: list[dict[str, Any]]) -> None:
-        # The library reads a decoder only as part of a whole tokenizer's JSON.
-        empty = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
-        described = empty | {"decoder": {"type": "Sequence", "decoders": members}}
-        super().__init__(tokenizers.Tokenizer.from_str(json.dumps(described)).decoder)
-        self._texts: list[str] = []
-
-    def take(self, text: str) -> Iterable[Piece]:
-        self._texts.append(text)
-        return ()
-
-    def flush(self) -> Iterable[Piece]:
-        return [Piece(self._member.decode(self._texts))]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,77 +1,99 @@
-"""Where chat templates run: jinja2's immutable sandbox, with a limit on what a rendering may take.
+"""Where chat templates run: jinja2's immutable sandbox, with limits on time and memory.
+
+A template is a program that comes with a downloaded checkpoint. What it may do to the process that
+renders it:
+
+    run code, read files, reach attributes   no: it gets JSON values and has no loader, and jinja2's
+                                             sandbox refuses names with an underscore and methods
+                                             that change a list or a dictionary
+    compute for long                         MAX_SECONDS of the thread's processor time
+    take memory                              MAX_SIZE for a value, MAX_TOTAL for all it makes
+    write any prompt                         yes, as the weights may compute any token
+
+The time is checked between two operations: at each turn of a loop, call, filter, test, comparison,
+operator, subscript and output. That needs no thread and no signal, but every operation must end
+soon by itself: within about 3 seconds for the largest operands, usually within milliseconds. It
+does because no value exceeds MAX_SIZE, together with all that it holds. Where a result may be much
+larger than the operands, its size is computed first. Filters and methods that take more than about
+linear time are refused, and so are those that a later jinja2 may add. Chat templates have no use
+for them. A source of MAX_SOURCE characters compiles within about 4 seconds.
 
 It has the additions that transformers makes (`raise_exception`, `strftime_now`, `tojson`, loop
-controls, the `generation` tag). Unlike there, a rendering has a budget of MAX_STEPS steps. They are
-counted, not timed: the same template and messages stop at the same place on every machine.
-
-What is promised:
-- Every operation whose time grows with its operands is charged before it runs, in proportion to its
-  work: each turn of a loop, call, filter, test, comparison, operator, slice, output. A step is
-  about the time of one turn of a loop, and pays for 4 to 4096 characters or items, depending on the
-  operation (`graphengine.text.template_costs`). So a rendering ends after a few seconds at most.
-- No text, list or integer is kept that exceeds MAX_SIZE or MAX_BITS. Where the size of a result
-  follows from the operands, it is refused before it is made. Elsewhere it is at most a few times as
-  large as the operands, and is refused afterwards.
-- Where a whole value is traversed, it nests at most MAX_DEPTH deep.
-- Names that jinja2's rules forbid to a template, and methods that pad to a width, are refused.
-
-The time to compile a source of any length is not bounded, and neither is memory: a hostile template
-can hold a few gigabytes, in texts each within MAX_SIZE.
+controls, the `generation` tag).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import (
-    Callable,
-    ItemsView,
-    Iterable,
-    Iterator,
-    KeysView,
-    Mapping,
-    Sequence,
-    Set,
-    ValuesView,
-)
+import re
+import time
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from datetime import datetime
 from functools import wraps
 from itertools import chain
+from string import Formatter
 from typing import Any, cast
 
-from jinja2 import Template, nodes, pass_context
+from jinja2 import Template, filters, nodes, pass_context, pass_eval_context
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, LoopControlExtension
-from jinja2.filters import make_attrgetter
+from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from graphengine.text import template_costs
-from graphengine.text.template_costs import COPY, ITEMS, SCAN, Prepare
-
-MAX_STEPS = 1_000_000
-"""Steps of one rendering."""
+MAX_SECONDS = 5.0
+"""Processor time of one rendering."""
+MAX_SOURCE = 200_000
+"""Characters of a template."""
 MAX_SIZE = 16_000_000
-"""Characters of a text, or items of a list, that a template may make."""
-MAX_WRITTEN = 4 * MAX_SIZE
-"""Characters that it may write, into the prompt or into the result of a macro or a block."""
+"""Characters in all that a value holds; each value in it counts as ITEM more. Also those that are
+written, into the prompt or into the result of a macro or a block.
+"""
+ITEM = 16
+MAX_TOTAL = 1 << 30
+"""Characters and items that a rendering may make in all, kept or not; an item counts as ITEM."""
 MAX_BITS = 4096
 """Bits of an integer that it may compute."""
 MAX_DEPTH = 500
 """Depth of nested lists that it may hold."""
+MAX_DIGITS = 1024
+"""Decimal places, of either sign, that `round` may be asked for."""
+MAX_PATTERN = 100
+"""Characters of a text that a slow search looks for, and of a format of `strftime_now`."""
 
-# Methods that make a text of any size from a width alone.
-_PADDING_METHODS = frozenset({"center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"})
-_VIEWS = (ItemsView, KeysView, ValuesView, Set)
+FILTERS = """
+    abs attr batch capitalize count d default dictsort e escape filesizeformat first float
+    forceescape format groupby indent int items join last length list lower map max min random
+    reject rejectattr replace reverse round safe select selectattr slice sort string sum title
+    tojson trim truncate unique upper urlencode wordcount xmlattr
+"""
+"""The filters that a template may use."""
+TESTS = """
+    != < <= == > >= boolean callable defined divisibleby eq equalto escaped even false filter float
+    ge greaterthan gt in integer iterable le lessthan lower lt mapping ne none number odd sameas
+    sequence string test true undefined upper
+"""
+"""The tests that it may use."""
+
+# Methods that make a text of any size from a width alone, or take more than linear time.
+_REFUSED = {
+    *("center", "encode", "expandtabs", "ljust", "rjust", "striptags", "to_bytes", "translate"),
+    "zfill",
+}
+# Methods whose time grows with the pattern, too.
+_SEARCHES = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
+_COLLECTIONS = (list, tuple, dict, set)
+_VIEWS = (ItemsView, KeysView, ValuesView)
+# What jinja2 passes to functions that take the context.
 _SCOPES = ("_loop_vars", "_block_vars")
-# Syntax nodes in the body of a loop or macro that one step pays for.
-_PARTS = 64
+_PERCENT = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\*|\d+)?(?:\.(\*|\d+)?)?")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one template, with the counts of its rendering: a `Meter`."""
+    """The environment of one template, with the limits of its rendering."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
 
@@ -79,52 +101,54 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
+            # What is constant would be computed at each compilation.
+            optimized=False,
             extensions=[LoopControlExtension, _GenerationTag],
             finalize=self._write,
         )
-        self.steps = self.written = 0
+        self.reset()
         del self.globals["lipsum"]
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
             "namespace": _PlainNamespace,
         }
-        self.filters |= {"tojson": _tojson, "sum": self._sum}
-        for table, costs in (
-            (self.filters, template_costs.FILTERS),
-            (self.tests, template_costs.TESTS),
-        ):
-            # What a later jinja2 adds is refused, as nobody has reviewed it.
-            operations: dict[str, Any] = {name: table[name] for name in costs if name in table}
-            table.clear()
-            table |= {name: self._charged(operations[name], costs[name]) for name in operations}
         self.filters |= {
-            f"_{hook.__name__}": pass_context(_without_context(hook))
-            for hook in (
-                self.body,
-                self.copied,
-                self.counted,
-                self.handed,
-                self.made,
-                self.read,
-                self.within,
-            )
+            "batch": self._batch,
+            "format": self._format,
+            "indent": self._indent,
+            "join": self._join,
+            "replace": self._replace,
+            "round": _round,
+            "sum": self._sum,
+            "tojson": self._tojson,
+            "trim": _trim,
         }
+        for table, names in ((self.filters, FILTERS), (self.tests, TESTS)):
+            known: dict[str, Any] = {name: table[name] for name in names.split() if name in table}
+            table.clear()
+            table |= {name: self._with_checks(operation) for name, operation in known.items()}
+        hooks = (self.checked, self.counted, self.made, self.wrote)
+        self.filters |= {f"_{hook.__name__}": hook for hook in hooks}
 
     def reset(self) -> None:
         """Begin a rendering."""
-        self.steps = self.written = 0
+        self.deadline = time.thread_time() + MAX_SECONDS
+        self.total = self.written = 0
+        # Size and depth of each collection, which is kept so that none takes its id.
+        self._measured: dict[int, tuple[Any, int, int]] = {}
 
     def compile_counted(self, source: str) -> Template:
-        """The template, rewritten so that everything it does is counted."""
-        return self.from_string(_Counted(self).visit(self.parse(source)))
+        """The template, rewritten so that everything it does is checked."""
+        if len(source) > MAX_SOURCE:
+            raise SecurityError(f"{len(source)} characters exceed the limit of {MAX_SOURCE}")
+        return self.from_string(_Checked(self).visit(self.parse(source)))
 
-    # The meter.
+    # The limits.
 
-    def charge(self, steps: int) -> None:
-        self.steps += steps
-        if self.steps > MAX_STEPS:
-            raise SecurityError(f"it took more than {MAX_STEPS} steps")
+    def check_time(self) -> None:
+        if time.thread_time() > self.deadline:
+            raise SecurityError(f"it took more than {MAX_SECONDS} seconds")
 
     def check_size(self, size: float) -> None:
         if size > MAX_SIZE:
@@ -132,358 +156,272 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 f"{size} characters or items exceed the limit of {MAX_SIZE} for what it makes"
             )
 
-    def weigh(self, value: Any) -> int:
-        if type(value) is str:
-            return len(value)
-        return self.measure(value)[0]
+    def size(self, value: Any) -> int:
+        return self._measure(value)[0]
 
-    def measure(self, value: Any) -> tuple[int, int, int]:
-        weight = values = deepest = 0
-        held: list[Iterator[Any]] = [iter((value,))]
-        while held:
-            for item in held[-1]:
-                values += 1
-                if values % 1024 == 0:
-                    self.charge(512)
-                if type(item) is str:
-                    weight += 1 + len(item)
-                    continue
-                weight += 1 + _own_size(item)
-                if isinstance(item, range):
-                    # It holds no items, but iterating over it creates all of them.
-                    self.charge(len(item) // 2)
-                if (inner := _inside(item)) is not None:
-                    held.append(inner)
-                    break
-            else:
-                held.pop()
-            deepest = max(deepest, len(held))
-            if deepest > MAX_DEPTH:
-                raise SecurityError(f"it nests values more than {MAX_DEPTH} deep")
-        self.charge(values % 1024 // 2)
-        return weight, values, deepest
-
-    def counted(self, items: Iterable[Any], each: int = 1, weighed: bool = False) -> Iterator[Any]:
-        for item in items:
-            self.charge(each)
-            if weighed:
-                self.charge(self.weigh(item) // 16)
-            yield item
+    def _measure(self, value: Any) -> tuple[int, int]:
+        """Size and depth of a value: collections never change, so each is gone through once."""
+        if isinstance(value, str):
+            return ITEM + len(value), 0
+        if isinstance(value, int):
+            return ITEM + value.bit_length() // 3, 0
+        if not isinstance(value, _COLLECTIONS + _VIEWS):
+            return ITEM, 0
+        if id(value) in self._measured:
+            return self._measured[id(value)][1:]
+        size, depth = ITEM, 0
+        for item in chain(value, value.values() if isinstance(value, dict) else ()):
+            its_size, its_depth = self._measure(item)
+            size += its_size
+            depth = max(depth, 1 + its_depth)
+        self.check_size(size)
+        if depth > MAX_DEPTH:
+            raise SecurityError(f"it nests values more than {MAX_DEPTH} deep")
+        self._measured[id(value)] = (value, size, depth)
+        return size, depth
 
     # What the rewritten template calls in addition to its own operations.
 
+    def checked(self, value: Any) -> Any:
+        """The value, after a check of the time."""
+        self.check_time()
+        return value
+
+    def counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield the items, with a check of the time before each."""
+        for item in items:
+            self.check_time()
+            yield item
+
     def made(self, value: Any) -> Any:
-        """A result, after a check of its size."""
-        self.charge(1)
-        if isinstance(value, (str, bytes, list, tuple, dict)):
+        """A result, after a check of its size; a lazy one is checked as it is read."""
+        self.check_time()
+        if isinstance(value, str):
             self.check_size(len(value))
+            self.total += len(value)
+        elif isinstance(value, _COLLECTIONS):
+            self.check_size(ITEM * len(value))
+            self._measure(value)
+            self.total += ITEM * len(value)
         elif isinstance(value, int) and value.bit_length() > MAX_BITS:
             raise SecurityError(
                 f"it made an integer of {value.bit_length()} bits, the limit is {MAX_BITS}"
             )
-        return value
-
-    def read(self, value: Any) -> Any:
-        """Charge for a value that is traversed: compared, hashed, made a text."""
-        weight = self._go_through(value)
-        self.check_size(weight)
-        return value
-
-    def _go_through(self, value: Any) -> int:
-        """Charge for the value; returns its size."""
-        weight = self.weigh(value)
-        self.charge(weight // (COPY if isinstance(value, str) else SCAN))
-        return weight
-
-    def within(self, value: Any) -> Any:
-        """Charge for a value that is searched."""
-        if isinstance(value, Iterator):
+        elif isinstance(value, Iterator) and not isinstance(value, LoopContext):
             return self.counted(value)
-        if not isinstance(value, Mapping):
-            # In a short text every position is tried.
-            self.charge(self.weigh(value) // (SCAN // 8))
+        if self.total > MAX_TOTAL:
+            raise SecurityError(f"it made more than {MAX_TOTAL} characters or items")
         return value
 
-    def copied(self, value: Any) -> Any:
-        """Charge for a value that is sliced."""
-        return template_costs.by_length(self, value)
-
-    def handed(self, value: Any) -> Any:
-        """Charge for a value whose items become arguments."""
-        if isinstance(value, Iterator):
-            return self.counted(value)
-        if hasattr(value, "__len__"):
-            self.charge(len(value))
-        return value
-
-    def body(self, parts: int, characters: int) -> str:
-        """Charge for one run of a body of this many nodes, and for its text; writes nothing."""
-        self.charge(parts // _PARTS)
-        self._wrote(characters)
-        return ""
+    def wrote(self, text: str) -> None:
+        """Count a text that is written."""
+        self.check_time()
+        self.written += len(text)
+        if self.written > MAX_SIZE:
+            raise SecurityError(f"it wrote more than {MAX_SIZE} characters")
 
     @pass_context
-    def _write(self, _context: Context, value: Any) -> Any:
-        """Charge for an output before it is made a text."""
-        self.charge(1)
-        self._wrote(self._go_through(value))
-        return value
+    def _write(self, _context: Context, value: Any) -> str:
+        """The text of an output. It takes the context, so that no output is a constant."""
+        text = value if isinstance(value, str) else str(value)
+        self.wrote(text)
+        return text
 
-    def _wrote(self, characters: int) -> None:
-        self.written += characters
-        if self.written > MAX_WRITTEN:
-            raise SecurityError(f"it wrote more than {MAX_WRITTEN} characters")
+    def _with_checks(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter or test with its checks."""
 
-    def limited(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The rendered pieces, up to MAX_SIZE characters."""
-        size = 0
-        for piece in pieces:
-            size += len(piece)
-            if size > MAX_SIZE:
-                raise SecurityError(f"it wrote more than {MAX_SIZE} characters")
-            yield piece
+        @wraps(operation)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self.check_time()
+            return self.made(operation(*args, **kwargs))
 
-    def _charged(self, operation: Callable[..., Any], prepare: Prepare) -> Callable[..., Any]:
-        """A filter or test with its charge. It takes the context, so none is a constant."""
-        passed = getattr(operation, "jinja_pass_arg", None)
+        return checked
 
-        @pass_context
-        @wraps(operation, assigned=(), updated=())
-        def charged(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-            self.charge(1)
-            for argument in chain(args, kwargs.values()):
-                self.read(argument)
-            value = prepare(self, value, *args, **kwargs)
-            args = tuple(map(self._bounded, args))
-            own = {"context": context, "eval_context": context.eval_ctx, "environment": self}
-            first = () if passed is None else (own[passed.name],)
-            return self.made(operation(*first, value, *args, **kwargs))
+    # Filters that compute the size of their result first.
 
-        return charged
+    def _batch(self, value: Any, linecount: int, fill_with: Any = None) -> Iterator[Any]:
+        self.check_size(ITEM * linecount)
+        return filters.do_batch(value, linecount, fill_with)
 
-    def _bounded(self, value: Any) -> Any:
-        return self.counted(value) if isinstance(value, Iterator) else value
+    def _format(self, value: Any, *args: Any, **kwargs: Any) -> str:
+        text = value if isinstance(value, str) else str(value)
+        self._check_percent(text, kwargs or args)
+        return filters.do_format(text, *args, **kwargs)
+
+    def _indent(
+        self, s: str, width: int | str = 4, first: bool = False, blank: bool = False
+    ) -> str:
+        margin = len(width) if isinstance(width, str) else width
+        self.check_size(len(s) + margin * (1 + len(s.splitlines())))
+        return filters.do_indent(s, width, first, blank)
+
+    @pass_eval_context
+    def _join(self, context: EvalContext, value: Any, d: str = "", attribute: Any = None) -> str:
+        if attribute is not None:
+            value = map(filters.make_attrgetter(self, attribute), value)
+        text: str = filters.do_join(context, self._joinable(d, value), d)
+        return text
+
+    def _joinable(self, separator: Any, items: Iterable[Any]) -> list[Any]:
+        items = list(items)
+        self.check_size(sum(map(self.size, items)) + len(items) * self.size(separator))
+        return items
+
+    @pass_eval_context
+    def _replace(
+        self, context: EvalContext, s: Any, old: Any, new: Any, count: int | None = None
+    ) -> str:
+        self._check_replace(str(s), str(old), str(new))
+        return filters.do_replace(context, s, old, new, count)
+
+    def _check_replace(self, text: str, old: str, new: str, *_: Any) -> None:
+        self.check_size(len(text) + text.count(old) * (len(new) - len(old)))
+
+    def _sum(self, iterable: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
+        """jinja2's filter, but values that are not numbers are added one by one."""
+        items = list(iterable)
+        if attribute is not None:
+            items = list(map(filters.make_attrgetter(self, attribute), items))
+        if isinstance(start, str) or all(isinstance(item, (int, float)) for item in items):
+            return sum(items, start)
+        for item in items:
+            start = self.made(start + item)
+        return start
+
+    def _tojson(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """JSON without escapes: jinja2's own filter escapes HTML."""
+        size, depth = self._measure(value)
+        margin = len(indent) if isinstance(indent, str) else indent or 0
+        self.check_size(size + size // ITEM * (depth * margin + self.size(separators)))
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    def _check_percent(self, text: str, given: Any) -> None:
+        self.check_size(ITEM * text.count("%"))
+        fields = [field for pair in _PERCENT.findall(text) for field in pair]
+        if "*" in fields:
+            raise SecurityError(f"a format whose width is an argument: {text[:MAX_PATTERN]!r}")
+        self._check_format(text, fields, len(fields) // 2, given)
+
+    def _check_braces(self, text: str, given: Any) -> None:
+        self.check_size(ITEM * text.count("{"))
+        specs = [spec or "" for _, name, spec, _ in Formatter().parse(text) if name is not None]
+        if any("{" in spec for spec in specs):
+            raise SecurityError(f"a format whose width is a field: {text[:MAX_PATTERN]!r}")
+        widths = re.findall(r"\d+", " ".join(specs))
+        self._check_format(text, widths, len(specs), given)
+
+    def _check_format(self, text: str, widths: list[str], fields: int, given: Any) -> None:
+        padding = sum(float(width or 0) for width in widths)
+        self.check_size(len(text) + padding + fields * self.size(given))
 
     # jinja2's own hooks.
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.charge(1)
+        self.check_time()
         if isinstance(function, LoopContext):
-            args = tuple(map(self.counted, args[:1])) + args[1:]
+            args = (self.counted(args[0]), *args[1:])
         elif not isinstance(function, (Macro, BlockReference)):
-            args = self._prepared(function, args, kwargs)
+            # jinja2 wraps the method `format`.
+            method = getattr(function, "__wrapped__", function)
+            if isinstance(owner := getattr(method, "__self__", None), str):
+                named = {name: kwargs[name] for name in kwargs if name not in _SCOPES}
+                args = self._prepared(owner, method.__name__, args, named)
         return self.made(super().call(context, function, *args, **kwargs))
 
     def _prepared(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """The arguments of a callable from outside the template, which is charged for."""
-        # jinja2 adds arguments meant only for functions that take the context.
-        kwargs = {name: kwargs[name] for name in kwargs if name not in _SCOPES}
-        for argument in chain(args, kwargs.values()):
-            self.read(argument)
-        # jinja2 wraps the method `format`.
-        method = getattr(function, "__wrapped__", function)
-        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
-        if name == "join" and isinstance(owner, (str, bytes)) and len(args) == 1:
-            return (template_costs.joined(self, owner, args[0]),)
-        args = tuple(map(self._bounded, args))
-        if owner is not None:
-            template_costs.method_cost(owner, name)(self, owner, *args, **kwargs)
+        """The arguments of a text's method, after a check of the result's size."""
+        if name == "join":
+            return tuple(self._joinable(text, items) for items in args)
+        if name == "replace":
+            self._check_replace(text, *args)
+        elif name in ("format", "format_map"):
+            self._check_braces(text, (args, kwargs))
+        elif name in _SEARCHES:
+            _check_pattern(*args, *kwargs.values())
         return args
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        self.charge(1)
-        if operator == "%" and isinstance(left, (str, bytes)):
-            given = right if isinstance(right, tuple) else (right,)
-            template_costs.percent(self, left, *given)
-        elif operator in ("*", "**"):
-            self.charge(_check_product(operator, left, right))
-        elif operator == "+":
-            sized = [side for side in (left, right) if isinstance(side, (str, bytes, list, tuple))]
-            size = sum(map(len, sized))
-            self.check_size(size)
-            self.charge(size // (COPY if isinstance(left, str) else ITEMS))
-        elif isinstance(left, _VIEWS):
-            self.charge((self.weigh(left) + self.weigh(right)) // 16)
+        if operator == "%" and isinstance(left, str):
+            self._check_percent(left, right)
+        elif operator == "*":
+            for items, times in ((left, right), (right, left)):
+                if isinstance(items, (str, list, tuple)) and isinstance(times, int):
+                    self.check_size(len(items) * times)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            # A lower bound: what passes has about twice the limit at most.
+            bits = (left.bit_length() - 1) * right + 1
+            if bits > MAX_BITS:
+                raise SecurityError(
+                    f"an integer of {bits} bits or more exceeds the limit of {MAX_BITS}"
+                )
         return self.made(super().call_binop(context, operator, left, right))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        if type(argument) not in (int, str):
-            self.read(argument)
+        self.check_time()
         return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        return super().is_safe_attribute(obj, attr, value) and attr not in _PADDING_METHODS
-
-    @pass_context
-    def _sum(
-        self, context: Context, iterable: Iterable[Any], attribute: Any = None, start: Any = 0
-    ) -> Any:
-        """jinja2's filter, but values that are not numbers are added by the sandbox's operator."""
-        items = list(iterable)
-        if attribute is not None:
-            items = list(map(make_attrgetter(self, attribute), items))
-        if isinstance(start, (str, bytes)) or all(isinstance(i, (int, float)) for i in items):
-            return sum(items, start)
-        for item in items:
-            start = self.call_binop(context, "+", start, item)
-        return start
+        return super().is_safe_attribute(obj, attr, value) and attr not in _REFUSED
 
 
-def _without_context(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, taking the context, so that jinja2 runs it at each rendering."""
-    return lambda _context, *args: hook(*args)
-
-
-def _own_size(value: Any) -> int:
-    """Number of characters or items of a value, without those of its items."""
-    if isinstance(value, (str, bytes, range)):
-        return len(value)
-    return value.bit_length() // 3 if isinstance(value, int) else 0
-
-
-def _inside(value: Any) -> Iterator[Any] | None:
-    """The values that a value holds."""
-    if isinstance(value, (list, tuple)):
-        return iter(value)
-    if isinstance(value, dict):
-        return chain(value.keys(), value.values())
-    if value is None or isinstance(value, (str, int, float)):
-        return None
-    return iter(value) if isinstance(value, _VIEWS) else None
-
-
-def _check_product(operator: str, left: Any, right: Any) -> int:
-    """Refuse in advance what `made` would refuse only afterwards; returns the steps it takes."""
-    if operator == "**" and isinstance(left, int) and isinstance(right, int):
-        # A lower bound: what passes has at most about twice the limit, and `made` counts its bits.
-        bits = (left.bit_length() - 1) * right + 1
-        if bits > MAX_BITS:
-            raise SecurityError(
-                f"an integer of {bits} bits or more exceeds the limit of {MAX_BITS}"
-            )
-    steps = 0
-    for items, times in ((left, right), (right, left)):
-        if isinstance(items, (str, bytes, list, tuple)) and isinstance(times, int):
-            size = len(items) * times
-            if size > MAX_SIZE:
-                raise SecurityError(
-                    f"a product of {size} characters or items exceeds the limit of {MAX_SIZE}"
-                )
-            steps = max(0, size) // (COPY if isinstance(items, (str, bytes)) else ITEMS)
-    return steps
-
-
-class _Counted(NodeTransformer):
-    """Rewrites a template so that operations without a hook in jinja2 go through the sandbox.
-
-    Filters and tests are charged for where they are looked up by name; calls, subscripts and
-    arithmetic in hooks.
-    """
+class _Checked(NodeTransformer):
+    """Rewrites a template so that what jinja2 has no hook for is checked, too."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._begin(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._begin(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._begin(node)
-
-    def visit_Block(self, node: nodes.Block) -> nodes.Node:
-        return self._begin(node)
-
-    def _begin(
-        self,
-        node: nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block,
-    ) -> nodes.Node:
-        """Make each run of its body charge for the body's nodes."""
-        parts = sum(1 for _ in node.find_all(nodes.Node))
         self.generic_visit(node)
-        if isinstance(node, nodes.For):
-            node.iter = self._through("_counted", cast(nodes.Expr, node.iter))
-        if parts >= _PARTS:
-            node.body.insert(0, self._run(node, parts, 0))
+        node.iter = self._through("_counted", cast(nodes.Expr, node.iter))
         return node
 
     def visit_Output(self, node: nodes.Output) -> list[nodes.Node]:
-        """The template's own text is written each time its output node runs."""
+        """Count the template's own text each time it is written."""
         self.generic_visit(node)
-        data = (part.data for part in node.nodes if isinstance(part, nodes.TemplateData))
-        characters = sum(map(len, data))
-        return [self._run(node, 0, characters), node] if characters else [node]
+        data = [part.data for part in node.nodes if isinstance(part, nodes.TemplateData)]
+        hook = self._through("_wrote", nodes.Const("".join(data), lineno=node.lineno))
+        return [nodes.ExprStmt(hook, lineno=node.lineno), node] if data else [node]
 
-    def _run(self, node: nodes.Node, parts: int, characters: int) -> nodes.Node:
-        arguments = [nodes.Const(characters, lineno=node.lineno)]
-        return nodes.ExprStmt(
-            self._through("_body", nodes.Const(parts, lineno=node.lineno), arguments),
-            lineno=node.lineno,
-        )
+    def _visit_made(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return self._through("_made", node)
+
+    visit_Dict = visit_List = _visit_made
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        node.nodes = [self._read(part) for part in node.nodes]
-        return self._through("_made", node)
+        node.nodes = [self._through("_made", part) for part in node.nodes]
+        return self._visit_made(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        return self.generic_visit(node) if node.ctx == "store" else self._visit_made(node)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        operands = [node.expr, *(operand.expr for operand in node.ops)]
-        if len(node.ops) == 1 and any(map(_is_small, operands)):
-            # Comparing with a number or a short text is quick; searching for it is not.
-            if node.ops[0].op in ("in", "notin"):
-                node.ops[0].expr = self._through("_within", operands[1])
-            return node
-        node.expr = self._read(node.expr)
-        for operand in node.ops:
-            looked_in = operand.op in ("in", "notin")
-            operand.expr = self._through("_within" if looked_in else "_read", operand.expr)
-        return node
-
-    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
-        self.generic_visit(node)
-        node.key = self._read(node.key)
-        return node
+        return self._through("_checked", node)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):
-            node.node = self._through("_copied", node.node)
-        return node
+        return self._through("_made", node) if isinstance(node.arg, nodes.Slice) else node
 
-    def visit_Call(self, node: nodes.Call) -> nodes.Node:
-        return self._spread(node)
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
-        return self._spread(node)
-
-    def visit_Test(self, node: nodes.Test) -> nodes.Node:
-        return self._spread(node)
-
-    def _spread(self, node: nodes.Call | nodes.Filter | nodes.Test) -> nodes.Node:
-        self.generic_visit(node)
-        if node.dyn_args is not None:
-            node.dyn_args = self._through("_handed", node.dyn_args)
-        if node.dyn_kwargs is not None:
-            node.dyn_kwargs = self._through("_handed", node.dyn_kwargs)
-        return node
-
-    def _read(self, node: nodes.Expr) -> nodes.Expr:
-        return node if _is_small(node) else self._through("_read", node)
-
-    def _through(
-        self, name: str, node: nodes.Expr, args: Sequence[nodes.Expr] = ()
-    ) -> nodes.Filter:
+    def _through(self, name: str, node: nodes.Expr) -> nodes.Filter:
         return nodes.Filter(
-            node, name, list(args), [], None, None, lineno=node.lineno, environment=self._sandbox
+            node, name, [], [], None, None, lineno=node.lineno, environment=self._sandbox
         )
-
-
-def _is_small(node: nodes.Expr) -> bool:
-    return isinstance(node, nodes.Const) and _own_size(node.value) < SCAN
 
 
 class _GenerationTag(Extension):
@@ -520,17 +458,28 @@ def _check_attribute_name(name: Any) -> None:
         raise SecurityError(f"a namespace cannot hold {name!r}")
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without escapes: jinja2's own filter escapes HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _check_pattern(*patterns: Any) -> None:
+    for pattern in patterns:
+        if isinstance(pattern, str) and len(pattern) > MAX_PATTERN:
+            raise SecurityError(
+                f"a pattern of {len(pattern)} characters exceeds the limit of {MAX_PATTERN}"
+            )
+
+
+def _round(value: Any, precision: int = 0, method: Any = "common") -> float:
+    if abs(precision) > MAX_DIGITS:
+        raise SecurityError(
+            f"a rounding to {precision} decimal places exceeds the limit of {MAX_DIGITS}"
+        )
+    if isinstance(value, str):
+        # A text times ten to the power of the precision is a text.
+        raise TypeError("must be real number, not str")
+    return filters.do_round(value, precision, method)
+
+
+def _trim(value: Any, chars: str | None = None) -> str:
+    _check_pattern(chars)
+    return filters.do_trim(value, chars)
 
 
 def _raise_exception(message: str) -> None:
@@ -538,4 +487,5 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
+    _check_pattern(format)
     return datetime.now().strftime(format)

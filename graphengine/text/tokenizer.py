@@ -17,9 +17,10 @@ from graphengine.text.chat import ChatTemplate, Messages, Tools
 from graphengine.text.continuing import continuing
 from graphengine.text.decoders import (
     REPLACEMENT,
-    Pipeline,
+    TextDecoder,
     byte_level_bytes,
     decoder_members,
+    text_decoder,
 )
 from graphengine.text.stopping import StopStrings
 from graphengine.text.tokenizer_files import library_errors, read_tokenizer_files
@@ -227,9 +228,9 @@ class Tokenizer:
         decoder = IncrementalDecoder(self, skip_special_tokens=skip_special_tokens)
         return "".join(map(decoder.push, ids)) + decoder.flush()
 
-    def pipeline(self, *, continues: bool = False) -> Pipeline:
+    def text_decoder(self, *, continues: bool = False) -> TextDecoder:
         """The decoder for one text, a token at a time; `continues` where it follows other text."""
-        return Pipeline(self._library, continues=continues)
+        return text_decoder(self._library, continues=continues)
 
     def apply_chat_template(
         self,
@@ -371,13 +372,13 @@ class IncrementalDecoder:
         self._skipped = special.union(hidden)
         self._known_bytes = {} if hidden else tokenizer.known_bytes[skip_special_tokens]
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pipeline = (
-            None if tokenizer.is_byte_level else tokenizer.pipeline(continues=continues)
+        self._decoder = (
+            None if tokenizer.is_byte_level else tokenizer.text_decoder(continues=continues)
         )
 
     def push(self, token_id: int) -> str:
         """The text that this token made certain; often empty."""
-        if self._pipeline is None:
+        if self._decoder is None:
             # 1.0 would find the entry of 1.
             shown = self._known_bytes.get(token_id) if type(token_id) is int else None
             if shown is None:
@@ -387,7 +388,7 @@ class IncrementalDecoder:
         if token is None:
             return ""
         with library_errors(f"token {token_id} ({token!r}) cannot be decoded"):
-            return self._pipeline.push(token)
+            return self._decoder.push(token)
 
     def _shown(self, token_id: int) -> str | None:
         """The token; None where it has no text."""
@@ -400,10 +401,10 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """The text still held back, an incomplete character as U+FFFD. No push may follow."""
-        if self._pipeline is None:
+        if self._decoder is None:
             return self._utf8.decode(b"", final=True)
         with library_errors("the end of the text cannot be decoded"):
-            return self._pipeline.flush()
+            return self._decoder.flush()
 
 
 class TextStream:

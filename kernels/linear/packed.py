@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graphengine.kernels.linear.kinds import CODES
 from graphengine.kernels.linear.quantised import (
     QuantisedWeight,
     WeightFormat,
-    dequantise,
+    scales_of_rows,
     unpacked_codes,
 )
 
@@ -39,12 +40,6 @@ POWER_FACTOR = 0.5
 2 ** (b - 126), which is a normal number for every `b` up to 253.
 """
 BLOCK_HALFWORDS = 256
-# How the bits of a halfword of 4 floats of 4 bits are moved. Magnitudes and signs of the first
-# three lie as far apart as in a bfloat16; the fourth has the bits that are left.
-_FLOAT_BITS = (
-    *((0, 3, 6), (3, 1, 15), (4, 3, 3), (7, 1, 12), (8, 3, 0), (11, 1, 9)),
-    *((12, 1, 13), (13, 2, 10), (15, 1, 14)),
-)
 # Rows of a weight that are laid out at a time: with one code a byte they take twice the memory.
 _ROWS_AT_ONCE = 4096
 # Rows that are selected at a time, each with the 15 others of its block.
@@ -232,7 +227,7 @@ def pack(weight: QuantisedWeight, *, swiglu: bool = False) -> PackedWeight:
     row_scales = None
     powers = grouped and weight.scales.dtype == torch.uint8
     if not grouped:
-        row_scales = _scales_of_rows(weight)[rows]
+        row_scales = scales_of_rows(weight)[rows]
     elif weight.whole is not None or powers:
         whole = torch.tensor(1.0) if weight.whole is None else weight.whole.float()
         whole = (whole * POWER_FACTOR if powers else whole).to(rows.device)
@@ -296,13 +291,6 @@ def _check(kind: WeightFormat, M: int, swiglu: bool) -> None:
         raise ValueError(f"swiglu needs as many gate rows as up rows, not {M} rows in all")
 
 
-def _scales_of_rows(weight: QuantisedWeight) -> Tensor:
-    """Scales of rows, float32 [M]: what a code of 1 would stand for."""
-    ones = torch.ones((weight.shape[0], 1), dtype=torch.uint8, device=weight.codes.device)
-    kind = WeightFormat("int8", weight.format.rows, 0)
-    return dequantise(QuantisedWeight(kind, ones, weight.scales, weight.whole))[:, 0]
-
-
 def _blocks(codes: Tensor, kind: WeightFormat) -> Tensor:
     """int16 [B, C, 256] of codes [16 * B, K]."""
     sizes, order = _layout(kind)
@@ -312,14 +300,15 @@ def _blocks(codes: Tensor, kind: WeightFormat) -> Tensor:
     if kind.bits == 4:
         pieces = pieces[..., 0] | pieces[..., 1] << 4
     halfwords = pieces.contiguous().view(torch.int16).flatten(2)
-    return _moved(halfwords, _FLOAT_BITS) if kind.code == "e2m1" else halfwords
+    moves = CODES[kind.code].moves
+    return _moved(halfwords, moves) if moves else halfwords
 
 
 def _codes(blocks: Tensor, kind: WeightFormat) -> Tensor:
     """uint8 [16 * B, K]: the inverse of `_blocks`."""
     sizes, order = _layout(kind)
-    if kind.code == "e2m1":
-        blocks = _moved(blocks, [(to, count, source) for source, count, to in _FLOAT_BITS])
+    if moves := CODES[kind.code].moves:
+        blocks = _moved(blocks, [(to, count, source) for source, count, to in moves])
     pieces = blocks.view(torch.uint8)
     if kind.bits == 4:
         pieces = torch.stack((pieces & 15, pieces >> 4), dim=-1)

@@ -10,21 +10,16 @@ Letters: M weight rows, K input features, R x C the rows and columns that share 
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple, cast, get_args
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-CodeKind = Literal["e4m3", "int8", "int4", "e2m1"]
-"""What a code stands for: a float of 8 bits (`torch.float8_e4m3fn`), an integer of 8 bits in two's
-complement or of 4 bits plus 8 (so 0..15 for -8..7), or a float of 4 bits (OCP's MXFP4 element)."""
+from graphengine.kernels.linear.kinds import CODES, KINDS, CodeKind, KindName
 
-CODE_KINDS = get_args(CodeKind)
 _LABEL = re.compile(
-    rf"(?P<code>{'|'.join(CODE_KINDS)})-(?P<rows>[0-9]{{1,9}})x(?P<columns>[0-9]{{1,9}})(?P<zeros>-zeros)?"
+    r"(?P<code>[a-z0-9]+)-(?P<rows>[0-9]{1,9})x(?P<columns>[0-9]{1,9})(?P<zeros>-zeros)?"
 )
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lower three bits of an `e2m1` code stand for; the fourth is the sign."""
 
 
 class WeightFormat(NamedTuple):
@@ -50,9 +45,9 @@ class WeightFormat(NamedTuple):
     def of_label(cls, label: str) -> WeightFormat:
         """The format that `label` names. ValueError for another text."""
         found = _LABEL.fullmatch(label)
-        if found is None:
+        if found is None or found["code"] not in CODES:
             raise ValueError(
-                f"{label!r} is no format of weights: of {', '.join(CODE_KINDS)}, then rows x "
+                f"{label!r} is no format of weights: of {', '.join(CODES)}, then rows x "
                 f"columns that share a scale, as in int4-1x128 or int4-1x128-zeros"
             )
         return cls(
@@ -65,11 +60,19 @@ class WeightFormat(NamedTuple):
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return 8 if self.code in ("e4m3", "int8") else 4
+        return CODES[self.code].bits
 
     def groups(self, M: int, K: int) -> tuple[int, int]:
         """Shape of the scales of a weight [M, K]."""
         return -(-M // (self.rows or M)), -(-K // (self.columns or K))
+
+
+def format_of(
+    kind: KindName, rows: int = 1, columns: int | None = None, has_zeros: bool = False
+) -> WeightFormat:
+    """The format of a kind of weights; columns None: those that the kind has."""
+    row = KINDS[kind]
+    return WeightFormat(row.code.name, rows, row.columns if columns is None else columns, has_zeros)
 
 
 class QuantisedWeight(NamedTuple):
@@ -132,12 +135,11 @@ def scale_values(weight: QuantisedWeight) -> Tensor:
 def dequantise(weight: QuantisedWeight) -> Tensor:
     """The weight's values: float32 [M, K], columns in the order of the inputs."""
     (M, K), kind = weight.shape, weight.format
-    codes = unpacked_codes(weight)
-    scales = scale_values(weight)
-    values = _values(codes, kind.code)
+    numbers = CODES[kind.code].values
+    values = numbers(unpacked_codes(weight))
     if weight.zeros is not None:
-        values = values - _spread(_values(weight.zeros, kind.code), kind, M, K)
-    values = values * _spread(scales, kind, M, K)
+        values = values - _spread(numbers(weight.zeros), kind, M, K)
+    values = values * _spread(scale_values(weight), kind, M, K)
     if weight.order is None:
         return values
     result = torch.empty_like(values)
@@ -145,16 +147,11 @@ def dequantise(weight: QuantisedWeight) -> Tensor:
     return result
 
 
-def _values(codes: Tensor, kind: CodeKind) -> Tensor:
-    if kind == "e4m3":
-        return codes.view(torch.float8_e4m3fn).float()
-    if kind == "int8":
-        return codes.view(torch.int8).float()
-    if kind == "int4":
-        return codes.float() - 8
-    table = torch.tensor(E2M1, device=codes.device)
-    table = torch.cat((table, -table))
-    return table[codes.long()]
+def scales_of_rows(weight: QuantisedWeight) -> Tensor:
+    """A scale for each row, float32 [M], of a weight whose columns share them."""
+    assert weight.format.columns == 0, f"{weight.format=}"
+    rows, columns = weight.shape
+    return _spread(scale_values(weight), weight.format, rows, columns).expand(rows, 1)[:, 0]
 
 
 def _spread(of_groups: Tensor, kind: WeightFormat, M: int, K: int) -> Tensor:

@@ -20,6 +20,7 @@ from graphengine.demo import checkpoint_path
 from graphengine.drafters.eagle3.layer import Eagle3Config
 from graphengine.drafters.eagle3.reading import Eagle3Checkpoint
 from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig
+from graphengine.kernels.linear.kinds import CODES, KINDS
 from graphengine.kernels.linear.packed import POWER_FACTOR, PackedWeight, packed_form
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.random_values import (
@@ -347,18 +348,18 @@ def random_tokens(vocab_size: int, size: int, seed: int = SEED) -> Tensor:
 
 
 def _as_told(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
-    """The model with weights in its config's format: MXFP4, whose scales are powers of two."""
+    """The model with weights in its config's format."""
     quantisation = read_quantisation(config)
     if quantisation is None:
         return model
     linears = model.allocate(device="meta", dtype=torch.float32).linears()
     firsts = dict.fromkeys(linear.parts[0][0] for linear in linears)
     schemes = {name: quantisation.scheme(name) for name in firsts}
-    forms = {
-        name: packed_form(scheme.format, torch.uint8)
-        for name, scheme in schemes.items()
-        if scheme is not None
-    }
+    forms = {}
+    for name, scheme in schemes.items():
+        if scheme is not None:
+            kind = KINDS[scheme.kind]
+            forms[name] = packed_form(scheme.format, kind.scales[0], whole=kind.whole)
     return model.stored_as(WeightForms(forms))
 
 
@@ -388,19 +389,12 @@ def fill_random(
         tensor.copy_(random_values(name, tensor.shape, tensor.dtype, tensor.device, seed))
 
 
-# Root mean squares of random codes; for e4m3, of the codes that are drawn here.
-_CODE_SIZES = {"e4m3": 0.43, "int8": 74.0, "int4": 4.6, "e2m1": 2.9}
-_CODE_ZEROS = {"int4": (6, 11), "int8": (0, 11)}
-
-
 def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
     """Draw random codes; all groups have one scale."""
-    codes, kind = weight.codes.view(torch.uint8), weight.format
+    codes, code = weight.codes.view(torch.uint8), CODES[weight.format.code]
     codes.random_(0, 256, generator=generator)
-    if kind.code == "e4m3":
-        # Numbers below 2, and so no NaN.
-        codes &= 0xBF
-    scale = WEIGHT_SCALE / _CODE_SIZES[kind.code]
+    codes &= code.drawn
+    scale = WEIGHT_SCALE / code.size
     if weight.row_scales is not None:
         weight.row_scales.fill_(scale if weight.scales is None else 1.0)
     if weight.scales is not None and weight.scales.dtype == torch.uint8:
@@ -411,7 +405,7 @@ def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
     elif weight.scales is not None:
         weight.scales.copy_(torch.full_like(weight.scales, scale, dtype=torch.float32))
     if weight.zeros is not None:
-        weight.zeros.random_(*_CODE_ZEROS[kind.code], generator=generator)
+        weight.zeros.random_(*code.drawn_zeros, generator=generator)
     if weight.order is not None:
         weight.order.copy_(
             torch.randperm(len(weight.order), generator=generator, device=codes.device)

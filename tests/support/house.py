@@ -9,7 +9,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +39,18 @@ FAMILIES = re.compile(r"[Ll]lama(?!3)|[Qq]wen|[Mm]i[Mm]o|^dense_|Dense")
 """What a name has that names a family of models; `llama3` is also a kind of RoPE."""
 _FAMILY_WORD = re.compile(FAMILIES.pattern.replace("^", r"\b"))
 MAY_NAME_FAMILIES = ("graphengine/models/", "profiles/benchmark/shapes.py")
+MAY_NAME_KINDS = (
+    "kernels/linear/kinds.py",
+    "kernels/linear/gluon/packed_gluon_codes.py",
+    "kernels/linear/gluon/packed_chunk_codes.py",
+    "kernels/experts/packed/packed_triton.py",
+    "graphengine/models/quantised/compressed_config.py",
+    "graphengine/models/quantised/config.py",
+    "graphengine/models/quantised/gptq_config.py",
+)
+"""The table of kinds of weights, its decoders and the readers of configs."""
+# What else may be in fp8.
+_OTHERS_IN_FP8 = ("kv_dtype", "activations")
 # Methods of named tuples, which have an underscore for another reason; and what Python has so.
 _PUBLIC = {"_fields", "_field_defaults", "_replace", "_asdict", "_make", "_getframe"}
 _LIBRARIES = {"torch", "os", "sys"}
@@ -244,6 +256,24 @@ def fragments(source: str) -> list[tuple[int, str]]:
         and isinstance(statement.value.value, str)
     ]
     return [(line, text.partition("\n")[0]) for line, text in texts if _FRAGMENT.match(text)]
+
+
+def kind_comparisons(file: str, source: str, names: Collection[str]) -> list[str]:
+    """`line: name` where a kind of weights is compared with, or looked up, by its name."""
+    found = []
+    for node in ast.walk(ast.parse(source)) if file not in MAY_NAME_KINDS else ():
+        operands: Sequence[ast.AST | None] = ()
+        if isinstance(node, ast.Compare):
+            operands = (node.left, *node.comparators)
+        elif isinstance(node, ast.Dict):
+            operands = [key for key in node.keys if getattr(key, "value", None) != "fp8"]
+        elif isinstance(node, ast.MatchValue):
+            operands = (node.value,)
+        parts = [part for operand in operands if operand for part in ast.walk(operand)]
+        if not any(getattr(part, "attr", None) in _OTHERS_IN_FP8 for part in parts):
+            values = [part.value for part in parts if isinstance(part, ast.Constant)]
+            found += [f"{node.lineno}: {value}" for value in values if value in names]
+    return found
 
 
 def room_of(module: str) -> str | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 
+from graphengine.kernels.linear.kinds import KINDS
 from graphengine.models.checkpoints.checkpoint import Checkpoint
-from graphengine.models.quantised.writer import INT4_GROUPS, write_quantised
+from graphengine.models.quantised.writer import write_quantised
 
 
 def quantize(options: argparse.Namespace) -> None:
     """Write a compressed-tensors checkpoint with weights of 8 or 4 bits, rounded to nearest."""
-    if options.group_size not in INT4_GROUPS:
-        sizes = ", ".join(map(str, INT4_GROUPS))
+    known = sorted({size for kind in KINDS.values() for size in kind.groups})
+    if options.group_size not in known:
+        sizes = ", ".join(map(str, known))
         raise ValueError(f"--group-size {options.group_size} must be one of {sizes}")
     written = write_quantised(
         Checkpoint.open(options.checkpoint),

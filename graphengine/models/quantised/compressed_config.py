@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from graphengine.kernels.linear.quantised import CodeKind, WeightFormat
+from graphengine.kernels.linear.kinds import KINDS, Kind, KindName
+from graphengine.kernels.linear.quantised import format_of
 from graphengine.models.checkpoints.kv_scheme import check_kv
 from graphengine.models.hf.config_schema import unsupported
 from graphengine.models.quantised.schemes import (
@@ -16,6 +17,7 @@ from graphengine.models.quantised.schemes import (
     WeightScheme,
     check_keys,
     from_start,
+    plain_layout,
     read_choice,
     read_names,
     read_size,
@@ -31,24 +33,16 @@ _WEIGHT_KEYS = """
     num_bits type strategy group_size symmetric dynamic block_structure actorder scale_dtype
     zp_dtype observer observer_kwargs
 """
-_MXFP8 = "mxfp8-quantized"
-# The types and bits that weights of each format may have.
-FORMATS: Mapping[str, tuple[tuple[str, int], ...]] = {
-    "float-quantized": (("float", 8),),
-    "int-quantized": (("int", 8), ("int", 4)),
-    "naive-quantized": (("float", 8), ("int", 8), ("int", 4)),
-    "pack-quantized": (("int", 4), ("int", 8)),
-    "nvfp4-pack-quantized": (("float", 4),),
-    "mxfp4-pack-quantized": (("float", 4),),
-    _MXFP8: (("float", 8),),
-}
-# Columns that share a scale, for formats that fix the number.
-_GROUPS_OF = {"nvfp4-pack-quantized": [16], "mxfp4-pack-quantized": [32], _MXFP8: [32]}
-_CODES: Mapping[tuple[str, int], CodeKind] = {
-    ("float", 8): "e4m3",
-    ("float", 4): "e2m1",
-    ("int", 8): "int8",
-    ("int", 4): "int4",
+_PACKED = "pack-quantized"
+# The kinds that weights of each format may have: one of each type and number of bits.
+FORMATS: Mapping[str, tuple[KindName, ...]] = {
+    "float-quantized": ("fp8",),
+    "int-quantized": ("int8", "int4"),
+    "naive-quantized": ("fp8", "int8", "int4"),
+    _PACKED: ("int4", "int8"),
+    "nvfp4-pack-quantized": ("nvfp4",),
+    "mxfp4-pack-quantized": ("mxfp4",),
+    "mxfp8-quantized": ("mxfp8",),
 }
 _MIXED = "mixed-precision"
 # Targets that are a linear's class instead of its name.
@@ -62,8 +56,7 @@ _UNREAD = (
 class _Weights(NamedTuple):
     """The `weights` of a group, checked; `columns` 0: all columns."""
 
-    kind: str
-    bits: int
+    kind: KindName
     strategy: str
     columns: int
     block: tuple[int, int] | None
@@ -120,43 +113,37 @@ def _group_scheme(
     if group.get("weights") is None:
         return None
     where = inside if group.get("format") is not None else _INSIDE
-    name = (group if group.get("format") is not None else config).get("format")
+    format = (group if group.get("format") is not None else config).get("format")
     known = [*FORMATS] if where == inside else [*FORMATS, _MIXED]
-    name = read_choice({"format": name}, "format", known, where)
-    if name == _MIXED:
+    format = read_choice({"format": format}, "format", known, where)
+    if format == _MIXED:
         raise unsupported(f"{inside}.format", None, ", ".join(map(repr, FORMATS)))
-    weights = _read_weights(group["weights"], name, f"{inside}.weights")
-    return _scheme(weights, name, f"{inside}.weights")._replace(notes=notes)
+    weights = _read_weights(group["weights"], format, f"{inside}.weights")
+    return _scheme(weights, format)._replace(notes=notes)
 
 
-def _read_weights(given: Any, name: str, inside: str) -> _Weights:
+def _read_weights(given: Any, format: str, inside: str) -> _Weights:
     if not isinstance(given, dict):
         raise unsupported(inside, given, "a JSON object, null")
     check_keys(given, _WEIGHT_KEYS, inside)
-    kind = given.get("type", "int")
-    given = {**given, "type": kind.lower() if isinstance(kind, str) else kind}
-    kind = read_choice(
-        given, "type", list(dict.fromkeys(kind for kind, _ in FORMATS[name])), inside
-    )
-    bits = read_choice(
-        given, "num_bits", [bits for each, bits in FORMATS[name] if each == kind], inside, 8
-    )
+    name, kind = _read_kind(given, format, inside)
     read_choice(given, "dynamic", [False, None], inside)
-    symmetric = read_choice(given, "symmetric", [True] + [False] * (kind == "int"), inside, True)
+    asymmetric = [] if kind.code.middle is None else [False]
+    symmetric = read_choice(given, "symmetric", [True, *asymmetric], inside, True)
     strategy = given.get("strategy") or _usual_strategy(given.get("group_size"))
-    known = _strategies(name, kind, symmetric)
+    known = _strategies(format, kind, symmetric)
     strategy = read_choice({"strategy": strategy}, "strategy", known, inside)
     columns = 0
     if strategy in ("group", "tensor_group"):
-        columns = read_choice(given, "group_size", _GROUPS_OF.get(name, GROUPS), inside)
+        groups = (kind.columns,) if kind.columns else GROUPS
+        columns = read_choice(given, "group_size", groups, inside)
     else:
         read_size(given, "group_size", inside, [], -1) if given.get("group_size") else None
     orders = ["group", "dynamic", True, "weight", "static", False, None]
     order = read_choice(given, "actorder", orders, inside)
     block = _read_block(given, inside) if strategy == "block" else None
     return _Weights(
-        kind=kind,
-        bits=bits,
+        kind=name,
         strategy=strategy,
         columns=columns,
         block=block,
@@ -165,20 +152,29 @@ def _read_weights(given: Any, name: str, inside: str) -> _Weights:
     )
 
 
+def _read_kind(given: Mapping[str, Any], format: str, inside: str) -> tuple[KindName, Kind]:
+    kinds: dict[KindName, Kind] = {name: KINDS[name] for name in FORMATS[format]}
+    type = given.get("type", "int")
+    given = {**given, "type": type.lower() if isinstance(type, str) else type}
+    types = list(dict.fromkeys(kind.code.type for kind in kinds.values()))
+    type = read_choice(given, "type", types, inside)
+    by_bits = {kind.code.bits: name for name, kind in kinds.items() if kind.code.type == type}
+    name = by_bits[read_choice(given, "num_bits", [*by_bits], inside, 8)]
+    return name, kinds[name]
+
+
 def _usual_strategy(group_size: Any) -> str:
     if group_size is None:
         return "tensor"
     return "channel" if group_size == -1 else "group"
 
 
-def _strategies(name: str, kind: str, symmetric: bool) -> Sequence[str]:
-    if name == "nvfp4-pack-quantized":
-        return ("tensor_group",)
-    if name in ("mxfp4-pack-quantized", _MXFP8):
-        return ("group",)
-    if kind == "float":
+def _strategies(format: str, kind: Kind, symmetric: bool) -> Sequence[str]:
+    if kind.columns:
+        return ("tensor_group",) if kind.whole else ("group",)
+    if kind.code.type == "float":
         return ("tensor", "channel", "group", "block")
-    if name == "pack-quantized" and not symmetric:
+    if format == _PACKED and not symmetric:
         return ("channel", "group")
     return ("tensor", "channel", "group")
 
@@ -193,27 +189,25 @@ def _read_block(given: Mapping[str, Any], inside: str) -> tuple[int, int]:
     raise unsupported(f"{inside}.block_structure", value, "[rows, columns]")
 
 
-def _scheme(weights: _Weights, name: str, inside: str) -> WeightScheme:
+def _scheme(weights: _Weights, format: str) -> WeightScheme:
     rows, columns = {
         "tensor": (0, 0),
         "channel": (1, 0),
         "block": weights.block or (0, 0),
     }.get(weights.strategy, (1, weights.columns))
-    code = _CODES[weights.kind, weights.bits]
+    kind = KINDS[weights.kind]
     scheme = WeightScheme(
-        layout="codes",
-        format=WeightFormat(code, rows, columns, weights.has_zeros),
-        powers=name == _MXFP8,
+        layout=plain_layout(kind),
+        kind=weights.kind,
+        format=format_of(weights.kind, rows, columns, weights.has_zeros),
         zeros="weight_zero_point",
         order="weight_g_idx",
         needs_order=weights.needs_order,
         unread=_UNREAD,
     )
-    if name == "pack-quantized":
+    if format == _PACKED:
         return scheme._replace(layout="int32_rows", codes=("weight_packed",))
-    if weights.bits == 4 and weights.kind == "float":
-        whole = "weight_global_scale" if name == "nvfp4-pack-quantized" else None
-        return scheme._replace(
-            layout="halves", codes=("weight_packed",), whole=whole, inverse=whole is not None
-        )
-    return scheme
+    if scheme.layout == "codes":
+        return scheme
+    whole = "weight_global_scale" if kind.whole else None
+    return scheme._replace(codes=("weight_packed",), whole=whole, inverse=kind.whole)

@@ -6,7 +6,8 @@ import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.kernels.linear.kinds import KINDS, KindName
+from graphengine.kernels.linear.quantised import format_of
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.kv_scheme import check_kv, quantises_kv_alone
 from graphengine.models.hf.config_schema import HfConfig, unsupported
@@ -21,6 +22,7 @@ from graphengine.models.quantised.schemes import (
     among_names,
     check_keys,
     is_head,
+    plain_layout,
     read_choice,
     read_names,
 )
@@ -28,8 +30,12 @@ from graphengine.models.quantised.schemes import (
 _KEY = "quantization_config"
 _FILE = "hf_quant_config.json"
 _MODELOPT = ("modelopt", "modelopt_fp4")
-# Columns that share a scale.
-_MODELOPT_GROUPS = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}
+_MODELOPT_KINDS: Mapping[str, KindName] = {
+    "FP8": "fp8",
+    "NVFP4": "nvfp4",
+    "W4A16_NVFP4": "nvfp4",
+    "MXFP8": "mxfp8",
+}
 
 
 def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
@@ -100,7 +106,8 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
     rows, columns = block or (0, 0)
     weights = WeightScheme(
         layout="codes",
-        format=WeightFormat("e4m3", rows, columns),
+        kind="fp8",
+        format=format_of("fp8", rows, columns),
         scales=("weight_scale_inv", "weight_scale"),
         unread=("input_scale", "activation_scale"),
         notes=(f"{_KEY}.activation_scheme={scheme!r} is not carried out: weights alone are read",)
@@ -127,7 +134,8 @@ def _read_mxfp4(config: Mapping[str, Any]) -> Quantisation:
     names = [name.replace("*", "[^.]*") for name in read_names(config, key, _KEY)]
     scheme = WeightScheme(
         layout="halves",
-        format=WeightFormat("e2m1", 1, 32),
+        kind="mxfp4",
+        format=format_of("mxfp4"),
         codes=("weight_blocks", "_blocks"),
         scales=("weight_scales", "_scales"),
         unread=(),
@@ -179,27 +187,21 @@ def _modelopt(config: Mapping[str, Any], inside: str, file: str) -> Quantisation
 def _modelopt_scheme(config: Mapping[str, Any], inside: str, file: str) -> WeightScheme:
     algorithm = config.get("quant_algo")
     note = f"{inside}.quant_algo={algorithm!r}: activations are not quantised, weights alone are"
-    if algorithm == "FP8":
-        return WeightScheme(layout="codes", format=WeightFormat("e4m3", 0, 0), notes=(note,))
-    if algorithm in _MODELOPT_GROUPS:
-        columns = _MODELOPT_GROUPS[algorithm]
-        if config.get("group_size") not in (columns, None):
-            known = f"{columns}, null"
-            raise unsupported(f"{inside}.group_size", config["group_size"], known, file=file)
-    if algorithm == "MXFP8":
-        return WeightScheme(
-            layout="codes", format=WeightFormat("e4m3", 1, 32), powers=True, notes=(note,)
-        )
-    if algorithm in ("NVFP4", "W4A16_NVFP4"):
-        return WeightScheme(
-            layout="halves",
-            format=WeightFormat("e2m1", 1, 16),
-            whole="weight_scale_2",
-            notes=(note,) if algorithm == "NVFP4" else (),
-        )
-    known = ", ".join(map(repr, ("FP8", *_MODELOPT_GROUPS)))
-    raise unsupported(
-        f"{inside}.quant_algo", algorithm, f"{known}, 'MIXED_PRECISION' of these", file=file
+    if algorithm is None or algorithm not in _MODELOPT_KINDS:
+        known = f"{', '.join(map(repr, _MODELOPT_KINDS))}, 'MIXED_PRECISION' of these"
+        raise unsupported(f"{inside}.quant_algo", algorithm, known, file=file)
+    name = _MODELOPT_KINDS[algorithm]
+    kind = KINDS[name]
+    if kind.columns and config.get("group_size") not in (kind.columns, None):
+        known = f"{kind.columns}, null"
+        raise unsupported(f"{inside}.group_size", config["group_size"], known, file=file)
+    return WeightScheme(
+        layout=plain_layout(kind),
+        kind=name,
+        # Without a group size one scale is for the whole weight.
+        format=format_of(name) if kind.columns else format_of(name, 0, 0),
+        whole="weight_scale_2" if kind.whole else None,
+        notes=() if algorithm.startswith("W4A16") else (note,),
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphengine.kernels.linear.quantised import WeightFormat
+from graphengine.kernels.linear.kinds import KindName
+from graphengine.kernels.linear.quantised import format_of
 from graphengine.models.hf.config_schema import unsupported
 from graphengine.models.quantised.schemes import (
     ABOUT_MAKING,
@@ -24,6 +25,7 @@ from graphengine.models.quantised.schemes import (
 )
 
 _INSIDE = "quantization_config"
+_KINDS: Mapping[int, KindName] = {4: "int4", 8: "int8"}
 _AWQ_KEYS = """
     bits w_bit group_size q_group_size zero_point version format modules_to_not_convert desc_act sym
     pack_dtype
@@ -46,7 +48,8 @@ def read_awq(config: Mapping[str, Any]) -> Quantisation:
     read_choice(config, "pack_dtype", ["int32"], _INSIDE, "int32")
     scheme = WeightScheme(
         layout="awq",
-        format=WeightFormat("int4", 1, columns, has_zeros),
+        kind="int4",
+        format=format_of("int4", 1, columns, has_zeros),
         codes=("qweight",),
         scales=("scales",),
         zeros="qzeros" if has_zeros else None,
@@ -86,15 +89,17 @@ def read_gptq(config: Mapping[str, Any]) -> Quantisation:
 
 
 def _gptq_scheme(config: Mapping[str, Any], inside: str) -> WeightScheme:
-    bits = read_choice(config, "bits", [4, 8], inside)
+    bits = read_choice(config, "bits", [*_KINDS], inside)
     columns = read_size(config, "group_size", inside, GROUPS)
     symmetric = read_choice(config, "sym", [True, False], inside, True)
     kind = config.get("checkpoint_format") or config.get("format")
     read_choice({"checkpoint_format": kind}, "checkpoint_format", ["gptq", "gptq_v2", None], inside)
     read_choice(config, "pack_dtype", ["int32"], inside, "int32")
+    name = _KINDS[bits]
     return WeightScheme(
         layout="gptq",
-        format=WeightFormat("int4" if bits == 4 else "int8", 1, columns, not symmetric),
+        kind=name,
+        format=format_of(name, 1, columns, not symmetric),
         codes=("qweight",),
         scales=("scales",),
         zeros="qzeros",

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphengine.kernels.linear.kinds import CODES, FLOATS, KINDS, Code
 from graphengine.kernels.linear.quantised import (
     QuantisedWeight,
     WeightFormat,
@@ -22,7 +23,6 @@ from graphengine.kernels.linear.quantised import (
 )
 from graphengine.models.quantised.schemes import Layout, WeightScheme
 from graphengine.models.quantised.stored_tensors import (
-    FLOATS,
     LinearTensors,
     check_multiple,
     check_no_nan,
@@ -33,8 +33,6 @@ from graphengine.models.quantised.stored_tensors import (
 
 # The columns that the eight numbers of an int32 hold in AWQ's gemm layout, from the lowest bits.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-# Codes of int8 are in two's complement; packed ones have this added.
-_MIDDLE = {"int4": 8, "int8": 128}
 
 
 class ReadWeight(NamedTuple):
@@ -104,17 +102,18 @@ _Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _read_codes(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
-    """Read one code per element: e4m3, or int8."""
-    kind = scheme.format
-    dtype = torch.float8_e4m3fn if kind.code == "e4m3" else torch.int8
+    """Read one code per element."""
+    code = CODES[scheme.format.code]
+    assert code.stored is not None, f"{scheme=}"
     name = stored.name(*scheme.codes)
-    codes = stored.take(*scheme.codes, shape=shape, dtypes=(dtype,), why=f"codes of {kind.code}")
-    if kind.code == "int4":
-        check_multiple(name, "columns", shape[1], 2)
-        check_range(name, "codes of 4 bits", codes, -8, 7)
-        codes = packed_halves((codes + 8).view(torch.uint8))
-    elif kind.code == "e4m3":
+    codes = stored.take(
+        *scheme.codes, shape=shape, dtypes=(code.stored,), why=f"codes of {code.name}"
+    )
+    if code.type == "float":
         check_no_nan(name, codes)
+    elif code.bits == 4:
+        check_multiple(name, "columns", shape[1], 2)
+        codes = packed_halves(_raised(name, "codes of 4 bits", codes, code))
     scales = _scales(scheme, stored, shape)
     return codes.view(torch.uint8), scales, _read_plain_zeros(scheme, stored, shape)
 
@@ -123,17 +122,16 @@ def _scales(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int])
     kind = scheme.format
     return stored.take_scales(
         scheme.scales,
-        kind,
         group_shapes(kind, shape),
+        KINDS[scheme.kind].scales,
         group_text(kind, shape),
-        powers=scheme.powers,
     )
 
 
 def _read_plain_zeros(
     scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]
 ) -> Tensor | None:
-    kind, end = scheme.format, scheme.zeros
+    kind, end, code = scheme.format, scheme.zeros, CODES[scheme.format.code]
     if end is None or not (kind.has_zeros or stored.stored([end])):
         return None
     if not kind.has_zeros:
@@ -141,10 +139,16 @@ def _read_plain_zeros(
         return None
     why = f"zero points, {group_text(kind, shape)},"
     zeros = stored.take_groups([end], group_shapes(kind, shape), (torch.int8,), why)
-    if kind.code == "int4":
-        check_range(stored.name(end), "zero points", zeros, -8, 7)
-        zeros = zeros + 8
+    if code.bits == 4:
+        return _raised(stored.name(end), "zero points", zeros, code)
     return zeros.view(torch.uint8)
+
+
+def _raised(name: str, what: str, numbers: Tensor, code: Code) -> Tensor:
+    """Codes of signed numbers of 4 bits: the middle is added."""
+    assert code.middle is not None, f"{code=}"
+    check_range(name, what, numbers, -code.middle, code.middle - 1)
+    return (numbers + code.middle).view(torch.uint8)
 
 
 def _skip_empty_zeros(stored: LinearTensors, end: str) -> None:
@@ -256,7 +260,8 @@ def _check_zeros(scheme: WeightScheme, stored: LinearTensors, zeros: Tensor) -> 
     if kind.has_zeros:
         check_range(name, "zero points", zeros, 0, 2**kind.bits - 1)
     else:
-        middle = _MIDDLE[kind.code]
+        middle = CODES[kind.code].middle
+        assert middle is not None, f"{kind=}"
         check_range(name, "zero points of a symmetric format", zeros, middle, middle)
 
 
@@ -266,7 +271,7 @@ def _transposed_scales(
     (rows, columns), kind = shape, scheme.format
     groups = kind.groups(rows, columns)[1]
     why = f"of {groups} groups of {kind.columns or columns} columns and {rows} rows"
-    return stored.take_scales(scheme.scales, kind, [(groups, rows)], why).T
+    return stored.take_scales(scheme.scales, [(groups, rows)], KINDS[scheme.kind].scales, why).T
 
 
 def _read_halves(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> _Parts:
@@ -330,7 +335,7 @@ def _numbers(packed: Tensor, kind: WeightFormat) -> Tensor:
 
 def _signed(numbers: Tensor, kind: WeightFormat) -> Tensor:
     """Turn packed numbers, whose middle stands for 0, into codes."""
-    return numbers ^ 128 if kind.code == "int8" else numbers
+    return numbers ^ CODES[kind.code].flip
 
 
 _READERS: Mapping[Layout, Callable[[WeightScheme, LinearTensors, tuple[int, int]], _Parts]] = {

@@ -17,13 +17,19 @@ from torch import Tensor
 
 from graphengine.config import RoundedKind
 from graphengine.kernels.core.paged import FP8_MAX
-from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, packed_halves
+from graphengine.kernels.linear.kinds import CODES, KINDS
+from graphengine.kernels.linear.quantised import (
+    QuantisedWeight,
+    WeightFormat,
+    format_of,
+    packed_halves,
+)
 
 ROUNDED_KINDS = get_args(RoundedKind)
 KIND_FORMATS: Mapping[RoundedKind, WeightFormat] = {
-    "fp8": WeightFormat("e4m3", 1, 0),
-    "int8": WeightFormat("int8", 1, 0),
-    "int4": WeightFormat("int4", 1, 128),
+    name: format_of(name, *rounded)
+    for name in ROUNDED_KINDS
+    if (rounded := KINDS[name].rounded) is not None
 }
 """Formats of weights quantised here: a scale per row, or one for 128 columns of it."""
 
@@ -40,10 +46,11 @@ def quantise(weight: Tensor, kind: WeightFormat) -> QuantisedWeight:
 
     ValueError names the first row with a NaN or an infinity, or a format that is not one of these.
     """
-    if kind.rows != 1 or kind.has_zeros or kind.code == "e2m1":
+    *others, last = (form.code for form in KIND_FORMATS.values())
+    if kind.rows != 1 or kind.has_zeros or kind.code not in (*others, last):
         raise ValueError(
-            f"{kind} cannot be made: e4m3, int8 and int4 with scales of single rows can, "
-            "without zero points"
+            f"{kind} cannot be made: {', '.join(others)} and {last} with scales of single rows "
+            f"can, without zero points"
         )
     M, K = weight.shape
     check_columns(kind, K)
@@ -81,7 +88,7 @@ def _grouped(part: Tensor, kind: WeightFormat) -> Tensor:
 
 def _scales(part: Tensor, kind: WeightFormat) -> Tensor:
     most, least = part.amax(-1), part.amin(-1)
-    if kind.code == "e4m3":
+    if CODES[kind.code].type == "float":
         scales = torch.maximum(most, -least) / FP8_MAX
     else:
         codes = 2 ** (kind.bits - 1)
@@ -91,7 +98,7 @@ def _scales(part: Tensor, kind: WeightFormat) -> Tensor:
 
 def _codes(steps: Tensor, kind: WeightFormat) -> Tensor:
     """Codes of numbers in units of their scales."""
-    if kind.code == "e4m3":
+    if CODES[kind.code].type == "float":
         # Above its largest number, e4m3 has a NaN.
         return steps.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     most = 2 ** (kind.bits - 1)

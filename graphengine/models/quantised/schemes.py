@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from graphengine.kernels.linear.kinds import Kind, KindName
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.hf.config_schema import unsupported
 
@@ -15,14 +16,19 @@ Layout = Literal["codes", "int32_rows", "awq", "gptq", "halves"]
 gemm kernel has them; as int32 along the rows of the transposed weight; two in a byte."""
 
 
+def plain_layout(kind: Kind) -> Layout:
+    """One code an element, or two in a byte where the kind has no such elements."""
+    return "codes" if kind.code.stored else "halves"
+
+
 class WeightScheme(NamedTuple):
     """How the weight of a linear is stored, and what it becomes.
 
+    kind        its name in the table of kinds
     format      what the weight becomes
     codes       names of the tensor of codes, below the linear's name like all names here; one of
                 them must be there
     scales      names of the tensor of scales; one of them must be there
-    powers      whether scales are bytes that mean powers of two (e8m0), whatever their dtype
     whole       name of a factor on all scales
     inverse     whether scales are divided by `whole` instead
     zeros       name of zero points; if the format has none they may still be there, but must
@@ -35,10 +41,10 @@ class WeightScheme(NamedTuple):
     """
 
     layout: Layout
+    kind: KindName
     format: WeightFormat
     codes: tuple[str, ...] = ("weight",)
     scales: tuple[str, ...] = ("weight_scale",)
-    powers: bool = False
     whole: str | None = None
     inverse: bool = False
     zeros: str | None = None

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphengine.kernels.linear.kinds import FLOATS, POWERS
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.options.checks import shown
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_POWERS = (torch.uint8, torch.float8_e8m0fnu)
 # The byte of e8m0 that is not a number.
 _NO_POWER = 255
 # All bits of e4m3 except the sign; only a NaN has all of them set.
@@ -75,26 +74,13 @@ class LinearTensors:
     def take_scales(
         self,
         ends: Sequence[str],
-        kind: WeightFormat,
         shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[torch.dtype],
         why: str,
-        *,
-        powers: bool = False,
     ) -> Tensor:
-        """Scales as from `take_groups`, e8m0 as uint8. ValueError names the first wrong one.
-
-        powers  whether only e8m0 is accepted
-        """
-        wanted: Sequence[torch.dtype] = FLOATS
-        if powers:
-            wanted = _POWERS
-        elif kind.code == "e2m1":
-            wanted = _POWERS if kind.columns == 32 else (torch.float8_e4m3fn,)
-        elif kind.code == "e4m3":
-            # A byte may mean a power of two here, too; its dtype must say so.
-            wanted = (*FLOATS, torch.float8_e8m0fnu)
-        scales = self.take_groups(ends, shapes, wanted, f"scales, {why},")
-        if scales.dtype in _POWERS:
+        """Scales as from `take_groups`, e8m0 as uint8. ValueError names the first wrong one."""
+        scales = self.take_groups(ends, shapes, dtypes, f"scales, {why},")
+        if scales.dtype in POWERS:
             scales = scales.view(torch.uint8)
             wrong = scales == _NO_POWER
         else:

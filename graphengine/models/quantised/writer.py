@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graphengine.config import RoundedKind
+from graphengine.kernels.linear.kinds import CODES, KINDS
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.stored import read_model
@@ -29,7 +30,6 @@ from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
 from graphengine.models.quantised.schemes import HEAD
 from graphengine.options.checks import some
 
-INT4_GROUPS = (32, 64, 128)
 _INDEX = "model.safetensors.index.json"
 _KEY = "quantization_config"
 # Endings of files with weights, in this format or others.
@@ -64,7 +64,7 @@ def write_quantised(
 ) -> Written:
     """Write a checkpoint with quantised linears, split into files like `source`.
 
-    group_size  columns that share a scale of int4
+    group_size  columns that share a scale, for a kind of which there are several
     head        whether lm_head is quantised, too
     device      where weights are rounded, one at a time
     progress    called with (bytes read, bytes to read)
@@ -83,10 +83,10 @@ def write_quantised(
         )
     _check_names(config, kind)
     form = KIND_FORMATS[kind]
-    if kind == "int4":
+    if KINDS[kind].groups:
         form = form._replace(columns=group_size)
     linears = _linears(source, config, form, head)
-    written_config = _config(source, kind, form, linears)
+    written_config = _config(source, form, linears)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
     unfinished.mkdir()
     try:
@@ -145,13 +145,11 @@ def _is_odd(shape: tuple[int, ...], form: WeightFormat) -> bool:
     return form.columns > 0 and shape[1] % form.columns != 0
 
 
-def _config(
-    source: Checkpoint, kind: RoundedKind, form: WeightFormat, linears: Mapping[str, Any]
-) -> dict[str, Any]:
+def _config(source: Checkpoint, form: WeightFormat, linears: Mapping[str, Any]) -> dict[str, Any]:
     """`config.json` with the quantisation as compressed-tensors writes it."""
     weights: dict[str, Any] = {
         "num_bits": form.bits,
-        "type": "float" if kind == "fp8" else "int",
+        "type": CODES[form.code].type,
         "strategy": "group" if form.columns else "channel",
         "group_size": form.columns or None,
         "symmetric": True,
@@ -164,7 +162,7 @@ def _config(
         if name.endswith(".weight") and len(info.shape) == 2
     ]
     others = {HEAD, *matrices} - linears.keys()
-    layout = "float-quantized" if kind == "fp8" else "pack-quantized"
+    layout = "float-quantized" if CODES[form.code].type == "float" else "pack-quantized"
     group = {"targets": ["Linear"], "weights": weights, "format": layout}
     quantization = {
         "quant_method": "compressed-tensors",
@@ -239,8 +237,10 @@ def _quantised_tensors(
 def compressed_tensors(weight: QuantisedWeight) -> dict[str, Tensor]:
     """A weight of `quantise` as compressed-tensors' tensors, by the last part of their names."""
     scales = {"weight_scale": weight.scales}
-    if weight.format.code == "e4m3":
-        return {"weight": weight.codes.view(torch.float8_e4m3fn), **scales}
-    codes = weight.codes ^ 128 if weight.format.code == "int8" else weight.codes
+    code = CODES[weight.format.code]
+    if code.type == "float":
+        assert code.stored is not None, f"{code=}"
+        return {"weight": weight.codes.view(code.stored), **scales}
+    codes = weight.codes ^ code.flip
     words = F.pad(codes, (0, -codes.shape[1] % 4)).view(torch.int32)
     return {"weight_packed": words, "weight_shape": torch.tensor(weight.shape), **scales}

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.linear.gluon.packed_gluon_codes import unpacking
+from graphengine.kernels.linear.gluon.packed_gluon_codes import code_bits, unpacking
 from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
 
 _BLOCK = tl.constexpr(BLOCK_HALFWORDS)
@@ -45,7 +45,7 @@ def packed_chain(
     STEP columns are multiplied at a time, GROUP columns share a scale (0: all).
     """
     R: tl.constexpr = BLOCK_M // 16
-    COLUMNS: tl.constexpr = 64 if CODE == "int4" or CODE == "e2m1" else 32
+    COLUMNS: tl.constexpr = 256 // code_bits(CODE)
     C: tl.constexpr = STEP // COLUMNS
     BLOCKS_M: tl.constexpr = (M // 2 + 7) // 8 if SWIGLU else (M + 15) // 16
     BLOCKS_K: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
@@ -110,7 +110,7 @@ def _pieces(words, x_ptrs, CODE: tl.constexpr, PIECES: tl.constexpr):
     """
     R: tl.constexpr = words.shape[0]
     C: tl.constexpr = words.shape[1] // _BLOCK
-    if CODE == "int4" or CODE == "e2m1":
+    if code_bits(CODE) == 4:
         n0, n1, n2, n3 = _numbers_of_4_bits(words, x_ptrs, CODE)
         # Row of 8, thread, word of a row, upper or lower row, half, byte, nibble.
         all = tl.join(tl.join(n0, n2), tl.join(n1, n3))

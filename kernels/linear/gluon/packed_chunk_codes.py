@@ -13,7 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from graphengine.kernels.linear.gluon.packed_gluon_codes import unpacking
+from graphengine.kernels.linear.gluon.packed_gluon_codes import code_bits, unpacking
 
 UNIT = 64
 """Columns that are converted and multiplied at a time."""
@@ -120,7 +120,7 @@ def ordered_halves(codes, inputs, CODE: gl.constexpr, GROUP: gl.constexpr, ZEROS
     They have the dtype of `inputs`. With ZEROS a power of two is still added to codes of 4 bits, as
     `without_zeros` wants them.
     """
-    BITS: gl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 8
+    BITS: gl.constexpr = code_bits(CODE)
     C: gl.constexpr = BITS // 4
     half = inputs.dtype
     BF16: gl.constexpr = half == gl.bfloat16

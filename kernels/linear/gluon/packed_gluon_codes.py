@@ -9,9 +9,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from graphengine.kernels.linear.kinds import CODES
 from graphengine.kernels.linear.packed import BLOCK_HALFWORDS
 
 _BLOCK = gl.constexpr(BLOCK_HALFWORDS)
+_BITS = {name: code.bits for name, code in CODES.items()}
 
 
 # Before sm_90 only an fma multiplies or subtracts pairs of bfloat16. It gives the same bits: a
@@ -37,6 +39,12 @@ def _difference(target, bf16, one="word", other="other"):
             f"mov.b32 third, {_BF16_MINUS_ONE:#x};\nfma.rn.bf16x2 {target}, {other}, third, {one};"
         )
     return f"sub.rn.f16x2 {target}, {one}, {other};"
+
+
+@gluon.constexpr_function
+def code_bits(code):
+    """Bits of a code, by its name."""
+    return _BITS[code]
 
 
 @gluon.constexpr_function
@@ -147,7 +155,7 @@ def halves_of(words, x, cut):
     C: gl.constexpr = words.shape[2] // _BLOCK
     asm: gl.constexpr = unpacking(cut.code, x.dtype == gl.bfloat16, cut.zeros)
     half = x.dtype
-    if cut.code == "int4" or cut.code == "e2m1":
+    if code_bits(cut.code) == 4:
         h0, h1, h2, h3 = gl.inline_asm_elementwise(
             asm, "=r,=r,=r,=r,r", [words], dtype=(half, half, half, half), is_pure=True, pack=2
         )

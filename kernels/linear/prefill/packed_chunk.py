@@ -29,6 +29,7 @@ from graphengine.kernels.linear.epilogues import Targets
 from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.gluon.packed_chunk_codes import UNIT
 from graphengine.kernels.linear.gluon.packed_chunk_gluon import Factors, packed_chunk_kernel
+from graphengine.kernels.linear.kinds import CODES
 from graphengine.kernels.linear.launches import launch_linear, packed_misfit
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight, unpack
 from graphengine.kernels.linear.packed_cut import packed_plan
@@ -215,7 +216,7 @@ def _chunk_form(weight: PackedWeight, dtype: torch.dtype) -> ChunkForm:
     exact = scales.dtype == torch.float8_e4m3fn or (
         scales.dtype == torch.uint8 and dtype == torch.bfloat16
     )
-    if exact and kind.code == "e2m1" and weight.zeros is None:
+    if exact and CODES[kind.code].folds and weight.zeros is None:
         return ChunkForm(group, True, 1, UNIT)
     return ChunkForm(group, False, 2 if group >= 2 * UNIT else 1, min(group, UNIT))
 

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.core.devices import processors_of
 from graphengine.kernels.core.launching import launcher
+from graphengine.kernels.core.paged import FP8_KV
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.linear.gluon.packed_chunk_fp8_gluon import (
     LINES,
@@ -28,6 +29,7 @@ from graphengine.kernels.linear.gluon.packed_chunk_fp8_gluon import (
     packed_chunk_fp8_kernel,
 )
 from graphengine.kernels.linear.gluon.packed_chunk_gluon import Factors
+from graphengine.kernels.linear.kinds import CODES
 from graphengine.kernels.linear.packed import BLOCK_ROWS, PackedWeight
 from graphengine.kernels.linear.prefill.chunk_tiles import ChunkProduct, Tile, described
 from graphengine.kernels.linear.prefill.lane_codes import (
@@ -65,7 +67,8 @@ _COSTS = {Fp8Tile(256): 1.9, Fp8Tile(128): 1.0, Fp8Tile(128, 1): 0.65}
 
 def takes_fp8(kind: WeightFormat, columns: int) -> bool:
     """Whether a weight in this format, of so many columns, can be multiplied by e4m3 lanes."""
-    return kind.code == "e4m3" and kind.columns % STEP == 0 and columns % WORD == 0
+    is_fp8 = CODES[kind.code].stored == FP8_KV
+    return is_fp8 and kind.columns % STEP == 0 and columns % WORD == 0
 
 
 def check_lane_codes(x: LaneCodes, weight: PackedWeight) -> None:

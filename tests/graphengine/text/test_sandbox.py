@@ -1,148 +1,158 @@
-"""What a chat template may take: everything is charged for before it is done."""
+"""What a chat template may do, and what it may take."""
 
 from __future__ import annotations
 
+import resource
+import time
 from typing import Any
 
 import jinja2.filters
 import jinja2.tests
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from graphengine.text import sandbox, template_costs
+from graphengine.text import sandbox
 from graphengine.text.chat import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "the fox"}]
 LONG = "{% set l = range(99999)|list %}"
 TEXT = "{% set s = 'é' * 9000000 %}"
-# Lists, and tuples, that hold 2**16 of each other: they would be refused if they held 2**40, but
-# what is not refused ends within a second or two.
+# Lists, and tuples, that hold 2**16 of each other.
 NEST = "{% set n = namespace(l=[], m=[]) %}{% for i in range(16) %}{% set n.l = [n.l, n.l] %}"
 NEST += "{% set n.m = [n.m, n.m] %}{% endfor %}"
 TUPLES = (
     "{% set n = namespace(t=()) %}{% for i in range(16) %}{% set n.t = (n.t, n.t) %}{% endfor %}"
 )
 
-STEPS = "it took more than 20000 steps"
 SIZE = "characters or items exceed the limit of 16000000"
 
-ATTACKS: dict[str, list[str]] = {
-    STEPS: [
-        "{{ []|slice(10**9)|map('length')|sum }}",
-        "{{ []|slice(10**12)|map('length')|sum }}",
-        f"{LONG}{{{{ l|sort }}}}",
-        f"{LONG}{{{{ l|max }}}}",
-        f"{LONG}{{{{ l|groupby('x') }}}}",
-        "{{ range(99)|sort(attribute='a.' * 1000) }}",
-        "{{ {}.fromkeys(range(9999))|dictsort }}",
-        f"{TEXT}{{{{ s|title }}}}",
-        f"{TEXT}{{{{ s|upper }}}}",
-        f"{TEXT}{{{{ s.upper() }}}}",
-        f"{TEXT}{{{{ s is upper }}}}",
-        f"{TEXT}{{{{ s|escape }}}}{{{{ s|truncate }}}}",
-        f"{TEXT}{{{{ s|wordcount }}}}",
-        f"{TEXT}{{{{ s|urlencode }}}}",
-        f"{TEXT}{{{{ s.encode('punycode') }}}}",
-        f"{TEXT}{{{{ s.strip('bcdefgh') }}}}",
-        f"{TEXT}{{{{ s|trim('bcdefgh') }}}}",
-        f"{TEXT}{{{{ s.rfind('a' * 1000) }}}}",
-        f"{TEXT}{{{{ s.split() }}}}",
-        f"{TEXT}{{{{ s.split('é') }}}}",
-        f"{TEXT}{{{{ s|replace('é', '') }}}}",
-        f"{TEXT}{{{{ s|int }}}}",
-        f"{TEXT}{{{{ 'b' * 9 ~ 'c' in s }}}}",
-        f"{TEXT}{{{{ {{'a': s}}|xmlattr }}}}",
-        f"{TEXT}{{{{ strftime_now(s) ~ s.count('éé') ~ s ~ s.find('éé') }}}}",
-        "{% set s = '9' * 9000000 %}{{ s|float }}",
-        "{{ ('a' * 99999)|wordwrap(1) }}",
-        "{{ ('<a>' * 9999)|striptags }}",
-        "{{ (')' * 9999)|urlize }}",
-        "{{ ('a\n' * 30000)|indent }}",
-        "{{ ([[1]] * 20000)|tojson }}",
-        "{{ ([[1]] * 4000)|pprint }}",
-        f"{LONG}{{{{ range(9)|select('in', l)|list }}}}",
-        f"{LONG}{{{{ -1 in l }}}}",
-        f"{LONG}{{{{ l == range(99999)|list }}}}",
-        f"{LONG}{{{{ l.index(-1) }}}}{{{{ l.count(-1) }}}}",
-        f"{LONG}{{% for i in l %}}{{% set x = l[1:] %}}{{% endfor %}}",
-        f"{LONG}{{{{ dict(l|batch(2)) }}}}",
-        "{{ {}.fromkeys(range(99999)) }}",
-        f"{LONG}{{% macro f() %}}{{% endmacro %}}{{{{ f(*l) }}}}",
-        f"{LONG}{{% for i in [1] %}}{{{{ loop.changed(l) }}}}{{% endfor %}}",
-        f"{LONG}{{{{ l|unique|list }}}}",
-        f"{LONG}{{{{ l|list|list|reverse|join }}}}",
-        "{{ range(99999)|list|list|list|list|length }}",
-        "{{ range(9999)|reject('number')|list }}",
-        "{{ range(9999)|batch(2)|list }}",
-        "{% for i in range(99999) if false %}{% endfor %}",
-        "{{ ([[1] * 99] * 999)|sum(start=[]) }}",
-        "{% set x = {}.fromkeys(range(99999)).keys() - range(99999) %}",
-        f"{NEST}{{{{ n.l }}}}",
-        f"{NEST}{{{{ n.l ~ '' }}}}",
-        f"{NEST}{{{{ n.l|string }}}}",
-        f"{NEST}{{{{ n.l|tojson }}}}",
-        f"{NEST}{{{{ n.l|pprint }}}}",
-        f"{NEST}{{{{ '%s' % n.l }}}}",
-        f"{NEST}{{{{ '{{}}'.format(n.l) }}}}",
-        f"{NEST}{{{{ n.l == n.m }}}}",
-        f"{NEST}{{{{ n.l is eq(n.m) }}}}",
-        f"{NEST}{{% set x = [n.l, n.m]|sort %}}",
-        f"{NEST}{{{{ messages[n.l].x }}}}",
-        f"{NEST}{{{{ raise_exception(n.l) }}}}",
-        f"{TUPLES}{{% set x = {{n.t: 1}} %}}",
-        f"{TUPLES}{{{{ {{}}[n.t] }}}}",
-        f"{TUPLES}{{{{ {{}}.get(n.t) }}}}",
-        f"{TUPLES}{{{{ n.t in {{}} }}}}",
-        f"{TUPLES}{{% set x = [n.t]|unique|list %}}",
-        f"{TUPLES}{{% set x = dict([(n.t, 1)]) %}}",
-        f"{{% for i in range(9999) %}}{'{% if i %}{% endif %}' * 99}{{% endfor %}}",
-    ],
+# Each takes some time. In loops they would take the host's time, or its memory.
+REPEATED = [
+    "{{ []|slice(10**9)|map('length')|sum }}",
+    "{{ []|slice(10**12)|map('length')|sum }}",
+    f"{LONG}{{{{ l|sort }}}}",
+    f"{LONG}{{{{ l|max }}}}",
+    f"{LONG}{{{{ l|groupby('x', default=1) }}}}",
+    "{{ ('ab'|list * 999)|sort(attribute='0.' * 9999 ~ '0')|length }}",
+    "{{ '{0' ~ '[0]' * 9999 ~ '}' }}{% set x = ('{0' ~ '[0]' * 99999 ~ '}').format('a') %}",
+    "{{ {}.fromkeys(range(9999))|dictsort }}",
+    f"{TEXT}{{{{ s|title }}}}",
+    f"{TEXT}{{{{ s|upper }}}}",
+    f"{TEXT}{{{{ s.upper() }}}}",
+    f"{TEXT}{{{{ s is upper }}}}",
+    f"{TEXT}{{{{ s|escape }}}}{{{{ s|truncate }}}}",
+    f"{TEXT}{{{{ s|wordcount }}}}",
+    f"{TEXT}{{{{ s|urlencode|length }}}}",
+    f"{TEXT}{{{{ s.strip('bcdefgh') }}}}",
+    f"{TEXT}{{{{ s|trim('bcdefgh') }}}}",
+    f"{TEXT}{{{{ s.rfind('a' * 100) }}}}",
+    f"{TEXT}{{{{ s.split() }}}}",
+    f"{TEXT}{{{{ s.split('é') }}}}",
+    f"{TEXT}{{{{ s|replace('é', '') }}}}",
+    f"{TEXT}{{{{ s|int }}}}",
+    f"{TEXT}{{{{ 'b' * 9 ~ 'c' in s }}}}",
+    f"{TEXT}{{{{ s == s ~ '' }}}}",
+    f"{TEXT}{{{{ {{'a': s}}|xmlattr }}}}",
+    f"{TEXT}{{{{ s.count('éé') ~ s ~ s.find('éé') }}}}",
+    f"{TEXT}{{% set x = s[1:] %}}",
+    "{% set s = '9' * 9000000 %}{{ s|float }}",
+    "{{ ('a\n' * 30000)|indent }}",
+    "{{ ([[1]] * 20000)|tojson }}",
+    f"{LONG}{{{{ range(9)|select('in', l)|list }}}}",
+    f"{LONG}{{{{ -1 in l }}}}",
+    f"{LONG}{{{{ l == range(99999)|list }}}}",
+    f"{LONG}{{{{ l.count(-1) }}}}",
+    f"{LONG}{{% for i in l %}}{{% set x = l[1:] %}}{{% endfor %}}",
+    f"{LONG}{{{{ dict(l[1:]|batch(2)) }}}}",
+    "{{ {}.fromkeys(range(99999)) }}",
+    f"{LONG}{{% macro f() %}}{{{{ varargs|length }}}}{{% endmacro %}}{{{{ f(*l) }}}}",
+    f"{LONG}{{% for i in [1] %}}{{{{ loop.changed(l) }}}}{{% endfor %}}",
+    f"{LONG}{{{{ l|unique|list }}}}",
+    f"{LONG}{{{{ l|list|list|reverse|join }}}}",
+    "{{ range(99999)|list|list|list|list|length }}",
+    "{{ range(9999)|reject('number')|list }}",
+    "{{ range(9999)|batch(2)|list }}",
+    "{% for i in range(99999) if false %}{% endfor %}",
+    "{{ ([[1] * 99] * 999)|sum(start=[]) }}",
+    "{% set x = {}.fromkeys(range(99999)).keys() - range(99999) %}",
+    f"{NEST}{{{{ n.l }}}}",
+    f"{NEST}{{{{ n.l ~ '' }}}}",
+    f"{NEST}{{{{ n.l|string }}}}",
+    f"{NEST}{{{{ n.l|tojson }}}}",
+    f"{NEST}{{{{ '%s' % n.l }}}}",
+    f"{NEST}{{{{ '{{}}'.format(n.l) }}}}",
+    f"{NEST}{{{{ n.l == n.m }}}}",
+    f"{NEST}{{{{ n.l is eq(n.m) }}}}",
+    f"{NEST}{{% set x = [n.l, n.m]|sort %}}",
+    f"{TUPLES}{{% set x = {{n.t: 1}} %}}",
+    f"{TUPLES}{{{{ {{}}[n.t] }}}}",
+    f"{TUPLES}{{{{ {{}}.get(n.t) }}}}",
+    f"{TUPLES}{{{{ n.t in {{}} }}}}",
+    f"{TUPLES}{{% set x = [n.t]|unique|list %}}",
+    f"{TUPLES}{{% set x = dict([(n.t, 1)]) %}}",
+    f"{{% for i in range(9999) %}}{'{% if i %}{% endif %}' * 99}{{% endfor %}}",
+]
+
+REFUSED: dict[str, list[str]] = {
     SIZE: [
         "{{ '%1000000000d' % 1 }}",
         "{{ '%.1000000000f' % 1 }}",
-        "{{ '%*d' % (10**9, 1) }}",
         "{{ '%1000000000d'|format(1) }}",
         "{{ '%(a)1000000000s' % {'a': 1} }}",
+        "{{ ('%%' * 999999) % 1 }}",
         "{% set s = 'a' * 999999 %}{{ ('%(a)s' * 99) % {'a': s} }}",
         "{{ '{:1000000000}'.format(1) }}",
+        "{{ ('{}' * 1999999).format(1) }}",
         "{{ '{a:>1000000000}'.format_map({'a': 1}) }}",
         "{% set s = 'a' * 999999 %}{{ ('{0}' * 99).format(s) }}",
-        "{{ 'a'|center(10**9) }}",
         "{{ 'a'|indent(10**9) }}",
         "{{ ('a\n' * 99)|indent('x' * 999999) }}",
-        "{{ ('a ' * 9999)|wordwrap(1, wrapstring='x' * 9999) }}",
-        "{{ ('www.a.b ' * 999)|urlize(rel='x' * 99999) }}",
         "{{ ('a' * 9999)|replace('a', 'b' * 9999) }}",
         "{{ ('a' * 9999).replace('', 'b' * 9999) }}",
         "{{ ('a' * 99999).join(['b'] * 999) }}",
         "{{ ('a' * 99999).join(range(999)|map('string')) }}",
         "{{ (['b'] * 999)|join('a' * 99999) }}",
-        "{{ ('a' * 9999).translate({97: 'b' * 9999}) }}",
+        "{{ ([{'a': 'b' * 99999}] * 999)|join(attribute='a') }}",
         "{{ [1]|batch(10**9, 'x')|list }}",
         "{{ [[1]]|tojson(indent=10**9) }}",
         "{{ ([1] * 99)|tojson(separators=('x' * 999999, 'y')) }}",
         "{% set l = [1] * 9999999 %}{% set m = l + l %}",
+        "{% set s = 'a' * 9999999 %}{% set l = [s, s] %}",
+        NEST.replace("16", "40"),
+        TUPLES.replace("16", "40"),
     ],
     "exceeds the limit of 1024": [
         "{{ 1|round(20000000, 'ceil') is number }}",
         "{{ 1|round(-20000000) is number }}",
         "{{ [1]|map('round', 10**9, 'floor')|list }}",
     ],
+    "a pattern of 9000000 characters exceeds the limit of 100": [
+        f"{TEXT}{{{{ 'é'.{method}(s) }}}}" for method in ("rfind", "rsplit", "rpartition", "strip")
+    ]
+    + [f"{TEXT}{{{{ 'é'|trim(s) }}}}", f"{TEXT}{{{{ strftime_now(s) }}}}"],
     "it nests values more than 500 deep": [
         "{% set n = namespace(t=()) %}{% for i in range(999) %}{% set n.t = (n.t,) %}{% endfor %}"
-        + use
-        for use in ("{{ {}[n.t] }}", "{{ n.t }}")
     ],
-    "it wrote more than 64000000 characters": [
+    "it wrote more than 16000000 characters": [
         "{% set s = 'a' * 9999999 %}{% macro f() %}{% for i in range(9) %}{{ s }}{% endfor %}"
         "{% endmacro %}{% set x = f() %}",
-        f"{{% block a %}}{'x' * 999999}{{{{ self.a() }}}}{{% endblock %}}",
-        f"{{% set x %}}{{% for i in range(99) %}}{'x' * 999999}{{% endfor %}}{{% endset %}}",
+        f"{{% block a %}}{'x' * 99999}{{% endblock %}}"
+        "{% for i in range(999) %}{{ self.a() }}{% endfor %}",
+        f"{{% set x %}}{{% for i in range(999) %}}{'x' * 99999}{{% endfor %}}{{% endset %}}",
+    ],
+    "it made more than 1073741824 characters or items": [
+        f"{{% set s = 'a' * 9999999 %}}{{% set x = {' ~ '.join(['s'] * 200)} %}}",
+        "{% set s = 'a' * 9999999 %}"
+        + "".join(f"{{% set x{index} = s[1:] %}}" for index in range(200)),
     ],
     "a format whose width is a field": ["{{ '{:{}}'.format(1, 10**9) }}"],
+    "a format whose width is an argument": ["{{ '%*d' % (10**9, 1) }}"],
     "must be real number, not str": ["{{ 'ab'|round(9, 'ceil') }}"],
+    "access to attribute .* is unsafe": [
+        f"{{{{ 'a'.{call} }}}}"
+        for call in ("encode('punycode')", "translate({97: 'b'})", "expandtabs(10**9)", "zfill(9)")
+    ],
+    "object of type 'int' has no len": ["{{ -10**9|_wrote }}"],
 }
 
 
@@ -153,66 +163,52 @@ def test_a_power_of_as_many_bits_as_there_may_be() -> None:
             ChatTemplate(f"{{{{ {power} }}}}").render(MESSAGES)
 
 
-@pytest.mark.parametrize("expected", ATTACKS, ids=lambda text: text.split(" ", 4)[3])
-def test_what_would_take_long_is_refused_before(
-    expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of these, or one with a deeper nest, would take the host's time or memory, with the
-    usual limit of steps too.
-    """
-    if expected == STEPS:
-        monkeypatch.setattr("graphengine.text.sandbox.MAX_STEPS", 20_000)
-        for setup in (LONG, TEXT, NEST, TUPLES):
-            assert ChatTemplate(setup).render(MESSAGES) == ""
-    for source in ATTACKS[expected]:
+@pytest.mark.parametrize("expected", REFUSED)
+def test_what_would_be_too_large_or_slow_is_refused_before(expected: str) -> None:
+    for source in REFUSED[expected]:
+        begun = time.thread_time()
         with pytest.raises(ValueError, match=f"the chat template failed: .*{expected}"):
             ChatTemplate(source).render(MESSAGES)
+            pytest.fail(f"rendered: {source[:200]}")
+        assert time.thread_time() - begun < 2, source[:200]
+
+
+def test_what_takes_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soon after the limit, and with little memory."""
+    monkeypatch.setattr("graphengine.text.sandbox.MAX_SECONDS", 0.05)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for source in REPEATED:
+        loops = "{% for outer in range(99999) %}{% for inner in range(99999) %}"
+        template = ChatTemplate(f"{loops}{source}{{% endfor %}}{{% endfor %}}")
+        begun = time.thread_time()
+        with pytest.raises(ValueError, match=f"took more than 0.05|made more|wrote more|{SIZE}"):
+            template.render(MESSAGES)
             pytest.fail(f"rendered: {source}")
+        assert time.thread_time() - begun < 3, source
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < 2 << 20
 
 
-def test_every_operation_of_jinja2_has_a_cost() -> None:
-    """Of a later jinja2 there may be more: those are not to be had before they have one."""
-    assert template_costs.FILTERS.keys() == jinja2.filters.FILTERS.keys()
-    assert template_costs.TESTS.keys() == jinja2.tests.TESTS.keys()
+def test_each_rendering_has_all_of_its_time_and_memory() -> None:
+    template = ChatTemplate("{% set s = messages[0].content * 99 %}{{ s.count('a') }}")
+    for _ in range(20):
+        assert template.render([{"role": "user", "content": "a" * 100_000}]) == "9900000"
+    assert template._sandbox.total == 0 and not template._sandbox._measured
 
 
-SIZED = st.sampled_from(["tojson", "title", "upper", "list", "wordcount", "escape", "pprint"])
+def test_a_long_source_is_refused() -> None:
+    ChatTemplate(" " * sandbox.MAX_SOURCE).render(MESSAGES)
+    with pytest.raises(ValueError, match=r"not compile: 200001 characters exceed .* of 200000"):
+        ChatTemplate(" " * (sandbox.MAX_SOURCE + 1)).render(MESSAGES)
 
 
-@settings(max_examples=15, deadline=None)
-@given(name=SIZED, size=st.integers(1000, 5000))
-def test_steps_are_counted_and_grow_with_what_is_done(name: str, size: int) -> None:
-    """The same for each rendering, whatever the machine does meanwhile."""
-
-    def steps(content: str) -> int:
-        template.render([{"role": "user", "content": content}])
-        return template._sandbox.steps
-
-    template = ChatTemplate(f"{{% set x = messages[0].content|{name} %}}")
-    one = steps("ab " * size)
-    assert steps("ab " * size) == one
-    assert one < steps("ab " * size * 16)
-
-
-@pytest.mark.parametrize(
-    ("source", "small", "large", "factor"),
-    [
-        ("('é' * 99999).rfind('a' * {})", 128, 12_800, 50),
-        ("('é' * 99999).rpartition('a' * {})", 128, 12_800, 50),
-        ("('é' * 99999).rsplit('a' * {})", 128, 12_800, 50),
-        ("('a' * {}).encode('punycode')", 640, 6_400, 90),
-        ("(['a' * 2048] * {})|sort", 4, 1024, 512),
-    ],
-)
-def test_what_takes_more_than_linear_time_is_charged_for_it(
-    source: str, small: int, large: int, factor: int
-) -> None:
-    def steps(size: int) -> int:
-        template = ChatTemplate(f"{{% set x = {source.format(size)} %}}")
-        template.render(MESSAGES)
-        return template._sandbox.steps
-
-    assert steps(large) > factor * steps(small)
+def test_every_filter_and_test_of_jinja2_is_reviewed() -> None:
+    """A later jinja2 may have more: they are refused until somebody looks at them."""
+    refused = {"center", "pprint", "striptags", "urlize", "wordwrap"}
+    assert {*sandbox.FILTERS.split()} | refused == jinja2.filters.FILTERS.keys()
+    assert {*sandbox.TESTS.split()} == jinja2.tests.TESTS.keys()
+    for name in refused:
+        with pytest.raises(ValueError, match=f"No filter named '{name}'"):
+            ChatTemplate(f"{{{{ 'a'|{name} }}}}").render(MESSAGES)
 
 
 # Templates like those of models, with room.
@@ -381,12 +377,13 @@ def test_templates_like_those_of_models_render_as_in_transformers(
                 add_generation_prompt=generation,
                 **special,
             )
+            begun = time.thread_time()
             text = ours.render(
                 messages, tools=tools, add_generation_prompt=generation, special_tokens=special
             )
             assert text == theirs
-            # Two hundred turns: a hundredth of what a rendering may take for every four.
-            assert ours._sandbox.steps < sandbox.MAX_STEPS // 2000 * (len(messages) + 10)
+            # Two hundred turns at most.
+            assert time.thread_time() - begun < sandbox.MAX_SECONDS / 10
 
 
 # Turns as Gemma has them: a system message is the first user's beginning, content may be parts.

@@ -370,7 +370,7 @@ class CountingLibrary:
         return self._library.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
-@any_kind
+@pytest.mark.parametrize("kind", ["byte_level", "llama_bpe", "unigram", "metaspace_only"])
 @pytest.mark.parametrize("pathology", ["lone bytes", "specials", "spaces", "text", "replacement"])
 def test_the_window_is_bounded(kind: str, pathology: str) -> None:
     tokenizer = Tokenizer(KINDS[kind]())
@@ -829,21 +829,21 @@ def test_bad_tools_are_named(tools: Any, pattern: str) -> None:
         ("{% for i in range(10**9) %}{% endfor %}", "failed: OverflowError: Range too big"),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "failed: it took more than 20000 steps",
+            "failed: it took more than 0.3 seconds",
         ),
         (
             "{% for i in range(99999) recursive %}{{ loop(range(99999)) if depth is not defined "
             "and loop.depth < 2 }}{% endfor %}",
-            "failed: it took more than 20000 steps",
+            "failed: it took more than 0.3 seconds",
         ),
         (
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
             "{{ f(50) }}",
-            "failed: it took more than 20000 steps",
+            "failed: it took more than 0.3 seconds",
         ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed: RecursionError"),
-        ("{{ 'ab' * 10**9 }}", f"product of 2000000000 characters or items .* of {MAX_SIZE}"),
-        ("{{ 10**9 * [1] }}", "product of 1000000000 characters or items"),
+        ("{{ 'ab' * 10**9 }}", f"2000000000 characters or items exceed the limit of {MAX_SIZE}"),
+        ("{{ 10**9 * [1] }}", "1000000000 characters or items exceed"),
         ("{{ 10**(10**9) }}", "an integer of 3000000001 bits or more exceeds the limit of 4096"),
         (
             "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}"
@@ -864,7 +864,6 @@ def test_bad_tools_are_named(tools: Any, pattern: str) -> None:
             "{% set x = 'ab' * 1000000 %}{{ x.replace('a', 'aaaaaaaaaaaaaaaaaaaa') }}",
             rf"21000000 characters or items exceed the limit of {MAX_SIZE}",
         ),
-        ("{{ 'a' | center(20000000) }}", "20000000 characters or items exceed the limit"),
         ("{{ 'a'.ljust(10**9) }}", "failed: access to attribute 'ljust'"),
         (
             "{% set x = 'a' * 100000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
@@ -875,14 +874,14 @@ def test_bad_tools_are_named(tools: Any, pattern: str) -> None:
 def test_faults_and_attacks_of_templates_are_value_errors(
     source: str, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphengine.text.sandbox.MAX_STEPS", 20_000)
+    monkeypatch.setattr("graphengine.text.sandbox.MAX_SECONDS", 0.3)
     with pytest.raises(ValueError, match=pattern):
         ChatTemplate(source).render(MESSAGES)
 
 
 def test_a_failed_rendering_leaves_the_template_usable() -> None:
     template = ChatTemplate("{{ messages[0].content * (messages[0].times | int) }}")
-    with pytest.raises(ValueError, match="exceeds the limit"):
+    with pytest.raises(ValueError, match="exceed the limit"):
         template.render([{"role": "user", "content": "ab", "times": 10**9}])
     for _ in range(3):
         assert template.render([{"role": "user", "content": "ab", "times": 2}]) == "abab"

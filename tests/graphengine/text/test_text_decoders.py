@@ -30,49 +30,25 @@ def fused(*members: Any) -> Any:
     return sequence(decoders.Fuse(), *members)
 
 
-A_REGEX = tokenizers.Regex("a+|fo(?=x)")
 DECODERS: dict[str, Any] = {
-    "none": None,
     "byte level": decoders.ByteLevel(),
     "byte level, fused": sequence(decoders.ByteLevel(), decoders.Fuse()),
     "byte level, replaced": sequence(decoders.ByteLevel(), decoders.Replace("fox", "cat")),
     "replaced, byte level": sequence(decoders.Replace("a", "Ġ"), decoders.ByteLevel()),
-    "byte level, words": sequence(decoders.ByteLevel(), decoders.WordPiece()),
-    "byte level, suffixed": sequence(decoders.ByteLevel(), decoders.BPEDecoder()),
-    "suffixed": decoders.BPEDecoder(),
-    "suffixed, replaced": sequence(decoders.BPEDecoder(), decoders.Replace(" ", "▁")),
-    "suffixed, fused, stripped": sequence(
-        decoders.BPEDecoder(), decoders.Fuse(), decoders.Strip("a", 1, 0)
-    ),
-    "suffix of nothing": decoders.BPEDecoder(""),
-    "ctc": decoders.CTC(),
-    "ctc as it is": decoders.CTC("a", "b", False),
-    "ctc, metaspace": sequence(decoders.CTC("<pad>", "|"), decoders.Metaspace()),
-    "words": decoders.WordPiece(),
-    "words without cleanup": decoders.WordPiece("", False),
-    "words, words": sequence(decoders.WordPiece(), decoders.WordPiece("x")),
     "metaspace": decoders.Metaspace(),
     "metaspace, never": decoders.Metaspace(prepend_scheme="never"),
     "bytes": decoders.ByteFallback(),
     "bytes, metaspace": sequence(decoders.ByteFallback(), decoders.Metaspace()),
-    "bytes, words": sequence(decoders.ByteFallback(), decoders.WordPiece()),
-    "bytes, ctc": sequence(decoders.ByteFallback(), decoders.CTC()),
-    "bytes, suffixed": sequence(decoders.ByteFallback(), decoders.BPEDecoder("€")),
     "fused": decoders.Fuse(),
     "fused, metaspace": fused(decoders.Metaspace()),
     "fused, bytes": fused(decoders.ByteFallback()),
-    "fused, words": fused(decoders.WordPiece()),
-    "fused, ctc": fused(decoders.CTC()),
     "fused, byte level": fused(decoders.ByteLevel()),
     "stripped at the beginning": decoders.Strip("a", 1, 0),
     "fused, stripped": fused(decoders.Strip("a", 2, 0)),
     "replaced": decoders.Replace("a", "bb"),
     "replaced by nothing": decoders.Replace("ab", ""),
-    "nothing replaced": decoders.Replace("", "-"),
     "fused, replaced": fused(decoders.Replace("aab", "x")),
     "fused, replaced twice": fused(decoders.Replace("ab", "b"), decoders.Replace("bb", "")),
-    "by regex": decoders.Replace(A_REGEX, "_"),
-    "fused, by regex": fused(decoders.Replace(A_REGEX, "_")),
     "llama": sequence(
         decoders.Replace("▁", " "),
         decoders.ByteFallback(),
@@ -82,6 +58,18 @@ DECODERS: dict[str, Any] = {
     "in each other": sequence(
         decoders.Metaspace(), sequence(decoders.Fuse(), sequence(decoders.Strip("x", 1, 0)))
     ),
+}
+# What the library streams itself.
+OTHERS: dict[str, Any] = {
+    "none": None,
+    "suffixed": decoders.BPEDecoder(),
+    "suffixed, replaced": sequence(decoders.BPEDecoder(), decoders.Replace(" ", "▁")),
+    "ctc": decoders.CTC(),
+    "ctc, metaspace": sequence(decoders.CTC("<pad>", "|"), decoders.Metaspace()),
+    "words": decoders.WordPiece(),
+    "words without cleanup": decoders.WordPiece("", False),
+    "by regex": decoders.Replace(tokenizers.Regex("a+|fo(?=x)"), "_"),
+    "nothing replaced": decoders.Replace("", "-"),
 }
 # The library's own code fails for a text that is nothing but what is stripped from its end.
 STRIPPED_AT_THE_END = {
@@ -100,7 +88,9 @@ def with_decoder(decoder: Any) -> Tokenizer:
     return Tokenizer(library)
 
 
-TOKENIZERS = {name: with_decoder(made) for name, made in (DECODERS | STRIPPED_AT_THE_END).items()}
+TOKENIZERS = {
+    name: with_decoder(made) for name, made in (DECODERS | OTHERS | STRIPPED_AT_THE_END).items()
+}
 IDS = st.lists(st.integers(0, len(TOKENS) - 1), max_size=12)
 
 
@@ -128,9 +118,8 @@ def test_streamed_text_is_that_of_all_tokens(name: str, ids: list[int]) -> None:
         assert tokenizer.decode(ids) == theirs
 
 
-# What these do to a text depends on more than whether it is at the beginning.
-UNCLEAR = ("ctc", "regex", "suffix", "fused, bytes")
-CLEAR = [name for name in DECODERS if not any(word in name for word in UNCLEAR)]
+# What it does to a text depends on more than whether it is at the beginning.
+CLEAR = [name for name in DECODERS if name != "fused, bytes"]
 
 
 @pytest.mark.parametrize("name", CLEAR)
@@ -163,10 +152,9 @@ def test_what_is_stripped_from_the_end_is_held_back(name: str, ids: list[int]) -
 
 def test_text_comes_as_soon_as_it_is_certain() -> None:
     for name, tokens, pieces in (
-        ("suffixed", ["x</w>", "a", "</w>", "x</w>"], ["x", " a", "", " x", ""]),
         ("fused, stripped", ["a", "aa", "b", "a"], ["", "a", "b", "a", ""]),
         ("fused, replaced", ["ba", "a", "a", "b", "a"], ["b", "", "a", "x", "", "a"]),
-        ("fused, by regex", ["a", "b"], ["", "", "_b"]),
+        ("suffixed", ["x</w>", "a", "x</w>"], ["x", " a", "x", ""]),
         ("byte level, replaced", ["ð", "ŁĻĤ", "fo", "a"], ["", "🙂", "", "foa", ""]),
     ):
         decoder = IncrementalDecoder(TOKENIZERS[name])
@@ -174,22 +162,42 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
         assert found == pieces, name
 
 
-def test_a_decoder_that_is_not_known_has_its_text_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As a later library may bring one; here the stages of Metaspace and of what follows."""
-    made = text_decoders._make_stage
-    monkeypatch.setattr(
-        text_decoders,
-        "_make_stage",
-        lambda member, **how: None if member["type"] == "Metaspace" else made(member, **how),
-    )
-    members = [decoders.ByteFallback(), decoders.Metaspace(), decoders.WordPiece("x")]
-    tokenizer = with_decoder(sequence(*members))
-    ids = ids_of("▁a", "<0xE2>", "<0x82>", "<0xAC>", "▁a", "x", "b")
-    decoder = IncrementalDecoder(tokenizer)
-    assert "".join(map(decoder.push, ids)) == ""
-    assert decoder.flush() == tokenizer.decode(ids) == "a €  a b"
+@pytest.mark.parametrize("name", OTHERS)
+@settings(max_examples=25, deadline=None)
+@given(ids=IDS)
+def test_the_library_streams_decoders_that_no_language_model_has(name: str, ids: list[int]) -> None:
+    tokenizer = TOKENIZERS[name]
+    # A suffix is at the end of a token, if anywhere.
+    ids = [index for index in ids if "</w>" not in TOKENS[index].removesuffix("</w>")]
+    assert streamed(tokenizer, ids) == tokenizer.decode(ids)
+
+
+def test_text_that_a_later_token_changes_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"token \d+ \('a'\) cannot be decoded: Invalid prefix"):
+        streamed(TOKENIZERS["suffixed"], ids_of("x</w>y", "a"))
+    decoder = text_decoders.text_decoder(TOKENIZERS["words"]._library)
+    assert decoder.push("x") == "x"
+    decoder._pieces.append("y")  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="2 characters were passed on that 1 replace"):
+        decoder.flush()
+
+
+def test_what_the_librarys_stream_cannot_do() -> None:
+    """Why the decoders of language models have stages here."""
+    library = TOKENIZERS["llama"]._library
+    stream = decoders.DecodeStream(skip_special_tokens=True)
+    x, newline, broken = ids_of("x", "<0x41>", "<0xFF>")
+    assert [stream.step(library, index) for index in (x, newline, broken)] == ["x", "A", None]
+    with pytest.raises(Exception, match="Invalid prefix"):
+        stream.step(library, x)
+    assert streamed(TOKENIZERS["llama"], [x, newline, broken, x]) == "xA\ufffdx"
+
+    library = TOKENIZERS["byte level"]._library
+    stream = decoders.DecodeStream(skip_special_tokens=True)
+    run = ids_of("ð") * 100
+    assert not any(stream.step(library, index) for index in run)
+    decoder = IncrementalDecoder(TOKENIZERS["byte level"])
+    assert "".join(map(decoder.push, run)) == "\ufffd" * 99
 
 
 def test_a_stream_without_tokens_is_empty() -> None:

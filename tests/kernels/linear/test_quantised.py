@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphengine.kernels.linear.kinds import CODES, CodeKind
 from graphengine.kernels.linear.quantised import (
-    CODE_KINDS,
-    CodeKind,
     QuantisedWeight,
     WeightFormat,
     dequantise,
@@ -40,7 +39,7 @@ def meaning(kind: CodeKind, code: int) -> float:
 @st.composite
 def weights(draw: st.DrawFn) -> QuantisedWeight:
     """Of any format, its last groups cut off at any place."""
-    code = draw(st.sampled_from(CODE_KINDS))
+    code = draw(st.sampled_from([*CODES]))
     rows, columns = draw(st.sampled_from([0, 1, 3])), draw(st.sampled_from([0, 2, 5]))
     kind = WeightFormat(code, rows, columns, code.startswith("int") and draw(st.booleans()))
     M, K = draw(st.integers(1, 7)), 2 * draw(st.integers(1, 6))

@@ -33,7 +33,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoints.compressed import compressed, config_of, weight_args
 from checkpoints.packed_weights import awq_tensors, gptq_tensors, meaning
-from graphengine.kernels.linear.quantised import E2M1
+from graphengine.kernels.linear.kinds import E2M1
 
 Tensors = dict[str, Tensor]
 SIZE = 0.25

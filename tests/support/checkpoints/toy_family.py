@@ -110,6 +110,10 @@ class ToyConfig:
         return Swiglu(hidden_size=self.hidden_size, ffn_size=self.ffn_size, norm_eps=self.norm_eps)
 
     @property
+    def rope_axes(self) -> None:
+        """Positions have one axis."""
+
+    @property
     def embedding_name(self) -> str:
         return "model.embed_tokens"
 

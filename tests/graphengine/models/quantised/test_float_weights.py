@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from graphengine.kernels.linear.quantised import E2M1, QuantisedWeight, WeightFormat, dequantise
+from graphengine.kernels.linear.kinds import E2M1
+from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat, dequantise
 from graphengine.models.quantised.config import read_quantisation
 from graphengine.models.quantised.readers import is_plain, read_weight
 

@@ -155,7 +155,7 @@ def test_mxfp8_of_compressed_tensors_has_powers_of_two() -> None:
     groups = {"a": {"targets": ["Linear"], "weights": weights}}
     scheme = read(COMPRESSED | {"format": "mxfp8-quantized", "config_groups": groups}).scheme(UP)
     assert scheme is not None
-    assert (scheme.format, scheme.powers) == (WeightFormat("e4m3", 1, 32), True)
+    assert (scheme.format, scheme.kind) == (WeightFormat("e4m3", 1, 32), "mxfp8")
 
 
 @pytest.mark.parametrize(
