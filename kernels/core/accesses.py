@@ -86,6 +86,10 @@ _STORES = {"store", "store_tile"}
 _ADDRESSES = {"max_contiguous", "multiple_of", "to", "where"}
 # Attributes of an address that are no addresses.
 _DESCRIPTIONS = {"block_shape", "dtype", "layout", "shape", "type"}
+# Functions of Python that make compile-time values.
+_BUILTINS: Mapping[str, Callable[..., Any]] = {
+    each.__name__: each for each in (abs, bool, float, int, len, max, min, sum, tuple)
+}
 _OPERATORS: Mapping[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -468,8 +472,8 @@ class _Body:
             return args[0]
         if name == "len" and isinstance(args[0], _Tuple):
             return _Known(len(args[0].items))
-        if getattr(builtins, name, None) is callee and callee is not range:
-            return _computed(callee, *args, **named)
+        if name in _BUILTINS and callee is _BUILTINS[name]:
+            return _computed(_BUILTINS[name], *args, **named)
         return self._passed_on(touched, name, node)
 
     def _passed_on(self, touched: _Computed, name: str, node: ast.Call) -> _Value:
