@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines.family_configs import CONFIGS, config_of
 from graphengine import EngineConfig
 from graphengine.buckets import GraphStructure
 from graphengine.demo import checkpoint_path
@@ -17,7 +18,8 @@ from graphengine.kernels.core.devices import H200, assumed
 from graphengine.opening import memory
 from graphengine.opening.footprint import plan_with_footprint, trace_footprint
 from graphengine.opening.memory import MemoryPlan, plan_memory
-from graphengine.opening.workspace import Footprint
+from graphengine.opening.sketch import sketch_steps
+from graphengine.opening.workspace import Footprint, graph_bytes
 from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import DEMO, Subject
@@ -31,7 +33,7 @@ from graphengine.speculative import (
     UserProvided,
 )
 from launches.compilation import graph_kernels
-from launches.step_rules import record, steps_of
+from launches.step_rules import planned, record, steps_of
 
 GOLDEN = Path(__file__).parents[1] / "program" / "__snapshots__" / "test_golden_graphs"
 SIZES: Mapping[str, Any] = {
@@ -154,6 +156,20 @@ def test_a_plan_for_a_gpu_has_what_its_steps_take(monkeypatch: pytest.MonkeyPatc
     assert sizes(plan_with_footprint(model, config, **given)) == sizes(
         plan_memory(model, config, **given)
     )
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_estimates_for_several_ranks_are_no_less(architecture: str) -> None:
+    """They are compared for whole models, whose steps can be listed."""
+    subject = Subject.of_config(config_of(architecture), name=architecture)
+    model, drafter, plan = planned(subject, SIZES)
+    with assumed(H200):
+        steps = sketch_steps(model, plan, EngineConfig(**SIZES), drafter)
+        footprint = trace_footprint(steps)
+    workspace, _ = sizes(plan)
+    assert workspace >= footprint.workspace > 0
+    estimated = graph_bytes(model, plan.graphs, torch.device("cuda"))
+    assert estimated >= footprint.graph_bytes > 0
 
 
 def test_the_log_probabilities_of_prompts_take_nodes_by_their_length() -> None:

@@ -45,13 +45,14 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "experts in fp8": ("tiny-moe", {"quantize": "fp8"}),
     "log-probabilities": (DEMO, {"max_logprobs": 5, "prompt_logprobs": True}),
     "embeddings": (DEMO, {"prompt_embeds": True}),
+    "pictures": ("Qwen2VLForConditionalGeneration", {"prompt_embeds": True}),
 }
 
 
 def subject_of(name: str) -> tuple[Subject, Mapping[str, Any]]:
-    if name in CONFIGS:
-        return Subject.of_config(config_of(name), name=name), SIZES
-    shape, options = OPTIONS[name]
+    shape, options = OPTIONS.get(name, (name, {}))
+    if shape in CONFIGS:
+        return Subject.of_config(config_of(shape), name=shape), {**SIZES, **options}
     if shape.startswith("llama"):
         few = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 16_384}
         return Subject.of_config(few, name=shape), {**SIZES, **options}

@@ -24,6 +24,9 @@ _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 128,
            "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
 _GEMMA = {**SHAPES["gemma-3-4b"], **_FEW, "sliding_window_pattern": 2}
 _QWEN = {**SHAPES["qwen3.5-4b"], **_FEW, "full_attention_interval": 2}
+_AXES = {
+    "text_config": {**_DENSE, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+}
 _TYPES = {"layer_types": ["conv", "full_attention"]}
 
 CONFIGS: Mapping[str, Config] = {
@@ -52,6 +55,8 @@ CONFIGS: Mapping[str, Config] = {
     "NemotronHForCausalLM": SHAPES["tiny-hybrid"],
     "Phi3ForCausalLM": {**_DENSE, "sliding_window": 256},
     "Qwen2ForCausalLM": _DENSE,
+    "Qwen2VLForConditionalGeneration": _AXES,
+    "Qwen2_5_VLForConditionalGeneration": _AXES,
     "Qwen3ForCausalLM": {**SHAPES["qwen3-4b"], **_FEW},
     "Qwen3_5ForCausalLM": _QWEN,
     "Qwen3_5ForConditionalGeneration": {"text_config": {**_QWEN, "model_type": "qwen3_5_text"}},
