@@ -104,7 +104,8 @@ class DraftModelDrafter(Drafter):
         )
         own = self.own_checkpoint
         name = self.weights.config.embedding_name
-        load_weights(own, destinations(own, self.weights), self.weights.linears(), name)
+        if device.type != "meta":
+            load_weights(own, destinations(own, self.weights), self.weights.linears(), name)
         return {}
 
     @staticmethod

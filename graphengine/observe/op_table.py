@@ -18,8 +18,8 @@ from graphengine.kernels.core.op import Op
 KV = "KV"
 """The part of launches that attend: they read the KV of a layer."""
 
-# Kernels that have a cache among their arguments and write it, but do not attend.
-_KV_WRITERS = ("_rope_append_kernel", "latent_append_kernel", "_move_path_kernel")
+# It reads a cache to move entries of it, and does not attend.
+_KV_MOVER = "_move_path_kernel"
 # Parameters whose tensor is a table of embeddings, of which a launch reads a row for each token.
 _LOOKUPS = ("embedding_ptr", "table_ptr", "embedding")
 
@@ -29,7 +29,7 @@ class OpRow:
     """One launch.
 
     stage         names of the weights it reads, such as "layers.3.mlp.down_proj", and "KV 3" for
-                  layer 3 of a cache; "" where it reads neither
+                  layer 3 of a cache that it reads or writes; "" where there is neither
     part          the linear that it multiplies by, as plans name it, such as "down" or
                   "gate_up.e4m3-1x0"; "KV" if it attends; "" for other launches
     kernel        the kernel's name, as profilers show it
@@ -39,6 +39,8 @@ class OpRow:
                   token
     part_bytes    bytes of the linear's weight, of all experts where it has some; 0 without a linear
     pdl           whether it may overlap the launch before
+    reads         the kernel's arguments whose memory it may read, "*x" for memory whose address x
+                  holds; `writes` are those that it may write
     """
 
     stage: str
@@ -49,6 +51,8 @@ class OpRow:
     weight_bytes: int
     part_bytes: int
     pdl: bool
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
 
 
 class Misaligned(RuntimeError):
@@ -100,15 +104,17 @@ def _row(
 ) -> OpRow:
     stages: dict[str, int] = {}
     linears: dict[int, int] = {}
-    attends = False
+    accesses, attends = op.accesses, False
     for parameter, tensor in op.tensors():
-        storage = _storage(tensor)
+        storage, read = _storage(tensor), parameter in accesses.reads
+        if (cache := layers.get(storage)) is not None and (read or parameter in accesses.writes):
+            stages[f"KV {tensor.storage_offset() // cache.stride(0)}"] = 0
+            attends |= read and op.name != _KV_MOVER
+        if not read:
+            continue
         if (name := names.get(storage)) is not None:
             # Two parameters may have views of one weight, which is read once.
             stages[name] = max(stages.get(name, 0), tensor.nbytes)
-        elif (cache := layers.get(storage)) is not None:
-            stages[f"KV {tensor.storage_offset() // cache.stride(0)}"] = 0
-            attends = op.name not in _KV_WRITERS
         # lm_head may be the embedding, of which another launch looks up rows.
         looked_up = parameter.rpartition(".")[2] in _LOOKUPS
         if storage in parts and not looked_up:
@@ -124,7 +130,15 @@ def _row(
         weight_bytes=sum(stages.values()),
         part_bytes=sum(linears.values()),
         pdl=op.pdl,
+        reads=_in_order(op, accesses.reads),
+        writes=_in_order(op, accesses.writes),
     )
+
+
+def _in_order(op: Op, accessed: Collection[str]) -> tuple[str, ...]:
+    """Names of arguments as the kernel has them; addresses that it loads come last."""
+    names = [name for name, _ in op.tensors() if name in accessed]
+    return (*names, *sorted(name for name in accessed if name.startswith("*")))
 
 
 def _storage(tensor: Tensor) -> int:

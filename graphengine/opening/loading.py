@@ -30,7 +30,8 @@ from graphengine.models.splitting.stages import of_stage, place_of_rank, stage_o
 from graphengine.models.weights import StoredLinear
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
-from graphengine.opening.memory import MemoryPlan, plan_memory
+from graphengine.opening.footprint import plan_with_footprint
+from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.updating import LoadedWeights
 from graphengine.text.tokenizer import Tokenizer
 
@@ -143,7 +144,7 @@ def found_of_stage(found: Found, pipe: Share) -> Found:
 
 def plan_checkpoint(found: Found, config: EngineConfig) -> MemoryPlan:
     """Plan the memory that an engine will hold, within what is free now."""
-    memory = plan_memory(
+    memory = plan_with_footprint(
         found.model,
         config,
         checkpoint_dtype=stored_dtype(found.checkpoint),

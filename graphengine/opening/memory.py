@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -23,7 +24,7 @@ from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.host_memory import available_host_bytes
 from graphengine.opening.inventory import LinkShape, graph_keys, window_rings
 from graphengine.opening.state_budget import add_state
-from graphengine.opening.workspace import graph_bytes, workspace_bytes
+from graphengine.opening.workspace import Footprint, graph_bytes, workspace_bytes
 from graphengine.program.graph_key import GraphKey
 
 # Channels and buffers of NCCL for a group on one host, rounded up.
@@ -142,6 +143,7 @@ def plan_memory(
     checkpoint_dtype: torch.dtype,
     drafter: Drafter,
     calibration_tokens: int = 0,
+    footprint: Footprint | None = None,
 ) -> MemoryPlan:
     """Sizes and budget of an engine, with rings where they are smaller.
 
@@ -154,20 +156,24 @@ def plan_memory(
     checkpoint_dtype    used on a GPU where the config names no dtype; a CPU computes in float32
     calibration_tokens  tokens of `kv_calibration`: their KV is in `dtype`, and freed before the
                         caches are allocated, so the budget has a line for what it takes beyond them
+    footprint           what the steps take besides; None: it is estimated from the model's sizes
     """
     rings = window_rings(model, config, drafter.needs.length)
     shape = EngineShape.of(model, config, drafter, checkpoint_dtype)
+    plan = partial(_plan, calibration_tokens=calibration_tokens, footprint=footprint)
     try:
-        whole = _plan(shape, calibration_tokens)
+        whole = plan(shape)
     except OutOfBudget:
         if not rings:
             raise
-        return _plan(replace(shape, rings=rings), calibration_tokens)
+        return plan(replace(shape, rings=rings))
     rings = tuple(ring for ring in rings if config.max_batch * ring.blocks <= whole.kv_blocks)
-    return _plan(replace(shape, rings=rings), calibration_tokens) if rings else whole
+    return plan(replace(shape, rings=rings)) if rings else whole
 
 
-def _plan(shape: EngineShape, calibration_tokens: int) -> MemoryPlan:
+def _plan(
+    shape: EngineShape, *, calibration_tokens: int, footprint: Footprint | None
+) -> MemoryPlan:
     """Sizes and budget with the rings of this shape; OutOfBudget if the engine does not fit."""
     config, budget, block = shape.config, MemoryBudget(), BlockBytes.of(shape)
     _add_weights(budget, shape)
@@ -175,8 +181,9 @@ def _plan(shape: EngineShape, calibration_tokens: int) -> MemoryPlan:
     state_bytes = _add_kept_states(budget, shape)
     _add_drafter(budget, shape)
     units, summed = _add_ranks(budget, shape, load_bytes)
-    budget.add("workspace (estimate)", workspace_bytes(shape), shape.where)
-    graphs = _add_graphs(budget, shape)
+    workspace = workspace_bytes(shape) if footprint is None else footprint.pool_bytes
+    budget.add("workspace (estimate)", workspace, shape.where)
+    graphs = _add_graphs(budget, shape, footprint)
     room = _room(shape)
     blocks = add_caches(budget, shape, block, room, calibration_tokens)
     _add_routes(budget, shape, blocks.pool)
@@ -283,7 +290,9 @@ def _units_of_lanes(hidden: int, dtype: torch.dtype, chosen: int) -> int:
     return lane_units(MAX_LANES, hidden, dtype, chosen, -(-hidden // _LEAST_SUMMED))
 
 
-def _add_graphs(budget: MemoryBudget, shape: EngineShape) -> tuple[GraphKey, ...]:
+def _add_graphs(
+    budget: MemoryBudget, shape: EngineShape, footprint: Footprint | None
+) -> tuple[GraphKey, ...]:
     """Add the memory that captured graphs keep. Returns all graphs, in the order of capture."""
     graphs = graph_keys(
         shape.config,
@@ -291,7 +300,9 @@ def _add_graphs(budget: MemoryBudget, shape: EngineShape) -> tuple[GraphKey, ...
         shape.prefill_ladder,
         shape.config.draft_lengths,
     )
-    size = graph_bytes(shape.model, graphs, shape.device)
+    size = footprint and footprint.graph_bytes
+    if size is None:
+        size = graph_bytes(shape.model, graphs, shape.device)
     budget.add("graphs (estimate)", size, shape.where)
     return graphs
 

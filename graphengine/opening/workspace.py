@@ -1,8 +1,14 @@
-"""Estimates the memory that steps and their graphs take besides what an engine holds."""
+"""The memory that steps and their graphs take besides what an engine holds.
+
+On one GPU it follows from the list of what the steps launch (`footprint.py`). Elsewhere it is
+estimated from the model's sizes: with several ranks, which exchange parts of their results in a
+step, and on a CPU, where references run in place of kernels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,11 +23,39 @@ from graphengine.program.graph_key import GraphKey
 
 # Measured cost of one captured node in the driver and in torch, rounded up.
 _GRAPH_NODE_BYTES = 8 * 1024
-_KERNELS_PER_LAYER = 12
-# Kernels for the log-probabilities of as many prompt tokens as one product of logits takes.
-_KERNELS_PER_PROMPT_PART = 8
+# Most kernels of a layer and of the rest of a graph, where the steps' launches are not listed. A
+# test compares both estimates with the lists of all families.
+_KERNELS_PER_LAYER = 16
+_KERNELS_BESIDE_LAYERS = 32
 # Memory that cuBLAS keeps for one handle and stream on Hopper.
 _CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+# What torch's allocator takes beyond the bytes that are in use at once: blocks from 1 to 10 MiB lie
+# in segments of 20 MiB, and smaller ones in segments of 2 MiB, which both prefill and decode add.
+_SEGMENT_BYTES = 24 * 2**20
+
+
+class Footprint(NamedTuple):
+    """What the steps of an engine take, by the list of what they launch.
+
+    workspace  most bytes of a step's intermediates at the same time
+    nodes      nodes of all graphs, at most
+    products   whether the BLAS computes some of their products
+    """
+
+    workspace: int
+    nodes: int
+    products: bool
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that torch reserves for the intermediates of captured graphs."""
+        return self.workspace + _SEGMENT_BYTES
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that the driver, torch and the BLAS keep for all captured graphs."""
+        blas = _CUBLAS_WORKSPACE_BYTES if self.products else 0
+        return self.nodes * _GRAPH_NODE_BYTES + blas
 
 
 def workspace_bytes(shape: EngineShape) -> int:
@@ -121,10 +155,8 @@ def step_bytes(
 
 
 def graph_bytes(model: ModelConfig, graphs: Sequence[GraphKey], device: torch.device) -> int:
-    """Bytes that the driver and torch keep for all captured graphs."""
+    """Bytes that the driver and torch keep for all captured graphs of one of several ranks."""
     if device.type == "cpu":
         return 0
-    nodes = (model.num_layers * _KERNELS_PER_LAYER + 12) * len(graphs)
-    parts = sum(-(-key.size // MAX_LANES) for key in graphs if key.variant == "prompt")
-    nodes += _KERNELS_PER_PROMPT_PART * parts
-    return nodes * _GRAPH_NODE_BYTES + _CUBLAS_WORKSPACE_BYTES
+    nodes = (model.num_layers * _KERNELS_PER_LAYER + _KERNELS_BESIDE_LAYERS) * len(graphs)
+    return Footprint(0, nodes, products=True).graph_bytes

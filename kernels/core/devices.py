@@ -38,11 +38,13 @@ class Device:
     capability    its compute capability, major and minor
     processors    its multiprocessors
     shared_bytes  shared memory of one program, at most
+    name          what CUDA calls it, which tables of plans are named after; "" if that is not known
     """
 
     capability: tuple[int, int]
     processors: int
     shared_bytes: int
+    name: str = ""
 
     @property
     def copies_async(self) -> bool:
@@ -70,7 +72,7 @@ class Device:
         return self.capability == (9, 0)
 
 
-H200 = Device((9, 0), processors=132, shared_bytes=SHARED_BYTES[9, 0])
+H200 = Device((9, 0), processors=132, shared_bytes=SHARED_BYTES[9, 0], name="NVIDIA H200")
 """The GPU on which heuristics were tuned; an H100 has the same values."""
 
 
@@ -152,4 +154,4 @@ def _read(index: int) -> Device:
     # Not every version of torch reports it; an unknown GPU gets the smallest value in the table.
     least = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
     shared = getattr(found, "shared_memory_per_block_optin", least)
-    return Device(capability, found.multi_processor_count, shared)
+    return Device(capability, found.multi_processor_count, shared, found.name)

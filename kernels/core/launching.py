@@ -260,12 +260,13 @@ class _Compilers(ThreadPoolExecutor):
                 knobs.listener = before
 
 
-_UNINITIALISED = frozenset(
+UNINITIALISED = frozenset(
     [
         *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
         *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
     ]
 )
+"""Functions of torch that return memory as they find it."""
 
 
 class ZeroedMemory(TorchFunctionMode):
@@ -276,4 +277,4 @@ class ZeroedMemory(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        return result.zero_() if func in _UNINITIALISED else result
+        return result.zero_() if func in UNINITIALISED else result

@@ -13,6 +13,7 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from graphengine.kernels.core.accesses import Accesses, accesses_of
 from graphengine.kernels.core.launching import launched_by
 
 
@@ -56,6 +57,11 @@ class Op:
         """Threads that a program is launched with; a warp-specialised kernel starts more."""
         warps: int = self.options.get("num_warps", 4)
         return 32 * warps
+
+    @property
+    def accesses(self) -> Accesses:
+        """Which arguments the launch may read and write, by the names of `tensors`."""
+        return accesses_of(self.kernel, self.arguments)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor with its parameter's name, or "parameter.field" of one in a tuple."""

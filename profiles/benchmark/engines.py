@@ -31,7 +31,7 @@ from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.observe.tracing import span
 from graphengine.opening.calibration import calibrate, calibration_ids
-from graphengine.opening.memory import plan_memory
+from graphengine.opening.footprint import plan_with_footprint
 from graphengine.profiles.benchmark.lone_rank import lone_engine, share_of
 from graphengine.profiles.benchmark.shapes import (
     Subject,
@@ -129,7 +129,7 @@ def _random_engine(
         model_config = share_of(model_config, config)
     drafter = random_drafter(subject, config, random_vocab)
     ids = calibration_ids(config, model_config, None)
-    memory = plan_memory(
+    memory = plan_with_footprint(
         model_config,
         config,
         checkpoint_dtype=torch.bfloat16,

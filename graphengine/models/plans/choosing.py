@@ -82,7 +82,7 @@ def choose_plans(
         key = TuningKey.of(linear, family, dtype)
         plans[name], sources[name] = choose_plan(key, tables, processors)
     chosen = PlanOrigins(sources)
-    if chosen.untuned and torch.device(device).type != "cpu":
+    if chosen.untuned and torch.device(device).type == "cuda":
         missing = (
             f"{name} {linears[name].rows} x {linears[name].columns}" for name in chosen.untuned
         )

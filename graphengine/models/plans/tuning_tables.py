@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
+from graphengine.kernels.core.devices import device_of
 from graphengine.kernels.linear.plans import LinearKind, LinearPlan, RowFamily
 from graphengine.kernels.linear.quantised import WeightFormat
 from graphengine.models.linears import Linear
@@ -102,9 +103,14 @@ Table = dict[TuningKey, TunedPlan]
 
 
 def device_name(device: torch.device | str) -> str:
-    """The name of a device in tables: what CUDA calls the GPU, or "cpu"."""
+    """The name of a device in tables: what CUDA calls the GPU, or "cpu"; of the meta device that of
+    the GPU that is assumed there.
+    """
     device = torch.device(device)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    found = device_of(device) if device.type == "meta" else None
+    return device.type if found is None else found.name
 
 
 def dtype_name(dtype: torch.dtype) -> str:

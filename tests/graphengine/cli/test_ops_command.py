@@ -28,6 +28,8 @@ def test_all_graphs_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     row = tables["decode/1/fast"][1]
     assert row["stage"] == "layers.0.self_attn.q_proj" and row["kernel"] == "dot_kernel"
     assert len(row["grid"]) == 3 and row["weight_bytes"] > 0 and row["pdl"] is False
+    assert row["reads"][:3] == ["x_ptr", "squares_ptr", "weight_ptr"]
+    assert row["writes"] == ["out_ptr"]
 
 
 def test_several_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

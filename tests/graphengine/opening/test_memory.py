@@ -33,7 +33,6 @@ from graphengine.opening.cache_budget import BlockBytes, _fitting_swap, _needed_
 from graphengine.opening.calibration import calibrate
 from graphengine.opening.host_memory import host_bytes
 from graphengine.opening.memory import MemoryPlan, plan_memory
-from graphengine.opening.workspace import _KERNELS_PER_PROMPT_PART, graph_bytes
 from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.speculative import (
@@ -320,18 +319,6 @@ def test_what_scans_leave_between_their_kernels_is_in_the_budget(name: str) -> N
         "tiny-hybrid": 4 * 4 * 4 * (32 * 16 + 1),
     }[name]
     assert found[1] - found[0] == 256 * lane + scan
-
-
-def test_the_log_probabilities_of_prompts_take_nodes_by_their_length() -> None:
-    gpu = torch.device("cuda")
-    plans = [
-        planned(prefill_buckets=(16, largest), max_seq_len=2048, prompt_logprobs=True)
-        for largest in (1024, 2048)
-    ]
-    few, many = (graph_bytes(MODEL, plan.graphs, gpu) for plan in plans)
-    assert len(plans[0].graphs) == len(plans[1].graphs)
-    assert many - few == 1024 // MAX_LANES * _KERNELS_PER_PROMPT_PART * 8 * 1024
-    assert graph_bytes(MODEL, plans[1].graphs, torch.device("cpu")) == 0
 
 
 def test_the_counters_of_all_plans_are_in_the_budget() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 
 from engines.small_engine import greedy, open_engine
@@ -12,37 +9,13 @@ from graphengine import Engine
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.observe.op_table import row_maker
 from graphengine.opening.allocation import graph_steps
-from graphengine.profiles.benchmark.engines import build_engine
-from graphengine.profiles.benchmark.shapes import DEMO, Subject
 from graphengine.program.schedule import Schedule, record_schedule
-from graphengine.speculative import MTP
-
-SIZES: dict[str, Any] = {
-    "device": "cpu", "max_batch": 2, "buckets": (2,), "max_seq_len": 256, "prefill_buckets": (16,),
-}  # fmt: skip
-# Dense with a draft module, gated delta nets, Mamba2, and experts.
-SHAPES = (DEMO, "tiny-delta", "tiny-hybrid", "tiny-moe")
 
 
 def schedule_of(engine: Engine) -> Schedule:
     steps = graph_steps(engine.runtime.program, engine.memory)
     with assumed(H200):
         return record_schedule(steps)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_launch_of_a_decode_graph_may_overlap_the_one_before(shape: str) -> None:
-    """One that cannot would make all after it unsafe: PDL is transitive."""
-    drafts = {"speculative": MTP(k=2)} if shape == DEMO else {}
-    engine, _ = build_engine(Subject.of_shape(shape), {**SIZES, "dtype": "bfloat16", **drafts})
-    with engine:
-        schedule = schedule_of(engine)
-    decode = [ops for key, ops in schedule.items() if key.kind == "decode"]
-    assert len(decode) >= 2
-    for ops in decode:
-        assert len(ops) >= 3
-        assert [op.name for op in ops if "PDL" not in op.arguments] == []
-        assert ops[0].name == "_begin_decode_kernel"
 
 
 def test_recording_launches_nothing_and_an_engine_that_is_new_serves_after_it() -> None:

@@ -1,7 +1,7 @@
 """What an engine would launch on a GPU that is not there, compiled by Triton for it.
 
-An engine on the CPU gives its steps; every launch of theirs goes through Triton's own binder, with
-a driver that stands in for the GPU's, to its compiler and its ptxas.
+An engine on the CPU gives the list of its steps' launches; each goes through Triton's own binder,
+with a driver that stands in for the GPU's, to its compiler and its ptxas.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from triton.runtime import driver
 
 from graphengine import Engine
 from graphengine.kernels.core.devices import SHARED_BYTES, Device, assumed
-from graphengine.kernels.core.launching import compile_kernels
+from graphengine.kernels.core.op import Op
 from graphengine.opening.allocation import graph_steps
+from graphengine.program.schedule import describe_launches
 
 # Multiprocessors of a well-known GPU of each compute capability.
 PROCESSORS = {
@@ -80,46 +81,32 @@ class _Driver:
     def get_current_stream(self, device: int) -> int:
         return 0
 
-    def launcher_cls(self, source: Any, metadata: Any) -> None:
-        """A C program that launches kernels of this signature: none is needed."""
-
 
 def compiled_for(device: Device, engine: Engine) -> list[Compiled]:
     """All that the graphs of an engine on the CPU would launch on this GPU, each kernel once."""
     asked: dict[Any, str] = {}
     failed: dict[str, Compiled] = {}
-    own = triton.JITFunction.warmup
 
-    def warmup(kernel: Any, *args: Any, grid: Any, **options: Any) -> str:
-        if "PDL" in options:
+    def ask(op: Op) -> None:
+        arguments, options = {**op.arguments}, {**op.options}
+        if "PDL" in arguments:
             # The engine's device, a CPU, has none.
-            pdl = device.overlaps_launches
-            options |= {"PDL": pdl, "launch_pdl": pdl}
-        name = kernel.__name__
+            arguments["PDL"] = options["launch_pdl"] = device.overlaps_launches
         try:
-            asked.setdefault(own(kernel, *args, grid=grid, **options), name)
+            asked[op.kernel.warmup(grid=op.grid, **arguments, **options)] = op.name
         except Exception as error:
-            failed[f"{name} {_reason(error)}"] = Compiled(name, error=_reason(error))
-        # One that is not awaited: what does not compile is told here.
-        return name
+            failed[f"{op.name} {_reason(error)}"] = Compiled(op.name, error=_reason(error))
 
-    steps = graph_steps(engine.runtime.program, engine.memory)
     engine.runtime.buffers.reset()
     with pytest.MonkeyPatch.context() as patch, assumed(device):
         patch.setattr(driver, "_active", _Driver(device))
-        patch.setattr(triton.JITFunction, "warmup", warmup)
-        compile_kernels({key.name: step for key, step in steps.items()})
-        results = [_compiled(kernel, name) for kernel, name in asked.items()]
-    return [*results, *failed.values()]
-
-
-def _compiled(kernel: Any, name: str) -> Compiled:
-    """What became of a kernel that was asked for."""
-    try:
-        kernel = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
-    except Exception as error:
-        return Compiled(name, error=_reason(error))
-    return Compiled(name, kernel.metadata.shared, stack_of(kernel.asm["cubin"]))
+        for step in graph_steps(engine.runtime.program, engine.memory).values():
+            describe_launches(step, ask)
+    compiled = (
+        Compiled(name, kernel.metadata.shared, stack_of(kernel.asm["cubin"]))
+        for kernel, name in asked.items()
+    )
+    return [*compiled, *failed.values()]
 
 
 def _reason(error: BaseException) -> str:

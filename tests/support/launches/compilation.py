@@ -170,7 +170,30 @@ def compile_kernel(launch: Op) -> tuple[Any, list[str]]:
 
 
 def global_loads(ptx: str, names: list[str]) -> Iterator[Load]:
-    """Every load from global memory, in the order of the text.
+    """Every load from global memory, in the order of the text."""
+    waits = ptx.index("griddepcontrol.wait")
+    for start, opcode, text, argument in _accesses(ptx, names, ("ld.global", "cp.async.c")):
+        if opcode.startswith("ld"):
+            vector, bits = re.search(r"(?:\.v(\d))?\.[bfsu](\d+)$", opcode).groups()
+            size = int(vector or 1) * int(bits) // 8
+        else:
+            size = int(re.search(r"\], (0x[0-9a-f]+|\d+)", text)[1], 0)
+        yield Load(argument, start > waits, ".cg" in opcode, size)
+
+
+def global_accesses(ptx: str, names: list[str]) -> tuple[set[str], set[str]]:
+    """Arguments that are read, and those that are written: an atomic operation does both."""
+    loads, stores = ("ld.global", "cp.async.c", "atom"), ("st.global", "atom", "red.")
+    reads, writes = (
+        {argument for *_, argument in _accesses(ptx, names, opcodes)} for opcodes in (loads, stores)
+    )
+    return reads, writes
+
+
+def _accesses(
+    ptx: str, names: list[str], opcodes: tuple[str, ...]
+) -> Iterator[tuple[int, str, str, str]]:
+    """The instructions that begin with these opcodes: where, opcode, operands, and argument.
 
     A register stems from the pointers of all values it is computed from, up to a load.
     """
@@ -185,20 +208,16 @@ def global_loads(ptx: str, names: list[str]) -> Iterator[Load]:
                 register, parameter = re.match(r"(%\w+), \[\w+_param_(\d+)", text).groups()
                 name = names[int(parameter)] if int(parameter) < len(names) else ""
                 stems[register] = {name} - {""}
-            elif not opcode.startswith(("st.", "bra", "bar", "ld.", "cp.async.c")):
+            elif not opcode.startswith(("st.", "bra", "bar", "ld.", "cp.async.c", "atom", "red.")):
                 target, *sources = re.findall(r"%\w+", text) or [""]
                 for source in sources:
                     stems.setdefault(target, set()).update(stems.get(source, ()))
-    waits = ptx.index("griddepcontrol.wait")
     for start, opcode, text in instructions:
-        if opcode.startswith(("ld.global", "cp.async.c")):
-            (argument,) = stems.get(re.findall(r"\[ ?(%\w+)", text)[-1]) or ("",)
-            if opcode.startswith("ld"):
-                vector, bits = re.search(r"(?:\.v(\d))?\.[bfsu](\d+)$", opcode).groups()
-                size = int(vector or 1) * int(bits) // 8
-            else:
-                size = int(re.search(r"\], (0x[0-9a-f]+|\d+)", text)[1], 0)
-            yield Load(argument, start > waits, ".cg" in opcode, size)
+        if opcode.startswith(opcodes):
+            # A copy's first address is in shared memory.
+            addresses = re.findall(r"\[ ?(%\w+)", text)
+            (argument,) = stems.get(addresses[-1 if "cp." in opcode else 0]) or ("",)
+            yield start, opcode, text, argument
 
 
 def assert_waits_before_it_shows(ptx: str) -> None:

@@ -1,0 +1,70 @@
+"""A `config.json` of each architecture: published widths where a shape has them, few layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphengine.models.families.registry import FAMILIES
+from graphengine.profiles.benchmark.shapes import SHAPES
+
+Config = Mapping[str, Any]
+
+_FEW = {"num_hidden_layers": 2, "vocab_size": 16_384}
+_DENSE: Config = {
+    "vocab_size": 16_384, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+}  # fmt: skip
+_EXPERTS: Config = {
+    **_DENSE, "moe_intermediate_size": 512, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1, "n_routed_experts": 8,
+}  # fmt: skip
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 128,
+           "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+_GEMMA = {**SHAPES["gemma-3-4b"], **_FEW, "sliding_window_pattern": 2}
+_QWEN = {**SHAPES["qwen3.5-4b"], **_FEW, "full_attention_interval": 2}
+_AXES = {
+    "text_config": {**_DENSE, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+}
+_TYPES = {"layer_types": ["conv", "full_attention"]}
+
+CONFIGS: Mapping[str, Config] = {
+    "DeepseekV2ForCausalLM": {**SHAPES["deepseek-v2-lite"], **_FEW, "n_routed_experts": 8},
+    "DeepseekV3ForCausalLM": {
+        **_EXPERTS, **_LATENT, "num_key_value_heads": 8, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForConditionalGeneration": {"text_config": {**_GEMMA, "model_type": "gemma3_text"}},
+    "Glm4MoeForCausalLM": {**_EXPERTS, "head_dim": 128, "attention_bias": True,
+                           "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "GptOssForCausalLM": {**SHAPES["gpt-oss-20b"], **_FEW, "num_local_experts": 4},
+    "GraniteForCausalLM": {**_DENSE, "embedding_multiplier": 12, "residual_multiplier": 0.22,
+                           "attention_multiplier": 0.0625, "logits_scaling": 6},
+    "GraniteMoeHybridForCausalLM": {
+        **SHAPES["granite-4-h-1b"], **_FEW, "layer_types": ["mamba", "attention"],
+    },
+    "Lfm2ForCausalLM": {**_DENSE, **_TYPES, "conv_L_cache": 3},
+    "Lfm2MoeForCausalLM": {**_DENSE, **_TYPES, "conv_L_cache": 3, "num_experts": 8,
+                           "num_experts_per_tok": 2, "moe_intermediate_size": 512,
+                           "num_dense_layers": 1, "use_expert_bias": True},
+    "LlamaForCausalLM": {**SHAPES["llama-8b"], **_FEW},
+    "MiMoForCausalLM": _DENSE,
+    "MistralForCausalLM": _DENSE,
+    "NemotronHForCausalLM": SHAPES["tiny-hybrid"],
+    "Phi3ForCausalLM": {**_DENSE, "sliding_window": 256},
+    "Qwen2ForCausalLM": _DENSE,
+    "Qwen2VLForConditionalGeneration": _AXES,
+    "Qwen2_5_VLForConditionalGeneration": _AXES,
+    "Qwen3ForCausalLM": {**SHAPES["qwen3-4b"], **_FEW},
+    "Qwen3_5ForCausalLM": _QWEN,
+    "Qwen3_5ForConditionalGeneration": {"text_config": {**_QWEN, "model_type": "qwen3_5_text"}},
+    "Qwen3MoeForCausalLM": {**SHAPES["qwen3-30b-a3b"], **_FEW, "num_experts": 8},
+    "SmolLM3ForCausalLM": _DENSE,
+}  # fmt: skip
+assert CONFIGS.keys() == FAMILIES.keys(), CONFIGS.keys() ^ FAMILIES.keys()
+
+
+def config_of(architecture: str) -> dict[str, Any]:
+    return {**CONFIGS[architecture], "architectures": [architecture]}
