@@ -19,10 +19,9 @@ _BESIDE = ("vision_config", "text_config")
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen2VLForConditionalGeneration` or `Qwen2_5_VL...` checkpoint."""
-    told: dict[str, Any] = {
-        name: value for name, value in language_model(config).items() if name not in _BESIDE
-    }
-    if told is not config:
+    text = language_model(config)
+    told: dict[str, Any] = {name: value for name, value in text.items() if name not in _BESIDE}
+    if text is not config:
         check_neutral({**config, "quantization_config": None}, ("rope_scaling",))
         told["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     settings = hf_config.read_settings(hf_config.of_one_axis(told), DEFAULTS)

@@ -3,6 +3,7 @@ their own vision towers."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,29 @@ def test_tokens_after_a_video_are_those_of_transformers(oracle: Oracle, device: 
     prompt = PromptParts(ids[:3], GridEmbeds(rows, (3, 2, 4), time_step=step), ids[-3:])
     with open_engine(oracle.path, device=device, prefill_buckets=[16], **SIZES) as engine:
         assert engine.generate(prompt, greedy(SAID)).token_ids == tuple(wanted)
+
+
+def test_a_published_config_has_the_language_models_keys_beside_the_towers(
+    oracle: Oracle, device: str, tmp_path: Path
+) -> None:
+    """Qwen2-VL's and Qwen2.5-VL's, whose axes stand in `rope_scaling`."""
+    if "3_5" in oracle.path.name:
+        pytest.skip("it has them under text_config")
+    config = json.loads((oracle.path / "config.json").read_text())
+    text = config.pop("text_config")
+    sections = text.pop("rope_parameters")["mrope_section"]
+    scaling = {"type": "mrope", "mrope_section": sections}
+    flat = text | config | {"rope_theta": 1e4, "rope_scaling": scaling}
+    for file in oracle.path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    prompt = _prompts(oracle)[0]
+    said = []
+    for path in (oracle.path, tmp_path):
+        with open_engine(path, device=device, **SIZES) as engine:
+            said.append(engine.generate(prompt, greedy(8)).token_ids)
+    assert said[0] == said[1]
 
 
 def _prompts(oracle: Oracle) -> list[Any]:
