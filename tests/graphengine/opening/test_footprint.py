@@ -44,7 +44,6 @@ THINKING = RelaxedAcceptance(begin_token_ids=[5], end_token_ids=[6, 7])
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "mtp": {"speculative": MTP(k=3)},
-    "own graph": {"speculative": MTP(k=2, own_graph=True)},
     "vanilla": {"speculative": MTP(k=1, style="vanilla")},
     "relaxed": {"speculative": MTP(k=2), "relaxed_acceptance": THINKING},
     "draft vocabulary": {"speculative": "d2t"},

@@ -30,7 +30,6 @@ OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "one row": (DEMO, {"max_batch": 1, "buckets": (1,)}),
     "many rows": (DEMO, {"max_batch": 32, "buckets": (32,)}),
     "drafts": (DEMO, {"speculative": MTP(k=3)}),
-    "own graph": (DEMO, {"speculative": MTP(k=2, own_graph=True)}),
     "vanilla": ("tiny", {"speculative": MTP(k=1)}),
     "a tree": (DEMO, {"speculative": MTP(tree=[[0], [1], [0, 0]])}),
     "n-grams": (DEMO, {"speculative": NGram(k=3)}),

@@ -28,6 +28,8 @@ _AXES = {
     "text_config": {**_DENSE, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
 }
 _TYPES = {"layer_types": ["conv", "full_attention"]}
+_MOE = {**_QWEN, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512}  # fmt: skip
 
 CONFIGS: Mapping[str, Config] = {
     "DeepseekV2ForCausalLM": {**SHAPES["deepseek-v2-lite"], **_FEW, "n_routed_experts": 8},
@@ -52,7 +54,11 @@ CONFIGS: Mapping[str, Config] = {
     "LlamaForCausalLM": {**SHAPES["llama-8b"], **_FEW},
     "MiMoForCausalLM": _DENSE,
     "MistralForCausalLM": _DENSE,
+    "MixtralForCausalLM": {**_DENSE, "num_local_experts": 4},
     "NemotronHForCausalLM": SHAPES["tiny-hybrid"],
+    "Olmo2ForCausalLM": _DENSE,
+    "Olmo3ForCausalLM": {**_DENSE, "sliding_window": 256,
+                         "layer_types": ["sliding_attention", "full_attention"]},
     "Phi3ForCausalLM": {**_DENSE, "sliding_window": 256},
     "Qwen2ForCausalLM": _DENSE,
     "Qwen2VLForConditionalGeneration": _AXES,
@@ -60,6 +66,10 @@ CONFIGS: Mapping[str, Config] = {
     "Qwen3ForCausalLM": {**SHAPES["qwen3-4b"], **_FEW},
     "Qwen3_5ForCausalLM": _QWEN,
     "Qwen3_5ForConditionalGeneration": {"text_config": {**_QWEN, "model_type": "qwen3_5_text"}},
+    "Qwen3_5MoeForCausalLM": _MOE,
+    "Qwen3_5MoeForConditionalGeneration": {
+        "text_config": {**_MOE, "model_type": "qwen3_5_moe_text"},
+    },
     "Qwen3MoeForCausalLM": {**SHAPES["qwen3-30b-a3b"], **_FEW, "num_experts": 8},
     "SmolLM3ForCausalLM": _DENSE,
 }  # fmt: skip
