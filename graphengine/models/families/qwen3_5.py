@@ -1,5 +1,5 @@
-"""Qwen3.5's language model without experts: gated delta nets, and gated attention in every fourth
-layer. RoPE turns the first quarter of each head.
+"""Qwen3.5's language model: gated delta nets, and gated attention in every fourth layer; a SwiGLU
+or experts. RoPE turns the first quarter of each head.
 
 Checkpoints with a vision tower have the language model's config under `text_config`. For text, RoPE
 with several axes (`mrope_section`) equals RoPE with one: a token has the same position on all axes.
@@ -7,16 +7,22 @@ with several axes (`mrope_section`) equals RoPE with one: a token has the same p
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from graphengine.kernels.experts.router import Router
 from graphengine.kernels.recurrent.gated_delta.gated_delta_sizes import GatedDeltaSizes
+from graphengine.models.blocks.expert_names import ExpertNames
+from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gated_delta import GatedDelta
+from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.common import attention_of, composed, mlp_of
+from graphengine.models.families.common import attention_of, composed, expert_count, mlp_of
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import (
     QWEN3_5_KEYS,
     HfConfig,
+    Key,
     check_neutral,
     unsupported,
 )
@@ -41,14 +47,63 @@ _SIZES = {
     "num_key_value_heads": 4,
     "partial_rotary_factor": 0.25,
 }
+_MOE_KEYS = (
+    Key("num_experts", "integer", (1, 2**16), default=256),
+    Key("num_experts_per_tok", "integer", (1, 2**16), default=8),
+    Key("moe_intermediate_size", "integer", (1, 2**22), default=512),
+    Key("shared_expert_intermediate_size", "integer", (1, 2**22), default=512),
+)
+MOE_DEFAULTS = replace(
+    DEFAULTS,
+    keys=QWEN3_5_KEYS + _MOE_KEYS,
+    routes=True,
+    fixed={**DEFAULTS.fixed, "norm_topk_prob": (True,)},
+)
+# The width of feed-forwards without experts, of which there are none, among them.
+_MOE_SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 1,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+}
+EXPERT_NAMES = ExpertNames(
+    shared="shared_expert.",
+    # As they are published. Others have each expert's weights by themselves.
+    other=ExpertNames(
+        products=("experts.gate_up_proj", "experts.down_proj"), ending="", shared="shared_expert."
+    ),
+)
 _ATTENTION, _DELTA = "full_attention", "linear_attention"
 
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen3_5ForCausalLM` checkpoint, or of one with a vision tower."""
     config = _SIZES | _language_model(config)
-    types = config.get("layer_types")
     settings = hf_config.read_settings(_plain(config), DEFAULTS)
+    return _composed(config, settings, architecture, mlp_of(settings))
+
+
+def read_moe(config: HfConfig, architecture: str) -> DecoderConfig:
+    """`DecoderConfig` of a `Qwen3_5MoeForCausalLM` checkpoint, or of one with a vision tower."""
+    config = _SIZES | _MOE_SIZES | _language_model(config)
+    settings = hf_config.read_settings(_plain(config), MOE_DEFAULTS)
+    width = settings["shared_expert_intermediate_size"]
+    experts = Experts(
+        hidden_size=settings["hidden_size"],
+        ffn_size=settings["moe_intermediate_size"],
+        experts=expert_count(settings, "num_experts"),
+        router=Router(top_k=settings["num_experts_per_tok"], normalised=True),
+        norm_eps=settings["rms_norm_eps"],
+        shared=mlp_of(settings, ffn_size=width, role="shared_"),
+        shared_gate=True,
+        names=EXPERT_NAMES,
+    )
+    return _composed(config, settings, architecture, experts)
+
+
+def _composed(
+    config: HfConfig, settings: dict[str, Any], architecture: str, feed_forward: Swiglu | Experts
+) -> DecoderConfig:
     if not settings["attn_output_gate"]:
         raise unsupported("attn_output_gate", False, "true")
     rope = hf_config.with_axes(hf_config.rope(settings), config)
@@ -59,13 +114,14 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         norm_eps=settings["rms_norm_eps"],
         state_dtype=hf_config.state_dtype(settings, "mamba_ssm_dtype"),
     )
-    mlp = mlp_of(settings)
     mixers = {
         _ATTENTION: Sublayer("input_layernorm", "self_attn.", attention),
         _DELTA: Sublayer("input_layernorm", "linear_attn.", delta),
     }
-    after = Sublayer("post_attention_layernorm", "mlp.", mlp)
-    layers = tuple((mixers[kind], after) for kind in _layer_types(types, settings))
+    after = Sublayer("post_attention_layernorm", "mlp.", feed_forward)
+    types = _layer_types(config.get("layer_types"), settings)
+    layers = tuple((mixers[kind], after) for kind in types)
+    mlp = feed_forward if isinstance(feed_forward, Swiglu) else None
     return composed(settings, architecture, layers, mlp=mlp, rope=rope, norms_plus_one=True)
 
 

@@ -53,6 +53,8 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Qwen3ForCausalLM": qwen3.read_config,
     "Qwen3_5ForCausalLM": qwen3_5.read_config,
     "Qwen3_5ForConditionalGeneration": qwen3_5.read_config,
+    "Qwen3_5MoeForCausalLM": qwen3_5.read_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5.read_moe,
     "Qwen3MoeForCausalLM": qwen3_moe.read_config,
     "SmolLM3ForCausalLM": smollm3.read_config,
 }

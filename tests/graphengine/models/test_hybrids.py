@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from checkpoints.hybrids import MODELS, A, C, F, M, granite, nemotron
+from checkpoints.small_decoders import block_in, expert_layers
 from engines.small_engine import run
 from engines.speculation import script, step_with
 from extent import extent
@@ -26,7 +27,7 @@ from graphengine.kernels.linear.quantised import dequantise
 from graphengine.kernels.recurrent import short_conv_reference
 from graphengine.models.blocks import gated_delta as delta
 from graphengine.models.blocks import mamba2
-from graphengine.models.blocks.experts import ExpertsWeights
+from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.mamba2 import RING, STATE
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.tensor_files import Cut
@@ -713,7 +714,79 @@ def test_a_language_model_beside_a_vision_tower(hybrids: dict[str, Any], tmp_pat
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", ["granite", "nemotron", "lfm2"])
+def test_qwen_s_experts_in_one_tensor(hybrids: dict[str, Any], tmp_path: Path) -> None:
+    """As Qwen3.5 is published; the others have each expert's weights by themselves. Drafts, small
+    chunks and neighbours change no token.
+    """
+    oracle = hybrids["qwen-experts"]
+    (tmp_path / "config.json").write_text((oracle.path / "config.json").read_text())
+    tensors = {
+        n: t for file in oracle.path.glob("*.safetensors") for n, t in load_file(file).items()
+    }
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack(
+                [tensors.pop(f"{prefix}{expert}.{name}_proj.weight") for expert in range(7)]
+            )
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{prefix}gate_up_proj"] = torch.cat([gate, up], dim=1)
+        tensors[f"{prefix}down_proj"] = down
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompts = oracle.prompts((9, 70))
+    prompts[0] *= 4
+    found = []
+    drafts = {"speculative": NGram(k=3), "prefill_buckets": (8,)}
+    for path, options in ((oracle.path, {}), (tmp_path, {}), (tmp_path, drafts)):
+        with open_engine(path, device="cpu", **options) as engine:
+            found.append([each.token_ids for each in engine.generate(prompts, greedy(64))])
+    assert found[0] == found[1] == found[2]
+
+
+QWEN_MOE = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056,
+    "model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": {"depth": 27},
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True,
+        "dtype": "bfloat16", "eos_token_id": 248044, "full_attention_interval": 4,
+        "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "layer_types": ["linear_attention", *["linear_attention"] * 2, "full_attention"] * 10,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type":
+        "qwen3_5_moe_text", "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False, "num_attention_heads": 16, "num_experts": 256,
+        "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512, "use_cache": True, "vocab_size": 248320,
+        "mamba_ssm_dtype": "float32", "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+            "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+        },
+    },
+}  # fmt: skip
+"""The keys of Qwen3.5-35B-A3B."""
+
+
+def test_qwen_with_experts_as_it_is_published() -> None:
+    model = read_model_config(QWEN_MOE)
+    experts = block_in(model, Experts)
+    assert model.num_layers == 40 and expert_layers(model) == tuple(range(40))
+    assert (experts.experts, experts.router.top_k, experts.ffn_size) == (256, 8, 512)
+    assert experts.shared_gate and experts.shared.ffn_size == 512 and experts.router.normalised
+    assert 34.6e9 < model.allocate(device="meta", dtype=torch.bfloat16).parameters < 34.8e9
+    for changes, message in (
+        ({"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+        ({"num_experts_per_tok": 257}, "num_experts_per_tok=257: supported: 1 to num_experts=256"),
+    ):
+        text = QWEN_MOE["text_config"] | changes
+        with pytest.raises(ValueError, match=message):
+            read_model_config(QWEN_MOE | {"text_config": text})
+
+
+@pytest.mark.parametrize("name", ["granite", "nemotron", "lfm2", "qwen-experts"])
 def test_families_without_draft_modules(hybrids: dict[str, Any], name: str) -> None:
     config = read_model_config(json.loads((hybrids[name].path / "config.json").read_text()))
     with pytest.raises(ValueError, match=f"of a {config.architecture} are not supported"):

@@ -62,6 +62,13 @@ def qwen(types: list[str], **options: Any) -> PreTrainedModel:
     return with_time_steps(transformers.Qwen3_5ForCausalLM(config))
 
 
+def qwen_experts(types: list[str], **options: Any) -> PreTrainedModel:
+    sizes = {name: value for name, value in QWEN.items() if name != "intermediate_size"}
+    sizes |= {"num_hidden_layers": len(types), "layer_types": types}
+    config = transformers.Qwen3_5MoeTextConfig(**sizes | options)
+    return with_time_steps(transformers.Qwen3_5MoeForCausalLM(config))
+
+
 def granite_dense(**options: Any) -> PreTrainedModel:
     sizes = {name: GRANITE[name] for name in GRANITE if not name.startswith(("mamba", "shared"))}
     sizes |= {"intermediate_size": 76}
@@ -148,5 +155,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2-biases": lambda: lfm2(
         [A, C], conv_bias=True, conv_L_cache=5, block_auto_adjust_ff_dim=False,
         tie_word_embeddings=False, norm_eps=1e-3,
+    ),
+    "qwen-experts": lambda: qwen_experts(
+        [M, A, M], linear_num_key_heads=2, linear_num_value_heads=4, num_experts=7,
+        num_experts_per_tok=3, moe_intermediate_size=36, shared_expert_intermediate_size=44,
+        rms_norm_eps=0.03,
     ),
 }  # fmt: skip
