@@ -576,8 +576,7 @@ class EngineConfig(EngineSizes):
         self._check_alone(
             "an engine of one stage",
             record_routing=self.record_routing,
-            speculative=mode is not None
-            and (mode.shape is not None or getattr(mode, "own_graph", False)),
+            speculative=mode is not None and mode.shape is not None,
         )
 
     def _check_alone(self, others: str, **more: bool) -> None:

@@ -1,9 +1,8 @@
 """What the embedding program chooses about speculation: the drafter, and which drafts it accepts.
 
 Each drafter's options are one `Mode` here (`options/mode.py` says what modes have in common);
-`graphengine.drafters` has the drafters themselves. With
-options alone nothing is read and nothing allocated: whether a mode fits a checkpoint is found out
-when an engine opens.
+`graphengine.drafters` has the drafters themselves. With options alone nothing is read and nothing
+allocated: whether a mode fits a checkpoint is found out when an engine opens.
 """
 
 from __future__ import annotations
@@ -43,13 +42,31 @@ Feed = Literal["chained", "target"]
 PathName = str | os.PathLike[str]
 
 
+class ModuleMode(Mode):
+    """Options of a module, which drafts chains or a tree."""
+
+    __slots__ = ()
+
+    tree: TreeOption | None
+    min_confidence: float | None
+
+    trims_vocabulary: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> Tree | None:
+        return read_tree(self.tree)
+
+    @property
+    def on_data_ranks(self) -> bool:
+        return self.shape is None and self.min_confidence is None
+
+
 @dataclass(frozen=True, slots=True)
-class MTP(Mode):
+class MTP(ModuleMode):
     """The checkpoint's multi-token-prediction (MTP) modules draft.
 
     k            drafts per step; with a tree its number of nodes, which may be left out
     style        "eagle": the first module, k times; "vanilla": k modules, each with its own KV
-    own_graph    run an eagle module in a separate graph after the step's, not inside it
     draft_vocab  the part of the vocabulary that is scored; None: all of it
     feed         hidden state that vanilla modules after the first read with a verified token:
                  "chained" takes the previous module's, as DeepSeek-V3 trains modules and
@@ -68,23 +85,16 @@ class MTP(Mode):
     k: int = _USUAL_DRAFTS
     _: KW_ONLY
     style: Style = "eagle"
-    own_graph: bool = False
     draft_vocab: DraftVocabulary | None = None
     feed: Feed = "chained"
     tree: TreeOption | None = None
     min_confidence: float | None = None
-
-    trims_vocabulary: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _keep_tree(self, style=self.style)
         check_drafts(self.k)
         if self.style not in ("eagle", "vanilla"):
             raise ValueError(f"style={self.style!r} must be 'eagle' or 'vanilla'")
-        if not isinstance(self.own_graph, bool):
-            raise ValueError(f"own_graph={self.own_graph!r} must be True or False")
-        if self.own_graph and self.style != "eagle":
-            raise ValueError(f"own_graph=True goes with style='eagle', not {self.style!r}")
         if self.feed not in ("chained", "target"):
             raise ValueError(f"feed={self.feed!r} must be 'chained' or 'target'")
         if self.feed == "target" and self.style != "vanilla":
@@ -95,24 +105,13 @@ class MTP(Mode):
         keep_plain_numbers(self)
 
     @property
-    def shape(self) -> Tree | None:
-        """The shape of the drafts' tree; None: chains."""
-        return read_tree(self.tree)
-
-    @property
     def any_length(self) -> bool:
         return self.shape is None and self.style == "eagle"
-
-    @property
-    def on_data_ranks(self) -> bool:
-        return self.shape is None and self.min_confidence is None
 
     def describe(self) -> str:
         parts = [f"mtp {self.style}, {describe_drafts(self)}"]
         if self.feed == "target":
             parts.append("the target's hidden states")
-        if self.own_graph:
-            parts.append("own graph")
         if self.draft_vocab is not None:
             parts.append(describe_vocabulary(self.draft_vocab))
         parts += _describe_confidence(self.min_confidence)
@@ -131,15 +130,13 @@ class NGram(Mode):
     _: KW_ONLY
     max_n: int = 5
 
+    on_data_ranks: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check_drafts(self.k)
         if not is_int(self.max_n) or not 1 <= self.max_n <= MAX_NGRAM:
             raise ValueError(f"max_n={self.max_n!r} must be an integer in [1, {MAX_NGRAM}]")
         keep_plain_numbers(self)
-
-    @property
-    def on_data_ranks(self) -> bool:
-        return True
 
     def describe(self) -> str:
         return f"n-gram, k={self.k}, max_n={self.max_n}"
@@ -216,13 +213,12 @@ class DraftModel(Mode):
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3(Mode):
+class Eagle3(ModuleMode):
     """An EAGLE3 checkpoint drafts: a layer that reads the target's residual stream after a few of
     its layers, with KV of its own.
 
     path       its checkpoint: a directory or a hub id; "demo": the demo model's
     k          drafts per step
-    own_graph  run it in a separate graph after the step's, not inside it
     layers     layers of the target after which its stream is read, in the order of fc's columns;
                None: those that the checkpoint's config names, or else 1, n // 2 - 1 and n - 4 of n.
                Wrong ones cost acceptance, but never change a token
@@ -233,41 +229,26 @@ class Eagle3(Mode):
     path: PathName
     k: int = _USUAL_DRAFTS
     _: KW_ONLY
-    own_graph: bool = False
     layers: Sequence[int] | None = None
     tree: TreeOption | None = None
     min_confidence: float | None = None
 
     # It reads the stream after layers of several stages.
     in_stages: ClassVar[bool] = False
-    trims_vocabulary: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_path("path", self.path)
         _keep_tree(self)
         _check_confidence(self.min_confidence, self.tree)
         check_drafts(self.k)
-        if not isinstance(self.own_graph, bool):
-            raise ValueError(f"own_graph={self.own_graph!r} must be True or False")
         if self.layers is not None:
             object.__setattr__(self, "layers", _ids("layers", self.layers, "layer numbers"))
         keep_plain_numbers(self)
-
-    @property
-    def shape(self) -> Tree | None:
-        """The shape of the drafts' tree; None: chains."""
-        return read_tree(self.tree)
-
-    @property
-    def on_data_ranks(self) -> bool:
-        return self.shape is None and self.min_confidence is None
 
     def describe(self) -> str:
         parts = [f"eagle3 {os.fspath(self.path)}, {describe_drafts(self)}"]
         if self.layers is not None:
             parts.append(f"after layers {', '.join(map(str, self.layers))}")
-        if self.own_graph:
-            parts.append("own graph")
         parts += _describe_confidence(self.min_confidence)
         return ", ".join(parts)
 
@@ -334,14 +315,11 @@ class UserProvided(Mode):
 
     # Drafts depend on the tokens of the step before.
     lockstep: ClassVar[bool] = True
+    on_data_ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_drafts(self.k)
         keep_plain_numbers(self)
-
-    @property
-    def on_data_ranks(self) -> bool:
-        return True
 
     def describe(self) -> str:
         return f"user-provided, k={self.k}"
@@ -560,18 +538,18 @@ def describe(speculative: Speculative | None) -> str:
             return mode.describe()
 
 
-def _keep_tree(mode: MTP | Eagle3, style: Style = "eagle") -> None:
+def _keep_tree(mode: ModuleMode, style: Style = "eagle") -> None:
     """Set what follows from a tree, where there is one. ValueError for options without trees."""
     tree = mode.shape
     if tree is None:
         return
-    check_tree(tree, mode.k, usual=_USUAL_DRAFTS, style=style, own_graph=mode.own_graph)
+    check_tree(tree, mode.k, usual=_USUAL_DRAFTS, style=style)
     object.__setattr__(mode, "k", tree.nodes)
     if isinstance(tree, StaticTree):
         object.__setattr__(mode, "tree", tree.paths)
 
 
-def describe_drafts(mode: MTP | Eagle3) -> str:
+def describe_drafts(mode: ModuleMode) -> str:
     """Text for reports: the number of drafts, such as "k=3", or the shape of their tree."""
     tree = mode.shape
     return f"k={mode.k}" if tree is None else tree.describe()

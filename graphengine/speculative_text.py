@@ -23,7 +23,7 @@ from graphengine.speculative import (
 )
 
 GRAMMAR = (
-    "off, auto, mtp[:K[:eagle|vanilla|target|own]], ngram[:K[:MAX_N]], suffix[:K], "
+    "off, auto, mtp[:K[:eagle|vanilla|target]], ngram[:K[:MAX_N]], suffix[:K], "
     "model:PATH[:K], eagle3:PATH[:K], dflash:PATH[:K], mtp:tree:NODES:TOP_K:DEPTH, "
     "eagle3:PATH:tree:NODES:TOP_K:DEPTH or save-hidden:FOLDER"
 )
@@ -42,11 +42,10 @@ VOCABULARY_GRAMMAR = "TEXT:SIZE, a UTF-8 file and how many of its most frequent 
 def parse_speculative(text: str) -> Speculative | None:
     """The options that a `GRAMMAR` text names, with defaults for what it omits; None for "off".
 
-    `mtp:K:own` is eagle in a separate graph; `mtp:K:target` is vanilla with modules that all read
-    the target's hidden states. The last part of `model:PATH:K`, `eagle3:PATH:K` and `dflash:PATH:K`
-    is K where it is a number, so that a path may hold colons. With `:tree:` and three numbers it is
-    a `DynamicTree` of these. ValueError shows the text and the grammar, or says which value is
-    invalid.
+    `mtp:K:target` is vanilla with modules that all read the target's hidden states. The last part
+    of `model:PATH:K`, `eagle3:PATH:K` and `dflash:PATH:K` is K where it is a number, so that a path
+    may hold colons. With `:tree:` and three numbers it is a `DynamicTree` of these. ValueError
+    shows the text and the grammar, or says which value is invalid.
     """
     front, mark, sizes = text.rpartition(":tree:")
     if mark:
@@ -132,8 +131,6 @@ def _styled(options: MTP, value: str, text: str) -> MTP:
             return replace(options, style=value)
         case "target":
             return replace(options, style="vanilla", feed="target")
-        case "own":
-            return replace(options, own_graph=True)
     raise _wrong(text)
 
 

@@ -45,7 +45,6 @@ from graphengine.program.graph_key import (
     GraphKey,
     PrefillKind,
     decode_key,
-    draft_key,
     note_key,
     prefill_key,
 )
@@ -377,9 +376,6 @@ class EngineCore:
             sampler = self.runtime.program.samplers[-1 if full else 0]
             key = decode_key(rows, drafts, sampler)
             replays.append(self._launch(key, plan.rows, plan.epochs, plan.width, rows, None, full))
-            if self.needs.own_graph:
-                # It publishes nothing, so nothing waits for it.
-                self._run(draft_key(rows, drafts, sampler), replays[-1:])
         if plan.masks_changed and self._own.guided:
             self.counters["guided/steps"] += 1
             self.runtime.fetch_drafts()
@@ -401,7 +397,7 @@ class EngineCore:
         return replay
 
     def _run(self, key: GraphKey, replays: Sequence[Replay]) -> None:
-        """Launch the graph of these replays, or the drafter's own graph that follows them."""
+        """Launch the graph of these replays."""
         if self.recorder.recording:
             live = sum(len(replay.requests) for replay in replays)
             chunks = [replay.chunk for replay in replays if replay.chunk is not None]

@@ -221,10 +221,9 @@ class Runtime(Waits):
             copies.clear()
 
     def replay(self, key: GraphKey) -> None:
-        """Queue a graph on the stream; one that publishes takes the next sequence number."""
+        """Queue a graph on the stream; it takes the next sequence number."""
         self._launch(self.graphs[key].replay)
-        if key.kind != "draft":
-            self.launched += 1
+        self.launched += 1
 
     def acknowledge(self, sequence: int) -> None:
         """Note that replays up to this one have published, so their loads have arrived."""

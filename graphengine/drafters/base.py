@@ -311,13 +311,6 @@ class Drafter(ABC):
         often has the same number.
         """
 
-    def draft(self, rows: int, drafts: int, *, filtered: bool) -> None:
-        """Do what `propose` left to a separate graph, after a step of that many rows and drafts.
-
-        filtered  as in `Verified`
-        """
-        raise NotImplementedError(f"{type(self).__name__} drafts in the step's graph")
-
     # On the host.
 
     def counters(self) -> dict[str, int]:

@@ -35,8 +35,6 @@ class DraftNeeds:
     withholds: bool = False
     """Whether it leaves out drafts that are not worth verifying: a gate then also counts a row's
     steps without drafts."""
-    own_graph: bool = False
-    """Whether `draft` is captured as a graph and replayed after each decode step."""
     prompts_only: bool = False
     """Whether a request ends after one sampled token, and is prefilled from its first token on."""
     collects: bool = False

@@ -9,8 +9,8 @@ system for how long this thread ran and how often it lost its core.
     engine.recorder.stop()
     engine.recorder.write("run.jsonl")        # or look at `replays()`, `requests()`, `stages()`
 
-A step is what one plan launches: at most a prefill, a decode and a drafter's own graph. These
-replays share all times but `replay` and `launched`:
+A step is what one plan launches: at most a prefill and a decode. These replays share all times but
+`replay` and `launched`:
 
     plan       the scheduler began
     load       it had finished; changes are staged, copied and swapped until the first launch
@@ -23,8 +23,7 @@ replays share all times but `replay` and `launched`:
 Where an engine has several ranks, all of these are the driver's. The others' launch times are read
 once a replay's tokens have arrived, so without a wait.
 
-With a lookahead the next step is planned and launched between `launched` and `collect`. A drafter's
-own graph publishes nothing, so its last three never come.
+With a lookahead the next step is planned and launched between `launched` and `collect`.
 """
 
 from __future__ import annotations
@@ -348,8 +347,7 @@ class Recorder:
             fed, index, rows, fed or live, width, kind,
             math.nan, NEVER, NEVER, NEVER, 0, 0, 0, 0, *UNKNOWN_LAUNCH, *UNKNOWN_USE,
         )  # fmt: skip
-        if KINDS[kind] != "draft":
-            self._launches[sequence % len(self._launches)] = (sequence, number)
+        self._launches[sequence % len(self._launches)] = (sequence, number)
         ring.made = number + 1
 
     def collecting(self) -> None:

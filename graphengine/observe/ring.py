@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-KINDS = ("decode", "prefill", "draft")
+KINDS = ("decode", "prefill")
 REASONS = ("stop", "length", "cancelled", "error", "deadline")
 STAMPS = ("plan", "load", "replay", "launched", "collect", "read", "delivered")
 STAGES = {
@@ -58,8 +58,7 @@ REPLAY = np.dtype(
 
 recording      number of the `start()` before it, from 1
 step           number of the recorder's step that launched it, from 0
-sequence       the engine's number of the replay; for a draft graph, that of the decode replay
-               before it
+sequence       the engine's number of the replay
 prompt_tokens  tokens that a prefill fed
 bucket         index into `Recorder.buckets`
 rows, live     rows of the bucket, and how many of them served a request; for a prefill the tokens

@@ -355,8 +355,6 @@ def _run(program: StepProgram, key: GraphKey) -> None:
     if key.kind == "decode":
         assert key.variant in program.samplers, f"{key=}"
         program.decode(key.size, key.variant, key.drafts)
-    elif key.kind == "draft":
-        program.drafter.draft(key.size, key.drafts, filtered=key.variant == "full")
     elif key.variant == "note":
         program.note(key.size)
     else:

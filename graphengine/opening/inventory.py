@@ -22,7 +22,6 @@ from graphengine.program.graph_key import (
     GraphKey,
     PrefillKind,
     decode_key,
-    draft_key,
     note_key,
     prefill_key,
     samplers,
@@ -34,14 +33,11 @@ def graph_keys(
     ladder: BucketLadder,
     prefill_ladder: BucketLadder,
     draft_lengths: tuple[int, ...],
-    *,
-    own_graph: bool,
 ) -> tuple[GraphKey, ...]:
     """Every graph, in the order of capture: the largest of each kind first.
 
     draft_lengths  drafts that decode graphs verify, ascending; graphs of a bucket of `rows` verify
                    `config.drafts_of(rows)` at most
-    own_graph      whether the drafter has a graph of its own for each decode graph
     """
     kinds: tuple[PrefillKind, ...] = ("full", "fast")
     if config.prompt_logprobs:
@@ -58,7 +54,6 @@ def graph_keys(
         *(prefill_key(tokens, kind) for tokens in reversed(prefill_ladder.sizes) for kind in kinds),
         note_key(prefill_ladder.sizes[-1]),
         *(decode_key(*shape, sampler) for shape in shapes for sampler in decode),
-        *(draft_key(*shape, sampler) for shape in shapes for sampler in decode if own_graph),
     )
 
 

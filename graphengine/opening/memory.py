@@ -290,7 +290,6 @@ def _add_graphs(budget: MemoryBudget, shape: EngineShape) -> tuple[GraphKey, ...
         shape.ladder,
         shape.prefill_ladder,
         shape.config.draft_lengths,
-        own_graph=shape.drafter.needs.own_graph,
     )
     size = graph_bytes(shape.model, graphs, shape.device)
     budget.add("graphs (estimate)", size, shape.where)

@@ -189,15 +189,12 @@ def read_tree(tree: TreeOption | None) -> Tree | None:
     return tree if tree is None or isinstance(tree, DynamicTree) else StaticTree.of(tree)
 
 
-def check_tree(tree: Tree, k: int, *, usual: int, style: str, own_graph: bool) -> None:
+def check_tree(tree: Tree, k: int, *, usual: int, style: str) -> None:
     """ValueError unless the tree goes with these options; `usual` is the default of k."""
     if k not in (usual, tree.nodes):
         raise ValueError(f"k={k!r} drafts a step, and the tree has {tree.nodes} nodes")
-    if style != "eagle" or own_graph:
-        raise ValueError(
-            f"a tree goes with style='eagle' in the step's graph, not with "
-            f"style={style!r}, own_graph={own_graph}"
-        )
+    if style != "eagle":
+        raise ValueError(f"a tree goes with style='eagle', not with style={style!r}")
 
 
 def _path(path: object) -> Path:

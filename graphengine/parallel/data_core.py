@@ -23,7 +23,7 @@ from graphengine.host.scheduler import Scheduler
 from graphengine.observe.tracing import ranged
 from graphengine.parallel.data_runtime import DataParallelRuntime, RankRuntime
 from graphengine.program.fields import NO_CHUNK, chunk_updates
-from graphengine.program.graph_key import GraphKey, decode_key, draft_key
+from graphengine.program.graph_key import GraphKey, decode_key
 from graphengine.requests.request import Request
 
 Plans = tuple[Plan | None, ...]
@@ -101,10 +101,6 @@ class DataParallelCore(EngineCore):
         keys = self._keys(plans)
         replays: list[Replay] = []
         for number, key in enumerate(keys):
-            if key.kind == "draft":
-                # It publishes nothing, so nothing waits for it.
-                self._run(key, replays[-1:])
-                continue
             for seat, plan in zip(self._seats, plans, strict=True):
                 self._load(seat, plan, key, first=number == 0, decodes=_decodes(plans))
             replays += self._launch_on_all(key, plans)
@@ -112,7 +108,7 @@ class DataParallelCore(EngineCore):
         self.in_flight.append(tuple(replays))
 
     def _keys(self, plans: Plans) -> list[GraphKey]:
-        """The graphs of a step: one per kind and size of chunk, then decode, then the drafter's."""
+        """The graphs of a step: one per kind and size of chunk, then decode."""
         live = _live(plans)
         chunks = [plan.prefill for plan in live if plan.prefill is not None]
         keys = [*dict.fromkeys(chunk_key(chunk, self.memory.prefill_ladder) for chunk in chunks)]
@@ -121,8 +117,6 @@ class DataParallelCore(EngineCore):
             sampler = self.runtime.program.samplers[-1 if full else 0]
             rows = max(plan.bucket for plan in live)
             keys.append(decode_key(rows, drafts, sampler))
-            if self.needs.own_graph:
-                keys.append(draft_key(rows, drafts, sampler))
         return keys
 
     def _load(

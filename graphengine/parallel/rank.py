@@ -276,16 +276,12 @@ class _Rank:
         runtime.buffers.repeat(copied, data, sequence=sequence, stream=runtime.stream)
 
     def _replay(self, runtime: Runtime, key: GraphKey) -> None:
-        """Replay, and note when this device could begin: a GPU after the launch, a CPU before it.
-
-        A drafter's own graph has no sequence number, so nobody asks for its time.
-        """
+        """Replay, and note when this device could begin: a GPU after launch, a CPU before it."""
         number, on_gpu = runtime.launched + 1, runtime.stream is not None
-        publishes = key.kind != "draft"
-        if publishes and not on_gpu:
+        if not on_gpu:
             self._end.launched(number, time.perf_counter_ns())
         runtime.replay(key)
-        if publishes and on_gpu:
+        if on_gpu:
             self._end.launched(number, time.perf_counter_ns())
 
     def _wait(self, look: Callable[[], Thing | None]) -> Thing:

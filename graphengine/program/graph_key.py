@@ -21,18 +21,17 @@ def samplers(*, relaxed: bool) -> tuple[Sampler, ...]:
     return ("full",) if relaxed else get_args(Sampler)
 
 
-GraphKind = Literal["prefill", "decode", "draft"]
+GraphKind = Literal["prefill", "decode"]
 
 
 class GraphKey(NamedTuple):
     """One captured graph.
 
-    kind     "prefill" feeds a prompt's chunk, "decode" advances rows, "draft" is a drafter's own
-             graph, which runs after the decode graph of the same rows and drafts
-    size     tokens of a prefill bucket, or rows of another bucket
+    kind     "prefill" feeds a prompt's chunk, "decode" advances rows
+    size     tokens of a prefill bucket, or rows of a decode bucket
     drafts   drafts that a decode graph verifies in each row
-    variant  sampler of a decode graph, or of the decode graph that a draft graph follows; for a
-             prefill its `PrefillKind`, or "note" for tokens whose KV already exists
+    variant  sampler of a decode graph; for a prefill its `PrefillKind`, or "note" for tokens whose
+             KV already exists
     """
 
     kind: GraphKind
@@ -44,7 +43,7 @@ class GraphKey(NamedTuple):
     def name(self) -> str:
         """Its name in reports and files: "decode/8/k3/fast", "prefill/64", "prefill/64/note"."""
         parts = [self.kind, str(self.size)]
-        if self.drafts or self.kind == "draft":
+        if self.drafts:
             parts.append(f"k{self.drafts}")
         if self.kind == "decode" or self.variant != "fast":
             parts.append(self.variant)
@@ -59,11 +58,6 @@ class GraphKey(NamedTuple):
 def decode_key(rows: int, drafts: int = 0, sampler: Sampler = "fast") -> GraphKey:
     """The decode graph of `rows` rows that verifies `drafts` drafts of each."""
     return GraphKey("decode", rows, drafts, sampler)
-
-
-def draft_key(rows: int, drafts: int, sampler: Sampler = "fast") -> GraphKey:
-    """The drafter's own graph, if it has one, that follows the graph of `decode_key`."""
-    return GraphKey("draft", rows, drafts, sampler)
 
 
 def prefill_key(tokens: int, kind: PrefillKind = "fast") -> GraphKey:

@@ -3,7 +3,6 @@
     decode    command, gather, embed -> layers -> lm_head, sample -> verify, commit, publish, draft
     prefill   command -> gather -> embed, layers, lm_head -> sample -> commit -> publish, draft
     note      command -> gather -> note -> publish: for tokens whose KV already exists
-    draft     where the drafter has its own graph: what decode verified -> draft
 
 They end with the buffers holding what the next replay needs. Host-owned fields are only read, and
 device-owned ones only written here, so that a replay may be launched before the last one was read.

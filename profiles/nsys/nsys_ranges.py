@@ -112,23 +112,17 @@ class Fact(NamedTuple):
 
 
 def facts_of(launch: Floats, ranges: Sequence[NvtxRange]) -> list[Fact]:
-    """The `prefill` or `step/replay` around each launch; decode if none is known.
-
-    The second launch of a step, besides its prefill, is that of a drafter's own graph.
-    """
+    """The `prefill` or `step/replay` around each launch; decode if none is known."""
     steps = _Places([one for one in ranges if one.name == "step/replay"])
     prefills = _Places([one for one in ranges if one.name == "prefill"])
     found: list[Fact] = []
-    decoded = UNKNOWN
     for moment in launch:
         step, prefill = steps.around(moment), prefills.around(moment)
         if prefill is not None:
             payload = prefills.ranges[prefill].payload
             found.append(Fact("prefill", *unpack(payload), UNKNOWN if step is None else step))
         elif step is not None and steps.ranges[step].payload:
-            kind = "draft" if step == decoded else "decode"
-            decoded = step
-            found.append(Fact(kind, *unpack(steps.ranges[step].payload), step))
+            found.append(Fact("decode", *unpack(steps.ranges[step].payload), step))
         else:
             found.append(Fact("decode", UNKNOWN, UNKNOWN, UNKNOWN if step is None else step))
     return found
@@ -155,7 +149,7 @@ def collected(replays: Replays, collects: Sequence[tuple[int, int]]) -> Floats:
     found = np.full(len(replays), np.nan)
     place, previous = -1, None
     for index, (step, done) in enumerate(zip(replays.step, replays.device_end, strict=True)):
-        if np.isnan(done) or replays.kind[index] == "draft":
+        if np.isnan(done):
             continue
         if previous is None or step != previous or step == UNKNOWN:
             place += 1

@@ -30,7 +30,7 @@ class Replays:
     """Columns with one element a replay, in the order of launches.
 
     step                 number of the step that launched it
-    bucket, kind         the graph's name; "decode", "prefill" or "draft"
+    bucket, kind         the graph's name; "decode" or "prefill"
     rows, live           rows of the bucket, and how many of them belonged to a request
     prompt_tokens        prompt tokens that a prefill fed
     launch, launched     begin and end of the host's launch

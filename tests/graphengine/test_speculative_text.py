@@ -40,7 +40,6 @@ from graphengine.speculative_text import (
         ("mtp:3:vanilla", MTP(k=3, style="vanilla")),
         ("mtp:3:target", MTP(k=3, style="vanilla", feed="target")),
         ("mtp:1:eagle", MTP(k=1)),
-        ("mtp:2:own", MTP(k=2, own_graph=True)),
         ("ngram", NGram()),
         ("ngram:5", NGram(k=5)),
         ("ngram:5:3", NGram(k=5, max_n=3)),

@@ -1,8 +1,7 @@
 """EAGLE3's layer as a module of an eagle drafter.
 
 The target leaves its residual stream after the chosen layers in one static field, side by side, as
-the layer's fc reads it: in decode the kernels that write the stream also write the field. It
-outlives the step's graph, so a drafter with its own graph can read it.
+the layer's fc reads it: in decode the kernels that write the stream also write the field.
 
 Letters: N lanes, T tokens of a chunk, H hidden, D draft vocabulary.
 """

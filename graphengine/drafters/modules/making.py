@@ -8,18 +8,17 @@ from graphengine.drafters.confidence import drafts_from
 from graphengine.drafters.modules.base import DraftModules
 from graphengine.drafters.modules.dynamic_growth import DynamicGrowth
 from graphengine.drafters.modules.eagle import EagleDrafter
-from graphengine.drafters.modules.own_graph import OwnGraphEagle
 from graphengine.drafters.modules.tree_eagle import TreeEagle
 from graphengine.drafters.modules.tree_growth import StaticGrowth
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import paged_states, recurrent_states
 from graphengine.options.draft_trees import DynamicTree, Tree
-from graphengine.speculative import MTP, Eagle3
+from graphengine.speculative import ModuleMode
 
 
 def module_drafter(
     modules: DraftModules,
-    options: MTP | Eagle3,
+    options: ModuleMode,
     config: EngineConfig,
     model: ModelConfig,
     vocabulary: int,
@@ -31,8 +30,7 @@ def module_drafter(
     """
     tree = options.shape
     if tree is None:
-        eagle = OwnGraphEagle if options.own_graph else EagleDrafter
-        return eagle(modules, options.k, drafts_from(options.min_confidence))
+        return EagleDrafter(modules, options.k, drafts_from(options.min_confidence))
     _check_trees(config, model)
     _check_ranks(tree, vocabulary)
     if isinstance(tree, DynamicTree):

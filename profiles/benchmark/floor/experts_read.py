@@ -71,8 +71,7 @@ def step_experts(engine: Engine, work: Work) -> StepExperts | None:
         steps[-1].append((rows, len({*routes.expert[live].flatten().tolist()})))
 
     def stand_in(key: GraphKey, graph: CapturedGraph) -> EagerStep:
-        # A graph of drafts adds to the note of the step before it.
-        return EagerStep(graph) if key.kind == "draft" else _NotedStep(graph, begin[key.kind])
+        return _NotedStep(graph, begin[key.kind])
 
     # The drafts after a prompt belong to no step.
     begin: dict[str, Callable[[], None]] = {

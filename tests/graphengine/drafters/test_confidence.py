@@ -25,7 +25,6 @@ from graphengine.speculative import MTP, GateOptions
 LEAST = 0.4
 MODES: dict[str, Mode] = {
     "mtp": MTP(k=3, min_confidence=LEAST),
-    "own-graph": MTP(k=3, own_graph=True, min_confidence=LEAST),
     "eagle3": replace(DRAFTING["eagle3"], min_confidence=LEAST),
     "model": replace(DRAFTING["model"], min_confidence=LEAST),
 }

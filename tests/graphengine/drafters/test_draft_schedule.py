@@ -41,7 +41,6 @@ SCHEDULE = {1: 4, 2: 2}
 SIZES: dict[str, Any] = {"max_batch": 4, "draft_len_schedule": SCHEDULE}
 MODES: dict[str, Callable[[], Speculative]] = {
     "mtp": lambda: MTP(k=4),
-    "own-graph": lambda: MTP(k=4, own_graph=True),
     "model": lambda: DraftModel(DEMO, k=4),
     "eagle3": lambda: replace(DRAFTING["eagle3"], k=4),
     "ngram": lambda: NGram(k=4),
@@ -144,7 +143,7 @@ def test_tokens_are_those_of_plain_decoding(device: str, name: str, lookahead: i
         assert engine.acceptance.proposed > 0
 
 
-@pytest.mark.parametrize("name", ["mtp", "own-graph", "model", "eagle3"])
+@pytest.mark.parametrize("name", ["mtp", "model", "eagle3"])
 def test_a_chain_is_as_long_as_the_step_s_drafts(device: str, name: str) -> None:
     with open_speculating(MODES[name](), device=device, **SIZES, lookahead=0) as engine:
         check_lengths(engine)

@@ -56,12 +56,8 @@ def successors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 SURE: dict[str, tuple[Callable[[Path], Speculative], tuple[str, ...]]] = {
     "eagle": (lambda path: MTP(K), ("hidden", "token")),
-    "own-graph": (lambda path: MTP(K, own_graph=True), ("hidden",)),
     "vanilla": (lambda path: MTP(K, style="vanilla"), ("hidden", "token")),
     "eagle3": (lambda path: Eagle3(path / HEAD, K, layers=HEAD_LAYERS), ("hidden", "token")),
-    "eagle3-own-graph": (
-        lambda path: Eagle3(path / HEAD, K, layers=HEAD_LAYERS, own_graph=True), ("token",),
-    ),
     "model": (lambda path: DraftModel(path, K), ("token",)),
     "ngram": (lambda path: NGram(K), ("hidden",)),
     "user": (lambda path: UserProvided(K), ("hidden",)),
@@ -136,18 +132,15 @@ def check_cache(engine: Engine, request: Request, module: Module, length: int) -
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("length", "own_graph"), [(1, False), (21, False), (6, True)])
-def test_eagle_drafts_are_those_of_a_plain_forward(
-    agreeing: Path, length: int, own_graph: bool
-) -> None:
+@pytest.mark.parametrize("length", [1, 21])
+def test_eagle_drafts_are_those_of_a_plain_forward(agreeing: Path, length: int) -> None:
     """After every step, whatever was accepted, beside a row that goes its own way."""
     target, tensors = target_model(), agreeing_tensors(MODULES)
     module = Module(layout(MODULES), tensors, layout(MODULES).prefixes[0])
     generator = torch.Generator().manual_seed(length)
     prompt, other = torch.randint(SIZES["vocab_size"], (2, length), generator=generator).tolist()
-    mode = MTP(K, own_graph=own_graph)
     counts = set()
-    with open_speculating(mode, agreeing, **SMALL, device="cpu", lookahead=0) as engine:
+    with open_speculating(MTP(K), agreeing, **SMALL, device="cpu", lookahead=0) as engine:
         request = engine.submit(prompt, greedy(24, **ENDLESS))
         engine.submit(other, greedy(24, **ENDLESS))
         committed = 0
@@ -175,10 +168,8 @@ def test_eagle_drafts_are_those_of_a_plain_forward(
 GARBAGE = 7
 WRITERS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "eagle": (EagleDrafter, ("_chain",)),
-    "own-graph": (EagleDrafter, ("_chain",)),
     "vanilla": (VanillaDrafter, ("prepare", "propose")),
     "eagle3": (EagleDrafter, ("_chain",)),
-    "eagle3-own-graph": (EagleDrafter, ("_chain",)),
     "model": (DraftModelDrafter, ("prepare", "propose")),
     "ngram": (NGramDrafter, ("prepare", "propose")),
 }
@@ -230,4 +221,4 @@ def test_a_later_draft_that_is_garbage_is_no_plain_forward_s(
 
     monkeypatch.setattr(eagle, writer, spoiled)
     with pytest.raises(AssertionError, match=r"draft [12] of \["):
-        test_eagle_drafts_are_those_of_a_plain_forward(agreeing, 21, False)
+        test_eagle_drafts_are_those_of_a_plain_forward(agreeing, 21)

@@ -63,7 +63,6 @@ DEMO_DRAFTERS: dict[str, tuple[Callable[[Path], Speculative], Sequence[float]]] 
         lambda folder: MTP(k=3, draft_vocab=DraftVocabulary(text=text_of(folder), size=512)),
         (0.5, 0.13, 0.06),
     ),
-    "mtp-own-graph": (lambda folder: MTP(k=3, own_graph=True), (0.7, 0.55, 0.45)),
     "mtp-vanilla": (lambda folder: MTP(k=1, style="vanilla"), (0.7,)),
     "ngram-3": (lambda folder: NGram(k=3), (0.18, 0.16, 0.12)),
     "ngram-5": (lambda folder: NGram(k=5, max_n=2), (0.13, 0.11, 0.08, 0.08, 0.08)),
@@ -167,7 +166,6 @@ def test_the_demo_model_says_what_it_says_without_drafts(
 # model-itself; in bfloat16 texts part where logits are near each other.
 BFLOAT16_RATES: dict[str, Sequence[float]] = {
     "mtp-3": (0.7, 0.6, 0.5),
-    "mtp-own-graph": (0.7, 0.6, 0.5),
     "mtp-vanilla": (0.7,),
     "mtp-vocabulary": (0.45, 0.03, 0.01),
     "ngram-3": (0.25, 0.25, 0.25),

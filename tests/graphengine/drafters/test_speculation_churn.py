@@ -86,7 +86,6 @@ CHURNS = {
     "mtp": Churn(lambda folder: MTP(k=3)),
     "mtp-tree": Churn(lambda folder: MTP(tree=TREE)),
     "mtp-dynamic": Churn(lambda folder: MTP(tree=BEST)),
-    "mtp-own-graph": Churn(lambda folder: MTP(k=3, own_graph=True)),
     "ngram": Churn(lambda folder: NGram(k=3, max_n=2)),
     "model-itself": Churn(lambda folder: DraftModel(folder / "modules", k=3), None, (1,)),
     "model": Churn(lambda folder: DraftModel(draft(folder), k=2), None, (0,)),

@@ -278,7 +278,7 @@ def test_drafts_are_drawn_through_filters_and_biases(device: str) -> None:
 
 
 def test_a_trimmed_vocabulary_is_filtered_as_a_whole_one(device: str, tmp_path: Path) -> None:
-    """One that leaves nothing out drafts the same; in its own graph, too."""
+    """One that leaves nothing out drafts the same."""
     text = tmp_path / "text"
     text.write_text("def f(x):\n    return x\n")
     named = DraftVocabulary(text=text, size=4096)
@@ -287,11 +287,11 @@ def test_a_trimmed_vocabulary_is_filtered_as_a_whole_one(device: str, tmp_path: 
         for seed, index in enumerate((1, 5))
     ]
     counted = []
-    for mode in (MTP(3), MTP(3, draft_vocab=named), MTP(3, own_graph=True)):
+    for mode in (MTP(3), MTP(3, draft_vocab=named)):
         with open_speculating(mode, device=device, dtype="float32", max_batch=2) as engine:
             results = engine.generate([PROMPT] * 2, asked)
             counted.append([(result.token_ids, result.acceptance) for result in results])
-    assert counted[0] == counted[1] == counted[2]
+    assert counted[0] == counted[1]
     assert all(acceptance.rate > 0.2 for _, acceptance in counted[0])
 
 

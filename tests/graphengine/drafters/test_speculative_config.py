@@ -76,14 +76,13 @@ def values(made: Any) -> dict[str, Any]:
             {
                 "k": 3,
                 "style": "eagle",
-                "own_graph": False,
                 "draft_vocab": None,
                 "feed": "chained",
                 "tree": None,
                 "min_confidence": None,
             },
         ),
-        (MTP(5, own_graph=True, draft_vocab=WORDS).k, 5),
+        (MTP(5, draft_vocab=WORDS).k, 5),
         (NGram(), {"k": 3, "max_n": 5}),
         (NGram(31, max_n=16), {"k": 31, "max_n": 16}),
         (Suffix(), {"k": 7, "factor": 1.0, "max_match": 32, "corpus": None}),
@@ -95,18 +94,16 @@ def values(made: Any) -> dict[str, Any]:
             {
                 "path": "head",
                 "k": 3,
-                "own_graph": False,
                 "layers": None,
                 "tree": None,
                 "min_confidence": None,
             },
         ),
         (
-            Eagle3(Path("head"), 1, own_graph=True, layers=[4, 2]),
+            Eagle3(Path("head"), 1, layers=[4, 2]),
             {
                 "path": Path("head"),
                 "k": 1,
-                "own_graph": True,
                 "layers": (4, 2),
                 "tree": None,
                 "min_confidence": None,
@@ -161,12 +158,6 @@ K_ERROR = "drafts a step must be an integer in [1, 31]"
         (MTP, {"style": ["eagle"]}, "style=['eagle'] must be 'eagle' or 'vanilla'"),
         (MTP, {"style": "vanilla", "feed": "own"}, "feed='own' must be 'chained' or 'target'"),
         (MTP, {"feed": "target"}, "feed='target' goes with style='vanilla', not 'eagle'"),
-        (MTP, {"own_graph": 1}, "own_graph=1 must be True or False"),
-        (
-            MTP,
-            {"style": "vanilla", "own_graph": True},
-            "own_graph=True goes with style='eagle', not 'vanilla'",
-        ),
         (MTP, {"draft_vocab": 5}, "draft_vocab=5 must be a DraftVocabulary or None"),
         (MTP, {"min_confidence": 0}, "min_confidence=0 must be a number in (0, 1], or None"),
         (
@@ -209,7 +200,6 @@ K_ERROR = "drafts a step must be an integer in [1, 31]"
         ),
         (Eagle3, {"path": 5}, "path=5 must be a path"),
         (Eagle3, {"path": "head", "k": 32}, f"k=32 {K_ERROR}"),
-        (Eagle3, {"path": "head", "own_graph": 0}, "own_graph=0 must be True or False"),
         (Eagle3, {"path": "head", "layers": 3}, "layers=3 must be a list of layer numbers"),
         (
             Eagle3,
@@ -415,8 +405,8 @@ def test_a_layer_that_the_model_lacks_is_refused() -> None:
             "mtp vanilla, k=2, the target's hidden states",
         ),
         (
-            MTP(k=5, own_graph=True, draft_vocab=WORDS),
-            "mtp eagle, k=5, own graph, draft vocabulary of 32768 tokens from words.txt",
+            MTP(k=5, draft_vocab=WORDS),
+            "mtp eagle, k=5, draft vocabulary of 32768 tokens from words.txt",
         ),
         (
             MTP(draft_vocab=DraftVocabulary(tensor="d2t")),
@@ -437,8 +427,8 @@ def test_a_layer_that_the_model_lacks_is_refused() -> None:
         (Eagle3("head", min_confidence=0.5), "eagle3 head, k=3, confidence from 0.5"),
         (Eagle3(Path("models/head"), 5), "eagle3 models/head, k=5"),
         (
-            Eagle3("head", own_graph=True, layers=(1, 5)),
-            "eagle3 head, k=3, after layers 1, 5, own graph",
+            Eagle3("head", layers=(1, 5)),
+            "eagle3 head, k=3, after layers 1, 5",
         ),
         (DFlash(Path("models/block"), 5), "dflash models/block, k=5"),
         (DFlash("block", layers=(1, 5)), "dflash block, k=7, after layers 1, 5"),

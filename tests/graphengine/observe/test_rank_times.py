@@ -14,9 +14,9 @@ from graphengine.buckets import CaptureReport
 from graphengine.observe.rank_times import UNKNOWN_LAUNCH, OneRank, RankTimes, WaitMeter
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.ring import NEVER
-from graphengine.program.graph_key import decode_key, draft_key
+from graphengine.program.graph_key import decode_key
 
-DECODE, DRAFT = decode_key(2, 1, "fast"), draft_key(2, 1, "fast")
+DECODE = decode_key(2, 1, "fast")
 
 
 class Told:
@@ -44,19 +44,18 @@ def recorder_of(ranks: RankTimes) -> Recorder:
         "node_kinds": None, "warm_up_ms": 1.0, "capture_ms": 1.0, "allocated_bytes": 0,
         "reserved_bytes": 0, "driver_bytes": 0,
     }  # fmt: skip
-    captures = [CaptureReport(name=key.name, **nothing) for key in (DECODE, DRAFT)]
+    captures = [CaptureReport(name=DECODE.name, **nothing)]
     return Recorder(
-        description={"device": "cpu"}, graphs=(DECODE, DRAFT), captures=captures, lanes=2,
+        description={"device": "cpu"}, graphs=(DECODE,), captures=captures, lanes=2,
         in_flight=2, stream=None, ranks=ranks,
     )  # fmt: skip
 
 
 def step(recorder: Recorder, sequence: int, *, collect: bool = True) -> None:
-    """A step as the engine calls it, with a drafter's own graph."""
+    """A step as the engine calls it."""
     recorder.planning()
     recorder.loading()
-    for key in (DECODE, DRAFT):
-        recorder.launch(lambda key: None, key, sequence, 1, 2, 0)
+    recorder.launch(lambda key: None, DECODE, sequence, 1, 2, 0)
     if collect:
         recorder.collecting()
         recorder.collected(sequence, (), (), 1.0)
@@ -72,14 +71,12 @@ def test_the_last_rank_of_each_replay_is_kept() -> None:
     step(recorder, 4, collect=False)
     recorder.stop()
     records = recorder.replays()
-    # From when a CPU began, not from when it had computed; and nothing of graphs nobody reads.
+    # From when a CPU began, not from when it had computed.
     assert told.asked == [
-        (int(record["sequence"]), int(record["replay"])) for record in records[:6:2]
+        (int(record["sequence"]), int(record["replay"])) for record in records[:3]
     ]
-    decodes, drafts = records[::2], records[1::2]
-    np.testing.assert_equal(decodes["skew_us"], [50.0, -3.25, math.nan, math.nan])
-    assert decodes["last_rank"].tolist() == [2, 1, NEVER, NEVER]
-    assert np.isnan(drafts["skew_us"]).all() and (drafts["last_rank"] == NEVER).all()
+    np.testing.assert_equal(records["skew_us"], [50.0, -3.25, math.nan, math.nan])
+    assert records["last_rank"].tolist() == [2, 1, NEVER, NEVER]
     rows = [row for row in recorder.rows() if row["type"] == "decode"]
     assert [(row["skew_us"], row["last_rank"]) for row in rows] == [
         (50.0, 2), (-3.25, 1), (None, None), (None, None),
@@ -93,7 +90,7 @@ def test_a_records_place_that_is_used_again_forgets_its_rank() -> None:
     for sequence in range(1, 65):
         step(recorder, sequence)
     step(recorder, 65)
-    assert recorder.replays()["last_rank"].tolist()[-2:] == [NEVER, NEVER]
+    assert recorder.replays()["last_rank"].tolist()[-2:] == [1, NEVER]
 
 
 def test_what_was_waited_is_read_at_starts_and_stops() -> None:
@@ -154,4 +151,4 @@ def test_one_rank_has_no_such_lines(tmp_path: Path) -> None:
     recorder.write(tmp_path / "run.jsonl")
     header = (tmp_path / "run.jsonl").read_text().splitlines()[0]
     assert "ranks" not in json.loads(header)
-    assert pytest.approx(recorder.replays()["skew_us"], nan_ok=True) == [math.nan] * 2
+    assert pytest.approx(recorder.replays()["skew_us"], nan_ok=True) == [math.nan]

@@ -20,7 +20,7 @@ from graphengine.demo import checkpoint_path
 from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.launching import KernelCompilation
 from graphengine.opening.allocation import compile_steps, graph_steps
-from graphengine.program.graph_key import decode_key, draft_key, note_key, prefill_key
+from graphengine.program.graph_key import decode_key, note_key, prefill_key
 from graphengine.speculative import (
     MTP,
     DraftModel,
@@ -39,7 +39,6 @@ ENGINES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "prompts": lambda folder: {"prompt_logprobs": True, "logprobs_mode": "raw_logprobs"},
     "eagle": lambda folder: {"speculative": MTP(3)},
     "embeddings": lambda folder: {"speculative": MTP(3), "prompt_embeds": True},
-    "own graph": lambda folder: {"speculative": MTP(3, own_graph=True)},
     "relaxed": lambda folder: {"speculative": MTP(3), "relaxed_acceptance": RELAXED},
     "vanilla": lambda folder: {
         "path": write_agreeing(folder), "speculative": MTP(2, style="vanilla"),
@@ -87,10 +86,10 @@ def test_no_step_needs_what_its_kernels_write(
 
 def test_decode_steps_are_compiled_first(looked_up: list[str]) -> None:
     ran: list[str] = []
-    keys = [prefill_key(32), note_key(8), decode_key(2, sampler="full"), draft_key(2, 3)]
+    keys = [prefill_key(32), note_key(8), decode_key(2, sampler="full"), decode_key(2, 3)]
     steps = {key: (lambda key=key: ran.append(key.name)) for key in keys}
     assert compile_steps(steps, torch.device("cuda"), {"swap": lambda: ran.append("swap")})
-    assert ran == ["swap", "decode/2/full", "draft/2/k3", "prefill/32", "prefill/8/note"]
+    assert ran == ["swap", "decode/2/full", "decode/2/k3/fast", "prefill/32", "prefill/8/note"]
 
 
 def test_a_cpu_has_nothing_to_compile() -> None:
@@ -144,7 +143,7 @@ opening.compile_steps = phased
 before = threading.enumerate()
 options = {
     "plain": {}, "one row": {"max_batch": 1, "row_family": "fma"}, "eagle": {"speculative": MTP(3)},
-    "own graph": {"speculative": MTP(3, own_graph=True)}, "n-grams": {"speculative": NGram(3)},
+    "n-grams": {"speculative": NGram(3)},
     "prompts": {"prompt_logprobs": True, "max_logprobs": 3},
 }[sys.argv[1]]
 with open_engine(device="cuda", dtype="bfloat16", **options) as engine:
@@ -177,7 +176,7 @@ def open_in_a_process(kind: str, cache: Path) -> dict[str, Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["plain", "one row", "prompts", "eagle", "own graph", "n-grams"])
+@pytest.mark.parametrize("kind", ["plain", "one row", "prompts", "eagle", "n-grams"])
 def test_nothing_is_compiled_after_the_pass(kind: str, tmp_path: Path) -> None:
     """Neither kernels nor the programs that launch them; the second time all is on disk."""
     cold, warm = (open_in_a_process(kind, tmp_path) for _ in range(2))

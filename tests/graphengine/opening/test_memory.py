@@ -87,7 +87,7 @@ def storages() -> dict[int, int]:
         {"max_stop_ids": 1024, "max_logit_bias": 4096, "max_batch": 16, "lookahead": 0},
         {"max_logprobs": 20, "prompt_logprobs": True, "kv_blocks": 20, "swap_blocks": 33},
         {"speculative": MTP(k=3), "relaxed_acceptance": THINKING, "max_seq_len": 100},
-        {"speculative": MTP(k=2, own_graph=True), "kv_blocks": 9, "prefill_buckets": (8, 24)},
+        {"speculative": MTP(k=2), "kv_blocks": 9, "prefill_buckets": (8, 24)},
         {"speculative": MTP(k=1, style="vanilla"), "max_bad_words": 1024},
         {"speculative": NGram(k=31), "max_batch": 2, "max_stop_sequences": 64},
         {"speculative": UserProvided(k=5)},
@@ -455,14 +455,14 @@ def test_swap_stays_within_half_of_what_a_container_leaves(monkeypatch: pytest.M
     [
         {"max_batch": 3},
         {"max_batch": 1, "prompt_logprobs": True},
-        {"max_batch": 4, "speculative": MTP(k=2, own_graph=True), "max_live": 2},
+        {"max_batch": 4, "speculative": MTP(k=2), "max_live": 2},
         {
             "max_batch": 2,
             "speculative": NGram(k=2),
             "relaxed_acceptance": THINKING,
         },
     ],
-    ids=["plain", "prompts", "own graph", "relaxed"],
+    ids=["plain", "prompts", "drafts", "relaxed"],
 )
 def test_the_planned_graphs_are_those_that_are_captured(options: dict[str, Any]) -> None:
     """And as many as a budget counts; of a full step before the fast one that shares its memory."""
@@ -483,4 +483,4 @@ def test_the_planned_graphs_are_those_that_are_captured(options: dict[str, Any])
     else:
         assert variants == ["full", "fast"] * (len(decode) // 2)
     if max_live is not None:
-        assert max(key.size for key in keys if key.kind == "draft" and key.drafts) <= max_live
+        assert max(key.size for key in decode if key.drafts) <= max_live

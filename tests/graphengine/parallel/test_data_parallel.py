@@ -317,7 +317,7 @@ def test_modules_with_experts_draft_beside_idle_ranks(tmp_path: Path) -> None:
         single = [engine.generate(*each).token_ids for each in zip(prompts, params, strict=True)]
         assert single == expected
         assert engine.acceptance.accepted == accepted > 0
-    with open_engine(path, 2, speculative=MTP(k=2, own_graph=True)) as engine:
+    with open_engine(path, 2, speculative=MTP(k=2)) as engine:
         engine.recorder.start()
         requests = [engine.submit(*each) for each in zip(prompts, params, strict=True)]
         run(engine)

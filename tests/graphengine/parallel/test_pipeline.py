@@ -413,7 +413,6 @@ REFUSED = [
     ({"max_prefill_ms_per_step": 5.0}, "max_prefill_ms_per_step=5.0 is for an engine of one stage"),
     ({"prompt_embeds": True}, "prompt_embeds=True is for an engine of one stage, not for pipel"),
     ({"record_routing": True}, "record_routing=True is for an engine of one stage, not for pipel"),
-    ({"speculative": MTP(k=2, own_graph=True)}, "own_graph=True.* is for an engine of one stage"),
     ({"speculative": MTP(tree=[[0], [1]])}, "tree=.* is for an engine of one stage, not for"),
     (
         {"speculative": Eagle3("here", k=2)},

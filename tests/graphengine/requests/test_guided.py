@@ -51,8 +51,7 @@ GUIDED = {
     "choice": StructuredOutputsParams(choice=["yes", "no", "not at all"]),
     "grammar": StructuredOutputsParams(grammar=NESTED),
 }
-DRAFTERS = {"ngram": NGram(k=3), "mtp": MTP(k=3), "own": MTP(k=2, own_graph=True),
-            "vanilla": MTP(k=1, style="vanilla")}  # fmt: skip
+DRAFTERS = {"ngram": NGram(k=3), "mtp": MTP(k=3), "vanilla": MTP(k=1, style="vanilla")}
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"seed": 5},

@@ -17,7 +17,6 @@ from graphengine.drafters.block.drafter import BlockDrafter
 from graphengine.drafters.block.layers import usual_layers
 from graphengine.drafters.eagle3.module import Eagle3Module
 from graphengine.drafters.modules.eagle import EagleDrafter
-from graphengine.drafters.modules.own_graph import OwnGraphEagle
 from graphengine.drafters.mtp.layer import allocate_mtp_weights
 from graphengine.drafters.mtp.module import MtpModules
 from graphengine.profiles import bench
@@ -110,14 +109,6 @@ def test_an_engine_of_a_shape_drafts() -> None:
         assert engine.memory.draft_lengths == (0, 2)
         assert engine.core.description["speculative"] == "mtp eagle, k=2"
         assert all(tensor.isfinite().all() for tensor in engine.core.drafter.weights.tensors())
-
-
-def test_an_eagle_module_may_have_a_graph_of_its_own() -> None:
-    mode = MTP(k=1, own_graph=True)
-    (strict, forced) = measure_sweep(sweep(mode=mode, forced=(1,)), WORK, CPU, open_tiny)
-    assert (strict["forced"], forced["forced"], forced["tokens_per_step"]) == (None, 1, 2)
-    drafter = random_drafter(Subject.of_shape("tiny"), EngineConfig(**CPU, speculative=mode))
-    assert isinstance(drafter, OwnGraphEagle)
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-delta", "tiny-moe"])
@@ -219,10 +210,9 @@ def open_experts(options: dict[str, Any]) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize("own_graph", [False, True])
-def test_the_floor_of_drafts_counts_the_experts_of_all_lanes(own_graph: bool) -> None:
+def test_the_floor_of_drafts_counts_the_experts_of_all_lanes() -> None:
     work, options = tiny_work(live=2, new_tokens=12, runs=1), CPU | {"max_batch": 2}
-    mode = MTP(k=3, own_graph=own_graph)
+    mode = MTP(k=3)
     plain, drafting = measure_sweep(
         sweep(mode=mode, lengths=(0, 3), forced=()), work, options, open_experts
     )

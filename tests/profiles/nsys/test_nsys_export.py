@@ -114,21 +114,6 @@ def test_without_the_table_of_ranges(export: Path) -> None:
     )
 
 
-def test_a_drafters_own_graph_is_no_decode(export: Path) -> None:
-    """A second launch in one step/replay; its device work follows."""
-    change(
-        export,
-        "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME SELECT start + 1, end, eventClass, globalTid, "
-        "correlationId + 5000, nameId, returnValue, callchainId FROM CUPTI_ACTIVITY_KIND_RUNTIME "
-        "WHERE correlationId = 110",
-        "INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE SELECT end, end + 9000, deviceId, contextId, "
-        "greenContextId, streamId, correlationId + 5000, globalPid, 77, 78 FROM "
-        "CUPTI_ACTIVITY_KIND_GRAPH_TRACE WHERE correlationId = 110",
-    )
-    run = read_export(export)
-    assert run.replays.kind.tolist().count("draft") == 1 and len(run.gaps) == 58
-
-
 def test_times_that_cupti_could_not_tell(export: Path) -> None:
     change(
         export,

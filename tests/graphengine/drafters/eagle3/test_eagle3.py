@@ -222,17 +222,13 @@ def prompts_of(length: int, *others: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("own_graph", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_drafts_are_those_of_a_plain_forward(
-    pairs: dict[str, Pair], name: str, own_graph: bool
-) -> None:
+def test_drafts_are_those_of_a_plain_forward(pairs: dict[str, Pair], name: str) -> None:
     """After every step, whatever was accepted, beside a row that goes its own way; after prompts of
     one token, of one chunk and of several.
     """
     pair = pairs[name]
-    mode = pair.mode(own_graph=own_graph)
-    with open_speculating(mode, pair.path, **SMALL, device="cpu", lookahead=0) as engine:
+    with open_speculating(pair.mode(), pair.path, **SMALL, device="cpu", lookahead=0) as engine:
         params = greedy(26, **ENDLESS)
         requests = [engine.submit(prompt, params) for prompt in prompts_of(21, 1, 6)]
         followers = follow(pair, engine, requests)
@@ -269,13 +265,12 @@ def test_after_pauses(pairs: dict[str, Pair]) -> None:
         assert engine.counters["pauses"] > 0 and engine.counters["resumes"] > 0
 
 
-@pytest.mark.parametrize("own_graph", [False, True])
-def test_a_gate_leaves_the_head_warm(pairs: dict[str, Pair], own_graph: bool) -> None:
+def test_a_gate_leaves_the_head_warm(pairs: dict[str, Pair]) -> None:
     """While nothing is drafted, the head takes in what was emitted; later drafts are right."""
     pair = pairs["published"]
     gate = GateOptions(window=6, off_below=3.0, on_above=3.0, probe_every=5)
     options = SMALL | {"gate": gate, "lookahead": 0, "device": "cpu"}
-    with open_speculating(pair.mode(own_graph=own_graph), pair.path, **options) as engine:
+    with open_speculating(pair.mode(), pair.path, **options) as engine:
         requests = [engine.submit(prompt, greedy(40, **ENDLESS)) for prompt in prompts_of(21, 6)]
         follow(pair, engine, requests)
         assert without_drafts(engine) > 4 and engine.counters["gate/probes"] > 1
@@ -308,7 +303,7 @@ def test_turns_rewinds_and_snapshots(pairs: dict[str, Pair], tmp_path: Path, kv_
         assert expected.cached_tokens >= 40
         assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
     moved = pair._replace(head_path=shutil.copytree(pair.head_path, tmp_path / "moved"))
-    with open_speculating(moved.mode(own_graph=True), pair.path, **options) as engine:
+    with open_speculating(moved.mode(), pair.path, **options) as engine:
         session = engine.restore_session(tmp_path / "session")
         with session:
             again = turn(session, engine, third)
@@ -336,7 +331,7 @@ def test_a_later_draft_that_is_garbage_is_no_plain_forward_s(
 
     monkeypatch.setattr(eagle, writer, spoiled)
     with pytest.raises(AssertionError, match=r"draft [12] of \["):
-        test_drafts_are_those_of_a_plain_forward(pairs, "published", False)
+        test_drafts_are_those_of_a_plain_forward(pairs, "published")
 
 
 @pytest.mark.parametrize("layers", [(1, 4, 3), (1, 3, 5)])
@@ -424,29 +419,24 @@ def test_tokens_with_trees_are_those_without(
         assert_idle(engine)
 
 
-def test_a_tree_goes_with_the_step_s_graph(pairs: dict[str, Pair]) -> None:
+def test_a_tree_says_what_it_is() -> None:
     mode = Eagle3("somewhere", tree=BEST)
     assert describe(mode) == (
         "eagle3 somewhere, tree of the best 9 nodes, up to 4 deep, 3 after a node"
     )
-    with pytest.raises(ValueError, match="a tree goes with style='eagle' in the step's graph"):
-        Eagle3("somewhere", tree=TREE, own_graph=True)
     with pytest.raises(ValueError, match="k=5 drafts a step, and the tree has 9 nodes"):
         Eagle3("somewhere", 5, tree=TREE)
 
 
-@pytest.mark.parametrize("own_graph", [False, True])
-def test_tokens_are_those_without(device: str, pairs: dict[str, Pair], own_graph: bool) -> None:
+def test_tokens_are_those_without(device: str, pairs: dict[str, Pair]) -> None:
     """Greedy ones and sampled ones, of more requests than slots, that end inside drafts."""
     pair, jobs = pairs["speculators"], random_jobs(VOCAB)
     options = SMALL | {"device": device}
     with open_plain(pair.path, **options) as engine:
         expected = outcomes(engine, jobs)
-    with open_speculating(pair.mode(own_graph=own_graph), pair.path, **options) as engine:
+    with open_speculating(pair.mode(), pair.path, **options) as engine:
         assert outcomes(engine, jobs) == expected
         assert 0 < engine.acceptance.accepted < engine.acceptance.proposed
-        drafts = {name for name in engine.counters if name.startswith("replays/draft/")}
-        assert bool(drafts) == own_graph
 
 
 def test_one_row_of_few_lanes(pairs: dict[str, Pair]) -> None:
@@ -463,10 +453,9 @@ def test_one_row_of_few_lanes(pairs: dict[str, Pair]) -> None:
 # What it holds and launches.
 
 
-@pytest.mark.parametrize("own_graph", [False, True])
-def test_what_it_holds_is_in_the_budget(pairs: dict[str, Pair], own_graph: bool) -> None:
+def test_what_it_holds_is_in_the_budget(pairs: dict[str, Pair]) -> None:
     for name, pair in pairs.items():
-        mode = pair.mode(own_graph=own_graph)
+        mode = pair.mode()
         with open_speculating(mode, pair.path, **SMALL, device="cpu") as engine:
             lines = {line.name: line.bytes for line in engine.memory.budget.lines}
             drafter, stored = engine.core.drafter, load_file(pair.head_path / "model.safetensors")
@@ -474,9 +463,8 @@ def test_what_it_holds_is_in_the_budget(pairs: dict[str, Pair], own_graph: bool)
             ids = 4 * pair.shape.drafted
             assert lines["drafter's weights"] == sum(tensor.nbytes for tensor in floats) + ids
             fields = drafter.fields(FieldSizes(3, 96, 16, torch.float32))
-            (streams, *others) = fields
+            (streams,) = fields
             assert streams.shape == (16, len(pair.shape.layers) * SIZES["hidden_size"])
-            assert len(others) == (5 if own_graph else 0)
             assert lines["drafter's state"] == sum(field.nbytes for field in fields)
             assert engine.core.description["speculative"] == describe(mode), name
             assert engine.runtime.caches[1][0].shape[0] == 1
@@ -503,21 +491,16 @@ def test_a_step_launches_no_kernel_that_copies(pairs: dict[str, Pair]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
 def test_on_a_gpu_graphs_hold_kernels_alone(pairs: dict[str, Pair], pdl: bool) -> None:
-    """And both ways to draft have the same tokens, in half precision."""
     pair, jobs = pairs["published"], random_jobs(VOCAB)
     options = SMALL | {"device": "cuda", "dtype": "bfloat16", "pdl": pdl}
     with open_plain(pair.path, **options) as engine:
         expected = outcomes(engine, jobs)
-    accepted = []
-    for own_graph in (False, True):
-        with open_speculating(pair.mode(own_graph=own_graph), pair.path, **options) as engine:
-            assert outcomes(engine, jobs) == expected
-            accepted.append(engine.acceptance.as_dict())
-            for key, graph in engine.runtime.graphs.items():
-                if key.kind != "prefill":
-                    assert graph.report.node_kinds is not None
-                    assert graph.report.node_kinds["kernel"] == graph.report.nodes, key
-    assert accepted[0] == accepted[1]
+    with open_speculating(pair.mode(), pair.path, **options) as engine:
+        assert outcomes(engine, jobs) == expected
+        for key, graph in engine.runtime.graphs.items():
+            if key.kind != "prefill":
+                assert graph.report.node_kinds is not None
+                assert graph.report.node_kinds["kernel"] == graph.report.nodes, key
 
 
 # Targets of every kind.

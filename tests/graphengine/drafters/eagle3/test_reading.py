@@ -24,7 +24,6 @@ from graphengine import EngineConfig
 from graphengine.drafters import make_drafter
 from graphengine.drafters.eagle3.reading import Eagle3Checkpoint, read_eagle3
 from graphengine.drafters.modules.eagle import EagleDrafter
-from graphengine.drafters.modules.own_graph import OwnGraphEagle
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.families.registry import read_model_config
 from graphengine.speculative import Eagle3
@@ -138,13 +137,11 @@ def test_a_drafter_is_made_of_it(tmp_path: Path) -> None:
     shape = Shape()
     path = write_head(tmp_path / "head", config_of(shape), tensors_of(shape))
     target = Checkpoint.open(write_head(tmp_path / "target", TARGET, {"x": EMBEDDING}))
-    for own_graph, kind in ((False, EagleDrafter), (True, OwnGraphEagle)):
-        mode = Eagle3(path, 4, own_graph=own_graph)
-        config = EngineConfig(speculative=mode, device="cpu")
-        drafter = make_drafter(config, target, read_model_config(TARGET))
-        assert type(drafter) is kind and drafter.needs.own_graph == own_graph
-        assert (drafter.length, drafter.needs.reserve, drafter.needs.tokens_after) == (4, 3, 1)
-        assert drafter.needs.reads_streams and not drafter.needs.wants_hidden
+    config = EngineConfig(speculative=Eagle3(path, 4), device="cpu")
+    drafter = make_drafter(config, target, read_model_config(TARGET))
+    assert type(drafter) is EagleDrafter
+    assert (drafter.length, drafter.needs.reserve, drafter.needs.tokens_after) == (4, 3, 1)
+    assert drafter.needs.reads_streams and not drafter.needs.wants_hidden
     # The last layer's stream is that of all lanes only where they all go all the way.
     mode = Eagle3(path, 4, layers=(0, 3, 7))
     config = EngineConfig(speculative=mode, device="cpu")

@@ -79,8 +79,6 @@ def test_options() -> None:
     assert mode.describe() == "mtp eagle, tree of the best 9 nodes, up to 4 deep, 3 after a node"
     with pytest.raises(ValueError, match="k=4 drafts a step, and the tree has 9 nodes"):
         MTP(4, tree=BEST)
-    with pytest.raises(ValueError, match="a tree goes with style='eagle' in the step's graph"):
-        MTP(tree=BEST, own_graph=True)
 
 
 def test_a_rank_that_the_vocabulary_lacks(tmp_path: Path) -> None:

@@ -91,17 +91,8 @@ def test_no_token_changes_and_some_drafts_are_taken(
     assert tokens_of(paused) == expected
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"speculative": MTP(k=2, own_graph=True)},
-        {"speculative": MTP(k=2), "gate": GateOptions(max_live=2)},
-    ],
-    ids=["own-graph", "gate"],
-)
-def test_other_forms_of_the_drafter(
-    chains: dict[str, Chains], device: str, options: dict[str, Any]
-) -> None:
+def test_a_gate_switches_them(chains: dict[str, Chains], device: str) -> None:
+    options = {"speculative": MTP(k=2), "gate": GateOptions(max_live=2)}
     with open_engine(chains["deepseek-v3"], device) as engine:
         expected = tokens_of(engine.generate(prompts(), jobs(20)))
     with open_engine(chains["deepseek-v3"], device, **options) as engine:
