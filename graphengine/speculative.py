@@ -1,9 +1,8 @@
 """What the embedding program chooses about speculation: the drafter, and which drafts it accepts.
 
 Each drafter's options are one `Mode` here (`options/mode.py` says what modes have in common);
-`graphengine.drafters` has the drafters themselves. With
-options alone nothing is read and nothing allocated: whether a mode fits a checkpoint is found out
-when an engine opens.
+`graphengine.drafters` has the drafters themselves. With options alone nothing is read and nothing
+allocated: whether a mode fits a checkpoint is found out when an engine opens.
 """
 
 from __future__ import annotations

@@ -221,4 +221,4 @@ def test_a_later_draft_that_is_garbage_is_no_plain_forward_s(
 
     monkeypatch.setattr(eagle, writer, spoiled)
     with pytest.raises(AssertionError, match=r"draft [12] of \["):
-        test_eagle_drafts_are_those_of_a_plain_forward(agreeing, 21, False)
+        test_eagle_drafts_are_those_of_a_plain_forward(agreeing, 21)

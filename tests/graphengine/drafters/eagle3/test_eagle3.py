@@ -331,7 +331,7 @@ def test_a_later_draft_that_is_garbage_is_no_plain_forward_s(
 
     monkeypatch.setattr(eagle, writer, spoiled)
     with pytest.raises(AssertionError, match=r"draft [12] of \["):
-        test_drafts_are_those_of_a_plain_forward(pairs, "published", False)
+        test_drafts_are_those_of_a_plain_forward(pairs, "published")
 
 
 @pytest.mark.parametrize("layers", [(1, 4, 3), (1, 3, 5)])
