@@ -83,6 +83,7 @@ minimum: install
 	$(BIN)/pip --python $(MINIMUM)/bin/python install --quiet --no-deps --no-build-isolation .
 	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest tests/graphengine/text/test_text.py \
 		tests/graphengine/test_prompts.py tests/graphengine/models/test_checkpoint.py \
+		tests/graphengine/models/test_gguf_files.py \
 		tests/graphengine/requests/test_guided.py tests/graphengine/observe/test_tracing.py \
 		tests/profiles/runs/test_report_html.py \
 		-k "not (drafts or checkpoints or missing_content or pauses or gate_changes or browser or \
@@ -149,7 +150,8 @@ $(VENV)/engine: constraints.txt pyproject.toml
 
 $(VENV)/stamp: $(VENV)/engine
 	$(BIN)/pip install --quiet --constraint constraints.txt huggingface_hub transformers \
-		compressed-tensors llguidance jsonschema prompt_toolkit ray pytest hypothesis ruff mypy
+		compressed-tensors llguidance gguf jsonschema prompt_toolkit ray pytest hypothesis ruff \
+		mypy
 	touch $@
 
 # Tests mostly wait for the compiler and for the host, so that files run side by side. NATIVE takes the

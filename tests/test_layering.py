@@ -19,6 +19,7 @@ from house import ROOT, imports, module_name, package_files
 THIRD_PARTY = {"torch", "triton", "numpy"}
 LIBRARIES = THIRD_PARTY | {
     "cuda",
+    "gguf",
     "huggingface_hub",
     "llguidance",
     "jinja2",

@@ -49,6 +49,7 @@ PACKAGES = (
     Package("cuda-bindings", "", "looking inside captured graphs; torch for CUDA brings it"),
     Package("llguidance", "1.8", "grammars and JSON schemas", "guided"),
     Package("huggingface_hub", "1.3", "opening a checkpoint by its hub id", "hub"),
+    Package("gguf", "0.18", "opening GGUF files", "gguf"),
     Package("prompt_toolkit", "3.0.36", "editing lines in `graphengine chat`", "chat"),
     Package("transformers", "5", "this project's own tests", "test"),
 )

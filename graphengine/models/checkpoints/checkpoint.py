@@ -1,6 +1,6 @@
 """Checkpoints in Hugging Face layout: their contents, and loading their weights to the device.
 
-Only JSON and safetensors are read: nothing in a checkpoint is ever executed or unpickled.
+Only JSON, safetensors and GGUF are read: nothing in a checkpoint is ever executed or unpickled.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphengine.demo import checkpoint_path
+from graphengine.models.checkpoints.gguf_file import is_gguf, one_gguf
+from graphengine.models.checkpoints.gguf_tensors import log_widened, open_gguf, read_gguf_model
 from graphengine.models.checkpoints.json_files import read_json_object
 from graphengine.models.checkpoints.random_values import random_values
 from graphengine.models.checkpoints.tensor_files import (
@@ -43,10 +45,7 @@ DEMO = "demo"
 """Name of the packaged model wherever a path may stand; a folder of that name is "./demo"."""
 
 _ADAPTER = "adapter_config.json"
-_GGUF_HINT = (
-    "GGUF files are not read; open the safetensors checkpoint that they were made from, in 16 bits "
-    'or quantised, or round it with quantize="int4"'
-)
+_GGUF_HINT = "GGUF files are not downloaded: fetch one, and open it by its path"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
 # The same weights in other layouts, which some repositories also hold.
@@ -69,8 +68,10 @@ _COPY_BYTES = 256 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A directory with `config.json` and safetensors weights. Holds no open file.
+    """A directory with `config.json` and safetensors weights, or a GGUF file. Holds no open file.
 
+    path               the directory, or the GGUF file
+    tokenizer_file     `tokenizer.json`, or the GGUF file; None where there is no tokenizer
     config             `config.json`
     generation_config  `generation_config.json`, empty where there is none
     quant_config       ModelOpt's `hf_quant_config.json`, None where there is none
@@ -90,16 +91,21 @@ class Checkpoint:
     stored_names: Mapping[str, str] = field(default_factory=dict)
     quant_config: dict[str, Any] | None = None
     drawn_on: str | None = None
+    tokenizer_file: Path | None = None
 
     @classmethod
     def open(cls, path_or_hub_id: str | os.PathLike[str]) -> Self:
-        """Read configs and headers of a local directory, or of a hub id ("org/name").
+        """Read configs and headers of a local directory, a GGUF file, or a hub id ("org/name").
 
-        "demo" is the packaged model. A hub id is read from huggingface_hub's cache or downloaded
-        into it. FileNotFoundError where there is no directory or no `config.json`; ValueError if
-        anything else is missing, damaged or in an unsupported format.
+        A directory without safetensors may hold one GGUF file. "demo" is the packaged model. A hub
+        id is read from huggingface_hub's cache or downloaded into it. FileNotFoundError where there
+        is no directory or no `config.json`; ValueError if anything else is missing, damaged or in
+        an unsupported format.
         """
         directory = _find_directory(path_or_hub_id)
+        gguf = directory if is_gguf(directory) else _gguf_of(directory)
+        if gguf is not None:
+            return cls._of_gguf(gguf)
         config = directory / "config.json"
         if not config.is_file():
             raise FileNotFoundError(
@@ -107,6 +113,7 @@ class Checkpoint:
             )
         generation_config = directory / "generation_config.json"
         quant_config = directory / "hf_quant_config.json"
+        tokenizer = directory / "tokenizer.json"
         stored = find_tensors(directory)
         names = whole_names(directory, stored)
         return cls(
@@ -116,10 +123,23 @@ class Checkpoint:
                 read_json_object(generation_config) if generation_config.is_file() else {}
             ),
             quant_config=read_json_object(quant_config) if quant_config.is_file() else None,
+            tokenizer_file=tokenizer if tokenizer.is_file() else None,
             tensors=MappingProxyType({name: stored[old] for name, old in names.items()}),
             stored_names=MappingProxyType(
                 {name: old for name, old in names.items() if name != old}
             ),
+        )
+
+    @classmethod
+    def _of_gguf(cls, file: Path) -> Self:
+        model = read_gguf_model(file)
+        log_widened(model)
+        return cls(
+            path=file,
+            config=model.config,
+            generation_config={},
+            tensors=MappingProxyType(model.tensors),
+            tokenizer_file=file if model.has_tokenizer else None,
         )
 
     @property
@@ -129,7 +149,7 @@ class Checkpoint:
 
     @property
     def has_tokenizer(self) -> bool:
-        return (self.path / "tokenizer.json").is_file()
+        return self.tokenizer_file is not None
 
     @property
     def digest(self) -> str:
@@ -220,7 +240,7 @@ class Checkpoint:
             yield from ((name, self._draw(name, self.drawn_on)) for name in names)
             return
         try:
-            with safe_open(file, framework="pt", device="cpu") as shard:
+            with _open_tensors(file) as shard:
                 for name in names:
                     cut = self.tensors[name].cut
                     whole = shard.get_tensor(self.stored_names.get(name, name))
@@ -282,7 +302,7 @@ class Checkpoint:
 
     def _check_unchanged(self, file: Path, names: Sequence[str]) -> None:
         """Read the header again: a mapped file that has shrunk would kill the process."""
-        header = read_header(file)
+        header = read_gguf_model(file).tensors if is_gguf(file) else read_header(file)
         for name in names:
             if header.get(self.stored_names.get(name, name)) != self.tensors[name].stored:
                 raise ValueError(f"{file} has changed since it was opened: tensor {name}")
@@ -324,10 +344,15 @@ class _MappedTensors(Mapping[str, Tensor]):
                 names = [name for name, info in tensors.items() if info.file == file]
                 self._checkpoint._check_unchanged(file, names)
                 self._checked.add(file)
-            self._files[file] = safe_open(file, framework="pt", device="cpu")
+            self._files[file] = _open_tensors(file)
             for older in list(self._files)[:-2]:
                 del self._files[older]
         return self._files[file]
+
+
+def _open_tensors(file: Path) -> Any:
+    """The open file, whose `get_tensor` maps tensors by their stored names."""
+    return open_gguf(file) if is_gguf(file) else safe_open(file, framework="pt", device="cpu")
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -416,7 +441,7 @@ def _row_ranges(tensor: Tensor, *, itemsize: int) -> Iterator[slice]:
 
 
 def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
-    """The directory, or None for what looks like a hub id.
+    """The directory or GGUF file, or None for what looks like a hub id.
 
     FileNotFoundError for a path that leads nowhere, ValueError for anything else.
     """
@@ -430,11 +455,12 @@ def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
         is_there, is_folder = path.exists(), path.is_dir()
     except OSError as error:
         raise ValueError(f"no checkpoint {name!r}: {error}") from error
-    if is_folder:
+    if is_folder or is_gguf(path):
         return path
     if is_there:
-        hint = f"; {_GGUF_HINT}" if path.suffix == ".gguf" else ""
-        raise ValueError(f"{name} is a file: a checkpoint is a directory with config.json{hint}")
+        raise ValueError(
+            f"{name} is a file: a checkpoint is a directory with config.json, or a .gguf file"
+        )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
         raise FileNotFoundError(
             f"no checkpoint {name!r}: there is no such directory, "
@@ -452,13 +478,15 @@ def _told_instead(directory: Path, path_or_hub_id: str | os.PathLike[str]) -> st
             f", but {_ADAPTER}: it is a LoRA adapter{of}, and adapters are not read. "
             f"Merge it into {model} model (merge_and_unload of peft), save the whole and open that"
         )
-    found = sorted(file.name for file in directory.glob("*.gguf"))
-    if found:
-        return f", but {some(found, MOST_NAMED)}: {_GGUF_HINT}"
     # For a hub id these files are not downloaded.
     if find_local(path_or_hub_id) is None and "gguf" in os.fspath(path_or_hub_id).lower():
         return f", and its name says GGUF: {_GGUF_HINT}"
     return ""
+
+
+def _gguf_of(directory: Path) -> Path | None:
+    """The one GGUF file of a directory without safetensors; None: there is none."""
+    return None if any(directory.glob("*.safetensors")) else one_gguf(directory)
 
 
 def _find_directory(path_or_hub_id: str | os.PathLike[str]) -> Path:

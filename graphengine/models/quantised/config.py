@@ -6,9 +6,12 @@ import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from graphengine.kernels.linear.kinds import KINDS, KindName
 from graphengine.kernels.linear.quantised import format_of
 from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.gguf_file import is_gguf
 from graphengine.models.checkpoints.kv_scheme import check_kv, quantises_kv_alone
 from graphengine.models.hf.config_schema import HfConfig, unsupported
 from graphengine.models.quantised.compressed_config import read_compressed
@@ -44,6 +47,8 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
     Lists in the configs may use the names in the files, which differ if the language model has a
     vision tower or was saved alone.
     """
+    if is_gguf(checkpoint.path):
+        return gguf_quantisation(checkpoint)
     found = read_quantisation(checkpoint.config, checkpoint.quant_config)
     if found is None:
         return None
@@ -52,6 +57,26 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
         for name, old in checkpoint.stored_names.items()
     }
     return found._replace(stored_names=names)
+
+
+def gguf_quantisation(checkpoint: Checkpoint) -> Quantisation | None:
+    """The linears of a GGUF file whose codes are kept; None: there are none."""
+    kinds: Mapping[torch.dtype, KindName] = {torch.int8: "int8", torch.uint8: "int4"}
+    schemes = {
+        dtype: WeightScheme(
+            layout="codes" if dtype == torch.int8 else "halves",
+            kind=kind,
+            format=format_of(kind, columns=32),
+            signed=True,
+        )
+        for dtype, kind in kinds.items()
+    }
+    names: dict[torch.dtype, set[str]] = {dtype: set() for dtype in schemes}
+    for name, info in checkpoint.tensors.items():
+        if info.dtype in schemes:
+            names[info.dtype].add(name.removesuffix(".weight"))
+    rules = [Rule(names[dtype].__contains__, scheme) for dtype, scheme in schemes.items()]
+    return Quantisation("gguf", tuple(rules)) if any(names.values()) else None
 
 
 def read_quantisation(

@@ -125,6 +125,7 @@ def _scales(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int])
         group_shapes(kind, shape),
         KINDS[scheme.kind].scales,
         group_text(kind, shape),
+        signed=scheme.signed,
     )
 
 

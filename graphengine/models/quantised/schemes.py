@@ -29,6 +29,7 @@ class WeightScheme(NamedTuple):
     codes       names of the tensor of codes, below the linear's name like all names here; one of
                 them must be there
     scales      names of the tensor of scales; one of them must be there
+    signed      whether scales may be negative or 0
     whole       name of a factor on all scales
     inverse     whether scales are divided by `whole` instead
     zeros       name of zero points; if the format has none they may still be there, but must
@@ -45,6 +46,7 @@ class WeightScheme(NamedTuple):
     format: WeightFormat
     codes: tuple[str, ...] = ("weight",)
     scales: tuple[str, ...] = ("weight_scale",)
+    signed: bool = False
     whole: str | None = None
     inverse: bool = False
     zeros: str | None = None

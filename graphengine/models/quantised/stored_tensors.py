@@ -77,8 +77,13 @@ class LinearTensors:
         shapes: Sequence[tuple[int, ...]],
         dtypes: Sequence[torch.dtype],
         why: str,
+        *,
+        signed: bool = False,
     ) -> Tensor:
-        """Scales as from `take_groups`, e8m0 as uint8. ValueError names the first wrong one."""
+        """Scales as from `take_groups`, e8m0 as uint8. ValueError names the first wrong one.
+
+        signed  whether scales may be negative or 0
+        """
         scales = self.take_groups(ends, shapes, dtypes, f"scales, {why},")
         if scales.dtype in POWERS:
             scales = scales.view(torch.uint8)
@@ -87,13 +92,14 @@ class LinearTensors:
             values = scales.float()
             # A scale that was too small for e4m3 is 0 there.
             high = values >= 0 if scales.dtype == torch.float8_e4m3fn else values > 0
-            wrong = ~(high & values.isfinite())
+            wrong = ~((high | signed) & values.isfinite())
         if _is_any(wrong):
             where = wrong.nonzero()[0].tolist()
             value = scales[tuple(where)].float().item()
+            wanted_text = "finite" if signed else "positive and finite"
             raise ValueError(
                 f"{self.name(*ends)} has {int(wrong.sum())} wrong of {wrong.numel()} scales, the "
-                f"first {value:.7g} at {where}: scales are positive and finite"
+                f"first {value:.7g} at {where}: scales are {wanted_text}"
             )
         return scales
 

@@ -22,6 +22,7 @@ from graphengine.config import RoundedKind
 from graphengine.kernels.linear.kinds import CODES, KINDS
 from graphengine.kernels.linear.quantised import QuantisedWeight, WeightFormat
 from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.gguf_file import is_gguf
 from graphengine.models.checkpoints.stored import read_model
 from graphengine.models.contract import ModelConfig
 from graphengine.models.hf.config_schema import unsupported
@@ -74,6 +75,11 @@ def write_quantised(
     """
     if out.exists():
         raise ValueError(f"{out} is there already: a checkpoint is written to a new folder")
+    if is_gguf(source.path):
+        raise ValueError(
+            f"{source.path} is a GGUF file, which has no folder to write one like it: "
+            f"quantize={kind!r} rounds it while loading"
+        )
     config = read_model(source)
     quantisation = quantisation_of(source)
     if quantisation is not None:

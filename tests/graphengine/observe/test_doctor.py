@@ -38,7 +38,7 @@ BLACKWELL = Device((12, 0), 170, 99 * KIB)
 VERSIONS = {
     "torch": "2.11.0+cu130", "triton": "3.6.0", "numpy": "2.4.1", "safetensors": "0.5",
     "tokenizers": "0.22.1", "jinja2": "3.1.6", "nvtx": "0.2.13", "cuda-bindings": "13.0.1",
-    "llguidance": "1.8.0", "huggingface_hub": "1.3", "prompt_toolkit": "3.0.50",
+    "llguidance": "1.8.0", "huggingface_hub": "1.3", "gguf": "0.19.0", "prompt_toolkit": "3.0.50",
     "transformers": "5.1.0",
 }  # fmt: skip
 SOFTWARE = Software(

@@ -1,0 +1,279 @@
+"""What a GGUF file's metadata says of its model, in the keys of Hugging Face's `config.json`.
+
+The architectures and their keys are those of llama.cpp, as the package `gguf` lists them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from graphengine.models.checkpoints.gguf_file import GgufFile
+from graphengine.options.checks import shown, some
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class GgufFamily(NamedTuple):
+    """How one of llama.cpp's architectures is called, and stored.
+
+    architecture  the class in `config.json`
+    keys          the metadata keys that only this architecture has, and their names there
+    fixed         keys that no metadata tells
+    layer         names of a layer's modules that differ from `LAYER`
+    paired        whether each head's rows of q and k alternate between the two halves that RoPE
+                  turns together
+    plus_one      whether norms are stored plus 1, which the model adds
+    """
+
+    architecture: str
+    keys: Mapping[str, str] = _NONE
+    fixed: Mapping[str, Any] = _NONE
+    layer: Mapping[str, str] = _NONE
+    paired: bool = False
+    plus_one: bool = False
+
+
+FAMILIES: Mapping[str, GgufFamily] = {
+    "llama": GgufFamily("LlamaForCausalLM", paired=True),
+    "qwen2": GgufFamily("Qwen2ForCausalLM"),
+    "qwen3": GgufFamily("Qwen3ForCausalLM"),
+    "qwen3moe": GgufFamily(
+        "Qwen3MoeForCausalLM",
+        keys={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        fixed={"norm_topk_prob": True},
+    ),
+    "phi3": GgufFamily(
+        "Phi3ForCausalLM",
+        keys={"attention.sliding_window": "sliding_window"},
+        layer={"ffn_up": "mlp.gate_up_proj"},
+    ),
+    "granite": GgufFamily(
+        "GraniteForCausalLM",
+        keys={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        paired=True,
+    ),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", fixed={"no_rope_layer_interval": 4}, paired=True),
+    "gemma3": GgufFamily(
+        "Gemma3ForCausalLM",
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "rope.freq_base_swa": "rope_local_base_freq",
+        },
+        layer={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        plus_one=True,
+    ),
+}
+"""The architectures that are read, by the name in `general.architecture`."""
+
+MODULES: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+"""Names of the modules outside of layers."""
+
+LAYER: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+"""Names of a layer's modules; {} is the number of an expert, all of which are one tensor."""
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor of the factors by which Llama 3 slows each pair of a head."""
+
+_KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+_NEEDED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+_ROPE_KEYS = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+# Read elsewhere, or without a meaning for the arithmetic.
+_OTHER_KEYS = (
+    *("vocab_size", "rope.dimension_count", "rope.scaling.type", "rope.scale_linear"),
+    *("attention.value_length", "rope.scaling.finetuned", "tensor_data_layout"),
+)
+# What other keys may say, since it is what is computed without them.
+_NEUTRAL = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
+# Trained lengths of Llama 3's RoPE that are tried, and the factors of all of its releases.
+_TRAINED = tuple(2**power for power in range(9, 21))
+_LOW, _HIGH = 1.0, 4.0
+# The number of layers of Gemma 3 27B, whose attention has another scale.
+_GEMMA_27B = 62
+
+
+def family_of(file: GgufFile) -> GgufFamily:
+    """The file's architecture. ValueError, with the known ones, for any other."""
+    name = file.value("general.architecture", str)
+    if name not in FAMILIES:
+        raise ValueError(
+            f"{file.path} has general.architecture={shown(name)}: GGUF files are read of "
+            f"{', '.join(FAMILIES)}; open the safetensors checkpoint of other models"
+        )
+    return FAMILIES[name]
+
+
+def read_gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[str, Any]:
+    """The model's `config.json`, without what it says of the weights' format.
+
+    rope_factors  the values of the tensor `ROPE_FACTORS`; None: there is none
+
+    ValueError names a key that is missing, or not understood.
+    """
+    family, prefix = family_of(file), f"{file.metadata['general.architecture']}."
+    own = {
+        key.removeprefix(prefix): _plain(value)
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+    _check_keys(file, family, prefix, own)
+    names = {**_KEYS, **family.keys}
+    config = {name: own[key] for key, name in names.items() if key in own}
+    config = {"architectures": [family.architecture], **family.fixed, **config}
+    config["vocab_size"] = _vocabulary(file)
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["eos_token_id"] = _end_ids(file)
+    if family.architecture == "LlamaForCausalLM":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    if family.architecture == "Gemma3ForCausalLM":
+        config["query_pre_attn_scalar"] = _gemma_scalar(config)
+    _read_rope(file, own, config)
+    if rope_factors is not None and any(factor != 1 for factor in rope_factors):
+        config["rope_scaling"] = _llama3(file, rope_factors, config)
+    return config
+
+
+def _check_keys(file: GgufFile, family: GgufFamily, prefix: str, own: Mapping[str, Any]) -> None:
+    missing = [prefix + key for key in _NEEDED if key not in own]
+    if missing:
+        raise ValueError(f"{file.path} lacks the metadata keys {some(missing)}")
+    known = {*_KEYS, *family.keys, *_ROPE_KEYS, *_OTHER_KEYS}
+    unknown = [
+        f"{prefix}{key}={shown(value)}"
+        for key, value in own.items()
+        if key not in known and value not in (0, "", _NEUTRAL.get(key))
+    ]
+    if unknown:
+        raise ValueError(
+            f"{file.path} has {len(unknown)} metadata keys that are not understood, and may change "
+            f"what is computed: {some(unknown)}"
+        )
+    width = own.get("attention.key_length")
+    if own.get("attention.value_length", width) != width:
+        raise ValueError(
+            f"{file.path} has {prefix}attention.key_length={width} and "
+            f"value_length={own['attention.value_length']}: they must be equal"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A value as `config.json` would have it: what all layers share is written once.
+
+    A float of 32 bits becomes the shortest decimal with these bits, which it was made from.
+    """
+    if isinstance(value, list) and value and all(each == value[0] for each in value):
+        value = value[0]
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _vocabulary(file: GgufFile) -> int:
+    """Rows of the embedding: a tokenizer may have fewer tokens."""
+    if "token_embd.weight" not in file.tensors:
+        raise ValueError(f"{file.path} has no tensor token_embd.weight")
+    return file.tensors["token_embd.weight"].shape[0]
+
+
+def _end_ids(file: GgufFile) -> list[int] | None:
+    """Ids that end a text or a turn."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    found = [file.metadata[key] for key in keys if key in file.metadata]
+    return list(dict.fromkeys(found)) or None
+
+
+def _gemma_scalar(config: Mapping[str, Any]) -> float:
+    """The number whose root scores are divided by: a head's size, except in the largest model."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if config["num_hidden_layers"] == _GEMMA_27B or "head_dim" not in config:
+        return float(hidden / heads)
+    return float(config["head_dim"])
+
+
+def _read_rope(file: GgufFile, own: Mapping[str, Any], config: dict[str, Any]) -> None:
+    """Add RoPE's scaling, and the part of a head that it turns."""
+    kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
+    if kind != "none":
+        scaling = {name: own[key] for key, name in _ROPE_KEYS.items() if key in own}
+        scaling.setdefault("factor", own.get("rope.scale_linear"))
+        config["rope_scaling"] = {"rope_type": kind, **scaling}
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if isinstance(heads, int) and heads > 0 and isinstance(hidden, int):
+        width = config.setdefault("head_dim", hidden // heads)
+        turned = own.get("rope.dimension_count", width)
+        if turned != width:
+            config["partial_rotary_factor"] = turned / width
+
+
+def _llama3(file: GgufFile, factors: Sequence[float], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of Llama 3's RoPE with these factors. ValueError if there are none."""
+    width, theta = config["head_dim"], config.get("rope_theta", 10_000.0)
+    periods = theta ** (np.arange(0, width, 2) / width)
+    most = _plain(max(factors))
+    for trained in _TRAINED if len(factors) == len(periods) else ():
+        smooth = (trained / (2 * math.pi * periods) - _LOW) / (_HIGH - _LOW)
+        smooth = np.clip(smooth, 0, 1)
+        if np.allclose(factors, 1 / ((1 - smooth) / most + smooth), rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": most,
+                "low_freq_factor": _LOW,
+                "high_freq_factor": _HIGH,
+                "original_max_position_embeddings": trained,
+            }
+    raise ValueError(
+        f"{file.path} has {len(factors)} factors of RoPE in {ROPE_FACTORS}, {min(factors):.7g} to "
+        f"{most:.7g}: they are not Llama 3's for rope_theta={theta} and heads of {width}"
+    )

@@ -1,0 +1,293 @@
+"""The tensors of a GGUF file under the names and in the layouts of a Hugging Face checkpoint.
+
+Q8_0 and Q4_0 become codes and scales, 32 columns a scale, which are exactly their values. Other
+formats of fewer than 16 bits become float32, which loading casts to the model's dtype, or rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphengine.models.checkpoints.gguf_config import (
+    LAYER,
+    MODULES,
+    ROPE_FACTORS,
+    GgufFamily,
+    family_of,
+    read_gguf_config,
+)
+from graphengine.models.checkpoints.gguf_file import (
+    GgufFile,
+    GgufTensor,
+    gguf_package,
+    read_gguf,
+)
+from graphengine.models.checkpoints.tensor_files import TensorInfo
+from graphengine.options.checks import some
+
+log = logging.getLogger(__name__)
+
+Role = Literal["values", "codes", "scales"]
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Formats whose codes and scales are kept: the dtype of codes, and how many a byte holds.
+_PACKED = {"Q8_0": (torch.int8, 1), "Q4_0": (torch.uint8, 2)}
+_GROUP = 32
+_LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
+# Linears that are computed as one, and so are packed only if all have one format.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# A router's weight, which is not packed.
+_ROUTER = "ffn_gate_inp"
+_MIB = 2**20
+
+
+class _Part(NamedTuple):
+    """How a tensor of the checkpoint follows from one in the file.
+
+    stored    its name in the file
+    role      its values, or what they are made of
+    heads     heads whose rows alternate between two halves; 0: rows are as they are
+    expert    its place in a stack of experts; None: it is not stacked
+    plus_one  whether 1 is subtracted
+    """
+
+    stored: str
+    role: Role = "values"
+    heads: int = 0
+    expert: int | None = None
+    plus_one: bool = False
+
+
+class GgufModel(NamedTuple):
+    """A GGUF file as a checkpoint: its `config.json`, and its tensors by name."""
+
+    file: GgufFile
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    parts: dict[str, _Part]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return "tokenizer.ggml.tokens" in self.file.metadata
+
+
+def read_gguf_model(path: Path) -> GgufModel:
+    """Read a file's header. ValueError, with numbers, for what is damaged or not supported."""
+    file = read_gguf(path)
+    factors = None
+    if ROPE_FACTORS in file.tensors:
+        opened = GgufTensors(path, file, {ROPE_FACTORS: _Part(ROPE_FACTORS)})
+        factors = opened.get_tensor(ROPE_FACTORS).flatten().tolist()
+    config = read_gguf_config(file, factors)
+    parts = _parts(file, family_of(file), config)
+    config["dtype"] = _dtype(file)
+    for name in _packed(file, parts):
+        whole = parts[f"{name}.weight"]
+        parts[f"{name}.weight"] = whole._replace(role="codes")
+        parts[f"{name}.weight_scale"] = whole._replace(role="scales")
+    tensors = {name: _info(file, part) for name, part in parts.items()}
+    return GgufModel(file, config, tensors, parts)
+
+
+def log_widened(model: GgufModel) -> None:
+    """Log the formats that take more memory than in the file, and how much."""
+    widened: dict[str, list[str]] = {}
+    for name, part in model.parts.items():
+        kind = model.file.tensors[part.stored].kind
+        if part.role == "values" and kind not in _FLOATS:
+            widened.setdefault(kind, []).append(name)
+    for kind, names in sorted(widened.items()):
+        stored = {model.parts[name].stored for name in names}
+        before = sum(model.file.tensors[name].nbytes for name in stored)
+        after = sum(model.tensors[name].nbytes // 2 for name in names)
+        log.info(
+            "%s: %d tensors in %s are widened to 16 bits or rounded again: %.1f MiB become %.1f "
+            "(%s)",
+            model.file.path,
+            len(stored),
+            kind,
+            before / _MIB,
+            after / _MIB,
+            some(sorted(names), 2),
+        )
+
+
+def _parts(file: GgufFile, family: GgufFamily, config: Mapping[str, Any]) -> dict[str, _Part]:
+    heads = {"attn_q": config["num_attention_heads"]}
+    heads["attn_k"] = config.get("num_key_value_heads", heads["attn_q"])
+    parts: dict[str, _Part] = {}
+    for stored, tensor in file.tensors.items():
+        if stored == ROPE_FACTORS:
+            continue
+        _check_kind(file, stored, tensor)
+        name, module = _name(stored, family)
+        part = _Part(stored, plus_one=family.plus_one and module.endswith("_norm"))
+        if family.paired and module in heads:
+            part = part._replace(heads=_checked_heads(file, stored, tensor, heads[module]))
+        if "{}" in name:
+            for expert in range(tensor.shape[0]):
+                parts[name.format(expert)] = part._replace(expert=expert)
+        else:
+            parts[name] = part
+    return parts
+
+
+def _name(stored: str, family: GgufFamily) -> tuple[str, str]:
+    """A tensor's name in the checkpoint, unchanged if it is unknown, and its module's here."""
+    found = _LAYER_NAME.fullmatch(stored)
+    if found is not None:
+        layer, module, end = found.groups()
+        name = {**LAYER, **family.layer}.get(module)
+        return (f"model.layers.{int(layer)}.{name}.{end}" if name else stored), module
+    module, _, end = stored.rpartition(".")
+    return (f"{MODULES[module]}.{end}" if module in MODULES else stored), module
+
+
+def _check_kind(file: GgufFile, name: str, tensor: GgufTensor) -> None:
+    if tensor.kind not in _FLOATS and not _is_read(file.path, tensor.kind):
+        raise ValueError(
+            f"{file.path} has tensor {name} in {tensor.kind}, which the package gguf does not "
+            f"dequantise"
+        )
+
+
+@cache
+def _is_read(path: Path, kind: str) -> bool:
+    """Whether the package `gguf` dequantises a format."""
+    package = gguf_package(path)
+    number = package.GGMLQuantizationType[kind]
+    _, nbytes = package.GGML_QUANT_SIZES[number]
+    try:
+        package.dequantize(np.zeros((1, nbytes), dtype=np.uint8), number)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _checked_heads(file: GgufFile, name: str, tensor: GgufTensor, heads: Any) -> int:
+    if type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads):
+        raise ValueError(
+            f"{file.path} has tensor {name} with {tensor.shape[0]} rows, which are no pairs of "
+            f"{heads} heads"
+        )
+    return heads
+
+
+def _packed(file: GgufFile, parts: Mapping[str, _Part]) -> list[str]:
+    """Names of the linears whose codes are kept.
+
+    Embeddings and routers are not linears of this kind; what is computed as one has one format.
+    """
+    kinds = {
+        name.removesuffix(".weight"): file.tensors[part.stored].kind
+        for name, part in parts.items()
+        if name.endswith("_proj.weight") or name == "lm_head.weight"
+    }
+
+    def is_packed(name: str) -> bool:
+        module, _, last = name.rpartition(".")
+        together = next((names for names in _TOGETHER if last in names), (last,))
+        beside = {kinds.get(f"{module}.{each}".lstrip(".")) for each in together}
+        return len(beside) == 1 and kinds[name] in _PACKED
+
+    return [name for name in kinds if is_packed(name)]
+
+
+def _dtype(file: GgufFile) -> str:
+    """The dtype of most weights, bfloat16 if that is none of 16 bits or more."""
+    sizes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        sizes[tensor.kind] = sizes.get(tensor.kind, 0) + tensor.nbytes
+    most = max(sizes, key=lambda kind: sizes[kind])
+    return str(_FLOATS.get(most, torch.bfloat16)).removeprefix("torch.")
+
+
+def _info(file: GgufFile, part: _Part) -> TensorInfo:
+    tensor = file.tensors[part.stored]
+    shape = tensor.shape if part.expert is None else tensor.shape[1:]
+    dtype = _FLOATS.get(tensor.kind, torch.float32)
+    if part.role == "codes":
+        dtype, per_byte = _PACKED[tensor.kind]
+        shape = (*shape[:-1], shape[-1] // per_byte)
+    elif part.role == "scales":
+        dtype, shape = torch.float16, (*shape[:-1], shape[-1] // _GROUP)
+    return TensorInfo(shape=shape, dtype=dtype, file=file.path)
+
+
+class GgufTensors:
+    """An open file: what `safe_open` is for safetensors."""
+
+    def __init__(self, path: Path, file: GgufFile, parts: Mapping[str, _Part]) -> None:
+        self._file, self._parts = file, parts
+        self._data = np.memmap(path, dtype=np.uint8, mode="c")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Mapped memory is freed with the last tensor that uses it."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A tensor by its name in the checkpoint, on the CPU; it may share the file's memory."""
+        part = self._parts[name]
+        tensor = self._file.tensors[part.stored]
+        rows = self._data[tensor.start : tensor.start + tensor.nbytes]
+        if part.heads:
+            # Rows of a head: one of the first half, one of the second, and so on.
+            size = tensor.nbytes // tensor.shape[0]
+            rows = rows.reshape(part.heads, -1, 2, size).swapaxes(1, 2)
+        rows = rows.reshape(*tensor.shape[:-1], -1)
+        if part.expert is not None:
+            rows = rows[part.expert]
+        if part.role != "values":
+            return _codes_or_scales(rows, tensor.kind, part.role)
+        values = _values(self._file.path, rows, tensor)
+        return values - 1 if part.plus_one else values
+
+
+def open_gguf(path: Path) -> GgufTensors:
+    """Open a file to read its tensors. ValueError as in `read_gguf_model`."""
+    model = read_gguf_model(path)
+    return GgufTensors(path, model.file, model.parts)
+
+
+def _values(path: Path, rows: Any, tensor: GgufTensor) -> Tensor:
+    if tensor.kind in _FLOATS:
+        flat = torch.from_numpy(np.ascontiguousarray(rows)).view(_FLOATS[tensor.kind])
+        return flat.reshape(_shape(rows, tensor))
+    package = gguf_package(path)
+    values = package.dequantize(rows, package.GGMLQuantizationType[tensor.kind])
+    return torch.from_numpy(values)
+
+
+def _shape(rows: Any, tensor: GgufTensor) -> Sequence[int]:
+    return (*rows.shape[:-1], tensor.shape[-1])
+
+
+def _codes_or_scales(rows: Any, kind: str, role: Role) -> Tensor:
+    """Codes [M, K], or two in a byte, or scales [M, K / 32], of rows of blocks: a scale, codes."""
+    dtype, per_byte = _PACKED[kind]
+    size = _GROUP // per_byte
+    blocks = rows.reshape(rows.shape[0], -1, 2 + size)
+    if role == "scales":
+        return torch.from_numpy(blocks[..., :2].copy()).view(torch.float16).flatten(1)
+    codes = torch.from_numpy(blocks[..., 2:].copy())
+    if per_byte == 2:
+        # Stored bytes hold the columns j and j + 16 of a group; here they hold 2 j and 2 j + 1.
+        halves = torch.cat((codes & 15, codes >> 4), dim=-1)
+        codes = halves[..., ::2] | halves[..., 1::2] << 4
+    return codes.flatten(1).view(dtype)

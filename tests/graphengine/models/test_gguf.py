@@ -1,0 +1,329 @@
+"""GGUF files against transformers: its own reading of them, and of the same values in float32."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from extent import extent
+from graphengine import Engine, SamplingParams
+from graphengine.kernels.linear.packed import PackedWeight
+from graphengine.kernels.linear.quantised import dequantise
+from graphengine.models.checkpoints.checkpoint import Checkpoint
+from graphengine.models.checkpoints.gguf_config import FAMILIES, LAYER, MODULES
+from graphengine.models.checkpoints.stored import read_model
+from graphengine.models.quantised.config import quantisation_of
+from graphengine.models.quantised.readers import read_weight
+from graphengine.models.weights import StoredLinear
+
+gguf = pytest.importorskip("gguf")
+
+from checkpoints.gguf_files import QUANTISED, written  # noqa: E402
+
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Formats with blocks of 256 take rows of a multiple of that.
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Llama-biases": {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 2},
+    "Llama-linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}},
+    "Llama-yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+    "Llama-tied": {"tie_word_embeddings": True, "num_key_value_heads": 3},
+    "Mistral": {"sliding_window": None},
+    "Qwen2": {"num_key_value_heads": 3, "hidden_size": 192, "head_dim": None},
+    "Qwen3": {"head_dim": 128},
+    "Qwen3Moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "Phi3": {"hidden_size": 192, "head_dim": None},
+    "Granite": {
+        "hidden_size": 192,
+        "head_dim": None,
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "SmolLM3": {"hidden_size": 192, "head_dim": None, "num_hidden_layers": 4},
+    "Gemma3": {
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 8,
+        "num_hidden_layers": 7,
+        "tie_word_embeddings": True,
+    },
+}
+# Transformers reads neither the size of experts nor the scale of attention, and takes its defaults.
+READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    **{family: {} for family in ("Llama", "Llama-tied", "Qwen2", "Qwen3")},
+    "Qwen3Moe": {"moe_intermediate_size": 768, "num_hidden_layers": 1},
+    "Gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256},
+}
+
+
+class Case(NamedTuple):
+    """A GGUF file, and transformers' reading of a checkpoint with its values."""
+
+    file: Path
+    oracle: Any
+
+
+def make(family: str, **options: Any) -> Callable[[], Any]:
+    """A small model of a family, as `write_model` takes it."""
+    name = family.partition("-")[0]
+    of = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+    sizes = {**SIZES, **FAMILY_SIZES[family], **options}
+    sizes = {key: value for key, value in sizes.items() if value is not None}
+
+    def build() -> Any:
+        config = getattr(transformers, of)(**sizes)
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+
+    return build
+
+
+def engine_of(path: Path, device: str, **options: Any) -> Engine:
+    sizes = {"max_batch": 1, "max_seq_len": 96, "block_size": 8, "prefill_buckets": (8, 32)}
+    return Engine.from_pretrained(path, device=device, **{"dtype": "float32", **sizes, **options})
+
+
+@pytest.fixture(scope="session")
+def write(write_model: Callable[..., Any], tmp_path_factory: Any) -> Callable[..., Case]:
+    """`write("Llama", "Q8_0")`: a GGUF file of random weights; each is written once."""
+    folder, made = tmp_path_factory.mktemp("gguf"), {}
+
+    def get(family: str, kind: Any, sizes: dict[str, Any] | None = None, **options: Any) -> Case:
+        key = f"{family}-{kind}-{sizes or {}}-{sorted(options)}"
+        if key not in made:
+            place = folder / str(len(made))
+            oracle = write_model(make(family, **(sizes or {})), place / "source", len(made))
+            files = written(place / "source", place, kind, **options)
+            made[key] = Case(files.file, replace(oracle, path=files.plain))
+        return made[key]
+
+    return get
+
+
+def assert_as_plain(case: Case, device: str, eager: Any, **options: Any) -> None:
+    """Logits and greedy tokens are those of transformers for the values in the file."""
+    oracle = case.oracle
+    with engine_of(case.file, device, lookahead=0, **options) as engine:
+        for prompt in oracle.prompts((1, 41)):
+            seen = eager(engine)
+            greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+            result = engine.generate(prompt, greedy)
+            oracle.assert_greedy(result)
+            oracle.assert_logits(result, seen)
+
+
+@pytest.mark.parametrize("family", FAMILY_SIZES)
+@pytest.mark.parametrize("kind", extent(["Q8_0"], ["F32", "Q8_0"]))
+def test_families(
+    write: Callable[..., Case], device: str, eager: Any, family: str, kind: str
+) -> None:
+    assert_as_plain(write(family, kind), device, eager)
+
+
+@pytest.mark.parametrize(
+    "kind", extent(["BF16", "Q4_0", "Q4_1", "Q6_K", "IQ4_XS"], ["F16", "BF16", *QUANTISED])
+)
+def test_formats(write: Callable[..., Case], device: str, eager: Any, kind: str) -> None:
+    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    assert_as_plain(write("Llama", kind, WIDE if block > 32 else None), device, eager)
+
+
+@pytest.mark.parametrize("family", READ_BY_TRANSFORMERS)
+def test_transformers_reads_the_same_values(
+    write: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    case = write(family, "Q8_0", READ_BY_TRANSFORMERS[family])
+    # It asks for accelerate, and uses nothing of it on a CPU.
+    monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda: True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        case.file.parent, gguf_file=case.file.name, dtype=torch.float32
+    )
+    ours = case.oracle.model.state_dict()
+    assert ours.keys() == theirs.state_dict().keys()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.allclose(ours[name], tensor, atol=1e-6), name
+    for prompt in case.oracle.prompts((41,)):
+        with torch.no_grad():
+            logits = theirs.eval()(torch.tensor([prompt])).logits[0]
+        assert torch.allclose(logits, case.oracle.logits(prompt), rtol=1e-4, atol=1e-4)
+
+
+def test_names_are_those_of_the_package() -> None:
+    for name, family in FAMILIES.items():
+        arch = {told: key for key, told in gguf.MODEL_ARCH_NAMES.items()}[name]
+        names = gguf.get_tensor_name_map(arch, 1)
+        here = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[arch]}
+        ours = {f"blk.0.{key}": told for key, told in {**LAYER, **family.layer}.items()} | MODULES
+        for stored, told in ours.items():
+            if stored.replace(".0.", ".{bid}.") not in here:
+                continue
+            if (name, stored) in (("phi3", "blk.0.attn_q"), ("phi3", "blk.0.attn_k")):
+                continue
+            module = f"model.layers.0.{told}" if stored.startswith("blk") else told
+            assert names.get_name(module.replace(".{}", "")) == stored, (name, module)
+
+
+def linears_of(file: Path) -> dict[str, StoredLinear]:
+    """The model's linears on the device "meta", by the name of their first part."""
+    config = read_model(Checkpoint.open(file))
+    linears = config.allocate(device="meta", dtype=torch.bfloat16).linears()
+    return {linear.parts[0][0]: linear for linear in linears}
+
+
+@pytest.mark.parametrize(("kind", "label"), [("Q8_0", "int8-1x32"), ("Q4_0", "int4-1x32")])
+def test_codes_are_kept_exactly(write: Callable[..., Case], kind: str, label: str) -> None:
+    case = write("Llama", kind, zeroed=True)
+    found = linears_of(case.file)
+    assert len(found) == 4 * 2 + 1
+    for linear in found.values():
+        assert isinstance(linear.weight, PackedWeight)
+        assert linear.weight.format.label == label
+        assert linear.weight.scales is not None and linear.weight.scales.dtype == torch.float16
+    checkpoint = Checkpoint.open(case.file)
+    quantisation = quantisation_of(checkpoint)
+    assert quantisation is not None
+    plain, tensors = Checkpoint.open(case.oracle.path).mapped(), checkpoint.mapped()
+    signs = set()
+    for linear in found.values():
+        for name, rows in linear.parts:
+            scheme = quantisation.scheme(name)
+            assert scheme is not None
+            weight = read_weight(scheme, tensors, name, (rows, linear.shape[1])).weight
+            assert torch.equal(dequantise(weight), plain[f"{name}.weight"]), name
+            signs |= {*weight.scales.sign().unique().tolist()}
+    assert signs == ({0.0, 1.0} if kind == "Q8_0" else {-1.0, 0.0, 1.0})
+
+
+def test_linears_computed_as_one_are_packed_if_all_have_one_format(
+    write: Callable[..., Case], device: str, eager: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    mixed = {"attn_v": "Q5_1", "ffn_up": "Q8_0", "token_embd": "Q8_0", "output": "Q4_1"}
+
+    def kind(stored: str) -> str:
+        return mixed.get(stored.removesuffix(".weight").rpartition(".")[2], "Q4_0")
+
+    case = write("Llama", kind)
+    packed = {
+        name.removeprefix("model.layers.0.")
+        for name, linear in linears_of(case.file).items()
+        if isinstance(linear.weight, PackedWeight) and "layers.1" not in name
+    }
+    assert packed == {"self_attn.o_proj", "mlp.down_proj"}
+    with caplog.at_level(logging.INFO, "graphengine"):
+        assert_as_plain(case, device, eager)
+    told = [record.getMessage() for record in caplog.records if "widened" in record.msg]
+    assert [text.split(" are ")[0].split(": ")[1] for text in told[:4]] == [
+        "6 tensors in Q4_0",
+        "1 tensors in Q4_1",
+        "2 tensors in Q5_1",
+        "3 tensors in Q8_0",
+    ]
+    assert "widened to 16 bits or rounded again: 0.0 MiB become" in told[0]
+
+
+def test_llama3_rope_is_found_from_its_factors(
+    write: Callable[..., Case], device: str, eager: Any, tmp_path: Path
+) -> None:
+    config = transformers.LlamaConfig(**{**SIZES, "rope_parameters": LLAMA3})
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
+    plain = 1 / LLAMA3["rope_theta"] ** (torch.arange(0, 64, 2) / 64)
+    factors = (plain / scaled).numpy()
+    sizes = {"rope_parameters": LLAMA3}
+    case = write("Llama", "Q8_0", sizes, rope_factors=factors)
+    assert Checkpoint.open(case.file).config["rope_scaling"] == {
+        key: value for key, value in LLAMA3.items() if key != "rope_theta"
+    }
+    assert_as_plain(case, device, eager)
+    none = write("Llama", "Q4_0", rope_factors=[1.0] * 32)
+    assert "rope_scaling" not in Checkpoint.open(none.file).config
+    wrong = write("Llama", "Q4_1", rope_factors=[1.0] * 31 + [3.0])
+    with pytest.raises(ValueError, match=r"32 factors of RoPE in rope_freqs.weight, 1 to 3: they"):
+        Checkpoint.open(wrong.file)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+def test_other_formats_may_be_rounded(write: Callable[..., Case], quantize: Any) -> None:
+    case, replies = write("Llama", "Q5_1"), []
+    for path in (case.file, case.oracle.path):
+        with engine_of(path, "cpu", quantize=quantize) as engine:
+            greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            replies.append(engine.generate([5, 6, 7], greedy).token_ids)
+    assert replies[0] == replies[1]
+    message = r"model.gguf are quantised \(gguf\)"
+    with pytest.raises(ValueError, match=message):
+        engine_of(write("Llama", "Q8_0").file, "cpu", quantize=quantize)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q4_1", "bfloat16")],
+)
+def test_the_dtype_is_that_of_most_weights(
+    write: Callable[..., Case], kind: str, dtype: str
+) -> None:
+    checkpoint = Checkpoint.open(write("Llama", kind).file)
+    assert checkpoint.config["dtype"] == dtype
+    norm = checkpoint.tensors["model.norm.weight"]
+    assert (norm.dtype, norm.shape) == (torch.float32, (96,))
+
+
+def test_a_folder_with_one_gguf_file(write: Callable[..., Case], tmp_path: Path) -> None:
+    file = write("Llama", "Q8_0").file
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "mmproj-f16.gguf").write_bytes(b"GGUF")
+    (tmp_path / "one.gguf").symlink_to(file)
+    assert Checkpoint.open(tmp_path).path == tmp_path / "one.gguf"
+    (tmp_path / "two.gguf").symlink_to(file)
+    with pytest.raises(ValueError, match=r"has 2 GGUF files: open one of .*one.gguf, .*two.gguf"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "two.gguf").rename(tmp_path / "two-00002-of-00003.gguf")
+    with pytest.raises(ValueError, match=r"two-00002-of-00003.gguf is part 2 of 3 of a split GGUF"):
+        Checkpoint.open(tmp_path)

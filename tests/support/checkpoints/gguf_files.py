@@ -1,0 +1,302 @@
+"""GGUF files of a checkpoint's weights, written with `gguf` as llama.cpp's converter does.
+
+The names of tensors come from the package's own table, and the order of rows from the formulae of
+the converter, so that neither is the engine's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "Phi3ForCausalLM": "phi3",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Gemma3ForCausalLM": "gemma3",
+}
+PAIRED = ("llama", "granite", "smollm3")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+# Where the scales of formats lie that the package does not write, in bytes of a block.
+_SCALES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ2_XXS": (0,),
+    "IQ3_S": (0,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4", *_SCALES)
+"""Formats that `written` writes; those from TQ1_0 on mostly take rows of 256."""
+
+Kinds = Callable[[str], str]
+
+
+class Written(NamedTuple):
+    """A GGUF file, and a checkpoint of the same values in float32."""
+
+    file: Path
+    plain: Path
+
+
+def written(
+    source: Path,
+    folder: Path,
+    kind: str | Kinds,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
+    rope_factors: Any = None,
+    zeroed: bool = False,
+    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
+) -> Written:
+    """Write a checkpoint's weights as `folder/model.gguf` and `folder/plain`.
+
+    kind       format of matrices, or a function of a tensor's name in the file
+    metadata   keys to add, or to change; None: to leave out
+    tokenizer  adds a vocabulary
+    zeroed     the first 32 columns of matrices are 0, and so are their scales
+    """
+    folder.mkdir(exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    arch = ARCHITECTURES[config["architectures"][0]]
+    file = folder / "model.gguf"
+    writer = gguf.GGUFWriter(file, arch, endianess=endianess)
+    for key, value in (_metadata(arch, config) | (metadata or {})).items():
+        if value is not None:
+            writer.add_key_value(f"{arch}.{key}", value, _type(value))
+    if tokenizer is not None:
+        tokenizer(writer)
+    tensors: dict[str, Tensor] = {}
+    for part in sorted(source.glob("*.safetensors")):
+        tensors |= load_file(part)
+    if zeroed:
+        for tensor in tensors.values():
+            tensor[..., :32] *= tensor.ndim < 2
+    kinds = kind if callable(kind) else lambda _: kind
+    plain = _add_tensors(writer, arch, config, tensors, kinds)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.asarray(rope_factors, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (folder / "plain").mkdir()
+    save_file(plain, folder / "plain" / "model.safetensors", {"format": "pt"})
+    text = json.dumps({**config, "dtype": "float32"})
+    (folder / "plain" / "config.json").write_text(text)
+    return Written(file, folder / "plain")
+
+
+def vocabulary(
+    library: tokenizers.Tokenizer,
+    *,
+    model: str = "gpt2",
+    pre: str | None = None,
+    rows: int = 0,
+    scores: Sequence[float] | None = None,
+    roles: Mapping[str, str] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Callable[[gguf.GGUFWriter], None]:
+    """A function that adds the tokens of `library` to a file.
+
+    rows    the least number of tokens: unused ones fill up
+    scores  of all tokens, for SentencePiece
+    roles   tokens of "bos", "eos", "unknown" and "padding"
+    more    other metadata
+    """
+    ids = library.get_vocab(with_added_tokens=True)
+    count = max(rows, max(ids.values()) + 1)
+    tokens = [f"[PAD{index}]" for index in range(count)]
+    types = [gguf.TokenType.UNUSED] * count
+    added = library.get_added_tokens_decoder()
+    for token, index in ids.items():
+        tokens[index], types[index] = token, gguf.TokenType.NORMAL
+        if index in added:
+            special = added[index].special
+            types[index] = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+        elif model == "llama" and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            types[index] = gguf.TokenType.BYTE
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model(model)
+        if pre is not None:
+            writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        merges = json.loads(library.to_str())["model"]["merges"]
+        if scores is None:
+            writer.add_token_merges([" ".join(merge) for merge in merges])
+        else:
+            writer.add_token_scores([*scores, *[0.0] * (count - len(scores))])
+        for role, token in (roles or {}).items():
+            writer.add_uint32(f"tokenizer.ggml.{role}_token_id", ids[token])
+        for key, value in (more or {}).items():
+            writer.add_key_value(f"tokenizer.{key}", value, _type(value))
+
+    return add
+
+
+def vocabulary_file(
+    add: Callable[[gguf.GGUFWriter], None], file: Path, arch: str = "llama"
+) -> Path:
+    """A GGUF file of a vocabulary and one tensor."""
+    writer = gguf.GGUFWriter(file, arch)
+    add(writer)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 8), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _type(value: Any) -> gguf.GGUFValueType:
+    if isinstance(value, bool):
+        return gguf.GGUFValueType.BOOL
+    if isinstance(value, int):
+        return gguf.GGUFValueType.UINT32
+    if isinstance(value, float):
+        return gguf.GGUFValueType.FLOAT32
+    return gguf.GGUFValueType.get_type(value)
+
+
+def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    given = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.key_length": width,
+        "attention.value_length": width,
+        "rope.dimension_count": width,
+        "rope.freq_base": (rope.get("full_attention") or rope).get("rope_theta"),
+        "vocab_size": config["vocab_size"],
+    }
+    if rope.get("rope_type") in ("linear", "yarn"):
+        given["rope.scaling.type"] = rope["rope_type"]
+        given["rope.scaling.factor"] = rope["factor"]
+        given["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+    if arch in ("gemma3", "phi3"):
+        given["attention.sliding_window"] = config.get("sliding_window")
+    if arch == "granite":
+        given["attention.scale"] = config["attention_multiplier"]
+        given["embedding_scale"] = config["embedding_multiplier"]
+        given["residual_scale"] = config["residual_multiplier"]
+        given["logit_scale"] = config["logits_scaling"]
+    if arch == "qwen3moe":
+        given["expert_count"] = config["num_local_experts"]
+        given["expert_used_count"] = config["num_experts_per_tok"]
+        given["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _add_tensors(
+    writer: gguf.GGUFWriter,
+    arch: str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    kinds: Kinds,
+) -> dict[str, Tensor]:
+    """Add the tensors; returns the values that the file has, by the checkpoint's names."""
+    number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    plain: dict[str, Tensor] = {}
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        expert = _EXPERT.fullmatch(name)
+        if expert is not None:
+            stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = tensor
+            continue
+        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        plain[name] = _add(writer, arch, config, stored, tensor.float(), kinds)
+    for name, experts in stacks.items():
+        stored = names.get_name(name, try_suffixes=(".weight",))
+        assert stored is not None, name
+        stack = torch.stack([experts[index] for index in sorted(experts)]).float()
+        values = _add(writer, arch, config, stored, stack, kinds)
+        module, _, last = name.removesuffix(".weight").rpartition(".")
+        for index, each in enumerate(values):
+            plain[f"{module}.{index}.{last}.weight"] = each.clone()
+    return plain
+
+
+def _add(
+    writer: gguf.GGUFWriter,
+    arch: str,
+    config: Mapping[str, Any],
+    stored: str,
+    tensor: Tensor,
+    kinds: Kinds,
+) -> Tensor:
+    """Add one tensor; returns its values in the checkpoint's layout."""
+    heads = 0
+    if arch in PAIRED and re.search(r"attn_[qk]\.", stored):
+        heads = config["num_attention_heads" if "attn_q" in stored else "num_key_value_heads"]
+    plus = 1.0 if arch == "gemma3" and stored.endswith("norm.weight") else 0.0
+    values = _permuted(tensor, heads) + plus
+    kind = kinds(stored) if tensor.ndim > 1 and "ffn_gate_inp" not in stored else "F32"
+    number = gguf.GGMLQuantizationType[kind]
+    data = encoded(values.contiguous().numpy(), kind)
+    writer.add_tensor(stored, data, raw_dtype=number)
+    read = torch.from_numpy(gguf.dequantize(data, number).reshape(values.shape).copy())
+    return (_unpermuted(read, heads) - plus).contiguous()
+
+
+def encoded(values: np.ndarray, kind: str) -> np.ndarray:
+    """Values in a format; random codes with small scales in one that the package does not write."""
+    number = gguf.GGMLQuantizationType[kind]
+    if kind not in _SCALES:
+        return gguf.quantize(values, number)
+    block, nbytes = gguf.GGML_QUANT_SIZES[number]
+    generator = np.random.default_rng(values.size)
+    shape = (*values.shape[:-1], values.shape[-1] // block, nbytes)
+    data = generator.integers(0, 256, shape, dtype=np.uint8)
+    # Scales of super-blocks multiply others.
+    size = 2e-3 if block == 32 else 6e-5
+    for at in _SCALES[kind]:
+        scales = generator.normal(0, size, shape[:-1]).astype(np.float16)
+        data[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return data.reshape(*values.shape[:-1], -1)
+
+
+def _permuted(tensor: Tensor, heads: int) -> Tensor:
+    """`permute` of llama.cpp's converter."""
+    if not heads:
+        return tensor
+    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
+    if not heads:
+        return tensor
+    pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)
