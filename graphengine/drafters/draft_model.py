@@ -11,7 +11,6 @@ Letters: R rows, W lanes of a row, N = R * W lanes, T tokens of a chunk, K draft
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,6 +43,7 @@ from graphengine.models.linears import stream_groups
 from graphengine.models.states import StateTensors, recurrent_fields, recurrent_tensors
 from graphengine.models.weights import Destinations
 from graphengine.speculative import DraftModel
+from graphengine.text.tokenizer import Tokenizer
 
 _WHOSE = "draft_"
 """Prefix of the names of its static fields."""
@@ -319,9 +319,8 @@ def make_draft_model(options: DraftModel, target: Target) -> Drafter:
     return DraftModelDrafter(draft, options.k, checkpoint, drafts_from(options.min_confidence))
 
 
-def _token_ids(checkpoint: Checkpoint) -> object:
-    """The tokens of `tokenizer.json` with their ids; None where there is none."""
+def _token_ids(checkpoint: Checkpoint) -> dict[str, int] | None:
+    """The ids of a tokenizer's tokens; None where there is none."""
     if not checkpoint.has_tokenizer:
         return None
-    parsed = json.loads((checkpoint.path / "tokenizer.json").read_text(encoding="utf-8"))
-    return parsed.get("model", {}).get("vocab"), parsed.get("added_tokens")
+    return Tokenizer.from_directory(checkpoint.path).vocabulary

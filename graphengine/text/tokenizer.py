@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import tokenizers
 
+from graphengine.models.checkpoints.gguf_file import is_gguf
 from graphengine.text.chat import ChatTemplate, Messages, Tools
 from graphengine.text.continuing import continuing
 from graphengine.text.decoders import (
@@ -22,6 +23,7 @@ from graphengine.text.decoders import (
     decoder_members,
     text_decoder,
 )
+from graphengine.text.gguf_tokenizer import read_gguf_tokenizer
 from graphengine.text.stopping import StopStrings
 from graphengine.text.tokenizer_files import library_errors, read_tokenizer_files
 
@@ -74,10 +76,11 @@ class Tokenizer:
     def from_directory(cls, path: str | Path) -> Self:
         """Read a Hugging Face directory: `tokenizer.json`, and where present
         `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`,
-        `chat_template.jinja` and `additional_chat_templates/*.jinja`. ValueError names the file at
-        fault.
+        `chat_template.jinja` and `additional_chat_templates/*.jinja`; or a GGUF file. ValueError
+        names the file at fault.
         """
-        read = read_tokenizer_files(Path(path))
+        path = Path(path)
+        read = read_gguf_tokenizer(path) if is_gguf(path) else read_tokenizer_files(path)
         return cls(
             read.library,
             special_tokens=read.special_tokens,
@@ -92,9 +95,14 @@ class Tokenizer:
         return self._library.get_vocab_size(with_added_tokens=True)
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, the added ones included."""
+        return dict(self._library.get_vocab(with_added_tokens=True))
+
+    @property
     def largest_id(self) -> int:
         """The last id that has a token; a model's vocabulary may have more ids after it."""
-        return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+        return max(self.vocabulary.values(), default=-1)
 
     @property
     def has_chat_template(self) -> bool:

@@ -124,7 +124,10 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_NEEDED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+_NEEDED = (
+    *("embedding_length", "block_count", "feed_forward_length", "attention.head_count"),
+    "attention.layer_norm_rms_epsilon",
+)
 _ROPE_KEYS = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",

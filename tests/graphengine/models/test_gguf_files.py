@@ -198,6 +198,10 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
         ({"name": "x-00001-of-00002.gguf"}, r"is part 1 of 2 of a split GGUF file"),
         ({"metadata": {"block_count": None}}, r"lacks the metadata keys llama.block_count"),
         (
+            {"metadata": {"attention.layer_norm_rms_epsilon": None}},
+            r"lacks the metadata keys llama.attention.layer_norm_rms_epsilon",
+        ),
+        (
             {"metadata": {"attention.clamp_kqv": 8.0}},
             r"not understood.*llama.attention.clamp_kqv=8.0",
         ),
