@@ -106,8 +106,8 @@ class Engine:
     ) -> Self:
         """Load a checkpoint, allocate everything, capture every bucket.
 
-        path      a directory (`config.json`, safetensors, `tokenizer.json`), a Hugging Face id, or
-                  "demo", the packaged model
+        path      a directory (`config.json`, safetensors, `tokenizer.json`), a GGUF file, a Hugging
+                  Face id, or "demo", the packaged model
         config    all options in one object
         progress  called with (bytes loaded, bytes in all) as weights arrive on the device
         options   in place of `config`, the fields of `EngineConfig`

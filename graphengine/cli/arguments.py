@@ -144,7 +144,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         default="demo",
-        help="directory, hub id, or 'demo' for the packaged model (default: %(default)s)",
+        help="directory, GGUF file, hub id, or 'demo', the packaged model (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--verbose", action="store_true", help="log the memory budget and captures")
