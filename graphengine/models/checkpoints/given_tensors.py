@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,12 +29,10 @@ class GivenTensors(Checkpoint):
     `tensors` say how they are read: like those of a checkpoint with the same names and shapes; a
     rank may read parts. `config` comes from that checkpoint, too.
 
-    origin  the checkpoint that the values replace
     folder  a checkpoint that has the same values; None: they are only in memory
     """
 
     values: Mapping[str, Tensor]
-    origin: Path
     folder: Path | None
 
     @classmethod
@@ -53,7 +51,6 @@ class GivenTensors(Checkpoint):
             tensors=MappingProxyType(tensors),
             quant_config=checkpoint.quant_config,
             values=values,
-            origin=checkpoint.path,
             folder=folder,
         )
 
@@ -100,5 +97,5 @@ def as_checkpoint(given: GivenTensors) -> Iterator[Path]:
                 f"{sum(value.nbytes for value in dense.values())} bytes of new weights, which the "
                 f"other ranks read, do not go to {folder} (TMPDIR names another place): {error}"
             ) from error
-        shutil.copy(given.origin / "config.json", folder)
+        (folder / "config.json").write_text(json.dumps(given.config), encoding="utf-8")
         yield folder
