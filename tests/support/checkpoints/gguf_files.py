@@ -232,7 +232,7 @@ def _add_tensors(
         if expert is not None:
             stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = tensor
             continue
-        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+        if name.startswith("mtp.") or (name == "lm_head.weight" and config["tie_word_embeddings"]):
             continue
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
