@@ -80,8 +80,7 @@ class QuantisedWeight(NamedTuple):
 
     codes    uint8 [M, K], or [M, K // 2] of 4 bits: the lower half is the even column
     scales   [M / R, K / C]: float32, bfloat16, float16, `torch.float8_e4m3fn`, or uint8 for powers
-             of two (e8m0: 2**(byte - 127)); positive and finite, except that in `float8_e4m3fn` a
-             scale too small for it is 0
+             of two (e8m0: 2**(byte - 127)); any finite numbers, 0 and negative ones too
     whole    float32, a factor on all scales [], or on those of each row [M, 1] where no rows share
              any; None: 1
     zeros    uint8 [M / R, K / C], codes that stand for 0; None: the usual zero of `code`

@@ -21,6 +21,8 @@ FORMATS: dict[str, tuple[WeightFormat, torch.dtype]] = {
     "nvfp4": (WeightFormat("e2m1", 1, 16), torch.float8_e4m3fn),
 }
 """By name: a format, and the dtype of its scales."""
+SIGNED = ("int4 in small groups",)
+"""Formats whose scales may be negative or 0, as in GGUF files."""
 
 
 def random_quantised(name: str, M: int, K: int, *, seed: int = 0) -> QuantisedWeight:
@@ -41,6 +43,8 @@ def random_quantised(name: str, M: int, K: int, *, seed: int = 0) -> QuantisedWe
         scales = integers(118, 125, *groups)
     else:
         scales = (torch.rand(groups, generator=random) / 16 + 2**-7).to(dtype)
+    if name in SIGNED:
+        scales = scales * (integers(0, 3, *groups).to(dtype) - 1)
     zeros = integers(0, 1 << kind.bits, *groups) if kind.has_zeros else None
     whole = torch.tensor(0.7) if name == "nvfp4" else None
     return QuantisedWeight(kind, codes, scales, whole, zeros)
