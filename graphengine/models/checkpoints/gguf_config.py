@@ -28,6 +28,7 @@ class GgufFamily(NamedTuple):
     paired        whether each head's rows of q and k alternate between the two halves that RoPE
                   turns together
     plus_one      whether norms are stored plus 1, which the model adds
+    mixed         whether layers without heads of keys and values are convolutions
     """
 
     architecture: str
@@ -36,6 +37,7 @@ class GgufFamily(NamedTuple):
     layer: Mapping[str, str] = _NONE
     paired: bool = False
     plus_one: bool = False
+    mixed: bool = False
 
 
 FAMILIES: Mapping[str, GgufFamily] = {
@@ -80,11 +82,31 @@ FAMILIES: Mapping[str, GgufFamily] = {
         },
         plus_one=True,
     ),
+    "lfm2": GgufFamily(
+        "Lfm2ForCausalLM",
+        keys={
+            "attention.layer_norm_rms_epsilon": "norm_eps",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        fixed={"block_auto_adjust_ff_dim": False},
+        layer={
+            "attn_norm": "operator_norm",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        mixed=True,
+    ),
 }
 """The architectures that are read, by the name in `general.architecture`."""
 
 MODULES: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
@@ -107,6 +129,9 @@ LAYER: Mapping[str, str] = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
 }
 """Names of a layer's modules; {} is the number of an expert, all of which are one tensor."""
 
@@ -182,6 +207,8 @@ def read_gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> di
     if family.architecture == "LlamaForCausalLM":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    if family.mixed:
+        config |= _mixture(file, own, config["num_hidden_layers"])
     if family.architecture == "Gemma3ForCausalLM":
         config["query_pre_attn_scalar"] = _gemma_scalar(config)
     _read_rope(file, own, config)
@@ -243,6 +270,26 @@ def _gemma_scalar(config: Mapping[str, Any]) -> float:
     if config["num_hidden_layers"] == _GEMMA_27B or "head_dim" not in config:
         return float(hidden / heads)
     return float(config["head_dim"])
+
+
+def _mixture(file: GgufFile, own: Mapping[str, Any], layers: Any) -> dict[str, Any]:
+    """The layers that attend, by their heads of keys and values, and those that are convolutions.
+
+    ValueError unless each layer has a number of heads.
+    """
+    heads = own.get("attention.head_count_kv")
+    heads = heads if isinstance(heads, list) else [heads]
+    if len(heads) not in (1, layers) or not all(type(count) is int for count in heads):
+        raise ValueError(
+            f"{file.path} has attention.head_count_kv={shown(heads)}: must be a number for each of "
+            f"{layers} layers"
+        )
+    biases = (f"blk.{layer}.shortconv.in_proj.bias" for layer in range(len(heads)))
+    return {
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "num_key_value_heads": max(heads),
+        "conv_bias": any(name in file.tensors for name in biases),
+    }
 
 
 def _read_rope(file: GgufFile, own: Mapping[str, Any], config: dict[str, Any]) -> None:

@@ -42,11 +42,12 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Formats whose codes and scales are kept: the dtype of codes, and how many a byte holds.
 _PACKED = {"Q8_0": (torch.int8, 1), "Q4_0": (torch.uint8, 2)}
 _GROUP = 32
-_LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
+_LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.([\w.]+)\.(weight|bias)")
 # Linears that are computed as one, and so are packed only if all have one format.
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# A router's weight, which is not packed.
-_ROUTER = "ffn_gate_inp"
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+# Modules with matrices that are not packed; the last one has a row of taps for each channel.
+_CONV = "shortconv.conv"
+_UNPACKED = ("token_embd", "ffn_gate_inp", _CONV)
 _MIB = 2**20
 
 
@@ -58,6 +59,7 @@ class _Part(NamedTuple):
     heads     heads whose rows alternate between two halves; 0: rows are as they are
     expert    its place in a stack of experts; None: it is not stacked
     plus_one  whether 1 is subtracted
+    taps      whether rows are those of a convolution, [M, 1, K] in the checkpoint
     """
 
     stored: str
@@ -65,6 +67,7 @@ class _Part(NamedTuple):
     heads: int = 0
     expert: int | None = None
     plus_one: bool = False
+    taps: bool = False
 
 
 class GgufModel(NamedTuple):
@@ -130,7 +133,8 @@ def _parts(file: GgufFile, family: GgufFamily, config: Mapping[str, Any]) -> dic
             continue
         _check_kind(file, stored, tensor)
         name, module = _name(stored, family)
-        part = _Part(stored, plus_one=family.plus_one and module.endswith("_norm"))
+        plus_one = family.plus_one and module.endswith("_norm")
+        part = _Part(stored, plus_one=plus_one, taps=module == _CONV and len(tensor.shape) == 2)
         if family.paired and module in heads:
             part = part._replace(heads=_checked_heads(file, stored, tensor, heads[module]))
         if "{}" in name:
@@ -190,7 +194,8 @@ def _packed(file: GgufFile, parts: Mapping[str, _Part]) -> list[str]:
     kinds = {
         name.removesuffix(".weight"): file.tensors[part.stored].kind
         for name, part in parts.items()
-        if name.endswith("_proj.weight") or name == "lm_head.weight"
+        if name.endswith(".weight") and len(file.tensors[part.stored].shape) > 1
+        if not part.stored.removesuffix(".weight").endswith(_UNPACKED)
     }
 
     def is_packed(name: str) -> bool:
@@ -214,6 +219,8 @@ def _dtype(file: GgufFile) -> str:
 def _info(file: GgufFile, part: _Part) -> TensorInfo:
     tensor = file.tensors[part.stored]
     shape = tensor.shape if part.expert is None else tensor.shape[1:]
+    if part.taps:
+        shape = (shape[0], 1, shape[1])
     dtype = _FLOATS.get(tensor.kind, torch.float32)
     if part.role == "codes":
         dtype, per_byte = _PACKED[tensor.kind]
@@ -256,6 +263,7 @@ class GgufTensors:
         if part.role != "values":
             return _codes_or_scales(rows, tensor.kind, part.role)
         values = _values(self._file.path, rows, tensor)
+        values = values[:, None] if part.taps else values
         return values - 1 if part.plus_one else values
 
 

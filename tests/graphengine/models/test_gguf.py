@@ -28,7 +28,7 @@ gguf = pytest.importorskip("gguf")
 
 from checkpoints.gguf_files import QUANTISED, written  # noqa: E402
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 96,
     "intermediate_size": 160,
@@ -89,6 +89,15 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "SmolLM3": {"hidden_size": 192, "head_dim": None, "num_hidden_layers": 4},
+    "Lfm2": {
+        "hidden_size": 192,
+        "head_dim": None,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
     "Gemma3": {
         "head_dim": 64,
         "query_pre_attn_scalar": 64,
@@ -102,6 +111,7 @@ READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
     **{family: {} for family in ("Llama", "Llama-tied", "Qwen2", "Qwen3")},
     "Qwen3Moe": {"moe_intermediate_size": 768, "num_hidden_layers": 1},
     "Gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    "Lfm2": {},
 }
 
 
@@ -180,7 +190,13 @@ def test_formats(write: Callable[..., Case], device: str, eager: Any, kind: str)
 def test_transformers_reads_the_same_values(
     write: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    case = write(family, "Q8_0", READ_BY_TRANSFORMERS[family])
+    tokens = [str(index) for index in range(SIZES["vocab_size"])]
+    case = write(
+        family,
+        "Q8_0",
+        READ_BY_TRANSFORMERS[family],
+        tokenizer=lambda writer: writer.add_token_list(tokens),
+    )
     # It asks for accelerate, and uses nothing of it on a CPU.
     monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda: True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

@@ -29,8 +29,11 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
     "Gemma3ForCausalLM": "gemma3",
+    "Lfm2ForCausalLM": "lfm2",
 }
 PAIRED = ("llama", "granite", "smollm3")
+# Matrices that the converter leaves in 32 bits.
+_KEPT = r"ffn_gate_inp|shortconv\.conv\."
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 # Where the scales of formats lie that the package does not write, in bytes of a block.
 _SCALES = {
@@ -190,7 +193,7 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps", config.get("norm_eps")),
         "attention.key_length": width,
         "attention.value_length": width,
         "rope.dimension_count": width,
@@ -208,6 +211,10 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         given["embedding_scale"] = config["embedding_multiplier"]
         given["residual_scale"] = config["residual_multiplier"]
         given["logit_scale"] = config["logits_scaling"]
+    if arch == "lfm2":
+        kinds = [kind == "full_attention" for kind in config["layer_types"]]
+        given["attention.head_count_kv"] = [config["num_key_value_heads"] * kind for kind in kinds]
+        given["shortconv.l_cache"] = config["conv_L_cache"]
     if arch == "qwen3moe":
         given["expert_count"] = config["num_local_experts"]
         given["expert_used_count"] = config["num_experts_per_tok"]
@@ -236,7 +243,10 @@ def _add_tensors(
             continue
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        plain[name] = _add(writer, arch, config, stored, tensor.float(), kinds)
+        # The converter squeezes the taps of convolutions.
+        values = tensor.float().squeeze(1) if "shortconv.conv" in stored else tensor.float()
+        read = _add(writer, arch, config, stored, values, kinds)
+        plain[name] = read.reshape(tensor.shape)
     for name, experts in stacks.items():
         stored = names.get_name(name, try_suffixes=(".weight",))
         assert stored is not None, name
@@ -262,7 +272,7 @@ def _add(
         heads = config["num_attention_heads" if "attn_q" in stored else "num_key_value_heads"]
     plus = 1.0 if arch == "gemma3" and stored.endswith("norm.weight") else 0.0
     values = _permuted(tensor, heads) + plus
-    kind = kinds(stored) if tensor.ndim > 1 and "ffn_gate_inp" not in stored else "F32"
+    kind = kinds(stored) if tensor.ndim > 1 and not re.search(_KEPT, stored) else "F32"
     number = gguf.GGMLQuantizationType[kind]
     data = encoded(values.contiguous().numpy(), kind)
     writer.add_tensor(stored, data, raw_dtype=number)
