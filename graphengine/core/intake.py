@@ -187,11 +187,14 @@ class Intake:
 
         ValueError for a grid of embeddings with rows past the tables.
         """
+        if not prompt.embeds.has_grids():
+            return 0
         shift, last = prompt.embeds.shift(), prompt.embeds.last_row()
-        if max(last + 1, max_len + shift) > self._max_seq_len:
+        last = max(last, max_len + shift - 1)
+        if last >= self._max_seq_len:
             raise ValueError(
-                f"the grids of embeddings in the prompt take RoPE to row "
-                f"{max(last, max_len + shift - 1)}, past max_seq_len={self._max_seq_len}"
+                f"the grids of embeddings in the prompt take RoPE to row {last}, past "
+                f"max_seq_len={self._max_seq_len}"
             )
         return shift
 

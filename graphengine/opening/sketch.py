@@ -6,6 +6,7 @@ Recording them takes milliseconds, and gives the launches that the engine's own 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -26,9 +27,10 @@ def sketch_steps(
     """The step of every graph that an engine with this plan has, over tensors of the meta device.
 
     Call it, and run the steps, inside `assumed`: they launch what that GPU would be given, with its
-    plans. It is for an engine of one rank. The drafter gets weights without memory; it must be
-    allocated anew before it is used otherwise.
+    plans. It is for an engine of one rank.
     """
+    # Opening a drafter changes it.
+    drafter = copy(drafter)
     sizes = replace(memory, device=_META, kv_blocks=memory.table_blocks, swap_blocks=0)
     weights = model.allocate(device="meta", dtype=memory.dtype)
     drafter.allocate(_META, memory.dtype, config.family, config.chain_family)

@@ -34,7 +34,7 @@ from graphengine.profiles.tables.text import (
     share,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "profiles" / "results"
 SUMMARY_PAGE = ROOT / "docs" / "numbers.md"
 PAGE = ROOT / "docs" / "numbers_appendix.md"

@@ -19,8 +19,9 @@ from demo_training.checkpoint import load_model
 from demo_training.corpus import END_OF_TEXT, Document
 from demo_training.model import DEPTH, DemoModel
 from demo_training.tokenizer import encode, load_tokenizer
+from graphengine import demo
 
-HELDOUT = Path(__file__).with_name("heldout.txt")
+HELDOUT = Path(demo.__file__).with_name("heldout.txt")
 
 
 def windows(tokens: torch.Tensor, *, length: int, batch: int) -> Iterator[torch.Tensor]:

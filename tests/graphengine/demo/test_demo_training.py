@@ -19,6 +19,7 @@ from demo_training.model import DEPTH, DemoConfig, DemoModel, Rope, training_los
 from demo_training.optimiser import newton_schulz
 from demo_training.tokenizer import load_tokenizer
 from demo_training.train import main, rate_factor
+from graphengine import demo
 from timelines.fake_clock import Clock
 
 TEXT = "def number(n: int) -> int:\n    return n + 1\n\n\nclass Émile:\n    pass  # ½ 日本\n"
@@ -240,6 +241,6 @@ def test_archive_round_trip(tmp_path: Path) -> None:
 
 
 def test_shipped_sample_is_from_the_held_out_files() -> None:
-    sample = Path(corpora.__file__).with_name("heldout.txt").read_text(encoding="utf-8")
+    sample = Path(demo.__file__).with_name("heldout.txt").read_text(encoding="utf-8")
     assert len(sample.encode()) <= corpora.HELDOUT_BYTES
     assert sample.startswith("# Notice") and sample.count(END_OF_TEXT) >= 5

@@ -186,7 +186,8 @@ def replies(engine: Engine) -> list[tuple[int, ...]]:
     text = (SOURCES / "train.py").read_text(encoding="utf-8")
     ids = Tokenizer.from_directory(checkpoint_path()).encode(text)
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-    return [each.token_ids for each in engine.generate([ids[329:353], ids[649:673]], params)]
+    prompts = [ids[at : at + 24] for at in range(100, 1600, 250)]
+    return [each.token_ids for each in engine.generate(prompts, params)]
 
 
 OPTIONS: dict[str, Any] = {
@@ -227,17 +228,19 @@ def test_short_trainings_give_drafters_whose_drafts_are_accepted(
 ) -> None:
     text, head, block = tmp_path / "text.safetensors", tmp_path / "eagle3", tmp_path / "block"
     once = ("--own-text", str(text))
-    metrics = run_command(EAGLE3, head, "--steps", "18", "--draft-vocab", "1024", *once)
+    metrics = run_command(EAGLE3, head, "--steps", "40", "--draft-vocab", "1024", *once)
     check_short_training(head, metrics, "1024 most frequent tokens")
     # By chance one draft of 4,096 would be accepted.
-    assert accepted(Eagle3(head, 3), plain) > 0.03
+    rate = accepted(Eagle3(head, 3), plain)
+    assert rate > 0.03
 
     written = text.read_bytes()
-    found = run_command(BLOCK, block, "--steps", "18", *once)
+    found = run_command(BLOCK, block, "--steps", "40", *once)
     check_short_training(block, found, "3 lanes, 3 drafts")
     assert text.read_bytes() == written
     assert found["own_tokens"] == metrics["own_tokens"] == 4 * 129
-    assert accepted(DFlash(block, 3), plain) > 0.03
+    rate = accepted(DFlash(block, 3), plain)
+    assert rate > 0.03
 
     message = r"has 4 windows of 128 tokens that the target wrote in; --sequence is 96, --own-sh"
     with pytest.raises(ValueError, match=message):

@@ -181,6 +181,7 @@ def test_the_log_probabilities_of_prompts_take_nodes_by_their_length() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -188,7 +189,10 @@ def test_the_log_probabilities_of_prompts_take_nodes_by_their_length() -> None:
         (DEMO, {"max_batch": 1, "buckets": (1,)}),
         (DEMO, {"speculative": MTP(k=3), "prompt_logprobs": True}),
         (DEMO, {"quantize": "fp8"}),
-        ("llama-1b", {"max_batch": 32, "max_seq_len": 4096, "prefill_buckets": (64, 1024)}),
+        (
+            "llama-1b",
+            {"max_batch": 32, "buckets": (32,), "max_seq_len": 4096, "prefill_buckets": (64, 1024)},
+        ),
         ("tiny-moe", {}),
     ],
     ids=str,

@@ -214,7 +214,7 @@ def test_chunks_are_what_they_are_in_one_rank_and_end() -> None:
         expected = [each.token_ids for each in alone.generate(prompts, greedy())]
     with open_chunks() as engine:
         group = runtime_of(engine).groups.tensor
-        assert group is not None and group.peers is not None and group.group is None
+        assert group is not None and group.peers is not None and group._torch_group is None
         assert not group.peers.hold(torch.zeros(96, engine.model.config.hidden_size))
         summed, split = group._memory.summing, group._memory.split
         assert summed is not None and split is not None

@@ -729,6 +729,8 @@ def test_a_kernel_that_reads_before_its_wait_is_caught(
 
     def attention_and_copies(*args: Any, **options: Any) -> torch.Tensor:
         attended = attention(*args, **options)
+        if attended.is_meta:
+            return attended
         (pdl,) = (each.pdl for each in args if isinstance(each, Launch))
         middle, copy = torch.empty_like(attended), torch.empty_like(attended)
         count = attended.numel()

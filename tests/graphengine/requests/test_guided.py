@@ -466,9 +466,9 @@ def test_a_guided_step_copies_masks_alone(device: str, monkeypatch: pytest.Monke
         loaded: list[dict[str, Any]] = []
         load = StaticBuffers.load
 
-        def watched(self: StaticBuffers, updates: dict[str, Any], **options: Any) -> None:
+        def watched(self: StaticBuffers, updates: dict[str, Any], **options: Any) -> Any:
             loaded.append(updates)
-            load(self, updates, **options)
+            return load(self, updates, **options)
 
         monkeypatch.setattr(StaticBuffers, "load", watched)
         engine.submit(PROMPT, ask(GUIDED["regex"]))

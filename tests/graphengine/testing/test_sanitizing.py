@@ -180,7 +180,9 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, stand_in: str, capsys: Any) 
     assert "is not installed" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--tools 'leakcheck': known are memcheck, racecheck"):
         main(["--sanitizer", stand_in, "--tools", "leakcheck"])
-    with pytest.raises(ValueError, match="--targets 'kernels/nor': known are kernels/activation"):
+    with pytest.raises(
+        ValueError, match="--targets 'kernels/nor': known are kernels/accesses, kernels/activation"
+    ):
         main(["--sanitizer", stand_in, "--targets", "kernels/nor"])
     with pytest.raises(SystemExit):
         main(["--cases", "0"])
