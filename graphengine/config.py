@@ -18,6 +18,7 @@ from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
 from graphengine.options.checks import INT32_MAX, is_finite, is_int, shown
 from graphengine.options.devices import DTYPES, check_device, usual_device
 from graphengine.options.draft_schedule import DraftSchedule
+from graphengine.options.logits_params import LogprobsMode
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.options.table import (
     NOT_NEGATIVE,
@@ -54,7 +55,6 @@ StateDtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 RoundedKind = Literal["fp8", "int8", "int4"]
 """What weights can be rounded to while they are loaded."""
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 # Positions and blocks have 32-bit numbers on the device.
@@ -313,9 +313,10 @@ class EngineConfig(EngineSizes):
     )
     logprobs_mode: LogprobsMode = option(
         "raw_logprobs",
-        doc="""logits that log-probabilities are computed from: "raw_logprobs" takes the model's,
-        "processed_logprobs" those after penalties, bias and bans (but, unlike vLLM's, before
-        min_tokens, temperature and filters)""",
+        doc="""logits that log-probabilities are computed from, unless a request says otherwise:
+        "raw_logprobs" takes the model's, "processed_logprobs" those after penalties, bias and bans
+        (but, unlike vLLM's, before min_tokens, temperature and filters), "sampled_logprobs" those
+        after all of these, which tokens are drawn from""",
         flag=Flag(),
     )
     record_routing: bool = option(

@@ -10,9 +10,10 @@ from typing import TypedDict
 import torch
 
 from graphengine.buckets import WaitMode
-from graphengine.config import KvDtype, LoadFormat, LogprobsMode, RoundedKind, StateDtype
+from graphengine.config import KvDtype, LoadFormat, RoundedKind, StateDtype
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
+from graphengine.options.logits_params import LogprobsMode
 from graphengine.speculative import GateOptions, RelaxedAcceptance, Speculative
 
 
@@ -206,9 +207,10 @@ class EngineOptions(TypedDict, total=False):
     """
 
     logprobs_mode: LogprobsMode
-    """logits that log-probabilities are computed from: "raw_logprobs" takes the model's,
-    "processed_logprobs" those after penalties, bias and bans (but, unlike vLLM's, before
-    min_tokens, temperature and filters)
+    """logits that log-probabilities are computed from, unless a request says otherwise:
+    "raw_logprobs" takes the model's, "processed_logprobs" those after penalties, bias and bans
+    (but, unlike vLLM's, before min_tokens, temperature and filters), "sampled_logprobs" those
+    after all of these, which tokens are drawn from
     """
 
     record_routing: bool

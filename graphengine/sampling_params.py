@@ -20,6 +20,7 @@ from graphengine.options.logits_params import (
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
     BadWord,
+    LogprobsMode,
     frozen_bad_words,
     frozen_ids,
     frozen_logit_bias,
@@ -234,6 +235,12 @@ class SamplingParams:
         doc="""return the log-probability of each new token, and those of this many of the most
         probable tokens, up to 20; None: none""",
         flag=Flag(),
+    )
+    logprobs_mode: LogprobsMode | None = option(
+        None,
+        doc="""logits that `logprobs` are computed from, as in the engine's `logprobs_mode`; an
+        engine opened with "sampled_logprobs" serves all modes, one with "raw_logprobs" also
+        "processed_logprobs"; None: the engine's mode""",
     )
     prompt_logprobs: int | None = option(
         None,

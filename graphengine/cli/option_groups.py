@@ -30,7 +30,7 @@ REQUEST_GROUPS: Groups = {
         "structured_outputs",
     ),
     "Text": ("include_stop_str_in_output", "skip_special_tokens", "remove_eos", "add_bos"),
-    "Log-probabilities and routing": ("logprobs", "prompt_logprobs", "routing"),
+    "Log-probabilities and routing": ("logprobs", "logprobs_mode", "prompt_logprobs", "routing"),
 }
 ENGINE_GROUPS: Groups = {
     "Devices and ranks": (

@@ -224,7 +224,7 @@ def _logits_step(config: EngineConfig, buffers: StaticBuffers, logprobs: Logprob
         logprobs.tokens.tensor,
         None if logprobs.prompts is None else logprobs.prompts.tensor,
         top=config.max_logprobs,
-        keep_raw=config.logprobs_mode == "raw_logprobs",
+        mode=config.logprobs_mode,
     )
 
 

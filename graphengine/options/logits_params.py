@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from graphengine.options.checks import check_number, is_int, shown
 
@@ -16,6 +17,8 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_BIAS = 1e20
 
 BadWord = str | Sequence[int]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "sampled_logprobs"]
+"""The logits that log-probabilities are computed from."""
 
 
 def token_bias(text: str) -> tuple[int, float]:

@@ -28,9 +28,12 @@ from graphengine.kernels.logits.logprobs import (
     token_log_probabilities,
 )
 from graphengine.kernels.logits.logprobs_mailbox import publish_logprobs
+from graphengine.kernels.logits.sampled_logits import write_sampled_logits
+from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.step.noted import note_prompt, note_tokens
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, StopSequences
 from graphengine.kernels.step.walk import AcceptedPath
+from graphengine.options.logits_params import LogprobsMode
 from graphengine.requests.processing import logits_tensors
 
 # The fields of `processing.py` that have another name in the kernels.
@@ -48,7 +51,8 @@ class Processed(NamedTuple):
     logits: Tensor
     """float32 [N, V], processed: the sampler reads these."""
     raw: Tensor | None
-    """float32 [N, V], unprocessed; set in the lanes whose log-probabilities come from them."""
+    """float32 [N, V], unprocessed; set in the lanes whose log-probabilities come from them. Where
+    these are to be of what the token is drawn from, `report` writes that here."""
     lanes: DecodeLanes
 
 
@@ -57,7 +61,7 @@ class LogitsStep:
 
     mailbox   receives log-probabilities, and `prompt_mailbox` those of prompts; both have room for
               the `top` most probable tokens
-    keep_raw  whether log-probabilities are those of the model's unprocessed logits
+    mode      the engine's `logprobs_mode`: which logits are kept for log-probabilities
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class LogitsStep:
         prompt_mailbox: Tensor | None,
         *,
         top: int,
-        keep_raw: bool,
+        mode: LogprobsMode,
     ) -> None:
         def fields(names: tuple[str, ...]) -> list[Tensor]:
             return [buffers[_FIELDS.get(name, name)] for name in names]
@@ -81,7 +85,11 @@ class LogitsStep:
         self._prompt_mailbox = prompt_mailbox
         self._sequence = buffers["sequence"]
         self._top = top
-        self._keep_raw = keep_raw
+        self._keep_raw = mode != "processed_logprobs"
+        # What tokens are drawn from; None where no request may ask for it.
+        self._sampling: SamplingTensors | None = None
+        if mode == "sampled_logprobs":
+            self._sampling = SamplingTensors(*(buffers[name] for name in SamplingTensors._fields))
 
     def note_prompt(self, chunk: PrefillLanes) -> None:
         """Note a prompt chunk, before its last lane's logits are processed."""
@@ -123,6 +131,17 @@ class LogitsStep:
         note the tokens. The step itself has already published. With trees, `path` has the N lanes.
         """
         logits, raw, lanes = processed
+        if self._sampling is not None:
+            assert raw is not None, "kept in every mode but that of processed logits"
+            write_sampled_logits(
+                logits,
+                lanes.slot,
+                lanes.position,
+                self._sampling,
+                self._wants,
+                out_NV=raw,
+                pdl=pdl,
+            )
         source = None
         if path is not None:
             lanes, source = path.lanes, path.source

@@ -11,7 +11,7 @@ Letters: S slots, W tokens of a row in the widest step, V vocabulary, P position
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,9 @@ from graphengine.kernels.logits.logits_triton import (
     USES_GRAMMAR,
     USES_MASK,
 )
+from graphengine.kernels.logits.sampled_logits import SAMPLED
 from graphengine.options.checks import shown
+from graphengine.options.logits_params import LogprobsMode
 from graphengine.prompts import token_id
 from graphengine.sampling_params import LOGITS_FIELDS, SamplingParams
 from graphengine.text.tokenizer import Tokenizer
@@ -91,8 +93,7 @@ def make_processing(
     if params.logprobs is not None:
         _check_count("logprobs", params.logprobs, "max_logprobs", config)
         values["logprobs_wanted"] = params.logprobs
-        # Without changes to the slot's logits, raw and processed ones are the same.
-        values["logprobs_raw"] = int(bool(flags) and config.logprobs_mode == "raw_logprobs")
+        values["logprobs_raw"] = _logprobs_source(params, config, changed=bool(flags))
     if params.prompt_logprobs is not None:
         if not config.prompt_logprobs:
             raise ValueError(
@@ -110,6 +111,32 @@ def make_processing(
         return None
     values |= {"logits_flags": flags, "output_start": prompt_len}
     return Processing(flags=flags, values=values, mask=mask)
+
+
+def _logprobs_source(params: SamplingParams, config: EngineConfig, *, changed: bool) -> int:
+    """The value of `logprobs_raw`. ValueError for a mode that the engine does not serve.
+
+    changed  whether the request's options change its logits; raw and processed ones are else equal
+    """
+    mode = params.logprobs_mode or config.logprobs_mode
+    served = _SERVED_MODES[config.logprobs_mode]
+    if mode not in served:
+        raise ValueError(
+            f"logprobs_mode={mode!r}: this engine was opened with "
+            f"logprobs_mode={config.logprobs_mode!r}, which serves {' and '.join(served)}"
+        )
+    if mode == "sampled_logprobs":
+        # Without any of these the sampler draws from the processed logits themselves.
+        same = params.temperature in (0, 1) and not params.filtered and not params.min_tokens
+        return 0 if same else SAMPLED.value
+    return int(changed and mode == "raw_logprobs")
+
+
+_SERVED_MODES: Mapping[LogprobsMode, tuple[LogprobsMode, ...]] = {
+    "raw_logprobs": ("raw_logprobs", "processed_logprobs"),
+    "processed_logprobs": ("processed_logprobs",),
+    "sampled_logprobs": ("raw_logprobs", "processed_logprobs", "sampled_logprobs"),
+}
 
 
 def check_something_is_left(
@@ -180,7 +207,12 @@ def processing_fields(
             "logprobs_wanted", S, pad=-1, meaning="most probable tokens to report; -1: no logprobs"
         ),
         ids("prompt_logprobs_wanted", S, pad=-1, meaning="the same of its prompt"),
-        ids("logprobs_raw", S, pad=0, meaning="1: of the logits as they were"),
+        ids(
+            "logprobs_raw",
+            S,
+            pad=0,
+            meaning="1: of the logits as they were; 2: of those that are drawn from",
+        ),
         ids("stop_sequences", S, *sequences, pad=-1, meaning="sequences that end the request"),
         Field(name="counts", shape=(S, vocab_size), meaning="what was said, by id", **noted),
         Field(

@@ -55,8 +55,9 @@ class LogprobTensors(NamedTuple):
     """int32 [S]: how many of the most probable tokens besides the sampled one, up to 20; below 0:
     no log-probabilities at all."""
     raw: torch.Tensor
-    """int32 [S]: not 0 for log-probabilities of the raw logits. For a slot without logits flags raw
-    and processed are the same, and 0 saves a copy."""
+    """int32 [S]: not 0 for log-probabilities of the raw logits, or of those that
+    `write_sampled_logits` puts in their place. For a slot without logits flags raw and processed
+    are the same, and 0 saves a copy."""
 
 
 class RankedLogits(NamedTuple):

@@ -45,6 +45,7 @@ VLLM_DEFAULTS = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "logprobs": None,
+    "logprobs_mode": None,
     "prompt_logprobs": None,
     "structured_outputs": None,
     "routing": None,
