@@ -22,7 +22,7 @@ from graphengine.core.misplaced import check_names
 from graphengine.core.report import EngineReport, StepReport, describe_step, make_report, statistics
 from graphengine.core.runtime import Runtime
 from graphengine.core.snapshots import SessionSnapshot
-from graphengine.core.weight_updates import WeightSource, update_weights
+from graphengine.core.weight_updates import StaleDrafts, WeightSource, update_weights
 from graphengine.drafters import Drafter
 from graphengine.engine_options import EngineOptions
 from graphengine.host.gate import Gate
@@ -362,13 +362,30 @@ class Engine:
         """
         return restore_session(self.core, source)
 
-    def update_weights(self, source: WeightSource) -> None:
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights: 0 as opened, raised by `update_weights`. Requests, events and
+        results have the version that their tokens came from.
+        """
+        return self.core.weights.version
+
+    def update_weights(
+        self,
+        source: WeightSource,
+        *,
+        version: int | None = None,
+        stale_drafts: StaleDrafts = "off",
+    ) -> None:
         """Put other values into the weights, in place: graphs and addresses stay as they are.
 
         source  pairs of a name and a tensor, or a mapping, with names and shapes of the checkpoint
                 that the engine was opened from: all of its tensors or some, on any device. An
                 iterator is read to its end first; to hold fewer at a time, call it in pieces. Or
                 the directory of a whole checkpoint of the same model
+        version  the new `weight_version`, such as a trainer's step; calls with the same number are
+                pieces of one update. None: one more than before
+        stale_drafts  what becomes of drafts whose weights stay older than the model's: "off", no
+                more drafts are fed, or "keep". A warning says so
 
         Values are cast, fused, rounded (`quantize`) and split over ranks as they were at opening.
         What is rounded together comes together: q, k and v, or gate and up. Tensors that the
@@ -384,7 +401,7 @@ class Engine:
         cannot be taken: then nothing is changed. An error while values are written breaks the
         engine.
         """
-        update_weights(self.core, self._loaded, source)
+        update_weights(self.core, self._loaded, source, version, stale_drafts)
 
     @property
     def cache(self) -> torch.Tensor:

@@ -25,6 +25,7 @@ from graphengine.core.interrupts import HeldInterrupts
 from graphengine.core.report import describe_engine
 from graphengine.core.runtime import Runtime
 from graphengine.core.waits import Waits, deadline_after, seconds_to
+from graphengine.core.weight_state import WeightState
 from graphengine.drafters import Drafter, DraftNeeds, NoDrafter
 from graphengine.host.garbage import collect_due
 from graphengine.host.gate import Gate
@@ -72,6 +73,7 @@ class EngineCore:
     """Scheduler, intake, delivery, gate and recorder around one `runtime`, which it closes.
 
     needs        the drafter's needs
+    weights      the version of the weights
     in_flight    replays of each step that was launched and not yet collected, oldest first
     description  what latency and numerics depend on, for reports
     interrupts   holds Ctrl-C back during a step, except in waits
@@ -93,6 +95,7 @@ class EngineCore:
         self.memory = memory
         self.runtime = runtime
         self.drafter, self.needs = drafter, drafter.needs
+        self.weights = WeightState()
         # This rank's scheduler, which has all requests unless other ranks have their own.
         self._own = new_scheduler(memory, config, drafter.needs, runtime)
         self.counters = self._own.counters
@@ -311,8 +314,13 @@ class EngineCore:
         return plan
 
     def _choose_width(self, live_rows: int) -> None:
-        """Set the tokens of a row to what the gate or the schedule chooses for so many requests."""
-        if self.gate is not None:
+        """Set the tokens of a row to what the gate or the schedule chooses for so many requests.
+
+        Where the drafter's weights are stale, as few as there are graphs for.
+        """
+        if self.weights.drafts_off:
+            self.scheduler.width = 1 + self.memory.draft_lengths[0]
+        elif self.gate is not None:
             self.scheduler.width = 1 + self.gate.next_drafts(live_rows)
         elif self._schedule is not None:
             self.scheduler.width = 1 + self._schedule.drafts(live_rows)

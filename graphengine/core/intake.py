@@ -72,6 +72,7 @@ class Intake:
         self.tokenizer = tokenizer
         self.usual_params = SamplingParams(max_tokens=1) if prompts_only else SamplingParams()
         self.made = 0
+        self.weight_version = 0
         self._config = config
         self._max_seq_len = memory.max_seq_len
         self._vocab_size = vocab_size
@@ -164,6 +165,7 @@ class Intake:
             cancelled=self._cancelled,
             callback=callback,
             priority=int(priority),
+            weight_version=self.weight_version,
             job=Job(
                 prompt_len=len(prompt.ids),
                 max_len=self._max_len(len(prompt.ids), params),

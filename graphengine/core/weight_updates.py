@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from torch import Tensor
 
 from graphengine.core.engine_core import EngineCore
 from graphengine.observe.tracing import span
 from graphengine.opening.updating import LoadedWeights
+from graphengine.options.checks import is_int, shown, some
 
+log = logging.getLogger(__name__)
+
+StaleDrafts = Literal["off", "keep"]
 WeightSource = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str]
 """Tensors by their names in a checkpoint, or the directory of a whole one."""
 
 
-def update_weights(core: EngineCore, loaded: LoadedWeights | None, source: WeightSource) -> None:
+def update_weights(
+    core: EngineCore,
+    loaded: LoadedWeights | None,
+    source: WeightSource,
+    version: int | None,
+    stale_drafts: StaleDrafts,
+) -> None:
     """Implements `Engine.update_weights`."""
     core.settle("update_weights")
     if loaded is None:
         raise ValueError("update_weights() is for engines that from_pretrained has opened")
+    if version is not None and (not is_int(version) or version < 0):
+        raise ValueError(f"version={shown(version)} must be an integer from 0 up, or None")
+    if stale_drafts not in ("off", "keep"):
+        raise ValueError(f"stale_drafts={shown(stale_drafts)} must be 'off' or 'keep'")
     if isinstance(source, str | os.PathLike):
         given = loaded.read(source, core.config)
     else:
@@ -35,3 +51,24 @@ def update_weights(core: EngineCore, loaded: LoadedWeights | None, source: Weigh
         core.broken = f"{type(error).__name__}: {error}, while weights were updated"
         raise
     core.counters["weights/updates"] += 1
+    state = core.weights
+    state.updated(given.values.keys(), None if version is None else int(version))
+    core.intake.weight_version = state.version
+    state.stale_drafts = _stale_drafts(core, loaded)
+    if state.drafts_off:
+        core.scheduler.width = core.memory.tokens_per_step
+    state.drafts_off = state.stale_drafts is not None and stale_drafts == "off"
+    if state.stale_drafts is not None:
+        done = "are off until it is updated as well" if state.drafts_off else "go on"
+        log.warning("version %d: %s: drafts %s", state.version, state.stale_drafts, done)
+
+
+def _stale_drafts(core: EngineCore, loaded: LoadedWeights) -> str | None:
+    """Why the drafter's weights are older than the model's; None if they are not."""
+    drafter = core.drafter
+    if drafter.own_checkpoint is not None:
+        return f"the drafter of {drafter.own_checkpoint.path} keeps its weights"
+    missing = sorted(set(loaded.drafted) - core.weights.given)
+    if not missing:
+        return None
+    return f"{len(missing)} tensors of the drafter were not in the update, {some(missing)}"

@@ -175,6 +175,7 @@ def load_checkpoint(
     with span("load"):
         weights = model_config.allocate(device=config.device, dtype=memory.dtype)
         wanted = destinations(checkpoint, weights)
+        targets = {*wanted}
         wanted |= drafter.allocate(memory.device, memory.dtype, config.family, config.chain_family)
         linears = weights.linears()
         all_wanted, all_linears = {*wanted}, linears + drafter.linears()
@@ -182,7 +183,8 @@ def load_checkpoint(
             of_all, drafted = whole.allocate(device="meta", dtype=memory.dtype), None
             if drafter.own_checkpoint is None:
                 drafted = drafter.whole_weights(memory.dtype)
-            all_wanted |= {*destinations(checkpoint, of_all), *(drafted.named() if drafted else ())}
+            targets |= {*destinations(checkpoint, of_all)}
+            all_wanted |= targets | {*(drafted.named() if drafted else ())}
             all_linears = of_all.linears() + (drafted.linears() if drafted else [])
             if share != WHOLE:
                 linears = cut_linears(of_all, weights, share)
@@ -213,6 +215,7 @@ def load_checkpoint(
         packed=_packed(linears),
         all_wanted=all_wanted,
         all_packed=_packed(all_linears),
+        drafted=all_wanted - targets,
     )
     return Opened(model, memory, tokenizer, eos_ids, drafter, loaded)
 

@@ -40,6 +40,7 @@ class LoadedWeights:
     packed       linears whose weights are rounded or packed
     all_wanted   names of the tensors that any rank wants
     all_packed   `packed` of all ranks together; its linears may be on the device "meta"
+    drafted      names of the tensors that only the drafter wants; packed ones are left out
     """
 
     checkpoint: Checkpoint
@@ -48,6 +49,7 @@ class LoadedWeights:
     packed: Sequence[StoredLinear]
     all_wanted: Collection[str]
     all_packed: Sequence[StoredLinear]
+    drafted: Collection[str] = ()
 
     def read(self, path: str | PathLike[str], config: EngineConfig) -> GivenTensors:
         """All tensors of another checkpoint of the same model, checked.

@@ -52,6 +52,11 @@ class Event(NamedTuple):
         return self.request.id
 
     @property
+    def weight_version(self) -> int:
+        """The version of the weights that its tokens came from, as `Engine.weight_version`."""
+        return self.request.weight_version
+
+    @property
     def stop_reason(self) -> str | int | tuple[int, ...] | None:
         """What ended the request, as `Result.stop_reason`; None before its last event."""
         return None if self.finish_reason is None else self.request.stop_reason
@@ -62,13 +67,15 @@ class Request:
 
     Attributes to read: `id`, `prompt_token_ids`, `params`, `seed`, `priority`, `callback`, `phase`,
     `token_ids` and `text` so far, `logprobs` of them, `prompt_logprobs`, `cached_tokens`,
-    `finish_reason`, `stop_reason`, `timings`, `pauses`, `acceptance`.
+    `finish_reason`, `stop_reason`, `timings`, `pauses`, `acceptance`, `weight_version`.
 
     id           its number in its engine, from 1; used by `StepReport`, the recorder,
                  `Engine.requests` and the argument of `Engine.stop_callback`
     priority     the waiting request with the lowest starts first; arrival decides among equals
     callback     gets its events: `on_event` of `Engine.submit`
     cached_tokens  prompt tokens that were not prefilled, as their KV was kept; 0 until it starts
+    weight_version  the version of the weights that all its tokens come from: they do not change
+                 while it is unfinished
     job          the engine's internal record of it
     """
 
@@ -90,6 +97,7 @@ class Request:
         "seed",
         "stop_reason",
         "timings",
+        "weight_version",
     )
 
     def __init__(
@@ -104,6 +112,7 @@ class Request:
         job: Job,
         callback: Callable[[Event], None] | None = None,
         priority: int = 0,
+        weight_version: int = 0,
     ) -> None:
         """Make a request; `cancel` appends it to `cancelled`, which the engine reads."""
         self.id = request_id
@@ -111,6 +120,7 @@ class Request:
         self.params = params
         self.seed = seed
         self.priority = priority
+        self.weight_version = weight_version
         self.callback = callback
         self.job = job
         self.phase = Phase.WAITING
@@ -178,6 +188,7 @@ class Request:
             timings=self.timings,
             acceptance=self.acceptance,
             cached_tokens=self.cached_tokens,
+            weight_version=self.weight_version,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             routing=self._routing(),

@@ -80,6 +80,8 @@ class Result:
     acceptance   counts its verified and accepted drafts; empty without speculation
     cached_tokens  prompt tokens that were not prefilled, as their KV was kept: by a session, or
                  from another prompt that begins with them
+    weight_version  version of the weights that its tokens came from: 0, or that of the last
+                 `Engine.update_weights`
     logprobs     an entry for each of `token_ids`, if the request asked for them
     prompt_logprobs  the same for the prompt's tokens; the first entry is None, as no token precedes
                      it
@@ -99,6 +101,7 @@ class Result:
     timings: Timings
     acceptance: Acceptance = field(default_factory=Acceptance)
     cached_tokens: int = 0
+    weight_version: int = 0
     stop_reason: str | int | tuple[int, ...] | None = None
     text_ends: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -158,6 +161,7 @@ class Result:
         timings           seconds from its submission: {"time_to_first_token" (null without one),
                           "tokens": when each reached the host, "finished"}
         cached_tokens     tokens of the prompt whose KV was kept from earlier
+        weight_version    version of the weights, 0 before the first update
         acceptance        `Acceptance.as_dict()`: counts of its drafts
         logprobs          null, or for each token a list of {"token_id", "logprob", "rank"}: the
                           token's own entry, then those of the most probable tokens
@@ -182,6 +186,7 @@ class Result:
                 "finished": None if finished is None else finished - submitted,
             },
             "cached_tokens": self.cached_tokens,
+            "weight_version": self.weight_version,
             "acceptance": self.acceptance.as_dict(),
             "logprobs": _lists_of(self.logprobs),
             "prompt_logprobs": _lists_of(self.prompt_logprobs),

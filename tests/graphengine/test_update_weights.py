@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -98,14 +98,16 @@ def held(engine: Engine) -> list[Tensor]:
     return [*tensors, model.first_norm]
 
 
-def assert_updates(path: Path, other: Path, **options: Any) -> None:
+def assert_updates(
+    path: Path, other: Path, stale_drafts: Literal["off", "keep"] = "off", **options: Any
+) -> None:
     with open_engine(other, **options) as engine:
         expected, accepted = said(engine), engine.acceptance.accepted
     with open_engine(path, **options) as engine:
         before = said(engine)
         assert before != expected
         addresses = [tensor.data_ptr() for tensor in held(engine)]
-        engine.update_weights(tensors_of(other).items())
+        engine.update_weights(tensors_of(other).items(), stale_drafts=stale_drafts)
         found, drafted = engine.acceptance.accepted, said(engine)
         assert drafted == expected
         assert engine.acceptance.accepted - found == accepted
@@ -190,13 +192,69 @@ def test_a_head_with_a_checkpoint_of_its_own_stays(tmp_path: Path) -> None:
     tensors = head_tensors(shape, embedding, target.lm_head.weight.detach())
     head = write_head(tmp_path / "head", head_config(shape, embedding), tensors)
     other = other_weights(path, tmp_path / "other")
-    assert_updates(path, other, speculative=Eagle3(head, 2))
+    assert_updates(path, other, "keep", speculative=Eagle3(head, 2))
     with open_engine(path, speculative=Eagle3(head, 2)) as engine:
         weights = engine.core.drafter.weights
         assert weights is not None
         before = [tensor.clone() for tensor in weights.tensors()]
         engine.update_weights(other)
         assert all(map(torch.equal, weights.tensors(), before))
+
+
+def test_stale_drafts_are_off_until_they_are_updated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = other_weights(few_layers(), tmp_path / "other")
+    tensors = tensors_of(other)
+    mtp = {name: value for name, value in tensors.items() if "mtp" in name}
+    trunk = {name: value for name, value in tensors.items() if "mtp" not in name}
+    with open_engine(other) as plain:
+        expected = [tokens for tokens, _ in said(plain)]
+    with open_engine(few_layers(), speculative=MTP(k=2), row_family="dot") as engine:
+
+        def verified() -> int:
+            before = engine.acceptance.proposed
+            assert [tokens for tokens, _ in said(engine)] == expected
+            return engine.acceptance.proposed - before
+
+        engine.update_weights(trunk)
+        assert "tensors of the drafter were not in the update" in caplog.text
+        assert "drafts are off until it is updated as well" in caplog.text
+        assert verified() == 0
+        engine.update_weights(trunk, stale_drafts="keep")
+        assert "drafts go on" in caplog.text and verified() > 0
+        # Pieces of one version.
+        caplog.clear()
+        engine.update_weights(trunk, version=7)
+        engine.update_weights(mtp, version=7)
+        assert verified() > 0 and engine.core.weights.stale_drafts is None
+        engine.update_weights(trunk, version=8)
+        assert verified() == 0
+        with pytest.raises(ValueError, match="stale_drafts='on' must be 'off' or 'keep'"):
+            engine.update_weights(trunk, stale_drafts="on")  # type: ignore[arg-type]
+
+
+def test_every_token_has_the_version_of_its_weights(checkpoints: dict[str, Any]) -> None:
+    path = checkpoints["llama-biases"].path
+    with open_engine(path, lookahead=1) as engine:
+        first = engine.submit(PROMPTS[0], GREEDY)
+        assert {event.weight_version for event in engine.drain()} == {0}
+        engine.update_weights(path)
+        second = engine.submit(PROMPTS[0], GREEDY)
+        assert {event.weight_version for event in engine.drain()} == {1} == {engine.weight_version}
+        engine.update_weights(path, version=40)
+        third = engine.generate(PROMPTS[0], GREEDY)
+        engine.update_weights({})  # Nothing is outdated.
+        assert engine.weight_version == 40
+        versions = [each.result().weight_version for each in (first, second)]
+        assert [*versions, third.weight_version] == [0, 1, 40]
+        assert third.to_dict()["weight_version"] == 40
+        engine.update_weights(path)
+        assert engine.weight_version == 41
+        for wrong in (-1, 1.5, True):
+            with pytest.raises(ValueError, match="must be an integer from 0 up"):
+                engine.update_weights(path, version=wrong)  # type: ignore[arg-type]
+        assert engine.weight_version == 41
 
 
 def assert_equal_ranks(engine: Engine) -> None:
@@ -603,7 +661,7 @@ def test_packed_checkpoints_are_refused(checkpoints: dict[str, Any], tmp_path: P
                 engine.update_weights(source)
         assert said(engine) == before
         with pytest.raises(ValueError, match="is for engines that from_pretrained has opened"):
-            update_weights(engine.core, None, {})
+            update_weights(engine.core, None, {}, None, "off")
 
 
 def test_requests_are_to_end_first(checkpoints: dict[str, Any]) -> None:
