@@ -211,6 +211,28 @@ class Engine:
         check_queue_options("submit", options)
         return self.core.submit(prompt, params, on_event, **options)
 
+    def submit_many(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        n: int,
+        on_event: Callable[[Event], None] | None = None,
+        **options: Unpack[QueueOptions],
+    ) -> list[Request]:
+        """Queue `n` samples of one prompt, whose KV they share; else like `submit`.
+
+        Sample i has the seed of the first one plus i (modulo 2**63), be it the request's own or
+        drawn by the engine: it draws the tokens that a request with that seed draws. Each is a
+        request of its own, to cancel, read and finish by itself.
+
+        The first to start feeds the prompt. The others share its whole KV blocks, and copies of its
+        recurrent states, and feed only the rest of the last block. With sliding windows in rings,
+        `prompt_logprobs` or `routing` each feeds the whole prompt.
+        """
+        check_queue_options("submit_many", options)
+        return self.core.submit_many(prompt, params, n, on_event, **options)
+
     def draft(self, request: Request, token_ids: Sequence[int]) -> None:
         """Propose the tokens that follow the `token_ids` of `request` so far; see `UserProvided`.
 
@@ -321,6 +343,43 @@ class Engine:
         self.core.check_open()
         check_queue_options("generate", options)
         return runs.generate(self.core, prompts, params, progress, **options)
+
+    @overload
+    def generate_many(  # type: ignore[overload-overlap]
+        self,
+        prompts: Prompt,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int,
+        progress: runs.Progress | None = None,
+        **options: Unpack[QueueOptions],
+    ) -> list[Result]: ...
+    @overload
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int,
+        progress: runs.Progress | None = None,
+        **options: Unpack[QueueOptions],
+    ) -> list[list[Result]]: ...
+    def generate_many(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int,
+        progress: runs.Progress | None = None,
+        **options: Unpack[QueueOptions],
+    ) -> Any:
+        """Run `n` samples of each prompt to the end: `generate` over `submit_many`.
+
+        Returns a list of `n` results for each prompt; one list for a single prompt.
+        """
+        self.core.check_open()
+        check_queue_options("generate_many", options)
+        return runs.generate(self.core, prompts, params, progress, n, **options)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[QueueOptions]

@@ -22,6 +22,14 @@ def add_generate(parser: CommandParser) -> None:
     """The options of `generate`."""
     _add_engine_options(parser)
     parser.add_argument("--prompt", required=True, help="the prompt, or - for standard input")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts of the same prompt, with seeds that count up, each in a line of --json; above "
+        "1 each text comes once it is complete, after its seed (default: 1)",
+    )
     _add_sampling_options(parser)
     parser.show_first((*_COMMON, "--prompt", *_common(_ENGINE, _REQUEST), "--json-schema"))
 

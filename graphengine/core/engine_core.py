@@ -204,6 +204,25 @@ class EngineCore:
         self.queue(request)
         return request
 
+    def submit_many(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        n: int,
+        on_event: Callable[[Event], None] | None,
+        **options: Unpack[QueueOptions],
+    ) -> list[Request]:
+        """Implements `Engine.submit_many`."""
+        self.check_open()
+        submitted = time.perf_counter()
+        params = self.intake.usual_params if params is None else params
+        read = self.intake.prompt(prompt, params)
+        requests = self.intake.samples(read, params, on_event, n, submitted=submitted, **options)
+        self.scheduler.check_queue(n)
+        for request in requests:
+            self.queue(request)
+        return requests
+
     def queue(self, request: Request) -> None:
         """Queue a request that the intake made."""
         self.scheduler.submit(request)

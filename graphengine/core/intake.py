@@ -15,6 +15,7 @@ from graphengine.options.checks import check_callable, is_finite, is_int, is_num
 from graphengine.prompt_embeds import EmbedsSpec, PromptTokens
 from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
 from graphengine.requests.caller_drafts import CallerDrafts
+from graphengine.requests.context import SharedPrompt
 from graphengine.requests.guided import Grammars, Guide
 from graphengine.requests.job import Job
 from graphengine.requests.processing import (
@@ -28,6 +29,9 @@ from graphengine.requests.stops import Stops
 from graphengine.routing_record import Ids
 from graphengine.sampling_params import SamplingParams
 from graphengine.text.tokenizer import TextStream, Tokenizer
+
+SEEDS = 2**63
+"""Seeds are below this."""
 
 
 class QueueOptions(TypedDict, total=False):
@@ -199,6 +203,35 @@ class Intake:
                 f"max_seq_len={self._max_seq_len}"
             )
         return shift
+
+    def samples(
+        self,
+        prompt: PromptTokens,
+        params: SamplingParams,
+        callback: Callable[[Event], None] | None,
+        n: int,
+        *,
+        submitted: float,
+        **options: Unpack[QueueOptions],
+    ) -> list[Request]:
+        """`n` requests of one prompt, not queued yet; ValueError as in `request`.
+
+        Sample i has the first one's seed plus i, modulo 2**63.
+        """
+        if not is_int(n) or n < 1:
+            raise ValueError(f"n={shown(n)} must be an integer from 1 up")
+        requests = [
+            self.request(prompt, params, callback, submitted=submitted, **options) for _ in range(n)
+        ]
+        # Log-probabilities of a prompt, and replayed experts, need every token to be fed.
+        whole = params.prompt_logprobs is not None or params.routing is not None
+        shared = (
+            None if n == 1 or whole else SharedPrompt(waiting={request.id for request in requests})
+        )
+        for number, request in enumerate(requests):
+            request.seed = (requests[0].seed + number) % SEEDS
+            request.job.shared = shared
+        return requests
 
     def _stops(self, params: SamplingParams) -> Stops:
         """The tokens that end a request; ValueError for too many, and for an id without a token."""

@@ -25,6 +25,8 @@ def check_names(method: str, given: Iterable[str], known: Collection[str]) -> No
 
 
 def _home(name: str) -> str:
+    if name == "n":
+        return ": submit_many and generate_many take it, for samples of one prompt"
     if name in _REQUEST:
         return f": it is an option of a request, SamplingParams({name}=...)"
     if name in _ENGINE:

@@ -37,9 +37,10 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
     progress: Progress | None,
+    n: int | None = None,
     **options: Unpack[QueueOptions],
 ) -> Any:
-    """Implements `Engine.generate`."""
+    """Implements `Engine.generate`, and with `n` samples of each prompt `generate_many`."""
     check_callable("progress", progress)
     intake, submitted = core.intake, time.perf_counter()
     batch = is_batch(prompts)
@@ -55,9 +56,11 @@ def generate(
         done += event.finish_reason is not None
 
     read = [intake.prompt(*pair) for pair in zip(prompt_list, params, strict=True)]
+    count = 1 if n is None else n
     made = [
-        intake.request(*pair, heard, submitted=submitted, **options)
+        request
         for pair in zip(read, params, strict=True)
+        for request in intake.samples(*pair, heard, count, submitted=submitted, **options)
     ]
     core.scheduler.check_queue(len(made))
     queued: list[Request] = []
@@ -73,7 +76,9 @@ def generate(
             if progress is not None and done > told:
                 told = done
                 progress(done, len(made))
-    results = [request.result() for request in made]
+    results: list[Any] = [request.result() for request in made]
+    if n is not None:
+        results = [results[first : first + n] for first in range(0, len(results), n)]
     return results if batch else results[0]
 
 

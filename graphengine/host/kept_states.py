@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphengine.host.block_pool import BlockPool
-from graphengine.requests.context import Context, KeptState, StateHolder
+from graphengine.requests.context import Context, KeptState, SharedPrompt, StateHolder
 from graphengine.requests.request import Request
 
 
@@ -124,13 +124,14 @@ class KeptStates:
         if rest:
             self.before.append(BlockCopy(state.blocks[whole], placement.blocks[whole]))
 
-    def fed(self, request: Request, *, indexed: bool) -> None:
+    def fed(self, request: Request, *, indexed: bool, fork: int) -> None:
         """Keep a state after the prompt's chunk that ends at `prefilled` and is about to be
         launched.
 
         indexed  whether other prompts may find the state: it includes no tokens of a reply
+        fork     tokens that samples of the prompt share
         """
-        self._keep_point(request, indexed=indexed)
+        self._keep_point(request, indexed=indexed, fork=fork)
         placement = request.job.placed
         if not (indexed and self._prefixes):
             return
@@ -142,25 +143,30 @@ class KeptStates:
                 if self._with_tokens(tokens) is None:
                     state.tokens = tokens
 
-    def _keep_point(self, request: Request, *, indexed: bool) -> None:
+    def _keep_point(self, request: Request, *, indexed: bool, fork: int) -> None:
         job, placement = request.job, request.job.placed
+        shared = job.shared
+        if shared is not None and (shared.closed or placement.prefilled != fork):
+            shared = None
         position = placement.prefilled
         depends = position + self._tokens_after
         for_all = indexed and self._prefixes and depends <= job.prompt_len
-        if not for_all and job.context is None:
+        if not for_all and job.context is None and shared is None:
             return
         if for_all:
             same = self._with_tokens(_as_bytes(request)[: 8 * depends])
             if same is not None:
                 self.touch(same)
                 self._give(same, placement)
+                if shared is not None:
+                    self._give(same, shared)
                 return
         whole, rest = divmod(position, self._block_size)
         # A copy would lack what a drafter writes into the last entries once it sees the tokens
         # after them.
         if rest and (self._tokens_after or job.routes is not None or not self._pool.free):
             return
-        place = self._place(most=1 if for_all else 0)
+        place = self._place(most=1 if for_all or shared is not None else 0)
         if place is None:
             return
         self.after.append(
@@ -173,6 +179,8 @@ class KeptStates:
         state = KeptState(position=position, place=place, blocks=blocks + copied)
         self._add(state)
         self._give(state, placement)
+        if shared is not None:
+            self._give(state, shared)
         self._pool.give_back(copied)
 
     def _with_tokens(self, tokens: bytes) -> KeptState | None:
@@ -306,7 +314,7 @@ class KeptStates:
             self._take(state, holder)
             if isinstance(holder, Context) and not holder.states:
                 holder.evicted = True
-                self._counters["sessions/evicted"] += 1
+                self._counters["sessions/evicted"] += not isinstance(holder, SharedPrompt)
         if state in self._held:
             self._drop(state)
 

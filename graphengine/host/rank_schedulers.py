@@ -2,7 +2,8 @@
 
 A request waits in one queue until a rank has a vacant slot for it, goes to the rank with the fewest
 requests, and stays there. A turn of a session goes to the rank that has the session's KV; while
-that rank is full, later requests overtake it.
+that rank is full, later requests overtake it. A sample of a prompt goes to the rank that has the
+prompt's KV; while that rank is full, it goes to another one, and feeds the prompt again.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class RankSchedulers:
             self.ranks[rank].retire(request)
             return
         self._queue.remove(request)
+        self._leave(request)
         finish(request)
         self.moves.append(("finished", request.id))
 
@@ -141,13 +143,25 @@ class RankSchedulers:
         context = request.job.context
         if context is not None and context.rank is not None:
             return context.rank if _has_room(self.ranks[context.rank]) else None
+        shared = request.job.shared
+        if shared is not None and shared.rank is not None:
+            if _has_room(self.ranks[shared.rank]):
+                return shared.rank
+            self._leave(request)
+            request.job.shared = shared = None
         vacant = [rank for rank, each in enumerate(self.ranks) if _has_room(each)]
         if not vacant:
             return None
         rank = min(vacant, key=lambda rank: _load(self.ranks[rank]))
         if context is not None:
             context.rank = rank
+        if shared is not None:
+            shared.rank = rank
         return rank
+
+    def _leave(self, request: Request) -> None:
+        if request.job.shared is not None:
+            self.home(request.job.shared).reuse.leave(request)
 
 
 def _has_room(rank: Scheduler) -> bool:

@@ -1,4 +1,5 @@
-"""Reuse of KV blocks: which are kept for sessions and prefixes, and which requests begin with them.
+"""Reuse of KV blocks: which are kept for sessions, prefixes and samples of one prompt, and which
+requests begin with them.
 
 Only whole blocks are reused, and only blocks that hold, at every position, what a prefill of the
 same tokens would write there. The entries of a position may depend on tokens after it:
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from graphengine.host.block_pool import BlockPool
 from graphengine.host.kept_states import KeptStates
 from graphengine.host.rings import NO_RINGS, WindowRings
-from graphengine.requests.context import Context, HeldRing, KeptState
+from graphengine.requests.context import Context, HeldRing, KeptState, SharedPrompt
 from graphengine.requests.job import Job
 from graphengine.requests.request import Request
 
@@ -67,6 +68,9 @@ class Reuse:
     reply adds none.
 
     With kept states (`kept_states.py`), sessions and prefixes keep only the blocks of their states.
+
+    Samples of one prompt begin with its whole blocks, up to `fork`. They feed the rest themselves,
+    as each draws its own first token: that takes one replay, as a copy of the rest would.
     """
 
     def __init__(
@@ -103,23 +107,29 @@ class Reuse:
     # Calls of the scheduler, in the order of a request's life.
 
     def begin_with(self, request: Request) -> Beginning:
-        """What is kept of the request's first tokens: by its session, or in the prefix index if
-        that has more of the prompt.
+        """What is kept of the request's first tokens: by its session or another sample of its
+        prompt, or in the prefix index if that has more of the prompt.
         """
         if self.states:
             return self._state_for(request)
+        shared = self._of_samples(request)
         found, context = self.find(request), request.job.context
         if context is not None and not _needs_every_token(request):
             own = self.reusable(context, request.job.prompt_len)
             if own and len(own) >= len(found):
                 return Beginning(own, len(own) * self._block_size, own=True)
+        if len(shared) > len(found):
+            found = shared
         return Beginning(found, len(found) * self._block_size, own=False)
 
     def _state_for(self, request: Request) -> Beginning:
         if _needs_every_token(request):
             return Beginning([], 0, own=False)
         own = self.states.newest(request.job.context, request.job.prompt_len)
+        shared = self.states.newest(request.job.shared, request.job.prompt_len)
         found = self.states.find(request)
+        if shared is not None and (found is None or shared.position > found.position):
+            found = shared
         state = found
         if own is not None and (found is None or own.position >= found.position):
             state = own
@@ -137,6 +147,9 @@ class Reuse:
 
     def begin(self, request: Request, beginning: Beginning) -> None:
         """Give a request that has just got these blocks the rest: its states and its routes."""
+        if request.job.shared is not None:
+            more = beginning.tokens - request.cached_tokens
+            self._counters["samples/shared_tokens"] += more
         request.cached_tokens = beginning.tokens
         if beginning.state is not None:
             self.states.go_on(request, beginning.state)
@@ -169,6 +182,48 @@ class Reuse:
                 break
             found.append(block)
         return found
+
+    # Samples of one prompt.
+
+    def fork(self, job: Job) -> int:
+        """Tokens of a prompt that its samples share: those of whole blocks whose entries depend
+        only on the prompt, and at least one less than the prompt has.
+        """
+        return self._block_size * min(self.whole_blocks(job.prompt_len), self._most(job))
+
+    def stop(self, job: Job, start: int) -> int:
+        """Where the chunks of a prompt from `start` on end: at its end, or at the fork of samples
+        that take over recurrent states there.
+        """
+        fork = 0 if job.shared is None or not self.states else self.fork(job)
+        return fork if start < fork else job.prompt_len
+
+    def _of_samples(self, request: Request) -> list[int]:
+        """The blocks that another sample of the request's prompt has filled."""
+        shared = request.job.shared
+        if shared is None or self.rings:
+            return []
+        return shared.blocks[: self._most(request.job)]
+
+    def _share(self, request: Request) -> None:
+        """Let other samples begin with the prompt's blocks that are filled once `prefilled` tokens
+        have been fed.
+        """
+        job, shared = request.job, request.job.shared
+        if shared is None or shared.closed or self.rings or job.given_routes is not None:
+            return
+        count = self.whole_blocks(min(job.placed.prefilled, self.fork(job) + self._tokens_after))
+        if count > len(shared.blocks):
+            self._keep_routes(request, len(shared.blocks), count)
+            self.give(shared, job.placed.blocks[:count])
+
+    def leave(self, request: Request) -> None:
+        """Note that a sample has begun or ended; the last one closes what they share."""
+        shared = request.job.shared
+        if shared is not None and request.id in shared.waiting:
+            shared.waiting.remove(request.id)
+            if not shared.waiting:
+                self.close(shared)
 
     def _share_routes(self, request: Request, beginning: Beginning) -> None:
         """Give the request the recorded experts of the blocks that it begins with."""
@@ -205,15 +260,17 @@ class Reuse:
             self._counters["prefix/hit_tokens"] += cached
 
     def fed(self, request: Request) -> None:
-        """Keep the KV of the prompt's chunks up to `prefilled`, in the index or as a state. The
-        last of these chunks is about to be launched.
+        """Keep the KV of the prompt's chunks up to `prefilled`, in the index, as a state or for
+        other samples. The last of these chunks is about to be launched.
         """
         placement = request.job.placed
         if self.states:
             if request.job.given_routes is None:
-                self.states.fed(request, indexed=placement.indexed < request.job.prompt_len)
+                indexed = placement.indexed < request.job.prompt_len
+                self.states.fed(request, indexed=indexed, fork=self.fork(request.job))
                 self._keep_routes(request, 0, placement.prefilled // self._block_size)
             return
+        self._share(request)
         if not self.prefixes:
             return
         done = (placement.prefilled - self._tokens_after) // self._block_size
@@ -408,7 +465,7 @@ class Reuse:
             self._drop_ring(context)
             context.evicted = True
             del self.contexts[context]
-            self._counters["sessions/evicted"] += 1
+            self._counters["sessions/evicted"] += not isinstance(context, SharedPrompt)
 
     def _evict_prefixes(self, enough: int) -> bool:
         """Evict prefixes until this many blocks are vacant; False if there are too few prefixes."""

@@ -233,6 +233,7 @@ class Scheduler:
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
         job = request.job
+        self.reuse.leave(request)
         placement = job.placement
         if placement is not None:
             self.active.remove(request)
@@ -513,17 +514,19 @@ class Scheduler:
                 if not placement.begun:
                     placement.begun = True
                     self._look_again(request)
+                    self.reuse.leave(request)
                 noted = placement.noted < request.cached_tokens
                 start = placement.noted if noted else placement.prefilled
                 cut = self._noted_cut if noted else self._cut
-                end = cut.end(start, request.cached_tokens if noted else request.job.prompt_len)
-                return PrefillChunk(request=request, start=start, count=end - start, noted=noted)
+                stop = request.cached_tokens if noted else self.reuse.stop(request.job, start)
+                count = cut.end(start, stop) - start
+                return PrefillChunk(request=request, start=start, count=count, noted=noted)
         return None
 
     def _look_again(self, request: Request) -> None:
         """Share the prompt's blocks that others have prefilled since the request was admitted."""
         placement = request.job.placed
-        if not self.reuse.prefixes or placement.indexed:
+        if not (self.reuse.prefixes or request.job.shared) or placement.indexed:
             return
         beginning = self.reuse.begin_with(request)
         if beginning.tokens > request.cached_tokens:
@@ -539,7 +542,8 @@ class Scheduler:
             placement.prefilled = beginning.tokens
             self.reuse.begin(request, beginning)
             self._changes.tables = True
-        self.reuse.begun(request)
+        if self.reuse.prefixes:
+            self.reuse.begun(request)
 
     def _is_noted(self, job: Job) -> bool:
         """Whether the prompt tokens that a request skips must be noted on the device."""
@@ -551,7 +555,7 @@ class Scheduler:
             placement.noted += chunk.count
             return
         placement.prefilled += chunk.count
-        if self.reuse.prefixes or self.reuse.states:
+        if self.reuse.prefixes or self.reuse.states or chunk.request.job.shared:
             self.reuse.fed(chunk.request)
         if chunk.final:
             placement.least = 1

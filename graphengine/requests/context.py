@@ -1,4 +1,4 @@
-"""The KV and states that a session keeps from one turn to the next."""
+"""The KV and states that turns of a session, or samples of one prompt, have in common."""
 
 from __future__ import annotations
 
@@ -71,3 +71,16 @@ class Context:
     evicted: bool = False
     closed: bool = False
     rank: int | None = None
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SharedPrompt(Context):
+    """The KV of a prompt that several samples begin with: whole blocks, which none of them writes.
+
+    It is closed once all samples have begun. Until then its blocks may be evicted; a sample that
+    finds none feeds the prompt again.
+
+    waiting  ids of the samples of which nothing has been launched yet
+    """
+
+    waiting: set[int] = field(default_factory=set)

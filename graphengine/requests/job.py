@@ -10,7 +10,7 @@ from graphengine.requests.caller_drafts import NO_DRAFTS, CallerDrafts
 from graphengine.requests.stops import Stops
 
 if TYPE_CHECKING:
-    from graphengine.requests.context import Context, HeldRing, KeptState
+    from graphengine.requests.context import Context, HeldRing, KeptState, SharedPrompt
     from graphengine.requests.guided import Guide
     from graphengine.requests.processing import Processing
     from graphengine.requests.routes import RecordedRoutes
@@ -76,6 +76,7 @@ class Job:
     full         whether its steps need the full sampler's graphs
     deadline     `time.perf_counter()` after which it is late; None: never
     context      the KV that its session keeps, if it is a turn of one
+    shared       the KV of its prompt, if it is one of several samples of it
     placement    the resources allocated to it; None while it holds no slot
     halted       whether the device has ended it: no later launch feeds a token of it
     block_keys   keys of the prompt's blocks, for finding prefixes; None until they are made
@@ -104,6 +105,7 @@ class Job:
     full: bool = False
     deadline: float | None = None
     context: Context | None = None
+    shared: SharedPrompt | None = None
     placement: Placement | None = None
     halted: bool = False
     block_keys: list[bytes] | None = None

@@ -9,6 +9,8 @@ from collections import Counter
 
 from graphengine.cli.given import open_engine, read_sampling
 from graphengine.cli.output import print_logprobs, print_summary, summarise
+from graphengine.engine import Engine
+from graphengine.sampling_params import SamplingParams
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -16,6 +18,9 @@ def generate(options: argparse.Namespace) -> None:
     params = read_sampling(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with open_engine(options) as engine:
+        if options.samples != 1:
+            _samples(options, engine, prompt, params)
+            return
         before, request = Counter(engine.counters), None
         try:
             for event in engine.stream(prompt, params, deadline_s=options.deadline):
@@ -38,3 +43,15 @@ def generate(options: argparse.Namespace) -> None:
     # The figures come after the text where both go to a terminal.
     sys.stdout.flush()
     print_summary(summary, result)
+
+
+def _samples(
+    options: argparse.Namespace, engine: Engine, prompt: str, params: SamplingParams
+) -> None:
+    """Print several texts of a prompt."""
+    results = engine.generate_many(prompt, params, n=options.samples, deadline_s=options.deadline)
+    for result in results:
+        if options.json:
+            print(json.dumps(result.to_dict()))
+        else:
+            print(f"--- seed {result.seed}\n{result.text}")

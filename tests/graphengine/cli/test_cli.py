@@ -162,6 +162,19 @@ def test_a_single_token_has_no_gaps(cli: Cli) -> None:
     assert "None" not in err and "nan" not in err
 
 
+def test_generate_prints_several_samples(cli: Cli) -> None:
+    arguments = ("generate", "--prompt", PROMPT, "--max-tokens", "6", "--seed", "7")
+    status, out, err = cli(*arguments, "--samples", "3")
+    assert (status, out.count("--- seed ")) == (0, 3)
+    status, lines, _ = cli(*arguments, "--samples", "3", "--json")
+    results = [json.loads(line) for line in lines.splitlines()]
+    assert [each["seed"] for each in results] == [7, 8, 9]
+    assert out == "".join(f"--- seed {each['seed']}\n{each['text']}\n" for each in results)
+    assert results[0]["text"] + "\n" == cli(*arguments)[1]
+    status, _, err = cli(*arguments, "--samples", "0")
+    assert status == 2 and "n=0 must be an integer from 1 up" in err
+
+
 def test_generate_reads_standard_input(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "# two lines\n" + PROMPT
     say(monkeypatch, text)

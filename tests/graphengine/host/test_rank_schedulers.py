@@ -10,7 +10,7 @@ import pytest
 from graphengine import QueueFull, Request, SamplingParams
 from graphengine.host.rank_schedulers import RankSchedulers
 from graphengine.host.scheduler import Scheduler
-from graphengine.requests.context import Context
+from graphengine.requests.context import Context, SharedPrompt
 from graphengine.requests.job import Job
 from graphengine.requests.request import Phase
 
@@ -126,3 +126,33 @@ def test_nothing_is_left_of_requests_that_come_and_go() -> None:
     schedulers.close()
     assert not schedulers.busy and not schedulers.active and not schedulers.waiting
     assert all(pool.free == pool.count for pool in schedulers.pools)
+
+
+def samples_of(count: int) -> list[Request]:
+    requests = [make_request(number, prompt=10) for number in range(count)]
+    shared = SharedPrompt(waiting={request.id for request in requests})
+    for request in requests:
+        request.job.shared = shared
+    return requests
+
+
+def test_samples_of_a_prompt_go_to_its_rank_while_there_is_room() -> None:
+    schedulers = ranks_of(2, slots=2)
+    requests = samples_of(3)
+    for request in requests:
+        schedulers.submit(request)
+    for _ in range(6):
+        schedulers.plan()
+    assert held(schedulers) == [[0, 1], [2]]
+    assert [request.cached_tokens for request in requests] == [0, 8, 0]
+    assert requests[2].job.shared is None
+    # Those that have not begun end together with what they share.
+    queued = samples_of(4)
+    for request in queued:
+        schedulers.submit(request)
+    shared = queued[0].job.shared
+    assert shared is not None
+    for request in queued:
+        request.cancel()
+        schedulers.retire(request)
+    assert shared.closed and not shared.waiting
