@@ -53,6 +53,7 @@ from graphengine.speculative_text import (
 KvDtype = Literal["auto", "fp8"]
 StateDtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
+SamplingDefaults = Literal["engine", "checkpoint"]
 RoundedKind = Literal["fp8", "int8", "int4"]
 """What weights can be rounded to while they are loaded."""
 
@@ -318,6 +319,17 @@ class EngineConfig(EngineSizes):
         (but, unlike vLLM's, before min_tokens, temperature and filters), "sampled_logprobs" those
         after all of these, which tokens are drawn from""",
         flag=Flag(),
+    )
+    sampling_defaults: SamplingDefaults = option(
+        "engine",
+        doc="""sampling options of a request without `SamplingParams`, and of a command line:
+        "checkpoint" takes temperature, top_k, top_p, min_p and repetition_penalty from
+        `generation_config.json`; "engine" keeps the defaults of `SamplingParams`""",
+        flag=Flag(
+            help='sampling options that are not given: "checkpoint" takes temperature, top-k, '
+            "top-p, min-p and repetition-penalty from generation_config.json, which `chat` does; "
+            '"engine" keeps the defaults below'
+        ),
     )
     record_routing: bool = option(
         False,

@@ -32,6 +32,7 @@ from graphengine.models.contract import Model
 from graphengine.observe.recorder import Recorder
 from graphengine.opening.loading import Opened, open_checkpoint
 from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.sampling_defaults import recommended_sampling
 from graphengine.opening.updating import LoadedWeights
 from graphengine.options.checks import check_callable, seconds
 from graphengine.parallel.data_parallel.core import DataParallelCore
@@ -84,6 +85,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self._loaded = loaded
+        defaults: dict[str, Any] = {}
+        if config.sampling_defaults == "checkpoint" and loaded is not None:
+            defaults = recommended_sampling(loaded.checkpoint)
         kind = DataParallelCore if config.data_parallel > 1 else EngineCore
         self.core = kind(
             runtime or Runtime(model, memory, config, drafter),
@@ -92,6 +96,7 @@ class Engine:
             tokenizer=tokenizer,
             eos_ids=self.eos_ids,
             drafter=drafter,
+            defaults=defaults,
         )
         log.info("captured\n%s", self.report())
 
@@ -269,6 +274,11 @@ class Engine:
         of `step`, the next step returns the events so far.
         """
         return runs.drain(self.core, None if timeout is None else seconds("timeout", timeout))
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The parameters of a request without any; see `EngineConfig.sampling_defaults`."""
+        return self.core.intake.usual_params
 
     @property
     def busy(self) -> bool:

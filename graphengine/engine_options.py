@@ -10,7 +10,7 @@ from typing import TypedDict
 import torch
 
 from graphengine.buckets import WaitMode
-from graphengine.config import KvDtype, LoadFormat, RoundedKind, StateDtype
+from graphengine.config import KvDtype, LoadFormat, RoundedKind, SamplingDefaults, StateDtype
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.options.logits_params import LogprobsMode
@@ -211,6 +211,12 @@ class EngineOptions(TypedDict, total=False):
     "raw_logprobs" takes the model's, "processed_logprobs" those after penalties, bias and bans
     (but, unlike vLLM's, before min_tokens, temperature and filters), "sampled_logprobs" those
     after all of these, which tokens are drawn from
+    """
+
+    sampling_defaults: SamplingDefaults
+    """sampling options of a request without `SamplingParams`, and of a command line: "checkpoint"
+    takes temperature, top_k, top_p, min_p and repetition_penalty from `generation_config.json`;
+    "engine" keeps the defaults of `SamplingParams`
     """
 
     record_routing: bool

@@ -49,6 +49,7 @@ def add_chat(parser: CommandParser) -> None:
     )
     # The chat template decides how a prompt begins, and a prompt is all turns so far.
     _add_sampling_options(parser, but=("add_bos", "prompt_logprobs"))
+    parser.set_defaults(sampling_defaults="checkpoint")
     parser.show_first((*_COMMON, "--system", *_common(_ENGINE, _REQUEST)))
 
 

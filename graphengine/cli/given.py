@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import cast
 
 from graphengine.cli.arguments import SAMPLING
@@ -44,10 +45,13 @@ def read_engine_options(options: argparse.Namespace) -> EngineOptions:
     return cast(EngineOptions, given)
 
 
-def read_sampling(options: argparse.Namespace) -> SamplingParams:
-    """The request options that were given; the others keep `SamplingParams`'s defaults."""
+def read_sampling(
+    options: argparse.Namespace, defaults: SamplingParams | None = None
+) -> SamplingParams:
+    """The request options that were given; the others are `defaults`, or `SamplingParams`'s own."""
     given = given_options(options, SamplingParams, prefix=SAMPLING)
-    return SamplingParams(**given, structured_outputs=_structured_outputs(options))
+    given["structured_outputs"] = _structured_outputs(options)
+    return replace(SamplingParams() if defaults is None else defaults, **given)
 
 
 def _structured_outputs(options: argparse.Namespace) -> StructuredOutputsParams | None:

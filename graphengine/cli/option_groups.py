@@ -89,6 +89,7 @@ ENGINE_GROUPS: Groups = {
         "max_logit_bias",
         "max_bad_words",
         "max_bad_word_tokens",
+        "sampling_defaults",
         "seed",
     ),
     "Host, latency and arithmetic": (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Unpack
 
@@ -90,6 +90,7 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         eos_ids: tuple[int, ...],
         drafter: Drafter,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.memory = memory
@@ -138,6 +139,7 @@ class EngineCore:
             routed=runtime.model.weights.routed,
             embeds=_embeds_spec(config, memory, runtime),
             cancelled=self.delivery.cancelled,
+            defaults=defaults,
         )
         self.in_flight: deque[tuple[Replay, ...]] = deque()
         # The replays that the last step launched last.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import TypedDict, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypedDict, Unpack
 
 from graphengine.config import EngineConfig
 from graphengine.core.misplaced import QUEUE_OPTIONS, check_names
@@ -55,6 +56,7 @@ class Intake:
     routed        the model's experts; None if it has none
     embeds        shape and dtype of embeddings in prompts; None: they are not allowed
     cancelled     the list that requests add themselves to when they are cancelled
+    defaults      sampling options of requests that have no parameters; None: the usual ones
 
     `tokenizer` may be set to None: requests made from then on have no text.
     """
@@ -72,9 +74,12 @@ class Intake:
         routed: RoutedExperts | None = None,
         embeds: EmbedsSpec | None = None,
         cancelled: list[Request],
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.usual_params = SamplingParams(max_tokens=1) if prompts_only else SamplingParams()
+        self.usual_params = SamplingParams(**(defaults or {}))
+        if prompts_only:
+            self.usual_params = replace(self.usual_params, max_tokens=1)
         self.made = 0
         self.weight_version = 0
         self._config = config

@@ -272,7 +272,7 @@ def test_what_is_on_file_is_what_the_tables_say(path: Path) -> None:
 def test_keyword_arguments_import_what_their_types_need() -> None:
     text = keyword_arguments(EngineConfig, "Options", "A meaning.")
     assert "\nimport torch\n" in text and "import WaitMode\n" in text
-    names = "KvDtype, LoadFormat, RoundedKind, StateDtype"
+    names = "KvDtype, LoadFormat, RoundedKind, SamplingDefaults, StateDtype"
     assert f"from graphengine.config import {names}\n" in text
     assert "BucketLadder" not in text and "MAX_LANES" not in text
     assert "    max_batch: int\n" in text and '    """slots, and the largest bucket' in text

@@ -317,6 +317,7 @@ def test_engine_defaults() -> None:
         "max_logprobs": 20,
         "prompt_logprobs": False,
         "logprobs_mode": "raw_logprobs",
+        "sampling_defaults": "engine",
         "record_routing": False,
         "prompt_embeds": False,
         "pdl": True,

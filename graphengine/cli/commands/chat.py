@@ -37,8 +37,9 @@ def chat(options: argparse.Namespace) -> int:
 
     Ctrl-C ends a reply, /help lists commands. Status 2 after a turn that could not be served.
     """
-    params = read_sampling(options)
+    read_sampling(options)  # Errors come before the engine is opened.
     with open_engine(options) as engine, engine.session() as session:
+        params = read_sampling(options, engine.default_params)
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             raise ValueError(f"{options.checkpoint} has no chat template: use `generate`")
         conversation = Conversation(

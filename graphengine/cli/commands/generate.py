@@ -15,9 +15,10 @@ from graphengine.sampling_params import SamplingParams
 
 def generate(options: argparse.Namespace) -> None:
     """Complete one prompt: the text goes to standard output, figures of it to standard error."""
-    params = read_sampling(options)
+    read_sampling(options)  # Errors come before the engine is opened.
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with open_engine(options) as engine:
+        params = read_sampling(options, engine.default_params)
         if options.samples != 1:
             _samples(options, engine, prompt, params)
             return

@@ -14,6 +14,7 @@ from graphengine.core.chunk_times import longest_prompt
 from graphengine.models.contract import ModelWeights, Share
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.sampling_defaults import recommended_sampling
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.parallel.pipelining import plan_stages
 from graphengine.speculative import describe
@@ -52,6 +53,8 @@ def info(options: argparse.Namespace) -> None:
         "speculative": describe(config.mode),
         "draft_lengths": memory.draft_lengths,
         "graphs": len(memory.graphs),
+        "sampling_defaults": config.sampling_defaults,
+        "generation_config": recommended_sampling(found.checkpoint),
     }
     kv = {
         "kv_bytes_per_1000_tokens": sum(each.kv_bytes(1000) for each in memories),
@@ -67,6 +70,8 @@ def info(options: argparse.Namespace) -> None:
     width = columns()
     for name, value in facts.items():
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+        if isinstance(value, dict):
+            shown = ", ".join(f"{option}={number}" for option, number in value.items()) or "none"
         shown = f"{value:,}" if "parameters" in name else shown
         print(fit(f"{name.replace('_', ' '):<17} {shown}", width))
     for stage, each in enumerate(memories):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from graphengine.cli import typed_lines as typed
 from graphengine.cli.commands.chat import HELP, ChatOutput, Conversation, converse, interrupts
 from graphengine.cli.main import main
 from graphengine.cli.typed_lines import typed_lines
+from graphengine.demo import checkpoint_path
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
 
@@ -229,3 +231,29 @@ def test_the_commands_fit_the_terminal(
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 60 < max(map(len, HELP.splitlines()))
     assert [line[:13] for line in lines if line[0] == " "] == [" " * 13] * 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), {"temperature": 0.6, "top_k": 20}),
+        (("--top-k", "5"), {"temperature": 0.6, "top_k": 5}),
+        (("--sampling-defaults", "engine"), {}),
+    ],
+)
+def test_sampling_is_as_the_checkpoint_recommends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: tuple[str, ...], expected: Any
+) -> None:
+    folder, asked = tmp_path / "model", []
+    shutil.copytree(checkpoint_path(), folder)
+    told = {"eos_token_id": [0], "temperature": 0.6, "top_k": 20}
+    (folder / "generation_config.json").write_text(json.dumps(told))
+
+    def note(conversation: Conversation, lines: object, output: object) -> int:
+        asked.append(conversation._params)
+        return 0
+
+    monkeypatch.setattr("graphengine.cli.commands.chat.converse", note)
+    sizes = ("--device", "cpu", "--max-batch", "1", "--max-seq-len", "96")
+    assert main(["chat", "--checkpoint", str(folder), *sizes, *flags]) == 0
+    assert asked == [SamplingParams(**expected)]

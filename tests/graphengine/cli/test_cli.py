@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -529,6 +530,22 @@ def test_info_shows_what_would_be_captured(cli: Cli) -> None:
         "KV takes 6.8 MiB per 1,000 tokens; the pool holds 1,152 tokens: 12 of 12 requests of "
         "max_seq_len 96\n"
     )
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_info_shows_what_the_checkpoint_recommends(cli: Cli, tmp_path: Path) -> None:
+    assert re.search(r"^generation config none$", cli("info")[1], re.MULTILINE)
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint_path(), path)
+    told = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [0]}
+    (path / "generation_config.json").write_text(json.dumps(told))
+    status, out, _ = cli("info", "--checkpoint", str(path))
+    assert status == 0 and re.search(r"^sampling defaults engine$", out, re.MULTILINE)
+    assert re.search(r"^generation config temperature=0\.6, top_p=0\.9$", out, re.MULTILINE)
+    options = ("--checkpoint", str(path), "--sampling-defaults", "checkpoint", "--json")
+    document = json.loads(cli("info", *options)[1])
+    assert document["sampling_defaults"] == "checkpoint"
+    assert document["generation_config"] == {"temperature": 0.6, "top_p": 0.9}
 
 
 @pytest.mark.usefixtures("nothing_is_captured")
