@@ -29,7 +29,6 @@ from graphengine.options.logits_params import (
 )
 from graphengine.options.table import (
     SEED,
-    SHARE,
     Bound,
     Flag,
     SlotField,
@@ -93,8 +92,9 @@ class SamplingParams:
     )
     top_p: float = option(
         1.0,
-        SHARE,
-        doc="keep the shortest prefix of the tokens, most probable first, that sums to top_p",
+        within(0, 1),
+        doc="""keep the shortest prefix of the tokens, most probable first, that sums to top_p; 0
+        keeps the most probable token""",
         flag=Flag(common=True, metavar="P"),
         slot=SlotField(dtype=torch.float32, pad=1, meaning="1 keeps all tokens", filters=True),
     )
@@ -262,8 +262,8 @@ class SamplingParams:
     )
     structured_outputs: StructuredOutputsParams | None = option(
         None,
-        doc="""form of the output: JSON, a match of a regular expression, ...; only this form and
-        `max_tokens` then decide where the output ends, so `stop`, stop tokens and sequences,
+        doc="""form of the output: JSON, a match of a regular expression, ...; only this form,
+        `stop` and `max_tokens` then decide where the output ends, so stop tokens and sequences,
         `min_tokens` and `ignore_eos` are refused at submit; None: any output""",
     )
 

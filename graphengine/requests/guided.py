@@ -6,9 +6,10 @@ token after the drafts on the path to node j. After a draft that the grammar for
 the output, masks allow nothing: those lanes emit no token, so a step emits what plain decoding
 would.
 
-The grammar alone decides where the output ends: where nothing more can follow, or where the output
-is complete and the model samples an end-of-sequence token. So options that end the output
-otherwise, or keep it from ending, are refused together with a grammar.
+The grammar decides where the output ends: where nothing more can follow, or where the output is
+complete and the model samples an end-of-sequence token. A stop string may end it before that, as it
+is found in the text. Options that act on the device, or keep the output from ending, are refused
+together with a grammar.
 
 Letters: W tokens of a row in the widest step, V ids of the model's vocabulary.
 """
@@ -272,15 +273,14 @@ class Grammars:
         contradicting = {
             "min_tokens": params.min_tokens,
             "ignore_eos": params.ignore_eos,
-            "stop": params.stop_strings,
             "stop_token_ids": tuple(others),
             "stop_token_sequences": params.stop_token_sequences,
         }
         for name, value in contradicting.items():
             if value:
                 raise ValueError(
-                    f"{name}={value!r} contradicts structured_outputs: the grammar alone decides "
-                    f"where the output ends"
+                    f"{name}={value!r} contradicts structured_outputs: the grammar and stop "
+                    f"strings alone decide where the output ends"
                 )
 
     def _make_tokenizer(self, tokenizer: Tokenizer) -> LLTokenizer:

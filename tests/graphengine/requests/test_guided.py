@@ -477,3 +477,29 @@ def test_a_guided_step_copies_masks_alone(device: str, monkeypatch: pytest.Monke
     steady = [updates for updates in loaded if updates.keys() == {"allowed_bits"}]
     assert len(steady) > 5
     assert all(len(updates["allowed_bits"].values) == 1 for updates in steady)
+
+
+@pytest.mark.parametrize("speculative", [None, NGram(k=3)], ids=["plain", "ngram"])
+def test_a_stop_string_may_end_it_first(device: str, speculative: Speculative | None) -> None:
+    """Where the grammar would go on; where it ends first, there is no stop reason."""
+    form = StructuredOutputsParams(regex=r"[a-c]{40}")
+    with open_engine(device=device, speculative=speculative, row_family="dot") as engine:
+        whole = engine.generate(PROMPT, greedy(structured_outputs=form, max_tokens=60))
+        assert len(whole.text) == 40 and whole.stop_reason is None
+        stop = whole.text[6:9]
+        at = whole.text.index(stop)
+        for inside in (False, True):
+            result = engine.generate(
+                PROMPT,
+                greedy(
+                    structured_outputs=form,
+                    stop=["zzz", stop],
+                    max_tokens=60,
+                    include_stop_str_in_output=inside,
+                ),
+            )
+            assert result.text == whole.text[: at + len(stop) * inside]
+            assert (result.finish_reason, result.stop_reason) == ("stop", stop)
+        ended = engine.generate(PROMPT, greedy(structured_outputs=form, stop="zzz", max_tokens=60))
+        assert ended.token_ids == whole.token_ids and ended.stop_reason is None
+        assert_idle(engine)

@@ -552,9 +552,8 @@ def test_special_tokens_are_hidden_in_each_kind_of_tokenizer() -> None:
 
 ASKED = StructuredOutputsParams(regex="a+")
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"min_tokens": 2}, r"min_tokens=2 contradicts structured_outputs: the grammar alone decides"),
+    ({"min_tokens": 2}, r"min_tokens=2 contradicts structured_outputs: the grammar and stop"),
     ({"ignore_eos": True}, "ignore_eos=True contradicts structured_outputs"),
-    ({"stop": "x"}, r"stop=\('x',\) contradicts structured_outputs"),
     ({"stop_token_ids": [0, 9]}, r"stop_token_ids=\(9,\) contradicts structured_outputs"),
     ({"stop_token_sequences": [[4, 5]]}, r"stop_token_sequences=\(\(4, 5\),\) contradicts"),
 ]

@@ -398,6 +398,19 @@ def test_a_flat_row_is_cut_by_id(twin: Twin):
             assert noise[token] >= noise.max() - 2 * twin.tolerance
 
 
+def test_top_p_0_keeps_the_best_alone(twin: Twin):
+    """As greedy would, also of equal logits; and beside other filters."""
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(4, 5000, generator=generator)
+    rows[1, [7, 3000, 4999]] = 9.0
+    hot = Params(temperature=50.0, top_p=0.0)
+    params = [hot, hot, replace(hot, top_k=30), replace(hot, min_p=0.01, top_n_sigma=2.0)]
+    best = rows.argmax(dim=1).tolist()
+    best[1] = 7
+    for position in range(extent(2, 6)):
+        assert twin.tokens(rows, params, [position] * 4) == best
+
+
 def test_the_first_of_equal_logits_is_greedy(twin: Twin):
     row = torch.zeros(3000)
     row[[1500, 1023, 1024, 2999]] = 5.0
