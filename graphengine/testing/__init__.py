@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         assert_rng_advances,
     )
     from graphengine.testing.checks.latency import Latency, latency_budget
+    from graphengine.testing.checks.logprobs import LogprobAgreement, logprob_agreement
     from graphengine.testing.checks.outputs import assert_outputs_written
     from graphengine.testing.checks.parity import assert_replay_matches_eager
     from graphengine.testing.checks.pdl_waits import assert_pdl_waits
@@ -61,6 +62,7 @@ __all__ = [
     "GraphSnapshot",
     "IsolatedRun",
     "Latency",
+    "LogprobAgreement",
     "Poison",
     "assert_no_dangling_pointers",
     "assert_no_host_nodes",
@@ -79,6 +81,7 @@ __all__ = [
     "graph_snapshot",
     "keep_graphs",
     "latency_budget",
+    "logprob_agreement",
     "no_alloc",
     "no_leaked_pool",
     "no_sync",
@@ -114,6 +117,7 @@ _MODULES = {
     "isolated": ("IsolatedRun", "run_isolated"),
     "snapshots.keeping": ("keep_graphs",),
     "checks.latency": ("Latency", "latency_budget"),
+    "checks.logprobs": ("LogprobAgreement", "logprob_agreement"),
     "checks.parity": ("assert_replay_matches_eager",),
     "checks.poison": ("POISONS", "CanaryPages", "Poison", "poison_padding"),
     "snapshots.snapshot": ("GraphSnapshot", "environment_key", "graph_snapshot"),

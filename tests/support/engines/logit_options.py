@@ -231,6 +231,7 @@ def random_options(
         "include_stop_str_in_output": lambda: True,
         "skip_special_tokens": lambda: False,
         "remove_eos": lambda: True,
+        "logprobs_mode": lambda: dice.choice(["raw_logprobs", "processed_logprobs"]),
     }
     options = {name: draw() for name, draw in drawn.items() if dice.random() < 0.35}
     if grammars and dice.random() < 0.2:
