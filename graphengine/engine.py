@@ -246,6 +246,20 @@ class Engine:
         """
         self.core.draft(request, token_ids)
 
+    def force(self, request: Request, token_id: int) -> None:
+        """Have the next step that is launched for `request` emit this token, whatever the model
+        says, as if it had been sampled: it can end the request, and drafts go on after it.
+
+        The request needs `SamplingParams(forced_tokens=True)`. Another call before that step
+        replaces the token.
+
+        ValueError for other requests, for finished ones and those of another engine, while a step
+        of it is in flight that `step(timeout=...)` did not wait for, and for a token that it cannot
+        sample: an id outside the vocabulary, one with a bias of -inf, a stop token before
+        `min_tokens`.
+        """
+        self.core.force(request, token_id)
+
     def step(self, timeout: float | None = None) -> list[Event]:
         """Launch what can be launched, then return the events of the oldest replay in flight.
 

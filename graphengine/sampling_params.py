@@ -267,6 +267,12 @@ class SamplingParams:
         `min_tokens` and `ignore_eos` are refused at submit; None: any output""",
     )
 
+    forced_tokens: bool = option(
+        False,
+        doc="""`Engine.force` may choose the request's next token. While such a request is active,
+        the engine has no lookahead, as with grammars. `bad_words` and `structured_outputs` are
+        refused beside it at submit""",
+    )
     routing: RoutingRecord | ArrayLike | None = option(
         None,
         doc="""expert ids [tokens, layers with experts, experts per token], such as the `routing`

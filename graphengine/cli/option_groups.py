@@ -28,6 +28,7 @@ REQUEST_GROUPS: Groups = {
         "allowed_token_ids",
         "bad_words",
         "structured_outputs",
+        "forced_tokens",
     ),
     "Text": ("include_stop_str_in_output", "skip_special_tokens", "remove_eos", "add_bos"),
     "Log-probabilities and routing": ("logprobs", "logprobs_mode", "prompt_logprobs", "routing"),

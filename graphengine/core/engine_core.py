@@ -20,7 +20,7 @@ from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
 from graphengine.core.commands import SlotOperations
 from graphengine.core.delivery import Delivery
-from graphengine.core.intake import Intake, QueueOptions
+from graphengine.core.intake import Intake, QueueOptions, check_samples
 from graphengine.core.interrupts import HeldInterrupts
 from graphengine.core.report import describe_engine
 from graphengine.core.runtime import Runtime
@@ -197,14 +197,7 @@ class EngineCore:
         **options: Unpack[QueueOptions],
     ) -> Request:
         """Implements `Engine.submit`."""
-        self.check_open()
-        submitted = time.perf_counter()
-        self.scheduler.check_queue()
-        params = self.intake.usual_params if params is None else params
-        read = self.intake.prompt(prompt, params)
-        request = self.intake.request(read, params, on_event, submitted=submitted, **options)
-        self.queue(request)
-        return request
+        return self.submit_many(prompt, params, 1, on_event, **options)[0]
 
     def submit_many(
         self,
@@ -217,10 +210,11 @@ class EngineCore:
         """Implements `Engine.submit_many`."""
         self.check_open()
         submitted = time.perf_counter()
+        check_samples(n)
+        self.scheduler.check_queue(n)
         params = self.intake.usual_params if params is None else params
         read = self.intake.prompt(prompt, params)
         requests = self.intake.samples(read, params, on_event, n, submitted=submitted, **options)
-        self.scheduler.check_queue(n)
         for request in requests:
             self.queue(request)
         return requests
@@ -234,9 +228,21 @@ class EngineCore:
     def draft(self, request: Request, token_ids: Sequence[int]) -> None:
         """Implements `Engine.draft`."""
         self.check_open()
+        self.intake.draft(request, token_ids, self.needs, unfinished=self._has(request))
+
+    def force(self, request: Request, token_id: int) -> None:
+        """Implements `Engine.force`."""
+        self.check_open()
+        ahead = any(
+            request in replay.requests and (replay.chunk is None or replay.chunk.final)
+            for step in self.in_flight
+            for replay in step
+        )
+        self.intake.force(request, token_id, unfinished=self._has(request), ahead=ahead)
+
+    def _has(self, request: Request) -> bool:
         scheduler = self.scheduler
-        unfinished = any(request is each for each in (*scheduler.active, *scheduler.waiting))
-        self.intake.draft(request, token_ids, self.needs, unfinished=unfinished)
+        return any(request is each for each in (*scheduler.active, *scheduler.waiting))
 
     @property
     def busy(self) -> bool:
@@ -257,8 +263,7 @@ class EngineCore:
                 self.newest = ()
                 self.delivery.end_due()
                 self._launch_all(timeout)
-                if self.in_flight:
-                    self.collect(timeout)
+                self._collect_due(timeout)
                 self.delivery.run_callbacks()
             finally:
                 self._busy_in = None
@@ -431,6 +436,15 @@ class EngineCore:
         else:
             self.runtime.replay(key)
         self.counters[self._counter_of[key]] += 1
+
+    def _collect_due(self, timeout: float | None) -> None:
+        """Read the oldest launch, and further ones where a new request admits no lookahead."""
+        deadline = deadline_after(timeout)
+        while before := len(self.in_flight):
+            self.collect(seconds_to(deadline))
+            left = len(self.in_flight)
+            if left == before or left <= self.scheduler.lookahead:
+                return
 
     @ranged("step/collect", _counts_of_oldest)
     def collect(self, timeout: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -45,6 +46,12 @@ class QueueOptions(TypedDict, total=False):
 def check_queue_options(method: str, options: QueueOptions) -> None:
     """TypeError for a keyword argument that `method` does not have."""
     check_names(method, options, QUEUE_OPTIONS)
+
+
+def check_samples(n: object) -> None:
+    """ValueError unless `n` is a number of samples."""
+    if not is_int(n) or n < 1:
+        raise ValueError(f"n={shown(n)} must be an integer from 1 up")
 
 
 class Intake:
@@ -187,6 +194,7 @@ class Intake:
                 deadline=None if deadline_s is None else submitted + float(deadline_s),
                 stream=self._stream(params, prompt.ids),
                 guide=guide,
+                forcible=params.forced_tokens,
                 given_routes=given_routes,
                 routes=self._new_routes(),
                 scores=not params.room,
@@ -223,8 +231,7 @@ class Intake:
 
         Sample i has the first one's seed plus i, modulo 2**63.
         """
-        if not is_int(n) or n < 1:
-            raise ValueError(f"n={shown(n)} must be an integer from 1 up")
+        check_samples(n)
         requests = [
             self.request(prompt, params, callback, submitted=submitted, **options) for _ in range(n)
         ]
@@ -282,6 +289,7 @@ class Intake:
 
     def _guide(self, params: SamplingParams, processing: Processing | None) -> Guide | None:
         """The guide for a request's grammar, None without one; ValueError if there can be none."""
+        self._check_forcible(params)
         if params.structured_outputs is None:
             return None
         if self._config.forced_acceptance is not None:
@@ -291,6 +299,46 @@ class Intake:
             )
         assert processing is not None, "a grammar has a mask"
         return self._grammars.guide(params, self.tokenizer, processing.mask)
+
+    def _check_forcible(self, params: SamplingParams) -> None:
+        """ValueError for options that could contradict a token that a caller forces."""
+        if not params.forced_tokens:
+            return
+        for name in ("bad_words", "structured_outputs"):
+            if getattr(params, name):
+                raise ValueError(f"forced_tokens=True: {name} could forbid a forced token")
+        if self._config.forced_acceptance is not None:
+            raise ValueError(
+                f"forced_tokens=True: an engine with forced_acceptance="
+                f"{self._config.forced_acceptance} takes drafts instead"
+            )
+
+    def force(self, request: Request, token: int, *, unfinished: bool, ahead: bool) -> None:
+        """Have a request's next step emit a token; it replaces an earlier one.
+
+        unfinished  whether the request is waiting or active in this engine
+        ahead       whether a step that samples for it is in flight
+
+        ValueError for a request that cannot have any, and for a token that it cannot sample.
+        """
+        if not isinstance(request, Request) or not request.job.forcible:
+            raise ValueError(f"{request!r} was submitted without forced_tokens=True")
+        if request.finish_reason is not None:
+            raise ValueError(f"{request!r} has ended: it emits no other token")
+        if not unfinished:
+            raise ValueError(f"{request!r} is no request of this engine")
+        if ahead:
+            raise ValueError(f"a step of {request!r} is in flight: step() until it has been read")
+        job, params = request.job, request.params
+        forced = token_id(token, self._vocabulary, "force")
+        if (params.logit_bias or {}).get(forced) == -math.inf:
+            raise ValueError(f"token {forced} cannot be forced: its logit_bias is -inf")
+        if forced in job.stops.ids and len(job.tokens) < job.min_tokens:
+            raise ValueError(
+                f"token {forced} cannot be forced: it would end the request after "
+                f"{len(job.tokens)} tokens, before min_tokens={job.min_tokens}"
+            )
+        job.forced = forced
 
     def _given_routes(self, params: SamplingParams) -> Ids | None:
         """The ids of the experts that a request replays; None if it replays none. ValueError if

@@ -5,7 +5,8 @@ are written once, when the request is admitted. Masks of a grammar are written b
 step of the request, as they depend on its last tokens and on the drafts after them; in trees, on
 the drafts along the path to each lane. If the device drafts, its table of drafts is copied to
 pinned memory after each step's replays while any request with a grammar holds a slot, and the next
-step waits for that copy. Otherwise nothing is copied, and nothing waits.
+step waits for that copy. Otherwise nothing is copied, and nothing waits. A token that a caller
+forces is a mask as well: for one step, the first lane allows nothing else.
 
 Letters: S slots, W tokens of a row in the widest step, K = W - 1 drafts, V vocabulary.
 """
@@ -24,6 +25,7 @@ from graphengine.buckets import Part, StaticBuffers
 from graphengine.buckets.mailbox import BLOCK_SECONDS, WaitMode
 from graphengine.host.plan import Plan
 from graphengine.kernels.logits.logits_triton import USES_GRAMMAR, USES_MASK
+from graphengine.requests.job import Job
 from graphengine.requests.request import Request
 
 
@@ -50,6 +52,8 @@ class MaskTable:
         self._table: NDArray[np.int32] = np.full(tuple(field.shape), -1, dtype=np.int32)
         # The id of the request whose masks the table has, by slot: an id keeps no request alive.
         self._held: list[int | None] = [None] * len(self._table)
+        # Slots whose mask forces a token.
+        self._forced: set[int] = set()
         self._event: torch.cuda.Event | None = None
         if self._table.shape[1] > 1 and not host_drafts:
             copied = [buffers["draft_tokens"]]
@@ -78,10 +82,34 @@ class MaskTable:
                 slot = request.job.placed.slot
                 self._table[slot] = guide.masks
                 changed.append(slot)
+        chunk = plan.prefill
+        sampling = plan.rows if chunk is None or not chunk.final else (*plan.rows, chunk.request)
+        for request in sampling:
+            if request.job.forcible and self._force(request.job):
+                changed.append(request.job.placed.slot)
         if not changed:
             return {}
         first = min(changed)
         return {"allowed_bits": Part(first, self._table[first : max(changed) + 1])}
+
+    def _force(self, job: Job) -> bool:
+        """Have the request's next step emit the token that its caller forces, if any; False if the
+        masks stay as they are.
+        """
+        slot, token = job.placed.slot, job.forced
+        if token is None and slot not in self._forced:
+            return False
+        self._forced.discard(slot)
+        mask_V = self._table[slot, 0]
+        mask_V[:] = -1
+        if token is not None:
+            mask_V[:] = 0
+            mask_V.view(np.uint32)[token // 32] = np.uint32(1 << token % 32)
+            self._forced.add(slot)
+            job.forced = None
+        elif job.processing is not None and job.processing.mask is not None:
+            mask_V[: job.processing.mask.size] = job.processing.mask
+        return True
 
     def _hold(self, slot: int, request: Request | None) -> bool:
         """Write the masks of a slot's request into the table; False if it has them already."""
@@ -92,6 +120,7 @@ class MaskTable:
         if number == self._held[slot]:
             return False
         self._held[slot] = number
+        self._forced.discard(slot)
         masks_WV = self._table[slot]
         masks_WV[:] = -1
         if request is not None and request.job.guide is not None:

@@ -88,8 +88,9 @@ class Scheduler:
     note_all          whether the prompt tokens that a request skips are noted on the device for
                       every request; otherwise only for requests with options on their logits
 
-    While a request with a grammar holds a slot, its sampled tokens must be read before its next
-    step can be launched: `guided` counts such requests, and `lookahead` is 0 while there are any.
+    While a request with a grammar, or whose caller may force tokens, holds a slot, its tokens must
+    be read before its next step can be launched: `guided` counts such requests, and `lookahead` is
+    0 while there are any.
     `moves` notes which requests were paused, resumed and finished; its reader clears it.
     """
 
@@ -492,7 +493,7 @@ class Scheduler:
             self._count_guided(job, 1)
 
     def _count_guided(self, job: Job, change: int) -> None:
-        if job.guide is not None:
+        if job.guide is not None or job.forcible:
             self.guided += change
             self.lookahead = 0 if self.guided else self._usual_lookahead
 

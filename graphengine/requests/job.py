@@ -88,6 +88,8 @@ class Job:
 
     stream       turns tokens into text and finds stop strings; None without a tokenizer
     guide        its state in a grammar; None without one
+    forcible     whether its caller may choose its next token
+    forced       the token that its next step emits, whatever the model says; None: none
     drafts       draft tokens that its caller proposes
     routes       the experts that its tokens took; None if they are not recorded
     private      whether only its callback gets its events: no step returns them
@@ -113,6 +115,8 @@ class Job:
     scores: bool = False
     stream: TextStream | None = None
     guide: Guide | None = None
+    forcible: bool = False
+    forced: int | None = None
     drafts: CallerDrafts = NO_DRAFTS
     routes: RecordedRoutes | None = None
     private: bool = False

@@ -46,7 +46,8 @@ class Processing:
     """A slot's values for the fields of `processing_fields`, by name; None stands for padding.
 
     flags   its `logits_flags`: which of the others change its logits
-    mask    [V / 32 rounded up] of `allowed_token_ids`, None without; a grammar has masks of its own
+    mask    [V / 32 rounded up] of `allowed_token_ids`, None without; a grammar, and a caller who
+            forces tokens, have masks of their own
     """
 
     flags: int
@@ -70,7 +71,7 @@ def make_processing(
     flags, values, mask = 0, dict[str, Any](), None
     if params.allowed_token_ids is not None:
         mask = _bitmask(params.allowed_token_ids, vocabulary)
-    if params.structured_outputs is not None:
+    if params.structured_outputs is not None or params.forced_tokens:
         flags |= USES_GRAMMAR
     elif mask is not None:
         flags |= USES_MASK

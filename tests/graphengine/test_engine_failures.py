@@ -437,7 +437,7 @@ def test_nothing_works_after_close(device: str) -> None:
 DESCRIBES = {
     "acceptance", "busy", "config", "core", "counters", "eos_ids", "gate", "last_step", "memory",
     "numerics_id", "prefill_cut", "recorder", "report", "requests", "row_family", "scheduler",
-    "stats", "stop_callback", "tokenizer",
+    "stats", "stop_callback", "tokenizer", "default_params", "weight_version",
 }  # fmt: skip
 """Public names of an engine that still work once it is closed, close() and __exit__ aside."""
 
@@ -464,12 +464,15 @@ def test_what_describes_an_engine_outlives_it(device: str) -> None:
         "astream": lambda: engine.astream(PROMPT),
         "drain": engine.drain,
         "draft": lambda: engine.draft(None, [1]),  # type: ignore[arg-type]
+        "force": lambda: engine.force(None, 1),  # type: ignore[arg-type]
         "generate": lambda: engine.generate(PROMPT),
+        "generate_many": lambda: engine.generate_many(PROMPT, n=2),
         "restore_session": lambda: engine.restore_session("nowhere"),
         "session": engine.session,
         "step": engine.step,
         "stream": lambda: engine.stream(PROMPT),
         "submit": lambda: engine.submit(PROMPT),
+        "submit_many": lambda: engine.submit_many(PROMPT, n=2),
         "update_weights": lambda: engine.update_weights({}),
         **{name: partial(getattr, engine, name) for name in ("cache", "model", "runtime")},
     }

@@ -47,6 +47,7 @@ VLLM_DEFAULTS = {
     "logprobs": None,
     "logprobs_mode": None,
     "prompt_logprobs": None,
+    "forced_tokens": False,
     "structured_outputs": None,
     "routing": None,
 }

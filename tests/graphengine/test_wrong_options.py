@@ -37,7 +37,7 @@ def but(values: list[Any], *allowed: Any) -> list[Any]:
 WRONG: dict[str, list[Any]] = {
     "temperature": [*NO_NUMBERS, -0.1, 1e-7, INF, -INF, 1e39, 10**400],
     "top_k": [*NO_INTEGERS, -2, 2**31],
-    "top_p": [*NO_NUMBERS, 0, -0.1, 1.01, INF],
+    "top_p": [*NO_NUMBERS, -0.1, 1.01, INF],
     "min_p": [*NO_NUMBERS, -0.1, 1.01, INF],
     "top_n_sigma": [*NO_NUMBERS, -0.1, INF, -INF, 1e39, 10**400],
     "seed": [*but(NO_INTEGERS, None), -1, 2**63],
@@ -62,6 +62,8 @@ WRONG: dict[str, list[Any]] = {
     "logprobs": [*but(NO_INTEGERS, None), -1, 21],
     "prompt_logprobs": [*but(NO_INTEGERS, None), -1, 21],
     "stop_token_sequences": [*NO_WORDS, None, ["word"], [[-1]], [[1, "2"]]],
+    "logprobs_mode": [5, True, "", "raw", "processed", b"raw_logprobs", ["raw_logprobs"]],
+    "forced_tokens": NO_FLAGS,
     "structured_outputs": [
         5, "[a-z]+", b"a", True, [], ["yes", "no"], {}, {"regex": "a"}, {"type": "object"},
         object(), StructuredOutputsParams, [StructuredOutputsParams(regex="a")],
@@ -76,7 +78,7 @@ WRONG: dict[str, list[Any]] = {
 LIMITS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"temperature": 1e-7}, ("1e-06",)),
     ({"top_k": -2}, ("-1",)),
-    ({"top_p": 1.01}, ("(0, 1]",)),
+    ({"top_p": 1.01}, ("[0, 1]",)),
     ({"min_p": 1.01}, ("[0, 1]",)),
     ({"seed": -1}, ("[0, 2**63)",)),
     ({"max_tokens": 0}, ("at least 1",)),

@@ -285,10 +285,11 @@ def test_hidden_states_are_saved(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_options_that_no_command_line_has_are_few() -> None:
-    """Each is set by another flag, is for several requests at a time, or sizes a table."""
+    """Each is set by another flag, is for several requests or calls, or sizes a table."""
     missing = {row.name for table in PAGE_TABLES.values() for row in rows(table) if not row.flag}
     assert missing == {
-        "structured_outputs", "routing", "gate", "prompt_logprobs",
+        "structured_outputs", "routing", "gate", "prompt_logprobs", "logprobs_mode",
+        "forced_tokens",
         "max_waiting", "max_stop_ids", "max_logit_bias", "max_bad_words", "max_bad_word_tokens",
         "max_stop_sequences", "max_stop_sequence_tokens", "max_logprobs", "forced_acceptance",
         "wait_limit_s", "collect_while_waiting",
@@ -687,7 +688,7 @@ def test_errors_are_one_message(
         (("--prompt", "x = 1\n" * 60), r"max_seq_len=96"),
         (("--prompt", PROMPT, "--temperature", "nan"), "temperature=nan"),
         (("--prompt", PROMPT, "--temperature", "-1"), "temperature=-1"),
-        (("--prompt", PROMPT, "--top-p", "0"), r"top_p=0.0 .*\(0, 1\]"),
+        (("--prompt", PROMPT, "--top-p", "1.5"), r"top_p=1.5 .*\[0, 1\]"),
         (("--prompt", PROMPT, "--max-tokens", "0"), "max_tokens=0"),
         (("--prompt", PROMPT, "--stop", ""), "stop="),
         (("--prompt", PROMPT, "--seed", "-1"), "seed=-1"),

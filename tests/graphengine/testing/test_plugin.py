@@ -30,6 +30,7 @@ HELPERS = {
     "diff_structures",
     "diff_text",
     "environment_key",
+    "logprob_agreement",
     "normalise",
     "normalise_name",
     "read_structure",
