@@ -76,13 +76,21 @@ def used(engine: Engine, rows: int) -> bool:
     return any(engine.counters[f"replays/decode/{rows}/{sampler}"] for sampler in ("fast", "full"))
 
 
-def churn(engine: Engine, size: Size, dice: random.Random, *, all_options: bool = True) -> Owners:
+def churn(
+    engine: Engine,
+    size: Size,
+    dice: random.Random,
+    *,
+    all_options: bool = True,
+    samples: bool = False,
+) -> Owners:
     """Drive `engine` until it has done `size`; every request is finished.
 
     all_options  also until every option was asked for, and every bucket used
+    samples      whether some prompts have several samples
     """
     vocab = engine.model.config.vocab_size
-    owners = Owners(engine, dice)
+    owners = Owners(engine, dice, samples=samples)
     quiet = 0
 
     def enough() -> bool:
@@ -125,8 +133,9 @@ def test_each_request_gets_the_tokens_it_gets_alone(
     pool = {"kv_blocks": size.kv_blocks, "swap_blocks": 400}
     with open_engine(path, device, size, lookahead=lookahead, **pool) as engine:
         # A seed by which every option is asked for early.
-        owners = churn(engine, size, random.Random(7))
+        owners = churn(engine, size, random.Random(7), samples=True)
         counters = engine.counters
+        assert counters["samples/shared_tokens"] > 0
         assert counters["tokens"] >= size.tokens
         for name in COUNTED:
             assert counters[name] >= size.occurrences, f"{name}: {counters[name]}"

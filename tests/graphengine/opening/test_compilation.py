@@ -37,6 +37,7 @@ ENGINES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "plain": lambda folder: {},
     "one row": lambda folder: {"max_batch": 1, "row_family": "fma", "swap_blocks": 0},
     "prompts": lambda folder: {"prompt_logprobs": True, "logprobs_mode": "raw_logprobs"},
+    "draws": lambda folder: {"logprobs_mode": "sampled_logprobs", "speculative": NGram(3)},
     "eagle": lambda folder: {"speculative": MTP(3)},
     "embeddings": lambda folder: {"speculative": MTP(3), "prompt_embeds": True},
     "relaxed": lambda folder: {"speculative": MTP(3), "relaxed_acceptance": RELAXED},
