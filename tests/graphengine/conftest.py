@@ -349,13 +349,20 @@ class Oracle:
         result: Result,
         seen: Mapping[tuple[int, int], torch.Tensor],
         tolerance: float = TOLERANCE,
+        flips: float = 0.0,
     ) -> None:
-        """What `run_eagerly` saw while this request ran alone: at least a row for each token."""
+        """What `run_eagerly` saw while this request ran alone: at least a row for each token.
+
+        flips  the share of positions that may be further off, as rounding may choose other experts
+        """
         expected = self.logits([*result.prompt_token_ids, *result.token_ids])
         assert len(seen) >= len(result.token_ids)
-        for (_, position), logits in seen.items():
-            error = (logits - expected[position]).abs().max() / expected[position].abs().max()
-            assert error <= tolerance, f"{position=} after {len(result.prompt_token_ids)}: {error=}"
+        errors = {
+            position: ((logits - expected[position]).abs().max() / expected[position].abs().max())
+            for (_, position), logits in seen.items()
+        }
+        far = {position: error for position, error in errors.items() if not error <= tolerance}
+        assert len(far) <= flips * len(seen), f"after {len(result.prompt_token_ids)} tokens: {far}"
 
     def __hash__(self) -> int:
         return hash(self.path)

@@ -159,15 +159,22 @@ def write(write_model: Callable[..., Any], tmp_path_factory: Any) -> Callable[..
 
 
 def assert_as_plain(case: Case, device: str, eager: Any, **options: Any) -> None:
-    """Logits and greedy tokens are those of transformers for the values in the file."""
-    oracle = case.oracle
-    with engine_of(case.file, device, lookahead=0, **options) as engine:
+    """Logits and greedy tokens are those of transformers for the values in the file.
+
+    On a GPU, which computes with packed weights in half precision alone, logits are near those.
+    """
+    oracle, exact = case.oracle, device == "cpu"
+    dtype = "float32" if exact else "bfloat16"
+    with engine_of(case.file, device, lookahead=0, dtype=dtype, **options) as engine:
         for prompt in oracle.prompts((1, 41)):
             seen = eager(engine)
             greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
             result = engine.generate(prompt, greedy)
-            oracle.assert_greedy(result)
-            oracle.assert_logits(result, seen)
+            if exact:
+                oracle.assert_greedy(result)
+                oracle.assert_logits(result, seen)
+            else:
+                oracle.assert_logits(result, seen, tolerance=0.15, flips=0.25)
 
 
 @pytest.mark.parametrize("family", FAMILY_SIZES)

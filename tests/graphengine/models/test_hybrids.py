@@ -833,4 +833,5 @@ def test_half_precision_is_near_float32(
         for prompt in oracle.prompts((3, 150)):
             seen = eager(engine)
             result = engine.generate(prompt, greedy(24))
-            oracle.assert_logits(result, seen, tolerance=0.15)
+            flips = 0.25 if name.endswith("experts") else 0.0
+            oracle.assert_logits(result, seen, tolerance=0.15, flips=flips)

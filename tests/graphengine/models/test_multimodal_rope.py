@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from torch import Tensor
 
 from engines.small_engine import assert_idle, greedy, open_engine
@@ -154,6 +156,8 @@ def test_tokens_after_pictures_are_those_of_transformers(oracle: Oracle, device:
 def test_tokens_after_a_video_are_those_of_transformers(oracle: Oracle, device: str) -> None:
     if "3_5" in oracle.path.name:
         pytest.skip("its videos are pictures with times in text between them")
+    if "2_5" in oracle.path.name and Version(transformers.__version__) < Version("5.20"):
+        pytest.skip("older versions count the times of a video otherwise")
     pixels, rows = oracle.features("video", (3, 2, 4), 3)
     ids = [5, 17, START, *[VIDEO] * 24, END, 8, 9]
     more, step = {}, 1.0
