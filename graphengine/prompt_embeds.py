@@ -4,9 +4,10 @@
 a prompt is cut into chunks, kept by a session and fed again after a rewind or an eviction.
 
 A picture's rows may be a grid (`GridEmbeds`), for models whose positions have three axes, in time,
-height and width (M-RoPE; Wang et al. 2024, "Qwen2-VL"). Rows of RoPE's tables are counted as
-transformers' `get_rope_index` counts them: each axis of a grid begins at the row that a token would
-have there, and what follows the grid begins after the greatest row of any axis.
+height and width (M-RoPE; Wang et al. 2024, "Qwen2-VL"). Rows of RoPE's tables are counted as in
+Qwen's own code: each axis of a grid begins at the row that a token would have there, and what
+follows the grid begins after the greatest row of any axis. transformers does the same, except that
+5.23 lets what follows a video begin after its height and width, however long it is.
 
 Letters: n rows, H hidden.
 """

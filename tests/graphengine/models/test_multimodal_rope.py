@@ -162,7 +162,7 @@ def test_tokens_after_a_video_are_those_of_transformers(oracle: Oracle, device: 
     ids = [5, 17, START, *[VIDEO] * 24, END, 8, 9]
     more, step = {}, 1.0
     if "2_5" in oracle.path.name:
-        more, step = {"second_per_grid_ts": torch.tensor([1.0])}, 3.0
+        more, step = {"second_per_grid_ts": torch.tensor([0.5])}, 1.5
     wanted = oracle.says(
         ids, pixel_values_videos=pixels, video_grid_thw=torch.tensor([[3, 4, 8]]), **more
     )
