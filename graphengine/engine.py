@@ -18,7 +18,6 @@ from graphengine.core import runs
 from graphengine.core.delivery import StopCallback
 from graphengine.core.engine_core import EngineCore
 from graphengine.core.intake import QueueOptions, check_queue_options
-from graphengine.core.misplaced import check_names
 from graphengine.core.report import EngineReport, StepReport, describe_step, make_report, statistics
 from graphengine.core.runtime import Runtime
 from graphengine.core.snapshots import SessionSnapshot
@@ -30,8 +29,8 @@ from graphengine.host.scheduling import Scheduling
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.models.contract import Model
 from graphengine.observe.recorder import Recorder
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.loading import Opened, open_checkpoint
-from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.sampling_defaults import recommended_sampling
 from graphengine.opening.updating import LoadedWeights
 from graphengine.options.checks import check_callable, seconds
@@ -41,6 +40,7 @@ from graphengine.parallel.driver_runtime import DriverRuntime, open_with_ranks
 from graphengine.parallel.pipelining import open_pipeline
 from graphengine.prompts import Prompt
 from graphengine.requests.acceptance import Acceptance
+from graphengine.requests.misplaced import check_names
 from graphengine.requests.request import Event, Request
 from graphengine.requests.result import Result
 from graphengine.sampling_params import SamplingParams

@@ -4,6 +4,8 @@ that break it.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 import house
@@ -28,6 +30,18 @@ def test_imports_point_down_the_list_of_rooms() -> None:
 def test_the_list_has_every_room_and_no_other() -> None:
     rooms = {house.room_of(house.module_name(path)) for path in package_files()} - {None}
     assert rooms == {*house.ROOMS} and len(rooms) == len(house.ROOMS)
+
+
+# Lists: one file for each of what they list.
+LISTS = ("graphengine/models/families",)
+MOST_FILES = 16
+
+
+def test_no_folder_is_crowded() -> None:
+    """A reader finds a file by its folder's name, in a folder that fits on a screen."""
+    counts = Counter(shown(path.parent) for path in package_files())
+    crowded = {name: count for name, count in counts.items() if count > MOST_FILES}
+    assert set(crowded) <= {*LISTS}, crowded
 
 
 def test_no_module_uses_the_privates_of_another() -> None:

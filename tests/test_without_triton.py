@@ -86,7 +86,7 @@ QUESTIONS = {
             print(error)
     """,
     "memory": """
-        from graphengine.opening.host_memory import available_host_bytes
+        from graphengine.opening.budget.host_memory import available_host_bytes
         print(available_host_bytes())
     """,
     "the plugin": """

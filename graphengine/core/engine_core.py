@@ -34,7 +34,7 @@ from graphengine.host.scheduler import Scheduler
 from graphengine.host.scheduling import Scheduling
 from graphengine.observe.recorder import Recorder
 from graphengine.observe.tracing import ranged, span
-from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.program.fields import (
     draft_updates,
     host_updates,

@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 from graphengine.config import EngineConfig
-from graphengine.core.misplaced import QUEUE_OPTIONS, check_names
 from graphengine.drafters import DraftNeeds
 from graphengine.models.weights import RoutedExperts
-from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.options.checks import check_callable, is_finite, is_int, is_number, shown
 from graphengine.prompt_embeds import EmbedsSpec, PromptTokens
 from graphengine.prompts import Prompt, read_prompt, token_id, token_ids_of
@@ -20,6 +19,7 @@ from graphengine.requests.caller_drafts import CallerDrafts
 from graphengine.requests.context import SharedPrompt
 from graphengine.requests.guided import Grammars, Guide
 from graphengine.requests.job import Job
+from graphengine.requests.misplaced import QUEUE_OPTIONS, check_names
 from graphengine.requests.processing import (
     Processing,
     check_something_is_left,

@@ -13,7 +13,7 @@ from graphengine.kernels.linear.packed import PackedWeight
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.op_table import OpRow, row_maker
 from graphengine.opening.allocation import graph_steps
-from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.schedule import describe_launches
 

@@ -15,7 +15,7 @@ from graphengine.host.plan import Replay
 from graphengine.host.scheduling import Scheduling
 from graphengine.kernels.core.devices import Device, device_of, overlaps_launches
 from graphengine.kernels.core.launching import KernelCompilation
-from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.options.prefill_cut import ChunkTimes, PrefillCut
 from graphengine.requests.acceptance import Acceptance
 from graphengine.requests.context import Context

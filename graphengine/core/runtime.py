@@ -52,7 +52,7 @@ from graphengine.opening.allocation import (
     graph_steps,
     swap_blocks,
 )
-from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.records import RecordMemory
 from graphengine.opening.updating import LoadedWeights
 from graphengine.options.prefill_cut import ChunkTimes, PrefillCut, cut_within, measure_chunks

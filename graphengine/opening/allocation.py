@@ -31,8 +31,8 @@ from graphengine.models.plans.choosing import PlanOrigins, choose_plans
 from graphengine.models.states import RingTensors, StateTensors, cache_shape, recurrent_tensors
 from graphengine.models.vocabulary import vocabulary_of
 from graphengine.observe.tracing import span
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.kept_tensors import KeptTensors
-from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.records import RecordMemory, Records, new_records
 from graphengine.program.early_stage import EarlyStage
 from graphengine.program.fields import (

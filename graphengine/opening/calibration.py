@@ -21,8 +21,8 @@ from graphengine.models.states import paged_states
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.tracing import span
 from graphengine.opening.allocation import Allocation, allocate
-from graphengine.opening.cache_budget import calibration_blocks
-from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.budget.cache_budget import calibration_blocks
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.options.checks import shown
 from graphengine.text.tokenizer import Tokenizer
 

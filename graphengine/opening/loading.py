@@ -29,9 +29,9 @@ from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.splitting.stages import of_stage, place_of_rank, stage_of_rank
 from graphengine.models.weights import StoredLinear
 from graphengine.observe.tracing import span
+from graphengine.opening.budget.footprint import plan_with_footprint
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.calibration import calibrate, calibration_ids, read_kv_scales
-from graphengine.opening.footprint import plan_with_footprint
-from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.updating import LoadedWeights
 from graphengine.text.tokenizer import Tokenizer
 

@@ -14,6 +14,7 @@ from graphengine.models.checkpoints.given_tensors import GivenTensors, as_checkp
 from graphengine.models.contract import Share
 from graphengine.models.weights import StoredWeights
 from graphengine.observe.rank_times import UNKNOWN_LAUNCH
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.loading import (
     Found,
     Opened,
@@ -21,7 +22,6 @@ from graphengine.opening.loading import (
     plan_checkpoint,
     read_checkpoint,
 )
-from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.updating import LoadedWeights
 from graphengine.parallel.link import Stage
 from graphengine.parallel.process_groups import ProcessGroups

@@ -10,6 +10,7 @@ from graphengine.buckets import HostQueue
 from graphengine.buckets.mailbox import Payloads
 from graphengine.config import EngineConfig
 from graphengine.models.contract import Share
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.loading import (
     Found,
     Opened,
@@ -17,7 +18,6 @@ from graphengine.opening.loading import (
     plan_checkpoint,
     read_checkpoint,
 )
-from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.driver_runtime import DriverRuntime, lead_ranks
 from graphengine.parallel.ranks import Ranks, rank_devices
 from graphengine.parallel.torchrun import processes_of_torchrun

@@ -20,8 +20,8 @@ from graphengine.config import EngineConfig
 from graphengine.core.commands import Close, Command
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import Share
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.inventory import LinkShape
-from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.collectives.rendezvous import GroupError
 from graphengine.parallel.link import ALL, DriverEnd, LinkMemory, Stage
 from graphengine.parallel.rank_processes import RankProcess, SpawnedRank, check_may_start

@@ -24,9 +24,9 @@ from torch.distributed.rendezvous import rendezvous
 from graphengine.config import EngineConfig
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.contract import Share
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
-from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.link import LinkMemory
 from graphengine.parallel.rank_processes import ForeignRank
 from graphengine.parallel.worker import RankStart, run_rank

@@ -21,8 +21,8 @@ from graphengine.config import EngineConfig
 from graphengine.core.commands import Close, Command, FetchDrafts, Load, PutRoutes, Replay
 from graphengine.core.runtime import Operation
 from graphengine.models.contract import Share
+from graphengine.opening.budget.memory import MemoryPlan, available_bytes
 from graphengine.opening.loading import Found, Opened, load_checkpoint, read_checkpoint
-from graphengine.opening.memory import MemoryPlan, available_bytes
 from graphengine.parallel.data_parallel.shared_records import SharedRecords
 from graphengine.parallel.link import ALL, LinkMemory, RankEnd, Stage, Taken
 from graphengine.parallel.process_groups import ProcessGroups

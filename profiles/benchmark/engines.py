@@ -30,8 +30,8 @@ from graphengine.models.checkpoints.stored import with_state_dtype
 from graphengine.models.contract import ModelConfig
 from graphengine.models.quantised.forms import rounded_forms
 from graphengine.observe.tracing import span
+from graphengine.opening.budget.footprint import plan_with_footprint
 from graphengine.opening.calibration import calibrate, calibration_ids
-from graphengine.opening.footprint import plan_with_footprint
 from graphengine.profiles.benchmark.lone_rank import lone_engine, share_of
 from graphengine.profiles.benchmark.shapes import (
     Subject,

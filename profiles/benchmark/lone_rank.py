@@ -19,7 +19,7 @@ from graphengine.kernels.comm.push_candidates import push_candidates
 from graphengine.kernels.comm.push_lanes import ExpertLanes
 from graphengine.models.contract import AddOwn, ModelConfig, ModelWeights, Share
 from graphengine.models.splitting.rank_sizes import of_rank
-from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.budget.memory import MemoryPlan
 
 WAIT_LIMIT_S = 10.0
 

@@ -12,8 +12,8 @@ from graphengine.cli.terminal import columns, fit
 from graphengine.config import EngineConfig
 from graphengine.core.chunk_times import longest_prompt
 from graphengine.models.contract import ModelWeights, Share
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
-from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.sampling_defaults import recommended_sampling
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.parallel.pipelining import plan_stages

@@ -12,8 +12,8 @@ from graphengine.core.commands import Command, FetchDrafts, OfSlots, SlotOperati
 from graphengine.core.waits import deadline_after, seconds_to
 from graphengine.host.masks import MaskTable
 from graphengine.models.contract import Share
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.loading import Found, Opened
-from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.records import new_records
 from graphengine.parallel.collectives.process_group import check_watch
 from graphengine.parallel.data_parallel.shared_records import SharedRecords

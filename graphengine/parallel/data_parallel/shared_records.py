@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from graphengine.config import EngineConfig
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.inventory import RingShape
-from graphengine.opening.memory import MemoryPlan
 from graphengine.opening.records import RecordMemory, record_bytes
 
 

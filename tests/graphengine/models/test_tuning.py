@@ -26,7 +26,7 @@ from graphengine.models.plans import choosing as tuning
 from graphengine.models.plans import plan_limits, tuning_tables
 from graphengine.models.plans.choosing import numerics_id
 from graphengine.models.plans.tuning_tables import TunedPlan, TuningKey
-from graphengine.opening.workspace import step_bytes
+from graphengine.opening.budget.workspace import step_bytes
 from graphengine.profiles.benchmark.shapes import model_shape
 from graphengine.profiles.tuning.candidates import candidate_plans
 from launches.tuning_cases import BF16, DOT, FAMILIES, FMA, KINDS, MODEL, key_of, keys

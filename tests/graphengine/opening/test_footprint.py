@@ -15,11 +15,11 @@ from graphengine.buckets import GraphStructure
 from graphengine.demo import checkpoint_path
 from graphengine.drafters import NoDrafter
 from graphengine.kernels.core.devices import H200, assumed
-from graphengine.opening import memory
-from graphengine.opening.footprint import plan_with_footprint, trace_footprint
-from graphengine.opening.memory import MemoryPlan, plan_memory
-from graphengine.opening.sketch import sketch_steps
-from graphengine.opening.workspace import Footprint, graph_bytes
+from graphengine.opening.budget import memory
+from graphengine.opening.budget.footprint import plan_with_footprint, trace_footprint
+from graphengine.opening.budget.memory import MemoryPlan, plan_memory
+from graphengine.opening.budget.sketch import sketch_steps
+from graphengine.opening.budget.workspace import Footprint, graph_bytes
 from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.profiles.benchmark.engines import build_engine
 from graphengine.profiles.benchmark.shapes import DEMO, Subject

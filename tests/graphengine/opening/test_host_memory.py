@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphengine.opening import memory
-from graphengine.opening.host_memory import available_host_bytes
+from graphengine.opening.budget import memory
+from graphengine.opening.budget.host_memory import available_host_bytes
 
 GIB = 2**30
 V2 = "30 25 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"

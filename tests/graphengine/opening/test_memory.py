@@ -27,12 +27,13 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.linears import WeightForms
 from graphengine.models.plans import plan_limits
-from graphengine.opening import calibration, memory, requirements
+from graphengine.opening import calibration, requirements
 from graphengine.opening.allocation import Allocation, allocate
-from graphengine.opening.cache_budget import BlockBytes, _fitting_swap, _needed_swap
+from graphengine.opening.budget import memory
+from graphengine.opening.budget.cache_budget import BlockBytes, _fitting_swap, _needed_swap
+from graphengine.opening.budget.host_memory import host_bytes
+from graphengine.opening.budget.memory import MemoryPlan, plan_memory
 from graphengine.opening.calibration import calibrate
-from graphengine.opening.host_memory import host_bytes
-from graphengine.opening.memory import MemoryPlan, plan_memory
 from graphengine.options.draft_vocabulary import DraftVocabulary
 from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.speculative import (

@@ -15,9 +15,9 @@ from graphengine.drafters import make_drafter
 from graphengine.host.rings import WindowRing
 from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.families.registry import read_model_config
-from graphengine.opening import memory
 from graphengine.opening.allocation import allocate
-from graphengine.opening.memory import MemoryPlan, plan_memory
+from graphengine.opening.budget import memory
+from graphengine.opening.budget.memory import MemoryPlan, plan_memory
 from graphengine.speculative import DraftModel, NGram
 
 DEMO = Checkpoint.open(checkpoint_path())

@@ -33,8 +33,8 @@ from graphengine.models.contract import Share
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.splitting.stages import of_stage, stage_spans
 from graphengine.models.states import recurrent_states
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.loading import found_of_stage, plan_checkpoint, read_checkpoint
-from graphengine.opening.memory import MemoryPlan
 from graphengine.parallel.collectives.rendezvous import GroupError
 from graphengine.parallel.pipelining import PipelineRuntime, plan_stages
 from graphengine.parallel.ranks import RankFailed, rank_devices

@@ -21,9 +21,9 @@ from graphengine import EngineConfig
 from graphengine.kernels.core.launching import UNINITIALISED
 from graphengine.kernels.core.op import Op, ops_handed_to
 from graphengine.models.contract import ModelConfig
+from graphengine.opening.budget.memory import MemoryPlan, plan_memory
+from graphengine.opening.budget.sketch import sketch_steps
 from graphengine.opening.loading import read_checkpoint
-from graphengine.opening.memory import MemoryPlan, plan_memory
-from graphengine.opening.sketch import sketch_steps
 from graphengine.profiles.benchmark.engines import random_drafter, rounded_model
 from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.program.graph_key import GraphKey

@@ -22,9 +22,9 @@ from graphengine.kernels.core.devices import assumed, device_of
 from graphengine.kernels.core.launching import UNINITIALISED
 from graphengine.kernels.core.op import Op, ops_handed_to
 from graphengine.models.contract import ModelConfig
-from graphengine.opening.memory import MemoryPlan, plan_memory
-from graphengine.opening.sketch import sketch_steps
-from graphengine.opening.workspace import Footprint
+from graphengine.opening.budget.memory import MemoryPlan, plan_memory
+from graphengine.opening.budget.sketch import sketch_steps
+from graphengine.opening.budget.workspace import Footprint
 from graphengine.program.graph_key import GraphKey
 
 # A product of the BLAS may take two: one for parts of K, and one that adds them up.

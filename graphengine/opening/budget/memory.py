@@ -19,12 +19,12 @@ from graphengine.kernels.linear.prefill.lane_codes import ActivationKind
 from graphengine.models.contract import ModelConfig
 from graphengine.models.states import kept_bytes, recurrent_states
 from graphengine.models.weights import RoutedExperts
-from graphengine.opening.cache_budget import BlockBytes, Room, add_caches
+from graphengine.opening.budget.cache_budget import BlockBytes, Room, add_caches
+from graphengine.opening.budget.host_memory import available_host_bytes
+from graphengine.opening.budget.state_budget import add_state
+from graphengine.opening.budget.workspace import Footprint, graph_bytes, workspace_bytes
 from graphengine.opening.engine_shape import EngineShape
-from graphengine.opening.host_memory import available_host_bytes
 from graphengine.opening.inventory import LinkShape, graph_keys, window_rings
-from graphengine.opening.state_budget import add_state
-from graphengine.opening.workspace import Footprint, graph_bytes, workspace_bytes
 from graphengine.program.graph_key import GraphKey
 
 # Channels and buffers of NCCL for a group on one host, rounded up.

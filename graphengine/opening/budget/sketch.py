@@ -15,7 +15,7 @@ from graphengine.config import EngineConfig
 from graphengine.drafters import Drafter
 from graphengine.models.contract import ModelConfig
 from graphengine.opening.allocation import allocate, graph_steps
-from graphengine.opening.memory import MemoryPlan
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.program.graph_key import GraphKey
 
 _META = torch.device("meta")

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from graphengine.buckets import MemoryBudget, OutOfBudget, format_bytes
 from graphengine.kernels.core.paged import FP8_KV
 from graphengine.models.states import cache_shape
+from graphengine.opening.budget.host_memory import host_bytes
 from graphengine.opening.engine_shape import EngineShape
-from graphengine.opening.host_memory import host_bytes
 
 
 class Room(NamedTuple):

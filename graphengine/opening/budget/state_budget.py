@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from graphengine.buckets import Field, MemoryBudget, buffer_bytes, field_groups
 from graphengine.models.contract import most_arrival_counters
 from graphengine.models.states import kv_scale_bytes
+from graphengine.opening.budget.host_memory import host_bytes
 from graphengine.opening.engine_shape import EngineShape
-from graphengine.opening.host_memory import host_bytes
 from graphengine.opening.inventory import RingShape, mailboxes
 from graphengine.program.fields import EMBEDS_FIELD, engine_fields, takes_grids
 from graphengine.requests.processing import processing_fields
