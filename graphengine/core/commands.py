@@ -96,7 +96,7 @@ class WriteStates(NamedTuple):
 
 
 class ReadScales(NamedTuple):
-    """Digest the scales of fp8 caches that one rank with all heads would have."""
+    """Digest the fp8 cache scales as a single rank would hold them."""
 
 
 class UpdateWeights(NamedTuple):

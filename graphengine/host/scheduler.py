@@ -18,7 +18,7 @@ of that need. So either the pool holds all requests, or each pause finds its swa
 request is never paused and its greatest need fits the pool, so it advances by at least one token in
 every plan until all its tokens are in flight. It finishes, and so does every request after it.
 
-Blocks that a request shares with others, or with a session (`blocks.py`), do not change this. Each
+Blocks that a request shares with others, or with a session (`reuse.py`), do not change this. Each
 request is counted as if all its blocks were its own, so together they use no more than the sum.
 Blocks without a user are free, as they are evicted on demand. So the pool lacks a block only while
 other requests use some, and once those are paused the oldest has the whole pool. A pause copies

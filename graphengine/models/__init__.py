@@ -1,10 +1,12 @@
 """Model families, and what the engine knows about them.
 
     contract      what a model tells the engine: linears, states of layers, weights, two programs
-    composition   the one model: layers of any sublayers, their weights, decode and prefill
+    composition   the config of every model: its layers, and what follows from them (linears,
+                  states, sizes)
     sublayers     a block with the norms around it, of which layers are made
-    decoder       configs whose layers are alike: attention, then a SwiGLU or experts
-    hybrid        configs that list the sublayers of each layer
+    decoder       the weights of such a model, and its two programs: decode and prefill
+    decoder_layer a layer's weights and programs
+    vocabulary    this rank's rows of lm_head
     routing       observes, records and overrides which experts a step's lanes take
     blocks/       attention, recurrent blocks and feed-forwards
     families/     a file for each family; `registry` is the table of architectures

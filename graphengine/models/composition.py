@@ -20,7 +20,7 @@ import torch
 from graphengine.kernels.experts.experts import residual_arrivals
 from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.quantised import WeightFormat
-from graphengine.kernels.norm_rope.rope import RopeConfig, rope_axes
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_axes
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gated_delta import GatedDelta
 from graphengine.models.blocks.gqa import GroupedQueryAttention
@@ -50,8 +50,8 @@ class Composition(ABC):
 
     norm_eps             of the norms that read the stream
     layers               the sublayers of each layer, in the order in which they run
-    mlp                  the feed-forward of a dense layer, which draft modules have even where
-                         every layer has experts; None: no draft module has layers like these
+    mlp                  the dense feed-forward of draft modules, which have one even where every
+                         layer has experts; None: draft modules cannot have this model's layers
     rope                 of attention; None: attention knows no positions
     local_rope           of layers with a window; None: the same as in the others
     embedding_scale      what a token's embedding is multiplied by

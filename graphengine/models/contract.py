@@ -283,9 +283,17 @@ class DecodeLaunch(Launch):
         """
         plan = self.plan(name, weight)
         if isinstance(inputs, Tensor):
-            return LinearCall(inputs, weight, slot, None, eps, bias, plan, self)
-        x, squares = inputs.scaled, inputs.squares
-        return LinearCall(x, weight, slot, squares, eps, bias, plan, self)
+            return LinearCall(inputs, weight, slot, eps=eps, bias=bias, plan=plan, launch=self)
+        return LinearCall(
+            inputs.scaled,
+            weight,
+            slot,
+            squares_TN=inputs.squares,
+            eps=eps,
+            bias=bias,
+            plan=plan,
+            launch=self,
+        )
 
     @property
     def prefill(self) -> PrefillLaunch:

@@ -25,7 +25,7 @@ from graphengine.kernels.linear.packed import first_rows
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import embed
 from graphengine.kernels.norm_rope.norm import rms_norm
-from graphengine.kernels.norm_rope.rope import RopeConfig
+from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.experts import ExpertsWeights
 from graphengine.models.blocks.gqa import AttentionWeights

@@ -1,1 +1,1 @@
-"""Requests: the handle, the options that it asks for, and the results."""
+"""Requests: the handle, the options that it asks for, grammars, and the results."""

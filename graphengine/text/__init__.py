@@ -1,1 +1,1 @@
-"""Text: tokens to text and back, chat templates, stop strings, grammars."""
+"""Text: tokens to text and back, chat templates, stop strings."""

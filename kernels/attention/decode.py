@@ -52,11 +52,7 @@ from graphengine.kernels.core.paged import (
 from graphengine.kernels.core.pdl import launch_options
 from graphengine.kernels.core.tree import TreeLanes, check_tree_lanes
 from graphengine.kernels.linear.plans import dot_columns
-from graphengine.kernels.norm_rope.rope import (
-    check_norm_weights,
-    check_rope,
-    check_rope_rows,
-)
+from graphengine.kernels.norm_rope.rope import check_norm_weights, check_rope, check_rope_rows
 
 SPLIT_TOKENS = 64
 SPLITS = (64, 128, 256, 512)

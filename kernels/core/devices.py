@@ -124,7 +124,7 @@ def processors_of(tensor: torch.Tensor) -> int:
 def assumed(device: Device) -> Iterator[None]:
     """Select this GPU's kernels for tensors of any device inside the context.
 
-    Only for compiling kernels: nothing may be launched.
+    Nothing may be launched inside: launches are compiled or recorded.
     """
     token = _assumed.set(device)
     try:

@@ -78,7 +78,7 @@ def route_product(
     if squares_TN is not None:
         check_squares(squares_TN, lanes)
     if not use_triton(x_NH):
-        call = LinearCall(x_NH, gate_EH, slot_N, squares_TN, eps, bias_E)
+        call = LinearCall(x_NH, gate_EH, slot_N, squares_TN=squares_TN, eps=eps, bias=bias_E)
         logits = linear_reference(call, LOGITS)
         return route_reference(
             logits, slot_N, router, correction_E=correction_E, given_Nk=given_Nk, out=routes

@@ -1,4 +1,4 @@
-"""What a linear of decode multiplies: lanes and a weight, how it is cut, and how it is launched.
+"""The operands and launch options of one linear of decode, and their checks.
 
 Letters: N lanes, K input features, M weight rows, T groups of columns.
 """

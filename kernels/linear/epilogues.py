@@ -70,7 +70,7 @@ class Targets(NamedTuple):
 
 
 class Epilogue(ABC, Generic[Result]):
-    """What becomes of a product."""
+    """What a linear does with its product: store, gate, add or sample."""
 
     __slots__ = ()
     kind: ClassVar[LinearKind]

@@ -32,7 +32,10 @@ _PACKED_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def is_launched(call: LinearCall) -> bool:
-    """Whether a kernel runs; else the reference does. That of packed weights has no interpreter."""
+    """Whether a kernel runs; else the reference does.
+
+    The kernel of packed weights cannot run in Triton's interpreter.
+    """
     plain = isinstance(call.weight_MK, torch.Tensor)
     return use_triton(call.x_NK) and (plain or not INTERPRETED)
 

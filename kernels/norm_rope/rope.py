@@ -1,5 +1,8 @@
 """Rotary position embedding, with the per-head norm before it and the KV append after it.
 
+Chunks of prompts and draft modules use this kernel; decode attention rotates in its own
+(`attention/decode.py`), with the same tables and roundings.
+
 Letters: N lanes of a launch, S slots, B blocks of a slot's table, Q query heads, G kv heads,
 D head_dim, P positions of the tables, X = (Q + 2G) * D. `paged.py` has the cache's layout.
 """
@@ -7,8 +10,7 @@ D head_dim, P positions of the tables, X = (Q + 2G) * D. `paged.py` has the cach
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 import triton
@@ -44,169 +46,8 @@ class RopeRows(NamedTuple):
     axis_of: torch.Tensor
 
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
-
 # Pairs of a program: 16 bytes of each half for every thread of 4 warps, where values have 16 bits.
 _BLOCK_PAIRS = 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RopeConfig:
-    """How rotation frequencies follow from a checkpoint's `rope_parameters` (transformers' names).
-
-    `kind` picks the fields that count. linear: `factor`. llama3: `factor`, `low_freq_factor`,
-    `high_freq_factor`, `original_max_position_embeddings`. yarn: `factor`, `beta_fast`,
-    `beta_slow`, `truncate`, `original_max_position_embeddings`, and the attention factor, which
-    follows from `factor` (and `mscale` over `mscale_all_dim` where both are given) unless stated.
-
-    `rotated` is the part of a head that turns; its other pairs stay as they are. `sections` are the
-    pairs that turn by time, height and width (M-RoPE), one section after the other, or, where they
-    are `interleaved`, in turn until height and width have theirs; None: positions have one axis.
-    """
-
-    theta: float = 10_000.0
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    rotated: float = 1.0
-    sections: tuple[int, int, int] | None = None
-    interleaved: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.rotated <= 1:
-            raise ValueError(f"rotated={self.rotated} must be above 0, and at most 1")
-        if self.kind not in get_args(RopeKind):
-            raise ValueError(f"rope kind {self.kind!r} is not one of {get_args(RopeKind)}")
-        if not self.theta > 0 or not self.factor > 0:
-            raise ValueError(f"theta={self.theta} and factor={self.factor} must be above 0")
-        if self.kind in ("llama3", "yarn") and not self.original_max_position_embeddings:
-            raise ValueError(
-                f"rope kind {self.kind!r} needs original_max_position_embeddings, "
-                f"got {self.original_max_position_embeddings}"
-            )
-        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor={self.low_freq_factor} must be below "
-                f"high_freq_factor={self.high_freq_factor}"
-            )
-
-
-def rope_axes(config: RopeConfig, *, head_dim: int) -> tuple[int, ...] | None:
-    """The axis, 0..2, by which each pair of a head turns; None where positions have one axis.
-
-    Pairs that do not turn have axis 0. ValueError where sections that follow one another do not
-    add up to the pairs that turn.
-    Source: `apply_multimodal_rotary_pos_emb` of transformers' Qwen2-VL, `apply_interleaved_mrope`
-    of its Qwen3-VL.
-    """
-    sections = config.sections
-    if sections is None:
-        return None
-    pairs = int(head_dim * config.rotated) // 2
-    axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
-    if not config.interleaved:
-        if sum(sections) != pairs:
-            raise ValueError(f"RoPE's sections {sections} must add up to {pairs} pairs that turn")
-        axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
-    return (*axes, *[0] * (head_dim // 2 - pairs))
-
-
-def rope_tables(
-    config: RopeConfig, *, head_dim: int, max_positions: int, device: torch.device | str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of every position, float32 [max_positions, D/2] each.
-
-    Pairs that do not turn are last, and have the cosine 1 and the sine 0.
-
-    The attention factor (YaRN) is multiplied into both. Computed on the CPU whatever the device, so
-    that every device rotates by the same bits. Equal to transformers' rotary embedding.
-    """
-    if head_dim % 2 or head_dim <= 0 or max_positions <= 0:
-        raise ValueError(f"head_dim={head_dim} must be even, max_positions={max_positions} above 0")
-    rotated = int(head_dim * config.rotated)
-    if rotated % 2 or rotated == 0:
-        raise ValueError(f"{rotated} of head_dim={head_dim} values turn: must be even, not 0")
-    frequencies, attention_factor = rope_frequencies(config, head_dim=rotated)
-    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
-    cos, sin = torch.ones(max_positions, head_dim // 2), torch.zeros(max_positions, head_dim // 2)
-    cos[:, : rotated // 2] = angles.cos() * attention_factor
-    sin[:, : rotated // 2] = angles.sin() * attention_factor
-    return cos.to(device), sin.to(device)
-
-
-def rope_frequencies(config: RopeConfig, *, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Radians a position, float32 [D/2] on the CPU, and the factor on cosines and sines.
-
-    The order of operations is that of transformers' `ROPE_INIT_FUNCTIONS`: the bits are the same.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    periods = torch.pow(config.theta, exponents)
-    if config.kind == "linear":
-        return 1.0 / periods / config.factor, 1.0
-    if config.kind == "llama3":
-        return _llama3_frequencies(config, 1.0 / periods), 1.0
-    if config.kind == "yarn":
-        return _yarn_frequencies(config, periods), _yarn_attention_factor(config)
-    return 1.0 / periods, 1.0
-
-
-def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1's scaling: long waves slowed by `factor`, short ones kept, a ramp in between."""
-    assert config.original_max_position_embeddings is not None
-    trained = config.original_max_position_embeddings
-    low, high = config.low_freq_factor, config.high_freq_factor
-    wavelengths = 2 * math.pi / frequencies
-    is_long = wavelengths > trained / low
-    is_short = wavelengths < trained / high
-    scaled = torch.where(is_long, frequencies / config.factor, frequencies)
-    ramp = (trained / wavelengths - low) / (high - low)
-    blended = (1 - ramp) * scaled / config.factor + ramp * scaled
-    return torch.where(is_long | is_short, scaled, blended)
-
-
-def _yarn_frequencies(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
-    """YaRN (Peng et al. 2023): interpolate slow dimensions by `factor`, keep fast ones, ramp."""
-    half = periods.shape[0]
-    first, last = _yarn_ramp_bounds(config, head_dim=2 * half)
-    # The ramp must not divide by zero where the two bounds meet.
-    width = last - first if last != first else 0.001
-    ramp = torch.clamp((torch.arange(half, dtype=torch.float32) - first) / width, 0, 1)
-    kept = 1 - ramp
-    return 1.0 / (config.factor * periods) * (1 - kept) + 1.0 / periods * kept
-
-
-def _yarn_ramp_bounds(config: RopeConfig, *, head_dim: int) -> tuple[float, float]:
-    """Dimensions that turn `beta_fast` and `beta_slow` times over the trained context."""
-    assert config.original_max_position_embeddings is not None
-    trained = config.original_max_position_embeddings
-
-    def dimension(turns: float) -> float:
-        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
-
-    first, last = dimension(config.beta_fast), dimension(config.beta_slow)
-    if config.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    return max(first, 0), min(last, head_dim - 1)
-
-
-def _yarn_attention_factor(config: RopeConfig) -> float:
-    if config.attention_factor is not None:
-        return config.attention_factor
-
-    def mscale(weight: float) -> float:
-        return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
-
-    if config.mscale and config.mscale_all_dim:
-        return mscale(config.mscale) / mscale(config.mscale_all_dim)
-    return mscale(1.0)
 
 
 def rope_append(

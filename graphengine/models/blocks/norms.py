@@ -31,13 +31,6 @@ NextNorm = Tensor | Sandwich
 """What lies between a block and the next one: the norm that reads the stream, or two norms."""
 
 
-class PostNorms(NamedTuple):
-    """The weights [H] of the norms after the blocks of a layer."""
-
-    attention: Tensor
-    mlp: Tensor
-
-
 def plus_one(weight: Tensor) -> Tensor:
     """1 + weight in float32, as transformers computes it: in 16 bits the weight loses its last
     bits.

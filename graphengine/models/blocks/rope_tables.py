@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 
 
 class RopeTables(NamedTuple):

@@ -55,7 +55,7 @@ class SquaredRelu:
 
     @property
     def states(self) -> LayerStates:
-        """It keeps nothing."""
+        """It keeps no state."""
         return ()
 
     @property

@@ -211,7 +211,7 @@ def read_gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> di
         config |= _mixture(file, own, config["num_hidden_layers"])
     if family.architecture == "Gemma3ForCausalLM":
         config["query_pre_attn_scalar"] = _gemma_scalar(config)
-    _read_rope(file, own, config)
+    _read_rope(own, config)
     if rope_factors is not None and any(factor != 1 for factor in rope_factors):
         config["rope_scaling"] = _llama3(file, rope_factors, config)
     return config
@@ -292,7 +292,7 @@ def _mixture(file: GgufFile, own: Mapping[str, Any], layers: Any) -> dict[str, A
     }
 
 
-def _read_rope(file: GgufFile, own: Mapping[str, Any], config: dict[str, Any]) -> None:
+def _read_rope(own: Mapping[str, Any], config: dict[str, Any]) -> None:
     """Add RoPE's scaling, and the part of a head that it turns."""
     kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
     if kind != "none":

@@ -13,7 +13,7 @@ from typing import Any
 
 from graphengine.kernels.attention.latent import MAX_LATENT, MAX_ROTATED
 from graphengine.kernels.experts.router import MAX_EXPERTS, Router
-from graphengine.kernels.norm_rope.rope import RopeConfig
+from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mla import LatentAttention
 from graphengine.models.blocks.swiglu import Swiglu

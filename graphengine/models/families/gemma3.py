@@ -16,7 +16,7 @@ from graphengine.models.hf.config_schema import (
     KEYS,
     LAYER_TYPES,
     HfConfig,
-    check_neutral,
+    checked_language_model,
     read_keys,
     unsupported,
 )
@@ -65,16 +65,11 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
 
 def _language_model(config: HfConfig) -> dict[str, Any]:
     """The language model's own config, with transformers' defaults."""
-    text = config.get("text_config")
-    if text is None:
-        return _SIZES | dict(config)
-    if not isinstance(text, dict):
-        raise unsupported("text_config", text, "a JSON object")
-    check_neutral({**config, "quantization_config": None})
+    text = checked_language_model(config)
     tied = [each.get("tie_word_embeddings", True) for each in (config, text)]
     if tied[0] != tied[1]:
         raise unsupported("text_config.tie_word_embeddings", tied[1], f"{tied[0]}, as beside it")
-    return _SIZES | text
+    return _SIZES | dict(text)
 
 
 def _spelled_out(config: HfConfig, own: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,10 @@ from typing import Any
 
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
-from graphengine.models.hf.config_schema import HfConfig, check_neutral, language_model
+from graphengine.models.hf.config_schema import (
+    HfConfig,
+    checked_language_model,
+)
 from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, windows="switched")
@@ -19,10 +22,9 @@ _BESIDE = ("vision_config", "text_config")
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen2VLForConditionalGeneration` or `Qwen2_5_VL...` checkpoint."""
-    text = language_model(config)
+    text = checked_language_model(config, ("rope_scaling",))
     told: dict[str, Any] = {name: value for name, value in text.items() if name not in _BESIDE}
     if text is not config:
-        check_neutral({**config, "quantization_config": None}, ("rope_scaling",))
         told["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     settings = hf_config.read_settings(hf_config.of_one_axis(told), DEFAULTS)
     attention = attention_of(settings, qkv_bias=True, output_bias=False)

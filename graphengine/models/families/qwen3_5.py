@@ -22,7 +22,7 @@ from graphengine.models.hf.config_schema import (
     QWEN3_5_KEYS,
     HfConfig,
     Key,
-    check_neutral,
+    checked_language_model,
     unsupported,
 )
 from graphengine.models.hf.decoder_config import attention_of, composed, expert_count, mlp_of
@@ -127,12 +127,7 @@ def _composed(
 
 def _language_model(config: HfConfig) -> dict[str, Any]:
     """The language model's own config."""
-    text = config.get("text_config")
-    if text is None:
-        return dict(config)
-    if not isinstance(text, dict):
-        raise unsupported("text_config", text, "a JSON object")
-    check_neutral({**config, "quantization_config": None})
+    text = checked_language_model(config)
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return {**text, "tie_word_embeddings": tied}
 

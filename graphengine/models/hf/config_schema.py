@@ -484,6 +484,22 @@ def language_model(config: HfConfig) -> HfConfig:
     return text if isinstance(text, dict) else config
 
 
+def checked_language_model(config: HfConfig, known: Collection[str] = ()) -> HfConfig:
+    """`language_model`, once what stands beside it is checked.
+
+    known  keys beside it that the family understands
+
+    ValueError for a `text_config` that is no object, and for a key that changes the computation.
+    """
+    text = config.get("text_config")
+    if text is None:
+        return config
+    if not isinstance(text, dict):
+        raise unsupported("text_config", text, "a JSON object")
+    check_neutral({**config, "quantization_config": None}, known)
+    return text
+
+
 def read_key(config: HfConfig, name: str) -> Any:
     """The value of one of `KEYS`. ValueError names a key that is missing or has a wrong value."""
     return _read(config, next(key for key in KEYS if key.name == name), name)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from graphengine.kernels.norm_rope.rope import RopeConfig, RopeKind
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, RopeKind
 from graphengine.models.hf.config_schema import (
     KEYS,
     LAYER_TYPES,

@@ -1,5 +1,6 @@
-"""Decode products with experts in 8 and 4 bits, in Gluon: `linear/packed_gluon_product.py` with an
-expert's codes, and with pairs as lanes.
+"""Decode products with experts in 8 and 4 bits, in Gluon.
+
+That is `linear/gluon/packed_gluon_product.py` with an expert's codes, and with pairs as lanes.
 
 A program takes one pair, or a block of pairs of one expert, whose codes are then read once. A
 pair's sum is a column of every `mma.sync`, independent of the other columns. So both forms give it

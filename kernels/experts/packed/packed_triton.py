@@ -2,9 +2,9 @@
 decode where `packed_gluon.py` does not run.
 
 Codes become numbers of the inputs' dtype in registers, exactly: 16-bit numbers by the bit
-operations of the packed linears (`linear/packed_gluon_codes.py`); in the interpreter or for float32
-inputs one by one. Scales multiply the sums of their groups in float32, so a weight has the same
-value as in a linear (`linear/quantised.py`).
+operations of the packed linears (`linear/gluon/packed_gluon_codes.py`); in the interpreter or for
+float32 inputs one by one. Scales multiply the sums of their groups in float32, so a weight has the
+same value as in a linear (`linear/quantised.py`).
 
 Letters: L lanes of a tile, K input features, M rows of an expert's weight, R blocks of 16 rows and
 C blocks of columns.

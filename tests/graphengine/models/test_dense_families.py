@@ -12,7 +12,7 @@ import torch
 from checkpoints.small_decoders import composed
 from engines.family_checks import assert_replies, assert_same_in_any_company
 from graphengine import Engine
-from graphengine.kernels.norm_rope.rope import RopeConfig
+from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.models.blocks.gqa import AttentionWeights
 from graphengine.models.blocks.swiglu import SwigluWeights
 from graphengine.models.checkpoints.checkpoint import Checkpoint

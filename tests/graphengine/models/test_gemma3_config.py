@@ -12,7 +12,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from checkpoints.small_decoders import block_in
 from graphengine.drafters.mtp.layer import LAYOUTS, MtpConfig
-from graphengine.kernels.norm_rope.rope import rope_frequencies
+from graphengine.kernels.norm_rope.rope_config import rope_frequencies
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.composition import windows_of

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from checkpoints.small_decoders import block_in, expert_layers
-from graphengine.kernels.norm_rope.rope import rope_frequencies
+from graphengine.kernels.norm_rope.rope_config import rope_frequencies
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mla import LatentAttention

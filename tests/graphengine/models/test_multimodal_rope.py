@@ -21,7 +21,7 @@ from torch import Tensor
 from engines.small_engine import assert_idle, greedy, open_engine
 from extent import examples
 from graphengine import GridEmbeds, NGram, PromptParts
-from graphengine.kernels.norm_rope.rope import RopeConfig, rope_axes
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_axes
 from graphengine.prompt_embeds import EMBEDDED, Embeds, EmbedsSpec, Grid, Run, grid_at
 
 SIZES: dict[str, Any] = {"dtype": "float32", "prompt_embeds": True}

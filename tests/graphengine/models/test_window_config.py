@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from graphengine.kernels.norm_rope.rope import rope_frequencies
+from graphengine.kernels.norm_rope.rope_config import rope_frequencies
 from graphengine.models.composition import attention_of, blocks_of, has_local_tables, windows_of
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.registry import FAMILIES, read_model_config

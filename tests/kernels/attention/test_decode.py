@@ -25,12 +25,8 @@ from graphengine.kernels.attention.gluon import decode_gluon
 from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
-from graphengine.kernels.norm_rope.rope import (
-    RopeConfig,
-    rope_append,
-    rope_append_reference,
-    rope_tables,
-)
+from graphengine.kernels.norm_rope.rope import rope_append, rope_append_reference
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
 SENTINEL = -555.0

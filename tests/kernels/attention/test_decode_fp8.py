@@ -13,7 +13,8 @@ from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import FP8_KV, quantise
-from graphengine.kernels.norm_rope.rope import RopeConfig, rope_append_reference, rope_tables
+from graphengine.kernels.norm_rope.rope import rope_append_reference
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}

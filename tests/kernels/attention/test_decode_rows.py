@@ -19,7 +19,7 @@ from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import FP8_KV
-from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 from launches.compilation import compile_kernel, record_launch
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED

@@ -21,7 +21,7 @@ from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.tree import TreeLanes
-from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 from launches.trees import POISON, Shape, shapes
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED

@@ -12,7 +12,8 @@ from graphengine.kernels.attention.decode import decode_attention, decode_attent
 from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import FP8_KV
-from graphengine.kernels.norm_rope.rope import RopeConfig, rope_append, rope_tables
+from graphengine.kernels.norm_rope.rope import rope_append
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 
 pytestmark = pytest.mark.gpu
 

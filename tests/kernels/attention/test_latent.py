@@ -30,7 +30,7 @@ from graphengine.kernels.attention.latent_reference import (
     latent_attention_reference,
 )
 from graphengine.kernels.core.dispatch import INTERPRETED
-from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 from launches.compilation import (
     Op,
     assert_waits_before_it_shows,

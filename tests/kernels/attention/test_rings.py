@@ -15,7 +15,8 @@ from graphengine.kernels.attention.prefill import PREFILL_ARRIVALS, paged_prefil
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import FP8_KV, quantise
-from graphengine.kernels.norm_rope.rope import RopeConfig, rope_append, rope_tables
+from graphengine.kernels.norm_rope.rope import rope_append
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
 SIZE, GROUP, DIM = 16, 2, 64

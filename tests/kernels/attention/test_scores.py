@@ -27,7 +27,8 @@ from graphengine.kernels.core.devices import H200, assumed
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import gather_cache, quantise
-from graphengine.kernels.norm_rope.rope import RopeConfig, rope_append_reference, rope_tables
+from graphengine.kernels.norm_rope.rope import rope_append_reference
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 from launches.compilation import record_launch
 from launches.emulation import run_launch
 from launches.prefill import Problem, Segment, dense_attention, prefill

@@ -32,7 +32,7 @@ from graphengine.kernels.draft.vanilla import (
     new_draft_chain,
 )
 from graphengine.kernels.linear.residual import Residual, new_residual
-from graphengine.kernels.norm_rope.rope import RopeConfig, rope_tables
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 from graphengine.kernels.step.state import DecodeLanes
 from launches.compilation import (
     assert_waits_before_it_shows,

@@ -15,13 +15,8 @@ from hypothesis import strategies as st
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.paged import FP8_KV, quantise
-from graphengine.kernels.norm_rope.rope import (
-    RopeConfig,
-    rope_append,
-    rope_append_reference,
-    rope_frequencies,
-    rope_tables,
-)
+from graphengine.kernels.norm_rope.rope import rope_append, rope_append_reference
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_frequencies, rope_tables
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
 SENTINEL = -555.0

@@ -12,13 +12,8 @@ from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.tree import TreeLanes
-from graphengine.kernels.norm_rope.rope import (
-    RopeConfig,
-    RopeRows,
-    rope_append,
-    rope_append_reference,
-    rope_tables,
-)
+from graphengine.kernels.norm_rope.rope import RopeRows, rope_append, rope_append_reference
+from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 
 NATIVE = torch.cuda.is_available() and not INTERPRETED
 HEADS, KV_HEADS, HEAD_DIM, POSITIONS, BLOCK = 4, 2, 64, 640, 16

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from graphengine.kernels.norm_rope.rope import RopeConfig
+from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.composition import blocks_of

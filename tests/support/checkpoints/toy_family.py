@@ -29,7 +29,7 @@ from graphengine.kernels.linear.plans import RowFamily
 from graphengine.kernels.linear.residual import Residual
 from graphengine.kernels.norm_rope.embedding import embed
 from graphengine.kernels.norm_rope.norm import rms_norm
-from graphengine.kernels.norm_rope.rope import RopeConfig
+from graphengine.kernels.norm_rope.rope_config import RopeConfig
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes
 from graphengine.models.blocks.gqa import AttentionWeights, GroupedQueryAttention
 from graphengine.models.blocks.rope_tables import RopeTables
