@@ -215,15 +215,15 @@ class GridEmbeds:
     def __init__(self, rows: Tensor, grid: tuple[int, int, int], *, time_step: float = 1.0) -> None:
         self.rows, self.grid, self.time_step = rows, grid, time_step
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def __repr__(self) -> str:
-        return f"GridEmbeds(tensor{list(self.rows.shape)}, {self.grid})"
+        shape = getattr(self.rows, "shape", None)
+        return f"GridEmbeds(tensor{None if shape is None else list(shape)}, {self.grid})"
 
 
 def grid_at(part: GridEmbeds, position: int, spec: EmbedsSpec | None) -> Embeds:
     """A caller's grid as the embeddings from `position` on; ValueError for one that is wrong."""
+    if not isinstance(part.rows, Tensor):
+        raise ValueError(f"rows={part.rows!r:.99} of a grid must be a tensor [n, H]")
     found = embeds_at(part.rows, position, spec)
     if spec is not None and not spec.grids:
         raise ValueError(

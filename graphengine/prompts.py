@@ -138,7 +138,7 @@ def read_prompt(
     held = NO_EMBEDS
     for part in prompt.parts:
         at = known + len(ids)
-        if isinstance(part, Sized) and not len(part):
+        if isinstance(part, Sized) and not isinstance(part, GridEmbeds) and not len(part):
             continue
         if _is_embeddings(part):
             if add_bos is not None and not ids:
@@ -146,8 +146,9 @@ def read_prompt(
                     f"add_bos={add_bos} is for a prompt of text: this one begins with embeddings"
                 )
             at_place = grid_at if isinstance(part, GridEmbeds) else embeds_at
-            held = held.then(at_place(cast(Any, part), at, embeds))
-            ids += (EMBEDDED,) * len(cast(Sized, part))
+            placed = at_place(cast(Any, part), at, embeds)
+            held = held.then(placed)
+            ids += (EMBEDDED,) * sum(len(run.rows) for run in placed.runs)
             if len(ids) > max_seq_len - known - room:
                 raise ValueError(_too_long(len(ids), known, max_seq_len, room))
         else:

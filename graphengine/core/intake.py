@@ -161,6 +161,7 @@ class Intake:
         _check_queueing(priority, deadline_s)
         stops = self._stops(params)
         self._check_new_tokens(params)
+        rope_shift = self._rope_shift(prompt, params.room)
         processing = make_processing(
             params,
             prompt_len=len(prompt.ids),
@@ -184,10 +185,10 @@ class Intake:
             weight_version=self.weight_version,
             job=Job(
                 prompt_len=len(prompt.ids),
-                max_len=self._max_len(len(prompt.ids), params),
+                max_len=self._max_len(len(prompt.ids), params, rope_shift),
                 min_tokens=params.min_tokens,
                 embeds=prompt.embeds,
-                rope_shift=self._rope_shift(prompt, self._max_len(len(prompt.ids), params)),
+                rope_shift=rope_shift,
                 stops=stops,
                 processing=processing,
                 full=params.filtered or processing is not None,
@@ -201,15 +202,15 @@ class Intake:
             ),
         )
 
-    def _rope_shift(self, prompt: PromptTokens, max_len: int) -> int:
+    def _rope_shift(self, prompt: PromptTokens, room: int) -> int:
         """The row of RoPE's tables minus the position, past a prompt.
 
-        ValueError for a grid of embeddings with rows past the tables.
+        ValueError for grids of embeddings that leave the tables no rows for `room` tokens more.
         """
         if not prompt.embeds.has_grids():
             return 0
         shift, last = prompt.embeds.shift(), prompt.embeds.last_row()
-        last = max(last, max_len + shift - 1)
+        last = max(last, len(prompt.ids) + shift + room - 1)
         if last >= self._max_seq_len:
             raise ValueError(
                 f"the grids of embeddings in the prompt take RoPE to row {last}, past "
@@ -277,13 +278,16 @@ class Intake:
                 f"new token, max_tokens=1"
             )
 
-    def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
-        """Length of the whole sequence, prompt included, at which a request ends."""
+    def _max_len(self, prompt_len: int, params: SamplingParams, rope_shift: int = 0) -> int:
+        """Length of the whole sequence, prompt included, at which a request ends.
+
+        A video may take RoPE further than its positions: `rope_shift` rows, which are no room.
+        """
         # A prefill always samples a token. A prompt that is only scored drops it: it may lie past
         # the last position, as nothing is written for it.
         if self._prompts_only or not params.room:
             return prompt_len + 1
-        room = self._max_seq_len - prompt_len
+        room = self._max_seq_len - prompt_len - max(rope_shift, 0)
         most = room if params.max_tokens is None else params.max_tokens
         return prompt_len + min(room, most)
 

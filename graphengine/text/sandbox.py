@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from datetime import datetime
@@ -89,6 +90,7 @@ _COLLECTIONS = (list, tuple, dict, set)
 _VIEWS = (ItemsView, KeysView, ValuesView)
 # What jinja2 passes to functions that take the context.
 _SCOPES = ("_loop_vars", "_block_vars")
+_NESTED_KEY = re.compile(r"%\([^)]*\(")
 _PERCENT = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\*|\d+)?(?:\.(\*|\d+)?)?")
 
 
@@ -194,11 +196,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
             yield item
 
     def made(self, value: Any) -> Any:
-        """A result, after a check of its size; a lazy one is checked as it is read."""
+        """A result, after a check of its size; a lazy one becomes a list.
+
+        Lazy ones that read one another would take the interpreter's stack.
+        """
         self.check_time()
+        if isinstance(value, Iterator) and not isinstance(value, LoopContext):
+            value = self._listed(value)
         if isinstance(value, str):
             self.check_size(len(value))
-            self.total += len(value)
+            self.total += sys.getsizeof(value)
         elif isinstance(value, _COLLECTIONS):
             self.check_size(ITEM * len(value))
             self._measure(value)
@@ -207,11 +214,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError(
                 f"it made an integer of {value.bit_length()} bits, the limit is {MAX_BITS}"
             )
-        elif isinstance(value, Iterator) and not isinstance(value, LoopContext):
-            return self.counted(value)
         if self.total > MAX_TOTAL:
-            raise SecurityError(f"it made more than {MAX_TOTAL} characters or items")
+            raise SecurityError(f"it made more than {MAX_TOTAL} bytes of text or items")
         return value
+
+    def _listed(self, items: Iterable[Any]) -> list[Any]:
+        """The items as a list, whose size is checked as it grows."""
+        listed: list[Any] = []
+        for item in self.counted(items):
+            listed.append(item)
+            self.check_size(ITEM * len(listed))
+        return listed
 
     def wrote(self, text: str) -> None:
         """Count a text that is written."""
@@ -310,6 +323,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _check_percent(self, text: str, given: Any) -> None:
         self.check_size(ITEM * text.count("%"))
+        if _NESTED_KEY.search(text):
+            raise SecurityError(f"a format whose key has parentheses: {text[:MAX_PATTERN]!r}")
         fields = [field for pair in _PERCENT.findall(text) for field in pair]
         if "*" in fields:
             raise SecurityError(f"a format whose width is an argument: {text[:MAX_PATTERN]!r}")

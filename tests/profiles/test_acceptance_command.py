@@ -188,7 +188,7 @@ def test_tokens_that_differ_stop_the_measurement(run: Run, monkeypatch: pytest.M
         (("--checkpoint", "no/such/checkpoint"), "no/such/checkpoint"),
         (("--max-batch", "1,32"), "feed 128 tokens a step"),
         (("--max-batch", "0,8"), "max_batch='0,8' must be positive integers"),
-        (("--top-p", "0"), "top_p=0"),
+        (("--top-p", "1.5"), "top_p=1.5"),
         (("--row-family", "fma"), "row_family='fma' serves up to 2 lanes"),
     ],
 )

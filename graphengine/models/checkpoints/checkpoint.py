@@ -463,7 +463,7 @@ def find_local(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
         )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
         raise FileNotFoundError(
-            f"no checkpoint {name!r}: there is no such directory, "
+            f"no checkpoint {name!r}: there is no such directory or file, "
             "and it does not look like a hub id (org/name)"
         )
     return None

@@ -294,7 +294,9 @@ def _mixture(file: GgufFile, own: Mapping[str, Any], layers: Any) -> dict[str, A
 
 def _read_rope(own: Mapping[str, Any], config: dict[str, Any]) -> None:
     """Add RoPE's scaling, and the part of a head that it turns."""
-    kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
+    # llama.cpp takes a factor without a type as linear.
+    scaled = "rope.scale_linear" in own or own.get("rope.scaling.factor", 1.0) != 1.0
+    kind = own.get("rope.scaling.type", "linear" if scaled else "none")
     if kind != "none":
         scaling = {name: own[key] for key, name in _ROPE_KEYS.items() if key in own}
         scaling.setdefault("factor", own.get("rope.scale_linear"))

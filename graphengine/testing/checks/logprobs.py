@@ -73,6 +73,10 @@ def logprob_agreement(
     the logits the model does not know: penalties, bans and biases but with "raw_logprobs", filters
     and min_tokens with "sampled_logprobs"; and where there is nothing to compare.
     """
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts={prompts!r:.99} must be a sequence of prompts, not one prompt")
+    if not callable(model):
+        raise ValueError(f"model={model!r:.99} must be callable with ids")
     bounds = {"max_gap": number("max_gap", max_gap)}
     if mean_gap is not None:
         bounds["mean_gap"] = number("mean_gap", mean_gap)
@@ -82,6 +86,11 @@ def logprob_agreement(
     temperature = _temperature(params, params.logprobs_mode or engine.config.logprobs_mode)
     gaps: list[tuple[float, int, int, int, float, float]] = []
     for index, result in enumerate(engine.generate([*prompts], params)):
+        if result.finish_reason not in ("stop", "length"):
+            raise GraphCheckError(
+                f"prompt {index} ended with {result.finish_reason!r} after "
+                f"{len(result.token_ids)} tokens: there is nothing to compare"
+            )
         logprobs = _model_logprobs(model, result, temperature)
         for position, (token, row) in enumerate(
             zip(result.token_ids, result.logprobs, strict=True)
@@ -115,7 +124,8 @@ def _temperature(params: Any, mode: str) -> float:
         changed = {**changed, "min_tokens": 0}
     for name, neutral in changed.items():
         value = getattr(params, name)
-        if value != neutral:
+        # An empty list or dict changes nothing.
+        if value != neutral and not (neutral is None and not value):
             raise ValueError(f"{name}={value!r} changes {mode}, and the model does not know it")
     if mode != "sampled_logprobs":
         return 1.0
@@ -135,8 +145,12 @@ def _model_logprobs(model: Any, result: Any, temperature: float) -> Tensor:
     with torch.no_grad():
         output = model(torch.tensor([ids[:-1]], dtype=torch.int64, device=device))
     logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.shape[:2] != (1, len(ids) - 1):
+    fits = isinstance(logits, Tensor) and logits.shape[:2] == (1, len(ids) - 1)
+    if not fits or logits.shape[-1] <= max(ids):
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"the model gave {shape} for {len(ids) - 1} ids: logits are [1, T, V]")
+        raise ValueError(
+            f"the model gave {shape} for {len(ids) - 1} ids: logits are [1, T, V], of V above "
+            f"{max(ids)}"
+        )
     last = logits[0, len(result.prompt_token_ids) - 1 :].float()
     return torch.log_softmax(last / temperature, dim=-1).cpu()

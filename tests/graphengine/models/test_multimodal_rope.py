@@ -3,6 +3,7 @@ their own vision towers."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from engines.small_engine import assert_idle, greedy, open_engine
 from extent import examples
-from graphengine import GridEmbeds, NGram, PromptParts
+from graphengine import GridEmbeds, NGram, PromptParts, SamplingParams
 from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_axes
 from graphengine.prompt_embeds import EMBEDDED, Embeds, EmbedsSpec, Grid, Run, grid_at
 
@@ -337,6 +338,30 @@ SPEC = EmbedsSpec(4, torch.float32, grids=True)
 def test_wrong_grids_are_named(grid: Any, step: Any, spec: EmbedsSpec | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grid_at(GridEmbeds(torch.zeros(8, 4), grid, time_step=step), 0, spec)
+
+
+@pytest.mark.parametrize("rows", [[[0.0] * 4] * 8, None, np.zeros((8, 4))])
+def test_rows_that_are_no_tensor_are_named(rows: Any) -> None:
+    with pytest.raises(ValueError, match=r"of a grid must be a tensor \[n, H\]"):
+        grid_at(GridEmbeds(rows, (1, 2, 4)), 0, SPEC)
+
+
+def test_a_grid_without_rows_is_no_empty_part(oracle: Oracle) -> None:
+    with open_engine(oracle.path, device="cpu", max_seq_len=64, **SIZES) as engine:
+        prompt = PromptParts([1], GridEmbeds(torch.zeros(0, 192), (1, 2, 3)), [2])
+        with pytest.raises(ValueError, match="has 6 places for 0 embeddings"):
+            engine.submit(prompt, greedy(4))
+
+
+def test_a_long_video_leaves_less_room(oracle: Oracle) -> None:
+    """Its rows of the tables are fewer than those that are left: replies end there."""
+    rows = torch.zeros(4, 192)
+    with open_engine(oracle.path, device="cpu", max_seq_len=64, **SIZES) as engine:
+        prompt = PromptParts([1], GridEmbeds(rows, (4, 1, 1), time_step=8.0), [2])
+        # Rows 1, 9, 17 and 25, and then 26 for the last token.
+        for params in (SamplingParams(temperature=0.0, max_tokens=None), greedy(60)):
+            result = engine.generate(prompt, dataclasses.replace(params, ignore_eos=True))
+            assert len(result.token_ids) == 64 - 27
 
 
 def test_a_grid_past_the_tables_is_refused(oracle: Oracle) -> None:

@@ -46,8 +46,37 @@ def test_an_engine_agrees_with_its_model(
     found = logprob_agreement(
         engine, model, PROMPTS, params=SamplingParams(**FREE, **options), max_gap=1e-3
     )
-    assert found.tokens == 18 and 0 <= found.mean <= found.max <= 1e-3
-    assert str(found).startswith("mean gap ")
+    assert found.tokens == 18 and found.mean > 0
+    assert str(found).startswith(f"mean gap {found.mean:.3g}, max {found.max:.3g} over 18 tokens")
+
+
+def test_a_request_that_failed_is_no_agreement(engine: Engine, model: Any) -> None:
+    """Its tokens are missing: nothing says that they would have agreed."""
+    result = SimpleNamespace(
+        finish_reason="error", token_ids=(), logprobs=(), prompt_token_ids=(5,)
+    )
+    config, params = engine.config, engine.default_params
+    failing = SimpleNamespace(
+        config=config, default_params=params, generate=lambda prompts, params: [result]
+    )
+    with pytest.raises(GraphCheckError, match="prompt 0 ended with 'error' after 0 tokens"):
+        logprob_agreement(failing, model, PROMPTS, params=SamplingParams(**FREE), max_gap=1e-3)
+
+
+def test_empty_options_change_nothing(engine: Engine, model: Any) -> None:
+    params = SamplingParams(**FREE, bad_words=[], logit_bias={})
+    assert logprob_agreement(engine, model, PROMPTS, params=params, max_gap=1e-3).tokens == 18
+
+
+def test_wrong_arguments_are_named(engine: Engine, model: Any) -> None:
+    params = SamplingParams(**FREE)
+    with pytest.raises(ValueError, match="must be a sequence of prompts, not one prompt"):
+        logprob_agreement(engine, model, "ab", params=params, max_gap=1e-3)
+    with pytest.raises(ValueError, match="model=None must be callable with ids"):
+        logprob_agreement(engine, None, PROMPTS, params=params, max_gap=1e-3)
+    small = lambda ids: model(ids).logits[..., :3]  # noqa: E731
+    with pytest.raises(ValueError, match=r"logits are \[1, T, V\], of V above"):
+        logprob_agreement(engine, small, PROMPTS, params=params, max_gap=1e-3)
 
 
 def test_the_defaults_and_a_function_will_do(engine: Engine, model: Any) -> None:

@@ -140,13 +140,17 @@ REFUSED: dict[str, list[str]] = {
         "{% for i in range(999) %}{{ self.a() }}{% endfor %}",
         f"{{% set x %}}{{% for i in range(999) %}}{'x' * 99999}{{% endfor %}}{{% endset %}}",
     ],
-    "it made more than 1073741824 characters or items": [
+    "it made more than 1073741824 bytes of text or items": [
         f"{{% set s = 'a' * 9999999 %}}{{% set x = {' ~ '.join(['s'] * 200)} %}}",
         "{% set s = 'a' * 9999999 %}"
         + "".join(f"{{% set x{index} = s[1:] %}}" for index in range(200)),
     ],
     "a format whose width is a field": ["{{ '{:{}}'.format(1, 10**9) }}"],
     "a format whose width is an argument": ["{{ '%*d' % (10**9, 1) }}"],
+    "a format whose key has parentheses": [
+        "{{ '%((a))1000000000d' % {'(a)': 1} }}",
+        "{{ '%((a)).300000000f'|format(**{'(a)': 1}) }}",
+    ],
     "must be real number, not str": ["{{ 'ab'|round(9, 'ceil') }}"],
     "access to attribute .* is unsafe": [
         f"{{{{ 'a'.{call} }}}}"
@@ -437,3 +441,12 @@ def test_a_template_like_gemmas_renders_as_in_transformers() -> None:
     for messages, message in (([user, user], "must alternate"), ([model], "must alternate")):
         with pytest.raises(ValueError, match=message):
             ours.render(messages, special_tokens=special)
+
+
+def test_lazy_results_that_read_one_another_take_no_stack() -> None:
+    """A chain of generators this long would end the process."""
+    chain = (
+        "{% set ns = namespace(g=[1]) %}{% for i in range(30000) %}"
+        "{% set ns.g = ns.g|map('string') %}{% endfor %}{{ ns.g|list }}"
+    )
+    assert ChatTemplate(chain).render(MESSAGES) == "['1']"
