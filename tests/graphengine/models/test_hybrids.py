@@ -830,8 +830,10 @@ def test_half_precision_is_near_float32(
     oracle = hybrids[name]
     options = {"device": "cuda", "dtype": "bfloat16", "row_family": "dot", "lookahead": 0}
     with open_engine(oracle.path, **options) as engine:
-        for prompt in oracle.prompts((3, 150)):
+        # Where two experts are as good as each other, rounding chooses, and what follows is another
+        # sequence: few positions of these prompts are such.
+        flips, lengths = (0.25, (3, 20, 150)) if name.endswith("experts") else (0.0, (3, 150))
+        for prompt in oracle.prompts(lengths):
             seen = eager(engine)
             result = engine.generate(prompt, greedy(24))
-            flips = 0.25 if name.endswith("experts") else 0.0
             oracle.assert_logits(result, seen, tolerance=0.15, flips=flips)
