@@ -463,8 +463,8 @@ class Engine:
 
         source  pairs of a name and a tensor, or a mapping, with names and shapes of the checkpoint
                 that the engine was opened from: all of its tensors or some, on any device. An
-                iterator is read to its end first; to hold fewer at a time, call it in pieces. Or
-                the directory of a whole checkpoint of the same model
+                iterator is read to its end first; to hold fewer at a time, call it in pieces, all
+                with one `version`. Or the directory of a whole checkpoint of the same model
         version  the new `weight_version`, such as a trainer's step; calls with the same number are
                 pieces of one update. None: one more than before
         stale_drafts  what becomes of drafts whose weights stay older than the model's: "off", no

@@ -59,7 +59,9 @@ def update_weights(
         core.scheduler.width = core.memory.tokens_per_step
     state.drafts_off = state.stale_drafts is not None and stale_drafts == "off"
     if state.stale_drafts is not None:
-        done = "are off until it is updated as well" if state.drafts_off else "go on"
+        done = "go on"
+        if state.drafts_off:
+            done = "are off until it is updated as well (stale_drafts='keep' keeps them)"
         log.warning("version %d: %s: drafts %s", state.version, state.stale_drafts, done)
 
 
