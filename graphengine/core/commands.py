@@ -13,7 +13,7 @@ Those with a default stay on the driver, as other ranks get their values in anot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class Swap(NamedTuple):
     back: int
 
 
-class Replay(NamedTuple):
+class ReplayGraph(NamedTuple):
     """Replay a graph."""
 
     key: GraphKey
@@ -125,7 +125,7 @@ Command: TypeAlias = (
     | Swap
     | StateCopy
     | BlockCopy
-    | Replay
+    | ReplayGraph
     | FetchDrafts
     | ReadBlocks
     | WriteBlocks
@@ -157,6 +157,8 @@ class SlotOperations:
     masks: MaskTable
     routing: Routing | None
     data_room: int
+    # Whether ranks of other processes have these slots too, and repeat what is loaded.
+    _repeated: ClassVar[bool] = False
     # The stream or queue that takes the copies of loads.
     _copies: torch.cuda.Stream | HostQueue | None = None
 
@@ -165,7 +167,7 @@ class SlotOperations:
         raise NotImplementedError
 
     def _send(self, command: Command) -> None:
-        """Send a command to the ranks of other processes that have these slots."""
+        """Send a command to ranks of other processes that have these slots."""
         raise NotImplementedError
 
     @property
@@ -177,7 +179,8 @@ class SlotOperations:
         """Copy host-owned fields that changed to the device: one staging block, one copy."""
         buffers, sequence = self.buffers, self.next_replay
         acknowledged = buffers.acknowledged
-        for copied in buffers.load(updates, sequence=sequence, stream=self._copies):
+        copies = buffers.load(updates, sequence=sequence, stream=self._copies)
+        for copied in copies if self._repeated else ():
             self._send(Load(*copied, sequence, acknowledged, buffers.image(copied)))
 
     def load_routes(self, slots: Sequence[Request | None]) -> dict[str, Any]:
@@ -186,7 +189,7 @@ class SlotOperations:
             return {}
         table = self.routing.table
         updates = table.updates(slots)
-        for slot in table.written:
+        for slot in table.written if self._repeated else ():
             ids = table.record(slot, updates["routing_len"][slot])
             most = self.data_room // ids.itemsize
             for start in range(0, len(ids), most):

@@ -263,7 +263,10 @@ class EngineCore:
                 self.newest = ()
                 self.delivery.end_due()
                 self._launch_all(timeout)
-                self._collect_due(timeout)
+                if len(self.in_flight) > self.scheduler.lookahead + 1:
+                    self._collect_several(timeout)
+                elif self.in_flight:
+                    self.collect(timeout)
                 self.delivery.run_callbacks()
             finally:
                 self._busy_in = None
@@ -387,40 +390,29 @@ class EngineCore:
             self.runtime.swap(len(plan.swap_out), len(plan.swap_in))
         states = self._own.reuse.states
         self.runtime.copy_kept(states.before)
-        replays = []
+        replays: list[Replay] = []
         chunk = plan.prefill
         if chunk is not None:
             request = chunk.request
-            requests, epochs = (request,), (request.job.placed.epoch,)
+            epochs = (request.job.placed.epoch,)
             key = chunk_key(chunk, self.memory.prefill_ladder)
             full = request.job.processing is not None and not chunk.noted
             with span("prefill", key.size, chunk.count):
-                replays.append(self._launch(key, requests, epochs, 1, 0, chunk, full))
+                sequence = self.runtime.launched + 1
+                replays.append(Replay(sequence, (request,), epochs, 1, chunk=chunk, full=full))
+                self._run(key, replays[-1:])
             self.runtime.copy_kept(states.after)
         if plan.rows:
             rows, drafts, full = plan.bucket, plan.width - 1, plan.full
             sampler = self.runtime.program.samplers[-1 if full else 0]
             key = decode_key(rows, drafts, sampler)
-            replays.append(self._launch(key, plan.rows, plan.epochs, plan.width, rows, None, full))
+            sequence = self.runtime.launched + 1
+            replays.append(Replay(sequence, plan.rows, plan.epochs, plan.width, rows, full=full))
+            self._run(key, replays[-1:])
         if plan.masks_changed and self._own.guided:
             self.counters["guided/steps"] += 1
             self.runtime.fetch_drafts()
         self.in_flight.append(tuple(replays))
-
-    def _launch(
-        self,
-        key: GraphKey,
-        requests: tuple[Request, ...],
-        epochs: tuple[int, ...],
-        width: int,
-        rows: int,
-        chunk: PrefillChunk | None,
-        full: bool,
-    ) -> Replay:
-        sequence = self.runtime.launched + 1
-        replay = Replay(sequence, requests, epochs, width, rows, chunk, full)
-        self._run(key, (replay,))
-        return replay
 
     def _run(self, key: GraphKey, replays: Sequence[Replay]) -> None:
         """Launch the graph of these replays."""
@@ -437,8 +429,8 @@ class EngineCore:
             self.runtime.replay(key)
         self.counters[self._counter_of[key]] += 1
 
-    def _collect_due(self, timeout: float | None) -> None:
-        """Read the oldest launch, and further ones where a new request admits no lookahead."""
+    def _collect_several(self, timeout: float | None) -> None:
+        """Read the oldest launches down to the lookahead, which a new request has lowered."""
         deadline = deadline_after(timeout)
         while before := len(self.in_flight):
             self.collect(seconds_to(deadline))

@@ -25,7 +25,7 @@ from graphengine.core.commands import (
     ReadBlocks,
     ReadScales,
     ReadStates,
-    Replay,
+    ReplayGraph,
     SlotOperations,
     Swap,
     WriteBlocks,
@@ -215,9 +215,6 @@ class Runtime(SlotOperations, Waits):
         """Execute a command on all ranks; returns its result on this one."""
         return self.operations[type(command)](self, command)
 
-    def _send(self, command: Command) -> None:
-        """Send a command to the other ranks; does nothing, as there are none."""
-
     @property
     def next_replay(self) -> int:
         """The sequence number of the next replay."""
@@ -225,7 +222,7 @@ class Runtime(SlotOperations, Waits):
 
     def replay(self, key: GraphKey) -> None:
         """Queue a graph on the stream; it takes the next sequence number."""
-        self.run(Replay(key))
+        self.run(ReplayGraph(key))
 
     def acknowledge(self, sequence: int) -> None:
         """Note that replays up to this one have published, so their loads have arrived."""
@@ -359,7 +356,7 @@ class Runtime(SlotOperations, Waits):
         with self.on_stream():
             self._launch(partial(self.kept.copy, (command,)))
 
-    def _replay(self, command: Replay) -> None:
+    def _replay(self, command: ReplayGraph) -> None:
         self._launch(self.graphs[command.key].replay)
         self.launched += 1
 
@@ -393,7 +390,7 @@ class Runtime(SlotOperations, Waits):
         Swap: _swap,
         StateCopy: _copy,
         BlockCopy: _copy,
-        Replay: _replay,
+        ReplayGraph: _replay,
         ReadScales: _scales_id,
         ReadBlocks: _read_blocks,
         WriteBlocks: _write_blocks,

@@ -29,6 +29,7 @@ from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.swiglu import PLAIN_NAMES, Swiglu
 from graphengine.models.contract import LayerSpan, ModelConfig, ModelWeights
 from graphengine.models.linears import PLAIN, Linear, Linears, WeightForms, in_formats
+from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.states import LayerStates
 from graphengine.models.sublayers import (
     Attending,
@@ -40,8 +41,6 @@ from graphengine.models.sublayers import (
     states_of,
     usual_layer,
 )
-
-HEAD = "lm_head"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

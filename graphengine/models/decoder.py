@@ -34,7 +34,6 @@ from graphengine.models.blocks.rope_tables import RopeTables
 from graphengine.models.blocks.streams import keep_stream, kept_rows, new_weight, tensors_of
 from graphengine.models.blocks.swiglu import SwigluWeights
 from graphengine.models.composition import (
-    HEAD,
     Composition,
     attention_of,
     blocks_of,
@@ -63,6 +62,7 @@ from graphengine.models.decoder_layer import (
     routed_of,
 )
 from graphengine.models.linears import Linear, linear_name, names_of_linears, refill
+from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.states import StateTensors
 from graphengine.models.sublayers import (
     AttendingWeights,

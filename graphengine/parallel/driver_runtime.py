@@ -112,6 +112,8 @@ class DriverRuntime(WatchedWaits, RankRuntime):
 
     # Commands.
 
+    _repeated = True
+
     def run(self, command: Command) -> Any:
         """Execute a command on all ranks; returns its result on this one."""
         with self.ranks.explained():

@@ -18,7 +18,7 @@ import torch
 
 from graphengine.buckets import Copied
 from graphengine.config import EngineConfig
-from graphengine.core.commands import Close, Command, FetchDrafts, Load, PutRoutes, Replay
+from graphengine.core.commands import Close, Command, FetchDrafts, Load, PutRoutes, ReplayGraph
 from graphengine.core.runtime import Operation
 from graphengine.models.contract import Share
 from graphengine.opening.budget.memory import MemoryPlan, available_bytes
@@ -144,7 +144,7 @@ class WorkerRuntime(RankRuntime):
         ids = np.frombuffer(command.ids, dtype=np.int16)
         self.routing.table.put(command.slot, command.start, ids)
 
-    def _timed_replay(self, command: Replay) -> None:
+    def _timed_replay(self, command: ReplayGraph) -> None:
         """Replay, and note when this device could begin: a GPU once launched, a CPU before it."""
         number, on_gpu = self.next_replay, self.stream is not None
         if not on_gpu:
@@ -161,7 +161,7 @@ class WorkerRuntime(RankRuntime):
     operations: ClassVar[dict[type[Command], Operation]] = RankRuntime.operations | {
         Load: _repeat_load,
         PutRoutes: _put_routes,
-        Replay: _timed_replay,
+        ReplayGraph: _timed_replay,
         FetchDrafts: _fetch_drafts,
     }
 

@@ -40,7 +40,7 @@ from graphengine.models.composition import has_local_tables, windows_of
 from graphengine.models.contract import ModelConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import Key, read_keys, unsupported
-from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
+from graphengine.models.hf.decoder_config import decoder_config, read_attention, read_mlp
 from graphengine.options.checks import INT32_MAX, some
 
 log = logging.getLogger(__name__)
@@ -96,8 +96,8 @@ def read_dflash(
     values = hf_config.read_settings(hf_config.of_one_axis(checkpoint.config), _LAYERS)
     settings = _settings(checkpoint, values)
     chosen = settings["target_layer_ids"] if layers is None else tuple(layers)
-    attention = attention_of(values, qk_norm=True)
-    decoder = decoder_config(values, "DFlash", attention, mlp_of(values))
+    attention = read_attention(values, qk_norm=True)
+    decoder = decoder_config(values, "DFlash", attention, read_mlp(values))
     embedding = stored.get("model.embed_tokens.weight")
     config = DFlashConfig(
         decoder=replace(decoder, tie_embeddings=False),

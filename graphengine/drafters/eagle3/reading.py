@@ -35,7 +35,7 @@ from graphengine.models.checkpoints.kv_scales import is_kv_scale
 from graphengine.models.contract import ModelConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig, Key, read_keys, unsupported
-from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
+from graphengine.models.hf.decoder_config import decoder_config, read_attention, read_mlp
 from graphengine.options.checks import INT32_MAX, some
 from graphengine.options.draft_vocabulary import offset_ids
 
@@ -110,8 +110,8 @@ def read_eagle3(
             f"{some(sorted(checkpoint.tensors))}"
         )
     drafted = settings["draft_vocab_size"] or target.vocab_size
-    mlp = mlp_of(values, bias=values["mlp_bias"])
-    decoder = decoder_config(values, "Eagle3", attention_of(values), mlp)
+    mlp = read_mlp(values, bias=values["mlp_bias"])
+    decoder = decoder_config(values, "Eagle3", read_attention(values), mlp)
     chosen = _chosen(settings, target, layers)
     _check_layers(path, chosen, target)
     embedding = names.get("embed_tokens.weight")

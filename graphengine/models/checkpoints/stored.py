@@ -30,14 +30,14 @@ from graphengine.models.quantised.filling import (
     stored_reader,
 )
 from graphengine.models.quantised.forms import parted_names, rounded_forms, stored_forms
-from graphengine.models.quantised.schemes import Quantisation
+from graphengine.models.quantised.schemes import HEAD, Quantisation
 from graphengine.models.weights import Destinations, StoredLinear
 from graphengine.options.checks import some
 from graphengine.options.devices import DTYPES
 
 log = logging.getLogger(__name__)
 
-_HEAD = "lm_head.weight"
+_HEAD = f"{HEAD}.weight"
 # Tensors that the usual formats store along with quantised weights.
 _QUANTISED = re.compile(
     r"(.*_)?scales?(_inv|_\d)?|weight_scale.*|.*_?zero_points?|weight_(packed|shape|g_idx)|qweight|"

@@ -20,7 +20,7 @@ from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import LATENT_KEYS, HfConfig, unsupported
-from graphengine.models.hf.decoder_config import decoder_config, mlp_of, with_experts
+from graphengine.models.hf.decoder_config import decoder_config, read_mlp, with_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ def _read(config: HfConfig, architecture: str, version: Version) -> DecoderConfi
         raise unsupported("rope_interleave", False, "True")
     settings["head_dim"] = settings["qk_rope_head_dim"]
     q_rank = None if has_no_q_rank else settings["q_lora_rank"]
-    model = decoder_config(settings, architecture, _attention(settings, q_rank), mlp_of(settings))
+    model = decoder_config(settings, architecture, _attention(settings, q_rank), read_mlp(settings))
     return with_routed_experts(settings, model, version)
 
 

@@ -20,7 +20,7 @@ from graphengine.models.hf.config_schema import (
     read_keys,
     unsupported,
 )
-from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
+from graphengine.models.hf.decoder_config import decoder_config, read_attention, read_mlp
 
 # transformers' defaults for missing keys; other families require these keys.
 _SIZES = {
@@ -54,8 +54,8 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     return decoder_config(
         settings,
         architecture,
-        attention_of(settings, qk_norm=True, scale_of=own["query_pre_attn_scalar"]),
-        mlp_of(settings, activation="gelu_tanh"),
+        read_attention(settings, qk_norm=True, scale_of=own["query_pre_attn_scalar"]),
+        read_mlp(settings, activation="gelu_tanh"),
         post_norms=True,
         norms_plus_one=True,
         embedding_scale=math.sqrt(settings["hidden_size"]),

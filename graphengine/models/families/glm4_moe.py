@@ -9,7 +9,7 @@ from graphengine.models.decoder import DecoderConfig
 from graphengine.models.families.deepseek import Version, with_routed_experts
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import ROUTED_KEYS, HfConfig, Key, unsupported
-from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
+from graphengine.models.hf.decoder_config import decoder_config, read_attention, read_mlp
 
 # Defaults for missing keys, where transformers' differ from those of other families.
 _MISSING = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
@@ -44,8 +44,8 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     if settings["moe_layer_freq"] != 1:
         raise unsupported("moe_layer_freq", settings["moe_layer_freq"], "1")
     rope = hf_config.rope(settings)
-    attention = attention_of(
+    attention = read_attention(
         settings, output_bias=False, qk_norm=settings["use_qk_norm"], rotated=rope.rotated
     )
-    model = decoder_config(settings, architecture, attention, mlp_of(settings))
+    model = decoder_config(settings, architecture, attention, read_mlp(settings))
     return with_routed_experts(settings, model, _GLM)

@@ -19,10 +19,10 @@ from graphengine.models.hf.config_schema import (
     unsupported,
 )
 from graphengine.models.hf.decoder_config import (
-    attention_of,
     decoder_config,
     expert_count,
-    mlp_of,
+    read_attention,
+    read_mlp,
     with_experts,
 )
 
@@ -90,8 +90,8 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
         clamped=ClampedSwiglu(limit=settings["swiglu_limit"], slope=settings["swiglu_alpha"]),
         names=NAMES,
     )
-    attention = attention_of(settings, sinks=True)
-    model = decoder_config(settings, architecture, attention, mlp_of(settings))
+    attention = read_attention(settings, sinks=True)
+    model = decoder_config(settings, architecture, attention, read_mlp(settings))
     return with_experts(model, experts, range(model.num_layers))
 
 

@@ -21,8 +21,10 @@ DEFAULTS = hf_config.FamilyDefaults(
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `GraniteForCausalLM` checkpoint."""
     settings = hf_config.read_settings(config, DEFAULTS)
-    mlp = decoder_config.mlp_of(settings, norm_eps=stream_eps(settings), bias=settings["mlp_bias"])
-    layer = usual_layer(attention_of(settings), mlp, post_norms=False)
+    mlp = decoder_config.read_mlp(
+        settings, norm_eps=stream_eps(settings), bias=settings["mlp_bias"]
+    )
+    layer = usual_layer(read_attention(settings), mlp, post_norms=False)
     return composed(settings, architecture, (layer,) * settings["num_hidden_layers"], mlp=mlp)
 
 
@@ -32,10 +34,10 @@ def stream_eps(settings: dict[str, Any]) -> float:
     return eps
 
 
-def attention_of(settings: dict[str, Any]) -> GroupedQueryAttention:
+def read_attention(settings: dict[str, Any]) -> GroupedQueryAttention:
     """Attention, whose scores have a multiplier of their own."""
     scale_of = settings["attention_multiplier"] ** -2
-    return decoder_config.attention_of(settings, norm_eps=stream_eps(settings), scale_of=scale_of)
+    return decoder_config.read_attention(settings, norm_eps=stream_eps(settings), scale_of=scale_of)
 
 
 def composed(

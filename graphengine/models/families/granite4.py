@@ -17,7 +17,7 @@ from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
-from graphengine.models.families.granite import attention_of, composed, stream_eps
+from graphengine.models.families.granite import composed, read_attention, stream_eps
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import GRANITE_KEYS, HfConfig, unsupported
 from graphengine.models.hf.decoder_config import expert_count
@@ -52,7 +52,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     )
     after = _feed_forward(settings, eps)
     mixers = {
-        True: Sublayer("input_layernorm", "self_attn.", attention_of(settings)),
+        True: Sublayer("input_layernorm", "self_attn.", read_attention(settings)),
         False: Sublayer("input_layernorm", "mamba.", mamba),
     }
     layers = tuple((mixers[kind in _ATTENTION], after) for kind in types)

@@ -17,10 +17,10 @@ from graphengine.models.hf.config_schema import (
     read_keys,
 )
 from graphengine.models.hf.decoder_config import (
-    attention_of,
     composed,
     expert_count,
-    mlp_of,
+    read_attention,
+    read_mlp,
     with_experts,
 )
 from graphengine.models.sublayers import Sublayer
@@ -73,7 +73,9 @@ def _read(config: HfConfig, architecture: str, defaults: hf_config.FamilyDefault
     types = told.pop("layer_types", None)
     settings = hf_config.read_settings(told, defaults)
     hidden, eps = settings["hidden_size"], settings["norm_eps"]
-    attention = attention_of(settings, norm_eps=eps, qk_norm=True, names=("out_proj", "layernorm"))
+    attention = read_attention(
+        settings, norm_eps=eps, qk_norm=True, names=("out_proj", "layernorm")
+    )
     conv = ShortConv(
         hidden_size=hidden,
         channels=hidden,
@@ -81,7 +83,7 @@ def _read(config: HfConfig, architecture: str, defaults: hf_config.FamilyDefault
         norm_eps=eps,
         bias=settings["conv_bias"],
     )
-    mlp = mlp_of(settings, ffn_size=_ffn_size(settings), norm_eps=eps, names=_NAMES)
+    mlp = read_mlp(settings, ffn_size=_ffn_size(settings), norm_eps=eps, names=_NAMES)
     mixers = {
         _ATTENTION: Sublayer("operator_norm", "self_attn.", attention),
         _CONV: Sublayer("operator_norm", "conv.", conv),

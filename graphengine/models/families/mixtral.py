@@ -8,7 +8,7 @@ from graphengine.models.blocks.experts import Experts
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig, Key
-from graphengine.models.hf.decoder_config import attention_of, composed, expert_count, mlp_of
+from graphengine.models.hf.decoder_config import composed, expert_count, read_attention, read_mlp
 from graphengine.models.sublayers import Sublayer
 
 _KEYS = (
@@ -41,9 +41,9 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     )
     layers = tuple(
         (
-            Sublayer("input_layernorm", "self_attn.", attention_of(settings, window=window)),
+            Sublayer("input_layernorm", "self_attn.", read_attention(settings, window=window)),
             Sublayer("post_attention_layernorm", "block_sparse_moe.", experts),
         )
         for window in settings["windows"] or (0,) * settings["num_hidden_layers"]
     )
-    return composed(settings, architecture, layers, mlp=mlp_of(settings))
+    return composed(settings, architecture, layers, mlp=read_mlp(settings))

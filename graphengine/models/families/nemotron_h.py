@@ -13,7 +13,7 @@ from graphengine.models.blocks.squared_relu import SquaredRelu
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import NEMOTRON_KEYS, HfConfig, unsupported
-from graphengine.models.hf.decoder_config import attention_of, composed
+from graphengine.models.hf.decoder_config import composed, read_attention
 from graphengine.models.hf.mamba_config import time_step_limits, with_plain_limits
 from graphengine.models.sublayers import Block, Sublayer
 
@@ -36,7 +36,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     settings = _read_settings(config, pattern)
     hidden, eps = settings["hidden_size"], settings["layer_norm_epsilon"]
     blocks: dict[str, Block] = {
-        _ATTENTION: attention_of(settings, norm_eps=eps),
+        _ATTENTION: read_attention(settings, norm_eps=eps),
         _MAMBA: Mamba2(
             hidden_size=hidden,
             sizes=_mamba_sizes(settings),

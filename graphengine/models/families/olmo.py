@@ -16,7 +16,7 @@ from graphengine.models.hf.config_schema import (
     read_keys,
     unsupported,
 )
-from graphengine.models.hf.decoder_config import attention_of, composed, mlp_of
+from graphengine.models.hf.decoder_config import composed, read_attention, read_mlp
 from graphengine.models.sublayers import post_normed_layer
 
 V2 = hf_config.FamilyDefaults(max_positions=2048)
@@ -45,9 +45,9 @@ def read_v3(config: HfConfig, architecture: str) -> DecoderConfig:
 
 
 def _read(settings: dict[str, Any], architecture: str) -> DecoderConfig:
-    mlp = mlp_of(settings)
+    mlp = read_mlp(settings)
     layers = tuple(
-        post_normed_layer(attention_of(settings, qk_norm=True, row_norm=True, window=window), mlp)
+        post_normed_layer(read_attention(settings, qk_norm=True, row_norm=True, window=window), mlp)
         for window in settings["windows"] or (0,) * settings["num_hidden_layers"]
     )
     local_rope = hf_config.local_rope(settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig
-from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
+from graphengine.models.hf.decoder_config import decoder_config, read_attention, read_mlp
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, windows="all", biases=())
 # transformers' defaults for missing keys, where other families have different ones.
@@ -15,6 +15,6 @@ _MISSING = {"sliding_window": None, "rms_norm_eps": 1e-5, "tie_word_embeddings":
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Phi3ForCausalLM` checkpoint."""
     settings = hf_config.read_settings({**_MISSING, **config}, DEFAULTS)
-    attention = attention_of(settings, one_linear=True)
-    mlp = mlp_of(settings, names=("gate_up_proj", "", "down_proj"), one_linear=True)
+    attention = read_attention(settings, one_linear=True)
+    mlp = read_mlp(settings, names=("gate_up_proj", "", "down_proj"), one_linear=True)
     return decoder_config(settings, architecture, attention, mlp)

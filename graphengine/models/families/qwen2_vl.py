@@ -14,7 +14,7 @@ from graphengine.models.hf.config_schema import (
     HfConfig,
     checked_language_model,
 )
-from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
+from graphengine.models.hf.decoder_config import decoder_config, read_attention, read_mlp
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=32768, windows="switched")
 _BESIDE = ("vision_config", "text_config")
@@ -27,6 +27,6 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     if text is not config:
         told["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     settings = hf_config.read_settings(hf_config.of_one_axis(told), DEFAULTS)
-    attention = attention_of(settings, qkv_bias=True, output_bias=False)
+    attention = read_attention(settings, qkv_bias=True, output_bias=False)
     rope = hf_config.with_axes(hf_config.rope(settings), told)
-    return decoder_config(settings, architecture, attention, mlp_of(settings), rope=rope)
+    return decoder_config(settings, architecture, attention, read_mlp(settings), rope=rope)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig
-from graphengine.models.hf.decoder_config import attention_of, decoder_config, mlp_of
+from graphengine.models.hf.decoder_config import decoder_config, read_attention, read_mlp
 
 NORMED = {"use_qk_norm": (True,), "qk_norm": (True,)}
 """What a config may say of the norms of queries and keys, which are always there."""
@@ -17,5 +17,5 @@ DEFAULTS = hf_config.FamilyDefaults(
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen3ForCausalLM` checkpoint."""
     settings = hf_config.read_settings(config, DEFAULTS)
-    attention = attention_of(settings, qk_norm=True)
-    return decoder_config(settings, architecture, attention, mlp_of(settings))
+    attention = read_attention(settings, qk_norm=True)
+    return decoder_config(settings, architecture, attention, read_mlp(settings))

@@ -25,7 +25,7 @@ from graphengine.models.hf.config_schema import (
     checked_language_model,
     unsupported,
 )
-from graphengine.models.hf.decoder_config import attention_of, composed, expert_count, mlp_of
+from graphengine.models.hf.decoder_config import composed, expert_count, read_attention, read_mlp
 from graphengine.models.sublayers import Sublayer
 
 DEFAULTS = hf_config.FamilyDefaults(
@@ -80,7 +80,7 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen3_5ForCausalLM` checkpoint, or of one with a vision tower."""
     config = _SIZES | _language_model(config)
     settings = hf_config.read_settings(_plain(config), DEFAULTS)
-    return _composed(config, settings, architecture, mlp_of(settings))
+    return _composed(config, settings, architecture, read_mlp(settings))
 
 
 def read_moe(config: HfConfig, architecture: str) -> DecoderConfig:
@@ -94,7 +94,7 @@ def read_moe(config: HfConfig, architecture: str) -> DecoderConfig:
         experts=expert_count(settings, "num_experts"),
         router=Router(top_k=settings["num_experts_per_tok"], normalised=True),
         norm_eps=settings["rms_norm_eps"],
-        shared=mlp_of(settings, ffn_size=width, role="shared_"),
+        shared=read_mlp(settings, ffn_size=width, role="shared_"),
         shared_gate=True,
         names=EXPERT_NAMES,
     )
@@ -107,7 +107,7 @@ def _composed(
     if not settings["attn_output_gate"]:
         raise unsupported("attn_output_gate", False, "true")
     rope = hf_config.with_axes(hf_config.rope(settings), config)
-    attention = attention_of(settings, qk_norm=True, rotated=rope.rotated, gated=True)
+    attention = read_attention(settings, qk_norm=True, rotated=rope.rotated, gated=True)
     delta = GatedDelta(
         hidden_size=settings["hidden_size"],
         sizes=_delta_sizes(settings),

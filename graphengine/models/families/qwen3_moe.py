@@ -11,10 +11,10 @@ from graphengine.models.families.qwen3 import NORMED
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import EXPERT_KEYS, HfConfig, unsupported
 from graphengine.models.hf.decoder_config import (
-    attention_of,
     decoder_config,
     expert_count,
-    mlp_of,
+    read_attention,
+    read_mlp,
     with_experts,
 )
 
@@ -28,8 +28,8 @@ DEFAULTS = hf_config.FamilyDefaults(
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen3MoeForCausalLM` checkpoint."""
     settings = hf_config.read_settings(config, DEFAULTS)
-    attention = attention_of(settings, qk_norm=True)
-    model = decoder_config(settings, architecture, attention, mlp_of(settings))
+    attention = read_attention(settings, qk_norm=True)
+    model = decoder_config(settings, architecture, attention, read_mlp(settings))
     count = _experts(settings)
     step, dense = settings["decoder_sparse_step"], settings["mlp_only_layers"]
     layers = tuple(

@@ -7,7 +7,7 @@ from typing import Any
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import SMOLLM3_KEYS, HfConfig, unsupported
-from graphengine.models.hf.decoder_config import attention_of, composed, mlp_of
+from graphengine.models.hf.decoder_config import composed, read_attention, read_mlp
 from graphengine.models.sublayers import usual_layer
 
 DEFAULTS = hf_config.FamilyDefaults(
@@ -25,9 +25,9 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     settings = hf_config.read_settings({**_MISSING, **config}, DEFAULTS)
     if settings["windows"]:
         raise unsupported("use_sliding_window", True, "False")
-    mlp, nope = mlp_of(settings, bias=settings["mlp_bias"]), _nope_layers(settings)
+    mlp, nope = read_mlp(settings, bias=settings["mlp_bias"]), _nope_layers(settings)
     layers = tuple(
-        usual_layer(attention_of(settings, nope=index in nope), mlp, post_norms=False)
+        usual_layer(read_attention(settings, nope=index in nope), mlp, post_norms=False)
         for index in range(settings["num_hidden_layers"])
     )
     return composed(settings, architecture, layers, mlp=mlp)

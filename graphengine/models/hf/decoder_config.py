@@ -16,7 +16,7 @@ from graphengine.models.hf.config_schema import unsupported
 from graphengine.models.sublayers import Attending, Layer, usual_layer
 
 
-def attention_of(settings: dict[str, Any], **switches: Any) -> GroupedQueryAttention:
+def read_attention(settings: dict[str, Any], **switches: Any) -> GroupedQueryAttention:
     """Grouped-query attention of these settings, and of `switches`, which take precedence."""
     values = {
         "hidden_size": settings["hidden_size"],
@@ -30,7 +30,7 @@ def attention_of(settings: dict[str, Any], **switches: Any) -> GroupedQueryAtten
     return GroupedQueryAttention(**values | switches)
 
 
-def mlp_of(settings: dict[str, Any], **switches: Any) -> Swiglu:
+def read_mlp(settings: dict[str, Any], **switches: Any) -> Swiglu:
     """The SwiGLU of these settings, and of `switches`, which take precedence."""
     values = {
         "hidden_size": settings["hidden_size"],

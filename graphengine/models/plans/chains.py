@@ -28,10 +28,11 @@ from graphengine.kernels.step.state import DecodeLanes
 from graphengine.models.blocks.expert_steps import decode_experts
 from graphengine.models.blocks.experts import Experts, ExpertsWeights
 from graphengine.models.blocks.mla import LatentAttention
-from graphengine.models.composition import HEAD, experts_of, named_layers
+from graphengine.models.composition import experts_of, named_layers
 from graphengine.models.contract import DecodeLaunch, Model, ModelConfig
 from graphengine.models.decoder import DecoderConfig, DecoderModel
 from graphengine.models.linears import WeightForms
+from graphengine.models.quantised.schemes import HEAD
 from graphengine.models.sublayers import Layer, Recurring, Sublayer, layer_prefix
 
 

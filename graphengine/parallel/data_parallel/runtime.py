@@ -30,6 +30,8 @@ class DataParallelRuntime(DriverRuntime):
     others  the runtimes of the other ranks, rank 1 first
     """
 
+    _repeated = False
+
     def __init__(
         self,
         opened: Opened,
@@ -113,6 +115,8 @@ class RemoteRank(SlotOperations, WatchedWaits):
     def next_replay(self) -> int:
         """The sequence number of the next replay."""
         return self._driver.next_replay
+
+    _repeated = True
 
     def run(self, command: Command) -> int:
         """Have the rank execute a command; returns its number."""

@@ -21,7 +21,7 @@ from graphengine.core.commands import (
     Data,
     Load,
     ReadBlocks,
-    Replay,
+    ReplayGraph,
     UpdateWeights,
     WriteStates,
 )
@@ -106,9 +106,9 @@ def test_values_of_the_driver_do_not_travel() -> None:
 def test_what_no_command_has_is_an_error() -> None:
     codec = CommandCodec(GRAPHS)
     with pytest.raises(KeyError, match="size=3"):
-        codec.encode(Replay(GraphKey("decode", 3)))
+        codec.encode(ReplayGraph(GraphKey("decode", 3)))
     with pytest.raises(IndexError):
-        codec.decode(Encoded(COMMANDS.index(Replay), [len(GRAPHS)], b""))
+        codec.decode(Encoded(COMMANDS.index(ReplayGraph), [len(GRAPHS)], b""))
     with pytest.raises(IndexError):
         codec.decode(Encoded(len(COMMANDS), [], b""))
     blocks = codec.encode(ReadBlocks((1, 2)))
@@ -120,11 +120,11 @@ def test_a_ring_is_full_while_one_rank_lags() -> None:
     _, driver, (first, second) = linked()
     for number in range(ENTRIES):
         assert driver.has_room()
-        driver.send(Replay(GRAPHS[number % len(GRAPHS)]))
+        driver.send(ReplayGraph(GRAPHS[number % len(GRAPHS)]))
         assert first.take() is not None
         first.finish()
     assert not driver.has_room() and driver.least_done() == 0
-    assert second.take() == Taken(Replay(GRAPHS[0]), ALL)
+    assert second.take() == Taken(ReplayGraph(GRAPHS[0]), ALL)
     second.finish()
     assert driver.has_room()
 

@@ -31,7 +31,7 @@ from checkpoints.few_layers import few_layers
 from engines.failing_ranks import limit_waits, ranks_of, stop
 from engines.small_engine import greedy, open_engine
 from graphengine import EngineConfig
-from graphengine.core.commands import Replay
+from graphengine.core.commands import ReplayGraph
 from graphengine.host.kept_states import BlockCopy
 from graphengine.models.contract import Share
 from graphengine.opening.inventory import LinkShape
@@ -117,7 +117,7 @@ def test_a_rank_that_waits_in_vain_says_for_whom(forked_ranks: None) -> None:
     with open_engine(device="cpu", tensor_parallel=2, wait_limit_s=0.2) as engine:
         ranks = ranks_of(engine)
         with pytest.raises(RankFailed, match=message + r"\d+, gather of \d+ bytes"):
-            ranks.wait_done(1, ranks.send(Replay(engine.memory.graphs[0])), GENEROUS_S)
+            ranks.wait_done(1, ranks.send(ReplayGraph(engine.memory.graphs[0])), GENEROUS_S)
         ranks.broken = True
 
 

@@ -175,7 +175,9 @@ def test_pauses_change_nothing(alone: Alone, device: str, speculative: Speculati
             requests.append(engine.submit(*job))
         run_with(engine)
         assert [outcome(request) for request in requests] == [said for said, _ in alone(device)]
-        assert engine.counters["pauses"] and any(request.pauses for request in requests)
+        # On a GPU, whose replays run ahead, only one of them comes to it.
+        assert engine.counters["pauses"] >= (2 if device == "cpu" else 1)
+        assert any(request.pauses for request in requests)
         assert_idle(engine)
 
 
