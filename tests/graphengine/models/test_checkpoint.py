@@ -476,7 +476,7 @@ def test_what_cannot_be_a_hub_id_is_not_looked_up(
     monkeypatch.chdir(tmp_path)
     if not name:
         name = "org/"
-    match = r"no such directory, and it does not look like a hub id"
+    match = r"no such directory or file, and it does not look like a hub id"
     with pytest.raises(FileNotFoundError, match=match):
         Checkpoint.open(name)
 
