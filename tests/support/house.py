@@ -47,6 +47,7 @@ MAY_NAME_KINDS = (
     "graphengine/models/quantised/compressed_config.py",
     "graphengine/models/quantised/config.py",
     "graphengine/models/quantised/gptq_config.py",
+    "graphengine/models/quantised/torchao_config.py",
 )
 """The table of kinds of weights, its decoders and the readers of configs."""
 # What else may be in fp8.

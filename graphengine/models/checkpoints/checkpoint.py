@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphengine.demo import checkpoint_path
+from graphengine.models.checkpoints.bitsandbytes_tensors import (
+    FourBits,
+    four_bit_weights,
+    log_four_bits,
+    without_parts,
+)
 from graphengine.models.checkpoints.gguf_file import is_gguf, one_gguf
 from graphengine.models.checkpoints.gguf_tensors import log_widened, open_gguf, read_gguf_model
 from graphengine.models.checkpoints.json_files import read_json_object
@@ -82,6 +88,8 @@ class Checkpoint:
                        ("language_model.model.layers.0."), have the names of the whole language
                        model ("model.layers.0.")
     stored_names       names in the files, where they differ
+    four_bits          weights of bitsandbytes that are widened as they are read, by their names in
+                       the files
     """
 
     path: Path
@@ -89,6 +97,7 @@ class Checkpoint:
     generation_config: dict[str, Any]
     tensors: Mapping[str, TensorInfo]
     stored_names: Mapping[str, str] = field(default_factory=dict)
+    four_bits: Mapping[str, FourBits] = field(default_factory=dict)
     quant_config: dict[str, Any] | None = None
     drawn_on: str | None = None
     tokenizer_file: Path | None = None
@@ -115,6 +124,9 @@ class Checkpoint:
         quant_config = directory / "hf_quant_config.json"
         tokenizer = directory / "tokenizer.json"
         stored = find_tensors(directory)
+        four_bits = four_bit_weights(directory, stored, _read_tensor)
+        log_four_bits(directory, four_bits)
+        stored = without_parts(stored, four_bits)
         names = whole_names(directory, stored)
         return cls(
             path=directory,
@@ -128,6 +140,7 @@ class Checkpoint:
             stored_names=MappingProxyType(
                 {name: old for name, old in names.items() if name != old}
             ),
+            four_bits=MappingProxyType(four_bits),
         )
 
     @classmethod
@@ -191,8 +204,7 @@ class Checkpoint:
         names_by_file: dict[Path, list[str]] = {}
         for name in targets:
             names_by_file.setdefault(self.tensors[name].file, []).append(name)
-        for file, names in names_by_file.items():
-            self._check_unchanged(file, names)
+        self._check_unchanged(targets)
 
         done, total = 0, sum(self.tensors[name].nbytes for name in targets)
         if progress is not None:
@@ -214,8 +226,7 @@ class Checkpoint:
         first, second = self.tensors[one], self.tensors[other]
         if first.shape != second.shape or {first.dtype, second.dtype} - set(WEIGHT_DTYPES):
             return False
-        for name, info in ((one, first), (other, second)):
-            self._check_unchanged(info.file, [name])
+        self._check_unchanged([one, other])
         equal = []
         for _, left in self._read(first.file, [one]):
             for _, right in self._read(second.file, [other]):
@@ -242,11 +253,26 @@ class Checkpoint:
         try:
             with _open_tensors(file) as shard:
                 for name in names:
-                    cut = self.tensors[name].cut
-                    whole = shard.get_tensor(self.stored_names.get(name, name))
-                    yield name, whole if cut is None else cut.part(whole)
+                    yield (
+                        name,
+                        self._mapped(
+                            name, lambda other: shard if other == file else _open_tensors(other)
+                        ),
+                    )
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
+
+    def _mapped(self, name: str, opened: Callable[[Path], Any]) -> Tensor:
+        """A tensor, or the part that `tensors` has of it, from the files that `opened` returns."""
+        info, stored = self.tensors[name], self.stored_names.get(name, name)
+        whole: Tensor
+        if stored in self.four_bits:
+            whole = self.four_bits[stored].values(
+                stored, lambda part, place: opened(place.file).get_tensor(part)
+            )
+        else:
+            whole = opened(info.file).get_tensor(stored)
+        return whole if info.cut is None else info.cut.part(whole)
 
     def _draw(self, name: str, device: str) -> Tensor:
         info = self.tensors[name]
@@ -300,12 +326,23 @@ class Checkpoint:
             )
         return targets
 
-    def _check_unchanged(self, file: Path, names: Sequence[str]) -> None:
-        """Read the header again: a mapped file that has shrunk would kill the process."""
-        header = read_gguf_model(file).tensors if is_gguf(file) else read_header(file)
+    def _check_unchanged(self, names: Iterable[str]) -> None:
+        """Read headers again: a mapped file that has shrunk would kill the process."""
+        wanted: dict[Path, dict[str, TensorInfo]] = {}
         for name in names:
-            if header.get(self.stored_names.get(name, name)) != self.tensors[name].stored:
-                raise ValueError(f"{file} has changed since it was opened: tensor {name}")
+            stored = self.stored_names.get(name, name)
+            parts = {stored: self.tensors[name].stored}
+            if stored in self.four_bits:
+                weight = self.four_bits[stored]
+                parts = {f"{stored}.{end}": info for end, info in weight.beside.items()}
+                parts[stored] = weight.codes
+            for part, info in parts.items():
+                wanted.setdefault(info.file, {})[part] = info
+        for file, infos in wanted.items():
+            header = read_gguf_model(file).tensors if is_gguf(file) else read_header(file)
+            for part, info in infos.items():
+                if header.get(part) != info:
+                    raise ValueError(f"{file} has changed since it was opened: tensor {part}")
 
 
 class _MappedTensors(Mapping[str, Tensor]):
@@ -324,12 +361,9 @@ class _MappedTensors(Mapping[str, Tensor]):
         if drawn_on is not None:
             return self._checkpoint._draw(name, drawn_on)
         try:
-            tensor: Tensor = self._open(info.file).get_tensor(
-                self._checkpoint.stored_names.get(name, name)
-            )
+            return self._checkpoint._mapped(name, self._open)
         except SafetensorError as error:
             raise ValueError(f"{info.file} cannot be read: {error}") from error
-        return tensor if info.cut is None else info.cut.part(tensor)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._checkpoint.tensors)
@@ -342,7 +376,7 @@ class _MappedTensors(Mapping[str, Tensor]):
             if file not in self._checked:
                 tensors = self._checkpoint.tensors
                 names = [name for name, info in tensors.items() if info.file == file]
-                self._checkpoint._check_unchanged(file, names)
+                self._checkpoint._check_unchanged(names)
                 self._checked.add(file)
             self._files[file] = _open_tensors(file)
             for older in list(self._files)[:-2]:
@@ -353,6 +387,16 @@ class _MappedTensors(Mapping[str, Tensor]):
 def _open_tensors(file: Path) -> Any:
     """The open file, whose `get_tensor` maps tensors by their stored names."""
     return open_gguf(file) if is_gguf(file) else safe_open(file, framework="pt", device="cpu")
+
+
+def _read_tensor(name: str, info: TensorInfo) -> Tensor:
+    """A small tensor by its name in its file. ValueError for a file that cannot be read."""
+    try:
+        with _open_tensors(info.file) as shard:
+            tensor: Tensor = shard.get_tensor(name)
+            return tensor
+    except SafetensorError as error:
+        raise ValueError(f"{info.file} cannot be read: {error}") from error
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

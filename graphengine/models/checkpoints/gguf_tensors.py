@@ -1,7 +1,8 @@
 """The tensors of a GGUF file under the names and in the layouts of a Hugging Face checkpoint.
 
-Q8_0 and Q4_0 become codes and scales, 32 columns a scale, which are exactly their values. Other
-formats of fewer than 16 bits become float32, which loading casts to the model's dtype, or rounds.
+Formats that are an integer times a scale for a group of columns become codes and scales, whose
+products are exactly their values. Other formats of fewer than 16 bits become float32, which loading
+casts to the model's dtype, or rounds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphengine.kernels.linear.quantised import packed_halves
 from graphengine.models.checkpoints.gguf_config import (
     LAYER,
     MODULES,
@@ -39,9 +41,7 @@ log = logging.getLogger(__name__)
 
 Role = Literal["values", "codes", "scales"]
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Formats whose codes and scales are kept: the dtype of codes, and how many a byte holds.
-_PACKED = {"Q8_0": (torch.int8, 1), "Q4_0": (torch.uint8, 2)}
-_GROUP = 32
+_HALF_ONE = b"\x00\x3c"
 _LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.([\w.]+)\.(weight|bias)")
 # Linears that are computed as one, and so are packed only if all have one format.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -49,6 +49,49 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w
 _CONV = "shortconv.conv"
 _UNPACKED = ("token_embd", "ffn_gate_inp", _CONV)
 _MIB = 2**20
+
+
+class _Packed(NamedTuple):
+    """A format whose codes and scales are kept.
+
+    The package knows where a block has which bits. So codes are the values of blocks whose scales
+    are set to 1, and scales are the values of blocks whose codes are set to 1.
+
+    bits          of a code here: 8 in int8, or 4, two in a byte
+    columns       columns that share a scale
+    scales        dtype that holds the scales exactly
+    codes_of_one  bytes that make all codes 1, by their place in a block
+    scales_of_one bytes that make all scales 1, likewise
+    """
+
+    bits: Literal[8, 4]
+    columns: int
+    scales: torch.dtype
+    codes_of_one: Mapping[int, bytes]
+    scales_of_one: Mapping[int, bytes]
+
+    @property
+    def per_byte(self) -> int:
+        return 8 // self.bits
+
+
+# Blocks of 32 columns begin with a scale in float16. A scale of the others is its product with an
+# integer of 6 bits a group, which is stored with 32 added: in Q3_K the lower halves of 16 of them,
+# then their upper bits; in IQ4_XS the upper bits of 8, then the lower halves.
+_PACKED: Mapping[str, _Packed] = {
+    "Q8_0": _Packed(8, 32, torch.float16, {2: b"\x01" * 32}, {0: _HALF_ONE}),
+    "Q4_0": _Packed(4, 32, torch.float16, {2: b"\x99" * 16}, {0: _HALF_ONE}),
+    "Q5_0": _Packed(8, 32, torch.float16, {2: b"\xff" * 4 + b"\x11" * 16}, {0: _HALF_ONE}),
+    "IQ4_NL": _Packed(8, 32, torch.float16, {2: b"\x88" * 16}, {0: _HALF_ONE}),
+    "IQ4_XS": _Packed(
+        *(8, 32, torch.float32, {8: b"\x88" * 128}),
+        {0: _HALF_ONE, 2: b"\xaa" * 2 + b"\x11" * 4},
+    ),
+    "Q3_K": _Packed(
+        *(4, 16, torch.float32, {0: b"\xff" * 32 + b"\x55" * 64}),
+        {96: b"\x11" * 8 + b"\xaa" * 4, 108: _HALF_ONE},
+    ),
+}
 
 
 class _Part(NamedTuple):
@@ -223,10 +266,12 @@ def _info(file: GgufFile, part: _Part) -> TensorInfo:
         shape = (shape[0], 1, shape[1])
     dtype = _FLOATS.get(tensor.kind, torch.float32)
     if part.role == "codes":
-        dtype, per_byte = _PACKED[tensor.kind]
-        shape = (*shape[:-1], shape[-1] // per_byte)
+        packed = _PACKED[tensor.kind]
+        dtype = torch.int8 if packed.bits == 8 else torch.uint8
+        shape = (*shape[:-1], shape[-1] // packed.per_byte)
     elif part.role == "scales":
-        dtype, shape = torch.float16, (*shape[:-1], shape[-1] // _GROUP)
+        packed = _PACKED[tensor.kind]
+        dtype, shape = packed.scales, (*shape[:-1], shape[-1] // packed.columns)
     return TensorInfo(shape=shape, dtype=dtype, file=file.path)
 
 
@@ -261,7 +306,7 @@ class GgufTensors:
         if part.expert is not None:
             rows = rows[part.expert]
         if part.role != "values":
-            return _codes_or_scales(rows, tensor.kind, part.role)
+            return _codes_or_scales(self._file.path, rows, tensor, part.role)
         values = _values(self._file.path, rows, tensor)
         values = values[:, None] if part.taps else values
         return values - 1 if part.plus_one else values
@@ -286,16 +331,16 @@ def _shape(rows: Any, tensor: GgufTensor) -> Sequence[int]:
     return (*rows.shape[:-1], tensor.shape[-1])
 
 
-def _codes_or_scales(rows: Any, kind: str, role: Role) -> Tensor:
-    """Codes [M, K], or two in a byte, or scales [M, K / 32], of rows of blocks: a scale, codes."""
-    dtype, per_byte = _PACKED[kind]
-    size = _GROUP // per_byte
-    blocks = rows.reshape(rows.shape[0], -1, 2 + size)
+def _codes_or_scales(path: Path, rows: Any, tensor: GgufTensor, role: Role) -> Tensor:
+    """Codes [M, K], or two in a byte, or scales [M, K / columns], of rows of blocks."""
+    packed = _PACKED[tensor.kind]
+    blocks = rows.reshape(rows.shape[0], tensor.shape[-1] // tensor.block, -1).copy()
+    ones = packed.scales_of_one if role == "codes" else packed.codes_of_one
+    for start, content in ones.items():
+        blocks[..., start : start + len(content)] = np.frombuffer(content, dtype=np.uint8)
+    values = _values(path, blocks.reshape(rows.shape), tensor)
     if role == "scales":
-        return torch.from_numpy(blocks[..., :2].copy()).view(torch.float16).flatten(1)
-    codes = torch.from_numpy(blocks[..., 2:].copy())
-    if per_byte == 2:
-        # Stored bytes hold the columns j and j + 16 of a group; here they hold 2 j and 2 j + 1.
-        halves = torch.cat((codes & 15, codes >> 4), dim=-1)
-        codes = halves[..., ::2] | halves[..., 1::2] << 4
-    return codes.flatten(1).view(dtype)
+        return values[:, :: packed.columns].to(packed.scales)
+    if packed.bits == 8:
+        return values.to(torch.int8)
+    return packed_halves((values + 8).to(torch.uint8))

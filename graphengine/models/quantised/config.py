@@ -29,6 +29,7 @@ from graphengine.models.quantised.schemes import (
     read_choice,
     read_names,
 )
+from graphengine.models.quantised.torchao_config import read_torchao
 
 _KEY = "quantization_config"
 _FILE = "hf_quant_config.json"
@@ -49,6 +50,10 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
     """
     if is_gguf(checkpoint.path):
         return gguf_quantisation(checkpoint)
+    given = checkpoint.config.get(_KEY)
+    if isinstance(given, dict) and given.get("quant_method") == "torchao":
+        # Its tensors say what its config leaves to code.
+        return read_torchao(checkpoint, given, _KEY)
     found = read_quantisation(checkpoint.config, checkpoint.quant_config)
     if found is None:
         return None
@@ -60,23 +65,32 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
 
 
 def gguf_quantisation(checkpoint: Checkpoint) -> Quantisation | None:
-    """The linears of a GGUF file whose codes are kept; None: there are none."""
-    kinds: Mapping[torch.dtype, KindName] = {torch.int8: "int8", torch.uint8: "int4"}
-    schemes = {
-        dtype: WeightScheme(
-            layout="codes" if dtype == torch.int8 else "halves",
-            kind=kind,
-            format=format_of(kind, columns=32),
-            signed=True,
-        )
-        for dtype, kind in kinds.items()
-    }
-    names: dict[torch.dtype, set[str]] = {dtype: set() for dtype in schemes}
+    """The linears of a GGUF file whose codes are kept; None: there are none.
+
+    Their codes are int8, or int4 with two in a byte, and as many columns share a scale as the
+    shapes of both say.
+    """
+    names: dict[tuple[KindName, int], set[str]] = {}
     for name, info in checkpoint.tensors.items():
-        if info.dtype in schemes:
-            names[info.dtype].add(name.removesuffix(".weight"))
-    rules = [Rule(names[dtype].__contains__, scheme) for dtype, scheme in schemes.items()]
-    return Quantisation("gguf", tuple(rules)) if any(names.values()) else None
+        linear = name.removesuffix(".weight")
+        scales = checkpoint.tensors.get(f"{linear}.weight_scale")
+        if scales is not None:
+            kind: KindName = "int8" if info.dtype == torch.int8 else "int4"
+            columns = info.shape[-1] * (8 // KINDS[kind].code.bits) // scales.shape[-1]
+            names.setdefault((kind, columns), set()).add(linear)
+    rules = [
+        Rule(
+            linears.__contains__,
+            WeightScheme(
+                layout="codes" if kind == "int8" else "halves",
+                kind=kind,
+                format=format_of(kind, columns=columns),
+                signed=True,
+            ),
+        )
+        for (kind, columns), linears in names.items()
+    ]
+    return Quantisation("gguf", tuple(rules)) if rules else None
 
 
 def read_quantisation(
@@ -85,7 +99,8 @@ def read_quantisation(
     """What `config.json`, and ModelOpt's `hf_quant_config.json`, say of the weights.
 
     None: the weights are not quantised; the KV may be. ValueError, with key, value and what is
-    known, for anything that is not understood.
+    known, for anything that is not understood. torchao's tensors say what its config does not:
+    `quantisation_of` reads them.
     """
     given = config.get(_KEY)
     from_file = None if quant_file is None else _read_quant_file(quant_file)
@@ -93,7 +108,7 @@ def read_quantisation(
         return from_file
     if not isinstance(given, dict):
         raise unsupported(_KEY, given, "a JSON object, null")
-    method = read_choice(given, "quant_method", [*_READERS], _KEY)
+    method = read_choice(given, "quant_method", [*_READERS, "torchao"], _KEY)
     if not _quantises_weights(given) and (quantises_kv_alone(given) or method in _MODELOPT):
         return from_file
     found = _READERS[method](given)
@@ -144,6 +159,47 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantisation:
         for key in ("modules_to_not_convert", "ignored_layers")
     ]
     return Quantisation("fp8", (*skipped, Rule(is_head, None), Rule(always, weights)))
+
+
+def _read_fbgemm(config: Mapping[str, Any]) -> Quantisation:
+    """Read FBGEMM's fp8: one scale per row of a weight."""
+    check_keys(config, "quant_method activation_scale_ub modules_to_not_convert", _KEY)
+    weights = WeightScheme(
+        layout="codes",
+        kind="fp8",
+        format=format_of("fp8", 1, 0),
+        unread=("input_scale_ub",),
+        notes=(f"{_KEY}: activations are not quantised, weights alone are",),
+    )
+    key = "modules_to_not_convert"
+    skipped = Rule(among_names(read_names(config, key, _KEY), f"{_KEY}.{key}"), None)
+    return Quantisation("fbgemm_fp8", (skipped, Rule(is_head, None), Rule(always, weights)))
+
+
+def _read_bitsandbytes(config: Mapping[str, Any]) -> Quantisation | None:
+    """Read LLM.int8: one scale per row, 127 times too large. Weights in 4 bits are widened."""
+    known = """
+        quant_method load_in_8bit load_in_4bit _load_in_8bit _load_in_4bit llm_int8_threshold
+        llm_int8_skip_modules llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight
+        bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_compute_dtype
+        bnb_4bit_quant_storage target_parameters
+    """
+    check_keys(config, known, _KEY)
+    if config.get("load_in_4bit") or config.get("_load_in_4bit"):
+        return None
+    weights = WeightScheme(
+        layout="codes",
+        kind="int8",
+        format=format_of("int8", 1, 0),
+        scales=("SCB",),
+        signed=True,
+        factor=1 / 127,
+        unread=("weight_format",),
+        notes=(f"{_KEY}: activations are not quantised, weights alone are",),
+    )
+    key = "llm_int8_skip_modules"
+    skipped = Rule(among_names(read_names(config, key, _KEY), f"{_KEY}.{key}"), None)
+    return Quantisation("bitsandbytes", (skipped, Rule(is_head, None), Rule(always, weights)))
 
 
 def _is_sizes(value: Any) -> bool:
@@ -236,8 +292,10 @@ def _among_patterns(names: Sequence[str]) -> Callable[[str], bool]:
     return lambda linear: any(fnmatch.fnmatchcase(linear, pattern) for pattern in patterns)
 
 
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], Quantisation]] = {
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Quantisation | None]] = {
     "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fbgemm,
+    "bitsandbytes": _read_bitsandbytes,
     "compressed-tensors": read_compressed,
     "awq": read_awq,
     "gptq": read_gptq,

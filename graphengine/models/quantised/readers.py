@@ -120,13 +120,14 @@ def _read_codes(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, i
 
 def _scales(scheme: WeightScheme, stored: LinearTensors, shape: tuple[int, int]) -> Tensor:
     kind = scheme.format
-    return stored.take_scales(
+    scales = stored.take_scales(
         scheme.scales,
         group_shapes(kind, shape),
         KINDS[scheme.kind].scales,
         group_text(kind, shape),
         signed=scheme.signed,
     )
+    return scales if scheme.factor == 1 else scales.float() * scheme.factor
 
 
 def _read_plain_zeros(

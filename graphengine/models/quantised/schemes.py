@@ -30,6 +30,7 @@ class WeightScheme(NamedTuple):
                 them must be there
     scales      names of the tensor of scales; one of them must be there
     signed      whether scales may be negative or 0
+    factor      what stored scales are multiplied by, in float32
     whole       name of a factor on all scales
     inverse     whether scales are divided by `whole` instead
     zeros       name of zero points; if the format has none they may still be there, but must
@@ -47,6 +48,7 @@ class WeightScheme(NamedTuple):
     codes: tuple[str, ...] = ("weight",)
     scales: tuple[str, ...] = ("weight_scale",)
     signed: bool = False
+    factor: float = 1.0
     whole: str | None = None
     inverse: bool = False
     zeros: str | None = None

@@ -143,7 +143,7 @@ class LinearTensors:
         return self._read[name]
 
     def _below(self, end: str) -> str:
-        return self.linear + (end if end.startswith("_") else f".{end}")
+        return self.linear + (end if end.startswith(("_", ".")) else f".{end}")
 
 
 def group_shapes(kind: WeightFormat, shape: tuple[int, int]) -> list[tuple[int, ...]]:

@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from checkpoints.bitsandbytes_weights import four_bit_tensors, int8_tensors
 from checkpoints.compressed import compressed, config_of, weight_args
 from checkpoints.packed_weights import awq_tensors, gptq_tensors, meaning
 from graphengine.kernels.linear.kinds import E2M1
@@ -249,6 +250,69 @@ def modelopt_fp8_kind() -> Kind:
     return Kind(config | {"exclude_modules": [HEAD]}, store)
 
 
+def fbgemm_kind() -> Kind:
+    def store(linear: str, M: int, K: int) -> Stored:
+        codes = (torch.rand(M, K) * 2 - 1).mul(448).to(torch.float8_e4m3fn)
+        scales = SIZE * (0.5 + torch.rand(M, 1)) / 448
+        bound = torch.tensor([1200.0])
+        tensors = {"weight": codes, "weight_scale": scales, "input_scale_ub": bound}
+        return Stored(tensors, codes.float() * scales)
+
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    return Kind(config | {"modules_to_not_convert": [HEAD]}, store)
+
+
+def int8_kind() -> Kind:
+    """LLM.int8 of bitsandbytes."""
+
+    def store(linear: str, M: int, K: int) -> Stored:
+        return Stored(*int8_tensors(M, K, SIZE))
+
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
+    return Kind(config | {"_load_in_8bit": True, "llm_int8_skip_modules": None}, store)
+
+
+def nf4_kind(*, nested: bool) -> Kind:
+    """Weights of bitsandbytes in 4 bits, which are widened."""
+
+    def store(linear: str, M: int, K: int) -> Stored:
+        return Stored(*four_bit_tensors(M, K, SIZE, nested=nested))
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return Kind(config | {"bnb_4bit_use_double_quant": nested}, store)
+
+
+def torchao_kind(columns: int) -> Kind:
+    """torchao's int8 with a scale per row, or per group of columns; zero points are 0 or not."""
+
+    def store(linear: str, M: int, K: int) -> Stored:
+        codes = torch.randint(-128, 128, (M, K), dtype=torch.int8)
+        groups = (M, K // (columns or K))
+        scales = SIZE * (0.5 + torch.rand(groups)) / 128
+        zeros = torch.randint(-3, 4, groups, dtype=torch.int8) * bool(columns)
+        spread = [each.repeat_interleave(columns or K, 1) for each in (zeros, scales)]
+        names = ("_weight_qdata", "_weight_scale", "_weight_zero_point")
+        tensors = dict(zip(names, (codes, scales, zeros), strict=True))
+        return Stored(tensors, (codes.float() - spread[0]) * spread[1])
+
+    made = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {"granularity": None}}
+    return Kind({"quant_method": "torchao", "quant_type": {"default": made}}, store)
+
+
+def torchao_fp8_kind(block: int | None) -> Kind:
+    """torchao's Float8Tensor with a scale per row, or per block."""
+
+    def store(linear: str, M: int, K: int) -> Stored:
+        codes = (torch.rand(M, K) * 2 - 1).mul(448).to(torch.float8_e4m3fn)
+        rows, columns = (block, block) if block else (1, K)
+        scales = SIZE * (0.5 + torch.rand(-(-M // rows), -(-K // columns))) / 448
+        spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        return Stored({"_weight_qdata": codes, "_weight_scale": scales}, codes.float() * spread)
+
+    made = {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}}
+    return Kind({"quant_method": "torchao", "quant_type": {"default": made}}, store)
+
+
 GROUP = {"strategy": "group"}
 KINDS: dict[str, Kind] = {
     "fp8 tensor": fp8_kind(None),
@@ -293,6 +357,14 @@ KINDS: dict[str, Kind] = {
     "modelopt NVFP4": modelopt_nvfp4_kind(),
     "modelopt MXFP8": modelopt_mxfp8_kind(),
     "modelopt FP8": modelopt_fp8_kind(),
+    "fbgemm_fp8": fbgemm_kind(),
+    "torchao fp8": torchao_fp8_kind(None),
+    "torchao fp8 blocks": torchao_fp8_kind(64),
+    "torchao int8": torchao_kind(0),
+    "torchao int8 of 32 zeros": torchao_kind(32),
+    "bitsandbytes int8": int8_kind(),
+    "bitsandbytes nf4": nf4_kind(nested=False),
+    "bitsandbytes nested nf4": nf4_kind(nested=True),
 }
 """By name."""
 

@@ -135,6 +135,9 @@ NVFP4 = compressed_kind(
 GPTQ = gptq_kind(32)
 CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "three files": (KINDS["packed int4 of 64 zeros"], {"files": 3}),
+    "nf4 in three files, odd": (
+        KINDS["bitsandbytes nested nf4"], {"files": 3, "hidden_size": 70, "intermediate_size": 99},
+    ),
     "a layer in bf16": (
         KINDS["fp8 blocks"],
         {"plain": ("layers.1.", HEAD),
