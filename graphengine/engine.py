@@ -227,6 +227,8 @@ class Engine:
     ) -> list[Request]:
         """Queue `n` samples of one prompt, whose KV they share; else like `submit`.
 
+        All are queued or none: `QueueFull` if fewer than `n` may wait.
+
         Sample i has the seed of the first one plus i (modulo 2**63), be it the request's own or
         drawn by the engine: it draws the tokens that a request with that seed draws. Each is a
         request of its own, to cancel, read and finish by itself.
@@ -360,9 +362,10 @@ class Engine:
         progress  called with (requests finished, requests) after each step that finished one
         options   `priority` and `deadline_s` of `submit`, for each prompt
 
-        Returns a `Result`, or a list of them in the order of the prompts. Other requests continue
-        meanwhile; the next `step()` returns their events. An exception of `progress` or of another
-        request's callback also ends this call and cancels its requests.
+        Returns a `Result`, or a list of them in the order of the prompts. Prompts beyond
+        `max_waiting` are queued as others start. Other requests continue meanwhile; the next
+        `step()` returns their events. An exception of `progress` or of another request's callback
+        also ends this call and cancels its requests.
         """
         self.core.check_open()
         check_queue_options("generate", options)
@@ -397,7 +400,9 @@ class Engine:
         progress: runs.Progress | None = None,
         **options: Unpack[QueueOptions],
     ) -> Any:
-        """Run `n` samples of each prompt to the end: `generate` over `submit_many`.
+        """Run `n` samples of each prompt to the end, as `generate` runs prompts.
+
+        The samples of a prompt are those of `submit_many`.
 
         Returns a list of `n` results for each prompt; one list for a single prompt.
         """

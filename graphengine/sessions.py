@@ -230,7 +230,10 @@ class Session:
     def generate(
         self, params: SamplingParams | None = None, **options: Unpack[QueueOptions]
     ) -> Result:
-        """Run a turn to its end; other requests continue meanwhile, as with `Engine.generate`."""
+        """Run a turn to its end; other requests continue meanwhile, as with `Engine.generate`.
+
+        `QueueFull`, as in `submit`, while the queue is full.
+        """
         check_queue_options("generate", options)
         return runs.finish(self._core, partial(self.submit, params, **options))
 

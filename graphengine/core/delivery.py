@@ -305,6 +305,10 @@ class Delivery:
             for request in self.deadlines.late(now):
                 self._finish(request, "deadline", (), "", now)
 
+    def drop(self, requests: Sequence[Request]) -> None:
+        """Drop the events of private requests whose callbacks have not run yet."""
+        self._undelivered = [event for event in self._undelivered if event.request not in requests]
+
     def _ask(self, callback: StopCallback) -> BaseException | None:
         """Finish the requests that `stop_callback` names. Returns what it raised, or a ValueError
         for an invalid result; None if all is well.

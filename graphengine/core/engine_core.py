@@ -288,11 +288,19 @@ class EngineCore:
             self._break(error)
             raise
 
-    def end_cancelled(self) -> None:
-        """Finish cancelled requests now rather than in the next step, unless one is under way."""
-        if not (self.closed or self.broken or self._busy_in):
-            with self.interrupts:
-                self.delivery.end_due()
+    def end_interrupted(self, requests: Sequence[Request]) -> None:
+        """Finish these cancelled requests of an interrupted call now rather than in the next step,
+        and drop their events. Where no others are left, collect what is in flight.
+
+        Does nothing inside a step.
+        """
+        if self.closed or self.broken or self._busy_in:
+            return
+        with self.interrupts:
+            self.delivery.end_due()
+            self.delivery.drop(requests)
+            while self.in_flight and not self.scheduler.busy:
+                self.collect(None)
 
     def settle(self, call: str) -> None:
         """Collect what is still in flight when no request is left: nothing then runs until the next

@@ -62,19 +62,17 @@ def generate(
         for pair in zip(read, params, strict=True)
         for request in intake.samples(*pair, heard, count, submitted=submitted, **options)
     ]
-    core.scheduler.check_queue(len(made))
-    queued: list[Request] = []
-    with _cancelling(core, queued):
-        with HeldInterrupts():
-            for request in made:
-                request.job.private = True
-                core.queue(request)
-                queued.append(request)
-        told = 0
+    for request in made:
+        request.job.private = True
+        core.scheduler.check_fits(request)
+    unqueued = deque(made)
+    with _cancelling(core, made, unqueued):
+        reported = 0
         while done < len(made):
+            _queue_some(core, unqueued)
             _step(core)
-            if progress is not None and done > told:
-                told = done
+            if progress is not None and done > reported:
+                reported = done
                 progress(done, len(made))
     results: list[Any] = [request.result() for request in made]
     if n is not None:
@@ -123,9 +121,25 @@ def astream(core: EngineCore, submit: Submit) -> AsyncIterator[Event]:
     return cast(AsyncIterator[Event], generator)
 
 
+def _queue_some(core: EngineCore, unqueued: deque[Request]) -> None:
+    """Queue the first requests, as many as may wait; those past their deadline end in the next
+    step, so they need no room.
+    """
+    with HeldInterrupts():
+        while unqueued and (core.scheduler.has_room or _late(unqueued[0])):
+            core.queue(unqueued.popleft())
+
+
+def _late(request: Request) -> bool:
+    deadline = request.job.deadline
+    return deadline is not None and deadline <= time.perf_counter()
+
+
 @contextmanager
-def _cancelling(core: EngineCore, requests: Sequence[Request]) -> Iterator[None]:
-    """Cancel the requests if the block raises.
+def _cancelling(
+    core: EngineCore, requests: Sequence[Request], unqueued: deque[Request] | None = None
+) -> Iterator[None]:
+    """Cancel the requests if the block raises; those that were not queued yet were never started.
 
     After Ctrl-C there may be no other step for a while, so the requests end here, and free what
     they hold.
@@ -133,10 +147,13 @@ def _cancelling(core: EngineCore, requests: Sequence[Request]) -> Iterator[None]
     try:
         yield
     except BaseException as error:
+        while unqueued and not core.closed:
+            # They end like the others: samples of one prompt wait for each other to end.
+            core.queue(unqueued.popleft())
         for request in requests:
             request.cancel()
         if isinstance(error, KeyboardInterrupt):
-            core.end_cancelled()
+            core.end_interrupted(requests)
         raise
 
 

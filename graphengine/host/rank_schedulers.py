@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from graphengine.host.block_pool import BlockPool
 from graphengine.host.plan import Plan
 from graphengine.host.scheduler import Move, Scheduler, finish
-from graphengine.host.waiting import check_queue, enqueue
+from graphengine.host.waiting import check_queue, enqueue, has_room
 from graphengine.requests.context import Context
 from graphengine.requests.request import Request
 
@@ -83,12 +83,24 @@ class RankSchedulers:
 
     def check_queue(self, count: int = 1) -> None:
         """`Scheduler.check_queue` for all ranks together."""
-        vacant = sum(each.slots.count(None) for each in self.ranks)
-        check_queue(len(self.waiting), vacant, self._max_waiting, count)
+        check_queue(len(self.waiting), self._vacant, self._max_waiting, count)
+
+    @property
+    def has_room(self) -> bool:
+        """`Scheduler.has_room` for all ranks together."""
+        return has_room(len(self.waiting), self._vacant, self._max_waiting)
+
+    @property
+    def _vacant(self) -> int:
+        return sum(each.slots.count(None) for each in self.ranks)
+
+    def check_fits(self, request: Request) -> None:
+        """ValueError if the request could not run with the whole pool of a rank."""
+        self.ranks[0].check_fits(request)
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it could not run with the whole pool of a rank."""
-        self.ranks[0].check_fits(request)
+        self.check_fits(request)
         enqueue(self._queue, request)
 
     def collected(self, request: Request, width: int, count: int) -> None:

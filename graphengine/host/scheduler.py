@@ -42,7 +42,7 @@ from graphengine.host.block_pool import BlockPool
 from graphengine.host.plan import NOTHING, Plan, PrefillChunk
 from graphengine.host.reuse import Reuse
 from graphengine.host.rings import WindowRing, WindowRings
-from graphengine.host.waiting import check_queue, enqueue
+from graphengine.host.waiting import check_queue, enqueue, has_room
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.prompt_embeds import NO_EMBEDS
 from graphengine.requests.context import Context
@@ -208,6 +208,11 @@ class Scheduler:
         Requests that get a vacant slot in the next step do not count as waiting.
         """
         check_queue(len(self.waiting), self.slots.count(None), self._max_waiting, count)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may wait for a slot."""
+        return has_room(len(self.waiting), self.slots.count(None), self._max_waiting)
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it could not run with the whole pool to itself."""

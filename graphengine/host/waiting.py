@@ -8,11 +8,16 @@ from collections import deque
 from graphengine.requests.request import QueueFull, Request
 
 
-def check_queue(waiting: int, vacant: int, limit: int | None, count: int) -> None:
-    """QueueFull unless `count` more requests may wait. Of the `waiting` and new requests, `vacant`
-    get a slot at once, and do not count.
+def has_room(waiting: int, vacant: int, limit: int | None, count: int = 1) -> bool:
+    """Whether `count` more requests may wait. Of the `waiting` and new requests, `vacant` get a
+    slot at once, and do not count.
     """
-    if limit is not None and waiting + count - vacant > limit:
+    return limit is None or waiting + count - vacant <= limit
+
+
+def check_queue(waiting: int, vacant: int, limit: int | None, count: int) -> None:
+    """QueueFull unless the queue `has_room` for `count` more requests."""
+    if not has_room(waiting, vacant, limit, count):
         more = "another one" if count == 1 else f"{count} more"
         slots = f" and {vacant} vacant slots" if vacant else ""
         raise QueueFull(

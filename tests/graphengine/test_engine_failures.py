@@ -294,7 +294,7 @@ def test_ctrl_c_in_a_launch_ends_the_call_and_not_the_engine(device: str) -> Non
                 call()
             assert signal.getsignal(signal.SIGINT) is handler
             # What it held is free before anybody steps again.
-            assert not engine.requests
+            assert not engine.requests and not engine.busy
             assert engine.generate(PROMPT, greedy()).token_ids == expected
         assert session.generate(greedy()).token_ids == expected
         assert engine.counters["finished/cancelled"] == len(calls)

@@ -195,13 +195,62 @@ def test_a_full_queue_is_an_error(device: str) -> None:
         engine.step()
         assert len(engine.scheduler.waiting) == 4, "three have slots"
         with pytest.raises(QueueFull, match="4 requests wait already: 3 more would exceed max_w"):
-            engine.generate([PROMPT] * 3, greedy(3))
+            engine.submit_many(PROMPT, greedy(3), n=3)
         assert len(engine.scheduler.waiting) == 4, "nobody was queued"
         run(engine)
-        assert len(engine.generate([PROMPT] * 7, greedy(3))) == 7
         assert all(request.finished for request in requests)
         assert issubclass(QueueFull, RuntimeError) and not issubclass(QueueFull, ValueError)
         assert_idle(engine)
+
+
+def test_a_batch_larger_than_the_queue_is_fed_as_others_start(device: str) -> None:
+    with open_engine(device=device, max_waiting=1) as engine:
+        counts = [2, 5, 3, 4, 1, 6, 2, 3, 7]
+        most = 0
+
+        def watch(done: int, total: int) -> None:
+            nonlocal most
+            most = max(most, len(engine.scheduler.waiting))
+
+        # Others fill the queue when the call begins.
+        others = [engine.submit(OTHER, greedy(9)) for _ in range(4)]
+        results = engine.generate([PROMPT] * 9, [greedy(n) for n in counts], progress=watch)
+        assert [len(result.token_ids) for result in results] == counts
+        assert most <= 1
+        run(engine)
+        assert all(request.finished for request in others)
+        alone = [engine.generate(OTHER, sampled(4, seed=5 + i)).token_ids for i in range(6)]
+        prompts = [PROMPT, OTHER]
+        rows = engine.generate_many(prompts, sampled(4, seed=5), n=6)
+        assert [result.token_ids for result in rows[1]] == alone and len(rows[0]) == 6
+        assert_idle(engine)
+
+
+def test_a_batch_that_fails_also_ends_requests_that_were_never_queued(device: str) -> None:
+    with open_engine(device=device, max_waiting=1) as engine:
+
+        def fail(done: int, total: int) -> None:
+            raise KeyError(done)
+
+        with pytest.raises(KeyError):
+            engine.generate_many([LONG, PROMPT], greedy(3), n=5, progress=fail)
+        run(engine)
+        assert engine.counters["finished/cancelled"] + engine.counters["finished/length"] == 10
+        assert_idle(engine)  # also no KV that samples would still share
+
+
+def test_a_batch_of_late_requests_ends_without_room_in_the_queue(device: str) -> None:
+    with open_engine(device=device, max_waiting=1) as engine:
+        results = engine.generate([PROMPT] * 8, greedy(3), deadline_s=1e-9)
+        assert {result.finish_reason for result in results} == {"deadline"}
+        assert_idle(engine)
+
+
+def test_a_batch_that_cannot_fit_starts_nothing(device: str) -> None:
+    with open_engine(device=device, kv_blocks=6, max_waiting=1) as engine:
+        with pytest.raises(ValueError, match="KV blocks"):
+            engine.generate([PROMPT] * 6 + [LONG], greedy(60))
+        assert not engine.busy and not engine.requests
 
 
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
