@@ -1,6 +1,7 @@
 """Products of a mixture of experts with the experts that `router.route` has chosen.
 
-    expert_swiglu      a = silu(gate x) * up x of each pair of lane and expert
+    expert_inner       a = silu(gate x) * up x of each pair of lane and expert, or max(up x, 0)**2
+                       for experts without gates
     expert_residual    residual += sum over a lane's experts of weight * down a; for decode
     expert_part        that sum alone; for decode where it is a part of a larger one
     expert_sum         that sum alone; for prefill
@@ -14,9 +15,9 @@ one, with weights in registers; all other products use the tensor cores in both 
 that no live lane has chosen are not read.
 
 The weights of all experts are one dense tensor [E, M, K], or `PackedExperts` in 8 or 4 bits; for a
-SwiGLU M is F gates, then F ups. Biases, if there are any, are [E, M]: they are added before a
-SwiGLU and before the expert's routing weight is applied. With several ranks, a rank may have the
-weights of only some experts: those whose ids are `held`. Products of other experts are not
+SwiGLU M is F gates, then F ups. Biases, if there are any, are [E, M]: they are added before the
+activation and before the expert's routing weight is applied. With several ranks, a rank may have
+the weights of only some experts: those whose ids are `held`. Products of other experts are not
 computed, and add nothing to a sum.
 
 Letters: N lanes, k experts of a lane, P = N * k pairs, E experts, H hidden, F ffn width of an
@@ -31,9 +32,9 @@ from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes, check_rows, check_weight
 from graphengine.kernels.experts.grouping import Grouping
 from graphengine.kernels.experts.held import check_held
-from graphengine.kernels.experts.launches import launch_down, launch_sum, launch_swiglu
+from graphengine.kernels.experts.launches import launch_down, launch_inner, launch_sum
 from graphengine.kernels.experts.packed.weights import PackedExperts
-from graphengine.kernels.experts.pairs import ExpertWeight, PairProduct, SwigluArgs
+from graphengine.kernels.experts.pairs import ActivationArgs, ExpertWeight, PairProduct
 from graphengine.kernels.experts.plans import LEAST_FMA_ROWS, ProductTile
 from graphengine.kernels.experts.reference import (
     expert_product_reference,
@@ -51,17 +52,18 @@ from graphengine.kernels.linear.residual import (
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 
 
-def expert_swiglu(
+def expert_inner(
     x_NH: torch.Tensor,
-    weight_E2FH: ExpertWeight,
+    weight_EMH: ExpertWeight,
     slot_N: torch.Tensor,
     routes: Routes,
     *,
     tile: LinearPlan | ProductTile,
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
-    bias_E2F: torch.Tensor | None = None,
+    bias_EM: torch.Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
+    gated: bool = True,
     grouping: Grouping | None = None,
     held: range | None = None,
     out: torch.Tensor | None = None,
@@ -69,14 +71,17 @@ def expert_swiglu(
 ) -> torch.Tensor:
     """Compute silu(gate) * up for each live pair, where [gate F | up F] = x @ weight^T / rms.
 
+    Without gates it is max(up, 0)**2, where up [F] is that product.
+
     Args:
-        x_NH, weight_E2FH: one dtype of float32, float16, bfloat16; dense rows of x, any stride
+        x_NH, weight_EMH: one dtype of float32, float16, bfloat16; dense rows of x, any stride
             between them; a dense weight.
         slot_N: int32, -1 = padded lane.
         tile: how the weights are cut; in decode a `LinearPlan`.
         squares_TN, eps: as in `linear`; without them x is already normed.
-        bias_E2F: dense, in the weight's dtype, added after the division by rms.
+        bias_EM: dense, in the weight's dtype, added after the division by rms.
         clamped: replaces silu(gate) * up.
+        gated: whether the weight has gates, then ups; False: it has ups alone.
         grouping: that of `routes`, in blocks that fit the tile; None: pair by pair, in decode.
         held: the ids of the experts whose weights and biases these are, in order; None: all.
         out: dense [P, F] in x's dtype.
@@ -89,31 +94,33 @@ def expert_swiglu(
     """
     check_rows(x_NH=x_NH)
     lanes, hidden = x_NH.shape
-    rows = _check_weight(weight_E2FH, x_NH, hidden, swiglu=True)
-    if rows % 2:
+    rows = _check_weight(weight_EMH, x_NH, hidden, swiglu=gated)
+    if clamped is not None and not gated:
+        raise ValueError(f"experts without gates have no {clamped}")
+    if gated and rows % 2:
         raise ValueError(f"experts need as many gate rows as up rows, not {rows} rows in all")
-    _check_bias(bias_E2F, weight_E2FH, x_NH.dtype)
-    check_held(held, weight_E2FH.shape[0])
+    _check_bias(bias_EM, weight_EMH, x_NH.dtype)
+    check_held(held, weight_EMH.shape[0])
     _check_routes(routes, slot_N, lanes)
     if squares_TN is not None:
         check_squares(squares_TN, lanes)
-    out = _output(out, (routes.expert.numel(), rows // 2), x_NH.dtype, x_NH)
+    out = _output(out, (routes.expert.numel(), rows // 2 if gated else rows), x_NH.dtype, x_NH)
     if not use_triton(x_NH):
         return expert_product_reference(
             x_NH,
-            weight_E2FH,
+            weight_EMH,
             slot_N,
             routes,
             squares_TN=squares_TN,
             eps=eps,
-            swiglu=True,
-            bias_EM=bias_E2F,
+            activation="swiglu" if gated else "squared_relu",
+            bias_EM=bias_EM,
             clamped=clamped,
             held=held,
             out=out,
         )
-    product = PairProduct(x_NH, weight_E2FH, bias_E2F, slot_N, routes, grouping, held, pdl)
-    launch_swiglu(product, SwigluArgs(squares_TN, eps, clamped), tile, out)
+    product = PairProduct(x_NH, weight_EMH, bias_EM, slot_N, routes, grouping, held, pdl)
+    launch_inner(product, ActivationArgs(squares_TN, eps, clamped, gated), tile, out)
     return out
 
 
@@ -136,7 +143,7 @@ def expert_residual(
     One kernel: the last of a lane's experts to finish adds them up.
 
     Args:
-        a_PF: as `expert_swiglu` leaves it.
+        a_PF: as `expert_inner` leaves it.
         residual: `x` is updated and `scaled` written, both in place; `squares` is ignored. If
             `residual.kept` is set, the new `x` is stored there, too.
         next_norm_H: weight of the RMSNorm that reads the stream next, of any float dtype.
@@ -147,7 +154,7 @@ def expert_residual(
             None: only on a CPU.
         bias_EH: dense, in the weight's dtype.
         grouping: in blocks of `decode_block`; None: pair by pair.
-        The others as in `expert_swiglu`.
+        The others as in `expert_inner`.
 
     Returns:
         The same `x` and `scaled`, with new `squares` of `residual_groups(plan, H)`. None of them is
@@ -186,7 +193,7 @@ def expert_part(
     """Compute only the sum that `expert_residual` adds to the stream: new float32 [N, H].
 
     It is for ranks that have a part of every sum: that of the `held` experts. Padded lanes hold
-    arbitrary values. Arguments and errors as in `expert_residual` and `expert_swiglu`.
+    arbitrary values. Arguments and errors as in `expert_residual` and `expert_inner`.
     """
     lanes, hidden = len(slot_N), weight_EHF.shape[1]
     _check_products(a_PF, weight_EHF, slot_N, routes, lanes, hidden)
@@ -227,7 +234,7 @@ def expert_sum(
         products: dense [P, H] in a's dtype, to which the products of pairs are rounded; they are
             summed in float32.
         out: [N, H] in a's dtype, dense.
-        The others as in `expert_swiglu`.
+        The others as in `expert_inner`.
 
     Returns:
         [N, H] in a's dtype; padded lanes are not written. ValueError for a shape, dtype or tile

@@ -19,7 +19,7 @@ from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.experts.experts_triton_sums import arrive, arrive_alone, sum_of_rows
 from graphengine.kernels.experts.held import place_of_expert
 from graphengine.kernels.experts.packed.packed_triton import packed_chain
-from graphengine.kernels.norm_rope.activation import gated
+from graphengine.kernels.norm_rope.activation import gated, squared
 
 
 @triton.jit(do_not_specialize=["lanes", "eps"])
@@ -57,9 +57,9 @@ def product_kernel(
 ):
     """One program for a block of pairs of one expert and BLOCK_M rows of its weight.
 
-    Without BLOCKS a block is a single pair, straight from the router. A SwiGLU reads rows by lane,
-    any other product rows by pair. Without CODE the weight is dense, otherwise it is the tensors of
-    `packed.CodeArgs`.
+    Without BLOCKS a block is a single pair, straight from the router. A SwiGLU, or with a LIMIT
+    below 0 a squared ReLU, reads rows by lane, and down rows by pair. Without CODE the weight is
+    dense, otherwise it is the tensors of `packed.CodeArgs`.
     """
     OUTPUTS: tl.constexpr = M // 2 if SWIGLU else M
     B: tl.constexpr = BLOCK_M // 2 if SWIGLU else BLOCK_M
@@ -74,7 +74,7 @@ def product_kernel(
         return
     lane = pair // TOP_K
     squares = load_squares(squares_ptr, lane, there, lanes, GROUPS, L)
-    source = lane if SWIGLU else pair
+    source = lane if SWIGLU or LIMIT < 0 else pair
     x_ptrs = x_ptr + source.to(tl.int64) * x_stride
     if CODE == "":
         row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, SWIGLU)
@@ -91,6 +91,8 @@ def product_kernel(
     if SWIGLU:
         gate, up = tl.split(tl.reshape(y, (L, B, 2)))
         y = gated(gate, up, LIMIT, SLOPE)
+    elif LIMIT < 0:
+        y = squared(y)
     output = tile * B + tl.arange(0, B)
     stored = there[:, None] & (output < OUTPUTS)[None, :]
     out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
@@ -241,9 +243,13 @@ def fma_product_kernel(
     PDL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program for a pair and BLOCK_M rows of its expert's gates and ups."""
-    OUTPUTS: tl.constexpr = M // 2
-    B: tl.constexpr = BLOCK_M // 2
+    """One program for a pair and BLOCK_M rows of its expert's gates and ups.
+
+    With a LIMIT below 0 the rows are ups, which go through a squared ReLU.
+    """
+    GATED: tl.constexpr = LIMIT >= 0
+    OUTPUTS: tl.constexpr = M // 2 if GATED else M
+    B: tl.constexpr = BLOCK_M // 2 if GATED else BLOCK_M
     pair = tl.program_id(0)
     tile = tl.program_id(1)
     wait_for_inputs(PDL, OVERLAP)
@@ -253,7 +259,7 @@ def fma_product_kernel(
     expert = place_of_expert(tl.load(expert_ptr + pair), FIRST, HELD)
     if HELD > 0 and expert >= HELD:
         return
-    row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, True)
+    row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, GATED)
     weights = load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
     squares = load_squares(
         squares_ptr, tl.full((1,), lane, tl.int32), tl.full((1,), 1, tl.int1), lanes, GROUPS, 1
@@ -262,11 +268,14 @@ def fma_product_kernel(
     if GROUPS > 0:
         y = y * (1.0 / tl.sqrt_rn(tl.sum(squares) / K + eps))
     if bias_ptr is not None:
-        y = y + _biases(bias_ptr, expert, tile, M, BLOCK_M, True)
-    gate, up = tl.split(tl.reshape(y, (B, 2)))
+        y = y + _biases(bias_ptr, expert, tile, M, BLOCK_M, GATED)
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, (B, 2)))
+        y = gated(gate, up, LIMIT, SLOPE)
+    else:
+        y = squared(y)
     output = tile * B + tl.arange(0, B)
     out_ptrs = out_ptr + pair.to(tl.int64) * OUTPUTS + output
-    y = gated(gate, up, LIMIT, SLOPE)
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=output < OUTPUTS)
 
 

@@ -28,7 +28,12 @@ from graphengine.kernels.experts.packed.weights import (
     packed_block_rows,
     step_columns,
 )
-from graphengine.kernels.experts.pairs import NO_SWIGLU, ExpertWeight, PairProduct, SwigluArgs
+from graphengine.kernels.experts.pairs import (
+    NO_ACTIVATION,
+    ActivationArgs,
+    ExpertWeight,
+    PairProduct,
+)
 from graphengine.kernels.experts.plans import ProductTile, decode_tile
 from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs
 from graphengine.kernels.linear.plans import LinearPlan
@@ -37,19 +42,22 @@ _SUM_LANES = 4
 _SUM_COLUMNS = 256
 
 
-def launch_swiglu(
-    product: PairProduct, swiglu: SwigluArgs, tile: LinearPlan | ProductTile, out: torch.Tensor
+def launch_inner(
+    product: PairProduct,
+    activation: ActivationArgs,
+    tile: LinearPlan | ProductTile,
+    out: torch.Tensor,
 ) -> None:
-    """Multiply by gates and ups and apply the SwiGLU, in one launch."""
+    """Multiply by gates and ups, or by ups, and apply the activation, in one launch."""
     weight, grouping = product.weight_EMK, product.grouping
     if not isinstance(tile, LinearPlan):
-        _launch_product(product, tile, out, swiglu)
+        _launch_product(product, tile, out, activation)
     elif takes(weight, product.x):
-        launch_packed(product, tile, out, swiglu)
+        launch_packed(product, tile, out, activation)
     elif tile.family == "fma" and grouping is None and isinstance(weight, torch.Tensor):
-        _launch_fma_product(product, tile, out, swiglu)
+        _launch_fma_product(product, tile, out, activation)
     else:
-        _launch_product(product, tile, out, swiglu)
+        _launch_product(product, tile, out, activation)
 
 
 def launch_down(
@@ -107,9 +115,9 @@ def _launch_product(
     product: PairProduct,
     tile: LinearPlan | ProductTile,
     out: torch.Tensor,
-    swiglu: SwigluArgs | None = None,
+    activation: ActivationArgs | None = None,
 ) -> None:
-    x, routes, given = product.x, product.routes, swiglu or NO_SWIGLU
+    x, routes, given = product.x, product.routes, activation or NO_ACTIVATION
     _, M, K = product.weight_EMK.shape
     cut = _cut(product, tile)
     launcher(product_kernel, (product.units, triton.cdiv(M, cut.tile.block_m)))(
@@ -129,7 +137,7 @@ def _launch_product(
         K=K,
         TOP_K=product.top_k,
         BLOCKS=product.block_count,
-        SWIGLU=swiglu is not None,
+        SWIGLU=activation is not None and activation.gated,
         **given.options,
         **cut.options,
         **product.options,
@@ -137,13 +145,13 @@ def _launch_product(
 
 
 def _launch_fma_product(
-    product: PairProduct, plan: LinearPlan, out: torch.Tensor, swiglu: SwigluArgs
+    product: PairProduct, plan: LinearPlan, out: torch.Tensor, activation: ActivationArgs
 ) -> None:
     x, routes = product.x, product.routes
     _, M, K = product.weight_EMK.shape
     launcher(fma_product_kernel, (product.units, triton.cdiv(M, plan.block_m)))(
         x,
-        swiglu.squares_TN,
+        activation.squares_TN,
         product.weight_EMK,
         product.bias_EM,
         product.slot_N,
@@ -151,11 +159,11 @@ def _launch_fma_product(
         out,
         product.lanes,
         x.stride(0),
-        swiglu.eps,
+        activation.eps,
         M=M,
         K=K,
         TOP_K=product.top_k,
-        **swiglu.options,
+        **activation.options,
         **_fma_options(plan),
         **product.options,
     )

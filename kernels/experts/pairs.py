@@ -15,7 +15,7 @@ from graphengine.kernels.experts.grouping import Grouping
 from graphengine.kernels.experts.held import held_options
 from graphengine.kernels.experts.packed.weights import PackedExperts
 from graphengine.kernels.experts.router import Routes
-from graphengine.kernels.norm_rope.activation import ClampedSwiglu
+from graphengine.kernels.norm_rope.activation import UNGATED_LIMIT, ClampedSwiglu
 
 ExpertWeight = torch.Tensor | PackedExperts
 
@@ -66,22 +66,25 @@ class PairProduct(NamedTuple):
         return {**held_options(self.held), **launch_options(self.pdl)}
 
 
-class SwigluArgs(NamedTuple):
-    """What is done with a product of gates and ups; NO_SWIGLU for other products."""
+class ActivationArgs(NamedTuple):
+    """What is done with a product of gates and ups, or of ups; NO_ACTIVATION for down."""
 
     squares_TN: torch.Tensor | None = None
     """Sums of squares of the inputs, by whose rms the product is divided; None: they are normed."""
     eps: float = 0.0
     clamped: ClampedSwiglu | None = None
+    gated: bool = True
+    """Whether there are gates; without them ups go through a squared ReLU."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Constexprs of a kernel."""
+        limit = 0.0 if self.clamped is None else self.clamped.limit
         return {
             "GROUPS": 0 if self.squares_TN is None else len(self.squares_TN),
-            "LIMIT": 0.0 if self.clamped is None else self.clamped.limit,
+            "LIMIT": limit if self.gated else UNGATED_LIMIT,
             "SLOPE": 0.0 if self.clamped is None else self.clamped.slope,
         }
 
 
-NO_SWIGLU = SwigluArgs()
+NO_ACTIVATION = ActivationArgs()

@@ -61,20 +61,20 @@ def expert_plan(
     """The decode plan for experts with weights [M, K] each.
 
     With the family `fma` the plan is still a `dot` plan in three cases: for `down`, where `tune`
-    tries both; if not even a gate and its up fit the registers of a program; and for packed
+    tries both; if not even two rows fit the registers of a program; and for packed
     weights, whose programs are those of a packed linear of few lanes.
     """
     check_kind(kind, family)
     if weight is not None:
         return _packed_plan(weight, M, K, family)
-    if family == "fma" and kind == "swiglu":
+    if family == "fma" and kind != "residual":
         fma = _fma_plan(K, dtype)
         if fma is not None:
             return fma
     if dtype == torch.float32:
         return LinearPlan("dot", block_m=32, block_k=min(32, dot_columns(K)), stages=2)
     block_k = 64 if K % 128 == 64 else min(128, dot_columns(K))
-    if kind == "swiglu":
+    if kind != "residual":
         return LinearPlan("dot", block_m=32, block_k=block_k, stages=6)
     # Short tiles leave fewer bytes in flight.
     return LinearPlan("dot", block_m=64, block_k=block_k, stages=4 if block_k > 64 else 6)
@@ -114,7 +114,7 @@ def check_expert_plan(
     if plan.family == "fma" and weight is not None:
         raise ValueError(f"experts in {weight.label} want a plan of the family dot, not fma")
     least = LEAST_FMA_ROWS if plan.family == "fma" else LEAST_DOT_ROWS
-    if kind == "swiglu" and plan.family == "fma":
+    if kind != "residual" and plan.family == "fma":
         least = 2
     if plan.block_m < least:
         raise ValueError(f"block_m={plan.block_m} of {kind} of experts must be at least {least}")

@@ -6,6 +6,8 @@ do not depend on other pairs.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from graphengine.kernels.core.lanes import live_lanes
@@ -24,7 +26,7 @@ def expert_product_reference(
     *,
     squares_TN: torch.Tensor | None = None,
     eps: float = 0.0,
-    swiglu: bool = False,
+    activation: Literal["swiglu", "squared_relu"] | None = None,
     bias_EM: torch.Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
     held: range | None = None,
@@ -32,7 +34,7 @@ def expert_product_reference(
 ) -> torch.Tensor:
     """Multiply each live pair by its expert's weight, into rows of `out` [P, M or F].
 
-    For a SwiGLU `x` has a row per lane, for other products one per pair. Pairs of experts that are
+    With an activation `x` has a row per lane, for down one per pair. Pairs of experts that are
     not `held` are left out.
     """
     top_k = routes.expert.shape[1]
@@ -43,15 +45,17 @@ def expert_product_reference(
         weight = _floats(weight_EMK, expert)
         part = pairs[chosen == expert]
         lane = part // top_k
-        y = matmul_groups(x[lane if swiglu else part].float(), weight)
+        y = matmul_groups(x[part if activation is None else lane].float(), weight)
         if squares_TN is not None:
             mean = sum_in_order(squares_TN[:, lane]) / x.shape[1]
             y = y * torch.rsqrt(mean + eps)[:, None]
         if bias_EM is not None:
             y = y + bias_EM[expert].float()
-        if swiglu:
+        if activation == "swiglu":
             gate, up = y.chunk(2, dim=1)
             y = gated_reference(gate, up, clamped)
+        elif activation is not None:
+            y = y.relu().square()
         out[part] = y.to(out.dtype)
     return out
 

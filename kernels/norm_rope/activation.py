@@ -42,6 +42,9 @@ class ClampedSwiglu:
             raise ValueError(f"limit={self.limit} and slope={self.slope} must be positive")
 
 
+UNGATED_LIMIT = -1.0
+"""A kernel's LIMIT where products have no gates, and go through a squared ReLU."""
+
 _SILU, _GELU_TANH = tl.constexpr(1), tl.constexpr(2)
 
 
@@ -180,8 +183,15 @@ def _squared_relu_kernel(
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = f < F
     x = tl.load(x_ptr + lane * x_stride + f, mask=mask, other=0.0).to(tl.float32)
+    y = squared(x).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + lane * out_stride + f, y, mask=mask)
+
+
+@triton.jit
+def squared(x):
+    """max(x, 0)**2 of float32. NaN stays NaN."""
     x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out_ptr + lane * out_stride + f, (x * x).to(out_ptr.dtype.element_ty), mask=mask)
+    return x * x
 
 
 @triton.jit

@@ -13,14 +13,15 @@ class ExpertNames(NamedTuple):
 
     router       without ".weight"
     correction   of the scores by which experts are chosen
-    products     linears of each expert, where "{}" is its index: gates, ups and down; or two
-                 tensors of all experts: gates with ups, and down
+    products     linears of each expert, where "{}" is its index: gates, ups and down, or for
+                 experts without gates ups and down; or two tensors of all experts: gates with ups
+                 (or ups), and down
     ending       of the names of tensors of all experts
     alternating  whether in those each gate stands next to its up, with inputs before outputs:
                  [E, H, 2F] and [E, F, H], or in 4 bits the rows of a linear for each expert; else
                  gates come first, with outputs before inputs: [E, 2F, H] and [E, H, F]
-    shared       prefix of the shared SwiGLU's tensors
-    shared_gate  of the gate on the shared SwiGLU's output, without ".weight"
+    shared       prefix of the shared feed-forward's tensors
+    shared_gate  of the gate on the shared feed-forward's output, without ".weight"
     other        the names in other checkpoints of the family; None: all have the same
     """
 
@@ -40,7 +41,7 @@ class ExpertNames(NamedTuple):
     @property
     def stacked(self) -> bool:
         """Whether all experts of a layer are in one tensor."""
-        return len(self.products) == 2
+        return "{}" not in self.products[0]
 
     def of_expert(self, index: int) -> tuple[str, ...]:
         """Names of the linears of an expert, or of all, without ".weight"."""

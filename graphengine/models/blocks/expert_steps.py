@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels.experts.experts import (
+    expert_inner,
     expert_part,
     expert_residual,
     expert_sum,
-    expert_swiglu,
 )
 from graphengine.kernels.experts.grouping import Grouping, group_pairs
 from graphengine.kernels.experts.plans import ProductTile, chunk_tile, decode_block, groups_pairs
@@ -42,9 +42,9 @@ from graphengine.models.routing import layer_ids, tell_routes
 
 
 class Chosen(NamedTuple):
-    """The first half of the chosen experts: `gated`, `[P, F]`, is what down multiplies."""
+    """The first half of the chosen experts: `inner`, `[P, F]`, is what down multiplies."""
 
-    gated: Tensor
+    inner: Tensor
     slot: Tensor
     routes: Routes
     grouping: Grouping | None
@@ -57,14 +57,14 @@ def decode_experts(
     next_norm: Tensor,
     launch: DecodeLaunch,
 ) -> Residual:
-    """Run the block on `row`'s tokens: three or four kernels, two more with a shared SwiGLU.
+    """Run the block on `row`'s tokens: three or four kernels, and those of a shared feed-forward.
 
     `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
     place except for its squares.
     """
     block, slot = weights.block, row.slot
     # This comes first: adding the chosen experts overwrites the input of the shared ones.
-    shared = None if weights.shared is None else weights.shared.gate(row, residual, launch)
+    shared = None if weights.shared is None else weights.shared.inner(row, residual, launch)
     if shared is not None and weights.shared_gate is not None:
         gate_lanes(
             shared,
@@ -112,10 +112,10 @@ def _choose(weights: ExpertsWeights, lanes: RoutedLanes, launch: DecodeLaunch) -
     """Run the first half of this rank's experts on the lanes that chose them."""
     block, slot = weights.block, lanes.slot
     routes, experts = lanes.routes, len(block.own)
-    gate_up_plan = launch.plan("expert_gate_up", weights.gate_up)
+    inner_plan = launch.plan(block.inner_name, weights.gate_up)
     down_plan = launch.plan("expert_down", weights.down)
     # The family `fma` takes pairs one by one, and the bits depend on the family.
-    in_dot = gate_up_plan.family == down_plan.family == "dot"
+    in_dot = inner_plan.family == down_plan.family == "dot"
     grouping = None
     pairs = (len(slot), block.router.top_k, block.experts)
     if in_dot and groups_pairs(*pairs, launch.tokens_per_row):
@@ -128,21 +128,22 @@ def _choose(weights: ExpertsWeights, lanes: RoutedLanes, launch: DecodeLaunch) -
             held=block.held,
             pdl=launch.pdl,
         )
-    gated = expert_swiglu(
+    inner = expert_inner(
         lanes.x,
         weights.gate_up,
         slot,
         routes,
-        tile=gate_up_plan,
+        tile=inner_plan,
         squares_TN=lanes.squares,
         eps=block.norm_eps,
-        bias_E2F=weights.gate_up_bias,
+        bias_EM=weights.gate_up_bias,
         clamped=block.clamped,
+        gated=block.gated,
         grouping=grouping,
         held=block.held,
         pdl=launch.pdl,
     )
-    return Chosen(gated, slot, routes, grouping)
+    return Chosen(inner, slot, routes, grouping)
 
 
 def _add(
@@ -156,7 +157,7 @@ def _add(
 ) -> Residual:
     """`residual` plus what down makes of the chosen experts, and of the `shared` ones."""
     residual = expert_residual(
-        chosen.gated,
+        chosen.inner,
         weights.down,
         row.slot,
         chosen.routes,
@@ -176,7 +177,7 @@ def _add(
 def _part(weights: ExpertsWeights, chosen: Chosen, launch: DecodeLaunch) -> Tensor:
     """Float32, a row for each lane: the part of the output that this rank's experts make."""
     return expert_part(
-        chosen.gated,
+        chosen.inner,
         weights.down,
         chosen.slot,
         chosen.routes,
@@ -257,21 +258,22 @@ def _chunk_sum(
         held=held,
         pdl=pdl,
     )
-    gated = expert_swiglu(
+    inner = expert_inner(
         lanes.x,
         weights.gate_up,
         lanes.slot,
         lanes.routes,
         tile=up_tile,
-        bias_E2F=weights.gate_up_bias,
+        bias_EM=weights.gate_up_bias,
         clamped=block.clamped,
+        gated=block.gated,
         grouping=grouping,
         held=held,
         out=scratch.take(pairs * ffn).view(-1, ffn),
         pdl=pdl,
     )
     return expert_sum(
-        gated,
+        inner,
         weights.down,
         lanes.slot,
         lanes.routes,
@@ -288,7 +290,7 @@ def _chunk_sum(
 def _chunk_tiles(
     weights: ExpertsWeights, lanes: int, dtype: torch.dtype
 ) -> tuple[ProductTile, ProductTile]:
-    """Tiles of gates and ups, and of down; both take the pairs of one grouping."""
+    """Tiles of the first half, and of down; both take the pairs of one grouping."""
     block = weights.block
     tiles = [
         chunk_tile(lanes, block.router.top_k, block.experts, columns, dtype, _format(weight))
@@ -303,14 +305,14 @@ def _chunk_tiles(
 
 
 def _shared_chunk(weights: ExpertsWeights, slot: Tensor, scratch: PrefillScratch) -> Tensor:
-    """The shared SwiGLU's output for the normed `scratch.h`, in `scratch` past the experts'."""
+    """The shared feed-forward's output for the normed `scratch.h`, past the experts' scratch."""
     assert weights.shared is not None
     start, hidden = weights.block.routed_width, weights.block.hidden_size
-    gated = weights.shared.gate_chunk(slot, scratch, after=start + hidden)
+    inner = weights.shared.inner_chunk(slot, scratch, after=start + hidden)
     if weights.shared_gate is not None:
-        gate_lanes(gated, scratch.h, weights.shared_gate[0], slot, pdl=scratch.launch.pdl)
+        gate_lanes(inner, scratch.h, weights.shared_gate[0], slot, pdl=scratch.launch.pdl)
     out = scratch.take(hidden, after=start)
-    return scratch.product(gated, weights.shared.down, None, out=out)
+    return scratch.product(inner, weights.shared.down, None, out=out)
 
 
 def _format(weight: ExpertWeight) -> WeightFormat | None:

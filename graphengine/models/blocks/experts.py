@@ -1,4 +1,5 @@
-"""A mixture of experts: each token's feed-forward is the weighted sum of a few of many SwiGLUs.
+"""A mixture of experts: each token's feed-forward is the weighted sum of a few of many SwiGLUs, or
+of feed-forwards without gates, which have a squared ReLU.
 
 With several ranks, each has a part of every expert's width, or some whole experts, and all of the
 router, so all ranks choose alike, and one all-reduce sums the chosen and the shared experts. Or
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from graphengine.kernels.linear.call import AnyWeight
 from graphengine.kernels.linear.packed import PackedForm
 from graphengine.kernels.norm_rope.activation import ClampedSwiglu
 from graphengine.models.blocks.expert_names import QWEN_NAMES, ExpertNames
+from graphengine.models.blocks.squared_relu import SquaredRelu, SquaredReluWeights
 from graphengine.models.blocks.streams import tensors_of
 from graphengine.models.blocks.swiglu import Swiglu, SwigluWeights
 from graphengine.models.linears import Linear, Linears, WeightForms
@@ -36,7 +39,8 @@ class Experts:
     """Sizes of the block; `norm_eps` is the epsilon of the norm of its input.
 
     ffn_size   of each expert
-    shared     a SwiGLU that every token takes; its output is added after the chosen experts'
+    gated      whether experts are SwiGLUs; else down(relu(up x)**2)
+    shared     a feed-forward that every token takes; its output is added after the chosen experts'
     shared_gate  whether that output is multiplied by the sigmoid of a gate, one per token
     held       experts that this rank has whole; None: ranks split the width of all experts
     sharing    ranks with lanes of their own that share these experts
@@ -51,7 +55,8 @@ class Experts:
     experts: int
     router: Router
     norm_eps: float
-    shared: Swiglu | None = None
+    gated: bool = True
+    shared: Swiglu | SquaredRelu | None = None
     shared_gate: bool = False
     held: range | None = None
     sharing: int = 1
@@ -65,18 +70,33 @@ class Experts:
         """Linears in the order of a step, without the router; all experts share a shape and a plan.
 
         Ranks split the width of each expert, or have whole ones; they split the width of the shared
-        SwiGLU. Each rank has the whole router.
+        feed-forward. Each rank has the whole router.
         """
-        hidden, ffn, count = self.hidden_size, self.ffn_size, len(self.own)
-        gate_up = Linear("swiglu", 2 * ffn, hidden, experts=count)
-        down = Linear("residual", hidden, ffn, experts=count)
+        hidden, count = self.hidden_size, len(self.own)
+        inner = Linear("swiglu" if self.gated else "store", self.rows, hidden, experts=count)
+        down = Linear("residual", hidden, self.ffn_size, experts=count)
         if self.held is None:
-            gate_up, down = gate_up._replace(shard="rows"), down._replace(shard="columns")
-        of_experts = {"expert_gate_up": gate_up, "expert_down": down}
+            inner, down = inner._replace(shard="rows"), down._replace(shard="columns")
+        of_experts = {self.inner_name: inner, "expert_down": down}
         if self.shared is None:
             return of_experts
-        (first, gate_up), (last, down) = self.shared.linears.items()
-        return {first: gate_up, **of_experts, last: down}
+        (first, inner), (last, down) = self.shared.linears.items()
+        return {first: inner, **of_experts, last: down}
+
+    @property
+    def inner_name(self) -> str:
+        """The name of the experts' first linear."""
+        return "expert_gate_up" if self.gated else "expert_up"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the first linear of an expert: of gates and ups, or of ups."""
+        return 2 * self.ffn_size if self.gated else self.ffn_size
+
+    @property
+    def activation(self) -> Literal["swiglu", "squared_relu"]:
+        """What the first linear's outputs go through."""
+        return "swiglu" if self.gated else "squared_relu"
 
     @property
     def own(self) -> range:
@@ -94,11 +114,11 @@ class Experts:
         """
         shared = {} if self.shared is None else self.shared.first_linears
         names = {name: self.names.shared + first for name, first in shared.items()}
-        names["expert_gate_up"], names["expert_down"] = self.expert_names(self.own[0])
+        names[self.inner_name], names["expert_down"] = self.expert_names(self.own[0])
         return names
 
     def expert_names(self, index: int) -> tuple[str, str]:
-        """Names of an expert's weights below the block's prefix: the gates' and down's."""
+        """Names of an expert's weights below the block's prefix: the first one's and down's."""
         first, *_, last = self.names.of_expert(index)
         return first, last
 
@@ -115,14 +135,14 @@ class Experts:
 
     @property
     def routed_width(self) -> int:
-        """`prefill_width` without the shared SwiGLU, whose place comes after it."""
+        """`prefill_width` without the shared feed-forward, whose place comes after it."""
         return self.sharing * self.router.top_k * (self.ffn_size + self.hidden_size)
 
     @property
     def expert_parameters(self) -> int:
         """Values of the weights of one expert."""
-        biases = 2 * self.ffn_size + self.hidden_size if self.bias else 0
-        return 3 * self.ffn_size * self.hidden_size + biases
+        biases = self.rows + self.hidden_size if self.bias else 0
+        return (self.rows + self.ffn_size) * self.hidden_size + biases
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
@@ -145,7 +165,7 @@ class Experts:
             return empty_experts(form, shape, swiglu=swiglu, device=device)
 
         hidden, ffn = self.hidden_size, self.ffn_size
-        gates, downs = zip(*map(self.expert_names, self.own), strict=True)
+        firsts, downs = zip(*map(self.expert_names, self.own), strict=True)
         return ExpertsWeights(
             block=self,
             prefix=prefix,
@@ -162,11 +182,11 @@ class Experts:
                     prefix + self.names.shared, forms, device=device, dtype=dtype
                 )
             ),
-            gate_up=of_all(gates, 2 * ffn, hidden, swiglu=True),
+            gate_up=of_all(firsts, self.rows, hidden, swiglu=self.gated),
             down=of_all(downs, hidden, ffn, swiglu=False),
             shared_gate=new(1, hidden) if self.shared_gate else None,
             gate_bias=new(self.experts) if self.bias else None,
-            gate_up_bias=new(len(self.own), 2 * ffn) if self.bias else None,
+            gate_up_bias=new(len(self.own), self.rows) if self.bias else None,
             down_bias=new(len(self.own), hidden) if self.bias else None,
         )
 
@@ -174,6 +194,7 @@ class Experts:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsWeights:
     """The block's weights: the router's `[E, H]`, and `[gate F | up F]` and down of each expert.
+    Without gates `gate_up` has only ups.
 
     prefix      of the names in the checkpoint, which are `block.names`
     correction  float32 `[E]`
@@ -187,21 +208,21 @@ class ExpertsWeights:
     gate_up: ExpertWeight
     down: ExpertWeight
     correction: Tensor | None = None
-    shared: SwigluWeights | None = None
+    shared: SwigluWeights | SquaredReluWeights | None = None
     shared_gate: Tensor | None = None
     gate_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
     def linears(self) -> list[StoredLinear]:
-        """Linears of each expert and of the shared SwiGLU; a router is never packed."""
+        """Linears of each expert and of the shared feed-forward; a router is never packed."""
         shared = [] if self.shared is None else self.shared.linears()
         return (self._stacked_linears() if self.block.stacked else self._expert_linears()) + shared
 
     def _stacked_linears(self) -> list[StoredLinear]:
         block, ffn = self.block, self.block.ffn_size
         gate_up, down = (self.prefix + name for name in block.expert_names(0))
-        order, pieces = None, {gate_up: (ffn, ffn)}
+        order, pieces = None, {gate_up: (ffn, ffn) if block.gated else (ffn,)}
         if block.names.alternating:
             order, pieces = torch.arange(2 * ffn).view(-1, 2).t().flatten(), {}
         found = []
@@ -213,8 +234,8 @@ class ExpertsWeights:
             found += [
                 StoredLinear(
                     up_weight,
-                    ((gate_up, 2 * ffn),),
-                    swiglu=True,
+                    ((gate_up, block.rows),),
+                    swiglu=block.gated,
                     axis=block.axis(0),
                     order=order,
                     pieces=pieces,
@@ -235,17 +256,21 @@ class ExpertsWeights:
         block, ffn, hidden = self.block, self.block.ffn_size, self.block.hidden_size
         found = []
         for index, expert in enumerate(block.own):
-            gates, ups, downs = (self.prefix + name for name in block.names.of_expert(expert))
-            gate_up, down = ((gates, ffn), (ups, ffn)), ((downs, hidden),)
+            *firsts, down = (self.prefix + name for name in block.names.of_expert(expert))
             found += [
                 StoredLinear(
                     _of_expert(self.gate_up, index),
-                    gate_up,
-                    swiglu=True,
+                    tuple((name, ffn) for name in firsts),
+                    swiglu=block.gated,
                     axis=block.axis(0),
                     expert=True,
                 ),
-                StoredLinear(_of_expert(self.down, index), down, axis=block.axis(1), expert=True),
+                StoredLinear(
+                    _of_expert(self.down, index),
+                    ((down, hidden),),
+                    axis=block.axis(1),
+                    expert=True,
+                ),
             ]
         return found
 
@@ -261,15 +286,16 @@ class ExpertsWeights:
         return names | self._beside()
 
     def _beside(self) -> dict[str, Weight]:
-        """What belongs to the shared SwiGLU."""
+        """What belongs to the shared feed-forward."""
         names = {} if self.shared is None else self.shared.stored()
         if self.shared_gate is not None:
             names[f"{self.prefix}{self.block.names.shared_gate}.weight"] = Weight(self.shared_gate)
         return names
 
     def _stacked(self) -> dict[str, Weight]:
-        assert self.correction is None, "no checkpoint has corrections beside stacked experts"
         names = {f"{self.block.names.router}.weight": Weight(self.gate)}
+        if self.correction is not None:
+            names[self.block.names.correction] = Weight(self.correction)
         if self.gate_bias is not None:
             names[f"{self.block.names.router}.bias"] = Weight(self.gate_bias)
         names |= self._alternating() if self.block.names.alternating else self._gates_first()
@@ -283,7 +309,8 @@ class ExpertsWeights:
         # Ranks split the experts, or the ffn width.
         whole = block.held is not None
         if isinstance(self.gate_up, Tensor):
-            names[gate_up] = Weight(self.gate_up, 0 if whole else 1, () if whole else (ffn, ffn))
+            pieces = (ffn, ffn) if block.gated and not whole else ()
+            names[gate_up] = Weight(self.gate_up, 0 if whole else 1, pieces)
         if isinstance(self.down, Tensor):
             names[down] = Weight(self.down, 0 if whole else 2)
         return names

@@ -23,6 +23,7 @@ from graphengine.models.blocks.streams import (
     add_chunk_product,
     add_product,
     new_weight,
+    part_product,
     tensors_of,
 )
 from graphengine.models.contract import DecodeLaunch
@@ -33,32 +34,37 @@ from graphengine.models.weights import StoredLinear, Weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SquaredRelu:
-    """Sizes and switches of the block; `norm_eps` is the epsilon of the norm of its input."""
+    """Sizes and switches of the block; `norm_eps` is the epsilon of the norm of its input.
+
+    role  prefix of its linears' names
+    """
 
     hidden_size: int
     ffn_size: int
     norm_eps: float
     bias: bool = False
+    role: str = ""
 
     @property
     def linears(self) -> Linears:
         """Linears in the order of a step."""
         return {
-            "up": Linear("store", self.ffn_size, self.hidden_size, shard="rows"),
-            "down": Linear("residual", self.hidden_size, self.ffn_size, shard="columns"),
+            f"{self.role}up": Linear("store", self.ffn_size, self.hidden_size, shard="rows"),
+            f"{self.role}down": Linear(
+                "residual", self.hidden_size, self.ffn_size, shard="columns"
+            ),
         }
 
     @property
     def first_linears(self) -> Mapping[str, str]:
         """First checkpoint linear fused into each weight."""
-        return {"up": "up_proj", "down": "down_proj"}
+        return {f"{self.role}up": "up_proj", f"{self.role}down": "down_proj"}
 
     @property
     def states(self) -> LayerStates:
         """It keeps no state."""
         return ()
 
-    @property
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`."""
         return self.ffn_size
@@ -75,7 +81,7 @@ class SquaredRelu:
             return torch.empty(rows, device=device, dtype=dtype) if self.bias else None
 
         def weight(name: str, rows: int, columns: int) -> AnyWeight:
-            first = prefix + self.first_linears[name]
+            first = prefix + self.first_linears[self.role + name]
             return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
 
         hidden, ffn = self.hidden_size, self.ffn_size
@@ -119,6 +125,10 @@ class SquaredReluWeights:
         """Every weight tensor."""
         return tensors_of(self.up, self.down, self.up_bias, self.down_bias)
 
+    def prefill_width(self, lanes: int) -> int:
+        """Values of a lane in `PrefillScratch`, in a chunk of so many lanes."""
+        return self.block.prefill_width()
+
     def decode(
         self, row: DecodeLanes, residual: Residual, next_norm: NextNorm, launch: DecodeLaunch
     ) -> Residual:
@@ -127,12 +137,33 @@ class SquaredReluWeights:
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place except for its squares.
         """
-        eps = self.block.norm_eps
-        call = launch.call("up", residual, self.up, row.slot, eps=eps, bias=self.up_bias)
+        return self.add(self.inner(row, residual, launch), row, residual, next_norm, launch)
+
+    def inner(self, row: DecodeLanes, residual: Residual, launch: DecodeLaunch) -> Tensor:
+        """Run the first half: what `add` multiplies by down. `residual` is scaled for the block's
+        norm.
+        """
+        name, eps = f"{self.block.role}up", self.block.norm_eps
+        call = launch.call(name, residual, self.up, row.slot, eps=eps, bias=self.up_bias)
         up = linear(call, STORE)
-        squared = squared_relu(up, row.slot, out=up, pdl=launch.pdl)
-        call = launch.call("down", squared, self.down, row.slot, bias=self.down_bias)
+        return squared_relu(up, row.slot, out=up, pdl=launch.pdl)
+
+    def add(
+        self,
+        squared: Tensor,
+        row: DecodeLanes,
+        residual: Residual,
+        next_norm: NextNorm,
+        launch: DecodeLaunch,
+    ) -> Residual:
+        """Run the other half: add the block's output to `residual`, scaled for `next_norm`."""
+        name = f"{self.block.role}down"
+        call = launch.call(name, squared, self.down, row.slot, bias=self.down_bias)
         return add_product(call, residual, next_norm, launch)
+
+    def part(self, squared: Tensor, row: DecodeLanes, launch: DecodeLaunch) -> Tensor:
+        """This rank's part of the block's output, as `part_product` returns it."""
+        return part_product(launch.call(f"{self.block.role}down", squared, self.down, row.slot))
 
     def prefill(
         self, stream: Tensor, next_norm: NextNorm, slot: Tensor, scratch: PrefillScratch
@@ -141,10 +172,8 @@ class SquaredReluWeights:
 
         `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
         """
-        up = scratch.take(self.block.ffn_size)
-        scratch.product(scratch.h, self.up, self.up_bias, out=up)
         add_chunk_product(
-            squared_relu(up, slot, out=up, pdl=scratch.launch.pdl),
+            self.inner_chunk(slot, scratch),
             self.down,
             self.down_bias,
             stream,
@@ -154,3 +183,9 @@ class SquaredReluWeights:
             eps=self.block.norm_eps,
             out=scratch.h,
         )
+
+    def inner_chunk(self, slot: Tensor, scratch: PrefillScratch, *, after: int = 0) -> Tensor:
+        """Run the first half on the normed `scratch.h`, into `scratch` past `after` columns."""
+        up = scratch.take(self.block.ffn_size, after=after)
+        scratch.product(scratch.h, self.up, self.up_bias, out=up)
+        return squared_relu(up, slot, out=up, pdl=scratch.launch.pdl)

@@ -164,10 +164,10 @@ class SwigluWeights:
         `residual` is scaled for the block's norm and comes back scaled for `next_norm`, updated in
         place except for its squares.
         """
-        gated = self.gate(row, residual, launch)
+        gated = self.inner(row, residual, launch)
         return self.add(gated, row, residual, next_norm, launch)
 
-    def gate(self, row: DecodeLanes, residual: Residual, launch: DecodeLaunch) -> Tensor:
+    def inner(self, row: DecodeLanes, residual: Residual, launch: DecodeLaunch) -> Tensor:
         """Run the first half: what `add` multiplies by down. `residual` is scaled for the block's
         norm.
         """
@@ -208,7 +208,7 @@ class SwigluWeights:
         `stream`, float32, is updated in place, and written to `scratch.h`, normed by `next_norm`.
         """
         add_chunk_product(
-            self.gate_chunk(slot, scratch),
+            self.inner_chunk(slot, scratch),
             self.down,
             self.down_bias,
             stream,
@@ -219,7 +219,7 @@ class SwigluWeights:
             out=scratch.h,
         )
 
-    def gate_chunk(self, slot: Tensor, scratch: PrefillScratch, *, after: int = 0) -> Tensor:
+    def inner_chunk(self, slot: Tensor, scratch: PrefillScratch, *, after: int = 0) -> Tensor:
         """Run the first half on the normed `scratch.h`, into `scratch` past `after` columns."""
         ffn, h, pdl = self.block.ffn_size, scratch.h, scratch.launch.pdl
         activation = self.block.activation

@@ -20,7 +20,12 @@ from graphengine.models.blocks.swiglu import Swiglu
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import LATENT_KEYS, HfConfig, unsupported
-from graphengine.models.hf.decoder_config import decoder_config, read_mlp, with_experts
+from graphengine.models.hf.decoder_config import (
+    check_router,
+    decoder_config,
+    read_mlp,
+    with_experts,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,12 +143,7 @@ def with_routed_experts(
         raise unsupported("n_routed_experts", count, f"at most {MAX_EXPERTS}")
     width, shared = settings["moe_intermediate_size"], settings["n_shared_experts"]
     router = _router(settings, version)
-    try:
-        router.check(count)
-    except ValueError as error:
-        names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
-        given = ", ".join(f"{name}={settings[name]}" for name in names)
-        raise ValueError(f"config.json: {given}: {error}") from error
+    check_router(settings, router, count)
     experts = Experts(
         hidden_size=model.hidden_size,
         ffn_size=width,

@@ -1,6 +1,6 @@
-"""Nemotron-H without experts: each layer is a norm and either Mamba2, attention or an MLP.
+"""Nemotron-H and Nemotron 3: each layer is a norm and either Mamba2, attention, an MLP or experts.
 
-Attention has no position encoding, and the MLP has a squared ReLU and no gate.
+Attention has no position encoding, and the MLP and the experts have a squared ReLU and no gates.
 """
 
 from __future__ import annotations
@@ -8,25 +8,49 @@ from __future__ import annotations
 from typing import Any
 
 from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
+from graphengine.models.blocks.expert_names import ExpertNames
+from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.mamba2 import Mamba2
 from graphengine.models.blocks.squared_relu import SquaredRelu
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
-from graphengine.models.hf.config_schema import NEMOTRON_KEYS, HfConfig, unsupported
-from graphengine.models.hf.decoder_config import composed, read_attention
+from graphengine.models.hf.config_schema import NEMOTRON_KEYS, HfConfig, Key, unsupported
+from graphengine.models.hf.decoder_config import (
+    composed,
+    corrected_router,
+    expert_count,
+    read_attention,
+)
 from graphengine.models.hf.mamba_config import time_step_limits, with_plain_limits
 from graphengine.models.sublayers import Block, Sublayer
 
-DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, keys=NEMOTRON_KEYS, biases=("mlp_bias",))
-_HEAD_DIM = 128
+_EXPERT_KEYS = (
+    Key("num_experts_per_tok", "integer", (1, 2**16), default=2),
+    Key("moe_intermediate_size", "integer", (1, 2**22), default=7688),
+    Key("routed_scaling_factor", "number", (1e-6, 1e6), default=1.0),
+    Key("n_group", "integer", (1, 2**16), default=1),
+    Key("topk_group", "integer", (1, 2**16), default=1),
+    Key("norm_topk_prob", "flag", default=True),
+)
+DEFAULTS = hf_config.FamilyDefaults(
+    max_positions=4096, keys=NEMOTRON_KEYS + _EXPERT_KEYS, routes=True, biases=("mlp_bias",)
+)
+NAMES = ExpertNames(
+    products=("experts.{}.up_proj", "experts.{}.down_proj"),
+    # As transformers has them in memory.
+    other=ExpertNames(products=("experts.up_proj", "experts.down_proj"), ending=""),
+)
+_HEAD_DIM, _EXPERTS, _SHARED_WIDTH = 128, 8, 7688
 # Kinds of layers: their letters in a pattern, and their names in a list.
-_MAMBA, _ATTENTION, _MLP = "M", "*", "-"
+_MAMBA, _ATTENTION, _MLP, _MOE = "M", "*", "-", "E"
+_KNOWN = f"{_MAMBA}, {_ATTENTION}, {_MLP}, {_MOE}"
 _LETTERS = {
     "linear_attention": _MAMBA,
     "mamba": _MAMBA,
     "full_attention": _ATTENTION,
     "attention": _ATTENTION,
     "mlp": _MLP,
+    "moe": _MOE,
 }
 
 
@@ -53,6 +77,8 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
             bias=settings["mlp_bias"],
         ),
     }
+    if _MOE in pattern:
+        blocks[_MOE] = _experts(settings)
     return composed(
         settings,
         architecture,
@@ -74,7 +100,7 @@ def _pattern(config: HfConfig) -> str:
         name, given, known = "layers_block_type", types, ", ".join(map(repr, _LETTERS))
     else:
         letters = list(pattern) if isinstance(pattern, str) else ["?"]
-        name, given, known = "hybrid_override_pattern", pattern, f"{_MAMBA}, {_ATTENTION}, {_MLP}"
+        name, given, known = "hybrid_override_pattern", pattern, _KNOWN
     if any(letter not in _LETTERS.values() for letter in letters) or _ATTENTION not in letters:
         raise unsupported(name, given, f"{known} for each layer, one that attends among them")
     layers = config.get("num_hidden_layers")
@@ -99,6 +125,35 @@ def _read_settings(config: HfConfig, pattern: str) -> dict[str, Any]:
         # transformers ignores this key.
         raise unsupported("mamba_proj_bias", True, "False, or use_bias=True")
     return settings
+
+
+def _experts(settings: dict[str, Any]) -> Experts:
+    """The experts, and the shared one, which there always is."""
+    for name, only in (("moe_latent_size", None), ("n_shared_experts", 1)):
+        if settings[name] not in (None, only):
+            raise unsupported(name, settings[name], "null" if only is None else f"null or {only}")
+    if settings["mlp_bias"]:
+        raise unsupported("mlp_bias", True, "False in a model with experts")
+    if settings["n_routed_experts"] is None:
+        settings["n_routed_experts"] = _EXPERTS
+    hidden, eps = settings["hidden_size"], settings["layer_norm_epsilon"]
+    count = expert_count(settings, "n_routed_experts")
+    return Experts(
+        hidden_size=hidden,
+        ffn_size=settings["moe_intermediate_size"],
+        experts=count,
+        router=corrected_router(settings, count),
+        norm_eps=eps,
+        gated=False,
+        corrected=True,
+        shared=SquaredRelu(
+            hidden_size=hidden,
+            ffn_size=settings["moe_shared_expert_intermediate_size"] or _SHARED_WIDTH,
+            norm_eps=eps,
+            role="shared_",
+        ),
+        names=NAMES,
+    )
 
 
 def _mamba_sizes(settings: dict[str, Any]) -> Mamba2Sizes:

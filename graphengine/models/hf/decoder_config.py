@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from graphengine.kernels.experts.router import MAX_EXPERTS
+from graphengine.kernels.experts.router import MAX_EXPERTS, Router
 from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.swiglu import Swiglu
@@ -99,3 +99,31 @@ def expert_count(settings: dict[str, Any], name: str) -> int:
     if count and not 1 <= chosen <= count:
         raise unsupported("num_experts_per_tok", chosen, f"1 to {name}={count}")
     return count
+
+
+def corrected_router(settings: dict[str, Any], count: int) -> Router:
+    """The checked router of DeepSeek-V3 and its like, among `count` experts.
+
+    Scores are sigmoids, corrected for the choice, and groups are chosen by their two best experts.
+    """
+    router = Router(
+        top_k=settings["num_experts_per_tok"],
+        scores="sigmoid",
+        normalised=settings["norm_topk_prob"],
+        scale=settings["routed_scaling_factor"],
+        groups=settings["n_group"],
+        top_groups=settings["topk_group"],
+        group_best=2,
+    )
+    check_router(settings, router, count)
+    return router
+
+
+def check_router(settings: dict[str, Any], router: Router, count: int) -> None:
+    """Raise ValueError, with the config's keys, for a router that cannot choose among `count`."""
+    try:
+        router.check(count)
+    except ValueError as error:
+        names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
+        given = ", ".join(f"{name}={settings[name]}" for name in names)
+        raise ValueError(f"config.json: {given}: {error}") from error

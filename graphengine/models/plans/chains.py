@@ -170,7 +170,7 @@ def chain_experts_reference(
         weights.gate_up,
         slot_N,
         routes,
-        swiglu=True,
+        activation=block.activation,
         bias_EM=weights.gate_up_bias,
         clamped=block.clamped,
         out=x.new_empty(chosen_Nk.numel(), block.ffn_size),

@@ -13,12 +13,12 @@ from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import launcher
 from graphengine.kernels.experts.packed.packed_gluon import packed_experts_kernel
 from graphengine.kernels.experts.packed.weights import PackedExperts
-from graphengine.kernels.experts.pairs import NO_SWIGLU, PairProduct, SwigluArgs
+from graphengine.kernels.experts.pairs import NO_ACTIVATION, ActivationArgs, PairProduct
 from graphengine.kernels.experts.plans import check_expert_plan
 from graphengine.kernels.linear.gluon import linear_gluon
 from graphengine.kernels.linear.linear_triton import StreamArgs, SumArgs
 from graphengine.kernels.linear.packed_cut import PACKED_COLUMNS, PackedArgs, new_cut
-from graphengine.kernels.linear.plans import LinearPlan
+from graphengine.kernels.linear.plans import LinearKind, LinearPlan
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _BLOCKS = (8, 16, 32)
@@ -42,14 +42,15 @@ def launch_packed(
     product: PairProduct,
     plan: LinearPlan,
     out: torch.Tensor,
-    swiglu: SwigluArgs = NO_SWIGLU,
+    activation: ActivationArgs = NO_ACTIVATION,
     *,
     stream: StreamArgs | SumArgs | None = None,
     arrivals: torch.Tensor | None = None,
 ) -> None:
     """Launch the kernel on a product that `takes` accepts.
 
-    out     for a SwiGLU [P, M / 2]; for down float32 [P, M], which only this launch uses
+    out     for a SwiGLU [P, M / 2], for a squared ReLU [P, M]; for down float32 [P, M], which only
+            this launch uses
     stream  for down: the stream that its sum is added to, or where the sum is stored; needs
             `arrivals`
 
@@ -59,7 +60,7 @@ def launch_packed(
     x, weight, routes, grouping = product.x, product.weight_EMK, product.routes, product.grouping
     assert isinstance(weight, PackedExperts), f"{type(weight)=}"
     (_, M, K), kind = weight.shape, weight.format
-    check_expert_plan(plan, "swiglu" if weight.swiglu else "residual", kind)
+    check_expert_plan(plan, _kind(weight, stream), kind)
     if grouping is not None and grouping.size not in _BLOCKS:
         raise ValueError(f"packed experts take blocks of {_BLOCKS} pairs, not {grouping.size}")
     if not linear_gluon.is_aligned(x):
@@ -70,7 +71,7 @@ def launch_packed(
     # SM until they find out. A second block of an expert finds its codes in L2.
     launcher(packed_experts_kernel, (triton.cdiv(M, plan.block_m), product.units))(
         x,
-        swiglu.squares_TN,
+        activation.squares_TN,
         given,
         product.bias_EM,
         product.slot_N,
@@ -83,7 +84,7 @@ def launch_packed(
         stream,
         product.lanes,
         x.stride(0) // linear_gluon.ALIGNMENT,
-        swiglu.eps,
+        activation.eps,
         new_cut(
             given,
             kind,
@@ -98,6 +99,12 @@ def launch_packed(
         TOP_K=product.top_k,
         OVERLAP=plan.overlap,
         num_warps=plan.warps,
-        **swiglu.options,
+        **activation.options,
         **product.options,
     )
+
+
+def _kind(weight: PackedExperts, stream: StreamArgs | SumArgs | None) -> LinearKind:
+    if weight.swiglu:
+        return "swiglu"
+    return "store" if stream is None else "residual"

@@ -44,11 +44,12 @@ from graphengine.kernels.linear.gluon.packed_gluon_ring import (
 )
 from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
 from graphengine.kernels.linear.packed_cut import Part
-from graphengine.kernels.norm_rope.activation import gated
+from graphengine.kernels.norm_rope.activation import gated, squared
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _wait_for_inputs = gluon.jit(wait_for_inputs.fn)
 _gated = gluon.jit(gated.fn)
+_squared = gluon.jit(squared.fn)
 _place_of_expert = gluon.jit(place_of_expert.fn)
 
 
@@ -81,28 +82,30 @@ def packed_experts_kernel(
 ):
     """One program for a block of L (8, 16 or 32) pairs and R blocks of rows of their expert.
 
-    Without blocks a program takes a single pair, straight from the router. A SwiGLU reads rows by
-    lane and stores its outputs. Down, which has a stream, reads rows by pair; the last of a lane's
-    pairs to arrive adds all of them to the stream, or stores their sum if there is no stream. Pairs
-    of other ranks' experts arrive without a product. The other arguments are those of
-    `packed_gluon.packed_kernel` and `experts_triton.down_kernel`.
+    Without blocks a program takes a single pair, straight from the router. A SwiGLU, or with a
+    LIMIT below 0 a squared ReLU, reads rows by lane and stores its outputs. Down, which has a
+    stream, reads rows by pair; the last of a lane's pairs to arrive adds all of them to the stream,
+    or stores their sum if there is no stream. Pairs of other ranks' experts arrive without a
+    product. The other arguments are those of `packed_gluon.packed_kernel` and
+    `experts_triton.down_kernel`.
     """
     gl.static_assert(cut.stages <= cut.tiles and (cut.stages > 1 or cut.tiles == 1))
     rows: gl.constexpr = row_layout(cut.B, cut.warps)
+    by_lane: gl.constexpr = cut.swiglu or LIMIT < 0
     codes, inputs = new_ring(x_ptr.dtype.element_ty, cut)
     tile = gl.program_id(0)
 
-    if cut.swiglu:
+    if by_lane:
         _wait_for_inputs(PDL, OVERLAP)
     block = _block(slot_ptr, expert_ptr, blocks_ptr, TOP_K, FIRST, HELD)
     expert = block[0]
-    if cut.swiglu and expert < 0:
+    if by_lane and expert < 0:
         return
     # For down a program without an expert loads nothing, and waits.
     some = expert >= 0
     index = gl.maximum(expert, 0).to(gl.int64)
     if HELD > 0:
-        if cut.swiglu and expert >= HELD:
+        if by_lane and expert >= HELD:
             return
         some = some & (expert < HELD)
         index = gl.where(some, expert, 0).to(gl.int64)
@@ -122,7 +125,7 @@ def packed_experts_kernel(
     pair, there = _pairs(order_ptr, block, cut.L, gl.SliceLayout(1, rows))
     outputs = (tile, output, norm)
     sums = (out_ptr, share_ptr, expert_ptr, arrivals_ptr, lanes)
-    if not cut.swiglu:
+    if not by_lane:
         _wait_for_inputs(PDL, OVERLAP)
         if expert < 0:
             return
@@ -130,7 +133,7 @@ def packed_experts_kernel(
             _arrive(pair, there, outputs, sums, stream, cut.M, TOP_K, FIRST, HELD)
             return
 
-    x_row = x_pair // TOP_K if cut.swiglu else x_pair
+    x_row = x_pair // TOP_K if by_lane else x_pair
     x_ptrs, k = place_inputs(x_ptr, x_row, 0, x_pitch, cut)
     input_places = (x_ptrs, k, x_there)
     early_inputs = load_inputs(input_places, cut)
@@ -152,8 +155,8 @@ def packed_experts_kernel(
     up += up_bias[None, :]
     stored = there[:, None] & (output < cut.outputs)[None, :]
     out_ptrs = out_ptr + pair.to(gl.int64)[:, None] * cut.outputs + output[None, :]
-    if cut.swiglu:
-        a = _gated(whole, up, LIMIT, SLOPE)
+    if by_lane:
+        a = _gated(whole, up, LIMIT, SLOPE) if cut.swiglu else _squared(whole)
         gl.store(out_ptrs, a.to(out_ptr.dtype.element_ty), mask=stored)
     else:
         gl.store(out_ptrs, whole, mask=stored)

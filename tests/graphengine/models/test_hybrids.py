@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from checkpoints.hybrids import MODELS, A, C, F, M, granite, nemotron
+from checkpoints.hybrids import MODELS, A, C, E, F, M, granite, nemotron
 from checkpoints.small_decoders import block_in, expert_layers
 from engines.small_engine import run
 from engines.speculation import script, step_with
@@ -128,7 +128,7 @@ def test_granite_without_experts_may_choose_none(
         read_model_config(Checkpoint.open(path).config)
 
 
-@pytest.mark.parametrize("name", ["granite", "nemotron", "qwen", "lfm2"])
+@pytest.mark.parametrize("name", ["granite", "nemotron-experts", "qwen", "lfm2"])
 def test_prompts_of_many_lengths(
     hybrids: dict[str, Any], device: str, eager: Callable[[Engine], Any], name: str
 ) -> None:
@@ -176,7 +176,7 @@ def test_paused_requests_resume_with_the_same_tokens(
 @pytest.mark.parametrize(
     ("name", "k"),
     extent(
-        [("granite", 0), ("nemotron", 3), ("qwen", 3), ("lfm2", 0)],
+        [("granite", 0), ("nemotron-experts", 3), ("qwen", 3), ("lfm2", 0)],
         [(name, k) for name in KINDS for k in (0, 3)],
     ),
 )
@@ -236,7 +236,7 @@ def test_prompts_go_on_from_those_of_others(
             oracle.assert_greedy(result)
 
 
-@pytest.mark.parametrize("name", ["granite", "nemotron", "qwen", "lfm2"])
+@pytest.mark.parametrize("name", ["granite", "nemotron-experts", "qwen", "lfm2"])
 def test_drafts_change_no_token(hybrids: dict[str, Any], device: str, name: str) -> None:
     """Those of repeated prompts, of which some are right, and of another model."""
     oracle = hybrids[name]
@@ -419,7 +419,7 @@ def test_states_may_be_in_half_precision(
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
-@pytest.mark.parametrize("family", ["granite", "nemotron"])
+@pytest.mark.parametrize("family", ["granite", "nemotron", "nemotron-experts"])
 def test_rounded_weights(
     tmp_path: Path,
     write_model: Callable[..., Any],
@@ -436,8 +436,9 @@ def test_rounded_weights(
                 mamba_d_head=64, residual_multiplier=0.5,
             )  # fmt: skip
         return nemotron(
-            [M, A, F], hidden_size=128, intermediate_size=256, mamba_num_heads=4,
-            mamba_head_dim=64, n_groups=2,
+            [M, A, E if family == "nemotron-experts" else F], hidden_size=128,
+            intermediate_size=256, mamba_num_heads=4, mamba_head_dim=64, n_groups=2,
+            n_routed_experts=5, moe_intermediate_size=128, moe_shared_expert_intermediate_size=256,
         )  # fmt: skip
 
     oracle = write_model(make, tmp_path / family, 3)
@@ -445,6 +446,8 @@ def test_rounded_weights(
         for name, weight in oracle.model.named_parameters():
             if "conv" not in name and name.endswith(("_proj.weight", "_linear.weight")):
                 weight.copy_(dequantise(quantise(weight, KIND_FORMATS[kind])))
+            for expert in weight if ".experts." in name else ():
+                expert.copy_(dequantise(quantise(expert, KIND_FORMATS[kind])))
     with open_engine(oracle.path, device="cpu", quantize=kind, lookahead=0) as engine:
         for prompt in oracle.prompts((3, 70)):
             seen = eager(engine)
@@ -714,24 +717,39 @@ def test_a_language_model_beside_a_vision_tower(hybrids: dict[str, Any], tmp_pat
     assert found[0] == found[1]
 
 
-def test_qwen_s_experts_in_one_tensor(hybrids: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "below", "firsts", "stacked"),
+    [
+        ("qwen-experts", "model.layers.{}.mlp.experts.", ("gate", "up"), "gate_up"),
+        ("nemotron-experts", "backbone.layers.{}.mixer.experts.", ("up",), "up"),
+    ],
+)
+def test_experts_in_one_tensor(
+    hybrids: dict[str, Any],
+    tmp_path: Path,
+    name: str,
+    below: str,
+    firsts: tuple[str, ...],
+    stacked: str,
+) -> None:
     """As Qwen3.5 is published; the others have each expert's weights by themselves. Drafts, small
     chunks and neighbours change no token.
     """
-    oracle = hybrids["qwen-experts"]
+    oracle = hybrids[name]
     (tmp_path / "config.json").write_text((oracle.path / "config.json").read_text())
     tensors = {
         n: t for file in oracle.path.glob("*.safetensors") for n, t in load_file(file).items()
     }
-    for layer in range(3):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        gate, up, down = (
+    for layer in expert_layers(read_model_config(Checkpoint.open(oracle.path).config)):
+        prefix = below.format(layer)
+        count = sum(each.startswith(prefix) for each in tensors) // (len(firsts) + 1)
+        *first, down = (
             torch.stack(
-                [tensors.pop(f"{prefix}{expert}.{name}_proj.weight") for expert in range(7)]
+                [tensors.pop(f"{prefix}{index}.{each}_proj.weight") for index in range(count)]
             )
-            for name in ("gate", "up", "down")
+            for each in (*firsts, "down")
         )
-        tensors[f"{prefix}gate_up_proj"] = torch.cat([gate, up], dim=1)
+        tensors[f"{prefix}{stacked}_proj"] = torch.cat(first, dim=1)
         tensors[f"{prefix}down_proj"] = down
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     prompts = oracle.prompts((9, 70))
@@ -740,7 +758,10 @@ def test_qwen_s_experts_in_one_tensor(hybrids: dict[str, Any], tmp_path: Path) -
     drafts = {"speculative": NGram(k=3), "prefill_buckets": (8,)}
     for path, options in ((oracle.path, {}), (tmp_path, {}), (tmp_path, drafts)):
         with open_engine(path, device="cpu", **options) as engine:
-            found.append([each.token_ids for each in engine.generate(prompts, greedy(64))])
+            results = engine.generate(prompts, greedy(64))
+            found.append([each.token_ids for each in results])
+    for result in results:
+        oracle.assert_greedy(result)
     assert found[0] == found[1] == found[2]
 
 

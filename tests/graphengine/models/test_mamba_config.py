@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import GraniteMoeHybridConfig, NemotronHConfig
 
+from graphengine.kernels.experts.router import Router
 from graphengine.kernels.recurrent.mamba2.mamba2_sizes import Mamba2Sizes
+from graphengine.models.blocks.experts import Experts
 from graphengine.models.blocks.gqa import GroupedQueryAttention
 from graphengine.models.blocks.mamba2 import RING, STATE, Mamba2
 from graphengine.models.blocks.squared_relu import SquaredRelu
@@ -50,6 +52,18 @@ NEMOTRON: dict[str, Any] = {
     "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_limit": [0.0, math.inf],
     "time_step_max": 0.1, "time_step_min": 0.001, "use_bias": False, "use_cache": True,
     "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": 131072,
+}  # fmt: skip
+
+# Nemotron 3 Nano, 30B-A3B.
+NANO: dict[str, Any] = NEMOTRON | {
+    "head_dim": 128, "hidden_size": 2688, "intermediate_size": 1856, "mamba_num_heads": 64,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "max_position_embeddings": 262144, "moe_intermediate_size": 1856, "n_group": 1,
+    "moe_shared_expert_intermediate_size": 3712, "moe_shared_expert_overlap": False,
+    "n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-05, "norm_topk_prob": True,
+    "num_experts_per_tok": 6, "num_hidden_layers": 52, "num_key_value_heads": 2,
+    "partial_rotary_factor": 1.0, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+    "topk_group": 1, "mamba_ssm_cache_dtype": "float32",
 }  # fmt: skip
 
 
@@ -99,6 +113,45 @@ def test_nemotron_as_it_is_published() -> None:
     assert list(read(NEMOTRON, hybrid_override_pattern="M-*M-M-*M").linears)[-3:] == [
         "mamba_in", "mamba_out", "lm_head",
     ]  # fmt: skip
+
+
+def test_nemotron_with_experts_as_it_is_published() -> None:
+    assert unknown_keys(NANO) == []
+    model = read(NANO)
+    experts = [each.block for (each,) in model.layers if isinstance(each.block, Experts)]
+    assert len(experts) == 23 and len(set(experts)) == 1
+    (block, *_) = experts
+    assert (block.experts, block.ffn_size, block.gated, block.corrected) == (128, 1856, False, True)
+    router = Router(top_k=6, scores="sigmoid", normalised=True, scale=2.5, group_best=2)
+    assert block.router == router and block.shared is not None and block.shared.ffn_size == 3712
+    weights = model.allocate(device="meta", dtype=torch.bfloat16)
+    assert 31.5e9 < weights.parameters < 31.7e9
+    routed = weights.routed
+    assert routed is not None and routed.parameters == 2 * 1856 * 2688
+    # What a token uses.
+    assert 3.5e9 < weights.parameters - routed.idle < 3.7e9
+    assert {"expert_up", "expert_down", "shared_up", "shared_down"} <= model.linears.keys()
+    assert model.linears["expert_up"].kind == "store"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_latent_size": 1024}, "moe_latent_size=1024: supported: null"),
+        ({"n_shared_experts": 2}, "n_shared_experts=2: supported: null or 1"),
+        ({"mlp_bias": True}, "mlp_bias=True: supported: False in a model with experts"),
+        ({"n_routed_experts": 513}, "n_routed_experts=513: supported: at most 512"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok=129: supported: 1 to n_routed_experts"),
+        ({"n_group": 3}, "n_routed_experts=128, n_group=3, topk_group=1, .*: 128 experts in 3"),
+        ({"norm_topk_prob": None}, "norm_topk_prob=None"),
+        ({"scoring_func": "softplus"}, "scoring_func='softplus'"),
+    ],
+)
+def test_what_experts_of_nemotron_do_not_do_is_an_error(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(NANO, **changes)
 
 
 def test_other_spellings() -> None:
@@ -165,10 +218,10 @@ def test_what_granite_does_not_do_here_is_an_error(changes: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hybrid_override_pattern": "ME*-"}, "hybrid_override_pattern='ME..'.*M, ., -"),
+        ({"hybrid_override_pattern": "MX*-"}, r"hybrid_override_pattern='MX..'.*M, \*, -, E for"),
         ({"hybrid_override_pattern": "M-M-M-M-M"}, "one that attends among them"),
         ({"hybrid_override_pattern": None}, "hybrid_override_pattern=None"),
-        ({"layers_block_type": ["linear_attention", "moe"]}, "layers_block_type.*'mlp'"),
+        ({"layers_block_type": ["linear_attention", "moe"]}, "layers_block_type.*'mlp', 'moe'"),
         ({"layers_block_type": "M"}, "layers_block_type='M'"),
         ({"num_hidden_layers": 8}, "num_hidden_layers=8: supported: 9"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu': supported: 'relu2'"),

@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 FEW = replace(GREEDY, max_tokens=8)
 NAMES = [
     "granite-rope-limits", "granite-experts", "nemotron-biases", "qwen", "lfm2-biases",
-    "qwen-experts", "lfm2-experts",
+    "qwen-experts", "lfm2-experts", "nemotron-experts",
 ]  # fmt: skip
 
 
@@ -74,18 +74,26 @@ def test_two_ranks_compute_what_transformers_does(
 
 
 @pytest.mark.parametrize(
-    "options", [{"expert_parallel": True}, {"tensor_parallel": 1, "data_parallel": 2}]
+    ("name", "options", "values"),
+    [
+        ("granite-experts", {"expert_parallel": True}, 3 * 3 * 48 * 128),
+        ("granite-experts", {"tensor_parallel": 1, "data_parallel": 2}, 3 * 3 * 48 * 128),
+        ("nemotron-experts", {"expert_parallel": True}, 6 * 2 * 36 * 54),
+        ("nemotron-experts", {"tensor_parallel": 1, "data_parallel": 2}, 6 * 2 * 36 * 54),
+    ],
 )
-def test_ranks_have_whole_experts(hybrids: dict[str, Any], options: dict[str, Any]) -> None:
-    oracle = hybrids["granite-experts"]
+def test_ranks_have_whole_experts(
+    hybrids: dict[str, Any], name: str, options: dict[str, Any], values: int
+) -> None:
+    """`values` of each layer, half of them all."""
+    oracle = hybrids[name]
     with open_engine(oracle.path, **options) as engine:
         held = engine.model.weights.routed
         assert held is not None
         prompts = oracle.prompts((1, 3, 40))
         for result in engine.generate(prompts, FEW):
             oracle.assert_greedy(result)
-        experts = 3 * 48 * 128 * 4
-        assert held.nbytes == held.layers * 3 * experts
+        assert held.nbytes == held.layers * values * 4
 
 
 def test_drafts_sessions_and_prefixes(hybrids: dict[str, Any]) -> None:

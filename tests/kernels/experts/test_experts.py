@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.experts import (
+    expert_inner,
     expert_part,
     expert_residual,
     expert_sum,
-    expert_swiglu,
     residual_arrivals,
 )
 from graphengine.kernels.experts.grouping import group_pairs
@@ -61,6 +61,21 @@ class Case:
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     clamped: ClampedSwiglu | None = None
+    gated: bool = True
+
+    @property
+    def first(self):
+        """What is done with the first product."""
+        return {"bias_EM": self.gate_up_bias, "clamped": self.clamped, "gated": self.gated}
+
+    @property
+    def first_reference(self):
+        activation = "swiglu" if self.gated else "squared_relu"
+        return {
+            "bias_EM": self.gate_up_bias,
+            "clamped": self.clamped,
+            "activation": activation,
+        }
 
     @property
     def experts(self) -> int:
@@ -99,6 +114,7 @@ def make_case(
     groups=3,
     seed=0,
     biased=False,
+    gated=True,
 ):
     """Random operands; lanes choose among the first `used` experts, the others are NaN."""
     generator = torch.Generator().manual_seed(seed)
@@ -112,20 +128,21 @@ def make_case(
     slot[list(padded)] = -1
     expert, weight = torch.stack(chosen).int(), random(lanes, top_k).softmax(1)
     x = random(lanes, hidden)
-    gate_up, down = random(experts, 2 * ffn, hidden), random(experts, hidden, ffn)
+    rows = 2 * ffn if gated else ffn
+    gate_up, down = random(experts, rows, hidden), random(experts, hidden, ffn)
     # What padded lanes hold is no index, and no number.
     x[list(padded)], expert[list(padded)], weight[list(padded)] = NAN, 2**31 - 1, NAN
     idle = sorted(set(range(experts)) - set(expert[slot >= 0].flatten().tolist()))
     gate_up[idle], down[idle] = NAN, NAN
     biases = {}
     if biased:
-        gate_up_bias, down_bias = random(experts, 2 * ffn), random(experts, hidden)
+        gate_up_bias, down_bias = random(experts, rows), random(experts, hidden)
         gate_up_bias[idle], down_bias[idle] = NAN, NAN
         biases = {
             "gate_up_bias": gate_up_bias.to(device, dtype),
             "down_bias": down_bias.to(device, dtype),
             # Many gates and ups are past it.
-            "clamped": ClampedSwiglu(limit=0.75),
+            "clamped": ClampedSwiglu(limit=0.75) if gated else None,
         }
     sums = (torch.rand(groups, lanes, generator=generator) + 0.5) * hidden / groups
     return Case(
@@ -138,6 +155,7 @@ def make_case(
         stream=random(lanes, hidden).to(device),
         # A scaled final norm is a copy in float32.
         next_norm=random(hidden).to(device, torch.float32 if biased else dtype),
+        gated=gated,
         **biases,
     )
 
@@ -149,8 +167,9 @@ def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
     """
     grouping = case.grouping() if grouped else None
     lanes, top_k = case.routes.expert.shape
-    out = case.x.new_full((lanes * top_k, case.gate_up.shape[-2] // 2), SENTINEL)
-    a = expert_swiglu(
+    ffn = case.gate_up.shape[-2] // (2 if case.gated else 1)
+    out = case.x.new_full((lanes * top_k, ffn), SENTINEL)
+    a = expert_inner(
         case.x,
         case.gate_up,
         case.slot,
@@ -158,8 +177,7 @@ def decode(case, *, grouped, gate_up_plan=SMALL, down_plan=SMALL):
         tile=gate_up_plan,
         squares_TN=case.squares,
         eps=EPS,
-        bias_E2F=case.gate_up_bias,
-        clamped=case.clamped,
+        **case.first,
         grouping=grouping,
         out=out,
     )
@@ -196,9 +214,7 @@ def decode_reference(case, a, groups):
         case.routes,
         squares_TN=case.squares,
         eps=EPS,
-        swiglu=True,
-        bias_EM=case.gate_up_bias,
-        clamped=case.clamped,
+        **case.first_reference,
         out=torch.full_like(a, SENTINEL),
     )
     y = expert_sum_reference(
@@ -224,12 +240,13 @@ def decode_reference(case, a, groups):
     dtype=st.integers(0, 2),
     groups=st.sampled_from([1, 3, 130]),
     biased=st.booleans(),
+    gated=st.booleans(),
     data=st.data(),
 )
 @example(
     # All to one expert, more than a block of them.
     form="grouped", lanes=19, hidden=33, ffn=20, experts=4, top_k=1, dtype=0, groups=3, data=None,
-    biased=True,
+    biased=True, gated=True,
 )  # fmt: skip
 def test_decode_matches_reference(
     device,
@@ -244,6 +261,7 @@ def test_decode_matches_reference(
     dtype,
     groups,
     biased,
+    gated,
     data,
 ):
     top_k = min(top_k, experts)
@@ -264,6 +282,7 @@ def test_decode_matches_reference(
         used=used,
         groups=groups,
         biased=biased,
+        gated=gated,
     )
     plan = FMA if form == "fma" else SMALL
     a, x, scaled, squares = decode(
@@ -283,6 +302,11 @@ def test_decode_matches_reference(
     )
 
 
+def first_plan(gated, ffn, hidden, dtype, family):
+    kind, rows = ("swiglu", 2 * ffn) if gated else ("store", ffn)
+    return expert_plan(kind, rows, hidden, dtype, family)
+
+
 def assert_same(actual, expected, exact):
     """To the bit; in the interpreter, whose BLAS sums by a row's place in a tile, nearly."""
     for one, other in zip(actual, expected, strict=True):
@@ -292,15 +316,16 @@ def assert_same(actual, expected, exact):
             torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
 
 
-def test_single_pairs_of_fma_have_the_same_bits_in_any_company(device, dtypes):
+@pytest.mark.parametrize("gated", [True, False])
+def test_single_pairs_of_fma_have_the_same_bits_in_any_company(device, dtypes, gated):
     hidden, ffn = (12, 8) if INTERPRETED else (136, 72)
     for dtype in dtypes:
         plans = {
-            "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "fma"),
+            "gate_up_plan": first_plan(gated, ffn, hidden, dtype, "fma"),
             "down_plan": FMA,
         }
         assert [plan.family for plan in plans.values()] == ["fma", "fma"]
-        case = make_case(2, hidden, ffn, 5, 3, dtype, device, groups=40, biased=True)
+        case = make_case(2, hidden, ffn, 5, 3, dtype, device, groups=40, biased=True, gated=gated)
         a, *stream = decode(case, grouped=False, **plans)
         for order in ([0], [1], [1, 0]):
             # Alone, and after a padded lane.
@@ -347,26 +372,28 @@ def test_grouped_pairs_have_the_bits_of_single_ones(device, dtypes, shape):
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
 @pytest.mark.parametrize(
-    ("dtype", "hidden", "ffn", "experts", "top_k", "late"),
+    ("dtype", "hidden", "ffn", "experts", "top_k", "late", "gated"),
     [
-        (torch.bfloat16, 128, 64, 4, 2, True),
+        (torch.bfloat16, 128, 64, 4, 2, True, True),
         # Tiles that are partly empty, and ids in two numbers.
-        (torch.float16, 72, 40, 6, 5, False),
+        (torch.float16, 72, 40, 6, 5, False, True),
+        (torch.bfloat16, 72, 40, 4, 2, True, False),
     ],
 )
 def test_compiled_kernels_have_the_same_bits_grouped_and_not(
-    assert_products_close, dtype, hidden, ffn, experts, top_k, late
+    assert_products_close, dtype, hidden, ffn, experts, top_k, late, gated
 ):
     """Their code for sm_90 is run in numpy, where copies come as late or as early as they may."""
     case = make_case(
-        3, hidden, ffn, experts, top_k, dtype, "cpu", padded=(1,), used=top_k + 1, biased=late
-    )
+        3, hidden, ffn, experts, top_k, dtype, "cpu", padded=(1,), used=top_k + 1, biased=late,
+        gated=gated,
+    )  # fmt: skip
     plans = {
-        "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "dot"),
+        "gate_up_plan": first_plan(gated, ffn, hidden, dtype, "dot"),
         "down_plan": expert_plan("residual", hidden, ffn, dtype, "dot"),
     }
     fma = {
-        "gate_up_plan": expert_plan("swiglu", 2 * ffn, hidden, dtype, "fma"),
+        "gate_up_plan": first_plan(gated, ffn, hidden, dtype, "fma"),
         "down_plan": FMA,
     }
     modules = (
@@ -396,6 +423,7 @@ def test_compiled_kernels_have_the_same_bits_grouped_and_not(
     size=st.sampled_from([16, 32, 64, 128]),
     dtype=st.integers(0, 2),
     biased=st.booleans(),
+    gated=st.booleans(),
     data=st.data(),
 )
 def test_chunks_match_reference(
@@ -410,6 +438,7 @@ def test_chunks_match_reference(
     size,
     dtype,
     biased,
+    gated,
     data,
 ):
     top_k = min(top_k, experts)
@@ -417,8 +446,9 @@ def test_chunks_match_reference(
     padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
     dtype = dtypes[dtype % len(dtypes)]
     case = make_case(
-        lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=used, biased=biased
-    )
+        lanes, hidden, ffn, experts, top_k, dtype, device, padded=padded, used=used, biased=biased,
+        gated=gated,
+    )  # fmt: skip
     assert_chunk_is_right(case, ProductTile(size, 32, 32, warps=4, stages=2), assert_products_close)
 
 
@@ -441,18 +471,14 @@ def assert_chunk_is_right(case, tile, assert_products_close):
     grouping = case.grouping(tile.lanes)
     options = {"tile": tile, "grouping": grouping}
     operands = (case.gate_up, case.slot, case.routes)
-    a = expert_swiglu(
-        case.x, *operands, bias_E2F=case.gate_up_bias, clamped=case.clamped, **options
-    )
+    a = expert_inner(case.x, *operands, **case.first, **options)
     y = expert_sum(a, case.down, case.slot, case.routes, bias_EH=case.down_bias, **options)
     live = case.slot >= 0
     by_lane = a.view(lanes, top_k, ffn)[live]
     expected = expert_product_reference(
         case.x,
         *operands,
-        swiglu=True,
-        bias_EM=case.gate_up_bias,
-        clamped=case.clamped,
+        **case.first_reference,
         out=torch.empty_like(a),
     )
     assert_products_close(by_lane, expected.view(lanes, top_k, ffn)[live], dtype)
@@ -553,11 +579,13 @@ def test_blocks_that_fit_no_tile_and_splits_are_errors(monkeypatch):
     operands = (case.x, case.gate_up, case.slot, case.routes)
     grouping = case.grouping(32)
     with pytest.raises(ValueError, match="blocks of 32 pairs, and a tile of 16"):
-        expert_swiglu(*operands, tile=SMALL, grouping=grouping)
+        expert_inner(*operands, tile=SMALL, grouping=grouping)
     with pytest.raises(ValueError, match="do not split K"):
-        expert_swiglu(*operands, tile=SMALL._replace(splits=2))
+        expert_inner(*operands, tile=SMALL._replace(splits=2))
     with pytest.raises(ValueError, match="the fma family takes pairs one by one"):
-        expert_swiglu(*operands, tile=FMA, grouping=case.grouping())
+        expert_inner(*operands, tile=FMA, grouping=case.grouping())
+    with pytest.raises(ValueError, match=r"experts without gates have no ClampedSwiglu\(limit=7.0"):
+        expert_inner(*operands, tile=SMALL, gated=False, clamped=ClampedSwiglu())
     a = case.x.new_zeros(6, 8)
     stream = Residual(case.stream, case.x.clone(), None)
     down = (a, case.down, case.slot, case.routes, stream, case.next_norm)

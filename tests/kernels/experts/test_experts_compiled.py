@@ -40,13 +40,14 @@ launchers = [
 class Operands:
     """Of Qwen3-30B-A3B in bfloat16, without memory; pairs in blocks of `size`, 0: not grouped."""
 
-    def __init__(self, lanes: int, size: int = 0, biased: bool = False) -> None:
+    def __init__(self, lanes: int, size: int = 0, biased: bool = False, gated: bool = True) -> None:
         def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
         pairs = lanes * TOP_K
         self.x, self.a, self.norm = new(lanes, HIDDEN), new(pairs, FFN), new(HIDDEN)
-        self.gate_up, self.down = new(EXPERTS, 2 * FFN, HIDDEN), new(EXPERTS, HIDDEN, FFN)
+        rows, self.gated = 2 * FFN if gated else FFN, gated
+        self.gate_up, self.down = new(EXPERTS, rows, HIDDEN), new(EXPERTS, HIDDEN, FFN)
         self.slot = new(lanes, dtype=torch.int32)
         self.routes = Routes(
             new(lanes, TOP_K, dtype=torch.int32), new(lanes, TOP_K, dtype=torch.float32)
@@ -67,7 +68,7 @@ class Operands:
 def of_gate_up(operands, tile, squares=True):
     return record_launch(
         experts,
-        lambda: experts.expert_swiglu(
+        lambda: experts.expert_inner(
             operands.x,
             operands.gate_up,
             operands.slot,
@@ -75,8 +76,9 @@ def of_gate_up(operands, tile, squares=True):
             tile=tile,
             squares_TN=operands.squares if squares else None,
             eps=1e-6,
-            bias_E2F=operands.gate_up_bias,
+            bias_EM=operands.gate_up_bias,
             clamped=operands.clamped,
+            gated=operands.gated,
             grouping=operands.grouping,
             pdl=True,
         ),
@@ -122,6 +124,19 @@ def test_decode_multiplies_in_one_order(size):
     assert all(load.after_wait for load in loads)
     # Weights go to shared memory in pieces of 16 bytes.
     assert {load.size for load in loads if load.argument == "weight_ptr"} == {16}
+
+
+@pytest.mark.parametrize("family", ["fma", "dot"])
+def test_ups_without_gates_wait_for_the_ids(family):
+    """As gates and ups do, whose products they are."""
+    plan = expert_plan("store", FFN, HIDDEN, torch.bfloat16, family)
+    assert plan.family == family
+    ptx, names = compile_launch(of_gate_up(Operands(1, gated=False), plan))
+    assert_waits_before_it_shows(ptx)
+    loads = list(global_loads(ptx, names))
+    assert all(load.after_wait for load in loads)
+    assert {load.size for load in loads if load.argument == "weight_ptr"} == {16}
+    assert products(ptx) == ({"mma.sync.aligned.m16n8k16"} if family == "dot" else set())
 
 
 @pytest.mark.parametrize("size", [0, DECODE_BLOCK])
@@ -261,10 +276,10 @@ PACKED = {
 }
 
 
-def packed_operands(label, lanes, size=0):
-    operands = Operands(lanes, size)
+def packed_operands(label, lanes, size=0, gated=True):
+    operands = Operands(lanes, size, gated=gated)
     form = packed_form(WeightFormat.of_label(label), PACKED[label])
-    for name, swiglu in (("gate_up", True), ("down", False)):
+    for name, swiglu in (("gate_up", gated), ("down", False)):
         shape = tuple(getattr(operands, name).shape)
         setattr(operands, name, empty_experts(form, shape, swiglu=swiglu, device="meta"))
     return operands
@@ -324,6 +339,10 @@ def test_packed_codes_of_down_are_asked_for_before_the_wait(size):
         found.append([load for load in global_loads(ptx, names) if not load.after_wait])
     ids = {"blocks_ptr", "order_ptr"} if size else {"slot_ptr", "expert_ptr"}
     weights = {"weight.codes", "weight.scales", "weight.row_scales", "stream.next_norm"}
+    ups = expert_plan("store", FFN, HIDDEN, dtype, "dot", kind)
+    ptx, names = compile_launch(of_gate_up(packed_operands("e2m1-1x32", 8, size, gated=False), ups))
+    assert_waits_before_it_shows(ptx)
+    assert all(load.after_wait for load in global_loads(ptx, names))
     gate_up, down = found
     assert not gate_up and {load.argument for load in down} == ids | weights
     assert all(load.past_l1 for load in down if load.argument in ids)

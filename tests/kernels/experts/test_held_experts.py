@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.experts import (
+    expert_inner,
     expert_part,
     expert_sum,
-    expert_swiglu,
     residual_arrivals,
 )
 from graphengine.kernels.experts.grouping import Grouping, group_pairs, group_pairs_reference
@@ -60,11 +60,12 @@ class Case:
     down: torch.Tensor
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    gated: bool = True
 
     @classmethod
     def random(
         cls, lanes: int, experts: int, top_k: int, held: range, dtype: torch.dtype, device: str,
-        *, padded: Any = (), biased: bool = False,
+        *, padded: Any = (), biased: bool = False, gated: bool = True,
     ) -> Case:  # fmt: skip
         generator = torch.Generator().manual_seed(lanes)
 
@@ -74,6 +75,7 @@ class Case:
         def weights(*shape: int) -> torch.Tensor:
             return random(experts, *shape)[held.start : held.stop].to(device, dtype)
 
+        rows = 2 * FFN if gated else FFN
         chosen = [torch.randperm(experts, generator=generator)[:top_k] for _ in range(lanes)]
         expert, weight = torch.stack(chosen).int(), random(lanes, top_k).softmax(1)
         slot, x = torch.arange(lanes, dtype=torch.int32), random(lanes, HIDDEN)
@@ -86,10 +88,11 @@ class Case:
             slot.to(device),
             Routes(expert.to(device), weight.to(device)),
             held,
-            weights(2 * FFN, HIDDEN) / HIDDEN**0.5,
+            weights(rows, HIDDEN) / HIDDEN**0.5,
             weights(HIDDEN, FFN) / FFN**0.5,
-            weights(2 * FFN) if biased else None,
+            weights(rows) if biased else None,
             weights(HIDDEN) if biased else None,
+            gated,
         )
 
     def grouping(self, size: int = DECODE_BLOCK) -> Grouping:
@@ -104,12 +107,12 @@ class Case:
         found = (expert >= self.held.start) & (expert < self.held.stop)
         return (found & (self.slot >= 0)[:, None]).flatten()
 
-    def gated(self, **how: Any) -> torch.Tensor:
-        """`expert_swiglu`; NaN of pairs that it left out."""
+    def inner(self, **how: Any) -> torch.Tensor:
+        """`expert_inner`; NaN of pairs that it left out."""
         out = self.x.new_full((self.routes.expert.numel(), FFN), NAN)
-        return expert_swiglu(
+        return expert_inner(
             self.x, self.gate_up, self.slot, self.routes, squares_TN=self.squares, eps=EPS,
-            bias_E2F=self.gate_up_bias, held=self.held, out=out, **how,
+            bias_EM=self.gate_up_bias, held=self.held, gated=self.gated, out=out, **how,
         )  # fmt: skip
 
     def part(self, a: torch.Tensor, plan: LinearPlan, grouping: Grouping | None) -> torch.Tensor:
@@ -132,7 +135,8 @@ class Case:
         """Products and sums against the references."""
         expected = expert_product_reference(
             self.x, self.gate_up, self.slot, self.routes, squares_TN=self.squares, eps=EPS,
-            swiglu=True, bias_EM=self.gate_up_bias, held=self.held, out=torch.full_like(a, NAN),
+            activation="swiglu" if self.gated else "squared_relu", bias_EM=self.gate_up_bias,
+            held=self.held, out=torch.full_like(a, NAN),
         )  # fmt: skip
         here, live = self.here, self.slot >= 0
         assert a[~here].isnan().all() and expected[~here].isnan().all()
@@ -153,8 +157,10 @@ def drawn_case(data: Any, dtype: torch.dtype, device: str, lanes: int) -> Case:
     top_k = data.draw(st.integers(1, min(4, experts)))
     padded = sorted(data.draw(st.sets(st.integers(0, lanes - 1))))
     biased = data.draw(st.booleans())
-    held = range(start, stop)
-    return Case.random(lanes, experts, top_k, held, dtype, device, padded=padded, biased=biased)
+    held, gated = range(start, stop), data.draw(st.booleans())
+    return Case.random(
+        lanes, experts, top_k, held, dtype, device, padded=padded, biased=biased, gated=gated
+    )
 
 
 @settings(deadline=None, max_examples=examples(10, 40))
@@ -171,7 +177,7 @@ def test_decode_adds_what_is_held(
     case = drawn_case(data, dtypes[dtype % len(dtypes)], device, lanes)
     plan = FMA if form == "fma" else SMALL
     grouping = case.grouping() if form == "grouped" else None
-    a = case.gated(tile=plan, grouping=grouping)
+    a = case.inner(tile=plan, grouping=grouping)
     case.check(a, case.part(a, plan, grouping), assert_products_close)
 
 
@@ -188,7 +194,7 @@ def test_chunks_sum_what_is_held(
 ) -> None:  # fmt: skip
     case = drawn_case(data, dtypes[dtype % len(dtypes)], device, lanes)
     tile, grouping = ProductTile(size, 32, 32, warps=4, stages=2), case.grouping(size)
-    a = case.gated(tile=tile, grouping=grouping)
+    a = case.inner(tile=tile, grouping=grouping)
     case.check(a, case.summed(a, tile, grouping), assert_products_close)
 
 
@@ -247,10 +253,10 @@ def test_compiled_kernels_add_what_is_held(
         grouping = case.grouping() if form in ("grouped", "chunk") else None
         if form == "chunk":
             tile = ProductTile(DECODE_BLOCK, 32, 32, warps=4, stages=2)
-            a = case.gated(tile=tile, grouping=grouping)
+            a = case.inner(tile=tile, grouping=grouping)
             part = case.summed(a, tile, grouping)
         else:
-            a = case.gated(tile=plans[0], grouping=grouping)
+            a = case.inner(tile=plans[0], grouping=grouping)
             part = case.part(a, plans[1], grouping)
     case.check(a, part, assert_products_close)
 
@@ -279,7 +285,7 @@ def test_ids_that_are_not_those_of_the_weights_are_an_error(held: range) -> None
     case = replace(Case.random(2, 6, 2, range(2, 4), torch.float32, "cpu"), held=held)
     message = f"weights of 2 experts, and ids range\\({held.start}, "
     for call in (
-        lambda: case.gated(tile=SMALL),
+        lambda: case.inner(tile=SMALL),
         lambda: case.part(case.x.new_zeros(4, FFN), SMALL, None),
         lambda: group_pairs(case.routes.expert, case.slot, experts=2, size=4, held=held),
     ):

@@ -7,10 +7,10 @@ import torch
 
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.experts import (
+    expert_inner,
     expert_part,
     expert_residual,
     expert_sum,
-    expert_swiglu,
     residual_arrivals,
 )
 from graphengine.kernels.experts.grouping import group_pairs
@@ -83,9 +83,11 @@ def packed_experts(label, E, M, K, *, swiglu, device, seed=0, idle=()) -> Packed
 class Case:
     """Operands of some lanes, some of them padded; lanes choose among the first `used` experts."""
 
-    def __init__(self, label, dtype, device, *, lanes=3, hidden=136, ffn=40, top_k=2, used=3, E=4):
+    def __init__(
+        self, label, dtype, device, *, lanes=3, hidden=136, ffn=40, top_k=2, used=3, E=4, gated=True
+    ):
         generator = torch.Generator().manual_seed(1)
-        self.label, self.E = label, E
+        self.label, self.E, self.gated = label, E, gated
         self.slot = torch.arange(lanes, dtype=torch.int32)
         chosen = torch.stack([torch.randperm(used, generator=generator) for _ in range(lanes)])
         chosen = chosen[:, :top_k].int()
@@ -100,7 +102,9 @@ class Case:
         sums = (torch.rand(3, lanes, generator=generator) + 0.5) * hidden / 3
         self.squares = sums.to(device)
         made = {"device": device, "idle": idle}
-        self.gate_up = packed_experts(label, E, 2 * ffn, hidden, swiglu=True, **made)
+        self.gate_up = packed_experts(
+            label, E, 2 * ffn if gated else ffn, hidden, swiglu=gated, **made
+        )
         self.down = packed_experts(label, E, hidden, ffn, swiglu=False, seed=2, **made)
         self.stream = torch.randn(lanes, hidden, generator=generator).to(device)
         self.norm = torch.randn(hidden, generator=generator).to(device, dtype)
@@ -124,14 +128,15 @@ class Case:
 
 def swiglu(case, *, grouped=False, tile=None, **options):
     grouping = case.grouping(tile.lanes if tile else PACKED_BLOCK) if grouped else None
-    return expert_swiglu(
+    return expert_inner(
         case.x,
         case.gate_up,
         case.slot,
         case.routes,
-        tile=tile or case.plan("swiglu", case.gate_up),
+        tile=tile or case.plan("swiglu" if case.gated else "store", case.gate_up),
         squares_TN=case.squares,
         eps=EPS,
+        gated=case.gated,
         grouping=grouping,
         **options,
     )
@@ -156,7 +161,7 @@ def residual(case, a, *, grouped, **options):
 
 
 def reference_swiglu(case, **options):
-    shape = (case.routes.expert.numel(), case.gate_up.shape[1] // 2)
+    shape = (case.routes.expert.numel(), case.down.shape[2])
     return expert_product_reference(
         case.x,
         case.gate_up,
@@ -164,7 +169,7 @@ def reference_swiglu(case, **options):
         case.routes,
         squares_TN=case.squares,
         eps=EPS,
-        swiglu=True,
+        activation="swiglu" if case.gated else "squared_relu",
         out=case.x.new_zeros(shape),
         **options,
     )
@@ -182,10 +187,11 @@ DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("label", FORMATS)
-def test_decode_means_what_the_weights_mean(label, dtype, device):
+def test_decode_means_what_the_weights_mean(label, gated, dtype, device):
     """In both forms with the same bits, and without a look at experts that nobody has chosen."""
-    case = Case(label, dtype, device)
+    case = Case(label, dtype, device, gated=gated)
     live = case.slot >= 0
     expected = reference_swiglu(case)
     a, grouped = swiglu(case), swiglu(case, grouped=True)
@@ -214,11 +220,11 @@ def test_experts_as_gpt_oss_has_them(dtype, device):
     )
     clamped, live = ClampedSwiglu(limit=0.7, slope=1.7), case.slot >= 0
     expected = reference_swiglu(case, bias_EM=gate_up, clamped=clamped)
-    biased = {"bias_E2F": gate_up, "clamped": clamped}
+    biased = {"bias_EM": gate_up, "clamped": clamped}
     a, grouped = (swiglu(case, grouped=grouped, **biased) for grouped in (False, True))
     torch.testing.assert_close(of_pairs(case, a), of_pairs(case, expected), **tolerance(dtype))
     assert torch.equal(of_pairs(case, a), of_pairs(case, grouped))
-    unclamped = of_pairs(case, swiglu(case, bias_E2F=gate_up))
+    unclamped = of_pairs(case, swiglu(case, bias_EM=gate_up))
     assert not torch.allclose(of_pairs(case, a), unclamped, atol=0.1)
     y = expert_sum_reference(
         a, case.down, case.slot, case.routes, bias_EH=down, out_dtype=torch.float32
@@ -231,10 +237,14 @@ def test_experts_as_gpt_oss_has_them(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("used", "top_k"), [(3, 2), (1, 1)], ids=["several", "all to one"])
+@pytest.mark.parametrize(
+    ("used", "top_k", "gated"),
+    [(3, 2, True), (1, 1, True), (3, 2, False)],
+    ids=["several", "all to one", "no gates"],
+)
 @pytest.mark.parametrize("label", ["e4m3-128x128", "int4-1x32", "int8-1x0", "e2m1-1x32"])
-def test_a_chunk_means_what_the_weights_mean(label, used, top_k, dtype, device):
-    case = Case(label, dtype, device, lanes=20, used=used, top_k=top_k)
+def test_a_chunk_means_what_the_weights_mean(label, used, top_k, gated, dtype, device):
+    case = Case(label, dtype, device, lanes=20, used=used, top_k=top_k, gated=gated)
     _, _, hidden = case.gate_up.shape
     tile = chunk_tile(20, top_k, case.E, hidden, dtype, case.gate_up.format)
     a, live = swiglu(case, grouped=True, tile=tile), case.slot >= 0

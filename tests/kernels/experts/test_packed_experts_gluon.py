@@ -11,9 +11,9 @@ import torch
 from extent import extent
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.experts.experts import (
+    expert_inner,
     expert_part,
     expert_residual,
-    expert_swiglu,
     residual_arrivals,
 )
 from graphengine.kernels.experts.grouping import Grouping, group_pairs_reference, most_blocks
@@ -83,7 +83,7 @@ class Case:
     def __init__(
         self, name: str, dtype: torch.dtype, *, lanes: int, hidden: int, ffn: int,
         used: int = 3, top_k: int = 2, E: int = 4, device: str = "cpu",
-        routed: dict[int, list[int]] | None = None,
+        routed: dict[int, list[int]] | None = None, gated: bool = True,
     ) -> None:  # fmt: skip
         random = torch.Generator().manual_seed(lanes)
 
@@ -99,10 +99,11 @@ class Case:
         if lanes > 1:
             slot[1], x[1], chosen[1], share[1] = -1, NAN, 2**31 - 1, NAN
         idle = set(range(E)) - set(chosen[slot >= 0].flatten().tolist())
-        self.E = E
+        self.E, self.gated = E, gated
+        rows = 2 * ffn if gated else ffn
         squares = (torch.rand(3, lanes, generator=random) + 0.5) * hidden / 3
         kept: dict[str, Any] = {"idle": idle, "device": device}
-        self.gate_up = random_experts(name, E, 2 * ffn, hidden, swiglu=True, **kept)
+        self.gate_up = random_experts(name, E, rows, hidden, swiglu=gated, **kept)
         self.down = random_experts(name, E, hidden, ffn, swiglu=False, **kept)
         live = int(chosen[0, 0])
         sizes = [
@@ -119,11 +120,23 @@ class Case:
         self.slot, self.squares = there(slot, torch.int32), there(squares, torch.float32)
         self.routes = Routes(there(chosen, torch.int32), there(share, torch.float32))
         self.x, self.a = there(x / sizes[0], dtype), there(a, dtype)
-        self.gate_up_bias = there(normal(E, 2 * ffn), dtype)
+        self.gate_up_bias = there(normal(E, rows), dtype)
         self.down_bias = there(normal(E, hidden), dtype)
         self.stream = there(normal(lanes, hidden), torch.float32)
         self.norm = there(normal(hidden), dtype)
-        self.clamped: ClampedSwiglu | None = ClampedSwiglu(limit=1.5, slope=1.7)
+        self.clamped = ClampedSwiglu(limit=1.5, slope=1.7) if gated else None
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """What is done with the first product."""
+        return {"bias_EM": self.gate_up_bias, "clamped": self.clamped, "gated": self.gated}
+
+    @property
+    def first_reference(self) -> dict[str, Any]:
+        activation = "swiglu" if self.gated else "squared_relu"
+        return {
+            "bias_EM": self.gate_up_bias, "clamped": self.clamped, "activation": activation
+        }  # fmt: skip
 
     def grouping(self, size: int, held: range | None = None) -> Grouping | None:
         if not size:
@@ -166,9 +179,9 @@ def swiglu(case: Case, plan: LinearPlan, size: int = 0) -> torch.Tensor:
     out = torch.full_like(case.a, 7.0)
     launch(
         case,
-        lambda: expert_swiglu(
+        lambda: expert_inner(
             case.x, case.gate_up, case.slot, case.routes, tile=plan, squares_TN=case.squares,
-            eps=EPS, bias_E2F=case.gate_up_bias, clamped=case.clamped,
+            eps=EPS, **case.first,
             grouping=case.grouping(size), out=out, pdl=True,
         ),
     )  # fmt: skip
@@ -202,7 +215,7 @@ def residual(
 def expected_swiglu(case: Case) -> torch.Tensor:
     out = expert_product_reference(
         case.x, case.gate_up, case.slot, case.routes, squares_TN=case.squares, eps=EPS,
-        swiglu=True, bias_EM=case.gate_up_bias, clamped=case.clamped, out=torch.zeros_like(case.a),
+        **case.first_reference, out=torch.zeros_like(case.a),
     )  # fmt: skip
     return case.live(out)
 
@@ -233,23 +246,26 @@ def check(case: Case, plan: LinearPlan, sizes: tuple[int, ...], close: Any) -> N
 
 @compiles
 @pytest.mark.parametrize(
-    "name, dtype, lanes, hidden, ffn, plan, sizes",
+    "name, dtype, lanes, hidden, ffn, plan, sizes, gated",
     [
         # Rows that end in a block, and columns in a tile; rings of fewer tiles than there are.
-        ("mxfp4", BF16, 1, 352, 40, THIN, (0, 8)),
-        ("mxfp4", FP16, 4, 160, 96, WIDE, extent((0, 16), (0, 8, 16))),
+        ("mxfp4", BF16, 1, 352, 40, THIN, (0, 8), True),
+        ("mxfp4", FP16, 4, 160, 96, WIDE, extent((0, 16), (0, 8, 16)), True),
         # How pairs are found does not depend on the format.
-        ("e4m3 in blocks", BF16, 3, 264, 40, TALL, extent((8,), (0, 8))),
-        ("e4m3", BF16, 2, 136, 40, WIDE, extent((0,), (0, 8))),
-        ("int8 in groups", FP16, 2, 104, 24, THIN, extent((8,), (0, 8))),
-        ("int4 with zeros", FP16, 3, 136, 40, THIN, extent((8,), (0, 8))),
-        ("nvfp4", BF16, 2, 136, 40, WIDE, extent((0,), (0, 8))),
+        ("e4m3 in blocks", BF16, 3, 264, 40, TALL, extent((8,), (0, 8)), True),
+        ("e4m3", BF16, 2, 136, 40, WIDE, extent((0,), (0, 8)), True),
+        ("int8 in groups", FP16, 2, 104, 24, THIN, extent((8,), (0, 8)), True),
+        ("int4 with zeros", FP16, 3, 136, 40, THIN, extent((8,), (0, 8)), True),
+        ("nvfp4", BF16, 2, 136, 40, WIDE, extent((0,), (0, 8)), True),
+        # Squared ReLUs, among them rows that end in a block.
+        ("e4m3 in blocks", BF16, 3, 264, 40, THIN, (0, 8), False),
+        ("nvfp4", FP16, 2, 136, 96, WIDE, extent((0,), (0, 8)), False),
     ],
 )
 def test_experts_mean_what_their_weights_mean(
-    assert_products_close, name, dtype, lanes, hidden, ffn, plan, sizes
+    assert_products_close, name, dtype, lanes, hidden, ffn, plan, sizes, gated
 ):
-    case = Case(name, dtype, lanes=lanes, hidden=hidden, ffn=ffn)
+    case = Case(name, dtype, lanes=lanes, hidden=hidden, ffn=ffn, gated=gated)
     check(case, plan, sizes, assert_products_close)
 
 
@@ -273,10 +289,7 @@ def check_held(
     )
     expert, live = case.routes.expert, case.slot >= 0
     here = ((expert >= held.start) & (expert < held.stop) & live[:, None]).flatten()
-    of_swiglu = {
-        "squares_TN": case.squares, "eps": EPS, "bias_E2F": case.gate_up_bias,
-        "clamped": case.clamped, "held": held,
-    }  # fmt: skip
+    of_stream = {"squares_TN": case.squares, "eps": EPS, "held": held}
     found = []
     for size in sizes:
         grouping = case.grouping(size, held)
@@ -285,8 +298,8 @@ def check_held(
         operands = (case.x, case.gate_up, case.slot, case.routes)
         launch(
             case,
-            lambda a=a, operands=operands, forms=forms: expert_swiglu(
-                *operands, tile=plan, out=a, **of_swiglu | forms
+            lambda a=a, operands=operands, forms=forms: expert_inner(
+                *operands, tile=plan, out=a, **case.first, **of_stream | forms
             ),
         )
         arrivals = case.slot.new_zeros(residual_arrivals(*case.stream.shape))
@@ -296,10 +309,9 @@ def check_held(
         assert not arrivals.any() and a[~here].isnan().all()
         found.append((a, part))
     (a, part), *others = found
-    of_swiglu["bias_EM"] = of_swiglu.pop("bias_E2F")
     expected = expert_product_reference(
-        case.x, case.gate_up, case.slot, case.routes, swiglu=True, out=torch.zeros_like(a),
-        **of_swiglu,
+        case.x, case.gate_up, case.slot, case.routes, out=torch.zeros_like(a),
+        **case.first_reference, **of_stream,
     )  # fmt: skip
     close(a[here], expected[here], a.dtype)
     summed = expert_sum_reference(
@@ -313,18 +325,20 @@ def check_held(
 
 @compiles
 @pytest.mark.parametrize(
-    "name, dtype, hidden, ffn, plan, sizes",
+    "name, dtype, hidden, ffn, plan, sizes, gated",
     [
-        ("mxfp4", BF16, 160, 96, WIDE, (0, 8)),
-        ("int4 with zeros", FP16, 136, 40, THIN, extent((8,), (0, 8))),
+        ("mxfp4", BF16, 160, 96, WIDE, (0, 8), True),
+        ("int4 with zeros", FP16, 136, 40, THIN, extent((8,), (0, 8)), True),
+        ("e4m3", BF16, 136, 40, THIN, extent((0,), (0, 8)), False),
     ],
 )
 def test_experts_of_other_ranks_add_nothing(
-    assert_products_close, name, dtype, hidden, ffn, plan, sizes
+    assert_products_close, name, dtype, hidden, ffn, plan, sizes, gated
 ):
     """A lane has some of both, a lane has none here, and a lane has no others."""
     routed = {0: [2, 0], 2: [0, 4], 3: [2, 1], 4: [1, 3]}
-    case = Case(name, dtype, lanes=5, hidden=hidden, ffn=ffn, used=5, E=5, routed=routed)
+    options = {"used": 5, "E": 5, "routed": routed, "gated": gated}
+    case = Case(name, dtype, lanes=5, hidden=hidden, ffn=ffn, **options)
     check_held(case, plan, range(1, 3), sizes, assert_products_close)
 
 

@@ -35,7 +35,7 @@ LFM2: dict[str, Any] = {
     "intermediate_size": 90, "max_position_embeddings": 512, "bos_token_id": 2, "eos_token_id": 1,
     "pad_token_id": 0,
 }  # fmt: skip
-M, A, F, C = "linear_attention", "full_attention", "mlp", "conv"
+M, A, F, C, E = "linear_attention", "full_attention", "mlp", "conv", "moe"
 
 
 def granite(types: list[str], **options: Any) -> PreTrainedModel:
@@ -53,7 +53,7 @@ def granite_groups() -> int:
 
 def nemotron(types: list[str], **options: Any) -> PreTrainedModel:
     config = transformers.NemotronHConfig(**NEMOTRON | {"layers_block_type": types} | options)
-    return with_time_steps(transformers.NemotronHForCausalLM(config))
+    return with_corrections(with_time_steps(transformers.NemotronHForCausalLM(config)))
 
 
 def qwen(types: list[str], **options: Any) -> PreTrainedModel:
@@ -78,16 +78,21 @@ def granite_dense(**options: Any) -> PreTrainedModel:
 def lfm2_experts(types: list[str], **options: Any) -> PreTrainedModel:
     sizes = LFM2 | {"num_hidden_layers": len(types), "layer_types": types}
     model = transformers.Lfm2MoeForCausalLM(transformers.Lfm2MoeConfig(**sizes | options))
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name.endswith("expert_bias"):
-                buffer.uniform_(-0.3, 0.3)
-    return model
+    return with_corrections(model)
 
 
 def lfm2(types: list[str], **options: Any) -> PreTrainedModel:
     sizes = LFM2 | {"num_hidden_layers": len(types), "layer_types": types}
     return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes | options))
+
+
+def with_corrections(model: PreTrainedModel) -> PreTrainedModel:
+    """Corrections of routers' scores that change which experts are chosen."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith(("expert_bias", "e_score_correction_bias")):
+                buffer.uniform_(-0.3, 0.3)
+    return model
 
 
 def with_time_steps(model: PreTrainedModel) -> PreTrainedModel:
@@ -125,6 +130,13 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "nemotron-biases": lambda: nemotron(
         [F, A, M], mamba_num_heads=4, mamba_head_dim=12, n_groups=1, conv_kernel=2,
         use_bias=True, use_conv_bias=False, mlp_bias=True, layer_norm_epsilon=1e-3,
+    ),
+    # Of three groups of experts two are chosen.
+    "nemotron-experts": lambda: nemotron(
+        [M, E, A, E, M], mamba_num_heads=4, mamba_head_dim=12, n_groups=2, n_routed_experts=12,
+        num_experts_per_tok=3, n_group=3, topk_group=2, moe_intermediate_size=36,
+        moe_shared_expert_intermediate_size=44, routed_scaling_factor=2.5,
+        layer_norm_epsilon=0.03,
     ),
     "qwen": lambda: qwen(
         [M, M, A, M], linear_num_key_heads=2, linear_num_value_heads=6, linear_conv_kernel_dim=4,

@@ -55,7 +55,10 @@ CONFIGS: Mapping[str, Config] = {
     "MiMoForCausalLM": _DENSE,
     "MistralForCausalLM": _DENSE,
     "MixtralForCausalLM": {**_DENSE, "num_local_experts": 4},
-    "NemotronHForCausalLM": SHAPES["tiny-hybrid"],
+    "NemotronHForCausalLM": {
+        **SHAPES["tiny-hybrid"], "hybrid_override_pattern": "M-*E", "n_routed_experts": 8,
+        "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64,
+    },
     "Olmo2ForCausalLM": _DENSE,
     "Olmo3ForCausalLM": {**_DENSE, "sliding_window": 256,
                          "layer_types": ["sliding_attention", "full_attention"]},
