@@ -66,6 +66,7 @@ _LANGUAGE_MODELS = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "backbone.": "model.",
 }
 # Destination bytes filled at a time: a cast on the way to a device needs that much host memory.

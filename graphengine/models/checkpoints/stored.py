@@ -54,7 +54,7 @@ _DRAFT_MODULES = ("mtp.", "model.mtp_layers.", "medusa.", "medusa_head.")
 # their projectors, value heads of reinforcement learning, and a draft vocabulary.
 _BESIDE = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|audio_model|multi_modal_projector|"
-    r"embed_vision|embed_audio)\..*|v_head\..*|d2t|t2d"
+    r"connector|embed_vision|embed_audio)\..*|v_head\..*|d2t|t2d"
 )
 
 

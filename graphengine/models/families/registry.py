@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from graphengine.models.contract import ModelConfig
 from graphengine.models.families import (
+    beside_towers,
     deepseek,
     gemma3,
     glm4_moe,
@@ -14,6 +15,7 @@ from graphengine.models.families import (
     granite4,
     lfm2,
     llama,
+    ministral3,
     mistral,
     mixtral,
     nemotron_h,
@@ -37,10 +39,15 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "GptOssForCausalLM": gpt_oss.read_config,
     "GraniteForCausalLM": granite.read_config,
     "GraniteMoeHybridForCausalLM": granite4.read_config,
+    "Idefics3ForConditionalGeneration": beside_towers.read_config,
     "Lfm2ForCausalLM": lfm2.read_config,
     "Lfm2MoeForCausalLM": lfm2.read_moe,
+    "Lfm2VlForConditionalGeneration": beside_towers.read_config,
     "LlamaForCausalLM": llama.read_config,
+    "LlavaForConditionalGeneration": beside_towers.read_config,
     "MiMoForCausalLM": qwen2.read_config,
+    "Ministral3ForCausalLM": ministral3.read_config,
+    "Mistral3ForConditionalGeneration": beside_towers.read_config,
     "MistralForCausalLM": mistral.read_config,
     "MixtralForCausalLM": mixtral.read_config,
     "NemotronHForCausalLM": nemotron_h.read_config,
@@ -57,6 +64,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Qwen3_5MoeForConditionalGeneration": qwen3_5.read_moe,
     "Qwen3MoeForCausalLM": qwen3_moe.read_config,
     "SmolLM3ForCausalLM": smollm3.read_config,
+    "SmolVLMForConditionalGeneration": beside_towers.read_config,
 }
 """The reader of each architecture's `config.json`; it also gets the architecture's name."""
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from graphengine.models.hf.harmless_keys import HARMLESS, HARMLESS_OF_ROPE, OF_IMAGES
 from graphengine.options.checks import INT32_MAX, shown
 
 Kind = Literal["integer", "integers", "number", "numbers", "flag", "text", "texts", "object"]
@@ -330,6 +331,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mlp_hidden_act": ("silu",),
     # Norms and gates at other places.
     "qk_layernorm": (False,),
+    "qk_layer_norms": (False,),
     "qk_norm": (False,),
     "use_qk_norm": (False,),
     "use_post_norm": (False,),
@@ -415,60 +417,6 @@ _FACTORS_OF_ROPE: Mapping[str, tuple[Any, ...]] = {
     "apply_yarn_scaling": (True,),
     "llama_4_scaling_beta": (0,),
 }
-
-_HARMLESS = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation
-    _flash_attn_2_enabled _name_or_path attn_implementation auto_map custom_pipelines dtype
-    language name_or_path pipeline_tag torch_dtype transformers_version unsloth_fixed
-    unsloth_version use_flash_attn use_flash_attention use_bfloat16 torchscript use_cache
-    cache_implementation cache_config pretraining_tp transformers.js_config
-
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
-    decoder_start_token_id vocab_file tokenizer_class
-
-    attention_dropout attention_probs_dropout_prob classifier_dropout dropout embd_pdrop
-    embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout resid_pdrop residual_dropout
-    initializer_cutoff_factor initializer_factor initializer_range init_std
-    rescale_prenorm_residual gradient_checkpointing use_gradient_checkpointing
-    output_router_logits router_aux_loss_coef z_loss_coefficient max_sequence_length
-    aux_loss_alpha seq_aux ep_size qk_head_dim router_jitter_noise
-    model_max_length seq_length seq_len
-
-    chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label is_decoder
-    is_llama_config label2id num_labels output_attentions output_hidden_states output_scores
-    prefix problem_type pruned_heads return_dict return_dict_in_generate task_specific_params
-    tf_legacy_loss tie_encoder_decoder tie_last_hidden_states
-
-    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
-    forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size
-    num_beam_groups num_beams num_return_sequences remove_invalid_values repetition_penalty
-    suppress_tokens temperature top_k top_p typical_p
-
-    mtp_num_hidden_layers num_mtp_layers mtp_loss_scaling_factor
-
-    _sliding_window_pattern initial_context_length
-
-    chunk_size expand init_method mamba_chunk_size moe_shared_expert_overlap
-    mtp_hybrid_override_pattern mtp_layers_block_type num_logits_to_keep residual_in_fp32
-    block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_xavier_init
-    conv_dim conv_dim_out conv_use_xavier_init num_heads
-    time_step_floor time_step_max time_step_min time_step_rank use_mamba_kernels
-"""
-HARMLESS = frozenset(_HARMLESS.split())
-"""Keys that change nothing here: they concern other programs, tokens, training, other tasks,
-generation and the number of draft modules."""
-
-
-_OF_IMAGES = (
-    "vision_config",
-    "mm_tokens_per_image",
-    *(
-        f"{which}_token_{end}"
-        for which in ("image", "video", "vision_start", "vision_end", "boi", "eoi")
-        for end in ("id", "index")
-    ),
-)
 
 
 def unsupported(
@@ -560,11 +508,11 @@ def unknown_keys(config: HfConfig) -> list[str]:
     text = config.get("text_config")
     if isinstance(text, dict):
         # Keys of images, where only the language model is read.
-        known |= {"text_config", *_OF_IMAGES}
+        known |= {"text_config", *OF_IMAGES}
     names = [name for name in config if name not in known]
     if isinstance(text, dict):
         names += [f"text_config.{name}" for name in unknown_keys(text)]
-    rope_keys = {key.name for key in ROPE_KEYS} | {*LAYER_TYPES, "finetuned"}
+    rope_keys = {key.name for key in ROPE_KEYS} | {*LAYER_TYPES, *HARMLESS_OF_ROPE}
     rope_keys |= NEUTRAL_ROPE.keys() | _FACTORS_OF_ROPE.keys()
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)

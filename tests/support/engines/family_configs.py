@@ -47,12 +47,19 @@ CONFIGS: Mapping[str, Config] = {
     "GraniteMoeHybridForCausalLM": {
         **SHAPES["granite-4-h-1b"], **_FEW, "layer_types": ["mamba", "attention"],
     },
+    "Idefics3ForConditionalGeneration": {"text_config": _DENSE},
     "Lfm2ForCausalLM": {**_DENSE, **_TYPES, "conv_L_cache": 3},
     "Lfm2MoeForCausalLM": {**_DENSE, **_TYPES, "conv_L_cache": 3, "num_experts": 8,
                            "num_experts_per_tok": 2, "moe_intermediate_size": 512,
                            "num_dense_layers": 1, "use_expert_bias": True},
+    "Lfm2VlForConditionalGeneration": {
+        "text_config": {**_DENSE, **_TYPES, "conv_L_cache": 3, "model_type": "lfm2"},
+    },
     "LlamaForCausalLM": {**SHAPES["llama-8b"], **_FEW},
+    "LlavaForConditionalGeneration": {"text_config": {**_DENSE, "model_type": "llama"}},
     "MiMoForCausalLM": _DENSE,
+    "Ministral3ForCausalLM": _DENSE,
+    "Mistral3ForConditionalGeneration": {"text_config": {**_DENSE, "model_type": "ministral3"}},
     "MistralForCausalLM": _DENSE,
     "MixtralForCausalLM": {**_DENSE, "num_local_experts": 4},
     "NemotronHForCausalLM": {
@@ -75,6 +82,7 @@ CONFIGS: Mapping[str, Config] = {
     },
     "Qwen3MoeForCausalLM": {**SHAPES["qwen3-30b-a3b"], **_FEW, "num_experts": 8},
     "SmolLM3ForCausalLM": _DENSE,
+    "SmolVLMForConditionalGeneration": {"text_config": {**_DENSE, "model_type": "llama"}},
 }  # fmt: skip
 assert CONFIGS.keys() == FAMILIES.keys(), CONFIGS.keys() ^ FAMILIES.keys()
 

@@ -1,0 +1,69 @@
+"""The keys of `config.json` that change nothing that the engine computes."""
+
+from __future__ import annotations
+
+_HARMLESS = """
+    _attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation
+    _flash_attn_2_enabled _name_or_path attn_implementation auto_map custom_pipelines dtype
+    language name_or_path pipeline_tag torch_dtype transformers_version unsloth_fixed
+    unsloth_version use_flash_attn use_flash_attention use_bfloat16 torchscript use_cache
+    cache_implementation cache_config pretraining_tp transformers.js_config
+
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
+    decoder_start_token_id vocab_file tokenizer_class
+
+    attention_dropout attention_probs_dropout_prob classifier_dropout dropout embd_pdrop
+    embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout resid_pdrop residual_dropout
+    initializer_cutoff_factor initializer_factor initializer_range init_std
+    rescale_prenorm_residual gradient_checkpointing use_gradient_checkpointing
+    output_router_logits router_aux_loss_coef z_loss_coefficient max_sequence_length
+    aux_loss_alpha seq_aux ep_size qk_head_dim router_jitter_noise
+    model_max_length seq_length seq_len
+
+    chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label is_decoder
+    ignore_index is_llama_config label2id neftune_noise_alpha num_labels output_attentions
+    output_hidden_states output_scores perceiver_config pixel_shuffle_factor use_resampler
+    prefix problem_type pruned_heads return_dict return_dict_in_generate task_specific_params
+    tf_legacy_loss tie_encoder_decoder tie_last_hidden_states
+
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences remove_invalid_values repetition_penalty
+    suppress_tokens temperature top_k top_p typical_p
+
+    mtp_num_hidden_layers num_mtp_layers mtp_loss_scaling_factor
+
+    _sliding_window_pattern initial_context_length
+
+    chunk_size expand init_method mamba_chunk_size moe_shared_expert_overlap
+    mtp_hybrid_override_pattern mtp_layers_block_type num_logits_to_keep residual_in_fp32
+    block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_xavier_init
+    conv_dim conv_dim_out conv_use_xavier_init num_heads
+    time_step_floor time_step_max time_step_min time_step_rank use_mamba_kernels
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+"""Keys that change nothing here: they concern other programs, tokens, training, other tasks,
+generation and the number of draft modules."""
+
+
+_TOWER_KEYS = """
+    vision_config mm_tokens_per_image image_seq_length vision_feature_layer
+    vision_feature_select_strategy multimodal_projector_bias projector_bias projector_hidden_act
+    projector_hidden_size projector_use_layernorm spatial_merge_size scale_factor _pad_token_id
+    downsample_factor do_image_splitting encoder_patch_size max_image_tokens max_num_patches
+    max_pixels_tolerance max_tiles min_image_tokens min_tiles tile_size use_image_special_tokens
+    use_thumbnail
+"""
+OF_IMAGES = (
+    *_TOWER_KEYS.split(),
+    *(
+        f"{which}_token_{end}"
+        for which in ("image", "video", "vision_start", "vision_end", "boi", "eoi")
+        for end in ("id", "index")
+    ),
+)
+"""Keys of towers and of their tokens, beside the config of a language model."""
+
+HARMLESS_OF_ROPE = ("finetuned", "max_position_embeddings")
+"""Keys among those of RoPE that say what it was made for; no frequency follows from them."""
