@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from graphengine.kernels.attention.decode import MAX_HEAD_DIM
 from graphengine.kernels.norm_rope.rope_config import RopeConfig, RopeKind
 from graphengine.models.hf.config_schema import (
     KEYS,
@@ -26,8 +27,6 @@ from graphengine.options.checks import shown
 from graphengine.options.devices import DTYPES
 
 _ROPE_KINDS: Sequence[RopeKind] = get_args(RopeKind)
-HEAD_DIMS = (64, 80, 96, 128, 256)
-"""Head sizes that the attention kernels are tested and tuned for."""
 
 # Keys that each kind of RoPE requires; transformers has no default for these either.
 _ROPE_NEEDS = {
@@ -94,9 +93,10 @@ def read_settings(config: HfConfig, family: FamilyDefaults) -> dict[str, Any]:
         )
     if settings["head_dim"] is None:
         settings["head_dim"] = family.head_dim or settings["hidden_size"] // heads
-    if settings["head_dim"] not in HEAD_DIMS and not family.latent:
+    head_dim = settings["head_dim"]
+    if not family.latent and (head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM):
         raise ValueError(
-            f"config.json gives head_dim={settings['head_dim']}: supported: {HEAD_DIMS}"
+            f"config.json gives head_dim={head_dim}: supported: even numbers in [2, {MAX_HEAD_DIM}]"
         )
     if settings["hidden_act"] not in ("silu", "swish"):
         raise unsupported("hidden_act", settings["hidden_act"], "'silu', 'swish'")

@@ -148,7 +148,7 @@ def test_names_of_the_language_model(named: dict[str, Any]) -> None:
         ({"rope_parameters": {"odd": {}}}, "rope_parameters=.*: supported: RoPE under 'full_atten"),
         ({"rope_scaling": {"type": "linear", "factor": 8}}, "rope_scaling=.* with a rope_type"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type='dynamic': supported: RoPE of"),
-        ({"head_dim": 72}, r"gives head_dim=72: supported: \(64, "),
+        ({"head_dim": 73}, "gives head_dim=73: supported: even "),
         ({"num_experts": 8}, "num_experts=8: supported"),
         ({"text_config": 5}, "text_config=5: supported: a JSON object"),
     ],

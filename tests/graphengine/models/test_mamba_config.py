@@ -207,7 +207,7 @@ def test_transformers_own_configs_have_no_unknown_key(config: Any) -> None:
         ({"time_step_limit": [0.5, 0.1]}, r"time_step_limit=\[0.5, 0.1\]: supported"),
         ({"time_step_limit": [0.0, math.nan]}, "time_step_limit"),
         ({"sliding_window": 100}, "sliding_window=100"),
-        ({"num_attention_heads": 48}, "head_dim=32"),
+        ({"num_attention_heads": 4}, "head_dim=384"),
     ],
 )  # fmt: skip
 def test_what_granite_does_not_do_here_is_an_error(changes: dict[str, Any], message: str) -> None:
@@ -232,7 +232,7 @@ def test_what_granite_does_not_do_here_is_an_error(changes: dict[str, Any], mess
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06: supported: null, or layer_norm_epsilon"),
         ({"mamba_ssm_cache_dtype": "float8"}, "mamba_ssm_cache_dtype='float8'"),
         ({"conv_kernel": 1}, r"conv_kernel=1: must be an integer in \[2, 8\]"),
-        ({"head_dim": 100}, "head_dim=100"),
+        ({"head_dim": 99}, "head_dim=99"),
         ({"attention_multiplier": 0.5}, "attention_multiplier=0.5"),
         ({"residual_multiplier": 0.5}, "residual_multiplier=0.5"),
     ],

@@ -267,7 +267,7 @@ def problems(draw: st.DrawFn) -> Problem:
         lengths=tuple(draw(st.lists(lengths, min_size=1, max_size=3))),
         kv_heads=draw(st.sampled_from([1, 2, 8] if NATIVE else [1, 2])),
         group=draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 20])),
-        head_dim=draw(st.sampled_from([24, 64, 80, 96, 128, 256])),
+        head_dim=draw(st.sampled_from([2, 4, 12, 24, 64, 80, 96, 100, 128, 160, 256])),
         block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         normed=draw(st.booleans()),
         split=split,
@@ -296,8 +296,11 @@ def test_equals_the_definition(
 @pytest.mark.parametrize(
     ("group", "head_dim", "block_size"),
     some_of(
-        [(1, 64, 8), (4, 128, 16), (5, 80, 32), (8, 96, 128), (16, 64, 64), (20, 256, 8)],
-        *(0, 2, 3, 5),
+        [
+            *((1, 64, 8), (4, 128, 16), (5, 80, 32), (8, 96, 128), (16, 64, 64), (20, 256, 8)),
+            *((3, 4, 16), (2, 12, 8), (1, 100, 64), (2, 160, 16)),
+        ],
+        *(0, 2, 3, 5, 6, 7),
     ),
 )
 @pytest.mark.parametrize("split", KERNELS_SPLITS)

@@ -146,6 +146,7 @@ CASES: dict[str, dict[str, Any]] = {
         "normed": True,
         "norm_dtype": torch.float32,
     },
+    "short heads": {"head_dim": 40, "width": 2, "rows": 3, "kv_heads": 4, "normed": True},
     "padded heads": {"head_dim": 80, "width": 9, "rows": 1, "kv_heads": 32, "split": 512},
     "fp8": {"kv_dtype": FP8_KV},
     "fp8 rows": {"kv_dtype": FP8_KV, "head_dim": 64, "width": 3, "rows": 2, "normed": True},
@@ -153,7 +154,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @not_interpreted
-@pytest.mark.parametrize("name", extent(["8b", "gemma", "padded heads", "fp8 rows"], [*CASES]))
+@pytest.mark.parametrize(
+    "name", extent(["8b", "gemma", "short heads", "padded heads", "fp8 rows"], [*CASES])
+)
 def test_copies_begin_before_the_wait_and_products_are_of_16_rows(name: str) -> None:
     launch = launch_of(**CASES[name])
     kernel, _ = compile_kernel(launch)

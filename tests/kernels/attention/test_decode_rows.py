@@ -19,6 +19,7 @@ from graphengine.kernels.attention.reference import decode_attention_reference
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.core.paged import FP8_KV
+from graphengine.kernels.linear.plans import dot_columns
 from graphengine.kernels.norm_rope.rope_config import RopeConfig, rope_tables
 from launches.compilation import compile_kernel, record_launch
 
@@ -213,7 +214,7 @@ def problems(draw: st.DrawFn) -> Rows:
         live=tuple(draw(st.integers(0, width)) for _ in chosen),
         kv_heads=draw(st.sampled_from([1, 2])),
         group=draw(st.sampled_from([1, 2, 3, 4, 8, 20])),
-        head_dim=draw(st.sampled_from([24, 64, 80, 128, 256] if NATIVE else [24, 64, 128])),
+        head_dim=draw(st.sampled_from([4, 12, 24, 64, 128, *([80, 256] if NATIVE else [])])),
         block_size=draw(st.sampled_from([8, 16, 32, 128])),
         split=split,
         normed=draw(st.booleans()),
@@ -439,14 +440,16 @@ def sums(ttgir: str) -> list[tuple[str, str]]:
 
 
 @compiles
-@pytest.mark.parametrize(("head_dim", "split_tokens"), some_of([(64, 64), (128, 128)], 0))
+@pytest.mark.parametrize(
+    ("head_dim", "split_tokens"), some_of([(64, 64), (128, 128), (12, 64)], 0, 2)
+)
 def test_the_compiler_sums_alike_for_rows_of_any_length(head_dim: int, split_tokens: int) -> None:
     """A sibling's norm above all: it must not be computed in the layout of the tile of keys."""
     shape = {"head_dim": head_dim, "split_tokens": split_tokens}
     one = sums(compile_rows(1, **shape)["ttgir"])
     compiled = compile_rows(4, **shape)
     four = sums(compiled["ttgir"])
-    key = f"1x{head_dim}xf32"
+    key = f"1x{dot_columns(head_dim)}xf32"
     own = [entry for entry in one if entry[0] == key]
     assert len(own) == 1
     assert [entry for entry in four if entry[0] == key] == own * 4

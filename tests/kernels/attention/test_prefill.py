@@ -69,7 +69,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, list[Segment]]:
         lengths=tuple(lengths),
         kv_heads=draw(st.sampled_from([1, 2])),
         group=draw(st.sampled_from([1, 2, 3, 4, 7, 16])),
-        head_dim=draw(st.sampled_from([24, 64, 80, 96, 128, 256])),
+        head_dim=draw(st.sampled_from([2, 4, 12, 24, 64, 80, 96, 100, 128, 160, 256])),
         block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         seed=draw(st.integers(0, 999)),
     )

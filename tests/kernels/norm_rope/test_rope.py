@@ -304,7 +304,7 @@ def problems(draw: st.DrawFn) -> Problem:
         lengths=tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))),
         heads=kv_heads * draw(st.integers(1, 5)),
         kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([24, 64, 80, 96, 128, 256])),
+        head_dim=draw(st.sampled_from([2, 4, 12, 24, 64, 80, 96, 100, 128, 256])),
         block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         normed=draw(st.booleans()),
         plus_one=draw(st.booleans()),
