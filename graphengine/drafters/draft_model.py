@@ -145,6 +145,7 @@ class DraftModelDrafter(Drafter):
             setting,
             linear="lm_head",
             eps=self.config.norm_eps,
+            cap=self.config.logits_cap,
         )
         self._drafts = self._choice.opened(head, buffers)
         self._launch = replace(

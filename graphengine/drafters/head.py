@@ -27,7 +27,7 @@ from graphengine.kernels.draft.draft import DraftTiles
 from graphengine.kernels.draft.spread import spread_logits
 from graphengine.kernels.draft.trees.top_drafts import TopDrafts, top_drafts
 from graphengine.kernels.linear.call import AnyWeight, LinearCall
-from graphengine.kernels.linear.epilogues import LOGITS, SampleTiles
+from graphengine.kernels.linear.epilogues import SampleTiles, StoreLogits
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import empty_packed, select_rows
 from graphengine.kernels.linear.residual import Residual
@@ -95,6 +95,7 @@ class DraftHead:
     setting   has the target's sampling parameters and options on logits, which apply
     linear    the name of its product, without its weight's format
     eps       of the norm that the stream fed to it is scaled for
+    cap       soft cap of its logits; 0: none
     group     the ranks that share its rows; None: there is one
     """
 
@@ -106,11 +107,12 @@ class DraftHead:
         *,
         linear: str,
         eps: float,
+        cap: float,
         group: RankGroup | None = None,
     ) -> None:
         self._vocabulary = vocabulary_of(weight, group, token_ids)
         self._sampling, self._options = setting.sampling, setting.options
-        self._linear, self._eps = linear, eps
+        self._linear, self._eps, self._cap = linear, eps, cap
         self._token_ids, self._tokens = token_ids, self._options.counts.shape[1]
 
     def top(
@@ -150,7 +152,8 @@ class DraftHead:
 
     def logits(self, hidden: Hidden, lanes: DecodeLanes, launch: DecodeLaunch) -> Tensor:
         """Float32 [N, D], of all ranks; `hidden` as in `tiles`. Padded lanes hold anything."""
-        return self._vocabulary.logits(linear(self._call(hidden, lanes, launch), LOGITS))
+        call, epilogue = self._call(hidden, lanes, launch), StoreLogits(cap=self._cap)
+        return self._vocabulary.logits(linear(call, epilogue))
 
     def tiles(
         self,
@@ -168,8 +171,13 @@ class DraftHead:
         """
         if filtered:
             return self._filtered(hidden, lanes, launch, ahead)
-        ids = self._vocabulary.token_ids
-        sampling = SampleTiles(lanes.position, self._sampling, ahead=ahead, token_ids=ids)
+        sampling = SampleTiles(
+            lanes.position,
+            self._sampling,
+            ahead=ahead,
+            token_ids=self._vocabulary.token_ids,
+            cap=self._cap,
+        )
         best, health = linear(self._call(hidden, lanes, launch), sampling)
         return DraftTiles(*self._vocabulary.candidates(best, health))
 

@@ -321,13 +321,14 @@ class ChunkAttention(Protocol):
         kv_scales: Tensor | None = None,
         window: int = 0,
         sinks: Tensor | None = None,
+        softcap: float = 0.0,
         out: Tensor,
     ) -> Tensor:
         """Fill and return `out`, `[N, Q*D]`.
 
         `kv` is `[blocks, 2, block_size, G, D]`; an fp8 cache has scales. Each lane sees `window`
         tokens including its own; 0: all up to its own. `sinks`: float32 `[Q]`, one extra score per
-        head.
+        head. `softcap`: of scores; 0: none.
         """
         ...
 
@@ -381,6 +382,11 @@ class ModelConfig(Protocol):
     @property
     def tie_embeddings(self) -> bool:
         """Whether lm_head is the embedding."""
+        ...
+
+    @property
+    def logits_cap(self) -> float:
+        """Soft cap c > 0 of the logits: c * tanh(logit / c); 0: none."""
         ...
 
     @property

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels.linear.call import AnyWeight, LinearCall
-from graphengine.kernels.linear.epilogues import LOGITS
+from graphengine.kernels.linear.epilogues import StoreLogits
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import first_rows
 from graphengine.kernels.linear.residual import Residual
@@ -443,7 +443,8 @@ class DecoderModel:
             rms_norm(x_1H, last.next_norm, slot_1, eps=eps, out_dtype=self.dtype, out=scratch.h)
         for step in rest:
             prefill_feed_forward(step.block, step.next_norm, x_1H, slot_1, scratch)
-        return linear(LinearCall(scratch.h, head, slot_1, launch=launch), LOGITS)
+        call = LinearCall(scratch.h, head, slot_1, launch=launch)
+        return linear(call, StoreLogits(cap=self.config.logits_cap))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from graphengine.buckets import StaticBuffers
 from graphengine.kernels.core.tree import TreeLanes
-from graphengine.kernels.linear.call import MAX_LANES, AnyWeight, LinearCall
-from graphengine.kernels.linear.epilogues import LOGITS
+from graphengine.kernels.linear.call import MAX_LANES, LinearCall
+from graphengine.kernels.linear.epilogues import StoreLogits
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.logits.logits import process_logits
 from graphengine.kernels.logits.logprobs import (
@@ -33,6 +33,7 @@ from graphengine.kernels.sample.candidates import SamplingTensors
 from graphengine.kernels.step.noted import note_prompt, note_tokens
 from graphengine.kernels.step.state import DecodeLanes, PrefillLanes, StopSequences
 from graphengine.kernels.step.walk import AcceptedPath
+from graphengine.models.contract import Model
 from graphengine.options.logits_params import LogprobsMode
 from graphengine.requests.processing import logits_tensors
 
@@ -167,7 +168,7 @@ class LogitsStep:
         self,
         chunk: PrefillLanes,
         hidden: Tensor,
-        lm_head: AnyWeight,
+        model: Model,
         following: Tensor,
         final: Tensor,
     ) -> None:
@@ -181,12 +182,12 @@ class LogitsStep:
         lane = torch.arange(len(following), dtype=torch.int32, device=following.device)
         ends = (final != 0) & (lane == chunk.last)
         count = ((chunk.slot >= 0) & ~ends).to(torch.int32)
-        parts = []
+        parts, epilogue = [], StoreLogits(cap=model.config.logits_cap)
         # One product takes at most MAX_LANES lanes, and there is room for as many.
         for start in range(0, len(following), MAX_LANES):
             part = slice(start, start + MAX_LANES)
             slot = chunk.slot[part]
-            logits = linear(LinearCall(hidden[part], lm_head, slot), LOGITS)
+            logits = linear(LinearCall(hidden[part], model.lm_head, slot), epilogue)
             ranked = rank_logits(logits, slot, wants)
             tokens = token_log_probabilities(
                 logits, following[part], count[part], slot, wants, ranked

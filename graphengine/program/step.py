@@ -29,7 +29,7 @@ from graphengine.buckets import Mailbox, StaticBuffers
 from graphengine.drafters import Drafter, OfTree, Prefilled, Verified
 from graphengine.kernels.attention.prefill import paged_prefill_attention
 from graphengine.kernels.core.tree import TreeLanes
-from graphengine.kernels.linear.epilogues import LOGITS, SampleTiles
+from graphengine.kernels.linear.epilogues import SampleTiles, StoreLogits
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.residual import Residual, new_residual
 from graphengine.kernels.norm_rope.embedding import GivenRows
@@ -222,13 +222,13 @@ class StepProgram:
         out of memory: None.
         """
         launch, model, vocabulary = self.launch, self.model, self.vocabulary
-        eps = model.config.norm_eps
+        eps, cap = model.config.norm_eps, model.config.logits_cap
         call = launch.call("lm_head", residual, vocabulary.head, lanes.slot, eps=eps)
         if sampler == "fast":
             ids = vocabulary.token_ids
-            sampling = SampleTiles(lanes.position, self.sampling, token_ids=ids)
+            sampling = SampleTiles(lanes.position, self.sampling, token_ids=ids, cap=cap)
             return None, *vocabulary.candidates(*linear(call, sampling))
-        logits = vocabulary.logits(linear(call, LOGITS))
+        logits = vocabulary.logits(linear(call, StoreLogits(cap=cap)))
         processed = self.logits_step.process(logits, lanes, drafts, tree=tree, pdl=launch.pdl)
         best, health = sample_tiles(
             logits, lanes.slot, lanes.position, self.sampling, pdl=launch.pdl
@@ -266,7 +266,7 @@ class StepProgram:
                 # Where no token follows there is nothing to report.
                 followed = torch.where(next_tokens >= 0, chunk.slot, -1)
                 reported = chunk._replace(slot=followed)
-            self.logits_step.report_prompt(reported, hidden, self.model.lm_head, next_tokens, final)
+            self.logits_step.report_prompt(reported, hidden, self.model, next_tokens, final)
         if self.routing is not None and routes is not None:
             self.routing.publish_prompt(routes, chunk)
         following = buffers["prefill_next"] if self._drafts else None

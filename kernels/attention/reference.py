@@ -7,11 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphengine.kernels.attention.scores import (
-    capped_reference,
-    first_key_of,
-    softmax_reference,
-)
+from graphengine.kernels.attention.scores import first_key_of, softmax_reference
 from graphengine.kernels.core.paged import (
     checked_output,
     gather_cache,
@@ -20,6 +16,7 @@ from graphengine.kernels.core.paged import (
     token_capacity,
 )
 from graphengine.kernels.core.tree import TreeLanes, ancestors_of
+from graphengine.kernels.norm_rope.activation import soft_capped_reference
 from graphengine.kernels.norm_rope.rope import rope_append_reference
 
 
@@ -151,7 +148,7 @@ def decode_attention_reference(
             )
         # [G, group, D] x [G, D, keys].
         q = q_QD.view(num_kv_heads, -1, head_dim)
-        scores = capped_reference(q @ keys.permute(1, 2, 0) * scale, softcap)
+        scores = soft_capped_reference(q @ keys.permute(1, 2, 0) * scale, softcap)
         weights = softmax_reference(scores, sinks_GH)
         out[lane] = (weights @ values.transpose(0, 1)).view(-1).to(out.dtype)
     return out
@@ -277,7 +274,7 @@ def _segment_reference(
     q = q_TQD.float().transpose(0, 1)
     keys = keys.transpose(0, 1).repeat_interleave(group, dim=0)
     values = values.transpose(0, 1).repeat_interleave(group, dim=0)
-    scores = capped_reference(q @ keys.transpose(1, 2) * scale, softcap)
+    scores = soft_capped_reference(q @ keys.transpose(1, 2) * scale, softcap)
     scores = scores.masked_fill(hidden, -math.inf)
     weights = softmax_reference(scores, None if sinks is None else sinks[:, None])
     result = (weights @ values).transpose(0, 1)

@@ -43,11 +43,6 @@ def first_key_of(position: int, window: int) -> int:
     return max(position - window + 1, 0) if window else 0
 
 
-def capped_reference(scores: torch.Tensor, softcap: float) -> torch.Tensor:
-    """Scores after the soft cap."""
-    return torch.tanh(scores / softcap) * softcap if softcap else scores
-
-
 def softmax_reference(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Weights of `scores` [..., keys]; `sinks` broadcast with [...]."""
     if sinks is None:

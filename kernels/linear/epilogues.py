@@ -1,6 +1,7 @@
 """What becomes of a linear's product: all that `linear` can do with it.
 
     Store          y itself, rounded once
+    StoreLogits    y in float32, with a soft cap
     StoreSwiglu    silu(gate) * up of its halves, rounded once
     AddResidual    residual += y, and what the next norm reads
     StoreSquares   y in float32 and its sums of squares, for a norm of its own
@@ -23,6 +24,9 @@ from graphengine.kernels.comm.items import PeerItems, Peers
 from graphengine.kernels.core.lanes import check_lanes, check_vector, check_weight, output_rows
 from graphengine.kernels.linear.call import LinearCall
 from graphengine.kernels.linear.linear_triton import (
+    CapArgs,
+    CappedSamplerArgs,
+    LogitsArgs,
     ProductArgs,
     SamplerArgs,
     StreamArgs,
@@ -38,7 +42,12 @@ from graphengine.kernels.linear.residual import (
     new_product,
     sums_of_squares,
 )
-from graphengine.kernels.norm_rope.activation import Activation, activated_reference, gate_code
+from graphengine.kernels.norm_rope.activation import (
+    Activation,
+    activated_reference,
+    gate_code,
+    soft_capped_reference,
+)
 from graphengine.kernels.sample.candidates import SamplingTensors, check_parameters, unfiltered
 from graphengine.kernels.sample.sampling import sample_tiles_reference
 
@@ -48,7 +57,8 @@ Live = slice | torch.Tensor
 
 
 class Targets(NamedTuple):
-    """Where a kernel leaves a product: one of `out`, `stream` and `sampler` is given.
+    """Where a kernel leaves a product: one of `out`, `stream` and `sampler` is given, or a cap in
+    the latter's place besides `out`.
 
     gate   0, or the `gate_code` of a SwiGLU
     peers  as in `AddResidual`
@@ -56,7 +66,7 @@ class Targets(NamedTuple):
 
     out: torch.Tensor | None = None
     stream: StreamArgs | ProductArgs | None = None
-    sampler: SamplerArgs | None = None
+    sampler: LogitsArgs | None = None
     token_ids: torch.Tensor | None = None
     stop_ids: int = 0
     ahead: int = 1
@@ -121,8 +131,25 @@ class Store(Epilogue[torch.Tensor]):
         return output_rows(self.out, shape, dtype=dtype, like=call.x_NK)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLogits(Store):
+    """Logits in [N, V], float32.
+
+    cap  soft cap: a logit y becomes cap * tanh(y / cap), as Gemma 2 has it; 0: it stays
+    """
+
+    dtype: torch.dtype | None = torch.float32
+    cap: float = 0.0
+
+    def targets(self, outputs: torch.Tensor) -> Targets:
+        return Targets(out=outputs, sampler=CapArgs(self.cap) if self.cap else None)
+
+    def finish(self, y_LM: torch.Tensor, live: Live, call: LinearCall) -> torch.Tensor:
+        return Store.finish(self, soft_capped_reference(y_LM, self.cap), live, call)
+
+
 STORE = Store()
-LOGITS = Store(dtype=torch.float32)
+LOGITS = StoreLogits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,14 +253,15 @@ class SampleTiles(Epilogue[tuple[torch.Tensor, torch.Tensor]]):
     """The fast sampler folded into lm_head: greedy or by temperature, no top-k, top-p or min-p.
 
     The result is new best int64 [N, C] and health int32 [N, C] of each tile of `plan.block_m`
-    logits, as `sample_tiles` leaves them: the same token as from the logits of `Store` with the
-    same plan, in float32.
+    logits, as `sample_tiles` leaves them: the same token as from the logits of `StoreLogits` with
+    the same plan and cap.
 
     position_N  int32, of the query
     params      by slot; the filters among them are checked, but not used
     ahead       positions from the query to the sampled token, whose position determines its noise
     token_ids   int32 [V], ascending: the token of each weight row, where there are fewer rows than
                 tokens; None: row v is token v
+    cap         soft cap of the logits, as in `StoreLogits`
     """
 
     position_N: torch.Tensor
@@ -241,6 +269,7 @@ class SampleTiles(Epilogue[tuple[torch.Tensor, torch.Tensor]]):
     _: KW_ONLY
     ahead: int = 1
     token_ids: torch.Tensor | None = None
+    cap: float = 0.0
     kind: ClassVar[LinearKind] = "sample"
 
     def outputs(self, call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,8 +281,9 @@ class SampleTiles(Epilogue[tuple[torch.Tensor, torch.Tensor]]):
     def targets(self, outputs: tuple[torch.Tensor, torch.Tensor]) -> Targets:
         given = self.params
         options = (given.temperature, given.seed, given.stop_ids, given.min_len)
+        plain = SamplerArgs(self.position_N, *options, *outputs)
         return Targets(
-            sampler=SamplerArgs(self.position_N, *options, *outputs),
+            sampler=CappedSamplerArgs(*plain, self.cap) if self.cap else plain,
             token_ids=self.token_ids,
             stop_ids=check_parameters(given),
             ahead=self.ahead,
@@ -270,7 +300,7 @@ class SampleTiles(Epilogue[tuple[torch.Tensor, torch.Tensor]]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._check(call)
         return sample_tiles_reference(
-            Store(dtype=torch.float32).finish(y_LM, live, call),
+            StoreLogits(cap=self.cap).finish(y_LM, live, call),
             call.slot_N,
             self.position_N,
             unfiltered(self.params),

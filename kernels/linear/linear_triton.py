@@ -22,7 +22,7 @@ import triton.language as tl
 from graphengine.kernels.comm.items import begin_sum, push_part, sum_of_ranks
 from graphengine.kernels.core.pdl import wait_for_inputs
 from graphengine.kernels.linear.residual import Residual
-from graphengine.kernels.norm_rope.activation import activated
+from graphengine.kernels.norm_rope.activation import activated, soft_capped
 from graphengine.kernels.sample.sampling import best_of_tile
 
 
@@ -86,6 +86,29 @@ class SamplerArgs(NamedTuple):
     min_len: torch.Tensor
     best: torch.Tensor
     health: torch.Tensor
+
+
+class CappedSamplerArgs(NamedTuple):
+    """`SamplerArgs` for logits with a soft cap."""
+
+    position: torch.Tensor
+    temperature: torch.Tensor
+    seed: torch.Tensor
+    stop_ids: torch.Tensor
+    min_len: torch.Tensor
+    best: torch.Tensor
+    health: torch.Tensor
+    cap: float
+
+
+class CapArgs(NamedTuple):
+    """In place of a sampler: logits with a soft cap are stored."""
+
+    cap: float
+
+
+LogitsArgs = SamplerArgs | CappedSamplerArgs | CapArgs
+SAMPLER_FIELDS = tl.constexpr(len(SamplerArgs._fields))
 
 
 @triton.jit(do_not_specialize=["lanes", "eps", "stop_ids", "ahead"])
@@ -511,7 +534,9 @@ def _epilogue(
             up += bias.to(tl.float32)[None, :]
         y = activated(y, SWIGLU) * up
 
-    if sampler is not None:
+    if sampler is not None and len(sampler) != SAMPLER_FIELDS:
+        y = soft_capped(y, sampler.cap)
+    if sampler is not None and len(sampler) >= SAMPLER_FIELDS:
         position = tl.load(sampler.position + lane, mask=live, other=0) + ahead
         ids = output
         if token_ids_ptr is not None:

@@ -213,6 +213,12 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def soft_capped(x, cap):
+    """cap * tanh(x / cap) of a float32, within 2e-7 of the cap."""
+    return (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (x / cap)))) * cap
+
+
+@triton.jit
 def gated(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
     """silu(gate) * up of float32, or with a LIMIT a `ClampedSwiglu`. NaN stays NaN."""
     if LIMIT > 0:
@@ -275,6 +281,18 @@ def activated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor
     if gate_code(activation) == gate_code("gelu_tanh"):
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
     return x / _one_and_exp(inner)
+
+
+def soft_capped_reference(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap) of float32; x itself where the cap is 0.
+
+    The bits do not depend on where an element is.
+    """
+    if not cap:
+        return x
+    if x.is_cuda:
+        return torch.tanh(x / cap) * cap
+    return torch.from_numpy(np.tanh((x / cap).numpy(), order="C")) * cap
 
 
 def _one_and_exp(x: torch.Tensor) -> torch.Tensor:

@@ -164,6 +164,7 @@ class BlockDrafter(Drafter):
             setting,
             linear=HEAD,
             eps=config.output_eps,
+            cap=config.decoder.logits_cap,
             group=setting.group,
         )
         self._sampling, self._limit = setting.sampling, setting.limit

@@ -72,7 +72,6 @@ _KINDS = (
 _NEUTRAL = {
     "input_embedding_scale": (None, 1.0),
     "output_multiplier": (None, 1.0),
-    "final_logit_softcapping": (None, 0.0),
 }
 _WANTED = ("block_size", "mask_token_id", "target_layer_ids")
 _LAYERS = hf_config.FamilyDefaults(
@@ -98,18 +97,23 @@ def read_dflash(
     chosen = settings["target_layer_ids"] if layers is None else tuple(layers)
     attention = read_attention(values, qk_norm=True)
     decoder = decoder_config(values, "DFlash", attention, read_mlp(values))
-    embedding = stored.get("model.embed_tokens.weight")
+    embedding, own_head = stored.get("model.embed_tokens.weight"), "lm_head.weight" in stored
+    cap, rank = settings["final_logit_softcapping"], _rank(values, from_newest)
+    if cap is None:
+        cap = 0.0 if own_head else target.logits_cap
+    if cap and rank:
+        raise unsupported("final_logit_softcapping", cap, f"0 with markov_rank={rank}")
     config = DFlashConfig(
-        decoder=replace(decoder, tie_embeddings=False),
+        decoder=replace(decoder, tie_embeddings=False, logits_cap=cap),
         causal=_causal(values, from_newest),
         layers=chosen,
         target_width=target.hidden_size,
         mask_token=settings["mask_token_id"],
         trained_block=settings["block_size"],
         from_newest=from_newest,
-        rank=_rank(values, from_newest),
+        rank=rank,
         embedding_rows=0 if embedding is None else embedding.shape[0],
-        own_head="lm_head.weight" in stored,
+        own_head=own_head,
     )
     _check_layers(checkpoint, config, target, values)
     _check_sizes(checkpoint, config, target, values)

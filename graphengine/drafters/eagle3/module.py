@@ -155,6 +155,7 @@ class OpenEagle3(OpenModules):
             setting,
             linear=HEAD,
             eps=config.output_eps,
+            cap=setting.model.config.logits_cap if weights.lm_head is None else 0.0,
             group=setting.group,
         )
         split = config.split_tokens(plans.family, fusion.embedding.dtype, setting.limit)

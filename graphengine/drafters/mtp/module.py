@@ -134,6 +134,7 @@ class OpenMtp(OpenModules):
             setting,
             linear="lm_head",
             eps=config.output_eps,
+            cap=setting.model.config.logits_cap,
             group=setting.group,
         )
         launch = setting.launch_with(plans)

@@ -69,6 +69,7 @@ class GroupedQueryAttention:
               stream
     scale_of  scores are divided by its square root; 0: head_dim
     sinks     whether each head has a learned score that belongs to no token
+    softcap   soft cap c > 0 of scores: c * tanh(score / c); 0: none
     """
 
     hidden_size: int
@@ -86,6 +87,7 @@ class GroupedQueryAttention:
     rotated: float = 1.0
     scale_of: float = 0.0
     sinks: bool = False
+    softcap: float = 0.0
     gated: bool = False
     names: tuple[str, str] = ("o_proj", "norm")
     one_linear: bool = False
@@ -337,6 +339,7 @@ class AttentionWeights:
             kv_scales=self._scales_of(kv),
             window=block.window,
             sinks=self.sinks,
+            softcap=block.softcap,
             split_tokens=self._split_tokens(launch, qkv.dtype),
             tokens_per_row=launch.tokens_per_row,
             tree=launch.tree,
@@ -449,6 +452,7 @@ class AttentionWeights:
             scale=block.scale,
             kv_scales=self._scales_of(kv),
             window=block.window,
+            softcap=block.softcap,
             launch=launch,
         )
         call = launch.call("output", attended, self.output, lanes.slot, bias=self.output_bias)
@@ -512,6 +516,7 @@ class AttentionWeights:
             kv_scales=self._scales_of(kv),
             window=block.window,
             sinks=self.sinks,
+            softcap=block.softcap,
             out=attended,
         )
         self._gate(attended, qkv, lanes.slot, pdl=scratch.launch.pdl)

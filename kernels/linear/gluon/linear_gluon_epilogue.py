@@ -14,12 +14,17 @@ from triton.experimental.gluon import language as gl
 
 from graphengine.kernels.comm.items import begin_sum, sum_of_ranks
 from graphengine.kernels.core.triton_versions import sync_threads
-from graphengine.kernels.linear.linear_triton import KEEPING_FIELDS, STREAM_FIELDS
-from graphengine.kernels.norm_rope.activation import activated
+from graphengine.kernels.linear.linear_triton import (
+    KEEPING_FIELDS,
+    SAMPLER_FIELDS,
+    STREAM_FIELDS,
+)
+from graphengine.kernels.norm_rope.activation import activated, soft_capped
 from graphengine.kernels.sample.sampling import best_of_tile
 
 # Gluon and Triton compile the same text, but a function belongs to one of them.
 _activated = gluon.jit(activated.fn)
+_soft_capped = gluon.jit(soft_capped.fn)
 _best_of_tile = gluon.jit(best_of_tile.fn)
 _begin_sum = gluon.jit(begin_sum.fn)
 _sum_of_ranks = gluon.jit(sum_of_ranks.fn)
@@ -100,7 +105,9 @@ def epilogue(
     in_row = (output < OUTPUTS)[None, :]
     stored = live[:, None] & in_row
     wide_lane = lane.to(gl.int64)[:, None]
-    if sampler is not None:
+    if sampler is not None and len(sampler) != SAMPLER_FIELDS:
+        y = _soft_capped(y, sampler.cap)
+    if sampler is not None and len(sampler) >= SAMPLER_FIELDS:
         position = gl.load(sampler.position + lane, mask=live, other=0) + ahead
         ids = output
         if token_ids_ptr is not None:

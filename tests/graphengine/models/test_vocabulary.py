@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graphengine.kernels.linear.call import LinearCall
-from graphengine.kernels.linear.epilogues import LOGITS, SampleTiles
+from graphengine.kernels.linear.epilogues import SampleTiles, StoreLogits
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.packed import pack
 from graphengine.kernels.sample.candidates import SamplingTensors
@@ -38,10 +38,10 @@ class Absent:
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "cap"), [(False, 0.0), (True, 0.0), (False, 0.8)])
 @pytest.mark.parametrize(("tokens", "ranks"), [(300, 2), (301, 4), (5, 4), (9, 8), (4, 4), (64, 2)])
 def test_the_best_and_the_logits_are_those_of_one_rank(
-    tokens: int, ranks: int, packed: bool, trimmed: bool
+    tokens: int, ranks: int, packed: bool, cap: float, trimmed: bool
 ) -> None:
     """Also where the rows of the head are of some tokens only."""
     generator = torch.Generator().manual_seed(tokens)
@@ -55,17 +55,17 @@ def test_the_best_and_the_logits_are_those_of_one_rank(
     params.temperature[1:] = 1.0
 
     def best_of(vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-        sampling = SampleTiles(position, params, token_ids=vocabulary.token_ids)
+        sampling = SampleTiles(position, params, token_ids=vocabulary.token_ids, cap=cap)
         return linear(LinearCall(x, vocabulary.head, slot), sampling)
 
     ids = torch.arange(tokens, dtype=torch.int32) * 3 + 1 if trimmed else None
     whole = vocabulary_of(head, None, ids)
     expected = token_of_tiles_reference(*whole.candidates(*best_of(whole)))
-    logits = whole.logits(linear(LinearCall(x, head, slot), LOGITS))
+    logits = whole.logits(linear(LinearCall(x, head, slot), StoreLogits(cap=cap)))
     groups = [Absent(Share(rank, ranks)) for rank in range(ranks)]
     parts = [vocabulary_of(head, group, ids) for group in groups]
     found = [best_of(part) for part in parts]
-    products = [linear(LinearCall(x, part.head, slot), LOGITS) for part in parts]
+    products = [linear(LinearCall(x, part.head, slot), StoreLogits(cap=cap)) for part in parts]
     for part, group, own, product in zip(parts, groups, found, products, strict=True):
         # In the order in which a rank asks.
         group.parts = [best for best, _ in found]

@@ -11,7 +11,7 @@ from extent import examples
 from graphengine.kernels.core.dispatch import INTERPRETED
 from graphengine.kernels.core.launching import Launch
 from graphengine.kernels.linear.call import LinearCall
-from graphengine.kernels.linear.epilogues import LOGITS, SampleTiles
+from graphengine.kernels.linear.epilogues import LOGITS, SampleTiles, StoreLogits
 from graphengine.kernels.linear.linear import linear
 from graphengine.kernels.linear.plans import LinearPlan, arrivals_needed, heuristic_plan
 from graphengine.kernels.linear.reference import linear_reference
@@ -81,11 +81,15 @@ def tokens(case, position, params, plan=None, **options):
     return token[case.slot >= 0].tolist()
 
 
-def expected_tokens(case, position, params, plan=None):
-    """What the sampler draws from the logits of `linear` with the same plan."""
+def logits_of(case, plan=None, cap=0.0):
     arrivals = counters(plan, case.weight.shape[0], case.x.device)
     call = case.call(eps=EPS, plan=plan, launch=Launch(arrivals=arrivals))
-    logits = linear(call, LOGITS)
+    return linear(call, StoreLogits(cap=cap))
+
+
+def expected_tokens(case, position, params, plan=None, cap=0.0):
+    """What the sampler draws from the logits of `linear` with the same plan and cap."""
+    logits = logits_of(case, plan, cap)
     # A GPU's logarithm differs from numpy's by some ulps.
     draw = sample if case.x.is_cuda else sample_reference
     token = draw(logits, case.slot, position, without_filters(params))
@@ -100,11 +104,12 @@ def expected_tokens(case, position, params, plan=None):
     K=st.integers(1, 100) | st.sampled_from([32, 64]),
     dtype=st.integers(0, 2),
     groups=st.sampled_from([0, 1, 5]),
+    cap=st.sampled_from([0.0, 0.7]),
     seed=st.integers(0, 1000),
     data=st.data(),
 )
 def test_token_is_that_of_the_logits(
-    device, dtypes, make_linear_case, plan, lanes, vocabulary, K, dtype, groups, seed, data
+    device, dtypes, make_linear_case, plan, lanes, vocabulary, K, dtype, groups, cap, seed, data
 ):
     lanes = 1 + lanes % 2 if plan and plan.family == "fma" else lanes
     padded = tuple(data.draw(st.sets(st.integers(0, lanes - 1))))
@@ -114,8 +119,29 @@ def test_token_is_that_of_the_logits(
     )
     params = make_params(lanes, vocabulary, device=device, seed=seed)
     position = positions(lanes, device)
-    wanted = expected_tokens(case, position, params, plan)
-    assert tokens(case, position, params, plan) == wanted
+    wanted = expected_tokens(case, position, params, plan, cap)
+    assert tokens(case, position, params, plan, cap=cap) == wanted
+
+
+@pytest.mark.parametrize("plan", [None, DOT, DOT_SPLIT, FMA])
+def test_a_soft_cap_of_logits(device, make_linear_case, plan):
+    """Its bits are the same in any launch, and it changes what is drawn."""
+    lanes = 2 if plan and plan.family == "fma" else 8
+    case = make_linear_case(
+        lanes, 70, 40, torch.float32, device=device, groups=5, padded=(1,), seed=4
+    )
+    plain, live = logits_of(case, plan), case.slot >= 0
+    case.x[1], case.squares[:, 1] = float("nan"), float("inf")
+    for cap in (0.4, 30.0, 1e6):
+        capped = logits_of(case, plan, cap)
+        wanted = cap * torch.tanh(plain[live].double() / cap)
+        torch.testing.assert_close(capped[live].double(), wanted, rtol=2e-6, atol=3e-7 * cap)
+    params = make_params(lanes, 70, device=device, temperatures=(0.6,))
+    position, few = positions(lanes, device), logits_of(case, plan, 0.4)
+    assert few[live].abs().max() <= 0.4 < plain[live].abs().max()
+    drawn = tokens(case, position, params, plan, cap=0.4)
+    assert drawn == expected_tokens(case, position, params, plan, cap=0.4)
+    assert drawn != tokens(case, position, params, plan)
 
 
 @pytest.mark.parametrize("plan", [None, DOT, DOT_SPLIT, FMA])

@@ -94,6 +94,7 @@ class ToyConfig:
     norm_eps: float = EPS
     num_layers: int = 3
     tie_embeddings: bool = False
+    logits_cap: float = 0.0
 
     @property
     def attention(self) -> GroupedQueryAttention:
