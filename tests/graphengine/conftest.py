@@ -129,6 +129,13 @@ def _smollm3(**options: Any) -> PreTrainedModel:
     return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**sizes | options))
 
 
+def _gemma2(**options: Any) -> PreTrainedModel:
+    import transformers
+
+    sizes = {"vocab_size": 263, "max_position_embeddings": 512, "bos_token_id": 2}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes | options))
+
+
 def _olmo(version: int, **options: Any) -> PreTrainedModel:
     import transformers
 
@@ -266,6 +273,18 @@ GLM_MODELS = {
 
 
 DENSE_MODELS = {
+    # Caps that change scores and logits by a lot.
+    "gemma2": lambda: _gemma2(
+        hidden_size=54, intermediate_size=76, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, eos_token_id=[1, 107], sliding_window=19,
+        query_pre_attn_scalar=37, attn_logit_softcapping=0.7, final_logit_softcapping=2.5,
+    ),
+    "gemma2-types": lambda: _gemma2(
+        hidden_size=57, intermediate_size=33, num_hidden_layers=3, num_attention_heads=3,
+        num_key_value_heads=3, head_dim=96, eos_token_id=3, sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        tie_word_embeddings=False, attention_bias=True, attn_logit_softcapping=None,
+    ),
     "smollm3": lambda: _smollm3(
         num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, attention_bias=True,
         mlp_bias=True, tie_word_embeddings=False, eos_token_id=7,

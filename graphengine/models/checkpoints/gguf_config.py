@@ -40,6 +40,12 @@ class GgufFamily(NamedTuple):
     mixed: bool = False
 
 
+_GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
 FAMILIES: Mapping[str, GgufFamily] = {
     "llama": GgufFamily("LlamaForCausalLM", paired=True),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
@@ -69,17 +75,23 @@ FAMILIES: Mapping[str, GgufFamily] = {
         paired=True,
     ),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", fixed={"no_rope_layer_interval": 4}, paired=True),
+    "gemma2": GgufFamily(
+        "Gemma2ForCausalLM",
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        layer=_GEMMA_NORMS,
+        plus_one=True,
+    ),
     "gemma3": GgufFamily(
         "Gemma3ForCausalLM",
         keys={
             "attention.sliding_window": "sliding_window",
             "rope.freq_base_swa": "rope_local_base_freq",
         },
-        layer={
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
+        layer=_GEMMA_NORMS,
         plus_one=True,
     ),
     "lfm2": GgufFamily(
@@ -169,8 +181,8 @@ _NEUTRAL = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
 # Trained lengths of Llama 3's RoPE that are tried, and the factors of all of its releases.
 _TRAINED = tuple(2**power for power in range(9, 21))
 _LOW, _HIGH = 1.0, 4.0
-# The number of layers of Gemma 3 27B, whose attention has another scale.
-_GEMMA_27B = 62
+# Layers of Gemma 2 and 3 with 27B parameters, whose attention has another scale.
+_GEMMA_27B = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 
 
 def family_of(file: GgufFile) -> GgufFamily:
@@ -209,8 +221,8 @@ def read_gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> di
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
     if family.mixed:
         config |= _mixture(file, own, config["num_hidden_layers"])
-    if family.architecture == "Gemma3ForCausalLM":
-        config["query_pre_attn_scalar"] = _gemma_scalar(config)
+    if family.architecture in _GEMMA_27B:
+        config["query_pre_attn_scalar"] = _gemma_scalar(config, _GEMMA_27B[family.architecture])
     _read_rope(own, config)
     if rope_factors is not None and any(factor != 1 for factor in rope_factors):
         config["rope_scaling"] = _llama3(file, rope_factors, config)
@@ -264,10 +276,10 @@ def _end_ids(file: GgufFile) -> list[int] | None:
     return list(dict.fromkeys(found)) or None
 
 
-def _gemma_scalar(config: Mapping[str, Any]) -> float:
-    """The number whose root scores are divided by: a head's size, except in the largest model."""
+def _gemma_scalar(config: Mapping[str, Any], largest: int) -> float:
+    """The number whose root scores are divided by: a head's size, except in the `largest` model."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    if config["num_hidden_layers"] == _GEMMA_27B or "head_dim" not in config:
+    if config["num_hidden_layers"] == largest or "head_dim" not in config:
         return float(hidden / heads)
     return float(config["head_dim"])
 

@@ -7,6 +7,7 @@ config under `text_config`, which leaves out transformers' defaults.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from graphengine.models.decoder import DecoderConfig
@@ -44,22 +45,36 @@ def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Gemma3ForCausalLM` checkpoint, or of one with a vision tower."""
     config = _language_model(config)
     own = read_keys(config, GEMMA_KEYS)
+    check_switches(config, own)
+    settings = hf_config.read_settings(_spelled_out(config, own), DEFAULTS)
+    return read_gemma(settings, architecture, qk_norm=True)
+
+
+def check_switches(config: HfConfig, own: Mapping[str, Any]) -> None:
+    """ValueError for another activation than Gemma's, or windows that are switched off."""
     if own["hidden_activation"] != _GELU:
         raise unsupported("hidden_activation", own["hidden_activation"], repr(_GELU))
     for name, wanted in (("hidden_act", _GELU), ("use_sliding_window", True)):
         # transformers ignores these.
         if config.get(name) not in (None, wanted):
             raise unsupported(name, config[name], f"null or {wanted!r}")
-    settings = hf_config.read_settings(_spelled_out(config, own), DEFAULTS)
+
+
+def read_gemma(
+    settings: dict[str, Any], architecture: str, *, logits_cap: float = 0.0, **attention: Any
+) -> DecoderConfig:
+    """A Gemma of these settings, with these switches of attention."""
+    scale_of = settings["query_pre_attn_scalar"]
     return decoder_config(
         settings,
         architecture,
-        read_attention(settings, qk_norm=True, scale_of=own["query_pre_attn_scalar"]),
+        read_attention(settings, scale_of=scale_of, **attention),
         read_mlp(settings, activation="gelu_tanh"),
         post_norms=True,
         norms_plus_one=True,
         embedding_scale=math.sqrt(settings["hidden_size"]),
         scales_in_embedding=True,
+        logits_cap=logits_cap,
     )
 
 

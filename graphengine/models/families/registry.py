@@ -8,6 +8,7 @@ from graphengine.models.contract import ModelConfig
 from graphengine.models.families import (
     beside_towers,
     deepseek,
+    gemma2,
     gemma3,
     glm4_moe,
     gpt_oss,
@@ -33,6 +34,7 @@ from graphengine.models.hf.config_schema import HfConfig, read_key
 FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "DeepseekV2ForCausalLM": deepseek.read_v2,
     "DeepseekV3ForCausalLM": deepseek.read_v3,
+    "Gemma2ForCausalLM": gemma2.read_config,
     "Gemma3ForCausalLM": gemma3.read_config,
     "Gemma3ForConditionalGeneration": gemma3.read_config,
     "Glm4MoeForCausalLM": glm4_moe.read_config,

@@ -144,6 +144,14 @@ GEMMA_KEYS = (
 )
 """The keys of `config.json` that are read for Gemma 3."""
 
+GEMMA2_KEYS = (
+    *GEMMA_KEYS[:2],
+    # None: no cap, as transformers takes null; the family has values for missing keys.
+    Key("attn_logit_softcapping", "number", (0, 1e6), default=0.0, null=True),
+    Key("final_logit_softcapping", "number", (0, 1e6), default=0.0, null=True),
+)
+"""The keys of `config.json` that are read for Gemma 2."""
+
 _TIME_STEP_LIMIT = Key("time_step_limit", "numbers", (0, math.inf), default=(), null=True)
 GRANITE_MULTIPLIERS = (
     Key("embedding_multiplier", "number", (1e-6, 1e6), default=1.0),

@@ -98,6 +98,14 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5,
         "tie_word_embeddings": True,
     },
+    "Gemma2": {
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": 0.7,
+        "final_logit_softcapping": 2.5,
+    },
     "Gemma3": {
         "head_dim": 64,
         "query_pre_attn_scalar": 64,

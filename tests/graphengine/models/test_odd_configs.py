@@ -1,4 +1,4 @@
-"""Hybrids, gpt-oss and Gemma 3: every key with every odd value is read, or refused by name."""
+"""Hybrids, gpt-oss and Gemmas: every key with every odd value is read, or refused by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from graphengine.models.families.registry import read_model_config
 from graphengine.models.hf.config_schema import (
+    GEMMA2_KEYS,
     GEMMA_KEYS,
     GPT_OSS_KEYS,
     GRANITE_KEYS,
@@ -38,6 +39,7 @@ FAMILIES: dict[str, tuple[tuple[Key, ...], dict[str, Any]]] = {
     "Qwen3_5": (QWEN3_5_KEYS, {"layer_types": [M, A], "head_dim": 64}),
     "Lfm2": (LFM2_KEYS, {"layer_types": ["conv", A]}),
     "GptOss": (GPT_OSS_KEYS, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Gemma2": (GEMMA2_KEYS, {"head_dim": 64}),
     "Gemma3": (GEMMA_KEYS, {"head_dim": 64}),
 }
 ODD: list[Any] = [

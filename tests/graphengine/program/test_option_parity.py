@@ -15,12 +15,16 @@ import pytest
 import torch
 
 from checkpoints.vanilla_modules import target_model, write_agreeing
-from engines.logit_options import Expected, assert_greedy, assert_logprobs, each_option, expect
+from engines.logit_options import (
+    Expected,
+    assert_greedy,
+    assert_logprobs,
+    drawn_by,
+    each_option,
+    expect,
+)
 from engines.small_engine import OTHER, PROMPT, assert_idle, greedy, open_engine, run
 from graphengine import Engine, Result, SamplingParams
-from graphengine.kernels.sample.candidates import SamplingTensors
-from graphengine.kernels.sample.sampling import sample_reference
-from graphengine.sampling_params import SAMPLER_FIELDS
 from graphengine.speculative import MTP, NGram, Speculative
 from launches.rounding_bounds import assert_best, in_float64, room_of
 
@@ -194,17 +198,6 @@ DRAWN: dict[str, dict[str, Any]] = {
         "seed": 15,
     },
 }
-
-
-def drawn_by(logits_V: torch.Tensor, params: SamplingParams, position: int) -> int:
-    """The sampler's plain twin of one row after `position`."""
-    tensors = SamplingTensors.neutral(1)
-    asked = {name: getattr(params, name) for name in SAMPLER_FIELDS}
-    tensors = tensors._replace(
-        **{name: torch.full_like(getattr(tensors, name), asked[name]) for name in asked}
-    )
-    slot, at = (torch.tensor([value], dtype=torch.int32) for value in (0, position))
-    return int(sample_reference(logits_V[None], slot, at, tensors))
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
+    "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Lfm2ForCausalLM": "lfm2",
 }
@@ -204,7 +205,10 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         given["rope.scaling.type"] = rope["rope_type"]
         given["rope.scaling.factor"] = rope["factor"]
         given["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
-    if arch in ("gemma3", "phi3"):
+    if arch == "gemma2":
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            given[name] = config[name]
+    if arch in ("gemma2", "gemma3", "phi3"):
         given["attention.sliding_window"] = config.get("sliding_window")
     if arch == "granite":
         given["attention.scale"] = config["attention_multiplier"]
@@ -270,7 +274,7 @@ def _add(
     heads = 0
     if arch in PAIRED and re.search(r"attn_[qk]\.", stored):
         heads = config["num_attention_heads" if "attn_q" in stored else "num_key_value_heads"]
-    plus = 1.0 if arch == "gemma3" and stored.endswith("norm.weight") else 0.0
+    plus = 1.0 if arch in ("gemma2", "gemma3") and stored.endswith("norm.weight") else 0.0
     values = _permuted(tensor, heads) + plus
     kind = kinds(stored) if tensor.ndim > 1 and not re.search(_KEPT, stored) else "F32"
     number = gguf.GGMLQuantizationType[kind]

@@ -37,6 +37,7 @@ CONFIGS: Mapping[str, Config] = {
         **_EXPERTS, **_LATENT, "num_key_value_heads": 8, "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
+    "Gemma2ForCausalLM": {**_DENSE, "head_dim": 128, "sliding_window": 256},
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": {"text_config": {**_GEMMA, "model_type": "gemma3_text"}},
     "Glm4MoeForCausalLM": {**_EXPERTS, "head_dim": 128, "attention_bias": True,

@@ -25,6 +25,9 @@ from transformers import (
 )
 
 from graphengine import Result, SamplingParams, StructuredOutputsParams
+from graphengine.kernels.sample.candidates import SamplingTensors
+from graphengine.kernels.sample.sampling import sample_reference
+from graphengine.sampling_params import SAMPLER_FIELDS
 from launches.rounding_bounds import assert_best, in_float64, room_of
 
 
@@ -148,6 +151,17 @@ def assert_logprobs(result: Result, table: Table, top: int) -> None:
             assert value == wanted or abs(value - wanted) <= room, (
                 f"token {index}, id {other}: {value}, not {wanted} within {room}"
             )
+
+
+def drawn_by(logits_V: torch.Tensor, params: SamplingParams, position: int) -> int:
+    """The sampler's plain twin of one row after `position`."""
+    tensors = SamplingTensors.neutral(1)
+    asked = {name: getattr(params, name) for name in SAMPLER_FIELDS}
+    tensors = tensors._replace(
+        **{name: torch.full_like(getattr(tensors, name), asked[name]) for name in asked}
+    )
+    slot, at = (torch.tensor([value], dtype=torch.int32) for value in (0, position))
+    return int(sample_reference(logits_V[None], slot, at, tensors))
 
 
 def each_option(result: Result, vocab_size: int) -> dict[str, dict[str, Any]]:
