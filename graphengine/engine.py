@@ -486,8 +486,8 @@ class Engine:
         weights are refused from then on. It waits for the device.
 
         ValueError while requests are unfinished, and, with names and both values, for tensors that
-        cannot be taken: then nothing is changed. An error while values are written breaks the
-        engine.
+        cannot be taken, or that hold a NaN or an infinite number: then nothing is changed. An error
+        while values are written breaks the engine.
         """
         update_weights(self.core, self._loaded, source, version, stale_drafts)
 

@@ -1,7 +1,8 @@
 """Updates the weights of an open engine, with the code that loaded them.
 
 Everything is checked before a value is written: names, dtypes and shapes against the checkpoint
-that the engine was opened from, and that weights to be rounded are complete and finite.
+that the engine was opened from, that weights to be rounded are complete, and that no value is NaN
+or infinite.
 """
 
 from __future__ import annotations
@@ -72,17 +73,22 @@ class LoadedWeights:
         return given
 
     def in_folder(self, path: Path) -> GivenTensors:
-        """The tensors of a checkpoint that were checked before; it may have only some of them."""
-        return self.checked(Checkpoint.open(path).mapped(), path)
+        """The tensors of a checkpoint whose values were checked before; it may have only some of
+        them.
+        """
+        return self.checked(Checkpoint.open(path).mapped(), path, finite=True)
 
     def checked(
         self,
         tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         folder: Path | None = None,
+        *,
+        finite: bool = False,
     ) -> GivenTensors:
         """The tensors, once it is checked that all of them can be loaded.
 
         folder  the checkpoint that they are from; None: they are in memory
+        finite  whether all values are known to be finite
 
         ValueError, with the name and both values, says what is wrong. Nothing is changed.
         """
@@ -93,6 +99,9 @@ class LoadedWeights:
         values = self._untied(values)
         for linear in self._made_of(values, self.all_packed):
             self._check_parts(linear, values)
+        if not finite:
+            names = self._in_use(values)
+            _check_finite({name: value for name, value in values.items() if name in names})
         return GivenTensors.in_place_of(self.checkpoint, values, folder)
 
     def load(self, given: GivenTensors) -> None:
@@ -192,7 +201,7 @@ class LoadedWeights:
         return values
 
     def _check_parts(self, linear: StoredLinear, values: Mapping[str, Tensor]) -> None:
-        """ValueError unless all parts of a weight rounded as a whole are given, and finite."""
+        """ValueError unless all parts of a weight rounded as a whole are given."""
         names = self._sources(linear, values)
         missing = [name for name in names if name not in values]
         if missing:
@@ -200,9 +209,6 @@ class LoadedWeights:
                 f"{some(names)} are rounded together, and {len(missing)} of {len(names)} are "
                 f"missing: {some(missing)}"
             )
-        for name in names:
-            if not bool(values[name].isfinite().all()):
-                raise ValueError(f"{name} has a number that is not finite: it cannot be rounded")
 
 
 def _named(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -229,6 +235,32 @@ def _named(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict
             raise ValueError(f"{name} is there twice")
         named[name] = tensor.detach()
     return named
+
+
+def _check_finite(values: Mapping[str, Tensor]) -> None:
+    """ValueError, with names and counts, for tensors with a NaN or an infinite number.
+
+    One reduction per tensor, on its device, and one copy to the host per device.
+    """
+    extremes: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value in values.items():
+        if value.is_floating_point() and value.numel():
+            low, high = torch.aminmax(value)
+            # Either is NaN where a number is.
+            extremes.setdefault(value.device, {})[name] = torch.stack((low, high)).float()
+    wrong: list[str] = []
+    for found in extremes.values():
+        finite = torch.stack([*found.values()]).isfinite().all(dim=1).tolist()
+        wrong += [name for name, each in zip(found, finite, strict=True) if not each]
+    if wrong:
+        counts = [
+            f"{name} ({int((~values[name].isfinite()).sum())} of {values[name].numel()} numbers)"
+            for name in wrong
+        ]
+        raise ValueError(
+            f"{len(wrong)} of {len(values)} tensors have a NaN or an infinite number, and nothing "
+            f"was changed: {some(counts)}"
+        )
 
 
 def _check_plain(checkpoint: Checkpoint) -> None:
