@@ -6,6 +6,7 @@ The architectures and their keys are those of llama.cpp, as the package `gguf` l
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -227,6 +228,20 @@ def read_gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> di
     if rope_factors is not None and any(factor != 1 for factor in rope_factors):
         config["rope_scaling"] = _llama3(file, rope_factors, config)
     return config
+
+
+def with_metadata_keys(message: str, config: Mapping[str, Any]) -> str:
+    """An error about the config that `read_gguf_config` made; it also says which metadata keys the
+    values are from.
+    """
+    architecture = config["architectures"][0]
+    name = next(name for name, each in FAMILIES.items() if each.architecture == architecture)
+    keys = {**_KEYS, **FAMILIES[name].keys, **_ROPE_KEYS}
+    words = set(re.findall(r"\w+", message))
+    sources = [f"{each} from {name}.{key}" for key, each in keys.items() if each in words]
+    if not sources:
+        return f"{message} (the config is made of the file's metadata)"
+    return f"{message} (the config is made of the file's metadata: {', '.join(sources)})"
 
 
 def _check_keys(file: GgufFile, family: GgufFamily, prefix: str, own: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ import torch
 
 from graphengine.config import RoundedKind, StateDtype
 from graphengine.models.checkpoints.checkpoint import Checkpoint, Progress, eos_token_ids
+from graphengine.models.checkpoints.gguf_config import with_metadata_keys
+from graphengine.models.checkpoints.gguf_file import is_gguf
 from graphengine.models.checkpoints.kv_scales import is_kv_scale
 from graphengine.models.composition import Composition
 from graphengine.models.contract import ModelConfig, ModelWeights
@@ -58,6 +60,17 @@ _BESIDE = re.compile(
 )
 
 
+def _read_config(checkpoint: Checkpoint) -> ModelConfig:
+    """The config that the checkpoint states. ValueError names the keys, those of GGUF too."""
+    try:
+        return read_model_config(checkpoint.config)
+    except ValueError as error:
+        if not is_gguf(checkpoint.path):
+            raise
+        message = with_metadata_keys(str(error), checkpoint.config)
+        raise ValueError(f"{checkpoint.path}: {message}") from error
+
+
 def read_model(
     checkpoint: Checkpoint, quantize: RoundedKind | None = None, *, head: bool = False
 ) -> ModelConfig:
@@ -68,7 +81,7 @@ def read_model(
     Logs unknown keys of `config.json`, and a LoRA adapter in the same folder. ValueError says what
     is missing, unsupported or contradictory.
     """
-    config = read_model_config(checkpoint.config)
+    config = _read_config(checkpoint)
     if isinstance(config, Composition):
         config = config.named_as(checkpoint.tensors)
     quantisation = quantisation_of(checkpoint)

@@ -117,6 +117,19 @@ def test_the_header_is_what_the_package_reads(tmp_path: Path) -> None:
     assert not checkpoint.has_tokenizer and checkpoint.config["num_hidden_layers"] == 1
 
 
+def test_errors_of_the_config_name_the_metadata_keys(tmp_path: Path) -> None:
+    file = small(tmp_path, metadata={"attention.layer_norm_rms_epsilon": 2.0})
+    message = (
+        r"small\.gguf: config\.json has rms_norm_eps=2\.0: must be .* \(the config is made of the "
+        r"file's metadata: rms_norm_eps from llama\.attention\.layer_norm_rms_epsilon\)$"
+    )
+    with pytest.raises(ValueError, match=message):
+        read_model(Checkpoint.open(file))
+    file = small(tmp_path, metadata={"rope.scaling.type": "su"})
+    with pytest.raises(ValueError, match=r"'su'.* \(the config is made of the file's metadata\)$"):
+        read_model(Checkpoint.open(file))
+
+
 def test_the_package_is_named_where_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
