@@ -153,7 +153,7 @@ def read_prompt(
                 raise ValueError(_too_long(len(ids), known, max_seq_len, room))
         else:
             bos = None if ids else add_bos
-            ids += ids_of(cast(Prompt, part), add_bos=bos, before=(*before, *ids))
+            ids += ids_of(cast(Prompt, part), add_bos=bos, before=(*before, *ids), earlier=len(ids))
     if not ids:
         raise ValueError("the prompt is empty: it holds no token")
     return PromptTokens(ids, held)
@@ -165,8 +165,17 @@ def _is_embeddings(prompt: object) -> bool:
     return isinstance(prompt, Tensor) and (prompt.dim() > 1 or prompt.is_floating_point())
 
 
-def _too_long(count: int | str, known: int, max_seq_len: int, room: int) -> str:
-    after = f" after {known} of the session" if known else ""
+def _too_long(
+    count: int | str, known: int, max_seq_len: int, room: int, *, earlier: int = 0
+) -> str:
+    """The error for a prompt, or its next part, that follows `known` tokens, of which the last
+    `earlier` are in other parts of the prompt.
+    """
+    session = known - earlier
+    of_parts = f"{earlier} in earlier parts" if earlier else ""
+    of_session = f"{session} of the session" if session else ""
+    after = " and ".join(filter(None, (of_session, of_parts)))
+    after = f" after {after}" if after else ""
     lacks = "leaves no room for a new one in" if room else "exceeds"
     return f"prompt of {count} tokens{after} {lacks} max_seq_len={max_seq_len}"
 
@@ -180,6 +189,7 @@ def prompt_ids(
     add_bos: bool | None = None,
     before: Sequence[int] = (),
     room: int = 1,
+    earlier: int = 0,
 ) -> tuple[int, ...]:
     """Token ids of text, of a conversation, or of ids given as they are.
 
@@ -187,6 +197,7 @@ def prompt_ids(
     before   what the prompt follows: a session's tokens, or other parts; unless it is empty, text
              is encoded as `Tokenizer.encode_after` says, and chat messages are refused
     room     tokens that must be left in `max_seq_len`: 0 where nothing is generated
+    earlier  how many tokens of `before` are in other parts of the prompt, for errors
 
     ValueError, with the value and the limit, for a prompt that cannot be served.
     """
@@ -201,9 +212,11 @@ def prompt_ids(
     if known and add_bos is not None:
         raise ValueError(f"add_bos={add_bos}, but {known} tokens are in front of the text")
     if known and isinstance(prompt, Chat):
+        advice = "give all messages of a session to its `update`"
+        if known == earlier:
+            advice = "they must be the first part of `PromptParts`"
         raise ValueError(
-            f"chat messages begin a conversation, but {known} tokens stand before them: give all "
-            f"messages of a session to its `update`"
+            f"chat messages begin a conversation, but {known} tokens stand before them: {advice}"
         )
     if isinstance(prompt, str | Chat):
         if tokenizer is None:
@@ -219,7 +232,7 @@ def prompt_ids(
         vocab_size,
         "a prompt is text, token ids or chat messages",
         limit=max_seq_len - known - room,
-        too_many=lambda count: _too_long(count, known, max_seq_len, room),
+        too_many=lambda count: _too_long(count, known, max_seq_len, room, earlier=earlier),
     )
     if not ids:
         raise ValueError("the prompt is empty: it holds no token")

@@ -16,7 +16,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from checkpoints.mtp_modules import write_random
 from engines.small_engine import assert_idle, greedy, open_engine, run
-from graphengine import MTP, DraftModel, Engine, NGram, PromptParts
+from graphengine import MTP, Chat, DraftModel, Engine, NGram, PromptParts
 from graphengine.prompt_embeds import Embeds, EmbedsSpec, Run, embeds_at, embeds_of
 from graphengine.speculative import Speculative
 
@@ -326,6 +326,14 @@ def test_wrong_embeddings(device: str) -> None:
             (PromptParts("", [], torch.zeros(0, H)), "the prompt is empty"),
             (PromptParts(), "the prompt is empty"),
             (PromptParts([1], torch.zeros(127, H)), "prompt of 128 tokens leaves no room"),
+            (
+                PromptParts([1], torch.zeros(5, H), [1] * 123),
+                "prompt of 123 tokens after 6 in earlier parts leaves no room .*=128",
+            ),
+            (
+                PromptParts(torch.zeros(5, H), Chat(messages=[{"role": "user", "content": "a"}])),
+                "but 5 tokens stand before them: they must be the first part of `PromptParts`",
+            ),
             (PromptParts(torch.zeros(1, H), [-1]), "token id -1 is outside the vocabulary"),
         ]
         for prompt, message in cases:
