@@ -7,6 +7,7 @@ and how much.
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -19,16 +20,22 @@ from graphengine.text.sandbox import Sandbox
 
 MAX_MESSAGE = 1000
 """Characters of a failing template's message that are shown."""
+MAX_LINE = 200
+"""Characters of the line where a template failed that are shown."""
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
-    """One template, compiled when it is first used. Not for use from two threads at once."""
+    """One template, compiled when it is first used. Not for use from two threads at once.
 
-    def __init__(self, source: str) -> None:
+    name  its name in the checkpoint, for errors
+    """
+
+    def __init__(self, source: str, name: str = "default") -> None:
         self.source = source
+        self._title = "the chat template" + ("" if name == "default" else f" {name!r}")
         self._sandbox = Sandbox()
 
     def render(
@@ -75,7 +82,9 @@ class ChatTemplate:
             text = template.render(variables)
         except Exception as error:
             # A template may raise anything: KeyError, RecursionError, MemoryError, ...
-            raise ValueError(f"the chat template failed: {_describe(error)}") from error
+            number = _line_of(error)
+            where = "" if number is None else f" (line {number}: {self._line(number)})"
+            raise ValueError(f"{self._title} failed: {_describe(error)}{where}") from error
         finally:
             # It holds what was rendered.
             self._sandbox.reset()
@@ -87,10 +96,17 @@ class ChatTemplate:
             return self._sandbox.compile_counted(self.source)
         except TemplateSyntaxError as error:
             raise ValueError(
-                f"the chat template is not valid jinja: line {error.lineno}: {error.message}"
+                f"{self._title} is not valid jinja: line {error.lineno}: {error.message}: "
+                f"{self._line(error.lineno)}"
             ) from error
         except Exception as error:
-            raise ValueError(f"the chat template does not compile: {_describe(error)}") from error
+            raise ValueError(f"{self._title} does not compile: {_describe(error)}") from error
+
+    def _line(self, number: int) -> str:
+        """The beginning of a line of the source; "" if there is no such line."""
+        lines = self.source.splitlines()
+        line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+        return line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}..."
 
 
 def _plain_messages(messages: Any) -> list[dict[str, Any]]:
@@ -206,6 +222,19 @@ def _plain_json(what: str, value: Any) -> Any:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{what} must hold plain JSON values: {error}") from error
+
+
+def _line_of(error: Exception) -> int | None:
+    """The line of the template that raised; None if it is not known.
+
+    jinja2 puts the template's lines into the traceback, in place of those of the compiled code.
+    """
+    lines = [
+        number
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == "<template>"
+    ]
+    return lines[-1] if lines else None
 
 
 def _describe(error: Exception) -> str:

@@ -56,7 +56,7 @@ class Tokenizer:
         self._continuing: dict[bool, tokenizers.Tokenizer] = {}
         self.special_tokens = dict(special_tokens or {})
         self._templates = {
-            name: ChatTemplate(source) for name, source in (chat_templates or {}).items()
+            name: ChatTemplate(source, name) for name, source in (chat_templates or {}).items()
         }
         self._affixes = self._explicit_affixes(add_bos, add_eos)
 

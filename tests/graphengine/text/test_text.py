@@ -806,7 +806,7 @@ def test_bad_tools_are_named(tools: Any, pattern: str) -> None:
     ("source", "pattern"),
     [
         ("{{ raise_exception('roles must alternate') }}", "failed: roles must alternate"),
-        ("{{ raise_exception('x' * 100000) }}", r"failed: x{1000}\.\.\.$"),
+        ("{{ raise_exception('x' * 100000) }}", r"failed: x{1000}\.\.\. \(line 1: \{\{ ra"),
         ("{% if %}", "not valid jinja: line 1: Expected an expression"),
         ("\n{{ x | nosuchfilter }}", "not valid jinja: line 2: No filter named"),
         ("{{ messages[0].content.foo.bar }}", "failed: 'str object' has no attribute 'foo'"),
@@ -877,6 +877,20 @@ def test_faults_and_attacks_of_templates_are_value_errors(
     monkeypatch.setattr("graphengine.text.sandbox.MAX_SECONDS", 0.3)
     with pytest.raises(ValueError, match=pattern):
         ChatTemplate(source).render(MESSAGES)
+
+
+def test_an_error_names_the_template_and_the_line() -> None:
+    source = "{% set x = 1 %}\n{% for m in messages %}\n  {{ m.content.foo.bar }}\n{% endfor %}"
+    with pytest.raises(ValueError, match=r"'foo' \(line 3: \{\{ m\.content\.foo\.bar \}\}\)$"):
+        ChatTemplate(source).render(MESSAGES)
+    message = r"^the chat template 'rag' is not valid jinja: line 2: .*'endfor'.*: \{% endfor %\}$"
+    with pytest.raises(ValueError, match=message):
+        ChatTemplate("{% if x %}\n{% endfor %}\n", "rag").render(MESSAGES)
+    called = "{% macro f(x) %}\n{{ x / 0 }}{% endmacro %}\n\n{{ f(1) }}"
+    with pytest.raises(ValueError, match=r"ZeroDivisionError.* \(line 2: \{\{ x / 0 \}\}"):
+        ChatTemplate(called).render(MESSAGES)
+    with pytest.raises(ValueError, match=r"\(line 1: \{\{ y+\.\.\.\)$"):
+        ChatTemplate("{{ " + "y" * 999 + ".z }}").render(MESSAGES)
 
 
 def test_a_failed_rendering_leaves_the_template_usable() -> None:
