@@ -160,20 +160,25 @@ class ChatOutput:
 
 
 def converse(conversation: Conversation, lines: Iterable[str], output: ChatOutput) -> int:
-    """Answer each line or run its command; an error ends neither. Status 2 if there was one."""
+    """Answer each line or run its command; an error ends neither.
+
+    Status 2 if a line was not answered. A command that failed was only reported: the next line may
+    repeat it.
+    """
     status = 0
     for line in lines:
         if line.strip() == "/quit":
             break
+        is_command = line.startswith("/") and not line.startswith("//")
         try:
-            if line.startswith("/") and not line.startswith("//"):
+            if is_command:
                 output.notice(_command(conversation, line))
             elif line.strip():
                 text = line.removeprefix("/") if line.startswith("//") else line
                 output.end_turn(*conversation.reply(text, output.say))
         except ValueError as error:
             output.error(error)
-            status = 2
+            status = status if is_command else 2
     return status
 
 

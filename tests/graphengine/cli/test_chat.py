@@ -99,7 +99,7 @@ def test_commands_say_what_is_wrong(
     expected: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert converse(conversation, [line, "/help"], ChatOutput(json=False)) == 2
+    assert converse(conversation, [line, "/help"], ChatOutput(json=False)) == 0
     out, err = capsys.readouterr()
     assert err.startswith(f"graphengine: error: {expected}") and out == HELP + "\n"
     assert conversation.messages == []
