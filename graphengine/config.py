@@ -18,6 +18,7 @@ from graphengine.kernels.logits.logprobs_triton import MAX_LOGPROBS
 from graphengine.options.checks import INT32_MAX, is_finite, is_int, shown
 from graphengine.options.devices import DTYPES, check_device, usual_device
 from graphengine.options.draft_schedule import DraftSchedule
+from graphengine.options.grammars import GRAMMAR, RELAXED_GRAMMAR
 from graphengine.options.logits_params import LogprobsMode
 from graphengine.options.prefill_cut import PrefillCut
 from graphengine.options.table import (
@@ -43,12 +44,7 @@ from graphengine.speculative import (
     check_speculative,
     forced_acceptance,
 )
-from graphengine.speculative_text import (
-    GRAMMAR,
-    RELAXED_GRAMMAR,
-    parse_relaxed_acceptance,
-    parse_speculative,
-)
+from graphengine.speculative_text import parse_relaxed_acceptance, parse_speculative
 
 KvDtype = Literal["auto", "fp8"]
 StateDtype = Literal["auto", "float32", "bfloat16"]

@@ -7,6 +7,7 @@ from typing import Any
 
 from graphengine.options.draft_trees import DynamicTree
 from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.grammars import GRAMMAR, RELAXED_GRAMMAR, VOCABULARY_GRAMMAR
 from graphengine.options.mode import Mode
 from graphengine.options.table import read_integers
 from graphengine.speculative import (
@@ -22,21 +23,11 @@ from graphengine.speculative import (
     Suffix,
 )
 
-GRAMMAR = (
-    "off, auto, mtp[:K[:eagle|vanilla|target]], ngram[:K[:MAX_N]], suffix[:K], "
-    "model:PATH[:K], eagle3:PATH[:K], dflash:PATH[:K], mtp:tree:NODES:TOP_K:DEPTH, "
-    "eagle3:PATH:tree:NODES:TOP_K:DEPTH or save-hidden:FOLDER"
-)
 _OF_PATHS: dict[str, type[DraftModel | Eagle3 | DFlash]] = {
     "model": DraftModel,
     "eagle3": Eagle3,
     "dflash": DFlash,
 }
-RELAXED_GRAMMAR = (
-    "BEGIN:END[:TOPK[:DELTA]], the token ids (with commas) that begin and end a thinking phase, "
-    "how many of the most probable tokens count, and how much less probable they may be"
-)
-VOCABULARY_GRAMMAR = "TEXT:SIZE, a UTF-8 file and how many of its most frequent tokens to keep"
 
 
 def parse_speculative(text: str) -> Speculative | None:

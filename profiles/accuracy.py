@@ -36,7 +36,8 @@ from graphengine.observe.environment import environment
 from graphengine.profiles.arguments import check_out, write_out
 from graphengine.profiles.benchmark.engines import build_engine, engine_options, freed
 from graphengine.profiles.benchmark.measure import random_prompt
-from graphengine.profiles.benchmark.shapes import NAMES, Subject
+from graphengine.profiles.benchmark.shapes import Subject
+from graphengine.profiles.shape_configs import NAMES
 from graphengine.profiles.tables.text import Column, number, text_table
 from graphengine.speculative import MTP
 from graphengine.text.tokenizer import Tokenizer

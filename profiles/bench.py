@@ -44,7 +44,7 @@ from graphengine.profiles.benchmark.kernel_times import (
     prefill_kernel_times,
 )
 from graphengine.profiles.benchmark.measure import Work
-from graphengine.profiles.benchmark.options import DEFAULT_SLOTS, Bench, add_arguments, read_options
+from graphengine.profiles.benchmark.options import DEFAULT_SLOTS, Bench, read_options
 from graphengine.profiles.benchmark.peers import run_peer
 from graphengine.profiles.benchmark.recording import record
 from graphengine.profiles.benchmark.shapes import step_bytes
@@ -54,9 +54,6 @@ from graphengine.profiles.progress import Progress, told
 from graphengine.profiles.tables.percentiles import rounded
 from graphengine.profiles.tables.text import describe_document
 from graphengine.speculative import describe
-
-# What the command line takes from a command's module.
-__all__ = ["add_arguments", "bench"]
 
 SCHEMA = 1
 

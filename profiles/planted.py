@@ -17,14 +17,8 @@ from graphengine import Engine, Request, SamplingParams
 from graphengine.profiles.benchmark.engines import build_engine, freed
 from graphengine.profiles.benchmark.measure import random_prompt
 from graphengine.profiles.benchmark.shapes import Subject
+from graphengine.profiles.flags.profile import CAUSES
 
-CAUSES = {
-    "none": "nothing planted, the baseline of the others",
-    "stall": "every 50th step the caller sleeps for ten steps' time",
-    "sync": "every 20th step the caller waits for the device (GPU only)",
-    "bucket": "now and then a second request joins, and the only larger bucket has 32 rows",
-    "prefill": "now and then a request with a long prompt joins",
-}
 MAX_BATCH = 32
 PROMPT_TOKENS = 16
 LONG_PROMPT = 192

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from graphengine.profiles.arguments import check_apart, check_out, tell_written, write_out
@@ -16,17 +15,6 @@ from graphengine.profiles.runs.run_document import describe_run
 from graphengine.profiles.runs.run_file import Run
 from graphengine.profiles.sources import read_run
 from graphengine.profiles.tables.percentiles import rounded
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `graphengine report`."""
-    add = parser.add_argument
-    add("file", type=Path, help="run.jsonl (recorder), run.sqlite (nsys) or trace.json (torch)")
-    add("--against", type=Path, metavar="FILE", help="compare with this earlier run")
-    add("--deadline-ms", type=float, metavar="X", help="count the gaps that take longer")
-    add("--html", type=Path, metavar="FILE", help="write a page with charts and tables")
-    add("--out", type=Path, metavar="FILE", help="write the report as JSON")
-    add("--json", action="store_true", help="print the JSON instead of tables")
 
 
 def report(options: argparse.Namespace) -> None:

@@ -32,13 +32,10 @@ import argparse
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import get_args
 
 import torch
 import triton
 
-from graphengine.cli.option_flags import add_flags
 from graphengine.config import EngineConfig
 from graphengine.kernels.core.devices import device_of
 from graphengine.kernels.linear.call import MAX_LANES
@@ -53,8 +50,10 @@ from graphengine.options.devices import DTYPES
 from graphengine.profiles.arguments import integers
 from graphengine.profiles.benchmark.engines import engine_options, rounded_model
 from graphengine.profiles.benchmark.lone_rank import share_of
-from graphengine.profiles.benchmark.shapes import DEMO, NAMES, Subject
-from graphengine.profiles.tuning.candidates import ORDER, Target, targets_of
+from graphengine.profiles.benchmark.shapes import Subject
+from graphengine.profiles.flags.tune import ENGINE_FLAGS
+from graphengine.profiles.shape_configs import DEMO
+from graphengine.profiles.tuning.candidates import Target, targets_of
 from graphengine.profiles.tuning.chain_bench import (
     ChainBench,
     chain_layers,
@@ -63,29 +62,7 @@ from graphengine.profiles.tuning.chain_bench import (
 )
 from graphengine.profiles.tuning.search import Step, search
 
-_ENGINE_FLAGS = ("quantize", "quantize_lm_head", "tensor_parallel", "expert_parallel")
 DEFAULT_ROWS: Mapping[RowFamily, tuple[int, ...]] = {"fma": (1,), "dot": (8, 32)}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `graphengine tune`."""
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--shape", choices=NAMES, help="one of the shapes that `bench` measures")
-    model.add_argument("--checkpoint", help="directory or hub id; 'demo' is the packaged model")
-    add, families = parser.add_argument, get_args(RowFamily)
-    add("--family", nargs="+", choices=families, default=families, help="default: both")
-    add("--only", nargs="+", choices=ORDER, default=ORDER, help="default: all linears")
-    add("--rows", help="row counts to measure, such as 8,32 (default: 1 for fma; 8,32 for dot)")
-    add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's, or bfloat16")
-    add_flags(parser, EngineConfig, only=_ENGINE_FLAGS)
-    add(
-        "--seconds",
-        type=float,
-        default=300.0,
-        help="time limit per family, after which no more plans are tried",
-    )
-    add("--device", default="cuda", help="the GPU to measure on")
-    add("--out", type=Path, help="table to add the plans to (default: the user's)")
 
 
 def tune(options: argparse.Namespace) -> None:
@@ -158,7 +135,7 @@ def _model(options: argparse.Namespace) -> tuple[ModelConfig, torch.dtype]:
     else:
         subject = Subject.of_checkpoint(options.checkpoint)
     config = EngineConfig(
-        device="cpu", **engine_options({name: getattr(options, name) for name in _ENGINE_FLAGS})
+        device="cpu", **engine_options({name: getattr(options, name) for name in ENGINE_FLAGS})
     )
     model = share_of(rounded_model(subject.model, config), config)
     if options.dtype is not None:

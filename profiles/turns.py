@@ -35,7 +35,8 @@ from graphengine.profiles.arguments import check_out, integers, write_out
 from graphengine.profiles.benchmark.eager import require_equal
 from graphengine.profiles.benchmark.engines import build_engine, engine_options, freed
 from graphengine.profiles.benchmark.measure import random_prompt
-from graphengine.profiles.benchmark.shapes import NAMES, Subject
+from graphengine.profiles.benchmark.shapes import Subject
+from graphengine.profiles.shape_configs import NAMES
 
 SCHEMA = 1
 

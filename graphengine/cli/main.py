@@ -1,7 +1,7 @@
 """`graphengine`: generate, chat, check a machine, see what an engine would hold, measure, tune.
 
 What a command runs is imported when it runs: `--version`, `--help` and errors of arguments do not
-wait for torch. The exceptions are commands that measure, as their options come from what they run.
+wait for torch.
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ COMMANDS_ABOVE = {
 }
 """Commands whose code lies above this folder, and what `--help` says of them.
 
-Command `x` is the module `x` of `FOLDER_ABOVE`, with `add_arguments(parser)` and `x(options)`. This
-is the one place here that names anything above, and only as text: the module is imported when its
-command is run and at no other time, so that nothing in this folder depends on it.
+Command `x` is the function `x(options)` of the module `x` of `FOLDER_ABOVE`; its options are the
+`add_arguments(parser)` of the module `flags.x` there. This is the one place here that names
+anything above, and only as text: a module is imported when its command is run and at no other time,
+so that nothing in this folder depends on it.
 """
 FOLDER_ABOVE = "graphengine.profiles"
 
@@ -142,9 +143,10 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
     for name, description in COMMANDS_ABOVE.items():
         sub = commands.add_parser(name, help=description, description=description)
         if name == asked:
-            module: Any = import_module(f"{FOLDER_ABOVE}.{name}")
-            sub.set_defaults(command=getattr(module, name), verbose=False)
-            module.add_arguments(sub)
+            run = partial(_run, f"{FOLDER_ABOVE}.{name}", name)
+            sub.set_defaults(command=run, verbose=False)
+            flags: Any = import_module(f"{FOLDER_ABOVE}.flags.{name}")
+            flags.add_arguments(sub)
     return parser
 
 

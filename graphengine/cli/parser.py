@@ -6,10 +6,14 @@ import argparse
 import difflib
 import itertools
 import re
+import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+_MODELS = ("--checkpoint", "--shape")
+"""The options that a word alone may be meant for."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -41,7 +45,16 @@ class CommandParser(argparse.ArgumentParser):
                     close = difflib.get_close_matches(name, known, 1, cutoff=0.75)
                     meant = f": did you mean {close[0]}?" if close else ""
                     self.error(f"unrecognized argument {name}{meant}")
-        return super().parse_known_args(args, namespace)
+        namespace, left = super().parse_known_args(args, namespace)
+        if self._subparsers is None and left and not left[0].startswith("-"):
+            self.error(f"unrecognized argument {left[0]}{self._instead_of(left[0])}")
+        return namespace, left
+
+    def _instead_of(self, word: str) -> str:
+        """What to type in place of a word that no option takes."""
+        models = [each for each in _MODELS if each in self._option_string_actions]
+        meant = " or ".join(f"{each} {shlex.quote(word)}" for each in models)
+        return f": did you mean {meant}?" if meant else ""
 
     def format_help(self) -> str:
         if not self._common:

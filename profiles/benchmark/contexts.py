@@ -119,17 +119,6 @@ class Contexts:
             yield engine, left
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of contexts."""
-    add = parser.add_argument
-    add(
-        "--context",
-        metavar="N,N,..",
-        help="instead of rows, measure decode steps of each batch after N tokens of random KV each",
-    )
-    add("--prefill-context", action="store_true", help="prefill this KV from random prompts")
-
-
 def read_contexts(options: argparse.Namespace, subject: Subject) -> Contexts | None:
     """The options, checked; None without contexts."""
     if options.context is None:

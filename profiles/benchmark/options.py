@@ -11,39 +11,26 @@ from typing import Any
 import torch
 
 from graphengine import EngineConfig
-from graphengine.cli.option_flags import add_flags
-from graphengine.cli.parser import CommandParser
-from graphengine.options.devices import DTYPES
+from graphengine.options.devices import usual_device
 from graphengine.parallel.ranks import rank_devices
 from graphengine.profiles.arguments import integers
-from graphengine.profiles.benchmark import speculation
 from graphengine.profiles.benchmark.contexts import Contexts, kernel_work, read_contexts
-from graphengine.profiles.benchmark.contexts import add_arguments as add_context_arguments
 from graphengine.profiles.benchmark.engines import engine_options
 from graphengine.profiles.benchmark.lone_rank import share_of
 from graphengine.profiles.benchmark.measure import (
     ADMITTED_NEW_TOKENS,
     CHECKED_FIRST_TOKENS,
-    SAMPLERS,
     Work,
 )
-from graphengine.profiles.benchmark.peers import PEERS, require_peer
-from graphengine.profiles.benchmark.shapes import DEMO, NAMES, Subject
+from graphengine.profiles.benchmark.peers import require_peer
+from graphengine.profiles.benchmark.shapes import Subject
 from graphengine.profiles.benchmark.speculation import Sweep, check_sweep, read_sweep
+from graphengine.profiles.flags.bench import ENGINE_FLAGS
+from graphengine.profiles.shape_configs import DEMO
 
-TTFT_TOKENS = (128, 1024)
-COMMON = (
-    *("--shape", "--checkpoint", "--batch", "--context", "--prompt-tokens", "--new-tokens"),
-    *("--runs", "--ttft-tokens", "--device", "--dtype", "--quantize", "--tensor-parallel"),
-    *("--speculative", "--kernels", "--record", "--out", "--json", "--verbose"),
-)
-"""Options that `--help` lists."""
-ENGINE_FLAGS = (
-    *("device", "row_family", "prefill_buckets"),
-    *("max_prefill_tokens_per_step", "max_prefill_ms_per_step", "kv_dtype"),
-    "state_dtype",
-    *("quantize", "quantize_lm_head", "activations"),
-)
+GPU_DEFAULTS = {"batch": "1,8,32", "new_tokens": 256, "runs": 5, "ttft_tokens": "128,1024"}
+CPU_DEFAULTS = {"batch": "1", "new_tokens": 32, "runs": 2, "ttft_tokens": "128"}
+"""A CPU takes a hundred times as long: with these it is done within a minute."""
 DEFAULT_SLOTS = EngineConfig(device="cpu").max_batch
 DEFAULT_SEQ_LEN = 4096
 """`max_seq_len` of an engine by default, for a model with at least as many positions."""
@@ -140,82 +127,13 @@ class Bench:
         }
 
 
-def add_arguments(parser: CommandParser) -> None:
-    """The options of `graphengine bench`."""
-    parser.usage = "graphengine bench ... (see --help)"
-    add = parser.add_argument
-    add("--shape", help=f"{', '.join(NAMES)} (default: demo); random weights but for demo")
-    add("--checkpoint", help="directory or hub id, in place of a shape")
-    add(
-        "--batch",
-        help="live requests, one row per number (default: 1,8,32; with drafts 1,8; recorded 1)",
-    )
-    add_context_arguments(parser)
-    add("--prompt-tokens", type=int, default=128)
-    add("--new-tokens", type=int, default=256)
-    add("--runs", type=int, default=5, help="runs of each row, after a warm-up run")
-    add("--sampler", choices=SAMPLERS, default="fast", help="greedy, or top-k 50")
-    add("--max-batch", type=int, help="slots of every engine (default: the row's batch)")
-    add(
-        "--max-seq-len",
-        type=int,
-        help="longest request of every engine (default: what the row needs)",
-    )
-    add("--ttft-tokens", help="prompt lengths (default: 128,1024 where the model holds them)")
-    add_flags(parser, EngineConfig, only=ENGINE_FLAGS)
-    add("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
-    add("--no-pdl", action="store_true", help="do not use programmatic dependent launch")
-    add(
-        "--tensor-parallel",
-        metavar="N,N,..",
-        help="ranks that split the model, with rows for each number (default: 1)",
-    )
-    add(
-        "--lone-rank",
-        action="store_true",
-        help="with --shape, measure one of these ranks by itself, on one device: it pushes to "
-        "itself what others would push to it; its tokens mean nothing, and its times lack the "
-        "others",
-    )
-    add(
-        "--long",
-        type=int,
-        default=0,
-        metavar="N",
-        help="measure N token gaps at batch 1, and again with more work for Python's collector",
-    )
-    add(
-        "--record",
-        type=Path,
-        metavar="FILE",
-        help="record every replay of N tokens (of the runs without --long) at one batch, as JSON "
-        "lines; also measures what recording costs",
-    )
-    add(
-        "--admission",
-        type=int,
-        nargs="?",
-        const=1024,
-        default=0,
-        metavar="N",
-        help="measure the token gaps of 7 requests while a prompt of N tokens (1024) is admitted",
-    )
-    speculation.add_arguments(parser)
-    add("--kernels", action="store_true", help="time each kernel, without PDL (GPU only)")
-    add("--peer", action="append", default=[], help=f"compare with: {', '.join(PEERS)}")
-    add("--out", type=Path, help="JSON file to write")
-    add("--json", action="store_true", help="print the JSON instead of tables")
-    add("--verbose", action="store_true", help="log the memory budget and captures")
-    parser.show_first(COMMON)
-
-
 def read_options(options: argparse.Namespace) -> Bench:
     """The options, checked as far as can be done before anything is built."""
     _check_alone(options)
+    _fill_in(options)
     subject = _subject(options)
     sweep = read_sweep(options, subject)
-    batches = _batches(options, swept=sweep is not None)
-    lengths = integers(options.ttft_tokens, "ttft-tokens") if options.ttft_tokens else TTFT_TOKENS
+    batches = _batches(options)
     wanted = {name: getattr(options, name) for name in (*ENGINE_FLAGS, "dtype")}
     wanted["pdl"] = False if options.no_pdl else None
     asked = Bench(
@@ -226,7 +144,7 @@ def read_options(options: argparse.Namespace) -> Bench:
         max_seq_len=options.max_seq_len,
         default_engine=1 in batches and sweep is None and _fits_default(options),
         contexts=read_contexts(options, subject),
-        ttft_tokens=tuple(lengths),
+        ttft_tokens=tuple(integers(options.ttft_tokens, "ttft-tokens")),
         long_tokens=options.long,
         record=options.record,
         admission=options.admission,
@@ -238,6 +156,19 @@ def read_options(options: argparse.Namespace) -> Bench:
     )
     _check_engines(asked)
     return asked
+
+
+def _fill_in(options: argparse.Namespace) -> None:
+    """Set the options that were left out, and whose defaults depend on the device."""
+    on_cpu = (options.device or usual_device()) == "cpu"
+    defaults: dict[str, Any] = {**(CPU_DEFAULTS if on_cpu else GPU_DEFAULTS)}
+    if options.record is not None:
+        defaults["batch"] = "1"
+    elif options.speculative is not None and not on_cpu:
+        defaults["batch"] = "1,8"
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
 
 
 def _check_alone(options: argparse.Namespace) -> None:
@@ -260,10 +191,9 @@ def _subject(options: argparse.Namespace) -> Subject:
     return Subject.of_checkpoint(options.checkpoint)
 
 
-def _batches(options: argparse.Namespace, *, swept: bool) -> list[int]:
+def _batches(options: argparse.Namespace) -> list[int]:
     """Live requests of each row. ValueError for more than a recording or an engine takes."""
-    usual = "1" if options.record is not None else "1,8" if swept else "1,8,32"
-    batches = integers(options.batch or usual, "batch")
+    batches = integers(options.batch, "batch")
     if options.record is not None and len(batches) > 1:
         raise ValueError(f"--record {options.record} takes one batch, not {options.batch}")
     if options.max_batch is not None and options.max_batch < max(batches):

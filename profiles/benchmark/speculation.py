@@ -37,7 +37,6 @@ from graphengine.speculative import (
     resolve_auto,
 )
 from graphengine.speculative_text import (
-    GRAMMAR,
     parse_draft_vocabulary,
     parse_speculative,
     with_draft_vocabulary,
@@ -75,20 +74,6 @@ class Sweep:
     def forced_of(self, length: int) -> list[int]:
         every = range(length + 1) if self.forced is None else self.forced
         return [accepted for accepted in every if accepted <= length]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a sweep."""
-    add = parser.add_argument
-    add("--speculative", metavar="MODE", help=f"measure cost and gain of drafts: {GRAMMAR}")
-    add("--drafts", metavar="K,K,..", help="draft lengths, 0 is plain decoding (default: MODE's)")
-    add("--force-accepted", metavar="N,N,..", help="drafts to accept by force (default: 0 to K)")
-    add(
-        "--draft-vocab",
-        metavar="N",
-        help="size of the vocabulary that a shape's random module drafts from; with a checkpoint, "
-        "TEXT:SIZE",
-    )
 
 
 def read_sweep(options: argparse.Namespace, subject: Subject) -> Sweep | None:

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from graphengine import Engine, EngineConfig
-from graphengine.cli.option_flags import add_flags
-from graphengine.options.devices import DTYPES
+from graphengine import Engine
 from graphengine.profiles.benchmark.engines import build_engine, engine_options, freed
-from graphengine.profiles.benchmark.measure import SAMPLERS, Work
-from graphengine.profiles.benchmark.shapes import NAMES, Subject
+from graphengine.profiles.benchmark.measure import Work
+from graphengine.profiles.benchmark.shapes import Subject
 
 ENGINE_OPTIONS = ("device", "dtype", "lookahead", "max_batch", "max_seq_len")
 SPARE_TOKENS = 8
@@ -68,26 +66,6 @@ class Workload:
         """Run all requests to their ends."""
         prompts = self.work.prompts(engine.model.config.vocab_size)
         engine.generate(prompts, self.work.params())
-
-
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--shape", help=f"{', '.join(NAMES)} (default: demo); random weights but for demo")
-    add("--checkpoint", help="directory or hub id, in place of a shape")
-    add("--live", type=int, default=1, help="requests that decode at the same time")
-    add("--prompt-tokens", type=int, default=128)
-    add("--new-tokens", type=int, default=256)
-    add("--sampler", choices=SAMPLERS, default="fast", help="greedy, or top-k 50")
-    add("--max-batch", type=int, help="slots (default: --live)")
-    add("--max-seq-len", type=int, help="longest request (default: what the requests need)")
-    add_flags(parser, EngineConfig, only=("device", "lookahead"))
-    add("--dtype", choices=tuple(DTYPES))
-    add(
-        "--no-pdl",
-        action="store_true",
-        help="run kernels one after another, so that their times add up",
-    )
-    add("--verbose", action="store_true", help="log the memory budget and captures")
 
 
 def profiled_range(engine: Engine) -> AbstractContextManager[Any]:

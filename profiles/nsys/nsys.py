@@ -15,11 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphengine.observe.tracing import DOMAIN
+from graphengine.profiles.flags.profile import TRACES
 
-TRACES = {
-    "graph": "one entry per replay; nearly no overhead, for latency",
-    "node": "one entry per kernel, for attribution; makes replays slower",
-}
 NOT_INSTALLED = 3
 """Exit status without nsys: nothing was profiled."""
 

@@ -18,11 +18,8 @@ from graphengine.models.contract import ModelConfig
 from graphengine.models.linears import LinearPlans, heuristic_linear_plan
 from graphengine.models.plans import plan_limits
 from graphengine.models.plans.tuning_tables import TuningKey
+from graphengine.profiles.flags.tune import ORDER
 
-ORDER = (
-    "expert_down", "expert_gate_up", "down", "gate_up", "up", "qkv", "output", "delta_in",
-    "delta_out", "mamba_in", "mamba_out", "conv_in", "conv_out", "lm_head",
-)  # fmt: skip
 FMA_REGISTERS = (12, 96)
 """Weights in a thread's registers: enough in flight, and room for the next kernel beside them."""
 DOT_SHARED_BYTES = 200 * 1024

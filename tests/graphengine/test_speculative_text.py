@@ -8,6 +8,7 @@ import pytest
 
 from graphengine.options.draft_trees import DynamicTree
 from graphengine.options.draft_vocabulary import DraftVocabulary
+from graphengine.options.grammars import GRAMMAR, RELAXED_GRAMMAR
 from graphengine.speculative import (
     MTP,
     Auto,
@@ -21,8 +22,6 @@ from graphengine.speculative import (
     Suffix,
 )
 from graphengine.speculative_text import (
-    GRAMMAR,
-    RELAXED_GRAMMAR,
     parse_draft_vocabulary,
     parse_relaxed_acceptance,
     parse_speculative,

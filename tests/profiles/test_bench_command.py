@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -17,10 +18,16 @@ import torch
 from graphengine import EngineConfig
 from graphengine.cli import main as cli
 from graphengine.cli.parser import CommandParser
-from graphengine.profiles import acceptance, bench
+from graphengine.kernels.linear.plans import RowFamily
+from graphengine.options.devices import DTYPES
+from graphengine.profiles import bench, flags
 from graphengine.profiles.benchmark import options as bench_options
 from graphengine.profiles.benchmark.floor.ceiling import ReadCeiling
+from graphengine.profiles.benchmark.options import read_options
+from graphengine.profiles.benchmark.peers import PEERS
 from graphengine.profiles.benchmark.shapes import model_shape, step_bytes
+from graphengine.profiles.flags import acceptance as flags_of_acceptance
+from graphengine.profiles.flags import bench as flags_of_bench
 from graphengine.profiles.progress import Progress
 from graphengine.profiles.tables import pages as table
 from graphengine.profiles.tables import text
@@ -384,7 +391,27 @@ def test_one_line_names_the_folder_above() -> None:
 def test_commands_above_have_what_the_command_line_calls() -> None:
     for name in cli.COMMANDS_ABOVE:
         module = import_module(f"{cli.FOLDER_ABOVE}.{name}")
-        assert callable(module.add_arguments) and callable(getattr(module, name))
+        module_flags = import_module(f"{cli.FOLDER_ABOVE}.flags.{name}")
+        assert callable(module_flags.add_arguments) and callable(getattr(module, name))
+
+
+def test_flags_name_what_the_commands_know() -> None:
+    assert (*flags.DTYPE_NAMES,) == (*DTYPES,)
+    assert (*flags.FAMILIES,) == get_args(RowFamily)
+    assert (*PEERS,) == flags_of_bench.PEERS
+
+
+@pytest.mark.parametrize("given", [[], ["--speculative", "ngram:2"], ["--record", "x.jsonl"]])
+def test_on_a_cpu_bench_is_short_unless_told_otherwise(given: list[str]) -> None:
+    parser = CommandParser()
+    flags_of_bench.add_arguments(parser)
+    short = read_options(parser.parse_args([*given, "--device", "cpu"]))
+    assert [(work.live, work.new_tokens, work.runs) for work in short.works] == [(1, 32, 2)]
+    assert short.ttft_tokens == (128,)
+    asked = ["--batch", "2", "--new-tokens", "9", "--runs", "1", "--ttft-tokens", "5,6"]
+    told = read_options(parser.parse_args([*given, "--device", "cpu", *asked]))
+    assert [(work.live, work.new_tokens, work.runs) for work in told.works] == [(2, 9, 1)]
+    assert told.ttft_tokens == (5, 6)
 
 
 def test_help_lists_the_commands_above(capsys: pytest.CaptureFixture[str]) -> None:
@@ -446,7 +473,8 @@ def test_the_page_begins_with_ten_figures_of_the_results() -> None:
     for row in rows:
         command = row[3].removesuffix(" |").strip("`").split()
         parser = CommandParser(exit_on_error=False)
-        {"bench": bench_options, "acceptance": acceptance}[command[1]].add_arguments(parser)
+        module = {"bench": flags_of_bench, "acceptance": flags_of_acceptance}[command[1]]
+        module.add_arguments(parser)
         parser.parse_args(command[2:])
 
 

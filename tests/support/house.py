@@ -38,7 +38,7 @@ Imports point down this list.
 FAMILIES = re.compile(r"[Ll]lama(?!3)|[Qq]wen|[Mm]i[Mm]o|^dense_|Dense")
 """What a name has that names a family of models; `llama3` is also a kind of RoPE."""
 _FAMILY_WORD = re.compile(FAMILIES.pattern.replace("^", r"\b"))
-MAY_NAME_FAMILIES = ("graphengine/models/", "profiles/benchmark/shapes.py")
+MAY_NAME_FAMILIES = ("graphengine/models/", "profiles/shape_configs.py")
 MAY_NAME_KINDS = (
     "kernels/linear/kinds.py",
     "kernels/linear/gluon/packed_gluon_codes.py",

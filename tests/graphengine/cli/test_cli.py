@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from graphengine import Engine, EngineConfig, SamplingParams
-from graphengine.cli.main import main
+from graphengine.cli.main import COMMANDS_ABOVE, main
 from graphengine.cli.option_files import PAGE_TABLES
 from graphengine.cli.option_flags import flag_facts
 from graphengine.demo import checkpoint_path
@@ -723,6 +723,13 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     [
         (["generate", "--promt", "x"], "unrecognized argument --promt: did you mean --prompt?"),
         (["chat", "--temprature=1"], "unrecognized argument --temprature: did you mean --temp"),
+        (["info", "a b"], "unrecognized argument a b: did you mean --checkpoint 'a b'?\n"),
+        (
+            ["ops", "demo", "--json"],
+            "unrecognized argument demo: did you mean --checkpoint demo?\n",
+        ),
+        (["bench", "x"], "unrecognized argument x: did you mean --checkpoint x or --shape x?\n"),
+        (["doctor", "x"], "unrecognized argument x\n"),
         (["info", "--nothing-like-it"], "unrecognized argument --nothing-like-it\n"),
     ],
 )
@@ -816,10 +823,11 @@ def test_help_and_errors_of_arguments_do_not_wait_for_torch() -> None:
         ["generate", "--prompt", "x", "--top-k", "x"], ["chat", "--buckets", "1,x"],
         ["info", "--quantize", "int3"], ["graph", "dump"], ["graph", "diff", "--help"],
         ["quantize", "in"], ["doctor", "--help"], ["ops", "--help"],
+        *([name, "--help"] for name in COMMANDS_ABOVE), ["bench", "--runs", "x"], ["tune"],
     ]  # fmt: skip
     code = f"""
 import sys
-from graphengine.cli.main import main
+from graphengine.cli.main import COMMANDS_ABOVE, main
 for arguments in {calls!r}:
     try:
         main(arguments)
