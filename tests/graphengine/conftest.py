@@ -43,6 +43,7 @@ from transformers import (
 )
 
 from checkpoints.hybrids import MODELS as HYBRIDS
+from checkpoints.random_models import MODELS as RANDOM_MODELS
 from engines.small_engine import open_engine
 from launches.rounding_bounds import assert_best, in_float64, room_of
 
@@ -455,6 +456,15 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
     return {
         name: write_random_model(make, folder / name, seed)
         for seed, (name, make) in enumerate(HYBRIDS.items())
+    }
+
+
+@pytest.fixture(scope="session")
+def random_oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    folder = tmp_path_factory.mktemp("random")
+    return {
+        name: write_random_model(make, folder / name, seed)
+        for seed, (name, make) in enumerate(RANDOM_MODELS.items())
     }
 
 

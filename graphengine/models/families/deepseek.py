@@ -8,6 +8,7 @@ results and are not implemented here are refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,15 +78,21 @@ _V3 = Version(
 
 def read_v2(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `DeepseekV2ForCausalLM` checkpoint."""
-    return _read(config, architecture, _V2)
+    return read_latent(config, architecture, _V2)
 
 
 def read_v3(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `DeepseekV3ForCausalLM` checkpoint."""
-    return _read(config, architecture, _V3)
+    return read_latent(config, architecture, _V3)
 
 
-def _read(config: HfConfig, architecture: str, version: Version) -> DecoderConfig:
+def read_latent(
+    config: HfConfig, architecture: str, version: Version, layers: Collection[int] | None = None
+) -> DecoderConfig:
+    """The model with latent attention, and with experts as in this version.
+
+    layers  which layers have experts; None: `first_k_dense_replace` and `moe_layer_freq` say so
+    """
     # null has a meaning here that a `Key` cannot express: queries have no latent.
     has_no_q_rank = "q_lora_rank" in config and config["q_lora_rank"] is None
     given = {**config}
@@ -100,7 +107,7 @@ def _read(config: HfConfig, architecture: str, version: Version) -> DecoderConfi
     settings["head_dim"] = settings["qk_rope_head_dim"]
     q_rank = None if has_no_q_rank else settings["q_lora_rank"]
     model = decoder_config(settings, architecture, _attention(settings, q_rank), read_mlp(settings))
-    return with_routed_experts(settings, model, version)
+    return with_routed_experts(settings, model, version, layers)
 
 
 def _attention(settings: dict[str, Any], q_rank: int | None) -> LatentAttention:
@@ -130,13 +137,19 @@ def _scale_of(rope: RopeConfig) -> float:
 
 
 def with_routed_experts(
-    settings: dict[str, Any], model: DecoderConfig, version: Version
+    settings: dict[str, Any],
+    model: DecoderConfig,
+    version: Version,
+    layers: Collection[int] | None = None,
 ) -> DecoderConfig:
-    """The model with the experts that `settings` give it, routed as in this version."""
+    """The model with the experts that `settings` give it, routed as in this version.
+
+    layers  as in `read_latent`
+    """
     count, first = settings["n_routed_experts"], settings["first_k_dense_replace"]
-    layers = tuple(
-        index for index in range(first, model.num_layers) if index % settings["moe_layer_freq"] == 0
-    )
+    if layers is None:
+        every = settings["moe_layer_freq"]
+        layers = [index for index in range(first, model.num_layers) if index % every == 0]
     if not count or not layers:
         return model
     if count > MAX_EXPERTS:

@@ -295,6 +295,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "shared_expert_intermediate_size": (0,),
     "moe_layers": ([],),
     "enable_moe_block": (False,),
+    "use_routing_bias": (False,),
+    "shared_moe_mode": (),
     "per_layer_config": ({},),
     "block_configs": ([],),
     "layers_block_type": ([],),
@@ -324,6 +326,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_interleave": (False,),
     "rope_interleaved": (False,),
     "rotary_pct": (1,),
+    "rotary_dim": (),
+    "attn_type_list": ([],),
     "use_mrope": (False,),
     "rope_local_base_freq": (),
     "layer_rope_theta": ([],),
@@ -342,6 +346,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "qk_layer_norms": (False,),
     "qk_norm": (False,),
     "use_qk_norm": (False,),
+    "qk_norm_type": (),
     "use_post_norm": (False,),
     "use_sandwich_norm": (False,),
     "use_attention_gate": (False,),
@@ -393,6 +398,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mup_width_multiplier": (1,),
     "logits_mup_width_multiplier": (1,),
     "scale_attn_by_inverse_layer_idx": (False,),
+    "layernorm_full_attention_alpha": (1,),
+    "layernorm_full_attention_beta": (1,),
+    "layernorm_linear_attention_alpha": (1,),
+    "layernorm_linear_attention_beta": (1,),
+    "layernorm_mlp_alpha": (1,),
+    "layernorm_mlp_beta": (1,),
 }
 """Keys that change the arithmetic of some decoders, with the values besides null that do not."""
 

@@ -32,7 +32,8 @@ _HARMLESS = """
     num_beam_groups num_beams num_return_sequences remove_invalid_values repetition_penalty
     suppress_tokens temperature top_k top_p typical_p
 
-    mtp_num_hidden_layers num_mtp_layers mtp_loss_scaling_factor
+    mtp_num_hidden_layers num_mtp_layers mtp_loss_scaling_factor mlp_intermediate_size
+    mtp_transformer_layers num_mtp_modules use_mtp
 
     _sliding_window_pattern initial_context_length
 

@@ -42,6 +42,8 @@ CONFIGS: Mapping[str, Config] = {
     "Gemma3ForConditionalGeneration": {"text_config": {**_GEMMA, "model_type": "gemma3_text"}},
     "Glm4MoeForCausalLM": {**_EXPERTS, "head_dim": 128, "attention_bias": True,
                            "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "Glm4MoeLiteForCausalLM": {**_EXPERTS, **_LATENT, "num_key_value_heads": 8,
+                               "qk_nope_head_dim": 192, "v_head_dim": 256},
     "GptOssForCausalLM": {**SHAPES["gpt-oss-20b"], **_FEW, "num_local_experts": 4},
     "GraniteForCausalLM": {**_DENSE, "embedding_multiplier": 12, "residual_multiplier": 0.22,
                            "attention_multiplier": 0.0625, "logits_scaling": 6},
@@ -61,6 +63,7 @@ CONFIGS: Mapping[str, Config] = {
     "MiMoForCausalLM": _DENSE,
     "Ministral3ForCausalLM": _DENSE,
     "Mistral3ForConditionalGeneration": {"text_config": {**_DENSE, "model_type": "ministral3"}},
+    "MiniMaxM2ForCausalLM": {**_DENSE, "num_local_experts": 8, "rotary_dim": 64},
     "MistralForCausalLM": _DENSE,
     "MixtralForCausalLM": {**_DENSE, "num_local_experts": 4},
     "NemotronHForCausalLM": {

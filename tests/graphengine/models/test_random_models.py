@@ -1,0 +1,169 @@
+"""Families against transformers on random checkpoints; their published configs, and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints.random_models import MODELS
+from checkpoints.small_decoders import block_in, composed, expert_layers
+from engines.family_checks import assert_replies, assert_rewinds, assert_same_in_any_company
+from extent import extent
+from graphengine import Engine, SamplingParams
+from graphengine.models.blocks.experts import Experts
+from graphengine.models.families.registry import read_model_config
+from graphengine.models.hf.config_schema import unknown_keys
+from graphengine.speculative import MTP
+
+NAMES = tuple(MODELS)
+# One of each family.
+FIRST = ("glm-lite", "minimax")
+PROMPT_LENGTHS = extent((1, 300), (1, 17, 90, 300))
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def open_engine(path: Path, **options: Any) -> Engine:
+    options = {"max_batch": 4, "max_seq_len": 160, "dtype": "float32", "block_size": 8} | options
+    return Engine.from_pretrained(path, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_tokens(
+    random_oracles: dict[str, Any],
+    device: str,
+    eager: Callable[[Engine], dict[tuple[int, int], torch.Tensor]],
+    name: str,
+) -> None:
+    oracle = random_oracles[name]
+    options: dict[str, Any] = {"max_seq_len": 400, "prefill_buckets": (16, 64), "lookahead": 0}
+    with open_engine(oracle.path, device=device, **options) as engine:
+        prompts = oracle.prompts(PROMPT_LENGTHS)
+        results = [engine.generate(prompt, greedy(64)) for prompt in prompts]
+        for result in results:
+            oracle.assert_greedy(result)
+        # Tokens that are all alike would hide a fault.
+        assert len({token for result in results for token in result.token_ids}) > 8
+        assert_replies(engine, oracle, eager, extent((17,), (3, 75)))
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_neighbours_chunks_drafts_and_pauses_change_no_token(
+    random_oracles: dict[str, Any], device: str, name: str
+) -> None:
+    oracle = random_oracles[name]
+    assert_same_in_any_company(partial(open_engine, oracle.path, device=device), oracle)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_sessions_go_on_and_are_rewound(
+    random_oracles: dict[str, Any], device: str, name: str
+) -> None:
+    oracle = random_oracles[name]
+    with open_engine(oracle.path, device=device, prefill_buckets=(16, 64)) as engine:
+        assert_rewinds(engine, oracle)
+
+
+def test_a_draft_module_of_glm_lite(random_oracles: dict[str, Any], tmp_path: Path) -> None:
+    """A layer past the others, as in DeepSeek-V3's checkpoints; here it is a copy of the last."""
+    oracle = random_oracles["glm-lite"]
+    config = json.loads((oracle.path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    tensors = {n: t for f in oracle.path.glob("*.safetensors") for n, t in load_file(f).items()}
+    last, module = "model.layers.2.", "model.layers.3."
+    tensors |= {n.replace(last, module): t.clone() for n, t in tensors.items() if last in n}
+    hidden = config["hidden_size"]
+    ones = {f"{module}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm")}
+    tensors |= ones | {f"{module}shared_head.norm.weight": torch.ones(hidden)}
+    tensors[f"{module}eh_proj.weight"] = torch.eye(hidden, 2 * hidden)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompts = oracle.prompts((9, 40))
+    with open_engine(oracle.path, device="cpu") as engine:
+        expected = [each.token_ids for each in engine.generate(prompts, greedy(24))]
+    with open_engine(tmp_path, device="cpu", speculative=MTP(k=2)) as engine:
+        assert [each.token_ids for each in engine.generate(prompts, greedy(24))] == expected
+        assert engine.acceptance.proposed > 0
+
+
+GLM_FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "eos_token_id": [154820, 154827, 154829], "first_k_dense_replace": 1, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512,
+    "max_position_embeddings": 202752, "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 20, "num_experts_per_tok": 4,
+    "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1,
+    "pad_token_id": 154820, "partial_rotary_factor": 1.0, "q_lora_rank": 768,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 1000000, "routed_scaling_factor": 1.8, "tie_word_embeddings": False,
+    "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 256,
+    "vocab_size": 154880,
+}  # fmt: skip
+"""The keys of GLM-4.7-Flash."""
+MINIMAX: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536,
+    "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0, "max_position_embeddings": 196608, "mlp_intermediate_size": 8192,
+    "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48,
+    "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
+    "num_local_experts": 256, "num_mtp_modules": 3, "output_router_logits": False,
+    "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64,
+    "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "sliding_window": None,
+    "tie_word_embeddings": False, "use_cache": True, "use_mtp": True, "use_qk_norm": True,
+    "use_routing_bias": True, "vocab_size": 200064,
+}  # fmt: skip
+"""The keys of MiniMax-M2, without those of its quantised weights."""
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "layers"),
+    [(GLM_FLASH, (29.8, 30.1), range(1, 47)), (MINIMAX, (228.6, 228.8), range(62))],
+    ids=["glm-lite", "minimax"],
+)
+def test_configs_as_they_are_published(
+    config: dict[str, Any], billions: tuple[float, float], layers: range
+) -> None:
+    assert unknown_keys(config) == []
+    model = composed(read_model_config(config))
+    assert expert_layers(model) == tuple(layers)
+    assert block_in(model, Experts).router.scores == "sigmoid"
+    parameters = model.allocate(device="meta", dtype=torch.bfloat16).parameters
+    least, most = billions
+    assert least * 1e9 < parameters < most * 1e9
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (GLM_FLASH, {"first_k_dense_replace": 2}, "first_k_dense_replace=2: supported: null or 1"),
+        (GLM_FLASH, {"mlp_layer_types": ["sparse"]}, "mlp_layer_types=.*: 47 times 'dense' or"),
+        (GLM_FLASH, {"mlp_layer_types": "sparse"}, "mlp_layer_types='sparse'"),
+        (GLM_FLASH, {"rope_interleave": False}, "rope_interleave=False"),
+        (GLM_FLASH, {"attention_bias": True}, "attention_bias=True"),
+        (GLM_FLASH, {"scoring_func": "softmax"}, "scoring_func='softmax': supported: 'sigmoid'"),
+        (MINIMAX, {"attn_type_list": [1, 0]}, r"attn_type_list=\[1, 0\]: supported: null, or 1"),
+        (MINIMAX, {"rotary_dim": 48}, "partial_rotary_factor=0.375: supported: 0.25 or 0.5 or 1.0"),
+        (MINIMAX, {"use_qk_norm": False}, "use_qk_norm=False: supported: null or True"),
+        (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'"),
+        (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size=64"),
+        (MINIMAX, {"layernorm_mlp_beta": 0.5}, "layernorm_mlp_beta=0.5"),
+        (MINIMAX, {"num_experts_per_tok": 257}, "num_experts_per_tok=257: supported: 1 to num_loc"),
+        (MINIMAX, {"sliding_window": 64}, "sliding_window=64"),
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_is_refused(
+    config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_model_config(config | changes)

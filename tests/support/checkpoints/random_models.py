@@ -1,0 +1,61 @@
+"""Random models of families that `AutoModelForCausalLM` opens, of odd sizes.
+
+A family's classes are looked up when a model of it is made: the oldest transformers that the
+package admits has not all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": 271, "max_position_embeddings": 512, "bos_token_id": 2, "eos_token_id": 7,
+    "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def make(family: str, **options: Any) -> PreTrainedModel:
+    """A model of the family with this name in transformers' classes."""
+    config = getattr(transformers, f"{family}Config")(**SIZES | options)
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    routed = {"experts_implementation": "eager"} if "num_experts_per_tok" in options else {}
+    model: PreTrainedModel = kind._from_config(config, **routed)
+    return model
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "glm-lite": lambda: make(
+        "Glm4MoeLite", hidden_size=64, intermediate_size=68, moe_intermediate_size=28,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=48,
+        q_lora_rank=44, qk_nope_head_dim=20, qk_rope_head_dim=16, v_head_dim=26,
+        n_routed_experts=10, num_experts_per_tok=3, n_group=5, topk_group=2, rms_norm_eps=1e-3,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    # Queries without a latent, and experts where a list says so.
+    "glm-lite-marked": lambda: make(
+        "Glm4MoeLite", hidden_size=48, intermediate_size=52, moe_intermediate_size=20,
+        num_hidden_layers=4, num_attention_heads=5, num_key_value_heads=5, kv_lora_rank=32,
+        q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=2, norm_topk_prob=False,
+        mlp_layer_types=["sparse", "dense", "dense", "sparse"], tie_word_embeddings=True,
+    ),
+    "minimax": lambda: make(
+        "MiniMaxM2", hidden_size=72, intermediate_size=36, num_hidden_layers=3,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=64, num_local_experts=7,
+        num_experts_per_tok=3, rotary_dim=32, rms_norm_eps=1e-3,
+    ),
+    "minimax-whole": lambda: make(
+        "MiniMaxM2", hidden_size=56, intermediate_size=20, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=1, head_dim=80, num_local_experts=5,
+        num_experts_per_tok=2, tie_word_embeddings=True,
+        rope_parameters=YARN | {"partial_rotary_factor": 1.0},
+    ),
+}  # fmt: skip
