@@ -194,8 +194,8 @@ class EngineSizes:
             return min(max_positions, USUAL_SEQ_LEN)
         if self.max_seq_len > max_positions:
             raise ValueError(
-                f"max_seq_len={self.max_seq_len} exceeds the model's "
-                f"max_position_embeddings={max_positions}"
+                f"max_seq_len={self.max_seq_len} exceeds the model's {max_positions} positions "
+                f"(max_position_embeddings, with dynamic RoPE times its factor)"
             )
         return self.max_seq_len
 

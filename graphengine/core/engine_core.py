@@ -133,6 +133,7 @@ class EngineCore:
             memory,
             tokenizer=tokenizer,
             vocab_size=runtime.model.config.vocab_size,
+            max_prompt=runtime.model.config.max_prompt,
             vocabulary=runtime.model.lm_head.shape[0],
             eos_ids=eos_ids,
             prompts_only=drafter.needs.prompts_only,

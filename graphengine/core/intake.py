@@ -75,6 +75,7 @@ class Intake:
         *,
         tokenizer: Tokenizer | None,
         vocab_size: int,
+        max_prompt: int,
         vocabulary: int,
         eos_ids: tuple[int, ...],
         prompts_only: bool,
@@ -92,6 +93,7 @@ class Intake:
         self._config = config
         self._max_seq_len = memory.max_seq_len
         self._vocab_size = vocab_size
+        self._max_prompt = max_prompt
         self._vocabulary = vocabulary
         self._eos_ids = eos_ids
         self._prompts_only = prompts_only
@@ -161,6 +163,7 @@ class Intake:
         _check_queueing(priority, deadline_s)
         stops = self._stops(params)
         self._check_new_tokens(params)
+        self._check_length(len(prompt.ids))
         rope_shift = self._rope_shift(prompt, params.room)
         processing = make_processing(
             params,
@@ -276,6 +279,14 @@ class Intake:
             raise ValueError(
                 f"max_tokens={params.max_tokens}: with {self._config.speculative} a prompt has one "
                 f"new token, max_tokens=1"
+            )
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self._max_prompt:
+            raise ValueError(
+                f"prompt of {tokens} tokens exceeds max_position_embeddings={self._max_prompt}: "
+                f"RoPE of type 'dynamic' turns a longer prompt by its length, which tables cannot; "
+                f"replies may go on from there"
             )
 
     def _max_len(self, prompt_len: int, params: SamplingParams, rope_shift: int = 0) -> int:

@@ -198,6 +198,20 @@ class Composition(ABC):
         return rope_axes(self.rope, head_dim=attention_of(self).table_dim)
 
     @property
+    def max_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        limits = [rope.most_at_once for rope in self._ropes]
+        return min(limit for limit in (self.max_positions, *limits) if limit is not None)
+
+    def is_long(self, max_seq_len: int) -> bool:
+        """Whether RoPE's tables of this many positions have longrope's long factors."""
+        return any(rope.is_long(max_seq_len) for rope in self._ropes)
+
+    @property
+    def _ropes(self) -> list[RopeConfig]:
+        return [rope for rope in (self.rope, self.local_rope) if rope is not None]
+
+    @property
     def linears(self) -> Linears:
         """The linears of a decode step: those of each kind of block, and lm_head, which is whole on
         every rank.

@@ -375,6 +375,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def max_prompt(self) -> int:
+        """Tokens of the longest prompt; a sequence may go on to `max_positions`."""
+        ...
+
+    @property
     def rope_axes(self) -> tuple[int, ...] | None:
         """The axis, 0..2, by which each pair of a head turns; None: positions have one axis."""
         ...

@@ -10,6 +10,7 @@ Letters: N lanes, T tokens of a chunk, H hidden, A columns of attention's sums, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -72,6 +73,8 @@ from graphengine.models.sublayers import (
     products,
 )
 from graphengine.models.weights import RoutedExperts, StoredLinear, Weight
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +190,12 @@ class DecoderModel:
     def __init__(self, weights: DecoderWeights, *, max_seq_len: int, vocabulary: int = 0) -> None:
         self.config = weights.config
         self.weights = weights
+        if self.config.is_long(max_seq_len):
+            log.info(
+                "RoPE of type 'longrope' has its long factors for all requests, as "
+                "max_seq_len=%d exceeds its original_max_position_embeddings",
+                max_seq_len,
+            )
         head = weights.lm_head
         self.lm_head: AnyWeight = head
         if vocabulary:
@@ -263,8 +272,12 @@ class DecoderModel:
         return bool(self.config.final_norm_name)
 
     def numerics(self, prefill_sizes: Sequence[int]) -> Mapping[str, str]:
-        """Sizes of chunks whose gate and up are one kernel, which sums in another order."""
-        return {"fused_swiglu": ",".join(str(size) for size in prefill_sizes if self.fuses(size))}
+        """Sizes of chunks whose gate and up are one kernel, which sums in another order, and which
+        factors longrope has.
+        """
+        fused = ",".join(str(size) for size in prefill_sizes if self.fuses(size))
+        long = self.config.is_long(self.max_seq_len)
+        return {"fused_swiglu": fused} | ({"longrope": "long"} if long else {})
 
     def fuses(self, lanes: int) -> bool:
         """Whether unpacked gates and ups are one kernel in a chunk of this many lanes.

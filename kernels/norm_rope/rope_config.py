@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,10 @@ class RopeConfig:
     `high_freq_factor`, `original_max_position_embeddings`. yarn: `factor`, `beta_fast`,
     `beta_slow`, `truncate`, `original_max_position_embeddings`, and the attention factor, which
     follows from `factor` (and `mscale` over `mscale_all_dim` where both are given) unless stated.
+    longrope: `short_factor` and `long_factor`, one number per pair that turns,
+    `original_max_position_embeddings`, and the attention factor, which follows from it and `factor`
+    unless stated. dynamic: `factor`, and `original_max_position_embeddings`, the tokens up to which
+    it is as default.
 
     `rotated` is the part of a head that turns; its other pairs stay as they are. `sections` are the
     pairs that turn by time, height and width (M-RoPE), one section after the other, or, where they
@@ -40,6 +44,8 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
     rotated: float = 1.0
     sections: tuple[int, int, int] | None = None
     interleaved: bool = False
@@ -51,7 +57,9 @@ class RopeConfig:
             raise ValueError(f"rope kind {self.kind!r} is not one of {get_args(RopeKind)}")
         if not self.theta > 0 or not self.factor > 0:
             raise ValueError(f"theta={self.theta} and factor={self.factor} must be above 0")
-        if self.kind in ("llama3", "yarn") and not self.original_max_position_embeddings:
+        # LongRoPE's attention factor divides by its logarithm.
+        least = {"default": 0, "linear": 0, "longrope": 2}.get(self.kind, 1)
+        if (self.original_max_position_embeddings or 0) < least:
             raise ValueError(
                 f"rope kind {self.kind!r} needs original_max_position_embeddings, "
                 f"got {self.original_max_position_embeddings}"
@@ -61,6 +69,40 @@ class RopeConfig:
                 f"low_freq_factor={self.low_freq_factor} must be below "
                 f"high_freq_factor={self.high_freq_factor}"
             )
+
+    def pairs(self, head_dim: int) -> int:
+        """Pairs of a head that turn. ValueError if the settings do not fit heads of this size."""
+        rotated = int(head_dim * self.rotated)
+        if rotated % 2 or rotated == 0:
+            raise ValueError(f"{rotated} of head_dim={head_dim} values turn: must be even, not 0")
+        if self.kind == "dynamic" and rotated == 2:
+            raise ValueError(f"RoPE of type 'dynamic' needs 4 values that turn, not {rotated}")
+        for name in ("short_factor", "long_factor") if self.kind == "longrope" else ():
+            given = len(getattr(self, name))
+            if given != rotated // 2:
+                raise ValueError(
+                    f"RoPE's {name} has {given} numbers, but {rotated // 2} pairs turn in heads of "
+                    f"{head_dim}"
+                )
+        return rotated // 2
+
+    def is_long(self, max_positions: int) -> bool:
+        """Whether tables of this many positions have longrope's long factors, in all rows."""
+        return self.kind == "longrope" and max_positions > (
+            self.original_max_position_embeddings or 0
+        )
+
+    @property
+    def most_at_once(self) -> int | None:
+        """Most tokens of a prompt; None: any number.
+
+        transformers turns a longer one by frequencies that follow from its length.
+        """
+        return self.original_max_position_embeddings if self.kind == "dynamic" else None
+
+    def most_positions(self, trained: int) -> int:
+        """Tokens of the longest sequence, for a model whose config says `trained`."""
+        return max(trained, int(trained * self.factor)) if self.kind == "dynamic" else trained
 
 
 def rope_axes(config: RopeConfig, *, head_dim: int) -> tuple[int, ...] | None:
@@ -90,24 +132,34 @@ def rope_tables(
 
     Pairs that do not turn are last, and have the cosine 1 and the sine 0.
 
-    The attention factor (YaRN) is multiplied into both. Computed on the CPU whatever the device, so
-    that every device rotates by the same bits. Equal to transformers' rotary embedding.
+    The attention factor (YaRN, LongRoPE) is multiplied into both. Computed on the CPU whatever the
+    device, so that every device rotates by the same bits. Equal to transformers' rotary embedding
+    of `max_positions` tokens; with dynamic RoPE, to that of tokens fed one by one to a cache.
     """
     if head_dim % 2 or head_dim <= 0 or max_positions <= 0:
         raise ValueError(f"head_dim={head_dim} must be even, max_positions={max_positions} above 0")
-    rotated = int(head_dim * config.rotated)
-    if rotated % 2 or rotated == 0:
-        raise ValueError(f"{rotated} of head_dim={head_dim} values turn: must be even, not 0")
-    frequencies, attention_factor = rope_frequencies(config, head_dim=rotated)
-    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+    pairs = config.pairs(head_dim)
+    frequencies, attention_factor = rope_frequencies(
+        config, head_dim=2 * pairs, long=config.is_long(max_positions)
+    )
+    positions = torch.arange(max_positions)
+    angles = positions.float()[:, None] * frequencies
+    trained = config.original_max_position_embeddings
+    if config.kind == "dynamic" and trained is not None and max_positions > trained:
+        later = _dynamic_frequencies(config, positions[trained:] + 1, head_dim=2 * pairs)
+        angles[trained:] = positions[trained:].float()[:, None] * later
     cos, sin = torch.ones(max_positions, head_dim // 2), torch.zeros(max_positions, head_dim // 2)
-    cos[:, : rotated // 2] = angles.cos() * attention_factor
-    sin[:, : rotated // 2] = angles.sin() * attention_factor
+    cos[:, :pairs] = angles.cos() * attention_factor
+    sin[:, :pairs] = angles.sin() * attention_factor
     return cos.to(device), sin.to(device)
 
 
-def rope_frequencies(config: RopeConfig, *, head_dim: int) -> tuple[torch.Tensor, float]:
+def rope_frequencies(
+    config: RopeConfig, *, head_dim: int, long: bool = False
+) -> tuple[torch.Tensor, float]:
     """Radians a position, float32 [D/2] on the CPU, and the factor on cosines and sines.
+
+    long  whether longrope takes its long factors
 
     The order of operations is that of transformers' `ROPE_INIT_FUNCTIONS`: the bits are the same.
     """
@@ -119,7 +171,39 @@ def rope_frequencies(config: RopeConfig, *, head_dim: int) -> tuple[torch.Tensor
         return _llama3_frequencies(config, 1.0 / periods), 1.0
     if config.kind == "yarn":
         return _yarn_frequencies(config, periods), _yarn_attention_factor(config)
+    if config.kind == "longrope":
+        factors = torch.tensor(config.long_factor if long else config.short_factor)
+        return 1.0 / (factors * periods), _longrope_attention_factor(config)
     return 1.0 / periods, 1.0
+
+
+def _dynamic_frequencies(
+    config: RopeConfig, tokens_N: torch.Tensor, *, head_dim: int
+) -> torch.Tensor:
+    """NTK-aware scaling whose base grows with the sequence: [N, D/2] after so many tokens each.
+
+    Source: `_compute_dynamic_ntk_parameters` of transformers, which computes the base in float32.
+    One by one, as powers of whole vectors have other bits.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    factor, trained = config.factor, config.original_max_position_embeddings
+    power = head_dim / (head_dim - 2)
+    return torch.stack(
+        [
+            1.0 / (config.theta * (factor * tokens / trained - (factor - 1)) ** power) ** exponents
+            for tokens in tokens_N
+        ]
+    )
+
+
+def _longrope_attention_factor(config: RopeConfig) -> float:
+    trained = config.original_max_position_embeddings
+    assert trained is not None
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(config.factor) / math.log(trained))
 
 
 def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:

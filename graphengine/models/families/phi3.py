@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from graphengine.models.decoder import DecoderConfig
 from graphengine.models.hf import hf_config
 from graphengine.models.hf.config_schema import HfConfig
@@ -9,12 +11,24 @@ from graphengine.models.hf.decoder_config import decoder_config, read_attention,
 
 DEFAULTS = hf_config.FamilyDefaults(max_positions=4096, windows="all", biases=())
 # transformers' defaults for missing keys, where other families have different ones.
-_MISSING = {"sliding_window": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+_MISSING = {
+    "sliding_window": None,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Phi3ForCausalLM` checkpoint."""
     settings = hf_config.read_settings({**_MISSING, **config}, DEFAULTS)
+    for name in ("rope_parameters", "rope_scaling"):
+        # What the first long versions call it.
+        settings[name] = _renamed(settings[name])
     attention = read_attention(settings, one_linear=True)
     mlp = read_mlp(settings, names=("gate_up_proj", "", "down_proj"), one_linear=True)
     return decoder_config(settings, architecture, attention, mlp)
+
+
+def _renamed(rope: dict[str, Any] | None) -> dict[str, Any] | None:
+    return rope and {key: "longrope" if value == "su" else value for key, value in rope.items()}

@@ -265,6 +265,8 @@ ROPE_KEYS = (
     Key("mscale", "number", (0, 1e6), default=None, null=True),
     Key("mscale_all_dim", "number", (0, 1e6), default=None, null=True),
     Key("truncate", "flag", default=True),
+    Key("short_factor", "numbers", (1e-6, 1e6), default=None, null=True),
+    Key("long_factor", "numbers", (1e-6, 1e6), default=None, null=True),
     Key("partial_rotary_factor", "number", (0, 1), default=None, null=True),
 )
 """The keys of `rope_parameters` and `rope_scaling`; which of them count follows from the type."""

@@ -46,11 +46,12 @@ def composed(
     """The model of these layers; `values` take precedence over what `settings` say."""
     if "rope" not in values:
         values["rope"] = hf_config.rope(settings)
+    rope, positions = values["rope"], settings["max_position_embeddings"]
     shared = {
         "vocab_size": settings["vocab_size"],
         "hidden_size": settings["hidden_size"],
         "norm_eps": settings["rms_norm_eps"],
-        "max_positions": settings["max_position_embeddings"],
+        "max_positions": positions if rope is None else rope.most_positions(positions),
         "tie_embeddings": settings["tie_word_embeddings"],
     }
     return DecoderConfig(architecture=architecture, layers=layers, **shared | values)

@@ -33,6 +33,8 @@ _ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "dynamic": ("factor",),
 }
 
 
@@ -283,12 +285,16 @@ def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> Ro
         )
     theta = values["rope_theta"] or settings["rope_theta"]
     if kind == "default":
-        return RopeConfig(theta=theta, rotated=rotated)
+        return _checked(RopeConfig(theta=theta, rotated=rotated), settings)
     positions = settings["max_position_embeddings"]
     # A key next to the RoPE settings takes precedence over one inside, as in transformers.
     original = settings["original_max_position_embeddings"]
     original = original or values["original_max_position_embeddings"] or positions
-    if kind == "yarn" and "factor" in given and values["factor"] is None:
+    if kind == "dynamic":
+        # It counts from here, whatever else the config says.
+        original = positions
+    stretched = kind == "longrope" or (kind == "yarn" and "factor" in given)
+    if stretched and values["factor"] is None:
         values["factor"] = positions / original
     for name in _ROPE_NEEDS[kind]:
         if values[name] is None:
@@ -299,7 +305,8 @@ def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> Ro
     numbers = {name: values[name] for name in (*names, "mscale_all_dim")}
     # Zero turns mean the default.
     numbers |= {name: values[name] or None for name in ("beta_fast", "beta_slow")}
-    return RopeConfig(
+    numbers |= {name: values[name] for name in ("short_factor", "long_factor")}
+    rope = RopeConfig(
         kind=kind,
         theta=theta,
         original_max_position_embeddings=original,
@@ -307,6 +314,16 @@ def _rope_of(settings: dict[str, Any], inside: str, given: dict[str, Any]) -> Ro
         rotated=rotated,
         **{name: value for name, value in numbers.items() if value is not None},
     )
+    return _checked(rope, settings)
+
+
+def _checked(rope: RopeConfig, settings: dict[str, Any]) -> RopeConfig:
+    """The RoPE, if it fits the heads; else ValueError."""
+    try:
+        rope.pairs(settings["head_dim"])
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}") from error
+    return rope
 
 
 def _rope_key(settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -54,6 +54,10 @@ SMALL: dict[str, Any] = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {
+    "type": "longrope", "short_factor": [1 + i / 16 for i in range(32)],
+    "long_factor": [2 + i / 3 for i in range(32)],
+}  # fmt: skip
 
 
 def small(family: str = "Llama", **changes: Any) -> dict[str, Any]:
@@ -184,6 +188,11 @@ def test_any_json_value_is_read_or_refused(family: str, changes: dict[str, Any])
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling={'type': 'yarn'}: .* needs factor"),
         ({"rope_scaling": {"type": "linear", "factor": None}}, "'linear' needs factor"),
         ({"rope_scaling": YARN | {"rope_type": "llama3"}}, "'llama3' needs low_freq_factor"),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope' needs short_factor"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0]}},
+         "long_factor has 1 numbers, but 32 pairs turn in heads of 64"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [0]}}, r"short_factor=\[0\]: must be a list"),
+        ({"rope_scaling": {"type": "dynamic"}}, "'dynamic' needs factor"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_scaling.rope_type='mrope': .*linear"),
         ({"rope_parameters": {"sliding_attention": YARN}}, "supported: RoPE of all layers, or"),
         ({"rope_parameters": {"full_attention": YARN, "factor": 2}}, "supported: RoPE of all"),
@@ -421,6 +430,11 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn, mscale": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}},
     "yarn, not truncated": {"rope_scaling": YARN | {"truncate": False, "attention_factor": 1.5}},
     "llama3": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 128},
+    "longrope": {"rope_scaling": LONGROPE, "original_max_position_embeddings": 128},
+    "longrope, its own factors": {
+        "rope_parameters": LONGROPE | {"factor": 3, "attention_factor": 1.2},
+    },
+    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 3.0}},
     "default, of other kinds": {"rope_parameters": LLAMA3 | {"rope_type": "default"}},
     "partial null": {"partial_rotary_factor": None, "rope_theta": 100.0},
 }

@@ -56,8 +56,8 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*Llama.*, Qwen3ForCausalLM"),
         ({"architectures": None, "model_type": "x"}, "model_type='x'.*Llama.*, Qwen3ForCausalLM"),
-        ({"rope_parameters": ROPE | {"rope_type": "longrope"}}, "longrope.*linear.*yarn"),
-        ({"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "dynamic.*linear.*yarn"),
+        ({"rope_parameters": ROPE | {"rope_type": "longrope"}}, "'longrope' needs short_factor"),
+        ({"rope_parameters": ROPE | {"rope_type": "ntk"}}, "ntk.*linear.*yarn.*dynamic"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0: .* 1 or more"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*silu"),
         ({"head_dim": 73}, "head_dim=73.*even.*256"),
@@ -82,7 +82,9 @@ def test_a_config_that_cannot_be_served_is_refused(
 
 
 def test_options_that_the_model_cannot_serve_are_refused(source: Path) -> None:
-    assert_refused(source, "max_seq_len=513 .*max_position_embeddings=512", max_seq_len=513)
+    assert_refused(
+        source, "max_seq_len=513 .* 512 positions .max_position_embeddings", max_seq_len=513
+    )
     assert_refused(source, "dtype=int8.*bfloat16", dtype="int8")
     assert_refused(source, r"dtype=torch\.int8.*bfloat16", dtype=torch.int8)
 

@@ -37,6 +37,8 @@ LLAMA3 = RopeConfig(
 YARN = RopeConfig(
     kind="yarn", theta=1_000_000.0, factor=4.0, original_max_position_embeddings=32768
 )
+LONGROPE = RopeConfig(kind="longrope", factor=32.0, original_max_position_embeddings=500)
+DYNAMIC = RopeConfig(kind="dynamic", factor=2.5, original_max_position_embeddings=131072)
 CONFIGS = {
     "default": RopeConfig(theta=500_000.0),
     "linear": RopeConfig(kind="linear", factor=3.0),
@@ -49,10 +51,24 @@ CONFIGS = {
     "yarn-attention-factor": replace(YARN, attention_factor=1.25),
     "yarn-no-stretch": replace(YARN, factor=1.0),
     "yarn-tiny": replace(YARN, original_max_position_embeddings=4),
+    "longrope-short": LONGROPE,
+    "longrope-long": replace(LONGROPE, original_max_position_embeddings=499),
+    "longrope-factor": replace(LONGROPE, factor=0.5),
+    "longrope-attention-factor": replace(LONGROPE, attention_factor=1.25),
+    "dynamic": DYNAMIC,
 }
 
 
-def transformers_config(config: RopeConfig, head_dim: int) -> Any:
+def of_heads(config: RopeConfig, head_dim: int) -> RopeConfig:
+    """The config with as many factors as heads of this size have pairs."""
+    if config.kind != "longrope":
+        return config
+    short = [1 + index / 16 for index in range(head_dim // 2)]
+    long = tuple(3 * factor for factor in short)
+    return replace(config, short_factor=tuple(short), long_factor=long)
+
+
+def transformers_config(config: RopeConfig, head_dim: int, most: int = 131072) -> Any:
     """A LlamaConfig that says the same."""
     transformers = pytest.importorskip("transformers")
     fields_of = {
@@ -74,13 +90,21 @@ def transformers_config(config: RopeConfig, head_dim: int) -> Any:
             "truncate",
             "original_max_position_embeddings",
         ],
+        "longrope": [
+            "factor",
+            "attention_factor",
+            "short_factor",
+            "long_factor",
+            "original_max_position_embeddings",
+        ],
+        "dynamic": ["factor"],
     }
     parameters = {name: getattr(config, name) for name in fields_of[config.kind]}
     return transformers.LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
         head_dim=head_dim,
-        max_position_embeddings=131072,
+        max_position_embeddings=most,
         rope_parameters={"rope_type": config.kind, "rope_theta": config.theta}
         | {name: value for name, value in parameters.items() if value is not None},
     )
@@ -89,6 +113,7 @@ def transformers_config(config: RopeConfig, head_dim: int) -> Any:
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_tables_equal_transformers(config: RopeConfig, head_dim: int) -> None:
+    config = of_heads(config, head_dim)
     theirs = transformers_config(config, head_dim)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -109,6 +134,22 @@ def test_tables_equal_transformers(config: RopeConfig, head_dim: int) -> None:
     assert torch.equal(torch.cat((sin, sin), dim=-1), full_sin[0])
 
 
+@pytest.mark.parametrize("factor", [1.1, 4.0])
+def test_dynamic_tables_equal_a_cache_that_grows(factor: float) -> None:
+    """A prompt as long as the trained context at most, then a token at a time."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = replace(DYNAMIC, factor=factor, original_max_position_embeddings=50)
+    cos, sin = rope_tables(config, head_dim=24, max_positions=160, device="cpu")
+    rope = LlamaRotaryEmbedding(transformers_config(config, 24, most=50))
+    for prompt in (50, 7):
+        chunks = [torch.arange(prompt), *torch.arange(prompt, 160).split(1)]
+        for rows in chunks:
+            theirs = rope(torch.zeros(1, 1, 1), rows[None])
+            for ours, expected in zip((cos, sin), theirs, strict=True):
+                torch.testing.assert_close(ours[rows], expected[0, :, :12], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["default", "llama3", "yarn-attention-factor"])
 def test_what_does_not_turn_stays_as_it_is(name: str) -> None:
     """A head whose first half turns has the frequencies of a head half as long."""
@@ -118,6 +159,15 @@ def test_what_does_not_turn_stays_as_it_is(name: str) -> None:
     for table, expected, still in zip(found, half, (1.0, 0.0), strict=True):
         assert torch.equal(table[:, :20], expected)
         assert torch.equal(table[:, 20:], torch.full((9, 20), still))
+
+
+def test_longrope_has_a_factor_for_each_pair() -> None:
+    config = replace(of_heads(LONGROPE, 48), rotated=0.75)
+    assert len(rope_tables(config, head_dim=64, max_positions=4, device="cpu")[0]) == 4
+    with pytest.raises(ValueError, match="short_factor has 24 numbers, but 18 pairs turn in heads"):
+        rope_tables(config, head_dim=48, max_positions=4, device="cpu")
+    with pytest.raises(ValueError, match="'dynamic' needs 4 values that turn, not 2"):
+        rope_tables(DYNAMIC, head_dim=2, max_positions=4, device="cpu")
 
 
 def test_an_odd_part_of_a_head_does_not_turn() -> None:
@@ -131,7 +181,12 @@ def test_an_odd_part_of_a_head_does_not_turn() -> None:
     [
         ({"rotated": 0.0}, "rotated=0.0 must be above 0, and at most 1"),
         ({"rotated": 1.5}, "rotated=1.5 must be above 0"),
-        ({"kind": "longrope"}, "'longrope' is not one of"),
+        ({"kind": "su"}, "'su' is not one of"),
+        (
+            {"kind": "longrope", "original_max_position_embeddings": 1},
+            "'longrope' needs original_max_position_embeddings, got 1",
+        ),
+        ({"kind": "dynamic"}, "'dynamic' needs original_max_position_embeddings, got None"),
         ({"factor": 0.0}, "factor=0.0 must be above 0"),
         ({"kind": "yarn"}, "'yarn' needs original_max_position_embeddings, got None"),
         (

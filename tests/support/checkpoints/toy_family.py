@@ -111,6 +111,10 @@ class ToyConfig:
         return Swiglu(hidden_size=self.hidden_size, ffn_size=self.ffn_size, norm_eps=self.norm_eps)
 
     @property
+    def max_prompt(self) -> int:
+        return self.max_positions
+
+    @property
     def rope_axes(self) -> None:
         """Positions have one axis."""
 
