@@ -148,8 +148,10 @@ LAYER: Mapping[str, str] = {
 }
 """Names of a layer's modules; {} is the number of an expert, all of which are one tensor."""
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of the factors by which Llama 3 slows each pair of a head."""
+_LLAMA_3 = "rope_freqs.weight"
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_FACTORS = (_LLAMA_3, _SHORT, _LONG)
+"""Tensors of factors by which each pair of a head is slowed: Llama 3's, and LongRoPE's two."""
 
 _KEYS = {
     "context_length": "max_position_embeddings",
@@ -178,7 +180,8 @@ _OTHER_KEYS = (
     *("attention.value_length", "rope.scaling.finetuned", "tensor_data_layout"),
 )
 # What other keys may say, since it is what is computed without them.
-_NEUTRAL = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
+_ATTENTION_FACTOR = "rope.scaling.attn_factor"
+_NEUTRAL = {"attention.causal": True, _ATTENTION_FACTOR: 1.0}
 # Trained lengths of Llama 3's RoPE that are tried, and the factors of all of its releases.
 _TRAINED = tuple(2**power for power in range(9, 21))
 _LOW, _HIGH = 1.0, 4.0
@@ -197,10 +200,10 @@ def family_of(file: GgufFile) -> GgufFamily:
     return FAMILIES[name]
 
 
-def read_gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[str, Any]:
+def read_gguf_config(file: GgufFile, factors: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """The model's `config.json`, without what it says of the weights' format.
 
-    rope_factors  the values of the tensor `ROPE_FACTORS`; None: there is none
+    factors  the values of those of the tensors `ROPE_FACTORS` that the file has
 
     ValueError names a key that is missing, or not understood.
     """
@@ -210,6 +213,8 @@ def read_gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> di
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
+    if _LONG in factors:
+        own.setdefault("rope.scaling.type", "longrope")
     _check_keys(file, family, prefix, own)
     names = {**_KEYS, **family.keys}
     config = {name: own[key] for key, name in names.items() if key in own}
@@ -225,8 +230,13 @@ def read_gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> di
     if family.architecture in _GEMMA_27B:
         config["query_pre_attn_scalar"] = _gemma_scalar(config, _GEMMA_27B[family.architecture])
     _read_rope(own, config)
-    if rope_factors is not None and any(factor != 1 for factor in rope_factors):
-        config["rope_scaling"] = _llama3(file, rope_factors, config)
+    if any(factor != 1 for factor in factors.get(_LLAMA_3, ())):
+        config["rope_scaling"] = _llama3(file, factors[_LLAMA_3], config)
+    if _LONG in factors and _SHORT in factors:
+        config["rope_scaling"] |= {
+            "short_factor": [_plain(factor) for factor in factors[_SHORT]],
+            "long_factor": [_plain(factor) for factor in factors[_LONG]],
+        }
     return config
 
 
@@ -253,6 +263,7 @@ def _check_keys(file: GgufFile, family: GgufFamily, prefix: str, own: Mapping[st
         f"{prefix}{key}={shown(value)}"
         for key, value in own.items()
         if key not in known and value not in (0, "", _NEUTRAL.get(key))
+        if (key, own.get("rope.scaling.type")) != (_ATTENTION_FACTOR, "longrope")
     ]
     if unknown:
         raise ValueError(
@@ -327,6 +338,8 @@ def _read_rope(own: Mapping[str, Any], config: dict[str, Any]) -> None:
     if kind != "none":
         scaling = {name: own[key] for key, name in _ROPE_KEYS.items() if key in own}
         scaling.setdefault("factor", own.get("rope.scale_linear"))
+        if kind == "longrope" and _ATTENTION_FACTOR in own:
+            scaling["attention_factor"] = own[_ATTENTION_FACTOR]
         config["rope_scaling"] = {"rope_type": kind, **scaling}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if isinstance(heads, int) and heads > 0 and isinstance(hidden, int):
@@ -353,6 +366,6 @@ def _llama3(file: GgufFile, factors: Sequence[float], config: Mapping[str, Any])
                 "original_max_position_embeddings": trained,
             }
     raise ValueError(
-        f"{file.path} has {len(factors)} factors of RoPE in {ROPE_FACTORS}, {min(factors):.7g} to "
+        f"{file.path} has {len(factors)} factors of RoPE in {_LLAMA_3}, {min(factors):.7g} to "
         f"{most:.7g}: they are not Llama 3's for rope_theta={theta} and heads of {width}"
     )

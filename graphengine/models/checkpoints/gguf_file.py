@@ -11,7 +11,7 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ _NUMBERS = ("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d")
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _MOST_DIMENSIONS = 4
+_MOST_PARTS = 10_000
 # Bytes that an entry takes at least: a metadata value, and a tensor.
 _LEAST_VALUE, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 
@@ -38,6 +39,7 @@ class GgufTensor(NamedTuple):
     block   values that are stored together, along the last dimension
     start   its first byte in the file
     nbytes  its bytes in the file
+    file    where it lies: a split model has several files
     """
 
     shape: tuple[int, ...]
@@ -45,11 +47,15 @@ class GgufTensor(NamedTuple):
     block: int
     start: int
     nbytes: int
+    file: Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufFile:
-    """The header of a GGUF file. Holds no open file."""
+    """The header of a GGUF file, with the tensors of all parts if it is split. Holds no open file.
+
+    path  the file, or the first part
+    """
 
     path: Path
     metadata: Mapping[str, Any]
@@ -84,9 +90,40 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header. ValueError, with numbers, for a file that is damaged or not supported."""
+    """Read the header, and those of the other parts if the file is the first part of a split one.
+
+    ValueError, with numbers, for a file that is damaged or not supported, and for parts that are
+    missing, or do not belong together.
+    """
     package = gguf_package(path)
-    _refuse_part(path)
+    _refuse_other_part(path)
+    first = _read_header(path, package)
+    count = _parts_of(first)
+    if count == 1:
+        return first
+    tensors = dict(first.tensors)
+    for number, other in enumerate(_other_parts(path, count), start=1):
+        part = _read_header(other, package)
+        own = part.metadata.get("split.no"), part.metadata.get("split.count")
+        if own != (number, count):
+            raise ValueError(
+                f"{other} has split.no={own[0]} and split.count={own[1]}: part {number + 1} of "
+                f"{count} has {number} and {count}"
+            )
+        twice = sorted(tensors.keys() & part.tensors.keys())
+        if twice:
+            raise ValueError(f"{other} has tensors of an earlier part again: {some(twice)}")
+        tensors |= part.tensors
+    total = first.metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise ValueError(
+            f"the {count} parts of {path} have {len(tensors)} tensors: split.tensors.count is "
+            f"{total}"
+        )
+    return replace(first, tensors=tensors)
+
+
+def _read_header(path: Path, package: Any) -> GgufFile:
     with path.open("rb") as stream:
         if path.stat().st_size < 24:
             raise ValueError(f"{path} is truncated: {path.stat().st_size} bytes, a header takes 24")
@@ -94,17 +131,40 @@ def read_gguf(path: Path) -> GgufFile:
             return _Reader(path, data).read(package)
 
 
-def _refuse_part(path: Path) -> None:
+def _parts_of(file: GgufFile) -> int:
+    """How many files a model has, of which this one is the first."""
+    count, number = file.metadata.get("split.count", 1), file.metadata.get("split.no", 0)
+    if type(count) is not int or not 1 <= count <= _MOST_PARTS or number != 0:
+        raise ValueError(
+            f"{file.path} has split.count={shown(count)} and split.no={shown(number)}: a first "
+            f"part has 1 to {_MOST_PARTS}, and 0"
+        )
+    return count
+
+
+def _other_parts(path: Path, count: int) -> list[Path]:
+    """The files of parts 2 and on. ValueError for a first part of another name, or a lost part."""
+    found = _PART.search(path.name)
+    if found is None or (int(found[1]), int(found[2])) != (1, count):
+        raise ValueError(
+            f"{path} is part 1 of {count} of a split GGUF file: its name must end with "
+            f"-00001-of-{count:05}.gguf, so that the others are found"
+        )
+    stem = path.name[: found.start()]
+    parts = [path.with_name(f"{stem}-{part:05}-of-{count:05}.gguf") for part in range(2, count + 1)]
+    lost = [part.name for part in parts if not part.is_file()]
+    if lost:
+        raise ValueError(f"{path} lacks {len(lost)} of {count - 1} other parts: {some(lost)}")
+    return parts
+
+
+def _refuse_other_part(path: Path) -> None:
     part = _PART.search(path.name)
-    if part is not None and int(part[2]) > 1:
-        raise _split(path, int(part[1]), int(part[2]))
-
-
-def _split(path: Path, part: int, parts: int) -> ValueError:
-    return ValueError(
-        f"{path} is part {part} of {parts} of a split GGUF file, and only whole ones are read: "
-        f"llama-gguf-split --merge joins the parts"
-    )
+    if part is not None and int(part[1]) > 1:
+        first = f"{path.name[: part.start()]}-00001-of-{part[2]}.gguf"
+        raise ValueError(
+            f"{path} is part {int(part[1])} of {int(part[2])} of a split GGUF file: open {first}"
+        )
 
 
 class _Reader:
@@ -125,9 +185,6 @@ class _Reader:
             raise ValueError(f"{self._path} has GGUF version {version}: {known} are read")
         tensors = self._count("the number of tensors", _LEAST_TENSOR)
         metadata = self._metadata(self._count("the number of metadata keys", _LEAST_VALUE))
-        parts = metadata.get("split.count", 1)
-        if type(parts) is int and parts > 1:
-            raise _split(self._path, metadata.get("split.no", 0) + 1, parts)
         found = [self._entry(package) for _ in range(tensors)]
         start = self._data_start(metadata)
         return GgufFile(
@@ -214,7 +271,9 @@ class _Reader:
                 f"{kind.name} take a multiple of {block} values"
             )
         size = math.prod(sizes) // block * nbytes
-        return name, GgufTensor(tuple(sizes[::-1]), kind.name, block, offset, size)
+        return name, GgufTensor(
+            tuple(sizes[::-1]), kind.name, block, start=offset, nbytes=size, file=self._path
+        )
 
     def _data_start(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", _ALIGNMENT)
@@ -248,7 +307,8 @@ class _Reader:
                     f"the file has {len(self._data)}"
                 )
             found[name] = tensor._replace(start=start + tensor.start)
-        if not found:
+        # The first part of a split file may have the metadata alone.
+        if not found and "split.count" not in metadata:
             raise ValueError(f"{self._path} holds no tensor")
         return found
 
@@ -286,15 +346,22 @@ class _Reader:
 
 
 def one_gguf(directory: Path) -> Path | None:
-    """The folder's one GGUF file, projectors of images apart; None: it has none.
+    """The folder's one GGUF file, or the first part of it, projectors of images apart; None: it has
+    none.
 
     ValueError names the files where there are several.
     """
     files = sorted(directory.glob("*.gguf"))
     found = [file for file in files if not file.name.startswith("mmproj")]
-    for file in found:
-        _refuse_part(file)
-    if len(found) > 1:
-        names = some([file.name for file in found], 5)
-        raise ValueError(f"{directory} has {len(found)} GGUF files: open one of {names}")
-    return found[0] if found else None
+    wholes = [file for file in found if not _is_later_part(file)]
+    if len(wholes) > 1:
+        names = some([file.name for file in wholes], 5)
+        raise ValueError(f"{directory} has {len(wholes)} GGUF files: open one of {names}")
+    if found and not wholes:
+        _refuse_other_part(found[0])
+    return wholes[0] if wholes else None
+
+
+def _is_later_part(file: Path) -> bool:
+    part = _PART.search(file.name)
+    return part is not None and int(part[1]) > 1

@@ -129,10 +129,9 @@ class GgufModel(NamedTuple):
 def read_gguf_model(path: Path) -> GgufModel:
     """Read a file's header. ValueError, with numbers, for what is damaged or not supported."""
     file = read_gguf(path)
-    factors = None
-    if ROPE_FACTORS in file.tensors:
-        opened = GgufTensors(path, file, {ROPE_FACTORS: _Part(ROPE_FACTORS)})
-        factors = opened.get_tensor(ROPE_FACTORS).flatten().tolist()
+    stored = {name: _Part(name) for name in ROPE_FACTORS if name in file.tensors}
+    opened = GgufTensors(file, stored)
+    factors = {name: opened.get_tensor(name).flatten().tolist() for name in stored}
     config = read_gguf_config(file, factors)
     parts = _parts(file, family_of(file), config)
     config["dtype"] = _dtype(file)
@@ -172,7 +171,7 @@ def _parts(file: GgufFile, family: GgufFamily, config: Mapping[str, Any]) -> dic
     heads["attn_k"] = config.get("num_key_value_heads", heads["attn_q"])
     parts: dict[str, _Part] = {}
     for stored, tensor in file.tensors.items():
-        if stored == ROPE_FACTORS:
+        if stored in ROPE_FACTORS:
             continue
         _check_kind(file, stored, tensor)
         name, module = _name(stored, family)
@@ -276,11 +275,11 @@ def _info(file: GgufFile, part: _Part) -> TensorInfo:
 
 
 class GgufTensors:
-    """An open file: what `safe_open` is for safetensors."""
+    """An open file, with its other parts: what `safe_open` is for safetensors."""
 
-    def __init__(self, path: Path, file: GgufFile, parts: Mapping[str, _Part]) -> None:
+    def __init__(self, file: GgufFile, parts: Mapping[str, _Part]) -> None:
         self._file, self._parts = file, parts
-        self._data = np.memmap(path, dtype=np.uint8, mode="c")
+        self._data: dict[Path, Any] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -297,7 +296,9 @@ class GgufTensors:
         """A tensor by its name in the checkpoint, on the CPU; it may share the file's memory."""
         part = self._parts[name]
         tensor = self._file.tensors[part.stored]
-        rows = self._data[tensor.start : tensor.start + tensor.nbytes]
+        if tensor.file not in self._data:
+            self._data[tensor.file] = np.memmap(tensor.file, dtype=np.uint8, mode="c")
+        rows = self._data[tensor.file][tensor.start : tensor.start + tensor.nbytes]
         if part.heads:
             # Rows of a head: one of the first half, one of the second, and so on.
             size = tensor.nbytes // tensor.shape[0]
@@ -315,7 +316,7 @@ class GgufTensors:
 def open_gguf(path: Path) -> GgufTensors:
     """Open a file to read its tensors. ValueError as in `read_gguf_model`."""
     model = read_gguf_model(path)
-    return GgufTensors(path, model.file, model.parts)
+    return GgufTensors(model.file, model.parts)
 
 
 def _values(path: Path, rows: Any, tensor: GgufTensor) -> Tensor:

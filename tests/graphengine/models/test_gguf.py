@@ -80,6 +80,17 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "Phi3": {"hidden_size": 192, "head_dim": None},
+    "Phi3-long": {
+        "hidden_size": 192,
+        "head_dim": None,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0 + pair / 64 for pair in range(32)],
+            "long_factor": [2.0 + pair for pair in range(32)],
+        },
+        "original_max_position_embeddings": 128,
+    },
     "Granite": {
         "hidden_size": 192,
         "head_dim": None,
@@ -360,6 +371,16 @@ def test_the_dtype_is_that_of_most_weights(
     assert (norm.dtype, norm.shape) == (torch.float32, (96,))
 
 
+def test_a_split_file(write: Callable[..., Case], device: str, eager: Any, tmp_path: Path) -> None:
+    case = write("Llama", "Q8_0", tensors_a_file=5)
+    parts = sorted(case.file.parent.glob("model-*-of-*.gguf"))
+    assert len(parts) > 4
+    assert_as_plain(case, device, eager)
+    for part in parts:
+        (tmp_path / part.name).symlink_to(part)
+    assert Checkpoint.open(tmp_path).path == tmp_path / case.file.name
+
+
 def test_a_folder_with_one_gguf_file(write: Callable[..., Case], tmp_path: Path) -> None:
     file = write("Llama", "Q8_0").file
     (tmp_path / "config.json").write_text("{}")
@@ -370,5 +391,6 @@ def test_a_folder_with_one_gguf_file(write: Callable[..., Case], tmp_path: Path)
     with pytest.raises(ValueError, match=r"has 2 GGUF files: open one of .*one.gguf, .*two.gguf"):
         Checkpoint.open(tmp_path)
     (tmp_path / "two.gguf").rename(tmp_path / "two-00002-of-00003.gguf")
+    (tmp_path / "one.gguf").unlink()
     with pytest.raises(ValueError, match=r"two-00002-of-00003.gguf is part 2 of 3 of a split GGUF"):
         Checkpoint.open(tmp_path)

@@ -208,7 +208,7 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
     for options, message in (
         ({"arch": "mamba"}, r"general.architecture='mamba': GGUF files are read of llama, qwen2"),
         ({"endianess": gguf.GGUFEndian.BIG}, r"is a big-endian GGUF file"),
-        ({"name": "x-00001-of-00002.gguf"}, r"is part 1 of 2 of a split GGUF file"),
+        ({"name": "x-00002-of-00003.gguf"}, r"part 2 of 3 of a split.*open x-00001-of-00003.gguf"),
         ({"metadata": {"block_count": None}}, r"lacks the metadata keys llama.block_count"),
         (
             {"metadata": {"attention.layer_norm_rms_epsilon": None}},
@@ -223,7 +223,7 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
             {"metadata": {"attention.key_length": 64, "attention.value_length": 128}},
             "must be equal",
         ),
-        ({"metadata": {"rope.scaling.type": "longrope"}}, r"rope_type='longrope'"),
+        ({"metadata": {"rope.scaling.type": "longrope"}}, r"longrope' needs short_factor"),
         (
             {"metadata": {"attention.head_count": [1, 2]}},
             r"attn_q.weight with 64 rows, which are no pairs of \[1, 2\]",
@@ -231,7 +231,7 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
         ({"metadata": {"rope.dimension_count": 32}}, r"partial_rotary_factor=0.5"),
         (
             {"general": lambda writer: writer.add_uint32("split.count", 3)},
-            r"part 1 of 3 of a split",
+            r"part 1 of 3 of a split GGUF file: its name must end with -00001-of-00003.gguf",
         ),
         ({"general": lambda writer: writer.add_uint32("general.alignment", 33)}, r"alignment=33"),
         ({"shapes": {"blk.0.attn_sinks.weight": (4,)}}, r"does not have: blk.0.attn_sinks.weight"),
@@ -248,6 +248,45 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
     nothing.write_bytes(b"")
     with pytest.raises(ValueError, match=r"is truncated: 0 bytes, a header takes 24"):
         Checkpoint.open(nothing)
+
+
+def split(folder: Path, number: int, count: int, shapes: Any = None, total: int = 0) -> Path:
+    """A part of a split file; the first one has the tensors of `SHAPES`."""
+
+    def general(writer: gguf.GGUFWriter) -> None:
+        writer.add_uint16("split.no", number - 1)
+        writer.add_uint16("split.count", count)
+        if total:
+            writer.add_int32("split.tensors.count", total)
+
+    name = f"x-{number:05}-of-{count:05}.gguf"
+    return small(folder, general=general, shapes=shapes, name=name)
+
+
+def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
+    def refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Checkpoint.open(first)
+
+    first = split(tmp_path, 1, 3)
+    refused(r"lacks 2 of 2 other parts: x-00002-of-00003.gguf, x-00003-of-00003.gguf")
+    split(tmp_path, 2, 3).rename(tmp_path / "x-00003-of-00003.gguf")
+    split(tmp_path, 2, 3)
+    refused(r"x-00002-of-00003.gguf has tensors of an earlier part again: blk.0.attn_k.weight")
+    first = split(tmp_path, 1, 2, total=40)
+    file = split(tmp_path, 2, 2, {"z.weight": (2, 2)})
+    content = file.read_bytes()
+    for name in SHAPES:
+        # Other names of the same lengths.
+        content = content.replace(name.encode(), f"y{name[1:]}".encode())
+    file.write_bytes(content)
+    refused(r"the 2 parts of .* have 23 tensors: split.tensors.count is 40")
+    split(tmp_path, 1, 2).rename(file)
+    split(tmp_path, 1, 2)
+    refused(r"x-00002-of-00002.gguf has split.no=0 and split.count=2: part 2 of 2 has 1 and 2")
+    first = split(tmp_path, 1, 1)
+    changed(first, place_of(first, "split.count") + 4, "H", 0)
+    refused(r"has split.count=0 and split.no=0: a first part has 1 to 10000, and 0")
 
 
 def test_neutral_keys_are_accepted(tmp_path: Path) -> None:

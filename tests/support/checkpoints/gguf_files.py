@@ -7,6 +7,7 @@ the converter, so that neither is the engine's.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -71,6 +72,7 @@ def written(
     rope_factors: Any = None,
     zeroed: bool = False,
     endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
+    tensors_a_file: int = 0,
 ) -> Written:
     """Write a checkpoint's weights as `folder/model.gguf` and `folder/plain`.
 
@@ -78,12 +80,19 @@ def written(
     metadata   keys to add, or to change; None: to leave out
     tokenizer  adds a vocabulary
     zeroed     the first 32 columns of matrices are 0, and so are their scales
+    tensors_a_file  splits the file; the first part then has the metadata alone. 0: one file
     """
     folder.mkdir(exist_ok=True)
     config = json.loads((source / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
     file = folder / "model.gguf"
-    writer = gguf.GGUFWriter(file, arch, endianess=endianess)
+    writer = gguf.GGUFWriter(
+        file,
+        arch,
+        endianess=endianess,
+        split_max_tensors=tensors_a_file,
+        small_first_shard=tensors_a_file > 0,
+    )
     for key, value in (_metadata(arch, config) | (metadata or {})).items():
         if value is not None:
             writer.add_key_value(f"{arch}.{key}", value, _type(value))
@@ -99,6 +108,10 @@ def written(
     plain = _add_tensors(writer, arch, config, tensors, kinds)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(rope_factors, dtype=np.float32))
+    rope = config.get("rope_parameters") or {}
+    for name in ("short", "long") if rope.get("rope_type") == "longrope" else ():
+        factors = np.asarray(rope[f"{name}_factor"], dtype=np.float32)
+        writer.add_tensor(f"rope_factors_{name}.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -107,6 +120,8 @@ def written(
     save_file(plain, folder / "plain" / "model.safetensors", {"format": "pt"})
     text = json.dumps({**config, "dtype": "float32"})
     (folder / "plain" / "config.json").write_text(text)
+    if tensors_a_file:
+        (file,) = folder.glob("model-00001-of-*.gguf")
     return Written(file, folder / "plain")
 
 
@@ -205,6 +220,11 @@ def _metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         given["rope.scaling.type"] = rope["rope_type"]
         given["rope.scaling.factor"] = rope["factor"]
         given["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope":
+        trained = rope.get("original_max_position_embeddings")
+        scale = config["max_position_embeddings"] / trained
+        given["rope.scaling.original_context_length"] = trained
+        given["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(trained))
     if arch == "gemma2":
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             given[name] = config[name]
