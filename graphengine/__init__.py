@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graphengine.options.draft_trees import DynamicTree
     from graphengine.options.draft_vocabulary import DraftVocabulary
     from graphengine.parallel.ranks import RankFailed
-    from graphengine.prompt_embeds import GridEmbeds
+    from graphengine.prompt_embeds import GridEmbeds, ImageEmbeds
     from graphengine.prompts import Chat, PromptParts
     from graphengine.requests.request import Event, QueueFull, Request
     from graphengine.requests.result import Logprob, Result, Segment, Timings
@@ -58,6 +58,7 @@ __all__ = [
     "Event",
     "GateOptions",
     "GridEmbeds",
+    "ImageEmbeds",
     "Logprob",
     "NGram",
     "PromptParts",
@@ -94,6 +95,7 @@ _HOMES = {
     "Logprob": "graphengine.requests.result",
     "NGram": "graphengine.speculative",
     "GridEmbeds": "graphengine.prompt_embeds",
+    "ImageEmbeds": "graphengine.prompt_embeds",
     "PromptParts": "graphengine.prompts",
     "QueueFull": "graphengine.requests.request",
     "RankFailed": "graphengine.parallel.ranks",

@@ -9,6 +9,9 @@ Qwen's own code: each axis of a grid begins at the row that a token would have t
 follows the grid begins after the greatest row of any axis. transformers does the same, except that
 5.23 lets what follows a video begin after its height and width, however long it is.
 
+An image's rows may see each other (`ImageEmbeds`), for models that attend in both directions within
+an image. They are fed in one chunk, and the KV of each depends on all of them.
+
 Letters: n rows, H hidden.
 """
 
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from graphengine.kernels.norm_rope.embedding import GIVEN
 from graphengine.options.checks import is_int, is_number
+from graphengine.options.prefill_cut import PrefillCut
 
 EMBEDDED = -1
 """The id of a position that has an embedding and no token."""
@@ -39,6 +43,8 @@ class EmbedsSpec(NamedTuple):
     dtype: torch.dtype
     grids: bool = False
     """Whether positions have three axes, so that embeddings may be a grid."""
+    images: PrefillCut | None = None
+    """Where prompts are cut, if embeddings may be an image whose rows see each other."""
 
 
 class Grid(NamedTuple):
@@ -64,17 +70,26 @@ class Grid(NamedTuple):
         return np.stack([np.floor(time * self.step), height, width], axis=1).astype(np.int32)
 
 
+class Image(NamedTuple):
+    """An image of `size` embeddings that see each other; `digest` is that of all of them."""
+
+    size: int
+    digest: bytes
+
+
 class Run(NamedTuple):
     """Embeddings of consecutive positions: `rows` is [n, H], dense, on the CPU, never changed.
 
     grid    their places; None: they follow one another as tokens do
-    offset  the grid's embeddings that come before them, in the run before
+    offset  the grid's or image's embeddings that come before them, in the run before
+    image   the image that they are of; None: they see no later embedding
     """
 
     start: int
     rows: Tensor
     grid: Grid | None = None
     offset: int = 0
+    image: Image | None = None
 
     @property
     def stop(self) -> int:
@@ -105,7 +120,8 @@ class Embeds:
             if start < end:
                 skipped = start - run.start
                 rows = run.rows[skipped : end - run.start]
-                cut.append(Run(start, rows, run.grid, run.offset + skipped if run.grid else 0))
+                offset = run.offset + skipped if run.grid or run.image else 0
+                cut.append(run._replace(start=start, rows=rows, offset=offset))
         return Embeds(tuple(cut))
 
     def rows(self) -> Tensor:
@@ -121,6 +137,22 @@ class Embeds:
     def last_row(self) -> int:
         """The greatest row of RoPE's tables that a grid's embeddings turn by; -1 without grids."""
         return max((int(places.max()) for _, places, _ in self._placed()), default=-1)
+
+    def images(self) -> tuple[tuple[int, int], ...]:
+        """The first position and the one past the last, of each image whose rows see each other."""
+        begins = ((run.start - run.offset, run.image) for run in self.runs)
+        found = ((begin, begin + image.size) for begin, image in begins if image is not None)
+        # An image that was cut has several runs.
+        return tuple(dict.fromkeys(found))
+
+    def seen(self, first: int, stop: int) -> npt.NDArray[np.int32]:
+        """How many keys each of the positions first .. stop - 1 sees: its own, or its image's, is
+        the last.
+        """
+        counts = np.arange(first + 1, stop + 1, dtype=np.int32)
+        for begin, end in self.images():
+            counts[max(begin - first, 0) : max(end - first, 0)] = end
+        return counts
 
     def has_grids(self) -> bool:
         return any(run.grid is not None for run in self.runs)
@@ -168,8 +200,9 @@ class Embeds:
         """
         made = array("q", ids)
         for run in self.within(0, len(made)).runs:
-            # The same rows on another grid have other keys.
+            # The same rows on another grid have other keys, and so have those of another image.
             salt = b"" if run.grid is None else repr(run.grid).encode()
+            salt += b"" if run.image is None else run.image.digest
             begin = run.start - run.offset
             for position, row in enumerate(run.rows.view(torch.uint8).numpy(), run.start):
                 place = salt and salt + str(position - begin).encode()
@@ -191,6 +224,58 @@ class PromptTokens(NamedTuple):
 
     ids: tuple[int, ...]
     embeds: Embeds = NO_EMBEDS
+
+
+class ImageEmbeds:
+    """Embeddings of an image as a part of a prompt, which see each other: [n, H].
+
+        PromptParts("Describe: ", ImageEmbeds(image), " in a word.")
+
+    For models that attend in both directions within an image, as Gemma 3 does. The embeddings are
+    fed in one chunk: an image may not be longer than a chunk at its position, at most the largest
+    of `prefill_buckets`.
+
+    Args:
+        rows: [n, H] of floating point, on the CPU or a GPU.
+
+    Arguments are checked only when the prompt is used; then every error is a ValueError.
+    """
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __repr__(self) -> str:
+        return f"ImageEmbeds({_shape_of(self.rows)})"
+
+
+def image_at(part: ImageEmbeds, position: int, spec: EmbedsSpec | None) -> Embeds:
+    """A caller's image as the embeddings from `position` on; ValueError for one that is wrong."""
+    if not isinstance(part.rows, Tensor):
+        raise ValueError(f"rows={part.rows!r:.99} of an image must be a tensor [n, H]")
+    found = embeds_at(part.rows, position, spec)
+    if spec is not None and spec.images is None:
+        raise ValueError(
+            f"an image of {len(part.rows)} embeddings that see each other is for a model that "
+            f"attends so: give this one the tensor alone"
+        )
+    if spec is None or spec.images is None or not found:
+        return found
+    (run,) = found.runs
+    size, most = len(run.rows), spec.images.tokens(position)
+    if size > most:
+        raise ValueError(
+            f"an image of {size} embeddings at position {position} is fed in one chunk, and a "
+            f"chunk has at most {most} tokens there: open the engine with larger prefill_buckets"
+        )
+    digest = hashlib.blake2b(run.rows.view(torch.uint8).numpy().data, digest_size=16).digest()
+    return Embeds((run._replace(image=Image(size, digest)),))
+
+
+def _shape_of(rows: object) -> str:
+    shape = getattr(rows, "shape", None)
+    return f"tensor{None if shape is None else list(shape)}"
 
 
 class GridEmbeds:
@@ -216,8 +301,7 @@ class GridEmbeds:
         self.rows, self.grid, self.time_step = rows, grid, time_step
 
     def __repr__(self) -> str:
-        shape = getattr(self.rows, "shape", None)
-        return f"GridEmbeds(tensor{None if shape is None else list(shape)}, {self.grid})"
+        return f"GridEmbeds({_shape_of(self.rows)}, {self.grid})"
 
 
 def grid_at(part: GridEmbeds, position: int, spec: EmbedsSpec | None) -> Embeds:
@@ -243,6 +327,21 @@ def grid_at(part: GridEmbeds, position: int, spec: EmbedsSpec | None) -> Embeds:
             f"grid={tuple(grid)} has {placed.size} places for {len(part.rows)} embeddings"
         )
     return Embeds(tuple(run._replace(grid=placed) for run in found.runs))
+
+
+PlacedEmbeds = GridEmbeds | ImageEmbeds
+"""Embeddings in a prompt that say more than a tensor does."""
+
+
+def part_at(part: Tensor | PlacedEmbeds, position: int, spec: EmbedsSpec | None) -> Embeds:
+    """A part of a prompt as the embeddings from `position` on; ValueError for one that is wrong."""
+    match part:
+        case GridEmbeds():
+            return grid_at(part, position, spec)
+        case ImageEmbeds():
+            return image_at(part, position, spec)
+        case _:
+            return embeds_at(part, position, spec)
 
 
 def _is_size(value: object) -> bool:

@@ -17,10 +17,9 @@ from graphengine.prompt_embeds import (
     EMBEDDED,
     NO_EMBEDS,
     EmbedsSpec,
-    GridEmbeds,
+    PlacedEmbeds,
     PromptTokens,
-    embeds_at,
-    grid_at,
+    part_at,
 )
 from graphengine.text.chat import Messages, Tools
 from graphengine.text.tokenizer import Tokenizer
@@ -88,16 +87,16 @@ class PromptParts:
     A tensor's rows replace the output of `embed_tokens`, like `inputs_embeds` of transformers. Each
     text is tokenised by itself. Only as the first part does it get special tokens, or what
     `add_bos` says; after other text it does not get the space that a tokenizer puts before a text.
-    A `GridEmbeds` is such a tensor with the places of its rows in a picture. A `Chat` can only be
-    first. Parts may be empty, but not all of them. A tensor alone is a prompt,
-    too.
+    A `GridEmbeds` is such a tensor with the places of its rows in a picture, an `ImageEmbeds` one
+    whose rows see each other. A `Chat` can only be first. Parts may be empty, but not all of them.
+    A tensor alone is a prompt, too.
 
     Parts are checked only when the prompt is used; then every error is a ValueError.
     """
 
     __slots__ = ("parts",)
 
-    def __init__(self, *parts: str | Sequence[int] | Chat | Tensor | GridEmbeds) -> None:
+    def __init__(self, *parts: str | Sequence[int] | Chat | Tensor | PlacedEmbeds) -> None:
         self.parts = parts
 
     def __repr__(self) -> str:
@@ -108,7 +107,7 @@ def _short(part: object) -> str:
     return f"tensor{list(part.shape)}" if isinstance(part, Tensor) else repr(part)
 
 
-Prompt = str | Sequence[int] | Messages | Chat | PromptParts | Tensor | GridEmbeds
+Prompt = str | Sequence[int] | Messages | Chat | PromptParts | Tensor | PlacedEmbeds
 
 
 def read_prompt(
@@ -127,7 +126,7 @@ def read_prompt(
     The other arguments, and the errors, are those of `prompt_ids`.
     """
     if _is_embeddings(prompt):
-        prompt = PromptParts(cast("Tensor | GridEmbeds", prompt))
+        prompt = PromptParts(cast("Tensor | PlacedEmbeds", prompt))
     ids_of = partial(
         prompt_ids, tokenizer=tokenizer, vocab_size=vocab_size, max_seq_len=max_seq_len, room=room
     )
@@ -138,15 +137,14 @@ def read_prompt(
     held = NO_EMBEDS
     for part in prompt.parts:
         at = known + len(ids)
-        if isinstance(part, Sized) and not isinstance(part, GridEmbeds) and not len(part):
+        if isinstance(part, Sized) and not len(part):
             continue
         if _is_embeddings(part):
             if add_bos is not None and not ids:
                 raise ValueError(
                     f"add_bos={add_bos} is for a prompt of text: this one begins with embeddings"
                 )
-            at_place = grid_at if isinstance(part, GridEmbeds) else embeds_at
-            placed = at_place(cast(Any, part), at, embeds)
+            placed = part_at(cast("Tensor | PlacedEmbeds", part), at, embeds)
             held = held.then(placed)
             ids += (EMBEDDED,) * sum(len(run.rows) for run in placed.runs)
             if len(ids) > max_seq_len - known - room:
@@ -160,7 +158,7 @@ def read_prompt(
 
 
 def _is_embeddings(prompt: object) -> bool:
-    if isinstance(prompt, GridEmbeds):
+    if isinstance(prompt, PlacedEmbeds):
         return True
     return isinstance(prompt, Tensor) and (prompt.dim() > 1 or prompt.is_floating_point())
 

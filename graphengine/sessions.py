@@ -166,11 +166,19 @@ class Session:
         Where KV is in rings, it is all dropped if they do not reach back that far. With recurrent
         layers the next turn goes on from the last kept state before that point; the counter
         `states/rewound_past` has the tokens between. To return to a point, remember `len(session)`
-        there and rewind by the difference. ValueError unless 0 <= n_tokens <= len(session).
+        there and rewind by the difference. ValueError unless 0 <= n_tokens <= len(session), and for
+        a point inside an image whose embeddings see each other.
         """
         self._check_idle()
         if not is_int(n_tokens) or not 0 <= n_tokens <= len(self._tokens):
             raise ValueError(f"n_tokens={n_tokens!r} must be in [0, {len(self._tokens)}]")
+        left = len(self._tokens) - n_tokens
+        for first, stop in self._embeds.images():
+            if first < left < stop:
+                raise ValueError(
+                    f"n_tokens={n_tokens} leaves {left} tokens, which end inside an image: its "
+                    f"embeddings from {first} to {stop - 1} see each other"
+                )
         if n_tokens:
             del self._tokens[-n_tokens:]
             self._embeds = self._embeds.within(0, len(self._tokens))
@@ -266,8 +274,12 @@ class Session:
         reuse, context = self._reuse, self._context
         blocks = [] if reuse.rings else context.blocks
         state = context.states[-1] if context.states else None
-        if self._embeds.has_grids():
-            raise ValueError("the session has a grid of embeddings, which a snapshot cannot hold")
+        for held, what in (
+            (self._embeds.has_grids(), "a grid of embeddings"),
+            (self._embeds.images(), "an image of embeddings that see each other"),
+        ):
+            if held:
+                raise ValueError(f"the session has {what}, which a snapshot cannot hold")
         rows = self._embeds.rows() if self._embeds else None
         made = copy_out(self._core, self._tokens, rows, blocks, state)
         if path is not None:

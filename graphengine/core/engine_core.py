@@ -40,7 +40,9 @@ from graphengine.program.fields import (
     host_updates,
     ring_updates,
     rope_updates,
+    seen_updates,
     takes_grids,
+    takes_images,
 )
 from graphengine.program.graph_key import (
     GraphKey,
@@ -385,6 +387,8 @@ class EngineCore:
             updates |= runtime.load_routes(slots)
         if self.intake.embeds is not None and self.intake.embeds.grids:
             updates |= rope_updates(plan, slots)
+        if self.intake.embeds is not None and self.intake.embeds.images is not None:
+            updates |= seen_updates(plan)
         if plan.masks_changed:
             # Before `draft_updates` uses up the host's drafts.
             updates |= runtime.masks.updates(plan, slots)
@@ -580,7 +584,12 @@ def _embeds_spec(config: EngineConfig, memory: MemoryPlan, runtime: Runtime) -> 
     if not config.prompt_embeds:
         return None
     model = runtime.model.config
-    return EmbedsSpec(model.hidden_size, memory.dtype, grids=takes_grids(config, model))
+    return EmbedsSpec(
+        model.hidden_size,
+        memory.dtype,
+        grids=takes_grids(config, model),
+        images=runtime.prefill_cut if takes_images(config, model) else None,
+    )
 
 
 def prefill_kind(request: Request) -> PrefillKind:

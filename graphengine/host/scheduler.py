@@ -525,7 +525,8 @@ class Scheduler:
                 start = placement.noted if noted else placement.prefilled
                 cut = self._noted_cut if noted else self._cut
                 stop = request.cached_tokens if noted else self.reuse.stop(request.job, start)
-                count = cut.end(start, stop) - start
+                whole = () if noted else request.job.embeds.images()
+                count = cut.end(start, stop, whole) - start
                 return PrefillChunk(request=request, start=start, count=count, noted=noted)
         return None
 

@@ -59,6 +59,7 @@ class Composition(ABC):
     stream_scale         the model's residual stream is what is stored, times this
     logits_scale         what the logits are multiplied by
     logits_cap           soft cap c > 0 of scaled logits: c * tanh(logit / c); 0: none
+    bidirectional_images  whether the embeddings of an image in a prompt see each other
     norms_plus_one       whether every norm multiplies by 1 + its weight
     embedding_name, final_norm_name  in the checkpoint, without ".weight"; the latter is "" in a
                          pipeline stage after which layers read the stream without a norm
@@ -81,6 +82,7 @@ class Composition(ABC):
     logits_scale: float = 1.0
     logits_cap: float = 0.0
     norms_plus_one: bool = False
+    bidirectional_images: bool = False
     embedding_name: str = "model.embed_tokens"
     final_norm_name: str = "model.norm"
     forms: WeightForms = PLAIN

@@ -385,6 +385,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def bidirectional_images(self) -> bool:
+        """Whether the embeddings of an image in a prompt see each other."""
+        ...
+
+    @property
     def tie_embeddings(self) -> bool:
         """Whether lm_head is the embedding."""
         ...

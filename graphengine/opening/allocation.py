@@ -39,8 +39,10 @@ from graphengine.program.fields import (
     EMBEDS_FIELD,
     ROPE_ROWS,
     ROPE_SHIFT,
+    SEEN_FIELD,
     engine_fields,
     takes_grids,
+    takes_images,
 )
 from graphengine.program.graph_key import GraphKey
 from graphengine.program.logits_step import LogitsStep
@@ -204,6 +206,7 @@ def _new_program(
         routing=_routing_step(buffers, records.routing),
         given=_given_rows(model, buffers) if config.prompt_embeds else None,
         rope_rows=rope_rows,
+        seen=buffers[SEEN_FIELD] if takes_images(config, model.config) else None,
         forced_acceptance=config.forced_acceptance,
         flow=flow,
     )
@@ -260,6 +263,7 @@ def _new_buffers(
         table_blocks=memory.table_blocks,
         rings=memory.rings,
         grids=takes_grids(config, model.config),
+        images=takes_images(config, model.config),
         # Each request copies its own, also of shared blocks: more pairs than blocks are possible.
         swap_pairs=max(1, min(config.max_batch * memory.table_blocks, memory.swap_blocks)),
         # A field has at least one lane, even if no kernel counts arrivals.

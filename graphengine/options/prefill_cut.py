@@ -8,7 +8,8 @@ A cut is a list of pairs (position, tokens). With (0, 1024), (8192, 512) a chunk
 position 8,192 ends at the next multiple of 1,024, and one that begins there or later at the next
 multiple of 512. The last chunk ends with its prompt. Each chunk runs in the smallest bucket that
 holds it. Multiples are counted from the prompt's beginning. So a prompt whose first tokens have KV
-already, from a session or a shared prefix, is cut at the same places as one that has none.
+already, from a session or a shared prefix, is cut at the same places as one that has none. No image
+whose tokens see each other is cut: a chunk ends before it, or after it.
 
 `max_prefill_ms_per_step` bounds the time of a chunk. Its matrix products take the same time
 anywhere, but attention reads the KV of all tokens before it, so a chunk takes longer the later it
@@ -86,10 +87,23 @@ class PrefillCut:
                 )
         return cls(tuple((int(position), int(tokens)) for position, tokens in pairs))
 
-    def end(self, start: int, prompt_len: int) -> int:
-        """Where the chunk of a prompt that begins at `start` ends."""
-        last = bisect_right(self.steps, start, key=lambda step: step[0]) - 1
-        return min(_next_multiple(start, self.steps[last][1]), prompt_len)
+    def tokens(self, start: int) -> int:
+        """Most tokens of a chunk that begins at `start`."""
+        return self.steps[bisect_right(self.steps, start, key=lambda step: step[0]) - 1][1]
+
+    def end(self, start: int, prompt_len: int, whole: Sequence[tuple[int, int]] = ()) -> int:
+        """Where the chunk of a prompt that begins at `start` ends.
+
+        whole  positions (first, stop) of spans that are fed in one chunk: a chunk ends before a
+               span that would be cut, or after it if it begins with it. One that begins inside a
+               span, as tokens before it have KV, ends where that of the whole span would.
+        """
+        start = next((first for first, stop in whole if first < start < stop), start)
+        end = min(_next_multiple(start, self.tokens(start)), prompt_len)
+        for first, stop in whole:
+            if first < end < stop:
+                return first if start < first else stop
+        return end
 
     def within(self, longest: int, largest: int = INT32_MAX) -> Self:
         """An equivalent cut for prompts of at most `longest` tokens, without steps that change

@@ -30,6 +30,7 @@ from graphengine.sampling_params import SAMPLER_FIELDS
 
 EMBEDS_FIELD = "prefill_embeds"
 ROPE_SHIFT, ROPE_ROWS = "rope_shift", "prefill_rope_rows"
+SEEN_FIELD = "prefill_seen"
 
 
 def field_table(
@@ -138,6 +139,7 @@ def engine_fields(
     arrivals: int,
     rings: Sequence[WindowRing] = (),
     grids: bool = False,
+    images: bool = False,
 ) -> list[Field]:
     """All static fields of an engine: what it allocates, and what its budget adds up."""
     drafts = drafter.needs.length
@@ -165,6 +167,8 @@ def engine_fields(
         fields.append(_embeds_field(sizes, hidden_size))
     if grids:
         fields += _rope_fields(sizes)
+    if images:
+        fields.append(_seen_field(sizes))
     return fields
 
 
@@ -172,6 +176,31 @@ def takes_grids(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether prompts may have grids of embeddings, whose positions have three axes."""
     axes = model.rope_axes is not None
     return config.prompt_embeds and axes and config.data_parallel == 1
+
+
+def takes_images(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether prompts may have images of embeddings that see each other."""
+    return config.prompt_embeds and model.bidirectional_images
+
+
+def _seen_field(sizes: FieldSizes) -> Field:
+    """How many keys each lane of a chunk sees."""
+    return Field(
+        name=SEEN_FIELD,
+        shape=(sizes.prefill_tokens,),
+        dtype=torch.int32,
+        owner="host",
+        pad=0,
+        meaning="keys that each lane of the chunk sees",
+    )
+
+
+def seen_updates(plan: Plan) -> dict[str, Any]:
+    """The field of `_seen_field`, where a plan changes it."""
+    chunk = plan.prefill
+    if chunk is None or chunk.noted:
+        return {}
+    return {SEEN_FIELD: chunk.request.job.embeds.seen(chunk.start, chunk.start + chunk.count)}
 
 
 def _rope_fields(sizes: FieldSizes) -> list[Field]:

@@ -92,6 +92,7 @@ class StepProgram:
         routing: RoutingStep | None = None,
         given: GivenRows | None = None,
         rope_rows: RopeRows | None = None,
+        seen: Tensor | None = None,
         forced_acceptance: int | None = None,
         flow: StepFlow | None = None,
     ) -> None:
@@ -104,6 +105,8 @@ class StepProgram:
         self.given = given
         # Rows of RoPE's tables for the lanes of the largest chunk; None where these are positions.
         self.rope_rows = rope_rows
+        # Keys that each lane of the largest chunk sees; None where these are those up to its own.
+        self.seen = seen
         self.samplers = samplers(relaxed=relaxation is not None)
         self.forced_acceptance = forced_acceptance
         self.model = model
@@ -243,7 +246,7 @@ class StepProgram:
         chunk = self._enter_chunk(tokens)
         attention = self._prefill_attention(chunk)
         drafter = self.drafter
-        logits, hidden, routes = self._prefill_model(chunk, attention, kind)
+        logits, hidden, routes = self._prefill_model(chunk, self._images(attention, chunk), kind)
         position = chunk.position.index_select(0, chunk.last)
         processed = None
         if kind != "fast":
@@ -344,7 +347,16 @@ class StepProgram:
         publish(self.mailbox.tensor, self.state, nothing, nothing, slot)
         return nothing
 
+    def _images(
+        self, attention: Callable[..., Tensor], chunk: PrefillLanes
+    ) -> Callable[..., Tensor]:
+        """A chunk's attention in which embeddings of an image see each other."""
+        if self.seen is None:
+            return attention
+        return partial(attention, seen_N=self.seen[: len(chunk.slot)])
+
     def _prefill_attention(self, chunk: PrefillLanes) -> Callable[..., Tensor]:
+        """A chunk's causal attention."""
         return partial(
             paged_prefill_attention,
             block_table_SB=self.buffers["block_table"],

@@ -6,7 +6,8 @@ and keys are read once for the whole group. Key tiles start at position 0 and ha
 dtype and head_dim: a token's bits depend on its position and its keys, but not on how its prompt
 was cut into chunks, nor on the other segments.
 
-A segment's mask is causal, or there is none: the tokens of a drafter's block see each other.
+A segment's mask is causal, or there is none: the tokens of a drafter's block see each other. Or
+each token says how many keys it sees: those of an image see the others, all others are causal.
 
 On Hopper, chunks with many tiles of rows use another kernel with the same bits,
 `prefill_gluon.py`.
@@ -36,7 +37,11 @@ from graphengine.kernels.attention.reference import (
     paged_prefill_attention_reference,
 )
 from graphengine.kernels.attention.scores import check_scores
-from graphengine.kernels.attention.triton.prefill_triton import Shape, prefill_attention_kernel
+from graphengine.kernels.attention.triton.prefill_triton import (
+    Shape,
+    prefill_attention_kernel,
+    prefill_images_kernel,
+)
 from graphengine.kernels.core.devices import device_of
 from graphengine.kernels.core.dispatch import use_triton
 from graphengine.kernels.core.lanes import check_lanes
@@ -109,6 +114,7 @@ def paged_prefill_attention(
     position_P: torch.Tensor,
     scale: float,
     seen_P: torch.Tensor | None = None,
+    seen_N: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
     window: int = 0,
     sinks: torch.Tensor | None = None,
@@ -130,6 +136,9 @@ def paged_prefill_attention(
         seen_P: int32 [P], on the device: all tokens of a segment see the keys below this number,
             before and after their own, except those before their window. None: a token sees keys
             up to its own. Launches with it use `prefill_triton.py`.
+        seen_N: int32 [N], on the device: a lane sees the keys below this number, its own among
+            them, except those before its window. Without `seen_P`; launches with it use
+            `prefill_triton.py`.
         kv_scales: float32 [2, G], all positive, of a cache of FP8_KV. Products are in q's dtype,
             which represents e4m3 exactly; the scales are applied to them in float32.
         window, sinks, softcap: as described in `scores.py`. Tiles of keys before a window are not
@@ -152,6 +161,7 @@ def paged_prefill_attention(
         position_P=position_P,
         scale=scale,
         seen_P=seen_P,
+        seen_N=seen_N,
         kv_scales=kv_scales,
         window=window,
         sinks=sinks,
@@ -207,7 +217,7 @@ def _cut(call: PrefillCall, *, shared: bool) -> _Cut:
         return _Cut(tiles, rows, warps, row_tiles, shares=1, splits=1)
     shares = _pick_shares(call.kv_heads * row_tiles * call.segments)
     reach = token_capacity(call.kv, call.block_table_SB)
-    if call.window and call.seen_P is None:
+    if call.window and call.causal:
         # The kernel counts the keys of a tile of rows in the same way.
         reach = min(reach, call.window + rows // group + 1 + tiles.keys)
     return _Cut(tiles, rows, warps, row_tiles, shares, min(shares, -(-reach // LEAST_SPLIT)))
@@ -228,14 +238,15 @@ def _attend(call: PrefillCall, cut: _Cut, out: torch.Tensor, launch: Launch) -> 
     if splits > 1:
         size = math.prod(grid) * (shape.padded + 2) * cut.rows
         parts = torch.empty(size, dtype=torch.float32, device=q.device)
-    launcher(prefill_attention_kernel, grid)(
+    kernel = prefill_attention_kernel if call.seen_N is None else prefill_images_kernel
+    launcher(kernel, grid)(
         q,
         kv,
         call.block_table_SB,
         call.query_start_P1,
         call.slot_P,
         call.position_P,
-        call.seen_P,
+        call.seen_P if call.seen_N is None else call.seen_N,
         call.kv_scales,
         call.sinks,
         out,
@@ -320,6 +331,10 @@ def _check_call(call: PrefillCall) -> None:
     check_lanes(call.segments, slot_P=call.slot_P, position_P=call.position_P)
     if call.seen_P is not None:
         check_lanes(call.segments, seen_P=call.seen_P)
+    if call.seen_N is not None:
+        check_lanes(q.shape[0], seen_N=call.seen_N)
+        if call.seen_P is not None:
+            raise ValueError(f"seen_P of {call.segments} segments beside seen_N of each lane")
     check_lanes(call.segments + 1, query_start_P1=call.query_start_P1)
 
 

@@ -176,6 +176,7 @@ class PrefillCall(NamedTuple):
     position_P: torch.Tensor
     scale: float
     seen_P: torch.Tensor | None
+    seen_N: torch.Tensor | None
     kv_scales: torch.Tensor | None
     window: int
     sinks: torch.Tensor | None
@@ -193,7 +194,12 @@ class PrefillCall(NamedTuple):
     def plain(self) -> bool:
         """Whether scores are only scaled, and a token sees all keys up to its own."""
         scored = self.window or self.sinks is not None or self.softcap
-        return not scored and self.seen_P is None
+        return not scored and self.causal
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees keys after its own."""
+        return self.seen_P is None and self.seen_N is None
 
 
 def paged_prefill_attention_reference(
@@ -206,6 +212,7 @@ def paged_prefill_attention_reference(
     position_P: torch.Tensor,
     scale: float,
     seen_P: torch.Tensor | None = None,
+    seen_N: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
     window: int = 0,
     sinks: torch.Tensor | None = None,
@@ -216,21 +223,24 @@ def paged_prefill_attention_reference(
     lanes, heads, head_dim = q_NQD.shape
     out = checked_output(out, (lanes, heads * head_dim), like=q_NQD)
     starts = query_start_P1.tolist()
-    seen = [None] * len(starts) if seen_P is None else seen_P.tolist()
     for segment, (slot, first_position) in enumerate(
         zip(slot_P.tolist(), position_P.tolist(), strict=True)
     ):
         first, last = starts[segment], starts[segment + 1]
         if slot < 0 or last <= first:
             continue
+        position_T = first_position + torch.arange(last - first, device=q_NQD.device)
+        seen_T = position_T + 1 if seen_N is None else seen_N[first:last]
+        if seen_P is not None:
+            seen_T = seen_P[segment].expand(last - first)
         out[first:last] = _segment_reference(
             q_NQD[first:last],
             kv,
             block_table_SB,
             slot,
-            first_position,
+            position_T,
+            seen_T,
             scale=scale,
-            seen=seen[segment],
             kv_scales=kv_scales,
             window=window,
             sinks=sinks,
@@ -244,20 +254,20 @@ def _segment_reference(
     kv: torch.Tensor,
     block_table_SB: torch.Tensor,
     slot: int,
-    first_position: int,
+    position_T: torch.Tensor,
+    seen_T: torch.Tensor,
     *,
     scale: float,
-    seen: int | None,
     kv_scales: torch.Tensor | None,
     window: int,
     sinks: torch.Tensor | None,
     softcap: float,
 ) -> torch.Tensor:
-    """Float32 [T, Q * D] for the T tokens of one segment."""
+    """Float32 [T, Q * D] for the T tokens of one segment, which see the keys below `seen_T`."""
     tokens, heads, head_dim = q_TQD.shape
     capacity = token_capacity(kv, block_table_SB)
-    position_T = first_position + torch.arange(tokens, device=q_TQD.device)
-    length = min(first_position + tokens if seen is None else seen, capacity)
+    first_position = int(position_T[0])
+    length = min(int(seen_T.max()), capacity)
     # No token sees keys before those of the first one.
     first_key = min(first_key_of(first_position, window), max(length, 0))
     keys, values = gather_cache(
@@ -265,9 +275,7 @@ def _segment_reference(
     )
     group = heads // keys.shape[1]
     key_position = first_key + torch.arange(len(keys), device=q_TQD.device)
-    hidden = key_position[None, :] > position_T[:, None]
-    if seen is not None:
-        hidden = torch.zeros_like(hidden)
+    hidden = key_position[None, :] >= seen_T[:, None]
     if window:
         hidden |= key_position[None, :] <= position_T[:, None] - window
 

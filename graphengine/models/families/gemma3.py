@@ -1,7 +1,8 @@
 """Gemma 3's language model: norms on both sides of the blocks, GeGLU, windows in most layers.
 
-Layers with a window have their own RoPE. Checkpoints with a vision tower have the language model's
-config under `text_config`, which leaves out transformers' defaults.
+Layers with a window have their own RoPE. The embeddings of an image see each other. Checkpoints
+with a vision tower have the language model's config under `text_config`, which leaves out
+transformers' defaults.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def read_gemma(
         embedding_scale=math.sqrt(settings["hidden_size"]),
         scales_in_embedding=True,
         logits_cap=logits_cap,
+        bidirectional_images=architecture == "Gemma3ForConditionalGeneration",
     )
 
 

@@ -10,7 +10,7 @@ from graphengine.models.states import kv_scale_bytes
 from graphengine.opening.budget.host_memory import host_bytes
 from graphengine.opening.engine_shape import EngineShape
 from graphengine.opening.inventory import RingShape, mailboxes
-from graphengine.program.fields import EMBEDS_FIELD, engine_fields, takes_grids
+from graphengine.program.fields import EMBEDS_FIELD, engine_fields, takes_grids, takes_images
 from graphengine.requests.processing import processing_fields
 
 
@@ -52,6 +52,7 @@ def _most_fields(shape: EngineShape) -> list[Field]:
         swap_pairs=swap_pairs,
         arrivals=arrivals,
         grids=takes_grids(config, model),
+        images=takes_images(config, model),
     )
 
 

@@ -120,11 +120,107 @@ def prefill_attention_kernel(
     shape,
     PDL: tl.constexpr,
 ):
+    """`_attend` where a segment's tokens see the keys up to their own, or as many as each other."""
+    _attend(
+        q_ptr,
+        kv_ptr,
+        block_table_ptr,
+        query_start_ptr,
+        slot_ptr,
+        position_ptr,
+        seen_ptr,
+        kv_scales_ptr,
+        sinks_ptr,
+        out_ptr,
+        part_ptr,
+        arrivals_ptr,
+        scale_log2,
+        q_stride,
+        kv_block_stride,
+        table_stride,
+        position_limit,
+        shape,
+        False,
+        PDL,
+    )
+
+
+@triton.jit(do_not_specialize=["position_limit"])
+def prefill_images_kernel(
+    q_ptr,
+    kv_ptr,
+    block_table_ptr,
+    query_start_ptr,
+    slot_ptr,
+    position_ptr,
+    seen_ptr,
+    kv_scales_ptr,
+    sinks_ptr,
+    out_ptr,
+    part_ptr,
+    arrivals_ptr,
+    scale_log2,
+    q_stride,
+    kv_block_stride,
+    table_stride,
+    position_limit,
+    shape,
+    PDL: tl.constexpr,
+):
+    """`_attend` where each lane says how many keys it sees."""
+    _attend(
+        q_ptr,
+        kv_ptr,
+        block_table_ptr,
+        query_start_ptr,
+        slot_ptr,
+        position_ptr,
+        seen_ptr,
+        kv_scales_ptr,
+        sinks_ptr,
+        out_ptr,
+        part_ptr,
+        arrivals_ptr,
+        scale_log2,
+        q_stride,
+        kv_block_stride,
+        table_stride,
+        position_limit,
+        shape,
+        True,
+        PDL,
+    )
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    kv_ptr,
+    block_table_ptr,
+    query_start_ptr,
+    slot_ptr,
+    position_ptr,
+    seen_ptr,
+    kv_scales_ptr,
+    sinks_ptr,
+    out_ptr,
+    part_ptr,
+    arrivals_ptr,
+    scale_log2,
+    q_stride,
+    kv_block_stride,
+    table_stride,
+    position_limit,
+    shape,
+    BY_LANE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program per kv head, tile of (token, head of the group) rows, segment, and split of keys.
 
     The last tiles of a segment have the most keys and start first; so do the first splits of all
     tiles. Only as many shares are launched as a block table, or a window, has keys for; no token's
-    bits depend on it.
+    bits depend on it. `seen_ptr` has the number of keys of each lane, or of each segment, or is
+    None.
     """
     kv_head = tl.program_id(0)
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * shape.rows
@@ -143,14 +239,14 @@ def prefill_attention_kernel(
     running_max, running_sum = _before_keys(sinks_ptr, rows, split, scale_log2, shape)
     acc = tl.zeros([shape.rows, shape.padded], tl.float32)
     table_row_ptr = block_table_ptr + segment.slot.to(tl.int64) * table_stride
-    seen = _keys_of(segment, rows, first_row, index, seen_ptr, position_limit, shape)
+    seen = _keys_of(segment, rows, first_row, index, seen_ptr, BY_LANE, position_limit, shape)
     key_ptr = kv_ptr + kv_head * shape.D
     window = _window_of(segment, seen, first_row, shape)
     first_key = window.first_tile
     end_key = seen.end
     used = 1
     if shape.splits > 1:
-        split_keys = _keys_of_split(segment, seen, seen_ptr, shape)
+        split_keys = _keys_of_split(segment, seen, seen_ptr, BY_LANE, shape)
         used = tl.maximum(tl.cdiv(seen.end - window.first_tile, split_keys), 1)
         if split >= used:
             return
@@ -252,14 +348,24 @@ def _before_keys(sinks_ptr, rows, split, scale_log2, shape):
 
 
 @triton.jit
-def _keys_of(segment, rows, first_row, index, seen_ptr, position_limit, shape):
+def _keys_of(
+    segment, rows, first_row, index, seen_ptr, BY_LANE: tl.constexpr, position_limit, shape
+):
     """The keys that the rows from `first_row` on see."""
     # No row of this tile attends to keys after the tile's last token.
     last_token = tl.minimum(segment.tokens - 1, (first_row + shape.rows - 1) // shape.group)
     end = tl.minimum(segment.first_position + last_token + 1, position_limit)
     common_end = tl.minimum(segment.first_position + first_row // shape.group + 1, end)
     row_last = rows.position
-    if seen_ptr is not None:
+    if BY_LANE:
+        live = rows.position < segment.first_position + segment.tokens
+        row_seen = tl.load(seen_ptr + rows.lane, mask=live, other=0)
+        end = tl.minimum(tl.max(row_seen, 0), position_limit)
+        # Rows past the last token see something, so that nothing becomes NaN.
+        row_seen = tl.where(live, row_seen, end)
+        common_end = tl.minimum(tl.min(row_seen, 0), end)
+        row_last = row_seen - 1
+    elif seen_ptr is not None:
         end = tl.minimum(tl.load(seen_ptr + index), position_limit)
         common_end = end
         row_last = tl.zeros([shape.rows], tl.int32) + (end - 1)
@@ -281,11 +387,12 @@ def _window_of(segment, seen, first_row, shape):
 
 
 @triton.jit
-def _keys_of_split(segment, seen, seen_ptr, shape):
+def _keys_of_split(segment, seen, seen_ptr, BY_LANE: tl.constexpr, shape):
     """Keys of a split; equal in all tiles of the segment, however many of its lanes are live."""
     reach = segment.first_position + tl.num_programs(1) * shape.rows // shape.group
     if seen_ptr is not None:
-        reach = seen.end
+        if not BY_LANE:
+            reach = seen.end
     elif shape.window:
         # The most keys from the first tile's first one to the last row's token.
         reach = tl.minimum(reach, shape.window + shape.rows // shape.group + 1 + shape.tile)

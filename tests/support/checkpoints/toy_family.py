@@ -115,6 +115,10 @@ class ToyConfig:
         return self.max_positions
 
     @property
+    def bidirectional_images(self) -> bool:
+        return False
+
+    @property
     def rope_axes(self) -> None:
         """Positions have one axis."""
 

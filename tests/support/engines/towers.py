@@ -68,13 +68,16 @@ class Tower:
         return said
 
 
-def new_tower(build: Callable[[], Any], folder: Path, seed: int = 7) -> Tower:
+def new_tower(
+    build: Callable[[], Any], folder: Path, seed: int = 7, *, embedding_std: float = 0.2
+) -> Tower:
     """The model that `build` makes, with random weights that say more than one token."""
     torch.manual_seed(seed)
     model = build().eval()
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
             is_text = "language_model" in name or "text_model" in name or "lm_head" in name
-            torch.nn.init.normal_(weight, std=0.2 if is_text else 0.3)
+            std = 0.2 if is_text else 0.3
+            torch.nn.init.normal_(weight, std=embedding_std if "embed_tokens" in name else std)
     model.save_pretrained(folder)
     return Tower(model, folder)
