@@ -63,7 +63,7 @@ class LoadedWeights:
             _check_plain(each)
         found = read_model(checkpoint, config.quantize, head=config.quantize_lm_head)
         _check_same(self.whole, with_state_dtype(found, config.state_dtype), checkpoint.path)
-        values = checkpoint.mapped()
+        values = checkpoint.uncut().mapped()
         given = self.checked(values, checkpoint.path)
         missing = sorted(self._in_use(given.values) - given.values.keys())
         if missing:
@@ -76,7 +76,7 @@ class LoadedWeights:
         """The tensors of a checkpoint whose values were checked before; it may have only some of
         them.
         """
-        return self.checked(Checkpoint.open(path).mapped(), path, finite=True)
+        return self.checked(Checkpoint.open(path).uncut().mapped(), path, finite=True)
 
     def checked(
         self,

@@ -27,6 +27,7 @@ from graphengine.models.checkpoints.bitsandbytes_tensors import (
     log_four_bits,
     without_parts,
 )
+from graphengine.models.checkpoints.fused_heads import parts_of, read_names
 from graphengine.models.checkpoints.gguf_file import is_gguf, one_gguf
 from graphengine.models.checkpoints.gguf_tensors import log_widened, open_gguf, read_gguf_model
 from graphengine.models.checkpoints.json_files import read_json_object
@@ -128,16 +129,16 @@ class Checkpoint:
         four_bits = four_bit_weights(directory, stored, _read_tensor)
         log_four_bits(directory, four_bits)
         stored = without_parts(stored, four_bits)
-        names = whole_names(directory, stored)
+        names, settings = whole_names(directory, stored), read_json_object(config)
         return cls(
             path=directory,
-            config=read_json_object(config),
+            config=settings,
             generation_config=(
                 read_json_object(generation_config) if generation_config.is_file() else {}
             ),
             quant_config=read_json_object(quant_config) if quant_config.is_file() else None,
             tokenizer_file=tokenizer if tokenizer.is_file() else None,
-            tensors=MappingProxyType({name: stored[old] for name, old in names.items()}),
+            tensors=MappingProxyType(parts_of(directory, names, stored, settings)),
             stored_names=MappingProxyType(
                 {name: old for name, old in names.items() if name != old}
             ),
@@ -183,6 +184,11 @@ class Checkpoint:
         """
         parts = {name: self.tensors[name].part(cut) for name, cut in cuts.items()}
         return replace(self, tensors=MappingProxyType({**self.tensors, **parts}))
+
+    def uncut(self) -> Self:
+        """This checkpoint with all of each tensor."""
+        tensors = {name: info.stored for name, info in self.tensors.items()}
+        return replace(self, tensors=MappingProxyType(tensors))
 
     def drawn(self, device: str) -> Self:
         """This checkpoint with random values in its tensors; see `random_values`."""
@@ -564,17 +570,19 @@ def _download(hub_id: str) -> Path:
 def whole_names(source: Path, stored: Collection[str]) -> dict[str, str]:
     """The stored name of each tensor of the whole model; ValueError if two get the same name.
 
+    A tensor that has several linears gets the names of all of them.
+
     source  where they are stored, for errors
     """
     names: dict[str, str] = {}
     for name in stored:
-        whole = _whole_name(name, stored)
-        if whole in names:
-            raise ValueError(
-                f"{source} has two tensors that are {whole} of the language model: "
-                f"{names[whole]} and {name}"
-            )
-        names[whole] = name
+        for whole in read_names(_whole_name(name, stored)):
+            if whole in names:
+                raise ValueError(
+                    f"{source} has two tensors that are {whole} of the language model: "
+                    f"{names[whole]} and {name}"
+                )
+            names[whole] = name
     return names
 
 

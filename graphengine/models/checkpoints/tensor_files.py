@@ -55,7 +55,7 @@ MOST_NAMED = 5
 class Cut(NamedTuple):
     """Some spans of the `whole` values that a tensor has along `axis`.
 
-    spans  (start, length) of each, ascending
+    spans  (start, length) of each, in the order in which they are read
     """
 
     axis: int
@@ -66,6 +66,19 @@ class Cut(NamedTuple):
     def length(self) -> int:
         """Values of all spans."""
         return sum(length for _, length in self.spans)
+
+    def narrowed(self, inner: Cut) -> Cut:
+        """The part `inner` of this part, as a part of the whole."""
+        assert inner.axis == self.axis and inner.whole == self.length, f"{inner=} of {self}"
+        spans = []
+        for start, length in inner.spans:
+            at = 0
+            for own, count in self.spans:
+                low, high = max(start, at), min(start + length, at + count)
+                if low < high:
+                    spans.append((own + low - at, high - low))
+                at += count
+        return Cut(self.axis, tuple(spans), self.whole)
 
     def part(self, tensor: Tensor) -> Tensor:
         """The tensor's values in the spans: a view if there is one span, else a copy."""
@@ -100,10 +113,11 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def part(self, cut: Cut) -> TensorInfo:
-        """The tensor with only this part to be read."""
-        assert self.cut is None, f"{self} is a part already"
-        assert sum(cut.spans[-1]) <= cut.whole == self.shape[cut.axis], f"{cut=} of {self}"
-        return replace(self, shape=self._shape_with(cut.axis, cut.length), cut=cut)
+        """The tensor with only this part, of what is read of it, to be read."""
+        ends = max(map(sum, cut.spans))
+        assert ends <= cut.whole == self.shape[cut.axis], f"{cut=} of {self}"
+        shape = self._shape_with(cut.axis, cut.length)
+        return replace(self, shape=shape, cut=cut if self.cut is None else self.cut.narrowed(cut))
 
     @property
     def stored(self) -> TensorInfo:

@@ -7,6 +7,7 @@ with several axes (`mrope_section`) equals RoPE with one: a token has the same p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,31 +80,44 @@ _ATTENTION, _DELTA = "full_attention", "linear_attention"
 def read_config(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen3_5ForCausalLM` checkpoint, or of one with a vision tower."""
     config = _SIZES | _language_model(config)
-    settings = hf_config.read_settings(_plain(config), DEFAULTS)
-    return _composed(config, settings, architecture, read_mlp(settings))
+    settings = hf_config.read_settings(without_layer_types(config), DEFAULTS)
+    mlps = [read_mlp(settings)] * settings["num_hidden_layers"]
+    return delta_hybrid(config, settings, architecture, mlps)
 
 
 def read_moe(config: HfConfig, architecture: str) -> DecoderConfig:
     """`DecoderConfig` of a `Qwen3_5MoeForCausalLM` checkpoint, or of one with a vision tower."""
     config = _SIZES | _MOE_SIZES | _language_model(config)
-    settings = hf_config.read_settings(_plain(config), MOE_DEFAULTS)
+    settings = hf_config.read_settings(without_layer_types(config), MOE_DEFAULTS)
+    experts = [gated_experts(settings, normalised=True)] * settings["num_hidden_layers"]
+    return delta_hybrid(config, settings, architecture, experts)
+
+
+def gated_experts(settings: dict[str, Any], *, normalised: bool) -> Experts:
+    """Experts, and a shared one with a gate.
+
+    normalised  whether the weights of a token's experts are divided by their sum
+    """
     width = settings["shared_expert_intermediate_size"]
-    experts = Experts(
+    return Experts(
         hidden_size=settings["hidden_size"],
         ffn_size=settings["moe_intermediate_size"],
         experts=expert_count(settings, "num_experts"),
-        router=Router(top_k=settings["num_experts_per_tok"], normalised=True),
+        router=Router(top_k=settings["num_experts_per_tok"], normalised=normalised),
         norm_eps=settings["rms_norm_eps"],
         shared=read_mlp(settings, ffn_size=width, role="shared_"),
         shared_gate=True,
         names=EXPERT_NAMES,
     )
-    return _composed(config, settings, architecture, experts)
 
 
-def _composed(
-    config: HfConfig, settings: dict[str, Any], architecture: str, feed_forward: Swiglu | Experts
+def delta_hybrid(
+    config: HfConfig,
+    settings: dict[str, Any],
+    architecture: str,
+    feed_forwards: Sequence[Swiglu | Experts],
 ) -> DecoderConfig:
+    """The model of gated delta nets and gated attention, with a feed-forward for each layer."""
     if not settings["attn_output_gate"]:
         raise unsupported("attn_output_gate", False, "true")
     rope = hf_config.with_axes(hf_config.rope(settings), config)
@@ -118,10 +132,13 @@ def _composed(
         _ATTENTION: Sublayer("input_layernorm", "self_attn.", attention),
         _DELTA: Sublayer("input_layernorm", "linear_attn.", delta),
     }
-    after = Sublayer("post_attention_layernorm", "mlp.", feed_forward)
     types = _layer_types(config.get("layer_types"), settings)
-    layers = tuple((mixers[kind], after) for kind in types)
-    mlp = feed_forward if isinstance(feed_forward, Swiglu) else None
+    layers = tuple(
+        (mixers[kind], Sublayer("post_attention_layernorm", "mlp.", feed_forward))
+        for kind, feed_forward in zip(types, feed_forwards, strict=True)
+    )
+    mlps = [each for each in dict.fromkeys(feed_forwards) if isinstance(each, Swiglu)]
+    mlp = mlps[0] if len(set(feed_forwards)) == len(mlps) == 1 else None
     return composed(settings, architecture, layers, mlp=mlp, rope=rope, norms_plus_one=True)
 
 
@@ -132,7 +149,7 @@ def _language_model(config: HfConfig) -> dict[str, Any]:
     return {**text, "tie_word_embeddings": tied}
 
 
-def _plain(config: HfConfig) -> dict[str, Any]:
+def without_layer_types(config: HfConfig) -> dict[str, Any]:
     """Drop the layer types, which differ from other families', and RoPE's axes."""
     told = hf_config.of_one_axis(config)
     return {name: value for name, value in told.items() if name != "layer_types"}

@@ -29,6 +29,7 @@ from graphengine.models.families import (
     qwen3,
     qwen3_5,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from graphengine.models.hf.config_schema import HfConfig, read_key
@@ -69,6 +70,7 @@ FAMILIES: dict[str, Callable[[HfConfig, str], ModelConfig]] = {
     "Qwen3_5MoeForCausalLM": qwen3_5.read_moe,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5.read_moe,
     "Qwen3MoeForCausalLM": qwen3_moe.read_config,
+    "Qwen3NextForCausalLM": qwen3_next.read_config,
     "SmolLM3ForCausalLM": smollm3.read_config,
     "SmolVLMForConditionalGeneration": beside_towers.read_config,
 }

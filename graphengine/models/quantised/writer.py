@@ -87,7 +87,7 @@ def write_quantised(
             f"{source.path} has quantised weights ({quantisation.method}): those of 16 or 32 bits "
             f"can become {kind}"
         )
-    _check_names(config, kind)
+    _check_names(source, config, kind)
     form = KIND_FORMATS[kind]
     if KINDS[kind].groups:
         form = form._replace(columns=group_size)
@@ -110,11 +110,17 @@ def write_quantised(
     return Written(tuple(linears), before, size)
 
 
-def _check_names(config: ModelConfig, kind: RoundedKind) -> None:
-    """Raise ValueError for stacked experts: the format has no names for them.
+def _check_names(source: Checkpoint, config: ModelConfig, kind: RoundedKind) -> None:
+    """Raise ValueError for stacked experts and linears that are interleaved by head.
 
-    Most of a model is in them.
+    The format has no names for them.
     """
+    parts = [name for name, info in source.tensors.items() if info.cut is not None]
+    if parts:
+        raise ValueError(
+            f"{source.path} has {len(parts)} tensors that are parts of others, interleaved by head "
+            f"({some(parts)}): quantize={kind!r} rounds them while loading"
+        )
     routed = config.allocate(device="meta", dtype=torch.bfloat16).routed
     if routed is not None and routed.stacked:
         raise ValueError(

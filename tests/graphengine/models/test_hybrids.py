@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from checkpoints.hybrids import MODELS, A, C, E, F, M, granite, nemotron
+from checkpoints.hybrids import MODELS, A, C, E, F, M, granite, nemotron, qwen_next
 from checkpoints.small_decoders import block_in, expert_layers
 from engines.small_engine import run
 from engines.speculation import script, step_with
@@ -34,7 +34,9 @@ from graphengine.models.checkpoints.checkpoint import Checkpoint
 from graphengine.models.checkpoints.tensor_files import Cut
 from graphengine.models.contract import Share
 from graphengine.models.families.registry import read_model_config
+from graphengine.models.hf.config_schema import unknown_keys
 from graphengine.models.quantised.rounding import KIND_FORMATS, quantise
+from graphengine.models.quantised.writer import write_quantised
 from graphengine.models.splitting.rank_cuts import cut_to
 from graphengine.models.splitting.rank_sizes import of_rank
 from graphengine.models.states import Paged, Recurrent, recurrent_field, recurrent_states
@@ -176,7 +178,7 @@ def test_paused_requests_resume_with_the_same_tokens(
 @pytest.mark.parametrize(
     ("name", "k"),
     extent(
-        [("granite", 0), ("nemotron-experts", 3), ("qwen", 3), ("lfm2", 0)],
+        [("granite", 0), ("nemotron-experts", 3), ("qwen-next-experts", 3), ("lfm2", 0)],
         [(name, k) for name in KINDS for k in (0, 3)],
     ),
 )
@@ -236,7 +238,7 @@ def test_prompts_go_on_from_those_of_others(
             oracle.assert_greedy(result)
 
 
-@pytest.mark.parametrize("name", ["granite", "nemotron-experts", "qwen", "lfm2"])
+@pytest.mark.parametrize("name", ["granite", "nemotron-experts", "qwen-next-experts", "lfm2"])
 def test_drafts_change_no_token(hybrids: dict[str, Any], device: str, name: str) -> None:
     """Those of repeated prompts, of which some are right, and of another model."""
     oracle = hybrids[name]
@@ -419,7 +421,7 @@ def test_states_may_be_in_half_precision(
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
-@pytest.mark.parametrize("family", ["granite", "nemotron", "nemotron-experts"])
+@pytest.mark.parametrize("family", ["granite", "nemotron", "nemotron-experts", "qwen-next"])
 def test_rounded_weights(
     tmp_path: Path,
     write_model: Callable[..., Any],
@@ -435,6 +437,13 @@ def test_rounded_weights(
                 [M, A], shared_intermediate_size=256, mamba_n_heads=4, mamba_expand=2,
                 mamba_d_head=64, residual_multiplier=0.5,
             )  # fmt: skip
+        if family == "qwen-next":
+            return qwen_next(
+                [M, A], hidden_size=128, intermediate_size=256, linear_num_key_heads=2,
+                linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+                num_experts=5, num_experts_per_tok=2, moe_intermediate_size=128,
+                shared_expert_intermediate_size=128,
+            )  # fmt: skip
         return nemotron(
             [M, A, E if family == "nemotron-experts" else F], hidden_size=128,
             intermediate_size=256, mamba_num_heads=4, mamba_head_dim=64, n_groups=2,
@@ -444,7 +453,8 @@ def test_rounded_weights(
     oracle = write_model(make, tmp_path / family, 3)
     with torch.no_grad():
         for name, weight in oracle.model.named_parameters():
-            if "conv" not in name and name.endswith(("_proj.weight", "_linear.weight")):
+            linear = name.endswith(("_proj.weight", "_linear.weight")) or "in_proj_" in name
+            if "conv" not in name and linear:
                 weight.copy_(dequantise(quantise(weight, KIND_FORMATS[kind])))
             for expert in weight if ".experts." in name else ():
                 expert.copy_(dequantise(quantise(expert, KIND_FORMATS[kind])))
@@ -765,6 +775,98 @@ def test_experts_in_one_tensor(
     assert found[0] == found[1] == found[2]
 
 
+def test_projections_that_are_interleaved_by_head(hybrids: dict[str, Any]) -> None:
+    """Qwen3-Next's are read in the order that transformers brings them to; ranks read theirs."""
+    oracle = hybrids["qwen-next-experts"]
+    checkpoint = Checkpoint.open(oracle.path)
+    prefix = "model.layers.0.linear_attn.in_proj_"
+    names = [f"{prefix}{part}.weight" for part in ("qkv", "z", "b", "a")]
+    assert f"{prefix}qkvz.weight" not in checkpoint.tensors
+    rows = [checkpoint.mapped()[name] for name in names]
+    # 2 key heads of 20 values, with 3 value heads of 24 each.
+    qkvz, ba = (oracle.model.get_parameter(f"{prefix}{part}.weight") for part in ("qkvz", "ba"))
+    by_head = [*qkvz.unflatten(0, (2, -1)).split([20, 20, 72, 72], 1)]
+    by_head += ba.unflatten(0, (2, -1)).split([3, 3], 1)
+    q, k, v, z, b, a = (each.flatten(0, 1) for each in by_head)
+    for found, wanted in zip(rows, (torch.cat([q, k, v]), z, b, a), strict=True):
+        assert torch.equal(found, wanted)
+    model = read_model_config(checkpoint.config)
+    whole = model.allocate(device="meta", dtype=torch.float32)
+    part = of_rank(model, Share(1, 2)).allocate(device="meta", dtype=torch.float32)
+    cut = cut_to(checkpoint, whole, part, Share(1, 2)).mapped()
+    assert torch.equal(cut[names[0]], torch.cat([q[20:], k[20:], v[72:]]))
+    assert torch.equal(cut[names[1]], z[72:]) and torch.equal(cut[names[3]], a[3:])
+
+
+def test_interleaved_projections_are_not_written_anew(
+    hybrids: dict[str, Any], tmp_path: Path
+) -> None:
+    checkpoint = Checkpoint.open(hybrids["qwen-next-experts"].path)
+    message = "8 tensors that are parts of others, interleaved by head .*quantize='int8' rounds"
+    with pytest.raises(ValueError, match=message):
+        write_quantised(checkpoint, tmp_path / "written", "int8")
+
+
+def test_scales_of_interleaved_rows_are_read_with_them(tmp_path: Path) -> None:
+    """A scale for every 32 rows, and one for all of them; others do not fit."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_next"} | sizes))
+    name = "layers.0.in_proj_qkvz.weight_scale"
+    scales = {"model.layers.1.in_proj_ba.s": torch.ones(1)}
+    scales[f"model.{name}"] = torch.arange(12.0)[:, None]
+    save_file(scales, tmp_path / "model.safetensors")
+    found = Checkpoint.open(tmp_path).mapped()
+    assert {*found} == {
+        *(f"model.{name}".replace("qkvz", part) for part in ("qkv", "z")),
+        *(f"model.layers.1.in_proj_{part}.s" for part in "ba"),
+    }
+    qkv = found[f"model.{name}".replace("qkvz", "qkv")]
+    assert qkv.flatten().tolist() == [0, 6, 1, 7, 2, 3, 8, 9]
+    assert found["model.layers.1.in_proj_b.s"].tolist() == [1]
+    save_file({f"model.{name}": torch.ones(8, 1)}, tmp_path / "model.safetensors")
+    message = r"in_proj_qkvz.weight_scale with shape \[8, 1\]: 2 key heads have 192 rows each"
+    with pytest.raises(ValueError, match=message):
+        Checkpoint.open(tmp_path)
+
+
+QWEN_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645,
+    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [],
+    "model_type": "qwen3_next", "moe_intermediate_size": 512, "norm_topk_prob": True,
+    "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10,
+    "num_hidden_layers": 48, "num_key_value_heads": 2, "output_router_logits": False,
+    "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "use_cache": True,
+    "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "vocab_size": 151936,
+}  # fmt: skip
+"""The keys of Qwen3-Next-80B-A3B."""
+
+
+def test_qwen_next_as_it_is_published() -> None:
+    assert unknown_keys(QWEN_NEXT) == []
+    model = read_model_config(QWEN_NEXT)
+    experts = block_in(model, Experts)
+    assert expert_layers(model) == tuple(range(48)) and experts.shared_gate
+    assert (experts.experts, experts.router.top_k, experts.router.normalised) == (512, 10, True)
+    assert 79.5e9 < model.allocate(device="meta", dtype=torch.bfloat16).parameters < 79.8e9
+    some = read_model_config(QWEN_NEXT | {"decoder_sparse_step": 2, "mlp_only_layers": [1]})
+    assert expert_layers(some) == tuple(range(3, 48, 2))
+    assert expert_layers(read_model_config(QWEN_NEXT | {"num_experts": 0})) == ()
+    for changes, message in (
+        ({"num_experts_per_tok": 513}, "num_experts_per_tok=513: supported: 1 to num_experts=512"),
+        ({"norm_topk_prob": None}, "norm_topk_prob=None"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads=24, no multiple of .*=16"),
+        ({"attn_output_gate": False}, "attn_output_gate=False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_model_config(QWEN_NEXT | changes)
+
+
 QWEN_MOE = {
     "architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056,
     "model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": {"depth": 27},
@@ -807,7 +909,9 @@ def test_qwen_with_experts_as_it_is_published() -> None:
             read_model_config(QWEN_MOE | {"text_config": text})
 
 
-@pytest.mark.parametrize("name", ["granite", "nemotron", "lfm2", "qwen-experts"])
+@pytest.mark.parametrize(
+    "name", ["granite", "nemotron", "lfm2", "qwen-experts", "qwen-next-experts"]
+)
 def test_families_without_draft_modules(hybrids: dict[str, Any], name: str) -> None:
     config = read_model_config(json.loads((hybrids[name].path / "config.json").read_text()))
     with pytest.raises(ValueError, match=f"of a {config.architecture} are not supported"):

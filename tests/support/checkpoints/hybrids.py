@@ -69,6 +69,12 @@ def qwen_experts(types: list[str], **options: Any) -> PreTrainedModel:
     return with_time_steps(transformers.Qwen3_5MoeForCausalLM(config))
 
 
+def qwen_next(types: list[str], **options: Any) -> PreTrainedModel:
+    sizes = QWEN | {"num_hidden_layers": len(types), "layer_types": types}
+    config = transformers.Qwen3NextConfig(**sizes | options)
+    return with_time_steps(transformers.Qwen3NextForCausalLM(config))
+
+
 def granite_dense(**options: Any) -> PreTrainedModel:
     sizes = {name: GRANITE[name] for name in GRANITE if not name.startswith(("mamba", "shared"))}
     sizes |= {"intermediate_size": 76}
@@ -167,6 +173,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2-biases": lambda: lfm2(
         [A, C], conv_bias=True, conv_L_cache=5, block_auto_adjust_ff_dim=False,
         tie_word_embeddings=False, norm_eps=1e-3,
+    ),
+    # Projections that are interleaved by head, and a layer without experts.
+    "qwen-next-experts": lambda: qwen_next(
+        [M, A, M], linear_num_key_heads=2, linear_num_value_heads=6, num_experts=7,
+        num_experts_per_tok=3, moe_intermediate_size=36, shared_expert_intermediate_size=44,
+        mlp_only_layers=[2], norm_topk_prob=False, rms_norm_eps=0.03,
     ),
     "qwen-experts": lambda: qwen_experts(
         [M, A, M], linear_num_key_heads=2, linear_num_value_heads=4, num_experts=7,

@@ -84,6 +84,7 @@ CONFIGS: Mapping[str, Config] = {
     "Qwen3_5MoeForConditionalGeneration": {
         "text_config": {**_MOE, "model_type": "qwen3_5_moe_text"},
     },
+    "Qwen3NextForCausalLM": _MOE,
     "Qwen3MoeForCausalLM": {**SHAPES["qwen3-30b-a3b"], **_FEW, "num_experts": 8},
     "SmolLM3ForCausalLM": _DENSE,
     "SmolVLMForConditionalGeneration": {"text_config": {**_DENSE, "model_type": "llama"}},
