@@ -36,7 +36,6 @@ from graphengine.models.sublayers import (
     Block,
     Layer,
     Sublayer,
-    block_width,
     layer_prefix,
     states_of,
     usual_layer,
@@ -290,7 +289,7 @@ class Composition(ABC):
     @property
     def prefill_width(self) -> int:
         """Values per lane in `PrefillScratch` where nothing is fused."""
-        return max(map(block_width, blocks_of(self)))
+        return max(block.prefill_width for block in blocks_of(self))
 
     def scan_bytes(self, lanes: int) -> int:
         """Most bytes that a layer's kernels pass to each other in a chunk of this many lanes."""

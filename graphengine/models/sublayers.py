@@ -96,17 +96,10 @@ def states_of(block: Block) -> LayerStates:
             return ()
 
 
-def block_width(block: Block) -> int:
-    """Values of a lane in `PrefillScratch` where nothing is fused."""
-    if isinstance(block, FeedForward):
-        return block.prefill_width()
-    return block.prefill_width
-
-
 def weights_width(block: BlockWeights, lanes: int) -> int:
-    """Values of a lane in `PrefillScratch`, in a chunk of so many lanes."""
-    if isinstance(block, FeedForwardWeights):
-        return block.prefill_width(lanes)
+    """Values of a lane in `PrefillScratch`, in a chunk of this many lanes."""
+    if isinstance(block, SwigluWeights):
+        return block.chunk_width(lanes)
     return block.block.prefill_width
 
 

@@ -127,11 +127,12 @@ class Experts:
         """Whether a checkpoint has all experts of a layer in one tensor."""
         return self.names.stacked
 
+    @property
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`: what the products leave for each of its pairs."""
         if self.shared is None:
             return self.routed_width
-        return self.routed_width + self.hidden_size + self.shared.prefill_width()
+        return self.routed_width + self.hidden_size + self.shared.prefill_width
 
     @property
     def routed_width(self) -> int:
@@ -345,10 +346,6 @@ class ExpertsWeights:
         """Bytes of all experts except the shared ones."""
         weights = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         return sum(tensor.nbytes for tensor in tensors_of(*weights))
-
-    def prefill_width(self, lanes: int) -> int:
-        """Values of a lane in `PrefillScratch`, in a chunk of so many lanes."""
-        return self.block.prefill_width()
 
 
 def _same_form(names: Sequence[str], forms: WeightForms) -> PackedForm | None:

@@ -34,7 +34,7 @@ from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
     add_product,
-    new_weight,
+    new_weights,
     tensors_of,
 )
 from graphengine.models.contract import DecodeLaunch
@@ -145,22 +145,21 @@ class GatedDelta:
         def of_heads() -> Tensor:
             return torch.empty(sizes.value_heads, device=device)
 
-        def weight(name: str) -> AnyWeight:
-            first, shape = prefix + self.first_linears[name], self.linears[name][1:3]
-            return new_weight(forms, first, shape, device=device, dtype=dtype)
-
+        weight = new_weights(forms, prefix, self.first_linears, device=device, dtype=dtype)
         sizes = self.sizes
         return GatedDeltaWeights(
             block=self,
             prefix=prefix,
-            projections=tuple(weight(name) for name in self._named_products),
+            projections=tuple(
+                weight(name, *self.linears[name][1:3]) for name in self._named_products
+            ),
             params=GatedDeltaParams(
                 new(sizes.channels, sizes.taps),
                 a_log=of_heads(),
                 dt_bias=of_heads(),
                 norm=new(sizes.value_dim),
             ),
-            output=weight("delta_out"),
+            output=weight("delta_out", *self.linears["delta_out"][1:3]),
         )
 
 

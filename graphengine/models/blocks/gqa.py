@@ -40,7 +40,7 @@ from graphengine.models.blocks.streams import (
     add_chunk_product,
     add_product,
     chunk_product,
-    new_weight,
+    new_weights,
     tensors_of,
 )
 from graphengine.models.contract import ChunkAttention, DecodeLaunch, PrefillLaunch
@@ -209,10 +209,7 @@ class GroupedQueryAttention:
             # The norm's output is rounded once, after its weight.
             return torch.empty(heads * self.head_dim, device=device, dtype=torch.float32)
 
-        def weight(name: str, rows: int, columns: int) -> AnyWeight:
-            first = prefix + self.first_linears[name]
-            return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
-
+        weight = new_weights(forms, prefix, self.first_linears, device=device, dtype=dtype)
         hidden = self.hidden_size
         return AttentionWeights(
             block=self,

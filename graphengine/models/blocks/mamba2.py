@@ -33,7 +33,7 @@ from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
     add_product,
-    new_weight,
+    new_weights,
     tensors_of,
 )
 from graphengine.models.contract import DecodeLaunch, PrefillLaunch, Reduce
@@ -130,10 +130,7 @@ class Mamba2:
         def of_heads() -> Tensor:
             return torch.empty(sizes.heads, device=device)
 
-        def weight(name: str, rows: int, columns: int) -> AnyWeight:
-            first = prefix + self.first_linears[name]
-            return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
-
+        weight = new_weights(forms, prefix, self.first_linears, device=device, dtype=dtype)
         hidden, sizes = self.hidden_size, self.sizes
         return Mamba2Weights(
             block=self,

@@ -24,7 +24,7 @@ from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
     add_product,
-    new_weight,
+    new_weights,
     tensors_of,
 )
 from graphengine.models.contract import DecodeLaunch
@@ -86,10 +86,7 @@ class ShortConv:
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
-        def weight(name: str, rows: int, columns: int) -> AnyWeight:
-            first = prefix + self.first_linears[name]
-            return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
-
+        weight = new_weights(forms, prefix, self.first_linears, device=device, dtype=dtype)
         hidden, channels = self.hidden_size, self.channels
         return ShortConvWeights(
             block=self,

@@ -22,7 +22,7 @@ from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
     add_product,
-    new_weight,
+    new_weights,
     part_product,
     tensors_of,
 )
@@ -65,6 +65,7 @@ class SquaredRelu:
         """It keeps no state."""
         return ()
 
+    @property
     def prefill_width(self) -> int:
         """Values of a lane in `PrefillScratch`."""
         return self.ffn_size
@@ -80,17 +81,14 @@ class SquaredRelu:
         def bias(rows: int) -> Tensor | None:
             return torch.empty(rows, device=device, dtype=dtype) if self.bias else None
 
-        def weight(name: str, rows: int, columns: int) -> AnyWeight:
-            first = prefix + self.first_linears[self.role + name]
-            return new_weight(forms, first, (rows, columns), device=device, dtype=dtype)
-
+        weight = new_weights(forms, prefix, self.first_linears, device=device, dtype=dtype)
         hidden, ffn = self.hidden_size, self.ffn_size
         return SquaredReluWeights(
             block=self,
             prefix=prefix,
-            up=weight("up", ffn, hidden),
+            up=weight(f"{self.role}up", ffn, hidden),
             up_bias=bias(ffn),
-            down=weight("down", hidden, ffn),
+            down=weight(f"{self.role}down", hidden, ffn),
             down_bias=bias(hidden),
         )
 
@@ -124,10 +122,6 @@ class SquaredReluWeights:
     def tensors(self) -> list[Tensor]:
         """Every weight tensor."""
         return tensors_of(self.up, self.down, self.up_bias, self.down_bias)
-
-    def prefill_width(self, lanes: int) -> int:
-        """Values of a lane in `PrefillScratch`, in a chunk of so many lanes."""
-        return self.block.prefill_width()
 
     def decode(
         self, row: DecodeLanes, residual: Residual, next_norm: NextNorm, launch: DecodeLaunch

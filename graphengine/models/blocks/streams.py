@@ -9,7 +9,7 @@ Letters: N or T lanes, H hidden, K columns of a weight.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -53,6 +53,34 @@ def new_weight(
     if form is None:
         return torch.empty(shape, device=device, dtype=dtype)
     return empty_packed(form, shape, swiglu=swiglu, device=device)
+
+
+class NewWeight(Protocol):
+    """Makes one weight of a block, by its name there."""
+
+    def __call__(
+        self, name: str, rows: int, columns: int, *, swiglu: bool = False
+    ) -> AnyWeight: ...
+
+
+def new_weights(
+    forms: WeightForms,
+    prefix: str,
+    first_linears: Mapping[str, str],
+    *,
+    device: str,
+    dtype: torch.dtype,
+) -> NewWeight:
+    """A function that makes a block's weights as `new_weight` does.
+
+    first_linears  first checkpoint linear fused into each weight, after `prefix`
+    """
+
+    def weight(name: str, rows: int, columns: int, *, swiglu: bool = False) -> AnyWeight:
+        first, shape = prefix + first_linears[name], (rows, columns)
+        return new_weight(forms, first, shape, swiglu=swiglu, device=device, dtype=dtype)
+
+    return weight
 
 
 def tensors_of(*weights: AnyWeight | PackedExperts | None) -> list[Tensor]:

@@ -23,7 +23,7 @@ from graphengine.models.blocks.streams import (
     PrefillScratch,
     add_chunk_product,
     add_product,
-    new_weight,
+    new_weights,
     part_product,
     tensors_of,
 )
@@ -73,9 +73,10 @@ class Swiglu:
         """First checkpoint linear fused into each weight."""
         return dict(zip((f"{self.role}gate_up", f"{self.role}down"), self.names[::2], strict=True))
 
-    def prefill_width(self, *, fused: bool = False) -> int:
-        """Values of a lane in `PrefillScratch`."""
-        return self.ffn_size if fused else 2 * self.ffn_size
+    @property
+    def prefill_width(self) -> int:
+        """Values of a lane in `PrefillScratch` where nothing is fused."""
+        return 2 * self.ffn_size
 
     def allocate(
         self, prefix: str, forms: WeightForms, *, device: str, dtype: torch.dtype
@@ -88,18 +89,14 @@ class Swiglu:
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
-        def weight(name: str, rows: int, columns: int, swiglu: bool = False) -> AnyWeight:
-            first = prefix + self.first_linears[self.role + name]
-            shape = (rows, columns)
-            return new_weight(forms, first, shape, swiglu=swiglu, device=device, dtype=dtype)
-
+        weight = new_weights(forms, prefix, self.first_linears, device=device, dtype=dtype)
         hidden, ffn = self.hidden_size, self.ffn_size
         return SwigluWeights(
             block=self,
             prefix=prefix,
-            gate_up=weight("gate_up", 2 * ffn, hidden, swiglu=True),
+            gate_up=weight(f"{self.role}gate_up", 2 * ffn, hidden, swiglu=True),
             gate_up_bias=new(2 * ffn) if self.bias else None,
-            down=weight("down", hidden, ffn),
+            down=weight(f"{self.role}down", hidden, ffn),
             down_bias=new(hidden) if self.bias else None,
         )
 
@@ -152,9 +149,9 @@ class SwigluWeights:
             return True
         return self.gate_up_bias is None and fuses_swiglu(self.gate_up, lanes)
 
-    def prefill_width(self, lanes: int) -> int:
-        """Values of a lane in `PrefillScratch`, in a chunk of so many lanes."""
-        return self.block.prefill_width(fused=self.is_fused(lanes))
+    def chunk_width(self, lanes: int) -> int:
+        """Values of a lane in `PrefillScratch`, in a chunk of this many lanes."""
+        return self.block.ffn_size if self.is_fused(lanes) else self.block.prefill_width
 
     def decode(
         self, row: DecodeLanes, residual: Residual, next_norm: NextNorm, launch: DecodeLaunch

@@ -165,7 +165,7 @@ class ToyConfig:
     @property
     def prefill_width(self) -> int:
         widths = [self.attention.prefill_width, WIDTH + self.hidden_size]
-        return max(*widths, self.mlp.prefill_width())
+        return max(*widths, self.mlp.prefill_width)
 
     def scan_bytes(self, lanes: int) -> int:
         return 0
