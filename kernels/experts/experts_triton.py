@@ -260,7 +260,7 @@ def fma_product_kernel(
     if HELD > 0 and expert >= HELD:
         return
     row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, GATED)
-    weights = load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
+    weights = load_rows(row_ptrs, K, BLOCK_K)
     squares = load_squares(
         squares_ptr, tl.full((1,), lane, tl.int32), tl.full((1,), 1, tl.int1), lanes, GROUPS, 1
     )
@@ -316,9 +316,9 @@ def fma_down_kernel(
     expert = place_of_expert(expert, FIRST, HELD)
     row_ptrs = _row_ptrs(weight_ptr, expert, tile, M, K, BLOCK_M, False)
     if HELD > 0:
-        weights = load_rows(row_ptrs, K, BLOCK_M, BLOCK_K, expert < HELD)
+        weights = load_rows(row_ptrs, K, BLOCK_K, expert < HELD)
     else:
-        weights = load_rows(row_ptrs, K, BLOCK_M, BLOCK_K)
+        weights = load_rows(row_ptrs, K, BLOCK_K)
     wait_for_inputs(PDL, OVERLAP)
     if not live:
         return
@@ -336,8 +336,8 @@ def fma_down_kernel(
 
 
 @triton.jit
-def load_rows(row_ptrs, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, here=None):
-    """Load all columns of weight rows as tiles [BLOCK_M, BLOCK_K]; zeros unless `here`."""
+def load_rows(row_ptrs, K: tl.constexpr, BLOCK_K: tl.constexpr, here=None):
+    """Load all columns of M weight rows as tiles [M, BLOCK_K]; zeros unless `here`."""
     k = tl.arange(0, BLOCK_K)
     tiles = ()
     for step in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):

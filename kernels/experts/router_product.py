@@ -172,7 +172,7 @@ def _route_product_kernel(
     tile = tl.program_id(1)
     row = tile * ROWS + tl.arange(0, ROWS)
     # Rows past the end repeat the last.
-    weights = load_rows(gate_ptr + tl.minimum(row, E - 1).to(tl.int64) * K, K, ROWS, BLOCK_K)
+    weights = load_rows(gate_ptr + tl.minimum(row, E - 1).to(tl.int64) * K, K, BLOCK_K)
     expert = tl.arange(0, BLOCK_E)
     if correction_ptr is not None:
         correction = tl.load(correction_ptr + expert, mask=expert < E, other=0.0)

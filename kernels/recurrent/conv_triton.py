@@ -38,7 +38,7 @@ def conv_chunk_kernel(
     block = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = c < C
-    weights, start = conv_weights(weight_ptr, bias_ptr, c, mask, C, D, BLOCK_C)
+    weights, start = conv_weights(weight_ptr, bias_ptr, c, mask, D, BLOCK_C)
     wait_for_inputs(PDL)
     slot = tl.load(slot_ptr).to(tl.int64)
     if slot < 0:
@@ -104,9 +104,7 @@ def _keep_newest(
 
 
 @triton.jit
-def conv_weights(
-    weight_ptr, bias_ptr, c, mask, C: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr
-):
+def conv_weights(weight_ptr, bias_ptr, c, mask, D: tl.constexpr, BLOCK_C: tl.constexpr):
     """The weights of each tap, and what a sum begins with, in float32."""
     weights = ()
     for tap in tl.static_range(D):

@@ -39,7 +39,7 @@ def decode_kernel(
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = c < C
-    weights = conv_weights(weight_ptr, bias_ptr, c, mask, C, D, BLOCK_C)
+    weights = conv_weights(weight_ptr, bias_ptr, c, mask, D, BLOCK_C)
     # Load what earlier steps left; the lanes are older than the launch before, too.
     first = tl.program_id(0) * tokens
     slot = tl.load(slot_ptr + first, cache_modifier=".cg").to(tl.int64)

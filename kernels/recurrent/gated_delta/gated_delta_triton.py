@@ -59,9 +59,9 @@ def decode_kernel(
     of_v = 2 * G * K + head * V + v
     rate = -tl.exp(tl.load(layer.a_log + head))
     dt_bias = tl.load(layer.dt_bias + head)
-    q_taps = conv_weights(layer.conv_weight, None, of_q, in_k, C, D, BLOCK_K)
-    k_taps = conv_weights(layer.conv_weight, None, of_k, in_k, C, D, BLOCK_K)
-    v_taps = conv_weights(layer.conv_weight, None, of_v, in_v, C, D, BLOCK_V)
+    q_taps = conv_weights(layer.conv_weight, None, of_q, in_k, D, BLOCK_K)
+    k_taps = conv_weights(layer.conv_weight, None, of_k, in_k, D, BLOCK_K)
+    v_taps = conv_weights(layer.conv_weight, None, of_v, in_v, D, BLOCK_V)
     # Load what earlier steps left; the lanes are older than the launch before, too.
     first = tl.program_id(0) * tokens
     slot = tl.load(slot_ptr + first, cache_modifier=".cg").to(tl.int64)

@@ -70,9 +70,9 @@ def decode_kernel(
     wide = tl.arange(0, WIDE)
     of_wide = head * P + tile * BLOCK_P + wide
     in_wide = (wide < BLOCK_P) & (tile * BLOCK_P + wide < P)
-    x_taps = conv_weights(*weights, of_wide, in_wide, CHANNELS, D, WIDE)
-    b_taps = conv_weights(*weights, of_b, k < K, CHANNELS, D, BLOCK_K)
-    c_taps = conv_weights(*weights, of_c, k < K, CHANNELS, D, BLOCK_K)
+    x_taps = conv_weights(*weights, of_wide, in_wide, D, WIDE)
+    b_taps = conv_weights(*weights, of_b, k < K, D, BLOCK_K)
+    c_taps = conv_weights(*weights, of_c, k < K, D, BLOCK_K)
     if squares_ptr is not None:
         gate = tl.load(gate_ptr + of_x, mask=p < P, other=0.0).to(tl.float32)
     # Load what earlier steps left; the lanes are older than the launch before, too.
