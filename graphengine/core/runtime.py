@@ -162,7 +162,7 @@ class Runtime(SlotOperations, Waits):
                 stream=self.stream,
                 buffers=self.buffers,
                 warmups=0 if self.stream is None else 2,
-                around=lambda name: span(f"capture/{name}"),
+                around=self._around_capture,
             )
             if self.stream is None:
                 # Nothing is compiled or captured: run the smallest step of each kind, as a check.
@@ -172,6 +172,10 @@ class Runtime(SlotOperations, Waits):
         self.captured: tuple[CapturedGraph, ...] = tuple(graphs.values())
         self.captures: tuple[CaptureReport, ...] = tuple(each.report for each in self.captured)
         self._clear()
+
+    def _around_capture(self, name: str) -> AbstractContextManager[object]:
+        """A context around the warm-up and capture of a graph."""
+        return span(f"capture/{name}")
 
     def _cut_prompts(
         self, memory: MemoryPlan, config: EngineConfig, group: RankGroup | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,8 @@ class DriverRuntime(WatchedWaits, RankRuntime):
         share = Share(0, config.ranks)
         groups = ProcessGroups(ranks.rendezvous, share, memory, config, check=ranks.check)
         try:
-            super().__init__(opened, found, config, groups)
+            with ranks.watched(groups.abandon):
+                super().__init__(opened, found, config, groups)
             ranks.wait_for(Stage.FOLLOWING)
         except BaseException:
             groups.abandon()
@@ -109,6 +111,10 @@ class DriverRuntime(WatchedWaits, RankRuntime):
         self.rank_times = _Times(ranks, groups, config)
         if self.stream is not None:
             self._watched = WatchedStream(ranks, self.stream)
+
+    def _around_capture(self, name: str) -> AbstractContextManager[object]:
+        self.ranks.check()
+        return super()._around_capture(name)
 
     # Commands.
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +37,7 @@ _UPDATE_BYTES_PER_S = 2**27
 # Longest waits: for a rank to say why it failed, once others miss it, and for a rank to close.
 _GRACE_S, _CLOSE_S = 2.0, 5.0
 _PAUSE_S = 1e-3
+_LOOK_S = 0.5
 # Linux keeps files in memory there.
 _MEMORY = Path("/dev/shm")
 # Errors that the driver gets when a rank has ended.
@@ -235,6 +237,28 @@ class Ranks:
         reason = self._failure()
         if reason is not None:
             raise RankFailed(reason)
+
+    @contextmanager
+    def watched(self, on_failure: Callable[[], object]) -> Iterator[None]:
+        """Inside, a thread looks at the ranks, and calls `on_failure` once one has failed.
+
+        For work that waits for the ranks inside a library or a kernel, where `check` is not called.
+        """
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(_LOOK_S):
+                if self._failure() is not None:
+                    on_failure()
+                    return
+
+        watcher = threading.Thread(target=watch, name="graphengine ranks", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -34,12 +34,14 @@ from graphengine import EngineConfig
 from graphengine.core.commands import ReplayGraph
 from graphengine.host.kept_states import BlockCopy
 from graphengine.models.contract import Share
+from graphengine.opening.budget.memory import MemoryPlan
 from graphengine.opening.inventory import LinkShape
 from graphengine.opening.loading import plan_checkpoint, read_checkpoint
 from graphengine.parallel import worker
 from graphengine.parallel.collectives import exchange
 from graphengine.parallel.collectives.exchange import Exchange
-from graphengine.parallel.collectives.process_group import OPENING_LIMIT_S
+from graphengine.parallel.collectives.process_group import OPENING_LIMIT_S, ProcessGroup
+from graphengine.parallel.driver_runtime import DriverRuntime
 from graphengine.parallel.link import DriverEnd, LinkMemory, Stage
 from graphengine.parallel.rank_processes import SpawnedRank
 from graphengine.parallel.ranks import RankFailed, Ranks, rank_devices
@@ -233,6 +235,28 @@ def test_a_rank_that_is_killed_before_the_rendezvous_is_not_waited_for(
     began = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 \(process \d+, cpu\) was ended by .*KILL\)$"):
         open_engine(device="cpu", **{option: 2})
+    assert time.monotonic() - began < OPENING_LIMIT_S / 2
+
+
+def test_a_rank_that_is_killed_during_capture_is_not_waited_for(
+    forked_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel of the driver waits for its part until somebody ends the wait."""
+    abandoned = threading.Event()
+
+    def end(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait(runtime: DriverRuntime, memory: MemoryPlan) -> None:
+        assert abandoned.wait(OPENING_LIMIT_S)
+        runtime._around_capture("decode/1/fast")
+
+    monkeypatch.setattr(worker.WorkerRuntime, "_capture", end)
+    monkeypatch.setattr(DriverRuntime, "_capture", wait)
+    monkeypatch.setattr(ProcessGroup, "abandon", lambda group: abandoned.set())
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 \(process \d+, cpu\) was ended by .*KILL\)$"):
+        open_engine(device="cpu", tensor_parallel=2)
     assert time.monotonic() - began < OPENING_LIMIT_S / 2
 
 
